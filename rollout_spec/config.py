@@ -1,0 +1,79 @@
+"""The options of `rollout.spec`: one frozen dataclass, every range checked once, here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+METHODS = ("sam", "off")
+MODES = ("earliest", "frequent")
+MAX_SPECULATIVE_TOKENS = 64
+
+
+class ConfigError(ValueError):
+    """An option that is unknown, of the wrong type or out of range. The message names the field."""
+
+
+def _option(default: Any, help_: str, low: float | None = None, high: float | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help_, "low": low, "high": high})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpecConfig:
+    """Options of the drafter; the field names are the YAML keys under `rollout.spec`.
+
+    Raises:
+        ConfigError: a value has the wrong type or lies outside its range.
+    """
+
+    method: str = _option("sam", "sam: draft with the suffix automaton; off: plain verl and vLLM")
+    mode: str = _option("frequent", "which continuation of a match is drafted: earliest or frequent")
+    num_speculative_tokens: int = _option(8, "most draft tokens per row and step", 1, MAX_SPECULATIVE_TOKENS)
+    min_match_len: int = _option(2, "shortest suffix match that is drafted from, in tokens", 1, 1024)
+    max_spec_factor: float = _option(4.0, "draft at most this many tokens per matched token", 0.0, 1024.0)
+    min_token_prob: float = _option(0.1, "stop a draft where its estimated survival falls below", 0.0, 1.0)
+    group_sharing: bool = _option(True, "samples of one prompt share one index")
+    batch_threshold: int = _option(8, "more running requests than this and no row drafts", 0, 1 << 20)
+    max_groups: int = _option(512, "most prompts indexed at a time; the least recently used idle one goes", 1, 1 << 20)
+    max_index_mb: int = _option(1024, "byte budget of the index of one engine, MiB", 1, 1 << 20)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name))
+        _check_choice("method", self.method, METHODS)
+        _check_choice("mode", self.mode, MODES)
+
+    @property
+    def enabled(self) -> bool:
+        return self.method != "off"
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> SpecConfig:
+        """Build from a plain mapping (YAML, JSON); an unknown key is an error, a missing one its default."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in options:
+            if key not in known:
+                raise ConfigError(f"rollout.spec.{key}: unknown field (known fields: {', '.join(known)})")
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"rollout.spec.{name}={value!r}: must be one of {', '.join(choices)}")
+
+
+def _check(field: dataclasses.Field, value: Any) -> None:
+    expected = type(field.default)
+    # bool is an int to Python, but `num_speculative_tokens=true` is a mistake.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = is_number if expected is float else type(value) is expected
+    if not fits:
+        raise ConfigError(f"rollout.spec.{field.name}={value!r}: must be of type {expected.__name__}")
+    low, high = field.metadata["low"], field.metadata["high"]
+    if low is not None and not (low <= value <= high and math.isfinite(value)):
+        raise ConfigError(f"rollout.spec.{field.name}={value!r}: must be between {low:g} and {high:g}")
