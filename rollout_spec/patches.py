@@ -1,0 +1,103 @@
+"""The register of changes made to other packages: each one named, reasoned and guarded."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+_MARK = "__rollout_spec_patch__"
+
+
+class PatchError(RuntimeError):
+    """What a patch replaces is gone or no longer what the patch was written for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """One change to another package."""
+
+    name: str
+    reason: str  # symptom and cause
+    upstream: str  # package and file
+    until: str  # when it can go
+
+
+_applied: dict[str, Patch] = {}
+
+
+def applied() -> list[Patch]:
+    """The patches in force in this process, in the order in which they were applied."""
+    return list(_applied.values())
+
+
+def record(patch: Patch) -> None:
+    """Register a change that is not one function replaced: an import hook, an environment variable."""
+    _applied[patch.name] = patch
+
+
+def source_hash(function: Callable) -> str:
+    """The first 16 hex digits of the SHA-256 of the function's source text."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+
+
+def replace_function(
+    owner: Any,
+    name: str,
+    replacement: Callable,
+    *,
+    patch: Patch,
+    expected_signature: str | Collection[str] | None = None,
+    expected_source: str | Collection[str] | None = None,
+) -> Callable:
+    """Replace `owner.name` (a module's function or a class's method) unless `patch` already did.
+
+    Args:
+        owner: the module or class that holds the function.
+        name: the attribute to replace.
+        replacement: what takes its place; a plain function.
+        patch: the entry for the register; its name makes the call idempotent.
+        expected_signature: `str(inspect.signature(f))` of the original, or several accepted ones.
+        expected_source: `source_hash(f)` of the original, or several accepted ones.
+
+    Returns:
+        The original function.
+
+    Raises:
+        PatchError: the attribute is missing or fails a guard. Nothing is replaced then.
+    """
+    where = f"{getattr(owner, '__name__', owner)}.{name}"
+    try:
+        current = getattr(owner, name)
+    except AttributeError:
+        raise PatchError(_message(patch, f"{where} does not exist")) from None
+    mark = getattr(current, _MARK, None)
+    if mark is not None and mark[0] == patch.name:
+        return mark[1]
+    _guard(patch, where, "signature", expected_signature, lambda: str(inspect.signature(current)))
+    _guard(patch, where, "source", expected_source, lambda: source_hash(current))
+    setattr(replacement, _MARK, (patch.name, current))
+    setattr(owner, name, replacement)
+    record(patch)
+    return current
+
+
+def _guard(
+    patch: Patch, where: str, what: str, expected: str | Collection[str] | None, actual: Callable[[], str]
+) -> None:
+    if expected is None:
+        return
+    accepted = {expected} if isinstance(expected, str) else set(expected)
+    found = actual()
+    if found not in accepted:
+        detail = f"the {what} of {where} is {found}, expected {' or '.join(sorted(accepted))}"
+        raise PatchError(_message(patch, detail))
+
+
+def _message(patch: Patch, detail: str) -> str:
+    return (
+        f"patch {patch.name!r} does not fit the installed packages: {detail}. "
+        f"It works around: {patch.reason} ({patch.upstream}; needed until {patch.until})."
+    )
