@@ -1,0 +1,98 @@
+# `make demo` and `make test` do all set-up themselves; everything lands in .venv and .cache.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+UV_VERSION := 0.13.8
+ENGINE ?= $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+# The first Python that runs (a pyenv shim may exist and fail), fits, and can build an extension module.
+FITS := import ensurepip, os, sys, sysconfig; sys.exit(not ((3, 11) <= sys.version_info < (3, 13) \
+	and os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))))
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+	"$$p" -c '$(FITS)' >/dev/null 2>&1 && echo "$$p" && break; done)
+
+# Nothing is written outside the checkout; a cache that the user has chosen stays in use.
+export XDG_CACHE_HOME := $(CURDIR)/.cache
+export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
+export VLLM_CONFIG_ROOT := $(CURDIR)/.cache/vllm-config
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/torchinductor
+export TRITON_HOME := $(CURDIR)/.cache/triton
+export WANDB_CONFIG_DIR := $(CURDIR)/.cache/wandb
+export UV_CACHE_DIR ?= $(CURDIR)/.cache/uv
+# Without byte code every Ray worker would compile all its imports again.
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+BIN := $(VENV)/bin
+UV := $(BIN)/uv
+INSTALLED := $(VENV)/.installed-$(ENGINE)
+BUILT := $(VENV)/.built
+# What the editable install is made from; other Python and YAML edits take effect by themselves.
+SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
+
+.PHONY: help demo test check format asan bench dev lock clean
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARGS=--quick)
+	$(BIN)/rollout-spec demo $(DEMO_ARGS)
+
+test: dev ## run the test suite (TEST_ARGS='-k name')
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+check: dev ## format, lint, types, C warnings as errors
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(MAKE) -C native lint PYTHON=$(abspath $(BIN)/python)
+
+format: dev ## format the Python code and sort its imports
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+asan: dev ## native tests under AddressSanitizer and UBSan
+	$(MAKE) -C native asan PYTHON=$(abspath $(BIN)/python)
+
+bench: dev ## time the native core
+	$(BIN)/rollout-spec bench native
+
+dev: $(BUILT) ## set up .venv
+
+$(BUILT): $(INSTALLED) $(SOURCES)
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# The lock names every package, so nothing is resolved here and no other version can come in.
+$(INSTALLED): requirements/$(ENGINE).txt | $(UV)
+	@echo "Installing the $(ENGINE) engine into $(VENV); the first time this downloads several GB."
+	$(UV) pip install --python $(BIN)/python --no-deps --compile-bytecode -r $<
+	@rm -f $(VENV)/.installed-* && touch $@
+
+$(UV):
+	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or 3.12 with venv and its headers (Python.h) was found." \
+		"Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c '$(FITS)' || { echo "$(PYTHON) is not a Python 3.11 or 3.12 with venv and Python.h." >&2; exit 1; }
+	@command -v "$${CC:-cc}" >/dev/null || { echo "A C compiler is needed (cc, or set CC)." >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+
+NEVER := ; ([^ ]+ [^ ]+ [^ ]+ and )?(sys_platform == '(never|emscripten|win32)'|python_full_version >= '3.13')$$
+
+lock: $(UV) ## renew requirements/cpu.txt and cuda.txt
+	for engine in cpu cuda; do \
+		{ echo "# Written by 'make lock' from $$engine.in and $$engine-overrides.txt."; \
+		  $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \
+			--override requirements/$$engine-overrides.txt requirements/$$engine.in \
+		  | grep -vE "$(NEVER)"; \
+		} > requirements/$$engine.txt; \
+	done
+
+clean: ## remove everything that was built or downloaded
+	rm -rf $(VENV) .cache build dist outputs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -f rollout_spec/_native.*
+	[ ! -e native/Makefile ] || $(MAKE) -C native clean
