@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.abc
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -82,6 +85,40 @@ def replace_function(
     setattr(owner, name, replacement)
     record(patch)
     return current
+
+
+def when_imported(module: str, apply: Callable[[Any], None]) -> None:
+    """Call `apply(module)` as soon as the module is imported; at once if it is already.
+
+    Patches are declared where importing what they patch would be circular or cost seconds.
+    An error in `apply` fails the import.
+    """
+    if module in sys.modules:
+        apply(sys.modules[module])
+    else:
+        sys.meta_path.insert(0, _AfterImport(module, apply))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    def __init__(self, module: str, apply: Callable[[Any], None]) -> None:
+        self._module = module
+        self._apply = apply
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            self._apply(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def _guard(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import types
 
@@ -71,3 +72,37 @@ def test_two_patches_stack_on_one_function(module):
     patches.replace_function(module, "f", lambda a, b=1: -inner(a, b), patch=second)
     assert module.f(3, 4) == -12
     assert [p.name for p in patches.applied()] == ["double", "negate"]
+
+
+def test_when_imported_waits_for_the_import(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_module.py").write_text("VALUE = 1\n")
+    seen = []
+    patches.when_imported("late_module", lambda module: seen.append(module.VALUE))
+    assert seen == []
+    importlib.import_module("late_module")
+    assert seen == [1]
+    patches.when_imported("late_module", lambda module: seen.append(module.VALUE + 1))
+    assert seen == [1, 2]
+
+
+def test_several_hooks_may_wait_for_one_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "twice_module.py").write_text("")
+    seen = []
+    patches.when_imported("twice_module", lambda module: seen.append("first"))
+    patches.when_imported("twice_module", lambda module: seen.append("second"))
+    importlib.import_module("twice_module")
+    assert sorted(seen) == ["first", "second"]
+
+
+def test_an_error_in_a_hook_fails_the_import(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_module.py").write_text("")
+
+    def fail(module):
+        raise patches.PatchError("no longer fits")
+
+    patches.when_imported("broken_module", fail)
+    with pytest.raises(patches.PatchError, match="no longer fits"):
+        importlib.import_module("broken_module")
