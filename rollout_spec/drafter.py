@@ -1,0 +1,232 @@
+"""One engine's drafter: the life cycle of requests and groups, and one native call per step.
+
+It knows neither torch nor vLLM: a step is arrays of row numbers and token levels in, draft tokens out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.gate import Gate
+from rollout_spec.index import BudgetExceeded, SuffixIndex
+from rollout_spec.metrics import EngineCounters
+
+# Siblings that wait in the engine's queue find their group's text here when they start.
+# Few are enough: the samples of a prompt arrive together and are served in order.
+MAX_IDLE_GROUPS = 32
+
+_UNTRACKED = -1
+_Int32 = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass
+class _Group:
+    handle: int
+    prompt: _Int32
+    num_live: int = 0
+
+
+@dataclasses.dataclass
+class _Request:
+    sequence: int  # _UNTRACKED: it has no place in the index
+    group_key: Hashable
+    max_level: int  # no token is generated beyond this level
+
+
+class Drafter:
+    """Drafts for the rows of an engine's batch.
+
+    Usage: `open` every new request, `close` every ended one, then `step` once per engine step.
+    Not thread-safe; one per engine.
+
+    Args:
+        config: the options; `config.num_speculative_tokens` bounds every draft.
+    """
+
+    def __init__(self, config: SpecConfig) -> None:
+        self.config = config
+        self.counters = EngineCounters()
+        self._gate = Gate(config.batch_threshold)
+        self._index = SuffixIndex(
+            num_speculative_tokens=config.num_speculative_tokens,
+            mode=config.mode,
+            min_match_len=config.min_match_len,
+            max_spec_factor=config.max_spec_factor,
+            min_token_prob=config.min_token_prob,
+            max_bytes=config.max_index_mb << 20,
+        )
+        self._requests: dict[str, _Request] = {}
+        # Least recently used first; a group without live requests may be evicted.
+        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
+        self._row_ids: list[str] | None = None  # None: the batch must be mapped anew
+        self._row_sequences: _Int32 = np.empty(0, np.int32)
+        self._row_max_levels: _Int32 = np.empty(0, np.int32)
+
+    @property
+    def index(self) -> SuffixIndex:
+        return self._index
+
+    @property
+    def request_ids(self) -> Collection[str]:
+        return self._requests.keys()
+
+    def open(self, request_id: str, prompt_token_ids: _Int32, max_level: int, group: Hashable | None = None) -> None:
+        """Start a request.
+
+        Args:
+            request_id: unique among the open requests.
+            prompt_token_ids: int32, shape [num_prompt_tokens].
+            max_level: the most tokens, prompt included, that the request can reach.
+            group: requests with the same value are siblings. By default the exact prompt decides.
+
+        A group's first prompt is the group's prompt. A later request whose prompt begins with it (a resumed
+        request, a later turn) continues behind it; any other starts at the root of the same automaton.
+        """
+        if not self.config.group_sharing:
+            key: Hashable = ("request", request_id)
+        else:
+            key = ("group", group) if group is not None else ("prompt", prompt_token_ids.tobytes())
+        found = self._group(key, prompt_token_ids)
+        sequence = _UNTRACKED
+        if found is not None:
+            size = len(found.prompt)
+            after_prompt = np.array_equal(prompt_token_ids[:size], found.prompt)
+            sequence = self._index.open_sequence(found.handle, after_prompt=after_prompt)
+            found.num_live += 1
+        self._requests[request_id] = _Request(sequence, key, max_level)
+        self._row_ids = None
+
+    def close(self, request_id: str) -> None:
+        """End a request; its text stays in its group until the group is evicted."""
+        request = self._requests.pop(request_id)
+        self._row_ids = None
+        if request.sequence == _UNTRACKED:
+            return
+        self._index.close_sequence(request.sequence)
+        group = self._groups[request.group_key]
+        group.num_live -= 1
+        if not self.config.group_sharing:
+            self._evict(request.group_key)
+        elif group.num_live == 0:
+            self._groups.move_to_end(request.group_key)
+            self._evict_idle(keep=MAX_IDLE_GROUPS)
+
+    def end_step(self) -> None:
+        """The policy has changed: the text of prompts without a live request is dropped."""
+        self._evict_idle(keep=0)
+
+    def step(
+        self,
+        request_ids: Sequence[str],
+        decoding: npt.NDArray[np.bool_],
+        token_ids: _Int32,
+        levels: _Int32,
+    ) -> list[list[int]]:
+        """Index every decoding row's new tokens and draft for it while the gate is open.
+
+        Args:
+            request_ids: the request of each row; all are open.
+            decoding: shape [num_rows]; False for a row that got no token in this step (a partial prefill).
+            token_ids: shape [>= num_rows, max_model_len], row i holds the tokens of `request_ids[i]`.
+            levels: int32, shape [>= num_rows], how many tokens each row has.
+
+        Returns:
+            The draft tokens of each row, most often empty.
+
+        Raises:
+            NativeError: the index is full or out of memory; nothing has changed then.
+        """
+        started = time.perf_counter()
+        num_rows = len(request_ids)
+        self._map_rows(request_ids)
+        num_decoding = int(np.count_nonzero(decoding))
+        is_on = self._gate.is_open(num_decoding)
+        rows = np.flatnonzero(decoding & (self._row_sequences != _UNTRACKED)).astype(np.int32)
+        drafts: list[list[int]] = [[] for _ in range(num_rows)]
+        num_drafts = num_draft_tokens = 0
+        if len(rows):
+            row_levels = levels[rows]
+            # The target adds a token of its own, so a draft that ends one short of the limit is enough.
+            room = np.clip(self._row_max_levels[rows] - row_levels - 1, 0, self.config.num_speculative_tokens)
+            max_draft_tokens = room if is_on else np.zeros_like(room)
+            result = self._step_index(self._row_sequences[rows], token_ids, rows, row_levels, max_draft_tokens)
+            drafted = np.flatnonzero(result.num_draft_tokens)
+            num_drafts, num_draft_tokens = len(drafted), int(result.num_draft_tokens.sum())
+            for i in drafted:
+                drafts[rows[i]] = result.draft_tokens[i, : result.num_draft_tokens[i]].tolist()
+        counters = self.counters
+        if num_decoding:
+            counters.num_steps += 1
+            counters.num_steps_on += is_on
+        counters.num_row_steps += num_decoding
+        counters.num_untracked_rows += num_decoding - len(rows)
+        counters.num_drafts += num_drafts
+        counters.num_draft_tokens += num_draft_tokens
+        counters.draft_seconds += time.perf_counter() - started
+        return drafts
+
+    def take_counters(self) -> EngineCounters:
+        """The counts since the last call."""
+        taken, self.counters = self.counters, EngineCounters()
+        return taken
+
+    def clear(self) -> None:
+        """Forget every request and group."""
+        self._index.clear()
+        self._requests.clear()
+        self._groups.clear()
+        self._row_ids = None
+
+    def _step_index(self, sequences, token_ids, rows, levels, max_draft_tokens):  # type: ignore[no-untyped-def]
+        try:
+            return self._index.step(sequences, token_ids, rows, levels, max_draft_tokens)
+        except BudgetExceeded:
+            if not self._evict_idle(keep=0):
+                raise
+        return self._index.step(sequences, token_ids, rows, levels, max_draft_tokens)
+
+    def _map_rows(self, request_ids: Sequence[str]) -> None:
+        # Batches change seldom; comparing two lists of the same string objects is cheap.
+        if self._row_ids == request_ids:
+            return
+        requests = [self._requests[request_id] for request_id in request_ids]
+        self._row_sequences = np.array([request.sequence for request in requests], np.int32)
+        self._row_max_levels = np.array([request.max_level for request in requests], np.int32)
+        self._row_ids = list(request_ids)
+
+    def _group(self, key: Hashable, prompt: _Int32) -> _Group | None:
+        """The group of `key`, opened if it is new; None where neither a slot nor memory is left for it."""
+        group = self._groups.get(key)
+        if group is not None:
+            self._groups.move_to_end(key)
+            return group
+        if len(self._groups) >= self.config.max_groups:
+            self._evict_idle(keep=0)
+        if len(self._groups) >= self.config.max_groups:
+            return None
+        try:
+            handle = self._index.open_group(prompt)
+        except BudgetExceeded:
+            if not self._evict_idle(keep=0):
+                return None
+            return self._group(key, prompt)
+        self._groups[key] = group = _Group(handle, prompt.copy())
+        return group
+
+    def _evict_idle(self, keep: int) -> int:
+        """Close the least recently used idle groups but for `keep` of them; returns how many were closed."""
+        idle = [key for key, group in self._groups.items() if group.num_live == 0]
+        evicted = idle[: max(0, len(idle) - keep)]
+        for key in evicted:
+            self._evict(key)
+        return len(evicted)
+
+    def _evict(self, key: Hashable) -> None:
+        self._index.close_group(self._groups.pop(key).handle)

@@ -1,0 +1,96 @@
+"""What is counted, and the one place where the names of metrics are written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+PREFIX = "rollout/spec_"
+
+
+@dataclasses.dataclass
+class EngineCounters:
+    """Counts of one engine's drafter since the last reading; a step is one `propose` call."""
+
+    num_steps: int = 0  # engine steps in which at least one row decoded
+    num_steps_on: int = 0  # of these, steps with the gate open
+    num_row_steps: int = 0  # decoding rows, summed over steps
+    num_drafts: int = 0  # rows given at least one draft token
+    num_draft_tokens: int = 0
+    num_untracked_rows: int = 0  # decoding rows without a place in the index
+    num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
+    draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
+
+    def add(self, other: EngineCounters) -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def to_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass
+class RequestCounters:
+    """Counts of one finished request, taken where its tokens are verified.
+
+    num_decode_steps counts the forwards that gave at least one token, the prefill's excluded;
+    num_accepted_tokens excludes bonus tokens.
+    """
+
+    num_generated_tokens: int = 0
+    num_decode_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass
+class RolloutReport:
+    """What one rollout server saw since its last report: one training step's rollout."""
+
+    engine: EngineCounters | None  # None: the engine does not draft (rollout.spec off)
+    requests: list[RequestCounters]
+    num_generated_tokens: int  # of every finished request, counted where it was served
+    rollout_seconds: float  # first arrival to last finish, wall clock
+
+
+def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
+    """The token-weighted metrics of one training step over all rollout servers.
+
+    Rollout time is that of the slowest server. Ratios appear only where their denominator is not 0.
+    """
+    reports = list(reports)
+    engine, total, drafting = EngineCounters(), RequestCounters(), False
+    for report in reports:
+        if report.engine is not None:
+            engine.add(report.engine)
+            drafting = True
+        for request in report.requests:
+            for field in dataclasses.fields(total):
+                setattr(total, field.name, getattr(total, field.name) + getattr(request, field.name))
+    values: dict[str, float] = {
+        "rollout_seconds": max((report.rollout_seconds for report in reports), default=0.0),
+        "generated_tokens": sum(report.num_generated_tokens for report in reports),
+    }
+    if drafting:
+        values |= {
+            "num_drafts": total.num_drafts,
+            "num_draft_tokens": total.num_draft_tokens,
+            "num_accepted_tokens": total.num_accepted_tokens,
+            "num_failed_steps": engine.num_failed_steps,
+            "num_untracked_rows": engine.num_untracked_rows,
+        }
+        # The first token of a response comes from the prefill, not from a decode step.
+        decoded = total.num_generated_tokens - sum(len(report.requests) for report in reports)
+        values |= _ratio("tokens_per_step", decoded, total.num_decode_steps)
+        values |= _ratio("acceptance_rate", total.num_accepted_tokens, total.num_draft_tokens)
+        values |= _ratio("share_on", engine.num_steps_on, engine.num_steps)
+        values |= _ratio("draft_ms", engine.draft_seconds * 1e3, engine.num_steps)
+    return {PREFIX + name: float(value) for name, value in values.items()}
+
+
+def _ratio(name: str, numerator: float, denominator: float) -> dict[str, float]:
+    return {name: numerator / denominator} if denominator else {}

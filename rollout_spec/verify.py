@@ -1,0 +1,220 @@
+"""Lossless verification of draft tokens, vectorised in plain torch: no kernel, no loop over requests.
+
+Speculative-sampling rejection (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318) with the
+names and signatures of vLLM's `vllm.v1.sample.rejection_sampler`, so that a function here can take its
+counterpart's place on any device. Layout, as there: the draft tokens of all requests stand in one flat row,
+`cu_num_draft_tokens[i]` is the end of request i's.
+
+Only these operations are used, all of which torch_npu has: arange, argmax, clamp(_), cumprod, cumsum, diff, div, eq,
+exponential_, exp, full, gather, index_put, logsumexp, lt, repeat_interleave, scatter_, softmax, sum, uniform_,
+where.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+PLACEHOLDER_TOKEN_ID = -1
+GREEDY_TEMPERATURE = 0
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat each request's value for each of its tokens.
+
+    Args:
+        x: [batch_size], any dtype.
+        cu_num_tokens: [batch_size], cumulative number of tokens.
+        num_tokens: the last of these.
+        replace_from, replace_to: a value of x to be replaced, and by what.
+
+    Returns:
+        [num_tokens], of x's dtype.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return torch.repeat_interleave(values, counts, output_size=num_tokens)
+
+
+def rejection_sample(
+    draft_token_ids: torch.Tensor,
+    num_draft_tokens: list[int],
+    max_spec_len: int,
+    cu_num_draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_logits: torch.Tensor,
+    bonus_token_ids: torch.Tensor,
+    sampling_metadata: Any,
+    synthetic_mode: bool = False,
+    synthetic_conditional_rates: torch.Tensor | None = None,
+    use_fp64_gumbel: bool = False,
+) -> torch.Tensor:
+    """Accept a prefix of every draft and add one token of the target's own.
+
+    Args:
+        draft_token_ids: int [num_tokens].
+        num_draft_tokens: per request, 0 included.
+        max_spec_len: the largest of these.
+        cu_num_draft_tokens: int [batch_size].
+        draft_probs: [num_tokens, vocab_size], or None for drafts that are certain (a point mass).
+        target_logits: float32 [num_tokens, vocab_size], temperature, top-k and top-p applied.
+        bonus_token_ids: int [batch_size, 1], the target's token behind a fully accepted draft.
+        sampling_metadata: vLLM's; `temperature`, `all_greedy`, `all_random` and `generators` are read.
+        use_fp64_gumbel: draw the recovered tokens' noise in float64.
+
+    Returns:
+        int32 [batch_size, max_spec_len + 1]: accepted tokens, then the recovered or bonus token, then -1.
+
+    Raises:
+        ValueError: synthetic acceptance is asked for; it is a benchmark's mode and not lossless.
+
+    Memory: one [num_rejected_requests, vocab_size] temporary besides the logits for point-mass drafts.
+    """
+    if synthetic_mode or synthetic_conditional_rates is not None:
+        raise ValueError("rejection_sample_method=synthetic is not lossless and is not supported by rollout_spec")
+    device, batch_size = target_logits.device, len(num_draft_tokens)
+    lengths = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).long()
+    starts = cu_num_draft_tokens.long() - lengths
+    requests = torch.repeat_interleave(
+        torch.arange(batch_size, device=device), lengths, output_size=draft_token_ids.shape[0]
+    )
+    offsets = torch.arange(draft_token_ids.shape[0], device=device) - starts[requests]
+    drafts = draft_token_ids.long()
+    greedy = _greedy_mask(sampling_metadata, batch_size, device)
+
+    accepted = torch.zeros_like(drafts, dtype=torch.bool)
+    if not sampling_metadata.all_random:
+        accepted = target_logits.argmax(dim=-1) == drafts
+    if not sampling_metadata.all_greedy:
+        uniform = _uniform(drafts.shape[0], num_draft_tokens, sampling_metadata.generators, device)
+        chosen = drafts.unsqueeze(-1)
+        ratio = (target_logits.gather(-1, chosen).squeeze(-1) - target_logits.logsumexp(dim=-1)).exp().double()
+        if draft_probs is not None:
+            proposed = draft_probs.gather(-1, chosen).squeeze(-1).double()
+            ratio = torch.where(proposed > 0, ratio / proposed, torch.zeros_like(ratio))
+        # uniform is in [0, 1): strictly less, so that a token of probability 0 is never accepted
+        accepted = torch.where(greedy[requests], accepted, uniform < ratio)
+
+    verdicts = torch.zeros(batch_size, max_spec_len + 1, dtype=torch.long, device=device)
+    verdicts[requests, offsets] = accepted.long()
+    num_accepted = verdicts.cumprod(dim=-1).sum(dim=-1)
+
+    output = torch.full(
+        (batch_size, max_spec_len + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=device
+    )
+    kept = offsets < num_accepted[requests]
+    output[requests[kept], offsets[kept]] = drafts[kept].int()
+    is_full = num_accepted == lengths
+    last = bonus_token_ids.view(-1).to(torch.int32).clone()
+    rejected = torch.nonzero(~is_full).squeeze(-1)
+    last[rejected] = _own_tokens(
+        rejected, (starts + num_accepted)[rejected], drafts, draft_probs, target_logits, greedy, sampling_metadata,
+        num_draft_tokens, use_fp64_gumbel,
+    )  # fmt: skip
+    output[torch.arange(batch_size, device=device), num_accepted] = last
+    return output
+
+
+def sample_recovered_tokens(
+    max_spec_len: int,
+    num_draft_tokens: list[int],
+    cu_num_draft_tokens: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
+    sampling_metadata: Any,
+    device: torch.device,
+    use_fp64_gumbel: bool = False,
+) -> torch.Tensor:
+    """Draw, at every draft position, the token that replaces the draft token if it is the first one rejected.
+
+    The distribution is max(target - draft, 0), normalised; for a point-mass draft the target's without the
+    draft token. An exponential race decides: argmax of probability / Exp(1) noise.
+
+    Args:
+        target_probs: float32 [num_tokens, vocab_size]; the other arguments as in `rejection_sample`.
+
+    Returns:
+        [num_tokens], of draft_token_ids' dtype.
+    """
+    batch_size, vocab_size = len(num_draft_tokens), target_probs.shape[-1]
+    noise = _noise(batch_size, vocab_size, num_draft_tokens, sampling_metadata.generators, device, use_fp64_gumbel)
+    counts = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1))
+    requests = torch.repeat_interleave(
+        torch.arange(batch_size, device=device), counts, output_size=draft_token_ids.shape[0]
+    )
+    return _race(target_probs, draft_probs, draft_token_ids.long(), noise[requests]).to(draft_token_ids.dtype)
+
+
+def _own_tokens(
+    requests: torch.Tensor,
+    positions: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_logits: torch.Tensor,
+    greedy: torch.Tensor,
+    sampling_metadata: Any,
+    num_draft_tokens: list[int],
+    use_fp64_gumbel: bool,
+) -> torch.Tensor:
+    """The target's own token of each rejected request, at the position of its first rejected draft token."""
+    logits = target_logits[positions]
+    best = logits.argmax(dim=-1)
+    if sampling_metadata.all_greedy:
+        return best.int()
+    noise = _noise(
+        len(num_draft_tokens), logits.shape[-1], num_draft_tokens, sampling_metadata.generators, logits.device,
+        use_fp64_gumbel,
+    )[requests]  # fmt: skip
+    probs = logits.softmax(dim=-1)
+    recovered = _race(probs, None if draft_probs is None else draft_probs[positions], drafts[positions], noise)
+    return torch.where(greedy[requests], best, recovered).int()
+
+
+def _race(
+    target_probs: torch.Tensor, draft_probs: torch.Tensor | None, drafts: torch.Tensor, noise: torch.Tensor
+) -> torch.Tensor:
+    if draft_probs is not None:
+        return ((target_probs - draft_probs).clamp(min=0) / noise).argmax(dim=-1)
+    score = target_probs / noise
+    return score.scatter_(-1, drafts.unsqueeze(-1), -1.0).argmax(dim=-1)
+
+
+def _greedy_mask(sampling_metadata: Any, batch_size: int, device: torch.device) -> torch.Tensor:
+    if sampling_metadata.all_greedy:
+        return torch.ones(batch_size, dtype=torch.bool, device=device)
+    return sampling_metadata.temperature == GREEDY_TEMPERATURE
+
+
+def _uniform(
+    num_tokens: int, num_draft_tokens: list[int], generators: dict[int, torch.Generator], device: torch.device
+) -> torch.Tensor:
+    """float64 [num_tokens]: float32 would draw an exact 0 too often. Seeded requests use their own generator."""
+    uniform = torch.rand(num_tokens, dtype=torch.float64, device=device)
+    if generators:
+        ends = torch.tensor(num_draft_tokens).cumsum(0).tolist()
+        for i, generator in generators.items():
+            if num_draft_tokens[i]:
+                uniform[ends[i] - num_draft_tokens[i] : ends[i]].uniform_(generator=generator)
+    return uniform
+
+
+def _noise(
+    batch_size: int,
+    vocab_size: int,
+    num_draft_tokens: list[int],
+    generators: dict[int, torch.Generator],
+    device: torch.device,
+    use_fp64_gumbel: bool,
+) -> torch.Tensor:
+    """Exp(1) noise, one row per request; a seeded request draws its row whether it is needed or not."""
+    dtype = torch.float64 if use_fp64_gumbel else torch.float32
+    noise = torch.empty(batch_size, vocab_size, dtype=dtype, device=device).exponential_()
+    for i, generator in generators.items():
+        if num_draft_tokens[i]:
+            noise[i].exponential_(generator=generator)
+    # An exact 0 would make 0 / 0 of a masked token, and argmax prefers a NaN.
+    return noise.clamp_(min=torch.finfo(dtype).tiny)

@@ -1,0 +1,70 @@
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in every process of an engine."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from rollout_spec.patches import Patch, replace_function
+
+_BIND = Patch(
+    name="vllm-bind-proposer",
+    reason="vLLM hands a custom proposer token arrays without the requests they belong to, so siblings, "
+    "finished and preempted requests cannot be told apart",
+    upstream="vllm/v1/worker/worker_base.py, WorkerWrapperBase.init_device",
+    until="`propose` of a custom_class proposer is given the input batch, as the suffix proposer's is",
+)
+_CHECK = Patch(
+    name="vllm-check-options",
+    reason="a custom proposer is built in the engine's process, so a wrong option would only show as "
+    "'engine core initialization failed' after a process was launched",
+    upstream="vllm/engine/arg_utils.py, EngineArgs.create_engine_config",
+    until="vLLM lets a custom proposer validate its configuration",
+)
+
+
+def register() -> None:
+    """Connect the proposer with the engine, and mend the sampling of the CPU engine. Idempotent."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from rollout_spec.vllm_patches import mend_cpu_sampling
+
+    init_device = WorkerWrapperBase.init_device
+
+    @functools.wraps(init_device)
+    def init_device_and_bind(self: Any) -> None:
+        init_device(self)
+        _bind(self.worker)
+
+    create_engine_config = EngineArgs.create_engine_config
+
+    @functools.wraps(create_engine_config)
+    def create_checked_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = create_engine_config(self, *args, **kwargs)
+        _check(vllm_config)
+        return vllm_config
+
+    replace_function(
+        WorkerWrapperBase, "init_device", init_device_and_bind, patch=_BIND, expected_signature="(self)"
+    )
+    replace_function(EngineArgs, "create_engine_config", create_checked_engine_config, patch=_CHECK)
+    mend_cpu_sampling()
+
+
+def _bind(worker: Any) -> None:
+    from rollout_spec.vllm_proposer import SuffixProposer
+
+    runner = getattr(worker, "model_runner", None)
+    proposer = getattr(runner, "drafter", None)
+    if isinstance(proposer, SuffixProposer):
+        proposer.bind(runner)
+
+
+def _check(vllm_config: Any) -> None:
+    from rollout_spec.vllm_proposer import CLASS_PATH, refuse_unsupported, spec_config
+
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.model == CLASS_PATH:
+        spec_config(vllm_config)
+        refuse_unsupported(vllm_config)

@@ -1,0 +1,168 @@
+"""vLLM's custom proposer: hands the engine's batch to the drafter. An adapter, no algorithm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.drafter import Drafter
+from rollout_spec.index import NativeError
+from rollout_spec.metrics import EngineCounters
+
+OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
+GROUP_KEY = "rollout_spec_group"  # in `SamplingParams.extra_args`
+CLASS_PATH = "rollout_spec.vllm_proposer.SuffixProposer"
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class SuffixProposer:
+    """The class that `speculative_config={"method": "custom_class", "model": CLASS_PATH, ...}` names.
+
+    Its options are `additional_config["rollout_spec"]`, the fields of `SpecConfig`; the number of draft
+    tokens is vLLM's `num_speculative_tokens`. Requests are siblings when their prompts are equal token for
+    token, or when `SamplingParams.extra_args["rollout_spec_group"]` is.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.config = spec_config(vllm_config)
+        refuse_unsupported(vllm_config)
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._drafter: Drafter | None = Drafter(self.config)
+        self._runner: Any = None
+        self._has_warned = False
+        self._counters = EngineCounters()  # of steps in which the drafter could not count itself
+
+    def bind(self, runner: Any) -> None:
+        """Give the proposer the model runner, whose batch names the requests of the rows (see vllm_plugin)."""
+        self._runner = runner
+        # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is within
+        # K tokens of this length, which protects drafters that run a model. Ours stops each row at its own end.
+        runner.effective_drafter_max_model_len = 1 << 31
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """There is no model to load; the last moment before serving to see that the plugin has run."""
+        if self._runner is None:
+            raise RuntimeError(
+                "rollout_spec: vLLM did not load the plugin 'rollout_spec' in this process, so the drafter does "
+                "not know the requests of its rows. Let VLLM_PLUGINS name it or leave that variable unset, and "
+                "run `rollout-spec doctor`."
+            )
+        logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: npt.NDArray[np.int32],
+        token_ids_cpu: npt.NDArray[np.int32],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft for every row of the step.
+
+        Args:
+            sampled_token_ids: the tokens each row got in this step; none for a partial prefill.
+            num_tokens_no_spec: int32 [max_num_reqs], tokens of each row, draft tokens excluded.
+            token_ids_cpu: int32 [max_num_reqs, max_model_len], the tokens of each row.
+            slot_mappings: not used.
+
+        Returns:
+            A list of draft tokens per row. Never raises: a failure costs the drafts of the step, not the rollout.
+        """
+        if self._drafter is None:
+            self._counters.num_failed_steps += 1
+            return [[] for _ in sampled_token_ids]
+        try:
+            request_ids = self._follow_requests(self._drafter, sampled_token_ids)
+            decoding = np.fromiter(map(bool, sampled_token_ids), np.bool_, len(sampled_token_ids))
+            return self._drafter.step(request_ids, decoding, token_ids_cpu, num_tokens_no_spec)
+        except NativeError as error:  # the index is as it was before the step
+            self._warn(f"this step goes without drafts: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the rollout goes on
+            self._drafter = None
+            self._warn(f"drafting is off for the rest of this engine's life: {error!r}")
+        self._counters.num_failed_steps += 1
+        return [[] for _ in sampled_token_ids]
+
+    def take_counters(self) -> EngineCounters:
+        """The counts since the last call."""
+        taken, self._counters = self._counters, EngineCounters()
+        if self._drafter is not None:
+            taken.add(self._drafter.take_counters())
+        return taken
+
+    def end_step(self) -> None:
+        """The target's weights have changed; see `Drafter.end_step`."""
+        if self._drafter is not None:
+            self._drafter.end_step()
+
+    def _follow_requests(self, drafter: Drafter, sampled_token_ids: list[list[int]]) -> list[str]:
+        """Open what is new in the batch and close what has left the engine; returns the row's request ids."""
+        request_ids: list[str] = self._runner.input_batch.req_ids
+        live = self._runner.requests  # preempted requests included: they keep their place in the index
+        known = drafter.request_ids
+        if known != live.keys():
+            for request_id in [r for r in known if r not in live]:
+                drafter.close(request_id)
+            for request_id in [r for r in live if r not in known]:
+                self._open(drafter, request_id, live[request_id])
+        return request_ids
+
+    def _open(self, drafter: Drafter, request_id: str, request: Any) -> None:
+        prompt = np.asarray(request.prompt_token_ids or [], np.int32)
+        params = request.sampling_params
+        max_tokens = getattr(params, "max_tokens", None)
+        max_level = self._max_model_len
+        if max_tokens is not None:
+            max_level = min(max_level, len(prompt) + max_tokens)
+        group = (getattr(params, "extra_args", None) or {}).get(GROUP_KEY)
+        drafter.open(request_id, prompt, max_level, group)
+
+    def _warn(self, message: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        logger.exception("rollout_spec: %s. This is said once; the metric spec_num_failed_steps counts on.", message)
+
+
+def spec_config(vllm_config: VllmConfig) -> SpecConfig:
+    """The options of an engine.
+
+    Raises:
+        ConfigError: an option is unknown or out of range, or contradicts vLLM's own.
+    """
+    options = dict((vllm_config.additional_config or {}).get(OPTIONS_KEY) or {})
+    num_speculative_tokens = vllm_config.speculative_config.num_speculative_tokens
+    if options.setdefault("num_speculative_tokens", num_speculative_tokens) != num_speculative_tokens:
+        raise ConfigError(
+            f"rollout.spec.num_speculative_tokens={options['num_speculative_tokens']} differs from "
+            f"speculative_config.num_speculative_tokens={num_speculative_tokens}"
+        )
+    config = SpecConfig.from_mapping(options)
+    if not config.enabled:
+        raise ConfigError("rollout.spec.method=off together with a speculative_config that names the drafter")
+    return config
+
+
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """Raise for what vLLM would only refuse request by request, or not use at all, once it serves.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculative.num_speculative_tokens_per_batch_size:
+        raise ConfigError(
+            "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; "
+            "set rollout.spec.batch_threshold instead"
+        )
+    if model.logits_processors:
+        raise ConfigError("logits_processors: vLLM does not run custom logits processors with speculative decoding")
+    defaults = model.get_diff_sampling_param()
+    for name in ("min_p", "logit_bias"):
+        if defaults.get(name):
+            raise ConfigError(f"generation_config.{name}: vLLM refuses {name} together with speculative decoding")
