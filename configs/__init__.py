@@ -1,0 +1,1 @@
+"""Hydra configuration groups; see hydra_plugin."""

