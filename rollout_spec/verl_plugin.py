@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from typing import Any
+
+from rollout_spec.patches import when_imported
 
 
 def _activate() -> None:
@@ -13,6 +16,20 @@ def _activate() -> None:
 
     Plugins.instance().register(RolloutSpecSearchPath)
     verl_cpu.activate()
+    when_imported("verl.workers.rollout.replica", _register_replica)
+
+
+def _register_replica(module: Any) -> None:
+    module.RolloutReplicaRegistry.register("vllm", _load_replica)
+
+
+def _load_replica() -> Any:
+    """Called where replicas are made: in the trainer's process."""
+    from rollout_spec import verl_metrics
+    from rollout_spec.verl_server import SpecReplica
+
+    verl_metrics.install()
+    return SpecReplica
 
 
 try:

@@ -1,0 +1,100 @@
+"""Checks a verl configuration that asks for `rollout.spec`, on the driver, before Ray starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from rollout_spec.config import ConfigError, SpecConfig
+
+OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`; see vllm_proposer
+_ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+
+class CheckConfig(Callback):
+    """Hydra's callback: named by the `rollout.spec` group, so it runs where the group is used and only there."""
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        # Hydra turns an Exception in a callback into a warning; SystemExit it lets through.
+        try:
+            check_config(config)
+        except ConfigError as error:
+            print(f"rollout_spec: {error}", file=sys.stderr)
+            raise SystemExit(2) from error
+
+
+def check_config(config: DictConfig) -> SpecConfig:
+    """The options under `rollout.spec`.
+
+    Args:
+        config: verl's whole configuration.
+
+    Raises:
+        ConfigError: an option is unknown or out of range, or does not go together with another setting.
+    """
+    node = OmegaConf.select(config, "rollout.spec")
+    if not OmegaConf.is_dict(node):
+        raise ConfigError(
+            f"rollout.spec={node!r}: not a configuration group. Is rollout-spec's plugin for verl loaded "
+            "(VERL_USE_EXTERNAL_PLUGINS)? Run `rollout-spec doctor`."
+        )
+    options = OmegaConf.to_container(node, resolve=True)
+    if not isinstance(options, dict):
+        raise ConfigError("rollout.spec: must be a mapping")
+    spec = SpecConfig.from_mapping({str(key): value for key, value in options.items()})
+    _check_engine(config, spec)
+    if spec.enabled:
+        _check_trainer(config)
+    return spec
+
+
+def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
+    engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
+    if engine != "vllm":
+        raise ConfigError(f"actor_rollout_ref.rollout.name={engine}: rollout.spec needs vllm")
+    node = OmegaConf.select(config, _ENGINE)
+    kwargs: Mapping[str, Any] = OmegaConf.to_container(node, resolve=True) if node is not None else {}  # type: ignore[assignment]
+    speculative = kwargs.get("speculative_config")
+    if not spec.enabled:
+        if speculative is not None:
+            raise ConfigError(f"{_ENGINE}.speculative_config: remove it, rollout.spec=off is the run without drafts")
+        return
+    expected = {
+        "method": "custom_class",
+        "model": "rollout_spec.vllm_proposer.SuffixProposer",
+        "num_speculative_tokens": spec.num_speculative_tokens,
+    }
+    if not isinstance(speculative, Mapping):
+        raise ConfigError(f"{_ENGINE}.speculative_config={speculative!r}: rollout.spec sets it, leave it alone")
+    for key, value in speculative.items():
+        if key == "num_speculative_tokens_per_batch_size":
+            raise ConfigError(f"{_ENGINE}.speculative_config.{key}: use rollout.spec.batch_threshold instead")
+        if key not in expected or expected[key] != value:
+            raise ConfigError(f"{_ENGINE}.speculative_config.{key}={value!r}: rollout.spec sets this section")
+    if kwargs.get("scheduler_cls") != "rollout_spec.vllm_scheduler.CountingScheduler":
+        raise ConfigError(f"{_ENGINE}.scheduler_cls={kwargs.get('scheduler_cls')!r}: rollout.spec sets it")
+    if kwargs.get("logits_processors"):
+        raise ConfigError(f"{_ENGINE}.logits_processors: vLLM runs none together with speculative decoding")
+    for key in ("override_generation_config", "generation_config"):
+        value = kwargs.get(key)
+        if isinstance(value, Mapping) and value.get("min_p"):
+            raise ConfigError(f"{_ENGINE}.{key}.min_p: vLLM refuses min_p together with speculative decoding")
+
+
+def _check_trainer(config: DictConfig) -> None:
+    select = lambda key: OmegaConf.select(config, key)  # noqa: E731
+    if select("actor_rollout_ref.model.mtp.enable_rollout") and select("actor_rollout_ref.model.mtp.enable"):
+        raise ConfigError("actor_rollout_ref.model.mtp.enable_rollout: MTP drafts already, use one or the other")
+    if select("actor_rollout_ref.rollout.disaggregation.enabled"):
+        raise ConfigError(
+            "actor_rollout_ref.rollout.disaggregation.enabled: prefill-decode disaggregation is not supported "
+            "with rollout.spec (the decode engine does not see the requests' groups)"
+        )
+    if not select("trainer.use_v1"):
+        raise ConfigError("trainer.use_v1=false: rollout.spec supports verl's V1 trainer only")
+    if select("actor_rollout_ref.rollout.pipeline_model_parallel_size") not in (None, 1):
+        raise ConfigError("actor_rollout_ref.rollout.pipeline_model_parallel_size: must be 1 with rollout.spec")

@@ -1,0 +1,66 @@
+"""Adds the rollout servers' reports to the metrics that verl's trainer logs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from rollout_spec.metrics import rollout_metrics
+from rollout_spec.patches import Patch, replace_function
+
+_METRICS = Patch(
+    name="verl-rollout-metrics",
+    reason="verl aggregates a rollout's draft counts for MTP only, per request, and not in its asynchronous modes",
+    upstream="verl/trainer/ppo/v1/trainer_base.py, PPOTrainer._compute_metrics",
+    until="verl's trainer takes metrics from its rollout servers",
+)
+_VALIDATE = Patch(
+    name="verl-validation-metrics",
+    reason="a validation's rollout would be counted into the next training step's",
+    upstream="verl/trainer/ppo/v1/trainer_base.py, PPOTrainer._validate",
+    until="the patch verl-rollout-metrics goes",
+)
+
+
+def install() -> None:
+    """Wrap the V1 trainer's metrics. Called in the trainer's process, when it asks for its replica class."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    compute, validate = PPOTrainer._compute_metrics, PPOTrainer._validate
+
+    @functools.wraps(compute)
+    def compute_with_rollout(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        result = compute(self, batch, metrics, *args, **kwargs)
+        metrics.update(_take_metrics(self))
+        return result
+
+    @functools.wraps(validate)
+    def validate_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = validate(self, *args, **kwargs)
+        _take_metrics(self)
+        return result
+
+    signature = "(self, batch: transfer_queue.metadata.KVBatchMeta, metrics, timing_raw, global_steps, epoch)"
+    replace_function(PPOTrainer, "_compute_metrics", compute_with_rollout, patch=_METRICS, expected_signature=signature)
+    replace_function(PPOTrainer, "_validate", validate_apart, patch=_VALIDATE)
+
+
+def _take_metrics(trainer: Any) -> dict[str, float]:
+    """The metrics of what every rollout server served since the last call; none where rollout.spec is not used."""
+    import ray
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
+
+    if not OmegaConf.is_dict(OmegaConf.select(trainer.config, "rollout.spec")):
+        return {}
+    handles = [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
+    reports = ray.get([handle.take_rollout_report.remote() for handle in handles])
+    metrics = rollout_metrics(reports)
+    requests = [request for report in reports for request in report.requests]
+    if any(report.engine is not None for report in reports):
+        metrics |= compute_spec_decode_metrics(
+            [request.num_draft_tokens for request in requests],
+            [request.num_accepted_tokens for request in requests],
+            [request.num_drafts for request in requests],
+        )
+    return metrics

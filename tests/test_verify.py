@@ -1,0 +1,189 @@
+"""The vectorised verification against its definition: a loop over requests, and the exact distribution.
+
+Chi-square tests run at a false-alarm rate of 1e-6 each, with a fixed seed.
+"""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from rollout_spec import verify
+
+FALSE_ALARM_RATE = 1e-6
+NUM_SAMPLES = 60_000
+TARGET = torch.tensor([0.05, 0.3, 0.0, 0.15, 0.02, 0.28, 0.2])
+
+
+def metadata(temperature: list[float], generators: dict | None = None) -> types.SimpleNamespace:
+    values = torch.tensor(temperature)
+    return types.SimpleNamespace(
+        temperature=values,
+        all_greedy=bool((values == 0).all()),
+        all_random=bool((values != 0).all()),
+        generators=generators or {},
+    )
+
+
+def run(drafts: list[list[int]], logits: torch.Tensor, bonus: list[int], sampling, draft_probs=None) -> torch.Tensor:
+    counts = [len(draft) for draft in drafts]
+    return verify.rejection_sample(
+        torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32),
+        counts,
+        max(counts),
+        torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        draft_probs,
+        logits,
+        torch.tensor(bonus, dtype=torch.int32).unsqueeze(-1),
+        sampling,
+    )
+
+
+def assert_distribution(tokens: torch.Tensor, probs: torch.Tensor) -> None:
+    counts = np.bincount(tokens.numpy(), minlength=len(probs))
+    expected = probs.double().numpy() / probs.double().sum().item() * len(tokens)
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    assert chisquare(counts[kept], expected[kept]).pvalue > FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("draft", range(len(TARGET)))
+def test_point_mass_drafts_leave_the_targets_distribution(draft: int) -> None:
+    torch.manual_seed(draft)
+    logits = TARGET.log().repeat(NUM_SAMPLES, 1)
+    output = run([[draft]] * NUM_SAMPLES, logits, [0] * NUM_SAMPLES, metadata([1.0] * NUM_SAMPLES))
+    assert_distribution(output[:, 0], TARGET)
+    accepted = output[:, 0] == draft
+    # only behind an accepted draft token comes the bonus token
+    assert torch.equal(output[:, 1], torch.where(accepted, 0, verify.PLACEHOLDER_TOKEN_ID).int())
+
+
+def test_full_draft_distributions_leave_the_targets_distribution() -> None:
+    torch.manual_seed(0)
+    proposal = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+    drafts = torch.multinomial(proposal, NUM_SAMPLES, replacement=True)
+    output = run(
+        [[int(draft)] for draft in drafts],
+        TARGET.log().repeat(NUM_SAMPLES, 1),
+        [0] * NUM_SAMPLES,
+        metadata([1.0] * NUM_SAMPLES),
+        proposal.repeat(NUM_SAMPLES, 1),
+    )
+    assert_distribution(output[:, 0], TARGET)
+
+
+def test_the_distribution_test_fails_on_a_wrong_sampler() -> None:
+    """Always accepting is the error that a broken verifier makes; the test above must see it."""
+    tokens = torch.full((NUM_SAMPLES,), 1)
+    with pytest.raises(AssertionError):
+        assert_distribution(tokens, TARGET)
+    hotter = torch.multinomial((TARGET + 1e-9).pow(0.9) * (TARGET > 0), NUM_SAMPLES, replacement=True)
+    with pytest.raises(AssertionError):
+        assert_distribution(hotter, TARGET)
+
+
+def test_recovered_tokens_follow_the_residual() -> None:
+    torch.manual_seed(1)
+    draft = 5
+    tokens = verify.sample_recovered_tokens(
+        1,
+        [1] * NUM_SAMPLES,
+        torch.arange(1, NUM_SAMPLES + 1, dtype=torch.int32),
+        torch.full((NUM_SAMPLES,), draft, dtype=torch.int32),
+        None,
+        TARGET.repeat(NUM_SAMPLES, 1),
+        metadata([1.0]),
+        torch.device("cpu"),
+    )
+    residual = TARGET.clone()
+    residual[draft] = 0
+    assert_distribution(tokens.long(), residual)
+
+
+def greedy_by_loop(drafts: list[list[int]], logits: torch.Tensor, bonus: list[int]) -> list[list[int]]:
+    result, position = [], 0
+    for draft, extra in zip(drafts, bonus, strict=True):
+        best = logits[position : position + len(draft)].argmax(-1).tolist()
+        position += len(draft)
+        row: list[int] = []
+        for token, own in zip(draft, best, strict=True):
+            row.append(own)
+            if token != own:
+                break
+        else:
+            row.append(extra)
+        result.append(row)
+    return result
+
+
+drafts_strategy = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6).filter(any)
+
+
+@settings(deadline=None, max_examples=100)
+@given(drafts=drafts_strategy, seed=st.integers(0, 1000))
+def test_greedy_equals_the_loop(drafts: list[list[int]], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(sum(map(len, drafts)), 3, generator=generator)
+    bonus = torch.randint(0, 3, (len(drafts),), generator=generator).tolist()
+    output = run(drafts, logits, bonus, metadata([0.0] * len(drafts)))
+    assert [[token for token in row if token >= 0] for row in output.tolist()] == greedy_by_loop(drafts, logits, bonus)
+
+
+@settings(deadline=None, max_examples=100)
+@given(drafts=drafts_strategy, seed=st.integers(0, 1000), data=st.data())
+def test_mixed_rows_and_ragged_lengths(drafts: list[list[int]], seed: int, data: st.DataObject) -> None:
+    """Greedy rows in a mixed batch are exact; sampled rows keep a prefix of the draft and add one token."""
+    torch.manual_seed(seed)
+    logits = torch.randn(sum(map(len, drafts)), 3)
+    bonus = [2] * len(drafts)
+    temperature = data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=len(drafts), max_size=len(drafts)))
+    output = run(drafts, logits, bonus, metadata(temperature))
+    exact = greedy_by_loop(drafts, logits, bonus)
+    for i, row in enumerate(output.tolist()):
+        kept = [token for token in row if token >= 0]
+        assert row[: len(kept)] == kept and 1 <= len(kept) <= len(drafts[i]) + 1
+        if temperature[i] == 0:
+            assert kept == exact[i]
+            continue
+        num_accepted = len(kept) - 1
+        assert kept[:num_accepted] == drafts[i][:num_accepted]
+        if num_accepted < len(drafts[i]):
+            assert kept[-1] != drafts[i][num_accepted]
+        else:
+            assert kept[-1] == bonus[i]
+
+
+def test_a_seeded_request_does_not_depend_on_its_neighbours() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+
+    def draw(drafts: list[list[int]], rows: torch.Tensor, slot: int) -> list[int]:
+        generators = {slot: torch.Generator().manual_seed(7)}
+        return run(drafts, rows, [1] * len(drafts), metadata([1.0] * len(drafts), generators))[slot].tolist()
+
+    alone = draw([[4, 5]], logits[:2], 0)
+    assert draw([[3], [4, 5]], torch.cat([logits[2:], logits[:2]]), 1) == alone
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=8),
+    dtype=st.sampled_from([torch.float32, torch.int32, torch.int64]),
+)
+def test_expand_equals_the_loop(counts: list[int], dtype: torch.dtype) -> None:
+    values = torch.arange(len(counts)).to(dtype)
+    expanded = verify.expand_batch_to_tokens(values, torch.tensor(counts).cumsum(0), sum(counts), 0, 9)
+    assert expanded.dtype == dtype
+    assert expanded.tolist() == [i if i else 9 for i, n in enumerate(counts) for _ in range(n)]
+
+
+def test_synthetic_acceptance_is_refused() -> None:
+    with pytest.raises(ValueError, match="synthetic"):
+        verify.rejection_sample(
+            torch.zeros(1), [1], 1, torch.ones(1), None, torch.zeros(1, 3), torch.zeros(1, 1), None, synthetic_mode=True
+        )
