@@ -1,0 +1,192 @@
+#include "automaton.h"
+
+#include <string.h>
+
+static rs_status reserve_states(rs_automaton *a, uint32_t num) {
+    uint64_t needed = (uint64_t)a->num_states + num;
+    return rs_reserve(a->memory, (void **)&a->states, &a->capacity, needed, sizeof *a->states);
+}
+
+rs_status rs_automaton_init(rs_automaton *a, rs_memory *memory, bool counts) {
+    memset(a, 0, sizeof *a);
+    a->memory = memory;
+    a->counts = counts;
+    rs_status status = reserve_states(a, 1);
+    if (status == RS_OK) {
+        a->states[RS_ROOT] = (rs_state){.link = RS_NO_STATE, .token = -1};
+        a->num_states = 1;
+    }
+    return status;
+}
+
+void rs_automaton_free(rs_automaton *a) {
+    rs_resize(a->memory, (void **)&a->states, &a->capacity, 0, sizeof *a->states);
+    rs_resize(a->memory, (void **)&a->pool.units, &a->pool.capacity, 0, sizeof *a->pool.units);
+    memset(a, 0, sizeof *a);
+}
+
+static rs_status add_transition(rs_automaton *a, uint32_t state, int32_t token, uint32_t target) {
+    rs_state *from = a->states + state;
+    if (from->token < 0) {
+        from->token = token;
+        from->target = target;
+    } else {
+        rs_transition transition = {.token = token, .target = target};
+        rs_status status = rs_block_append(&a->pool, a->memory, &from->block, transition);
+        if (status != RS_OK) {
+            return status;
+        }
+    }
+    a->num_transitions++;
+    return RS_OK;
+}
+
+static void remove_last_transition(rs_automaton *a, uint32_t state) {
+    rs_state *from = a->states + state;
+    if (from->block != 0) {
+        rs_block_remove_last(&a->pool, &from->block);
+    } else {
+        from->token = -1;
+    }
+    a->num_transitions--;
+}
+
+static uint32_t num_transitions_of(const rs_automaton *a, uint32_t state) {
+    uint32_t num = 0;
+    if (a->states[state].block != 0) {
+        rs_block_entries(&a->pool, a->states[state].block, &num);
+    }
+    return num + (a->states[state].token >= 0);
+}
+
+/* Every transition on the token from `state` up its suffix links that leads to `from` leads to `to`. */
+static void redirect(rs_automaton *a, uint32_t state, int32_t token, uint32_t from, uint32_t to) {
+    while (state != RS_NO_STATE) {
+        uint32_t *target = rs_find(a, state, token);
+        if (*target != from) {
+            return;
+        }
+        *target = to;
+        state = a->states[state].link;
+    }
+}
+
+/* Split off the part of `origin` that is reached from `state` and above. Room for one more state
+ * is the caller's to reserve. */
+static rs_status clone_state(rs_automaton *a, uint32_t state, int32_t token, uint32_t origin) {
+    uint32_t block = 0;
+    if (a->states[origin].block != 0) {
+        rs_status status = rs_block_copy(&a->pool, a->memory, a->states[origin].block, &block);
+        if (status != RS_OK) {
+            return status;
+        }
+    }
+    uint32_t clone = a->num_states++;
+    a->states[clone] = a->states[origin];
+    a->states[clone].len = a->states[state].len + 1;
+    a->states[clone].block = block;
+    a->states[origin].link = clone;
+    a->num_transitions += num_transitions_of(a, origin);
+    redirect(a, state, token, origin, clone);
+    return RS_OK;
+}
+
+static void remove_clone(rs_automaton *a, uint32_t origin) {
+    uint32_t clone = a->states[origin].link;
+    a->num_transitions -= num_transitions_of(a, clone);
+    a->states[origin].link = a->states[clone].link;
+    if (a->states[clone].block != 0) {
+        rs_block_free(&a->pool, a->states[clone].block);
+    }
+    a->num_states--;
+}
+
+/* Take back the transitions to the newest state, from `state` up to (not including) `end`. */
+static void remove_newest(rs_automaton *a, uint32_t state, uint32_t end) {
+    while (state != end) {
+        remove_last_transition(a, state);
+        state = a->states[state].link;
+    }
+    a->num_states--;
+}
+
+/* Make a state for the text `last` + token, which has occurred nowhere. */
+static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token, rs_extension *extension) {
+    uint32_t newest = a->num_states++;
+    a->states[newest] = (rs_state){.len = a->states[last].len + 1, .link = RS_ROOT, .token = -1};
+    uint32_t state = last;
+    uint32_t *target = NULL;
+    rs_status status = RS_OK;
+    while (state != RS_NO_STATE && (target = rs_find(a, state, token)) == NULL) {
+        status = add_transition(a, state, token, newest);
+        if (status != RS_OK) {
+            remove_newest(a, last, state);
+            return status;
+        }
+        state = a->states[state].link;
+    }
+    if (state != RS_NO_STATE) {
+        uint32_t origin = *target;
+        if (a->states[origin].len != a->states[state].len + 1) {
+            status = clone_state(a, state, token, origin);
+            if (status != RS_OK) {
+                remove_newest(a, last, state);
+                return status;
+            }
+            extension->origin = origin;
+        }
+        a->states[newest].link = *rs_find(a, state, token);
+    }
+    extension->created = true;
+    return RS_OK;
+}
+
+/* Walking all the way up would make long periodic texts quadratic. */
+static void count_suffixes(rs_automaton *a, uint32_t state, uint32_t by) {
+    for (int i = 0; i < RS_COUNTED_STATES && state != RS_ROOT; i++) {
+        a->states[state].count += by;
+        state = a->states[state].link;
+    }
+}
+
+rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, rs_extension *extension) {
+    rs_status status = reserve_states(a, 2);
+    if (status != RS_OK) {
+        return status;
+    }
+    *extension = (rs_extension){.before = last, .origin = RS_NO_STATE};
+    const uint32_t *target = rs_find(a, last, token);
+    if (target == NULL) {
+        extension->after = a->num_states;
+        status = create_state(a, last, token, extension);
+    } else if (a->states[*target].len == a->states[last].len + 1) {
+        extension->after = *target;
+    } else {
+        extension->origin = *target;
+        extension->after = a->num_states;
+        status = clone_state(a, last, token, extension->origin);
+    }
+    if (status == RS_OK && a->counts) {
+        count_suffixes(a, extension->after, 1);
+    }
+    return status;
+}
+
+void rs_retract(rs_automaton *a, int32_t token, const rs_extension *extension) {
+    if (a->counts) {
+        count_suffixes(a, extension->after, UINT32_MAX); /* minus one */
+    }
+    uint32_t state = extension->before;
+    if (extension->created) {
+        while (state != RS_NO_STATE && *rs_find(a, state, token) == extension->after) {
+            state = a->states[state].link;
+        }
+    }
+    if (extension->origin != RS_NO_STATE) {
+        redirect(a, state, token, a->states[extension->origin].link, extension->origin);
+        remove_clone(a, extension->origin);
+    }
+    if (extension->created) {
+        remove_newest(a, extension->before, state);
+    }
+}

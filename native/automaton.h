@@ -1,0 +1,70 @@
+/* The generalized suffix automaton of one group, grown online (Blumer et al. 1985), by several
+ * sequences in turn.
+ *
+ * A state is a class of suffixes that end at the same positions; len is the longest one's length,
+ * and the suffix link leads to the class of the longest suffix that is not in the class. Every
+ * sequence keeps the state of its whole text, `last`. That text is the longest string of its state
+ * (nothing longer can end where the sequence begins), so cloning never moves `last`. */
+#ifndef RS_AUTOMATON_H
+#define RS_AUTOMATON_H
+
+#include <stdbool.h>
+
+#include "transitions.h"
+
+enum { RS_ROOT = 0 };
+static const uint32_t RS_NO_STATE = UINT32_MAX;
+
+typedef struct {
+    uint32_t len;
+    uint32_t link;   /* RS_NO_STATE: this is the root */
+    int32_t token;   /* of the transition that was inserted first, < 0: there is none */
+    uint32_t target; /* of the same */
+    uint32_t count;  /* in mode frequent */
+    uint32_t block;  /* the other transitions, 0: none */
+} rs_state;
+
+typedef struct {
+    rs_memory *memory;
+    rs_state *states;
+    uint32_t num_states;
+    uint32_t capacity;
+    rs_pool pool;
+    uint64_t num_transitions;
+    bool counts; /* mode frequent */
+} rs_automaton;
+
+/* What it takes to undo one rs_extend. */
+typedef struct {
+    uint32_t before; /* the `last` it started from */
+    uint32_t after;  /* the `last` it led to */
+    uint32_t origin; /* the state it cloned, or RS_NO_STATE */
+    bool created;    /* it made a state for the whole text */
+} rs_extension;
+
+rs_status rs_automaton_init(rs_automaton *automaton, rs_memory *memory, bool counts);
+void rs_automaton_free(rs_automaton *automaton);
+
+/* Append one token to the text whose state is `last`. On failure nothing changes. */
+rs_status rs_extend(rs_automaton *automaton, uint32_t last, int32_t token, rs_extension *extension);
+
+/* Undo the latest rs_extend that is not undone. */
+void rs_retract(rs_automaton *automaton, int32_t token, const rs_extension *extension);
+
+/* The target of the transition, NULL where there is none. Invalid after the next rs_extend. */
+static inline uint32_t *rs_find(const rs_automaton *automaton, uint32_t state, int32_t token) {
+    rs_state *from = automaton->states + state;
+    if (from->token == token) {
+        return &from->target;
+    }
+    if (from->block == 0) {
+        return NULL;
+    }
+    rs_transition *found = rs_block_find(&automaton->pool, from->block, token);
+    return found == NULL ? NULL : &found->target;
+}
+
+/* Check every invariant of the automaton: NULL, or what is broken. */
+const char *rs_automaton_check(const rs_automaton *automaton);
+
+#endif

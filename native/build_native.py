@@ -1,0 +1,36 @@
+"""cffi API-mode build of `rollout_spec._native`; setup.py names `ffibuilder`.
+
+The public header is the cdef, so that the two cannot drift apart. Paths are relative to the
+repository root, where setuptools runs this file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cffi import FFI
+
+HEADER = Path("native/rollout_spec_native.h")
+SOURCES = ("memory", "transitions", "automaton", "draft", "index", "step", "validate")
+
+
+def read_cdef(header: Path = HEADER) -> str:
+    """The header with its preprocessor lines blanked (not removed: line numbers stay right)."""
+    lines = header.read_text(encoding="utf-8").splitlines()
+    return "\n".join("" if line.startswith("#") else line for line in lines)
+
+
+ffibuilder = FFI()
+ffibuilder.cdef(read_cdef())
+ffibuilder.set_source(
+    "rollout_spec._native",
+    '#include "rollout_spec_native.h"',
+    sources=[f"native/{name}.c" for name in SOURCES],
+    include_dirs=["native"],
+    depends=[str(path) for path in sorted(Path("native").glob("*.h"))],
+    extra_compile_args=["-O3", "-std=c11"],
+    py_limited_api=True,
+)
+
+if __name__ == "__main__":
+    ffibuilder.compile(verbose=True)

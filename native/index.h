@@ -1,0 +1,71 @@
+/* The index behind the opaque handle: tables of groups and sequences. */
+#ifndef RS_INDEX_H
+#define RS_INDEX_H
+
+#include "automaton.h"
+
+typedef struct {
+    bool open;
+    int32_t next_free; /* while closed; -1: none */
+    int32_t prompt_len;
+    int32_t num_sequences; /* open */
+    uint32_t prompt_last;
+    uint64_t num_tokens;
+    rs_automaton automaton;
+} rs_group;
+
+typedef struct {
+    bool open;
+    int32_t next_free; /* while closed; -1: none */
+    int32_t group;
+    int32_t start_level; /* prompt length or 0 */
+    uint32_t start;
+    int32_t level; /* tokens indexed, those before start_level included */
+    uint32_t last;
+    int32_t num_draft_tokens; /* of the draft that is not verified yet */
+    uint64_t latest_step;
+} rs_sequence;
+
+/* Closed slots, the one closed longest ago first. */
+typedef struct {
+    int32_t first; /* -1: none */
+    int32_t newest;
+} rs_free_slots;
+
+struct rs_index {
+    rs_options options;
+    rs_memory memory;
+    rs_group *groups;
+    uint32_t num_groups; /* slots in use or closed */
+    uint32_t groups_capacity;
+    rs_free_slots free_groups;
+    rs_sequence *sequences;
+    uint32_t num_sequences; /* slots in use or closed */
+    uint32_t sequences_capacity;
+    rs_free_slots free_sequences;
+    int32_t *drafts; /* [sequences][num_speculative_tokens] */
+    uint32_t drafts_capacity;
+    rs_extension *extensions; /* of the step that is running */
+    uint32_t extensions_capacity;
+    uint64_t num_steps;
+    rs_stats totals; /* the counters of drafts and acceptance only */
+};
+
+/* Write the error, if any is wanted, and return status. */
+rs_status rs_fail(rs_error *error, rs_status status, int32_t row, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
+
+/* The message for a status of rs_reserve or rs_extend; RS_OK passes. */
+rs_status rs_memory_error(const rs_index *index, rs_error *error, rs_status status, int32_t row);
+
+static inline rs_group *rs_find_group(const rs_index *index, int32_t group) {
+    bool known = group >= 0 && (uint32_t)group < index->num_groups && index->groups[group].open;
+    return known ? index->groups + group : NULL;
+}
+
+static inline rs_sequence *rs_find_sequence(const rs_index *index, int32_t sequence) {
+    bool known = sequence >= 0 && (uint32_t)sequence < index->num_sequences && index->sequences[sequence].open;
+    return known ? index->sequences + sequence : NULL;
+}
+
+#endif

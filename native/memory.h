@@ -1,0 +1,30 @@
+/* Every allocation of an index goes through one account, which keeps the byte budget. */
+#ifndef RS_MEMORY_H
+#define RS_MEMORY_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "rollout_spec_native.h"
+
+typedef struct {
+    uint64_t num_bytes; /* allocated */
+    uint64_t max_bytes; /* 0: no limit */
+} rs_memory;
+
+#ifdef RS_TEST
+/* Let the n-th allocation from now on fail (1: the next); 0: none. C tests only. */
+void rs_test_fail_allocation(int64_t nth);
+#endif
+
+/* Resize the array *pointer from old_size to new_size elements; new_size 0 frees it and succeeds,
+ * and so does shrinking: where the allocator refuses to shrink, nothing changes and *capacity stays.
+ * On success *capacity is new_size. On failure nothing changes. */
+rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size,
+                    size_t element_size);
+
+/* Make room for `needed` elements; grows geometrically. */
+rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed,
+                     size_t element_size);
+
+#endif

@@ -1,0 +1,135 @@
+/* Drafting for rollouts: one suffix automaton per group, one call per engine step.
+ *
+ * This file is also the cffi cdef (native/build_native.py reads it and blanks the lines that start
+ * with '#'): constants are enums, there are no function-like macros.
+ *
+ * An index holds groups (the samples of one prompt); a group holds the text of its prompt and of
+ * its sequences. A position is a distinct prefix: siblings that begin alike share their positions.
+ *
+ *   match      The longest suffix w of a sequence's text (the whole text included) that has been
+ *              followed by some token, in this sequence or in a sibling. match length = |w|.
+ *   earliest   The draft goes on with the token that was the first ever to follow w, then with the
+ *              first to follow w + that token, and so on. In a single sequence this copies what
+ *              followed the earliest occurrence of w (SAM-Decoding, arXiv 2411.10666).
+ *   frequent   The draft goes on with the follower c of the highest count(wc), on a tie with the
+ *              one that followed w first; only the RS_MAX_BRANCHES earliest followers are looked
+ *              at. Its estimated probability is count(wc) / (sum of those followers' counts); a
+ *              draft ends before the token with which the product of the probabilities falls below
+ *              min_token_prob (the idea of SuffixDecoding, arXiv 2411.04975).
+ *   count(w)   How often w was indexed, but indexing one token counts the suffixes that end with
+ *              it only in the RS_COUNTED_STATES longest classes of them. A class is a set of
+ *              suffixes that end at the same positions: a state of the automaton.
+ *
+ * Where nothing has followed the text w + draft, the draft goes on from its longest suffix that
+ * has been followed, if that is at least min_match_len long.
+ *
+ * No function is thread safe for one index; different indexes are independent.
+ * Every function but rs_index_free, rs_index_stats and rs_abi_version returns a status; a call that
+ * fails changes nothing, except that reserved memory may stay reserved.
+ * `error` may be NULL; when it is not, it is written on failure only.
+ */
+#ifndef ROLLOUT_SPEC_NATIVE_H
+#define ROLLOUT_SPEC_NATIVE_H
+
+#include <stdint.h>
+
+enum {
+    RS_ABI_VERSION = 1, /* raised with every change of this file */
+    RS_MAX_SPECULATIVE_TOKENS = 64,
+    RS_MAX_BRANCHES = 64,
+    RS_COUNTED_STATES = 16
+};
+
+typedef enum {
+    RS_OK = 0,
+    RS_EINVAL = 1,   /* an argument is out of range */
+    RS_EUNKNOWN = 2, /* no open group or sequence has this id */
+    RS_ENOMEM = 3,
+    RS_EBUDGET = 4,  /* the index would grow beyond max_bytes */
+    RS_ECORRUPT = 5  /* rs_index_validate found a broken invariant */
+} rs_status;
+
+typedef enum { RS_MODE_EARLIEST = 0, RS_MODE_FREQUENT = 1 } rs_mode;
+
+typedef struct {
+    int32_t num_speculative_tokens; /* 1 .. RS_MAX_SPECULATIVE_TOKENS, K below */
+    int32_t mode;                   /* rs_mode */
+    int32_t min_match_len;          /* >= 1, tokens */
+    double max_spec_factor;         /* >= 0: draft at most floor(max_spec_factor * match length) */
+    double min_token_prob;          /* 0 .. 1, frequent only */
+    uint64_t max_bytes;             /* of the whole index; 0: no limit */
+} rs_options;
+
+typedef struct {
+    int32_t row;       /* the entry of the batch that is wrong, -1 where none is */
+    char message[160]; /* begins with the name of the argument */
+} rs_error;
+
+/* One engine step. Entry i is sequence sequences[i], whose tokens are the first levels[i] of row
+ * rows[i] of the token matrix: token_ids[rows[i] * row_stride]. A sequence appears once at most. */
+typedef struct {
+    int32_t num_rows;                /* >= 1: entries */
+    const int32_t *sequences;        /* [num_rows] */
+    const int32_t *token_ids;        /* [num_matrix_rows][row_stride], num_columns of them readable */
+    int64_t row_stride;              /* >= num_columns, tokens */
+    int64_t num_columns;
+    int64_t num_matrix_rows;
+    const int32_t *rows;             /* [num_rows], 0 .. num_matrix_rows - 1 */
+    const int32_t *levels;           /* [num_rows], prompt included, at most num_columns */
+    const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
+    int32_t *draft_tokens;           /* out [num_rows][K]; beyond num_draft_tokens unspecified */
+    int32_t *num_draft_tokens;       /* out [num_rows] */
+    int32_t *match_lens;             /* out [num_rows]; 0 where max_draft_tokens is 0 */
+} rs_batch;
+
+typedef struct {
+    uint64_t num_groups;    /* open */
+    uint64_t num_sequences; /* open */
+    uint64_t num_states;
+    uint64_t num_transitions;
+    uint64_t num_tokens;            /* indexed and not forgotten */
+    uint64_t num_bytes;             /* allocated, everything included */
+    uint64_t num_drafts;            /* since rs_index_new; drafts of no token do not count */
+    uint64_t num_draft_tokens;      /* likewise */
+    uint64_t num_accepted_tokens;   /* likewise, bonus tokens excluded */
+} rs_stats;
+
+typedef struct rs_index rs_index;
+
+int32_t rs_abi_version(void);
+
+rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error);
+void rs_index_free(rs_index *index);
+
+/* Ids are the smallest that were never used, or else those closed longest ago: an id that is not
+ * open is refused, one that has been opened again cannot be told from its predecessor. */
+rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
+                        int32_t *group, rs_error *error);
+
+/* Forgets the group's text. RS_EINVAL while one of its sequences is open. */
+rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
+
+/* after_prompt 1: the first tokens of every row of this sequence are the group's prompt, which is
+ * not indexed again. 0: the sequence begins at the root, all its tokens are its own. */
+rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t *sequence,
+                           rs_error *error);
+
+/* The text stays in the group. */
+rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
+
+/* Index what is new in every row, then draft for every row: siblings see each other's newest tokens.
+ * A level above the last one indexes the tokens between; the same level indexes nothing; a lower one
+ * (a request that was started again) indexes the row from its start, as a new sequence would.
+ * Acceptance: of n new tokens, at most n - 1 that equal the sequence's draft of its last step. */
+rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error);
+
+/* Close all sequences and groups; the counters of drafts and acceptance go on. */
+rs_status rs_index_clear(rs_index *index, rs_error *error);
+
+void rs_index_stats(const rs_index *index, rs_stats *stats);
+
+/* Check every invariant, in time linear in the size of the index times the length of its suffix
+ * chains. RS_ECORRUPT names the first broken one. */
+rs_status rs_index_validate(const rs_index *index, rs_error *error);
+
+#endif

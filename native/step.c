@@ -1,0 +1,257 @@
+#include <inttypes.h>
+#include <string.h>
+
+#include "draft.h"
+#include "index.h"
+
+enum {
+    WALKS_AT_A_TIME = 16,
+    KEPT_EXTENSIONS = 1 << 16 /* of a step's undo log; a longer one is freed after the step */
+};
+
+static const int32_t *row_tokens(const rs_batch *batch, int32_t i) {
+    return batch->token_ids + batch->rows[i] * batch->row_stride;
+}
+
+static rs_status check_batch(const rs_batch *batch, rs_error *error) {
+    const struct {
+        const char *name;
+        const void *pointer;
+    } arrays[] = {
+        {"sequences", batch->sequences},       {"token_ids", batch->token_ids},
+        {"rows", batch->rows},                 {"levels", batch->levels},
+        {"max_draft_tokens", batch->max_draft_tokens}, {"draft_tokens", batch->draft_tokens},
+        {"num_draft_tokens", batch->num_draft_tokens}, {"match_lens", batch->match_lens},
+    };
+    for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
+        if (arrays[i].pointer == NULL) {
+            return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", arrays[i].name);
+        }
+    }
+    if (batch->num_rows < 1) {
+        return rs_fail(error, RS_EINVAL, -1, "num_rows=%" PRId32 ": must be at least 1", batch->num_rows);
+    }
+    if (batch->num_matrix_rows < 1 || batch->num_columns < 0 || batch->row_stride < batch->num_columns) {
+        return rs_fail(error, RS_EINVAL, -1,
+                       "token_ids: %" PRId64 " rows of %" PRId64 " columns, stride %" PRId64 ": out of range",
+                       batch->num_matrix_rows, batch->num_columns, batch->row_stride);
+    }
+    return RS_OK;
+}
+
+static int32_t first_new(const rs_sequence *sequence, int32_t level) {
+    return level >= sequence->level ? sequence->level : sequence->start_level;
+}
+
+static rs_status check_row(const rs_index *index, const rs_batch *batch, int32_t i, uint64_t *num_new,
+                           rs_error *error) {
+    rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
+    if (sequence == NULL) {
+        return rs_fail(error, RS_EUNKNOWN, i, "sequences[%" PRId32 "]=%" PRId32 ": unknown", i, batch->sequences[i]);
+    }
+    if (sequence->latest_step == index->num_steps) {
+        return rs_fail(error, RS_EINVAL, i, "sequences[%" PRId32 "]=%" PRId32 ": appears twice", i,
+                       batch->sequences[i]);
+    }
+    sequence->latest_step = index->num_steps;
+    if (batch->rows[i] < 0 || batch->rows[i] >= batch->num_matrix_rows) {
+        return rs_fail(error, RS_EINVAL, i, "rows[%" PRId32 "]=%" PRId32 ": token_ids has %" PRId64 " rows", i,
+                       batch->rows[i], batch->num_matrix_rows);
+    }
+    int32_t level = batch->levels[i];
+    if (level < sequence->start_level) {
+        return rs_fail(error, RS_EINVAL, i, "levels[%" PRId32 "]=%" PRId32 ": below the prompt length %" PRId32, i,
+                       level, sequence->start_level);
+    }
+    if (level > batch->num_columns) {
+        return rs_fail(error, RS_EINVAL, i, "levels[%" PRId32 "]=%" PRId32 ": token_ids has %" PRId64 " columns", i,
+                       level, batch->num_columns);
+    }
+    if (batch->max_draft_tokens[i] < 0) {
+        return rs_fail(error, RS_EINVAL, i, "max_draft_tokens[%" PRId32 "]=%" PRId32 ": must not be negative", i,
+                       batch->max_draft_tokens[i]);
+    }
+    const int32_t *tokens = row_tokens(batch, i);
+    for (int32_t position = first_new(sequence, level); position < level; position++) {
+        if (tokens[position] < 0) {
+            return rs_fail(error, RS_EINVAL, i,
+                           "token_ids[%" PRId32 ", %" PRId32 "]=%" PRId32 ": must not be negative", batch->rows[i],
+                           position, tokens[position]);
+        }
+    }
+    *num_new += (uint64_t)(level - first_new(sequence, level));
+    return RS_OK;
+}
+
+/* Index the new tokens of entry i; *num_done grows with every token, also on failure. */
+static rs_status index_row(rs_index *index, const rs_batch *batch, int32_t i, uint64_t *num_done) {
+    const rs_sequence *sequence = index->sequences + batch->sequences[i];
+    rs_automaton *automaton = &index->groups[sequence->group].automaton;
+    const int32_t *tokens = row_tokens(batch, i);
+    int32_t level = batch->levels[i];
+    uint32_t last = level >= sequence->level ? sequence->last : sequence->start;
+    for (int32_t position = first_new(sequence, level); position < level; position++) {
+        rs_extension *extension = index->extensions + *num_done;
+        rs_status status = rs_extend(automaton, last, tokens[position], extension);
+        if (status != RS_OK) {
+            return status;
+        }
+        last = extension->after;
+        ++*num_done;
+    }
+    return RS_OK;
+}
+
+/* Undo the first num_done extensions of entry i, the latest first. */
+static void unindex_row(rs_index *index, const rs_batch *batch, int32_t i, const rs_extension *extensions,
+                        uint64_t num_done) {
+    const rs_sequence *sequence = index->sequences + batch->sequences[i];
+    rs_automaton *automaton = &index->groups[sequence->group].automaton;
+    const int32_t *tokens = row_tokens(batch, i) + first_new(sequence, batch->levels[i]);
+    while (num_done-- > 0) {
+        rs_retract(automaton, tokens[num_done], extensions + num_done);
+    }
+}
+
+static uint64_t num_new_tokens(const rs_index *index, const rs_batch *batch, int32_t i) {
+    const rs_sequence *sequence = index->sequences + batch->sequences[i];
+    return (uint64_t)(batch->levels[i] - first_new(sequence, batch->levels[i]));
+}
+
+/* All rows or none. */
+static rs_status index_rows(rs_index *index, const rs_batch *batch, rs_error *error) {
+    uint64_t num_done = 0;
+    for (int32_t i = 0; i < batch->num_rows; i++) {
+        uint64_t before = num_done;
+        rs_status status = index_row(index, batch, i, &num_done);
+        if (status != RS_OK) {
+            rs_memory_error(index, error, status, i);
+            unindex_row(index, batch, i, index->extensions + before, num_done - before);
+            while (i-- > 0) {
+                uint64_t num_new = num_new_tokens(index, batch, i);
+                before -= num_new;
+                unindex_row(index, batch, i, index->extensions + before, num_new);
+            }
+            return status;
+        }
+    }
+    return RS_OK;
+}
+
+/* Of n new tokens the last is the target's own; those before it are the accepted draft tokens. */
+static int32_t num_accepted(const int32_t *draft, int32_t num_draft_tokens, const int32_t *new_tokens, int32_t n) {
+    int32_t most = num_draft_tokens < n - 1 ? num_draft_tokens : n - 1;
+    int32_t num = 0;
+    while (num < most && draft[num] == new_tokens[num]) {
+        num++;
+    }
+    return num;
+}
+
+static void commit_rows(rs_index *index, const rs_batch *batch) {
+    const rs_extension *extensions = index->extensions;
+    for (int32_t i = 0; i < batch->num_rows; i++) {
+        int32_t id = batch->sequences[i];
+        rs_sequence *sequence = index->sequences + id;
+        int32_t level = batch->levels[i];
+        uint64_t num_new = num_new_tokens(index, batch, i);
+        if (level > sequence->level) {
+            const int32_t *draft = index->drafts + (size_t)id * (size_t)index->options.num_speculative_tokens;
+            index->totals.num_accepted_tokens +=
+                (uint64_t)num_accepted(draft, sequence->num_draft_tokens, row_tokens(batch, i) + sequence->level,
+                                       level - sequence->level);
+        }
+        if (level < sequence->level) {
+            sequence->last = sequence->start;
+        }
+        if (num_new > 0) {
+            extensions += num_new;
+            sequence->last = extensions[-1].after;
+        }
+        index->groups[sequence->group].num_tokens += num_new;
+        sequence->level = level;
+        sequence->num_draft_tokens = 0;
+    }
+}
+
+/* Draft for entries first .. end - 1, at most WALKS_AT_A_TIME, their walks taking turns. */
+static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, int32_t end) {
+    const rs_options *options = &index->options;
+    const int32_t draft_len = options->num_speculative_tokens;
+    rs_walk walks[WALKS_AT_A_TIME];
+    int32_t num_walking = 0;
+    for (int32_t i = first; i < end; i++) {
+        rs_walk *walk = walks + (i - first);
+        walk->num_left = 0;
+        batch->num_draft_tokens[i] = 0;
+        batch->match_lens[i] = 0;
+        if (batch->max_draft_tokens[i] > 0) {
+            const rs_sequence *sequence = index->sequences + batch->sequences[i];
+            batch->match_lens[i] = rs_walk_start(walk, &index->groups[sequence->group].automaton, sequence->last,
+                                                 options, batch->max_draft_tokens[i]);
+        }
+        num_walking += walk->num_left > 0;
+    }
+    while (num_walking > 0) {
+        num_walking = 0;
+        for (int32_t i = first; i < end; i++) {
+            rs_walk *walk = walks + (i - first);
+            if (walk->num_left > 0) {
+                int32_t token = rs_walk_next(walk, options);
+                if (token >= 0) {
+                    batch->draft_tokens[(int64_t)i * draft_len + batch->num_draft_tokens[i]++] = token;
+                }
+                num_walking += walk->num_left > 0;
+            }
+        }
+    }
+}
+
+static void remember_draft(rs_index *index, const rs_batch *batch, int32_t i) {
+    const size_t draft_len = (size_t)index->options.num_speculative_tokens;
+    int32_t id = batch->sequences[i];
+    int32_t num = batch->num_draft_tokens[i];
+    if (num > 0) {
+        memcpy(index->drafts + (size_t)id * draft_len, batch->draft_tokens + (size_t)i * draft_len,
+               (size_t)num * sizeof *index->drafts);
+        index->totals.num_drafts++;
+        index->totals.num_draft_tokens += (uint64_t)num;
+    }
+    index->sequences[id].num_draft_tokens = num;
+}
+
+rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
+    if (index == NULL || batch == NULL) {
+        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "batch");
+    }
+    rs_status status = check_batch(batch, error);
+    uint64_t num_new = 0;
+    index->num_steps++;
+    for (int32_t i = 0; i < batch->num_rows && status == RS_OK; i++) {
+        status = check_row(index, batch, i, &num_new, error);
+    }
+    if (status != RS_OK) {
+        return status;
+    }
+    status = rs_reserve(&index->memory, (void **)&index->extensions, &index->extensions_capacity, num_new,
+                        sizeof *index->extensions);
+    if (status != RS_OK) {
+        return rs_memory_error(index, error, status, -1);
+    }
+    status = index_rows(index, batch, error);
+    if (status == RS_OK) {
+        commit_rows(index, batch);
+        for (int32_t first = 0; first < batch->num_rows; first += WALKS_AT_A_TIME) {
+            int32_t left = batch->num_rows - first;
+            draft_rows(index, batch, first, first + (left < WALKS_AT_A_TIME ? left : WALKS_AT_A_TIME));
+        }
+        for (int32_t i = 0; i < batch->num_rows; i++) {
+            remember_draft(index, batch, i);
+        }
+    }
+    if (index->extensions_capacity > KEPT_EXTENSIONS) {
+        rs_resize(&index->memory, (void **)&index->extensions, &index->extensions_capacity, 0,
+                  sizeof *index->extensions);
+    }
+    return status;
+}

@@ -1,0 +1,208 @@
+#include "transitions.h"
+
+#include <string.h>
+
+static uint32_t log2_of(uint32_t power_of_two) {
+    uint32_t k = 0;
+    while (power_of_two > 1) {
+        power_of_two >>= 1;
+        k++;
+    }
+    return k;
+}
+
+static void push_free(rs_pool *pool, uint32_t offset, uint32_t k) {
+    pool->units[offset].token = -1;
+    pool->units[offset].target = pool->free_blocks[k];
+    pool->free_blocks[k] = offset * 2 + (1U << k);
+}
+
+static uint32_t pop_free(rs_pool *pool, uint32_t k) {
+    uint32_t block = pool->free_blocks[k];
+    uint32_t offset = rs_block_offset(block);
+    pool->free_blocks[k] = pool->units[offset].target;
+    return offset;
+}
+
+/* The offset of 2^k free units, split off a larger free block or from the top of the pool. */
+static rs_status take_units(rs_pool *pool, rs_memory *memory, uint32_t k, uint32_t *offset) {
+    for (uint32_t j = k; j < RS_NUM_BLOCK_SIZES; j++) {
+        if (pool->free_blocks[j] != 0) {
+            *offset = pop_free(pool, j);
+            while (j > k) {
+                j--;
+                push_free(pool, *offset + (1U << j), j);
+            }
+            return RS_OK;
+        }
+    }
+    uint64_t size = (uint64_t)1 << k;
+    uint64_t aligned = ((uint64_t)pool->top + size - 1) & ~(size - 1);
+    if (aligned + size > (uint64_t)1 << 31) {
+        return RS_ENOMEM;
+    }
+    rs_status status =
+        rs_reserve(memory, (void **)&pool->units, &pool->capacity, aligned + size, sizeof *pool->units);
+    if (status != RS_OK) {
+        return status;
+    }
+    while (pool->top < aligned) {
+        uint32_t gap = pool->top & (~pool->top + 1U);
+        push_free(pool, pool->top, log2_of(gap));
+        pool->top += gap;
+    }
+    *offset = pool->top;
+    pool->top += (uint32_t)size;
+    return RS_OK;
+}
+
+static uint32_t *index_of(rs_transition *units, uint32_t num_units) {
+    return (uint32_t *)(void *)(units + num_units / 2);
+}
+
+/* num_units is also the number of slots of the index. */
+static uint32_t first_slot(int32_t token, uint32_t num_units) {
+    uint32_t hash = (uint32_t)token * 2654435769U;
+    return (hash ^ (hash >> 15)) & (num_units - 1);
+}
+
+static void insert_indexed(rs_transition *units, uint32_t num_units, rs_transition transition) {
+    uint32_t entry = (uint32_t)++units->token;
+    uint32_t *slots = index_of(units, num_units);
+    uint32_t slot = first_slot(transition.token, num_units);
+    while (slots[slot] != 0) {
+        slot = (slot + 1) & (num_units - 1);
+    }
+    slots[slot] = entry;
+    units[entry] = transition;
+}
+
+rs_transition *rs_block_find_indexed(rs_transition *units, uint32_t num_units, int32_t token) {
+    const uint32_t *slots = index_of(units, num_units);
+    uint32_t slot = first_slot(token, num_units);
+    while (slots[slot] != 0) {
+        if (units[slots[slot]].token == token) {
+            return units + slots[slot];
+        }
+        slot = (slot + 1) & (num_units - 1);
+    }
+    return NULL;
+}
+
+static uint32_t units_for(uint32_t num_entries) {
+    uint32_t num_units = 1;
+    while (num_units < num_entries) {
+        num_units *= 2;
+    }
+    if (num_units <= RS_LINEAR_UNITS) {
+        return num_units;
+    }
+    num_units = RS_SMALLEST_INDEXED_UNITS;
+    while (num_units / 2 - 1 < num_entries) {
+        num_units *= 2;
+    }
+    return num_units;
+}
+
+/* A block with room for `room` entries, the entries of `block` (0: none) copied into it. */
+static rs_status rehouse(rs_pool *pool, rs_memory *memory, uint32_t block, uint32_t room, uint32_t *result) {
+    uint32_t num_units = units_for(room);
+    uint32_t offset;
+    rs_status status = take_units(pool, memory, log2_of(num_units), &offset);
+    if (status != RS_OK) {
+        return status;
+    }
+    rs_transition *units = pool->units + offset;
+    uint32_t num = 0;
+    const rs_transition *entries = block == 0 ? NULL : rs_block_entries(pool, block, &num);
+    if (num_units > RS_LINEAR_UNITS) {
+        memset(units, 0, num_units * sizeof *units);
+        for (uint32_t i = 0; i < num; i++) {
+            insert_indexed(units, num_units, entries[i]);
+        }
+    } else {
+        if (num > 0) {
+            memcpy(units, entries, num * sizeof *units);
+        }
+        for (uint32_t i = num; i < num_units; i++) {
+            units[i].token = -1;
+        }
+    }
+    *result = offset * 2 + num_units;
+    return RS_OK;
+}
+
+rs_status rs_block_append(rs_pool *pool, rs_memory *memory, uint32_t *block, rs_transition transition) {
+    uint32_t num = 0;
+    uint32_t room = 0;
+    if (*block != 0) {
+        uint32_t num_units = rs_block_units(*block);
+        rs_block_entries(pool, *block, &num);
+        room = num_units > RS_LINEAR_UNITS ? num_units / 2 - 1 : num_units;
+    }
+    if (num == room) {
+        uint32_t larger;
+        rs_status status = rehouse(pool, memory, *block, num + 1, &larger);
+        if (status != RS_OK) {
+            return status;
+        }
+        if (*block != 0) {
+            rs_block_free(pool, *block);
+        }
+        *block = larger;
+    }
+    uint32_t num_units = rs_block_units(*block);
+    rs_transition *units = pool->units + rs_block_offset(*block);
+    if (num_units > RS_LINEAR_UNITS) {
+        insert_indexed(units, num_units, transition);
+    } else {
+        units[num] = transition;
+    }
+    return RS_OK;
+}
+
+void rs_block_remove_last(rs_pool *pool, uint32_t *block) {
+    uint32_t num;
+    rs_transition *entries = rs_block_entries(pool, *block, &num);
+    uint32_t num_units = rs_block_units(*block);
+    if (num == 1) {
+        rs_block_free(pool, *block);
+        *block = 0;
+    } else if (num_units > RS_LINEAR_UNITS) {
+        /* The latest entry is at the end of every probe sequence it is in: its slot just empties. */
+        uint32_t *slots = index_of(entries - 1, num_units);
+        uint32_t slot = first_slot(entries[num - 1].token, num_units);
+        while (slots[slot] != num) {
+            slot = (slot + 1) & (num_units - 1);
+        }
+        slots[slot] = 0;
+        entries[-1].token--;
+    } else {
+        entries[num - 1].token = -1;
+    }
+}
+
+rs_status rs_block_copy(rs_pool *pool, rs_memory *memory, uint32_t block, uint32_t *copy) {
+    uint32_t num;
+    rs_block_entries(pool, block, &num);
+    return rehouse(pool, memory, block, num, copy);
+}
+
+void rs_block_free(rs_pool *pool, uint32_t block) {
+    push_free(pool, rs_block_offset(block), log2_of(rs_block_units(block)));
+}
+
+uint64_t rs_pool_num_free(const rs_pool *pool) {
+    uint64_t num_free = 0;
+    for (uint32_t k = 0; k < RS_NUM_BLOCK_SIZES; k++) {
+        for (uint32_t block = pool->free_blocks[k]; block != 0;) {
+            uint32_t offset = rs_block_offset(block);
+            num_free += rs_block_units(block);
+            if (rs_block_units(block) != 1U << k || offset + (1U << k) > pool->top || num_free > pool->top) {
+                return UINT64_MAX;
+            }
+            block = pool->units[offset].target;
+        }
+    }
+    return num_free;
+}

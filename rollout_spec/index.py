@@ -1,0 +1,278 @@
+"""The suffix index: buffers and error translation around the native module, which only this file imports."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_spec._native import ffi, lib
+
+Int32Array = npt.NDArray[np.int32]
+
+# Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
+ABI_VERSION = 1
+
+_INT32 = np.dtype(np.int32)
+
+
+class NativeError(Exception):
+    """A call into the native index failed and changed nothing; the message begins with the argument."""
+
+
+class InvalidArgument(NativeError, ValueError):
+    """An argument has the wrong type, shape or range."""
+
+
+class UnknownId(NativeError, LookupError):
+    """No open group or sequence has this id."""
+
+
+class OutOfMemory(NativeError, MemoryError):
+    """The allocator refused."""
+
+
+class BudgetExceeded(NativeError, MemoryError):
+    """The index would grow beyond `max_bytes`."""
+
+
+class StepResult(NamedTuple):
+    """Views into the index's buffers, valid until its next step. n rows, K = num_speculative_tokens."""
+
+    draft_tokens: Int32Array
+    """[n, K]; row i holds num_draft_tokens[i] draft tokens, the rest is unspecified."""
+    num_draft_tokens: Int32Array
+    """[n]"""
+    match_lens: Int32Array
+    """[n], tokens; 0 where nothing matched or max_draft_tokens is 0."""
+
+
+class IndexStats(NamedTuple):
+    """What the index holds now; the last three count since it was made."""
+
+    num_groups: int
+    num_sequences: int
+    num_states: int
+    num_transitions: int
+    num_tokens: int
+    num_bytes: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+def native_version() -> int:
+    """The version of the native interface that the compiled module was built from."""
+    return int(lib.rs_abi_version()) if hasattr(lib, "rs_abi_version") else 0
+
+
+if native_version() != ABI_VERSION:
+    raise ImportError(
+        f"rollout_spec._native was built from version {native_version()} of its interface, this package needs "
+        f"{ABI_VERSION}: build it again (pip install --force-reinstall rollout-spec, or pip install -e . in a checkout)"
+    )
+
+_EXCEPTIONS: dict[int, type[NativeError]] = {
+    lib.RS_EINVAL: InvalidArgument,
+    lib.RS_EUNKNOWN: UnknownId,
+    lib.RS_ENOMEM: OutOfMemory,
+    lib.RS_EBUDGET: BudgetExceeded,
+}
+_MODES = {"earliest": lib.RS_MODE_EARLIEST, "frequent": lib.RS_MODE_FREQUENT}
+
+
+def _int32(name: str, value: Any) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise InvalidArgument(f"{name}={value!r}: must be an int")
+    if not -(2**31) <= value < 2**31:
+        raise InvalidArgument(f"{name}={value!r}: out of range")
+    return int(value)
+
+
+def _check_vector(name: str, array: Any, length: int | None) -> None:
+    """Raise InvalidArgument unless the array is a contiguous int32 vector (of that length)."""
+    if type(array) is not np.ndarray or array.dtype != _INT32 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise InvalidArgument(f"{name}: must be a contiguous one-dimensional int32 array")
+    if length is not None and len(array) != length:
+        raise InvalidArgument(f"{name}: has {len(array)} entries, sequences has {length}")
+
+
+class SuffixIndex:
+    """Text of groups of sequences, and drafts from it. Not thread safe; one per engine.
+
+    Args:
+        num_speculative_tokens: most draft tokens per row and step, K.
+        mode: "earliest" or "frequent", see native/rollout_spec_native.h for the exact meaning.
+        min_match_len: shortest match that is drafted from, tokens.
+        max_spec_factor: draft at most floor(max_spec_factor * match length) tokens.
+        min_token_prob: mode "frequent": end a draft where its estimated survival falls below.
+        max_bytes: budget of the whole index, 0: none.
+
+    Raises:
+        InvalidArgument: an option is out of range; OutOfMemory, BudgetExceeded.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_speculative_tokens: int,
+        mode: str = "frequent",
+        min_match_len: int = 2,
+        max_spec_factor: float = 4.0,
+        min_token_prob: float = 0.1,
+        max_bytes: int = 0,
+    ) -> None:
+        self._index = ffi.NULL
+        self._error = ffi.new("rs_error *")
+        self._batch = ffi.new("rs_batch *")
+        self._id = ffi.new("int32_t *")
+        if mode not in _MODES:
+            raise InvalidArgument(f"mode={mode!r}: must be one of {', '.join(_MODES)}")
+        if not 0 <= max_bytes < 2**64:
+            raise InvalidArgument(f"max_bytes={max_bytes!r}: out of range")
+        options = ffi.new("rs_options *")
+        options.num_speculative_tokens = _int32("num_speculative_tokens", num_speculative_tokens)
+        options.mode = _MODES[mode]
+        options.min_match_len = _int32("min_match_len", min_match_len)
+        options.max_spec_factor = max_spec_factor
+        options.min_token_prob = min_token_prob
+        options.max_bytes = max_bytes
+        made = ffi.new("rs_index **")
+        self._check(lib.rs_index_new(options, made, self._error))
+        self._index = ffi.gc(made[0], lib.rs_index_free)
+        self._num_speculative_tokens = int(num_speculative_tokens)
+        self._make_buffers(64)
+
+    def open_group(self, prompt_token_ids: Int32Array) -> int:
+        """Index a prompt (int32 vector, may be empty) and return the new group's id."""
+        _check_vector("prompt_token_ids", prompt_token_ids, None)
+        tokens = ffi.from_buffer("int32_t[]", prompt_token_ids) if len(prompt_token_ids) else ffi.NULL
+        status = lib.rs_group_open(self._open_index(), tokens, len(prompt_token_ids), self._id, self._error)
+        self._check(status)
+        return int(self._id[0])
+
+    def close_group(self, group: int) -> None:
+        """Forget a group's text.
+
+        Raises:
+            UnknownId: no such group; InvalidArgument: one of its sequences is open.
+        """
+        self._check(lib.rs_group_close(self._open_index(), _int32("group", group), self._error))
+
+    def open_sequence(self, group: int, *, after_prompt: bool = True) -> int:
+        """Open a sequence and return its id.
+
+        after_prompt: the rows of this sequence begin with the group's prompt, which is not indexed
+        again. Otherwise it begins at the root and all its tokens are its own.
+        """
+        index = self._open_index()
+        self._check(lib.rs_sequence_open(index, _int32("group", group), bool(after_prompt), self._id, self._error))
+        return int(self._id[0])
+
+    def close_sequence(self, sequence: int) -> None:
+        """Close a sequence; its text stays in the group. Raises UnknownId."""
+        self._check(lib.rs_sequence_close(self._open_index(), _int32("sequence", sequence), self._error))
+
+    def step(
+        self,
+        sequences: Int32Array,
+        token_ids: Int32Array,
+        rows: Int32Array,
+        levels: Int32Array,
+        max_draft_tokens: Int32Array,
+    ) -> StepResult:
+        """Index what is new in n rows, then draft for them, in one native call without the GIL.
+
+        Args:
+            sequences: int32 [n], ids, each at most once.
+            token_ids: int32 [R, L], rows contiguous (the stride between rows may be larger than L).
+            rows: int32 [n], the row of token_ids that holds each sequence.
+            levels: int32 [n], the number of tokens in that row, prompt included.
+            max_draft_tokens: int32 [n]; 0: index only.
+
+        Raises:
+            InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: naming the argument and entry;
+            nothing was indexed.
+        """
+        index = self._open_index()
+        _check_vector("sequences", sequences, None)
+        n = len(sequences)
+        if n == 0:
+            raise InvalidArgument("sequences: must not be empty")
+        _check_vector("rows", rows, n)
+        _check_vector("levels", levels, n)
+        _check_vector("max_draft_tokens", max_draft_tokens, n)
+        if n > len(self._match_lens):
+            self._make_buffers(n + n // 2)
+        # The arrays are held by the caller's arguments while the struct points at them.
+        batch = self._batch
+        batch.num_rows = n
+        batch.sequences = ffi.from_buffer("int32_t[]", sequences)
+        batch.rows = ffi.from_buffer("int32_t[]", rows)
+        batch.levels = ffi.from_buffer("int32_t[]", levels)
+        batch.max_draft_tokens = ffi.from_buffer("int32_t[]", max_draft_tokens)
+        self._set_matrix(token_ids)
+        status = lib.rs_step(index, batch, self._error)
+        if status != lib.RS_OK:
+            self._check(status)
+        return StepResult(self._draft_tokens[:n], self._num_draft_tokens[:n], self._match_lens[:n])
+
+    def clear(self) -> None:
+        """Close every sequence and group; the counters of drafts and acceptance go on."""
+        self._check(lib.rs_index_clear(self._open_index(), self._error))
+
+    def stats(self) -> IndexStats:
+        stats = ffi.new("rs_stats *")
+        lib.rs_index_stats(self._open_index(), stats)
+        return IndexStats._make(getattr(stats, field) for field in IndexStats._fields)
+
+    def validate(self) -> None:
+        """Check every invariant of the index (slow, for tests). Raises NativeError naming a broken one."""
+        self._check(lib.rs_index_validate(self._open_index(), self._error))
+
+    def close(self) -> None:
+        """Free the index; every later call but close raises InvalidArgument."""
+        if self._index != ffi.NULL:
+            ffi.release(self._index)
+            self._index = ffi.NULL
+
+    def __enter__(self) -> SuffixIndex:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_index(self) -> Any:
+        if not self._index:
+            raise InvalidArgument("index: is closed")
+        return self._index
+
+    def _check(self, status: int) -> None:
+        if status != lib.RS_OK:
+            message = ffi.string(self._error.message).decode()
+            raise _EXCEPTIONS.get(status, NativeError)(message)
+
+    def _make_buffers(self, num_rows: int) -> None:
+        self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)
+        self._num_draft_tokens = np.zeros(num_rows, np.int32)
+        self._match_lens = np.zeros(num_rows, np.int32)
+        self._batch.draft_tokens = ffi.from_buffer("int32_t[]", self._draft_tokens)
+        self._batch.num_draft_tokens = ffi.from_buffer("int32_t[]", self._num_draft_tokens)
+        self._batch.match_lens = ffi.from_buffer("int32_t[]", self._match_lens)
+
+    def _set_matrix(self, token_ids: Int32Array) -> None:
+        if type(token_ids) is not np.ndarray or token_ids.dtype != _INT32 or token_ids.ndim != 2:
+            raise InvalidArgument("token_ids: must be a two-dimensional int32 array")
+        num_rows, num_columns = token_ids.shape
+        row_bytes, token_bytes = token_ids.strides
+        if (num_columns > 1 and token_bytes != 4) or row_bytes % 4 or (num_rows > 1 and row_bytes < 4 * num_columns):
+            raise InvalidArgument("token_ids: the tokens of a row must be contiguous")
+        batch = self._batch
+        batch.num_matrix_rows = num_rows
+        batch.num_columns = num_columns
+        batch.row_stride = max(row_bytes // 4, num_columns)
+        batch.token_ids = ffi.cast("int32_t *", token_ids.__array_interface__["data"][0])
