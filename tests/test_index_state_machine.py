@@ -1,0 +1,181 @@
+"""Random interleavings of groups and sequences: every draft equals the oracle's, every invariant holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from oracle import GroupOracle, Options, SequenceOracle
+
+from rollout_spec.index import BudgetExceeded, InvalidArgument, SuffixIndex, UnknownId
+
+NUM_COLUMNS = 160
+
+
+def texts(max_size: int) -> st.SearchStrategy[list[int]]:
+    """What breaks automata: small alphabets, long repeats, chains of one token."""
+    small = st.lists(st.integers(0, 2), max_size=max_size)
+    chain = st.builds(lambda token, n: [token] * n, st.integers(0, 1), st.integers(1, max_size + 1))
+    repeat = st.builds(
+        lambda unit, n: (unit * n)[:max_size],
+        st.lists(st.integers(0, 3), min_size=1, max_size=5),
+        st.integers(2, max_size + 2),
+    )
+    wide = st.lists(st.integers(0, 40), max_size=max_size)
+    return st.one_of(small, chain, repeat, wide)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    @initialize(
+        num_speculative_tokens=st.integers(1, 6),
+        mode=st.sampled_from(["earliest", "frequent"]),
+        min_match_len=st.integers(1, 3),
+        max_spec_factor=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
+        min_token_prob=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        max_bytes=st.sampled_from([0, 0, 6000, 12000]),
+    )
+    def make(self, max_bytes, **options):
+        self.options = Options(**options)
+        self.index = SuffixIndex(**options, max_bytes=max_bytes)
+        self.max_bytes = max_bytes
+        self.groups: dict[int, GroupOracle] = {}
+        self.sequences: dict[int, SequenceOracle] = {}
+        self.sequence_group: dict[int, int] = {}
+        self.num_tokens: dict[int, int] = {}
+        self.closed: list[SequenceOracle] = []
+
+    def pick(self, data, ids):
+        return data.draw(st.sampled_from(sorted(ids)))
+
+    @rule(prompt=texts(40))
+    def open_group(self, prompt):
+        before = self.index.stats()
+        try:
+            group = self.index.open_group(np.array(prompt, np.int32))
+        except BudgetExceeded:
+            assert self.max_bytes and self.index.stats()._replace(num_bytes=0) == before._replace(num_bytes=0)
+            return
+        assert group not in self.groups
+        self.groups[group] = GroupOracle(prompt, self.options)
+        self.num_tokens[group] = len(prompt)
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data(), after_prompt=st.booleans())
+    def open_sequence(self, data, after_prompt):
+        group = self.pick(data, self.groups)
+        try:
+            sequence = self.index.open_sequence(group, after_prompt=after_prompt)
+        except BudgetExceeded:
+            assert self.max_bytes
+            return
+        assert sequence not in self.sequences
+        self.sequences[sequence] = SequenceOracle(self.groups[group], after_prompt)
+        self.sequence_group[sequence] = group
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def step(self, data):
+        chosen = data.draw(
+            st.lists(st.sampled_from(sorted(self.sequences)), unique=True, min_size=1, max_size=4), label="sequences"
+        )
+        matrix = np.full((len(chosen) + 1, NUM_COLUMNS), -1, np.int32)
+        rows = data.draw(st.permutations(range(len(chosen))), label="rows")
+        levels, budgets = [], []
+        for sequence, row in zip(chosen, rows, strict=True):
+            oracle = self.sequences[sequence]
+            if data.draw(st.integers(0, 9)) == 0:
+                tokens = list(oracle.start) + data.draw(texts(max(1, len(oracle.text) - len(oracle.start))))
+            else:
+                tokens = list(oracle.text) + self.new_tokens(data, oracle)
+            tokens = tokens[:NUM_COLUMNS]
+            matrix[row, : len(tokens)] = tokens
+            if len(tokens) >= len(oracle.text):
+                # Tokens below the level that is indexed already are not read again.
+                matrix[row, : len(oracle.text)] = -1
+            levels.append(len(tokens))
+            budgets.append(data.draw(st.integers(0, self.options.num_speculative_tokens + 1)))
+            matrix[row, : len(oracle.start)] = -1
+            oracle.row = tokens
+        before = self.index.stats()
+        arrays = [np.array(values, np.int32) for values in (chosen, rows, levels, budgets)]
+        try:
+            result = self.index.step(arrays[0], matrix, *arrays[1:])
+        except BudgetExceeded:
+            assert self.max_bytes and self.index.stats()._replace(num_bytes=0) == before._replace(num_bytes=0)
+            return
+        for sequence in chosen:
+            oracle = self.sequences[sequence]
+            known = len(oracle.text) if len(oracle.row) >= len(oracle.text) else len(oracle.start)
+            self.num_tokens[self.sequence_group[sequence]] += len(oracle.row) - known
+            oracle.index(oracle.row)
+        for i, sequence in enumerate(chosen):
+            match_len, draft = self.sequences[sequence].draft(budgets[i])
+            assert result.match_lens[i] == match_len
+            assert result.draft_tokens[i, : result.num_draft_tokens[i]].tolist() == draft
+
+    def new_tokens(self, data, oracle):
+        """As a target would: often the draft and one more token, otherwise anything."""
+        if oracle.last_draft and data.draw(st.booleans()):
+            num_accepted = data.draw(st.integers(0, len(oracle.last_draft)))
+            return oracle.last_draft[:num_accepted] + [data.draw(st.integers(0, 3))]
+        return data.draw(texts(12))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def close_sequence(self, data):
+        sequence = self.pick(data, self.sequences)
+        self.index.close_sequence(sequence)
+        self.closed.append(self.sequences.pop(sequence))
+        with pytest.raises(UnknownId):
+            self.index.close_sequence(sequence)
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data())
+    def close_group(self, data):
+        group = self.pick(data, self.groups)
+        if any(oracle.group is self.groups[group] for oracle in self.sequences.values()):
+            with pytest.raises(InvalidArgument):
+                self.index.close_group(group)
+            return
+        self.index.close_group(group)
+        del self.groups[group], self.num_tokens[group]
+
+    @rule()
+    def clear(self):
+        if len(self.groups) < 3:
+            return
+        self.index.clear()
+        self.closed += self.sequences.values()
+        self.groups, self.sequences, self.num_tokens = {}, {}, {}
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "index"):
+            return
+        self.index.validate()
+        stats = self.index.stats()
+        sequences = [*self.sequences.values(), *self.closed]
+        assert stats.num_groups == len(self.groups)
+        assert stats.num_sequences == len(self.sequences)
+        assert stats.num_tokens == sum(self.num_tokens.values())
+        assert stats.num_drafts == sum(oracle.num_drafts for oracle in sequences)
+        assert stats.num_draft_tokens == sum(oracle.num_draft_tokens for oracle in sequences)
+        assert stats.num_accepted_tokens == sum(oracle.num_accepted_tokens for oracle in sequences)
+        # A state is a class of substrings that end at the same positions; one more is the root.
+        classes = sum(len({frozenset(ends) for ends in group.ends.values() if ends}) for group in self.groups.values())
+        assert stats.num_states == classes + len(self.groups)
+
+    def teardown(self):
+        if hasattr(self, "index"):
+            self.index.close()
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(
+    max_examples=80,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
