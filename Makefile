@@ -29,6 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
+NATIVE := $(MAKE) --no-print-directory -C native CC=$(CC) BUILD=$(CURDIR)/build/native
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 BUILT := $(VENV)/.built
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
@@ -49,14 +50,14 @@ check: dev ## format, lint, types, C warnings as errors
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(MAKE) -C native lint PYTHON=$(abspath $(BIN)/python)
+	$(NATIVE) lint
 
 format: dev ## format the Python code and sort its imports
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 asan: dev ## native tests under AddressSanitizer and UBSan
-	$(MAKE) -C native asan PYTHON=$(abspath $(BIN)/python)
+	$(NATIVE) asan
 
 bench: dev ## time the native core
 	$(BIN)/rollout-spec bench native
@@ -95,4 +96,3 @@ lock: $(UV) ## renew requirements/cpu.txt and cuda.txt
 clean: ## remove everything that was built or downloaded
 	rm -rf $(VENV) .cache build dist outputs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	rm -f rollout_spec/_native.*
-	[ ! -e native/Makefile ] || $(MAKE) -C native clean

@@ -150,10 +150,11 @@ def read_run(path: str | Path, name: str, is_looping: Callable[[Sequence[int]], 
 def read_steps(file: Path) -> Iterator[Step]:
     """The steps that a run has logged so far; lines without rollout times (validation) are passed over."""
     try:
-        lines = file.read_text().splitlines()
+        text = file.read_text()
     except FileNotFoundError:
         raise RunError(f"{file}: no such file") from None
-    for number, line in enumerate(lines, 1):
+    # A run in progress may be writing its last line.
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             record = json.loads(line)
             data = record["data"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any
 
 HELP = "say whether speculation can work here, and what to do if not"
 
@@ -107,7 +107,9 @@ def _device() -> Iterator[Check]:
 def _native() -> Iterator[Check]:
     from rollout_spec import index
 
-    yield Check("native module", OK, f"{index.native_path()}, ABI version {index.abi_version()}")
+    spec = importlib.util.find_spec("rollout_spec._native")
+    where = spec.origin if spec else "built in"
+    yield Check("native module", OK, f"interface version {index.native_version()}, {where}")
 
 
 def _entry_points() -> Iterator[Check]:
@@ -154,7 +156,7 @@ def _patches() -> Iterator[Check]:
 
     register()
     for patch in applied():
-        yield Check(f"patch {patch.name}", OK, f"{patch.reason} ({patch.upstream}; until {patch.until})")
+        yield Check(f"patch {patch.name}", OK, f"{patch.reason} (until {patch.until})")
 
 
 PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
@@ -182,11 +184,12 @@ def _first_line(error: BaseException) -> str:
 
 def _print(checks: list[Check]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
     colours = {OK: "green", WARN: "yellow", FAIL: "bold red"}
-    table: Any = Table(box=None, show_header=False, pad_edge=False)
+    console = Console()
+    width = max(len(check.name) for check in checks)
     for check in checks:
-        text = check.detail + (f"; {check.fix}" if check.fix else "")
-        table.add_row(f"[{colours[check.status]}]{check.status}[/]", check.name, text)
-    Console().print(table)
+        text = f"{check.name:<{width}}  {check.detail}" + (f"; {check.fix}" if check.fix else "")
+        # One line each, however long: for `grep`, and the terminal wraps by itself.
+        console.print(Text(f"{check.status:<4}  ", colours[check.status]) + Text(text), soft_wrap=True)
