@@ -22,19 +22,19 @@ class NativeError(Exception):
     """A call into the native index failed and changed nothing; the message begins with the argument."""
 
 
-class InvalidArgument(NativeError, ValueError):
+class InvalidArgument(NativeError, ValueError):  # noqa: N818
     """An argument has the wrong type, shape or range."""
 
 
-class UnknownId(NativeError, LookupError):
+class UnknownId(NativeError, LookupError):  # noqa: N818
     """No open group or sequence has this id."""
 
 
-class OutOfMemory(NativeError, MemoryError):
+class OutOfMemory(NativeError, MemoryError):  # noqa: N818
     """The allocator refused."""
 
 
-class BudgetExceeded(NativeError, MemoryError):
+class BudgetExceeded(NativeError, MemoryError):  # noqa: N818
     """The index would grow beyond `max_bytes`."""
 
 
@@ -70,8 +70,8 @@ def native_version() -> int:
 
 if native_version() != ABI_VERSION:
     raise ImportError(
-        f"rollout_spec._native was built from version {native_version()} of its interface, this package needs "
-        f"{ABI_VERSION}: build it again (pip install --force-reinstall rollout-spec, or pip install -e . in a checkout)"
+        f"rollout_spec._native was built from version {native_version()} of its interface, this package "
+        f"needs {ABI_VERSION}: build it again (in a checkout: pip install -e .)"
     )
 
 _EXCEPTIONS: dict[int, type[NativeError]] = {
@@ -93,7 +93,10 @@ def _int32(name: str, value: Any) -> int:
 
 def _check_vector(name: str, array: Any, length: int | None) -> None:
     """Raise InvalidArgument unless the array is a contiguous int32 vector (of that length)."""
-    if type(array) is not np.ndarray or array.dtype != _INT32 or array.ndim != 1 or not array.flags.c_contiguous:
+    fits = (
+        type(array) is np.ndarray and array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous
+    )
+    if not fits:
         raise InvalidArgument(f"{name}: must be a contiguous one-dimensional int32 array")
     if length is not None and len(array) != length:
         raise InvalidArgument(f"{name}: has {len(array)} entries, sequences has {length}")
@@ -168,7 +171,8 @@ class SuffixIndex:
         again. Otherwise it begins at the root and all its tokens are its own.
         """
         index = self._open_index()
-        self._check(lib.rs_sequence_open(index, _int32("group", group), bool(after_prompt), self._id, self._error))
+        group = _int32("group", group)
+        self._check(lib.rs_sequence_open(index, group, bool(after_prompt), self._id, self._error))
         return int(self._id[0])
 
     def close_sequence(self, sequence: int) -> None:
@@ -269,10 +273,12 @@ class SuffixIndex:
             raise InvalidArgument("token_ids: must be a two-dimensional int32 array")
         num_rows, num_columns = token_ids.shape
         row_bytes, token_bytes = token_ids.strides
-        if (num_columns > 1 and token_bytes != 4) or row_bytes % 4 or (num_rows > 1 and row_bytes < 4 * num_columns):
+        if num_rows == 1:
+            row_bytes = 4 * num_columns
+        if (num_columns > 1 and token_bytes != 4) or row_bytes % 4 or row_bytes < 4 * num_columns:
             raise InvalidArgument("token_ids: the tokens of a row must be contiguous")
         batch = self._batch
         batch.num_matrix_rows = num_rows
         batch.num_columns = num_columns
-        batch.row_stride = max(row_bytes // 4, num_columns)
+        batch.row_stride = row_bytes // 4
         batch.token_ids = ffi.cast("int32_t *", token_ids.__array_interface__["data"][0])

@@ -76,8 +76,8 @@ class ReplayResult:
 
     def to_dict(self) -> dict[str, float]:
         names = (
-            *("num_groups", "num_responses", "num_tokens", "num_steps", "tokens_per_step", "draft_tokens_per_step"),
-            *("acceptance_rate", "mean_acceptance_length", "native_us_per_row"),
+            *("num_groups", "num_responses", "num_tokens", "num_steps", "tokens_per_step"),
+            *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length", "native_us_per_row"),
         )
         return {name: getattr(self, name) for name in names}
 
@@ -165,7 +165,8 @@ def replay(
     )
     with index:
         for rollout in islice(trace, limit_groups):
-            _replay_rollout(index, rollout.prompt_token_ids, rollout.responses[:max_responses], config, result)
+            responses = rollout.responses[:max_responses]
+            _replay_rollout(index, rollout.prompt_token_ids, responses, config, result)
             result.num_groups += 1
             if on_group is not None:
                 on_group(result)
@@ -173,7 +174,11 @@ def replay(
 
 
 def _replay_rollout(
-    index: SuffixIndex, prompt: Int32Array, responses: list[Int32Array], config: SpecConfig, result: ReplayResult
+    index: SuffixIndex,
+    prompt: Int32Array,
+    responses: list[Int32Array],
+    config: SpecConfig,
+    result: ReplayResult,
 ) -> None:
     n, prompt_len = len(responses), len(prompt)
     groups = [index.open_group(prompt) for _ in range(1 if config.group_sharing else n)]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle import GroupOracle, Options, SequenceOracle
 
 from rollout_spec.index import BudgetExceeded, InvalidArgument, SuffixIndex, UnknownId
+from tests.oracle import GroupOracle, Options, SequenceOracle
 
 NUM_COLUMNS = 160
 
@@ -78,7 +78,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def step(self, data):
         chosen = data.draw(
-            st.lists(st.sampled_from(sorted(self.sequences)), unique=True, min_size=1, max_size=4), label="sequences"
+            st.lists(st.sampled_from(sorted(self.sequences)), unique=True, min_size=1, max_size=4)
         )
         matrix = np.full((len(chosen) + 1, NUM_COLUMNS), -1, np.int32)
         rows = data.draw(st.permutations(range(len(chosen))), label="rows")
@@ -119,7 +119,7 @@ class IndexMachine(RuleBasedStateMachine):
         """As a target would: often the draft and one more token, otherwise anything."""
         if oracle.last_draft and data.draw(st.booleans()):
             num_accepted = data.draw(st.integers(0, len(oracle.last_draft)))
-            return oracle.last_draft[:num_accepted] + [data.draw(st.integers(0, 3))]
+            return [*oracle.last_draft[:num_accepted], data.draw(st.integers(0, 3))]
         return data.draw(texts(12))
 
     @precondition(lambda self: self.sequences)
@@ -164,8 +164,10 @@ class IndexMachine(RuleBasedStateMachine):
         assert stats.num_draft_tokens == sum(oracle.num_draft_tokens for oracle in sequences)
         assert stats.num_accepted_tokens == sum(oracle.num_accepted_tokens for oracle in sequences)
         # A state is a class of substrings that end at the same positions; one more is the root.
-        classes = sum(len({frozenset(ends) for ends in group.ends.values() if ends}) for group in self.groups.values())
-        assert stats.num_states == classes + len(self.groups)
+        num_states = 0
+        for group in self.groups.values():
+            num_states += 1 + len({frozenset(ends) for ends in group.ends.values() if ends})
+        assert stats.num_states == num_states
 
     def teardown(self):
         if hasattr(self, "index"):

@@ -14,21 +14,37 @@ from rollout_spec.config import MODES, SpecConfig
 HELP = "replay recorded rollouts through the drafter, without a model"
 
 _FIELDS = {field.name: field for field in dataclasses.fields(SpecConfig)}
-_OPTIONS = ("num_speculative_tokens", "mode", "min_match_len", "max_spec_factor", "min_token_prob", "group_sharing")
+_OPTIONS = (
+    "num_speculative_tokens",
+    "mode",
+    "min_match_len",
+    "max_spec_factor",
+    "min_token_prob",
+    "group_sharing",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz, one group of rollouts a line")
+    parser.add_argument(
+        "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz, one group of rollouts a line"
+    )
     for name in _OPTIONS:
         default = _FIELDS[name].default
-        kind: dict[str, Any] = {"type": type(default), "metavar": "K" if name == "num_speculative_tokens" else "N"}
+        kind: dict[str, Any] = {
+            "type": type(default),
+            "metavar": "K" if name == "num_speculative_tokens" else "N",
+        }
         if name == "mode":
             kind = {"choices": MODES}
         elif name == "group_sharing":
             kind = {"action": argparse.BooleanOptionalAction}
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, default=default, help=f"{_FIELDS[name].metadata['help']} ({default})", **kind)
-    parser.add_argument("--max-responses", type=int, metavar="N", help="only the first N responses of each line")
+        parser.add_argument(
+            flag, default=default, help=f"{_FIELDS[name].metadata['help']} ({default})", **kind
+        )
+    parser.add_argument(
+        "--max-responses", type=int, metavar="N", help="only the first N responses of each line"
+    )
     parser.add_argument("--limit-groups", type=int, metavar="N", help="only the first N lines of the trace")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -80,9 +96,13 @@ def _print_table(title: str, config: SpecConfig, values: dict[str, float]) -> No
     from rich.table import Table
 
     sharing = "group sharing" if config.group_sharing else "no group sharing"
-    caption = f"{config.mode}, {config.num_speculative_tokens} draft tokens, {sharing}"
-    table = Table(title=title, caption=caption, show_header=False)
+    console = Console()
+    options = f"{config.mode}, {config.num_speculative_tokens} draft tokens, {sharing}"
+    console.print(f"{title}: {options}", soft_wrap=True)
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
     for name, value in values.items():
         text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
-        table.add_row(name.replace("_", " "), text)
-    Console().print(table)
+        table.add_row(name.removeprefix("num_").replace("_", " "), text)
+    console.print(table)

@@ -1,0 +1,351 @@
+"""The Python side of the native index: errors name their argument and change nothing, memory comes back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout_spec import index as index_module
+from rollout_spec.index import (
+    ABI_VERSION,
+    BudgetExceeded,
+    InvalidArgument,
+    NativeError,
+    OutOfMemory,
+    SuffixIndex,
+    UnknownId,
+    native_version,
+)
+from rollout_spec.index import lib as native_lib
+from tests.oracle import GroupOracle, Options, SequenceOracle
+
+
+def int32(*values):
+    return np.array(values, np.int32)
+
+
+@pytest.fixture
+def index():
+    with SuffixIndex(num_speculative_tokens=4, min_match_len=1) as made:
+        yield made
+
+
+@pytest.fixture
+def arguments(index):
+    """A valid call of step: two sequences behind the prompt 5 6 7, not in the order of their rows."""
+    group = index.open_group(int32(5, 6, 7))
+    sequences = int32(index.open_sequence(group), index.open_sequence(group))
+    return {
+        "sequences": sequences,
+        "token_ids": np.array([[0, 0, 0, 0, 0, 0], [5, 6, 7, 5, 6, 7], [5, 6, 7, 5, 9, 9]], np.int32),
+        "rows": int32(2, 1),
+        "levels": int32(4, 5),
+        "max_draft_tokens": int32(4, 4),
+    }
+
+
+def test_drafts_from_prompt_and_siblings(index, arguments):
+    result = index.step(**arguments)
+    # Entry 0 has 5 6 7 5, which entry 1 has followed with 6; entry 1 has 5 6 7 5 6, and the prompt 5 6 7.
+    assert result.match_lens.tolist() == [4, 2]
+    assert result.draft_tokens.tolist() == [[6, 7, 5, 6], [7, 5, 6, 7]]
+    assert result.num_draft_tokens.tolist() == [4, 4]
+
+
+def test_zero_max_draft_tokens_only_indexes(index, arguments):
+    arguments["max_draft_tokens"] = int32(0, 4)
+    result = index.step(**arguments)
+    assert result.num_draft_tokens.tolist() == [0, 4]
+    assert result.match_lens.tolist() == [0, 2]
+    assert index.stats().num_tokens == 3 + 1 + 2
+    assert index.stats().num_drafts == 1
+
+
+def test_max_draft_tokens_is_per_row(index, arguments):
+    arguments["max_draft_tokens"] = int32(1, 99)
+    assert index.step(**arguments).num_draft_tokens.tolist() == [1, 4]
+
+
+def test_matrix_may_be_a_view_with_longer_rows(index, arguments):
+    expected = [array.copy() for array in index.step(**arguments)]
+    index.clear()
+    group = index.open_group(int32(5, 6, 7))
+    arguments["sequences"] = int32(index.open_sequence(group), index.open_sequence(group))
+    wide = np.full((3, 50), -1, np.int32)
+    wide[:, 10:16] = arguments["token_ids"]
+    arguments["token_ids"] = wide[:, 10:16]
+    for array, wanted in zip(index.step(**arguments), expected, strict=True):
+        assert array.tolist() == wanted.tolist()
+
+
+def test_a_step_skipped_in_between_heals(index):
+    tokens = np.array([[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]], np.int32)
+    drafts = []
+    for levels in (range(1, 11), (10,)):
+        group = index.open_group(int32())
+        sequence = int32(index.open_sequence(group))
+        for level in levels:
+            result = index.step(sequence, tokens, int32(0), int32(level), int32(4))
+        drafts.append(result.draft_tokens[0].tolist())
+    assert drafts == [[3, 4, 1, 2], [3, 4, 1, 2]]
+
+
+def test_lower_level_starts_again(index):
+    oracle = SequenceOracle(GroupOracle((), Options(num_speculative_tokens=4, min_match_len=1)), False)
+    sequence = int32(index.open_sequence(index.open_group(int32()), after_prompt=False))
+    row = [1, 2, 1, 2, 1, 3]
+    for text in (row, row[:4], row[:5], [3, 3], []):
+        tokens = np.zeros((1, 8), np.int32)
+        tokens[0, : len(text)] = text
+        result = index.step(sequence, tokens, int32(0), int32(len(text)), int32(4))
+        oracle.index(text)
+        match_len, draft = oracle.draft(4)
+        assert result.match_lens[0] == match_len
+        assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == draft
+        index.validate()
+
+
+def test_acceptance_is_counted_without_a_message(index):
+    group = index.open_group(int32(1, 2, 3, 4, 5))
+    sequence = int32(index.open_sequence(group))
+    tokens = np.array([[1, 2, 3, 4, 5, 2, 3, 4, 9, 9]], np.int32)
+    assert index.step(sequence, tokens, int32(0), int32(6), int32(4)).draft_tokens[0].tolist() == [3, 4, 5, 2]
+    # 3 and 4 were accepted, 9 is the target's own.
+    index.step(sequence, tokens, int32(0), int32(9), int32(0))
+    stats = index.stats()
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 4, 2)
+    # Without an outstanding draft nothing is accepted.
+    index.step(sequence, tokens, int32(0), int32(10), int32(0))
+    assert index.stats().num_accepted_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("sequences", int32(0, 7), UnknownId),
+        ("sequences", int32(0, -1), UnknownId),
+        ("sequences", int32(1, 1), InvalidArgument),
+        ("sequences", int32(), InvalidArgument),
+        ("sequences", np.array([0, 1]), InvalidArgument),
+        ("sequences", [0, 1], InvalidArgument),
+        ("sequences", int32(0, 0, 1, 1)[::2], InvalidArgument),
+        ("rows", int32(2, 3), InvalidArgument),
+        ("rows", int32(-1, 1), InvalidArgument),
+        ("rows", int32(1), InvalidArgument),
+        ("levels", int32(2, 5), InvalidArgument),
+        ("levels", int32(4, 7), InvalidArgument),
+        ("levels", int32(4, 5, 6), InvalidArgument),
+        ("max_draft_tokens", int32(4, -1), InvalidArgument),
+        ("max_draft_tokens", np.array([4.0, 4.0]), InvalidArgument),
+        ("token_ids", np.full((3, 6), -1, np.int32), InvalidArgument),
+        ("token_ids", np.zeros((3, 6), np.int64), InvalidArgument),
+        ("token_ids", np.zeros(18, np.int32), InvalidArgument),
+        ("token_ids", np.zeros((6, 3), np.int32).T, InvalidArgument),
+        ("token_ids", np.zeros((3, 6), np.int32)[::-1], InvalidArgument),
+        ("token_ids", np.zeros((0, 6), np.int32), InvalidArgument),
+    ],
+)
+def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name, value, error):
+    before = index.stats()
+    with pytest.raises(error, match=rf"^{name}\b"):
+        index.step(**{**arguments, name: value})
+    assert index.stats() == before
+    index.validate()
+    assert index.step(**arguments).match_lens.tolist() == [4, 2]
+
+
+def test_step_errors_name_the_row(index, arguments):
+    arguments["levels"] = int32(4, 2)
+    with pytest.raises(InvalidArgument, match=r"levels\[1\]=2: below the prompt length 3"):
+        index.step(**arguments)
+    arguments["levels"] = int32(4, 5)
+    arguments["token_ids"][1, 4] = -7
+    with pytest.raises(InvalidArgument, match=r"token_ids\[1, 4\]=-7: must not be negative"):
+        index.step(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_speculative_tokens", 0),
+        ("num_speculative_tokens", 65),
+        ("num_speculative_tokens", 2.0),
+        ("num_speculative_tokens", 2**40),
+        ("mode", "fastest"),
+        ("min_match_len", 0),
+        ("max_spec_factor", -1.0),
+        ("max_spec_factor", float("inf")),
+        ("max_spec_factor", float("nan")),
+        ("min_token_prob", 1.5),
+        ("min_token_prob", -0.1),
+        ("max_bytes", -1),
+        ("max_bytes", 2**64),
+    ],
+)
+def test_options_out_of_range(name, value):
+    with pytest.raises(InvalidArgument, match=f"^{name}="):
+        SuffixIndex(**{"num_speculative_tokens": 4, name: value})
+
+
+def test_errors_are_ordinary_exceptions():
+    assert issubclass(InvalidArgument, ValueError) and issubclass(UnknownId, LookupError)
+    assert issubclass(OutOfMemory, MemoryError) and issubclass(BudgetExceeded, MemoryError)
+    kinds = (InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded)
+    assert all(issubclass(kind, NativeError) for kind in kinds)
+
+
+def test_group_and_sequence_errors(index):
+    with pytest.raises(InvalidArgument, match=r"^prompt_token_ids\[1\]=-2"):
+        index.open_group(int32(1, -2))
+    with pytest.raises(InvalidArgument, match=r"^prompt_token_ids"):
+        index.open_group([1, 2])
+    for call in (index.close_group, index.open_sequence):
+        with pytest.raises(UnknownId, match=r"^group=0"):
+            call(0)
+        with pytest.raises(InvalidArgument, match=r"^group="):
+            call("0")
+    with pytest.raises(UnknownId, match=r"^sequence=3"):
+        index.close_sequence(3)
+    group = index.open_group(int32(1, 2))
+    sequence = index.open_sequence(group)
+    with pytest.raises(InvalidArgument, match=r"^group=0: 1 of its sequences are open"):
+        index.close_group(group)
+    index.close_sequence(sequence)
+    index.close_group(group)
+    with pytest.raises(UnknownId):
+        index.close_group(group)
+
+
+def test_out_of_memory_has_its_own_exception(index, monkeypatch):
+    class FullMemory:
+        def rs_group_open(self, *_):
+            index._error.message = b"out of memory"
+            return native_lib.RS_ENOMEM
+
+        def __getattr__(self, name):
+            return getattr(native_lib, name)
+
+    monkeypatch.setattr(index_module, "lib", FullMemory())
+    with pytest.raises(OutOfMemory, match="out of memory"):
+        index.open_group(int32(1))
+
+
+def test_budget_is_kept_and_an_ordinary_error():
+    with SuffixIndex(num_speculative_tokens=4, max_bytes=200_000) as index:
+        group = index.open_group(int32())
+        sequence = int32(index.open_sequence(group))
+        tokens = np.random.default_rng(0).integers(0, 50, (1, 20_000)).astype(np.int32)
+        level = 0
+        error = None
+        while error is None:
+            before = index.stats()
+            level += 97
+            try:
+                index.step(sequence, tokens, int32(0), int32(level), int32(4))
+            except BudgetExceeded as raised:
+                error = raised
+        assert str(error).startswith("max_bytes=200000: reached")
+        after = index.stats()
+        assert after._replace(num_bytes=0) == before._replace(num_bytes=0)
+        assert after.num_bytes <= 200_000
+        index.validate()
+        # Room is made by closing; the same step passes then.
+        index.close_sequence(int(sequence[0]))
+        index.close_group(group)
+        sequence = int32(index.open_sequence(index.open_group(int32())))
+        index.step(sequence, tokens, int32(0), int32(97), int32(4))
+    with pytest.raises(BudgetExceeded, match=r"^max_bytes=1"):
+        SuffixIndex(num_speculative_tokens=4, max_bytes=1)
+
+
+def test_buffers_grow_with_the_batch(index):
+    n = 300
+    group = index.open_group(int32(1, 2, 3, 1))
+    sequences = np.array([index.open_sequence(group) for _ in range(n)], np.int32)
+    tokens = np.tile(int32(1, 2, 3, 1, 2), (n, 1))
+    rows = np.arange(n, dtype=np.int32)
+    result = index.step(sequences, tokens, rows, np.full(n, 5, np.int32), np.full(n, 4, np.int32))
+    assert result.draft_tokens.shape == (n, 4)
+    assert result.match_lens.tolist() == [2] * n
+    assert (result.draft_tokens[:, 0] == 3).all()
+
+
+def test_ids_are_small_and_the_longest_closed_comes_first(index):
+    group = index.open_group(int32())
+    first = [index.open_sequence(group) for _ in range(4)]
+    assert first == [0, 1, 2, 3]
+    for sequence in (2, 0, 3):
+        index.close_sequence(sequence)
+    assert [index.open_sequence(group) for _ in range(4)] == [2, 0, 3, 4]
+    groups = [index.open_group(int32(i)) for i in range(3)]
+    index.close_group(groups[1])
+    index.close_group(groups[0])
+    assert [index.open_group(int32()), index.open_group(int32())] == [groups[1], groups[0]]
+    index.validate()
+
+
+def test_memory_comes_back(index):
+    tokens = np.random.default_rng(1).integers(0, 30, (1, 5000)).astype(np.int32)
+    empty = index.stats().num_bytes
+    group = index.open_group(tokens[0, :100])
+    sequence = index.open_sequence(group)
+    index.step(int32(sequence), tokens, int32(0), int32(5000), int32(4))
+    assert index.stats().num_bytes > 100_000
+    index.close_sequence(sequence)
+    index.close_group(group)
+    # The tables of groups and sequences stay, and a small undo log.
+    index.validate()
+    assert index.stats().num_bytes < empty + 120_000
+    index.clear()
+    assert index.stats().num_bytes == empty
+    assert index.stats().num_tokens == 0
+
+
+def test_soak(index):
+    """Thousands of sequences come and go; memory does not grow with them."""
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, 20, (4, 64)).astype(np.int32)
+    tokens[:, :16] = tokens[0, :16]
+    rows = np.arange(4, dtype=np.int32)
+    budgets = np.full(4, 4, np.int32)
+    num_bytes = []
+    for _ in range(1500):
+        group = index.open_group(tokens[0, :16])
+        sequences = np.array([index.open_sequence(group) for _ in range(4)], np.int32)
+        for level in (20, 33, 64):
+            index.step(sequences, tokens, rows, np.full(4, level, np.int32), budgets)
+        for sequence in sequences:
+            index.close_sequence(int(sequence))
+        index.close_group(group)
+        num_bytes.append(index.stats().num_bytes)
+    assert len(set(num_bytes)) == 1
+    stats = index.stats()
+    assert (stats.num_groups, stats.num_sequences, stats.num_states) == (0, 0, 0)
+    index.validate()
+
+
+def test_long_texts_stay_linear(index):
+    """One-token chains and long periods: the worst cases of the suffix links."""
+    n = 20_000
+    period = np.arange(n, dtype=np.int32) % 1000
+    tokens = np.stack([np.zeros(n, np.int32), period])
+    group = index.open_group(int32())
+    sequences = int32(index.open_sequence(group), index.open_sequence(group))
+    result = index.step(sequences, tokens, int32(0, 1), int32(n, n), int32(4, 4))
+    assert result.match_lens.tolist() == [n - 1, n - 1000]
+    assert result.draft_tokens[0].tolist() == [0] * 4
+    assert result.draft_tokens[1].tolist() == [(n + i) % 1000 for i in range(4)]
+    assert index.stats().num_states <= 2 * 2 * n
+
+
+def test_a_closed_index_refuses_every_call(index):
+    group = index.open_group(int32(1))
+    index.close()
+    index.close()
+    for call in (index.stats, index.clear, index.validate, lambda: index.open_sequence(group)):
+        with pytest.raises(InvalidArgument, match=r"^index: is closed"):
+            call()
+
+
+def test_compiled_module_has_this_version_of_the_interface():
+    assert native_version() == ABI_VERSION

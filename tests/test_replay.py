@@ -1,0 +1,229 @@
+"""The replay against hand-counted traces, and as a whole against a slow replay over the oracle."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+
+import pytest
+
+from rollout_spec.cli import UserError
+from rollout_spec.cli import replay as command
+from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.replay import TraceError, read_trace, replay
+from tests.oracle import GroupOracle, Options, SequenceOracle
+
+
+def write_trace(path, *lines):
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8") as file:
+        for prompt, responses in lines:
+            record = {"group": "g", "step": None, "prompt_token_ids": prompt, "responses": responses}
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+@pytest.fixture(params=["trace.jsonl", "trace.jsonl.gz"])
+def path(request, tmp_path):
+    return tmp_path / request.param
+
+
+def run_replay(path, *, max_responses=None, limit_groups=None, **options):
+    config = SpecConfig(**{"num_speculative_tokens": 4, "min_match_len": 1, **options})
+    return replay(read_trace(path), config, max_responses=max_responses, limit_groups=limit_groups)
+
+
+def test_without_repetition_every_step_yields_one_token(path):
+    result = run_replay(write_trace(path, ([1, 2, 3], [[4, 5, 6, 7]])))
+    # The prefill yields 4; three steps yield 5, 6 and 7.
+    assert (result.num_tokens, result.num_steps, result.num_draft_tokens) == (4, 3, 0)
+    assert result.tokens_per_step == 1.0
+    assert result.acceptance_rate == 0.0
+    assert result.mean_acceptance_length == 1.0
+
+
+def test_hand_counted_drafts(path):
+    result = run_replay(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]])))
+    # Prefill: 1. Step 1 drafts 2 3 4 5, all accepted, and the target adds 6. Step 2 matches the whole of
+    # 1 2 3 4 5 6, drafts 1 2 3 4 (what followed it was the response itself), and the target says 9.
+    assert result.num_steps == 2
+    assert result.tokens_per_step == 6 / 2
+    assert (result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens) == (2, 8, 4)
+    assert result.mean_acceptance_length == 1 + 4 / 2
+    assert result.acceptance_rate == 4 / 8
+
+
+def test_drafts_past_the_end_count_as_drafted_and_the_final_token_counts(path):
+    result = run_replay(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]])))
+    # Step 1 drafts 2 3 4 5; 2 and 3 are accepted, and with 3 the response is over.
+    assert (result.num_steps, result.num_draft_tokens, result.num_accepted_tokens) == (1, 4, 2)
+    assert result.tokens_per_step == 2.0
+
+
+def test_siblings_see_new_tokens_from_the_next_step_on(path):
+    # Both rows decode the same text in lockstep: neither is ahead, so neither can draft for the other.
+    same = write_trace(path, ([1], [[2, 3, 4, 5], [2, 3, 4, 5]]))
+    assert run_replay(same).tokens_per_step == 1.0
+    behind = write_trace(path, ([1], [[2, 3, 4, 5, 6, 7], [9, 2, 3, 4, 5, 6, 7]]))
+    # In step 2 the second row has 9 2 and the first row 2 3: it drafts 3, and draws level.
+    result = run_replay(behind)
+    assert (result.num_draft_tokens, result.num_accepted_tokens) == (1, 1)
+    assert result.tokens_per_step == 11 / 10
+    assert run_replay(behind, group_sharing=False).tokens_per_step == 1.0
+
+
+def test_a_single_token_needs_no_step(path):
+    result = run_replay(write_trace(path, ([1], [[2], [3, 4]]), ([], [[]])))
+    assert (result.num_groups, result.num_responses, result.num_tokens, result.num_steps) == (2, 3, 3, 1)
+
+
+def test_lines_do_not_share_and_can_be_limited(path):
+    line = ([1, 2], [[3, 4, 5, 6], [7, 8]])
+    write_trace(path, line, line, line)
+    assert run_replay(path).tokens_per_step == 1.0
+    limited = run_replay(path, max_responses=1, limit_groups=2)
+    assert (limited.num_groups, limited.num_responses, limited.num_tokens) == (2, 2, 8)
+
+
+def slow_replay(lines, options, sharing):
+    """(steps, drafts, draft tokens, accepted tokens), one row at a time and without numpy."""
+    totals = [0, 0, 0, 0]
+    for prompt, responses in lines:
+        shared = GroupOracle(prompt, options)
+        rows = []
+        for response in responses:
+            group = shared if sharing else GroupOracle(prompt, options)
+            rows.append((SequenceOracle(group, True), list(response)))
+        levels = [min(1, len(response)) for _, response in rows]
+        seen = [0] * len(rows)
+        while any(level < len(response) for level, (_, response) in zip(levels, rows, strict=True)):
+            for i, (sequence, response) in enumerate(rows):
+                if seen[i] < levels[i]:
+                    sequence.index([*prompt, *response[: levels[i]]])
+                    seen[i] = levels[i]
+            for i, (sequence, response) in enumerate(rows):
+                if levels[i] == len(response):
+                    continue
+                _, draft = sequence.draft(options.num_speculative_tokens)
+                num_accepted = 0
+                for drafted, token in zip(draft, response[levels[i] :], strict=False):
+                    if drafted != token:
+                        break
+                    num_accepted += 1
+                totals[0] += 1
+                totals[1] += bool(draft)
+                totals[2] += len(draft)
+                totals[3] += num_accepted
+                levels[i] = min(levels[i] + num_accepted + 1, len(response))
+    return tuple(totals)
+
+
+def noisy(rng, motif, alphabet):
+    length = rng.randint(0, 60)
+    return [rng.randrange(alphabet) if rng.random() < 0.2 else motif[i % 10] for i in range(length)]
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize("mode", ["earliest", "frequent"])
+@pytest.mark.parametrize("alphabet", [2, 6])
+def test_equals_the_slow_replay(tmp_path, mode, sharing, alphabet):
+    rng = random.Random(alphabet)
+    lines = []
+    for _ in range(4):
+        motif = [rng.randrange(alphabet) for _ in range(10)]
+        texts = [noisy(rng, motif, alphabet) for _ in range(4)]
+        lines.append((texts[0], texts[1:]))
+    path = write_trace(tmp_path / "trace.jsonl", *lines)
+    tuned = {"num_speculative_tokens": 5, "min_match_len": 2, "max_spec_factor": 1.5, "min_token_prob": 0.2}
+    result = run_replay(path, mode=mode, group_sharing=sharing, **tuned)
+    expected = slow_replay(lines, Options(mode=mode, **tuned), sharing)
+    counted = (result.num_steps, result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens)
+    assert counted == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r":2: not JSON"),
+        ("[1]", r":2: must be a JSON object"),
+        ('{"group": "g", "responses": [[1]]}', r":2: prompt_token_ids: is missing"),
+        ('{"group": 1, "prompt_token_ids": [], "responses": [[1]]}', r":2: group: must be a string"),
+        ('{"group": "g", "step": "x", "prompt_token_ids": [], "responses": [[1]]}', r":2: step: must be"),
+        (
+            '{"group": "g", "prompt_token_ids": 3, "responses": [[1]]}',
+            r":2: prompt_token_ids: must be a list",
+        ),
+        (
+            '{"group": "g", "prompt_token_ids": [1, -1], "responses": [[1]]}',
+            r":2: prompt_token_ids\[1\]: -1 is not",
+        ),
+        (
+            '{"group": "g", "prompt_token_ids": [], "responses": []}',
+            r":2: responses: must be a list of at least one",
+        ),
+        (
+            '{"group": "g", "prompt_token_ids": [], "responses": [[1], [true]]}',
+            r":2: responses\[1\]\[0\]: True is not",
+        ),
+        (
+            '{"group": "g", "prompt_token_ids": [], "responses": [[4294967296]]}',
+            r":2: responses\[0\]\[0\]: 4294967296",
+        ),
+    ],
+)
+def test_trace_errors_name_line_and_field(tmp_path, line, message):
+    path = write_trace(tmp_path / "trace.jsonl", ([1], [[2]]))
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(TraceError, match=message):
+        list(read_trace(path))
+
+
+def test_files_that_are_no_text_or_cut_short(tmp_path):
+    path = write_trace(tmp_path / "trace.jsonl.gz", ([1], [list(range(3000))]))
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(TraceError, match=r"trace.jsonl.gz:1"):
+        list(read_trace(path))
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError, match=r"trace.jsonl.gz:1"):
+        list(read_trace(path))
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args([str(argument) for argument in argv])
+
+
+def test_command_prints_json(path, capsys):
+    write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]]))
+    assert command.run(parse(path, "--num-speculative-tokens", 4, "--min-match-len", 1, "--json")) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["tokens_per_step"] == 3.0
+    assert values["acceptance_rate"] == 0.5
+    assert values["num_groups"] == 1
+    assert values["num_tokens"] == 7
+    assert values["native_us_per_row"] > 0
+    assert {"draft_tokens_per_step", "mean_acceptance_length"} <= values.keys()
+
+
+def test_command_prints_a_table(path, capsys):
+    write_trace(path, ([1, 2], [[1, 2, 3]]))
+    assert command.run(parse(path, "--no-group-sharing", "--mode", "earliest")) == 0
+    out = capsys.readouterr().out
+    assert "tokens per step" in out and "no group sharing" in out
+
+
+def test_command_errors(path, tmp_path):
+    write_trace(path, ([1, 2], [[1, 2, 3]]))
+    with pytest.raises(ConfigError, match="num_speculative_tokens"):
+        command.run(parse(path, "--num-speculative-tokens", 0))
+    with pytest.raises(UserError, match="--limit-groups"):
+        command.run(parse(path, "--limit-groups", 0))
+    with pytest.raises(FileNotFoundError):
+        command.run(parse(tmp_path / "nothing"))
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{")
+    with pytest.raises(UserError, match=r"broken.jsonl:1"):
+        command.run(parse(broken))
