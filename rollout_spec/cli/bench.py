@@ -130,6 +130,6 @@ def _print(result: dict[str, Any]) -> None:
     console.print(table)
     step = result["step"]
     console.print(
-        f"{step['num_rows']} rows a step ({step['share_drafting']:.0%} drafting, K={NUM_SPECULATIVE_TOKENS}): "
+        f"{step['num_rows']} rows ({step['share_drafting']:.0%} drafting, K={NUM_SPECULATIVE_TOKENS}): "
         f"{step['median_ms']:.3f} ms median, {step['worst_ms']:.3f} ms worst"
     )

@@ -47,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from rollout_spec.cli.progress import ConsoleWatcher
-    from rollout_spec.demo.model import ModelError
     from rollout_spec.demo.runner import RunFailedError, run_demo
     from rollout_spec.report import sentences, summary_table, write_report
 
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with ConsoleWatcher(plan.steps) as watcher:
             comparison = run_demo(plan, watcher)
-    except (RunFailedError, ModelError) as error:
+    except RunFailedError as error:
         raise UserError(str(error)) from error
     paths = write_report(comparison, plan.output, facts(plan))
     if args.json:

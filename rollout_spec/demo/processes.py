@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -36,13 +37,15 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterat
     others = descendants(os.getpid())
     began = time.time()
     ray = Path(tempfile.mkdtemp(prefix="rollout_spec_"))
+    # Without a token of its own Ray would write one into the home folder.
+    private = {"RAY_TMPDIR": str(ray), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**env, "RAY_TMPDIR": str(ray)},
+            env={**env, **private},
             start_new_session=True,
         )
     try:

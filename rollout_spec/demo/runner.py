@@ -30,6 +30,7 @@ LOG_FILE = "train.log"
 # A run that says nothing for this long will never go on: a good one is silent for two minutes at most.
 STALL_SECONDS = 900.0
 _POLL_SECONDS = 0.5
+_MAKE_MODEL = "import sys; from rollout_spec.demo.model import make_model; make_model(sys.argv[1])"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ACTOR = re.compile(r"^\([\w:]+ pid=\d+[^)]*\)\s?")
 _ERROR = re.compile(r"^(rollout_spec: |\w[\w.]*(Error|Exception|Exit|Interrupt|Failure)\b:? )")
@@ -72,8 +73,7 @@ def run_demo(plan: Plan, watcher: Watcher) -> Comparison:
     """Prepare model and data, train once per method, and compare.
 
     Raises:
-        RunFailedError: a run did not finish; nothing of it is left running.
-        ModelError: the model cannot be made.
+        RunFailedError: the model was not made or a run did not finish; nothing of it is left running.
     """
     model, train_file = prepare(plan, watcher)
     for method in METHODS:
@@ -85,13 +85,23 @@ def run_demo(plan: Plan, watcher: Watcher) -> Comparison:
 def prepare(plan: Plan, watcher: Watcher) -> tuple[Path, Path]:
     """The model folder and the training file, made in the output folder unless the plan names others."""
     from rollout_spec.demo.data import make_data
-    from rollout_spec.demo.model import make_model
 
     watcher.phase("making the model and the data")
-    model = plan.model or make_model(plan.output / "model")
+    plan.output.mkdir(parents=True, exist_ok=True)
     # Two prompts a step, and every prompt is seen in two epochs.
     train_file = plan.train_file or make_data(plan.output, num_train=plan.steps, seed=plan.seed)[0]
-    return model.absolute(), train_file.absolute()
+    return (plan.model or _make_model(plan.output)).absolute(), train_file.absolute()
+
+
+def _make_model(output: Path) -> Path:
+    """In a process of its own, so that neither its memory nor its progress bars stay with us."""
+    model, log = output / "model", output / "model.log"
+    command = [sys.executable, "-c", _MAKE_MODEL, str(model)]
+    with started(command, log, environment(output, output)) as process:
+        code = process.wait()
+    if code:
+        raise RunFailedError(f"the model was not made: {last_error(log)}; log: {log}")
+    return model
 
 
 def train(plan: Plan, method: str, model: Path, train_file: Path, watcher: Watcher) -> None:

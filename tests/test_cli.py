@@ -1,0 +1,208 @@
+"""The command line as a user meets it: exit codes, one-line errors, JSON, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout_spec import __version__
+from rollout_spec.cli import COMMANDS, doctor, main
+from rollout_spec.demo import processes
+from rollout_spec.demo.runner import Plan, last_error, overrides
+
+COMMAND = (sys.executable, "-m", "rollout_spec.cli")
+
+
+def run(*arguments: object, **env: str) -> subprocess.CompletedProcess:
+    command = [*COMMAND, *(str(argument) for argument in arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+
+
+def test_help_lists_every_command_and_imports_nothing_slow():
+    code = (
+        "import sys; from rollout_spec.cli import build_parser; print(build_parser().format_help());"
+        "slow = {'numpy', 'rich', 'torch', 'vllm', 'verl', 'ray', 'pandas'} & set(sys.modules);"
+        "sys.exit(f'imported: {slow}' if slow else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert f"\n    {name} " in done.stdout
+
+
+def test_version():
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"rollout-spec {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "/nowhere", "/nowhere"], "/nowhere: no such file"),
+        (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["demo", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["demo", "--model", "/nowhere"], "--model /nowhere: not found"),
+        (["demo", "--train-file", "/nowhere"], "--train-file /nowhere: not found"),
+        (["demo", "trainer.nnodes"], "'trainer.nnodes': a Hydra override looks like key=value"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith(f"rollout-spec {arguments[0]}: ")
+    assert error.count("\n") == 1
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(doctor, "diagnose", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])
+
+
+def test_doctor_says_that_speculation_works_here():
+    done = run("doctor", "--json")
+    report = json.loads(done.stdout)
+    failed = [check for check in report["checks"] if check["status"] == "fail"]
+    assert not failed
+    assert (done.returncode, report["works"]) == (0, True)
+    names = [check["name"] for check in report["checks"]]
+    for name in (
+        "python",
+        "verl",
+        "torch",
+        "device",
+        "native module",
+        "vllm.general_plugins",
+        "rollout.spec",
+    ):
+        assert name in names
+    assert any(name.startswith("patch ") for name in names)
+
+
+def test_doctor_fails_where_torch_cannot_be_imported():
+    code = (
+        "import sys; sys.modules['torch'] = None;"
+        "from rollout_spec.cli import main; sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("fail")]
+    assert any(line.split()[1] == "device" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "fails"),
+    [
+        ("VLLM_PLUGINS", "other", True),
+        ("VLLM_PLUGINS", "other, rollout_spec", False),
+        ("VERL_USE_EXTERNAL_PLUGINS", "none", True),
+        ("VERL_USE_EXTERNAL_PLUGINS", "auto", False),
+        ("VERL_USE_EXTERNAL_PLUGINS", "rollout_spec", False),
+    ],
+)
+def test_doctor_sees_plugins_that_are_shut_out(monkeypatch, variable, value, fails):
+    for name in doctor.ENTRY_POINTS.values():
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    failed = [check for check in doctor._entry_points() if check.status == doctor.FAIL]
+    assert [check.detail for check in failed] == ([f"{variable}={value} excludes it"] if fails else [])
+    assert all(variable in check.fix for check in failed)
+
+
+def test_bench_native_measures_as_json():
+    result = json.loads(run("bench", "native", "--json").stdout)
+    assert [row["num_tokens"] for row in result["indexing"]] == [2048, 8192, 32768, 131072]
+    assert result["step"]["num_rows"] == 256
+    assert result["step"]["share_drafting"] > 0.5
+
+
+def test_the_plans_own_overrides_come_last(tmp_path):
+    plan = Plan(output=tmp_path, steps=3, seed=5, overrides=("data.seed=6",))
+    given = overrides(plan, "sam", Path("/model"), Path("/train"))
+    assert "+rollout.spec=sam" in given
+    assert "trainer.total_training_steps=3" in given
+    assert given.index("data.seed=5") < given.index("data.seed=6")
+
+
+def test_the_last_error_of_a_log_is_found_under_colours_and_actor_names(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        "ValueError: an early one\n"
+        "\x1b[36m(TaskRunnerV1 pid=77)\x1b[0m RuntimeError: the engine did not draft\n"
+        "\x1b[36m(TaskRunnerV1 pid=77)\x1b[0m closing down\n"
+    )
+    assert last_error(log) == "RuntimeError: the engine did not draft"
+
+
+# As Ray and vLLM do: a child in a session of its own, SIGTERM ignored, shared memory open.
+STUBBORN = """
+import os, signal, sys, time
+from multiprocessing import shared_memory, resource_tracker
+if os.fork() == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    segment = shared_memory.SharedMemory(create=True, size=64)
+    resource_tracker.unregister(segment._name, "shared_memory")
+    print(os.getpid(), segment.name, flush=True)
+    time.sleep(600)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def wait_for_line(log: Path) -> list[str]:
+    deadline = time.monotonic() + 20
+    while not log.exists() or not log.read_text().endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return log.read_text().split()
+
+
+@pytest.mark.parametrize("seconds", [0.5, 600])
+def test_nothing_of_a_run_is_left(tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 1.0)
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", STUBBORN, str(seconds)]
+    with processes.started(command, log, dict(os.environ)) as process:
+        pid, segment = wait_for_line(log)
+        assert Path("/dev/shm", segment).exists()
+        if seconds < 1:
+            process.wait()
+    assert not Path("/proc", pid).exists()
+    assert not Path("/dev/shm", segment).exists()
+
+
+def test_a_failed_trainer_is_one_line_with_the_log(tmp_path):
+    train_file = tmp_path / "train.parquet"
+    train_file.touch()
+    output = tmp_path / "demo"
+    done = run("demo", "--output", output, "--model", tmp_path, "--train-file", train_file, "no.such=1")
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert "no.such" in line
+    assert str(output / "off" / "train.log") in line
+
+
+def test_ctrl_c_ends_the_demo_and_all_it_started(tmp_path):
+    train_file = tmp_path / "train.parquet"
+    train_file.touch()
+    arguments = ("demo", "--output", tmp_path / "demo", "--model", tmp_path, "--train-file", train_file)
+    process = subprocess.Popen([*COMMAND, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not processes.descendants(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    below = processes.descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.rstrip().endswith("interrupted")
+    assert not [pid for pid in below if Path("/proc", str(pid)).exists()]
