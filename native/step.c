@@ -6,7 +6,7 @@
 
 enum {
     WALKS_AT_A_TIME = 16,
-    KEPT_EXTENSIONS = 1 << 16 /* of a step's undo log; a longer one is freed after the step */
+    KEPT_EXTENSIONS = 1 << 12 /* of a step's undo log; a longer one is freed after the step */
 };
 
 static const int32_t *row_tokens(const rs_batch *batch, int32_t i) {
