@@ -1,0 +1,75 @@
+"""The README's commands are run somewhere, and its table of options is config.py's.
+
+`python -m tests.test_readme` writes the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from rollout_spec.config import METHODS, MODES, SpecConfig
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+TABLE = re.compile(r"(<!-- options: [^\n]*-->\n).*?(<!-- /options -->)", re.DOTALL)
+CHOICES = {"method": METHODS, "mode": MODES}
+
+# What is run elsewhere than as a line of .ci/run: a file, and the text in it that runs it.
+ELSEWHERE = {
+    "rollout-spec doctor": ("tests/test_cli.py", 'run("doctor", "--json")'),
+    "rollout-spec bench native": ("tests/test_cli.py", 'run("bench", "native", "--json")'),
+    "make demo": (".ci/run", "make demo DEMO_ARGS=--quick"),
+}
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", README.read_text(), re.DOTALL)
+    return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def options_table() -> str:
+    lines = ["| `rollout.spec.` | default | range | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(SpecConfig):
+        low, high = field.metadata["low"], field.metadata["high"]
+        span = ", ".join(CHOICES.get(field.name, ())) or (
+            "true, false" if low is None else f"{low:g} to {high:g}"
+        )
+        default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+        lines.append(f"| `{field.name}` | {default} | {span} | {field.metadata['help']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _plain(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
+
+def with_table(text: str) -> str:
+    return TABLE.sub(lambda match: match[1] + options_table() + match[2], text)
+
+
+def test_the_readme_shows_commands():
+    assert {"make demo", "make test"} <= set(commands())
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_is_run_somewhere(command):
+    file, text = ELSEWHERE.get(command, (".ci/run", command))
+    assert text in (ROOT / file).read_text()
+
+
+def test_the_table_of_options_is_that_of_the_code():
+    assert TABLE.search(README.read_text())
+    assert with_table(README.read_text()) == README.read_text(), "run: python -m tests.test_readme"
+
+
+def test_links_inside_the_repository_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#:]+)\)", README.read_text()):
+        assert (ROOT / target).exists(), target
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text()))
