@@ -117,11 +117,15 @@ def test_doctor_sees_plugins_that_are_shut_out(monkeypatch, variable, value, fai
     assert all(variable in check.fix for check in failed)
 
 
-def test_bench_native_measures_as_json():
-    result = json.loads(run("bench", "native", "--json").stdout)
-    assert [row["num_tokens"] for row in result["indexing"]] == [2048, 8192, 32768, 131072]
-    assert result["step"]["num_rows"] == 256
-    assert result["step"]["share_drafting"] > 0.5
+def test_bench_native_measures_as_json_and_keeps_a_record(tmp_path):
+    done = run("bench", "native", "--json", "--repeats", 1, "--output", tmp_path / "record.json")
+    record = json.loads(done.stdout)
+    assert json.loads((tmp_path / "record.json").read_text()) == record
+    for mode in ("frequent", "earliest"):
+        result = record["modes"][mode]
+        assert list(result["sizes"]) == ["2048", "8192", "32768", "131072"]
+        assert result["step"]["rows"] == 256
+        assert result["step"]["share_of_rows_drafting"] > 0.8
 
 
 def test_the_plans_own_overrides_come_last(tmp_path):

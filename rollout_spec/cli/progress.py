@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 
 from rollout_spec.demo.runner import Watcher
 from rollout_spec.runs import Step
+
+
+def tracked(items: Iterable[str], text: str) -> Iterable[str]:
+    """The items, with a bar on a terminal."""
+    console = Console(stderr=True)
+    return track(list(items), text, console=console, transient=True, disable=not console.is_terminal)
 
 
 class ConsoleWatcher(Watcher):
