@@ -29,8 +29,8 @@ def _story(rng: random.Random) -> Problem:
     name, thing, place = rng.choice(_NAMES), rng.choice(_THINGS), rng.choice(_PLACES)
     start, found, given = rng.randint(5, 60), rng.randint(2, 40), rng.randint(1, 5)
     text = (
-        f"{name} has {start} {thing}. {name} gets {found} more {place} and then gives {given} to a neighbour. "
-        f"How many {thing} does {name} have now? {_WORKED}"
+        f"{name} has {start} {thing}. {name} gets {found} more {place} and then gives {given} to a "
+        f"neighbour. How many {thing} does {name} have now? {_WORKED}"
     )
     return Problem(text, "number", str(start + found - given))
 
@@ -39,8 +39,8 @@ def _shopping(rng: random.Random) -> Problem:
     name, first, second = rng.choice(_NAMES), *rng.sample(_THINGS, 2)
     counts, prices = [rng.randint(2, 6) for _ in "ab"], [rng.randint(2, 9) for _ in "ab"]
     text = (
-        f"{name} buys {counts[0]} {first} for {prices[0]} coins each and {counts[1]} {second} for {prices[1]} "
-        f"coins each. What is the total price? {_WORKED}"
+        f"{name} buys {counts[0]} {first} for {prices[0]} coins each and {counts[1]} {second} for "
+        f"{prices[1]} coins each. What is the total price? {_WORKED}"
     )
     return Problem(text, "number", str(counts[0] * prices[0] + counts[1] * prices[1]))
 
@@ -57,7 +57,7 @@ def _sequence(rng: random.Random) -> Problem:
     answer = ", ".join(str(start + step * i) for i in range(4, 4 + length))
     text = (
         f"The sequence {shown} grows by the same amount each time. Write the next {length} numbers, one "
-        "per line with the addition that gives it, and end with 'Answer:' and all of them separated by commas."
+        "per line with the addition that gives it. End with 'Answer:' and all of them separated by commas."
     )
     return Problem(text, "list", answer)
 
@@ -84,8 +84,8 @@ def _order(rng: random.Random) -> Problem:
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
     count, price = rng.randint(2, 9), rng.randint(2, 9)
     text = (
-        f"{name} orders {count} {thing} for {price} coins each. Write the order as a JSON object with the keys "
-        "customer, item, quantity, unit_price and total. Then explain each value in one sentence."
+        f"{name} orders {count} {thing} for {price} coins each. Write the order as a JSON object with the "
+        "keys customer, item, quantity, unit_price and total. Then explain each value in one sentence."
     )
     answer = {"customer": name, "item": thing, "quantity": count, "unit_price": price, "total": count * price}
     return Problem(text, "json", json.dumps(answer))
@@ -104,7 +104,7 @@ FAMILIES: tuple[Callable[[random.Random], Problem], ...] = (
 
 def make_rows(num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
     """Rows with verl's columns; the families take turns, so any stretch of them is mixed."""
-    rng = random.Random(f"{split}/{seed}")  # noqa: S311
+    rng = random.Random(f"{split}/{seed}")
     rows = []
     for index in range(num_rows):
         problem = FAMILIES[index % len(FAMILIES)](rng)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def is_looping(token_ids: Sequence[int], max_period: int = 32, min_repeats: int = 4, min_tokens: int = 24) -> bool:
+def is_looping(
+    token_ids: Sequence[int], max_period: int = 32, min_repeats: int = 4, min_tokens: int = 24
+) -> bool:
     """True when the text ends in one n-gram repeated without a break.
 
     Args:

