@@ -24,15 +24,15 @@ int32_t rs_walk_start(rs_walk *walk, const rs_automaton *a, uint32_t last, const
     return (int32_t)match_len;
 }
 
+/* Occurrences set aside for a follower that was never seen. */
+static const double UNSEEN_COUNT = 0.25;
+
 /* The most frequent follower of the state; returns its estimated probability. */
 static double most_frequent(const rs_automaton *a, const rs_state *state, int32_t *token, uint32_t *target) {
     uint32_t best = a->states[state->target].count;
-    if (state->block == 0) {
-        return 1.0;
-    }
     uint64_t total = best;
-    uint32_t num;
-    const rs_transition *others = rs_block_entries(&a->pool, state->block, &num);
+    uint32_t num = 0;
+    const rs_transition *others = state->block == 0 ? NULL : rs_block_entries(&a->pool, state->block, &num);
     if (num > RS_MAX_BRANCHES - 1) {
         num = RS_MAX_BRANCHES - 1;
     }
@@ -45,7 +45,7 @@ static double most_frequent(const rs_automaton *a, const rs_state *state, int32_
             *target = others[i].target;
         }
     }
-    return (double)best / (double)total;
+    return (double)best / ((double)total + UNSEEN_COUNT);
 }
 
 int32_t rs_walk_next(rs_walk *walk, const rs_options *options) {

@@ -13,9 +13,10 @@
  *              followed the earliest occurrence of w (SAM-Decoding, arXiv 2411.10666).
  *   frequent   The draft goes on with the follower c of the highest count(wc), on a tie with the
  *              one that followed w first; only the RS_MAX_BRANCHES earliest followers are looked
- *              at. Its estimated probability is count(wc) / (sum of those followers' counts); a
- *              draft ends before the token with which the product of the probabilities falls below
- *              min_token_prob (the idea of SuffixDecoding, arXiv 2411.04975).
+ *              at. Its estimated probability is count(wc) / (sum of those followers' counts + 1/4,
+ *              for a follower never seen); a draft ends before the token with which the product of
+ *              the probabilities falls below min_token_prob (the idea of SuffixDecoding, arXiv
+ *              2411.04975).
  *   count(w)   How often w was indexed, but indexing one token counts the suffixes that end with
  *              it only in the RS_COUNTED_STATES longest classes of them. A class is a set of
  *              suffixes that end at the same positions: a state of the automaton.
@@ -34,10 +35,10 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 1, /* raised with every change of this file */
+    RS_ABI_VERSION = 2, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_BRANCHES = 64,
-    RS_COUNTED_STATES = 16
+    RS_COUNTED_STATES = 8
 };
 
 typedef enum {

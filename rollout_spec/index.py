@@ -13,7 +13,7 @@ from rollout_spec._native import ffi, lib
 Int32Array = npt.NDArray[np.int32]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 _INT32 = np.dtype(np.int32)
 

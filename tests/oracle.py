@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 Text = tuple[int, ...]
 
-COUNTED_STATES = 16
+COUNTED_STATES = 8
 MAX_BRANCHES = 64
+UNSEEN_COUNT = 0.25
 
 
 def suffixes(text: Text) -> list[Text]:
@@ -83,7 +84,7 @@ class GroupOracle:
                 candidates = self.followers[context][:MAX_BRANCHES]
                 counts = [self.counts[(*context, candidate)] for candidate in candidates]
                 token = candidates[counts.index(max(counts))]
-                probability *= max(counts) / sum(counts)
+                probability *= max(counts) / (sum(counts) + UNSEEN_COUNT)
                 if probability < options.min_token_prob:
                     break
             draft.append(token)
