@@ -77,7 +77,9 @@ class Drafter:
     def request_ids(self) -> Collection[str]:
         return self._requests.keys()
 
-    def open(self, request_id: str, prompt_token_ids: _Int32, max_level: int, group: Hashable | None = None) -> None:
+    def open(
+        self, request_id: str, prompt_token_ids: _Int32, max_level: int, group: Hashable | None = None
+    ) -> None:
         """Start a request.
 
         Args:
@@ -156,7 +158,9 @@ class Drafter:
             # The target adds a token of its own, so a draft that ends one short of the limit is enough.
             room = np.clip(self._row_max_levels[rows] - row_levels - 1, 0, self.config.num_speculative_tokens)
             max_draft_tokens = room if is_on else np.zeros_like(room)
-            result = self._step_index(self._row_sequences[rows], token_ids, rows, row_levels, max_draft_tokens)
+            result = self._step_index(
+                self._row_sequences[rows], token_ids, rows, row_levels, max_draft_tokens
+            )
             drafted = np.flatnonzero(result.num_draft_tokens)
             num_drafts, num_draft_tokens = len(drafted), int(result.num_draft_tokens.sum())
             for i in drafted:

@@ -5,9 +5,9 @@ names and signatures of vLLM's `vllm.v1.sample.rejection_sampler`, so that a fun
 counterpart's place on any device. Layout, as there: the draft tokens of all requests stand in one flat row,
 `cu_num_draft_tokens[i]` is the end of request i's.
 
-Only these operations are used, all of which torch_npu has: arange, argmax, clamp(_), cumprod, cumsum, diff, div, eq,
-exponential_, exp, full, gather, index_put, logsumexp, lt, repeat_interleave, scatter_, softmax, sum, uniform_,
-where.
+Only these operations are used, all of which torch_npu has: arange, argmax, clamp(_), cumprod, cumsum, diff,
+div, eq, exponential_, exp, full, gather, index_put, logsumexp, lt, repeat_interleave, scatter_, softmax, sum,
+uniform_, where.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def rejection_sample(
     Memory: one [num_rejected_requests, vocab_size] temporary besides the logits for point-mass drafts.
     """
     if synthetic_mode or synthetic_conditional_rates is not None:
-        raise ValueError("rejection_sample_method=synthetic is not lossless and is not supported by rollout_spec")
+        raise ValueError(
+            "rejection_sample_method=synthetic is not lossless and is not supported by rollout_spec"
+        )
     device, batch_size = target_logits.device, len(num_draft_tokens)
     lengths = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).long()
     starts = cu_num_draft_tokens.long() - lengths
@@ -91,7 +93,9 @@ def rejection_sample(
     if not sampling_metadata.all_greedy:
         uniform = _uniform(drafts.shape[0], num_draft_tokens, sampling_metadata.generators, device)
         chosen = drafts.unsqueeze(-1)
-        ratio = (target_logits.gather(-1, chosen).squeeze(-1) - target_logits.logsumexp(dim=-1)).exp().double()
+        ratio = (
+            (target_logits.gather(-1, chosen).squeeze(-1) - target_logits.logsumexp(dim=-1)).exp().double()
+        )
         if draft_probs is not None:
             proposed = draft_probs.gather(-1, chosen).squeeze(-1).double()
             ratio = torch.where(proposed > 0, ratio / proposed, torch.zeros_like(ratio))
@@ -111,7 +115,8 @@ def rejection_sample(
     last = bonus_token_ids.view(-1).to(torch.int32).clone()
     rejected = torch.nonzero(~is_full).squeeze(-1)
     last[rejected] = _own_tokens(
-        rejected, (starts + num_accepted)[rejected], drafts, draft_probs, target_logits, greedy, sampling_metadata,
+        rejected, (starts + num_accepted)[rejected], drafts, draft_probs, target_logits, greedy,
+        sampling_metadata,
         num_draft_tokens, use_fp64_gumbel,
     )  # fmt: skip
     output[torch.arange(batch_size, device=device), num_accepted] = last
@@ -141,7 +146,9 @@ def sample_recovered_tokens(
         [num_tokens], of draft_token_ids' dtype.
     """
     batch_size, vocab_size = len(num_draft_tokens), target_probs.shape[-1]
-    noise = _noise(batch_size, vocab_size, num_draft_tokens, sampling_metadata.generators, device, use_fp64_gumbel)
+    noise = _noise(
+        batch_size, vocab_size, num_draft_tokens, sampling_metadata.generators, device, use_fp64_gumbel
+    )
     counts = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1))
     requests = torch.repeat_interleave(
         torch.arange(batch_size, device=device), counts, output_size=draft_token_ids.shape[0]
@@ -166,11 +173,14 @@ def _own_tokens(
     if sampling_metadata.all_greedy:
         return best.int()
     noise = _noise(
-        len(num_draft_tokens), logits.shape[-1], num_draft_tokens, sampling_metadata.generators, logits.device,
+        len(num_draft_tokens), logits.shape[-1], num_draft_tokens, sampling_metadata.generators,
+        logits.device,
         use_fp64_gumbel,
     )[requests]  # fmt: skip
     probs = logits.softmax(dim=-1)
-    recovered = _race(probs, None if draft_probs is None else draft_probs[positions], drafts[positions], noise)
+    recovered = _race(
+        probs, None if draft_probs is None else draft_probs[positions], drafts[positions], noise
+    )
     return torch.where(greedy[requests], best, recovered).int()
 
 
@@ -192,7 +202,7 @@ def _greedy_mask(sampling_metadata: Any, batch_size: int, device: torch.device) 
 def _uniform(
     num_tokens: int, num_draft_tokens: list[int], generators: dict[int, torch.Generator], device: torch.device
 ) -> torch.Tensor:
-    """float64 [num_tokens]: float32 would draw an exact 0 too often. Seeded requests use their own generator."""
+    """float64 [num_tokens]: float32 would draw an exact 0 too often. A seeded request uses its generator."""
     uniform = torch.rand(num_tokens, dtype=torch.float64, device=device)
     if generators:
         ends = torch.tensor(num_draft_tokens).cumsum(0).tolist()

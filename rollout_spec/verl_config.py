@@ -16,7 +16,7 @@ _ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
 class CheckConfig(Callback):
-    """Hydra's callback: named by the `rollout.spec` group, so it runs where the group is used and only there."""
+    """Hydra's callback, named by the `rollout.spec` group: it runs where the group is used, only there."""
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         # Hydra turns an Exception in a callback into a warning; SystemExit it lets through.
@@ -57,11 +57,13 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
     if engine != "vllm":
         raise ConfigError(f"actor_rollout_ref.rollout.name={engine}: rollout.spec needs vllm")
     node = OmegaConf.select(config, _ENGINE)
-    kwargs: Mapping[str, Any] = OmegaConf.to_container(node, resolve=True) if node is not None else {}  # type: ignore[assignment]
+    kwargs: Mapping[str, Any] = OmegaConf.to_container(node, resolve=True) if node is not None else {}
     speculative = kwargs.get("speculative_config")
     if not spec.enabled:
         if speculative is not None:
-            raise ConfigError(f"{_ENGINE}.speculative_config: remove it, rollout.spec=off is the run without drafts")
+            raise ConfigError(
+                f"{_ENGINE}.speculative_config: remove it, rollout.spec=off is the run without drafts"
+            )
         return
     expected = {
         "method": "custom_class",
@@ -69,7 +71,9 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
         "num_speculative_tokens": spec.num_speculative_tokens,
     }
     if not isinstance(speculative, Mapping):
-        raise ConfigError(f"{_ENGINE}.speculative_config={speculative!r}: rollout.spec sets it, leave it alone")
+        raise ConfigError(
+            f"{_ENGINE}.speculative_config={speculative!r}: rollout.spec sets it, leave it alone"
+        )
     for key, value in speculative.items():
         if key == "num_speculative_tokens_per_batch_size":
             raise ConfigError(f"{_ENGINE}.speculative_config.{key}: use rollout.spec.batch_threshold instead")
@@ -88,13 +92,17 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
 def _check_trainer(config: DictConfig) -> None:
     select = lambda key: OmegaConf.select(config, key)  # noqa: E731
     if select("actor_rollout_ref.model.mtp.enable_rollout") and select("actor_rollout_ref.model.mtp.enable"):
-        raise ConfigError("actor_rollout_ref.model.mtp.enable_rollout: MTP drafts already, use one or the other")
+        raise ConfigError(
+            "actor_rollout_ref.model.mtp.enable_rollout: MTP drafts already, use one or the other"
+        )
     if select("actor_rollout_ref.rollout.disaggregation.enabled"):
         raise ConfigError(
-            "actor_rollout_ref.rollout.disaggregation.enabled: prefill-decode disaggregation is not supported "
+            "actor_rollout_ref.rollout.disaggregation.enabled: disaggregated prefill is not supported "
             "with rollout.spec (the decode engine does not see the requests' groups)"
         )
     if not select("trainer.use_v1"):
         raise ConfigError("trainer.use_v1=false: rollout.spec supports verl's V1 trainer only")
     if select("actor_rollout_ref.rollout.pipeline_model_parallel_size") not in (None, 1):
-        raise ConfigError("actor_rollout_ref.rollout.pipeline_model_parallel_size: must be 1 with rollout.spec")
+        raise ConfigError(
+            "actor_rollout_ref.rollout.pipeline_model_parallel_size: must be 1 with rollout.spec"
+        )

@@ -10,7 +10,7 @@ from rollout_spec.patches import Patch, replace_function
 
 _METRICS = Patch(
     name="verl-rollout-metrics",
-    reason="verl aggregates a rollout's draft counts for MTP only, per request, and not in its asynchronous modes",
+    reason="verl aggregates draft counts for MTP only, per request, and not in its asynchronous modes",
     upstream="verl/trainer/ppo/v1/trainer_base.py, PPOTrainer._compute_metrics",
     until="verl's trainer takes metrics from its rollout servers",
 )
@@ -29,7 +29,9 @@ def install() -> None:
     compute, validate = PPOTrainer._compute_metrics, PPOTrainer._validate
 
     @functools.wraps(compute)
-    def compute_with_rollout(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_with_rollout(
+        self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         result = compute(self, batch, metrics, *args, **kwargs)
         metrics.update(_take_metrics(self))
         return result
@@ -41,12 +43,14 @@ def install() -> None:
         return result
 
     signature = "(self, batch: transfer_queue.metadata.KVBatchMeta, metrics, timing_raw, global_steps, epoch)"
-    replace_function(PPOTrainer, "_compute_metrics", compute_with_rollout, patch=_METRICS, expected_signature=signature)
+    replace_function(
+        PPOTrainer, "_compute_metrics", compute_with_rollout, patch=_METRICS, expected_signature=signature
+    )
     replace_function(PPOTrainer, "_validate", validate_apart, patch=_VALIDATE)
 
 
 def _take_metrics(trainer: Any) -> dict[str, float]:
-    """The metrics of what every rollout server served since the last call; none where rollout.spec is not used."""
+    """What every rollout server served since the last call; nothing where rollout.spec is not used."""
     import ray
     from omegaconf import OmegaConf
     from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics

@@ -75,7 +75,7 @@ class SpecHttpServer(vLLMHttpServer):
         directory = os.environ.get(TRACE_DIR_VARIABLE)
         self._trace = TraceWriter(pathlib.Path(directory), self.replica_rank) if directory else None
 
-    async def generate(  # type: ignore[override]
+    async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> TokenOutput:
         if self._spec.enabled and self._spec.group_sharing:
@@ -100,7 +100,7 @@ class SpecHttpServer(vLLMHttpServer):
         """What was served since the last call.
 
         Raises:
-            RuntimeError: drafting was asked for, tokens were decoded, and the engine's drafter was never called.
+            RuntimeError: drafting was asked for, tokens were decoded, and the drafter was never called.
         """
         engine = await self._take_engine_counters() if self._spec.enabled else None
         report = RolloutReport(engine, self._requests, self._num_generated_tokens, self._busy.take_seconds())
@@ -109,8 +109,8 @@ class SpecHttpServer(vLLMHttpServer):
             self._trace.flush(self.global_steps)
         if engine is not None and engine.num_steps == 0 and any(r.num_decode_steps for r in report.requests):
             raise RuntimeError(
-                f"rollout.spec={self._spec.method} was asked for, but the engine of replica {self.replica_rank} decoded "
-                "without calling its drafter; run `rollout-spec doctor`"
+                f"rollout.spec={self._spec.method} was asked for, but the engine of replica "
+                f"{self.replica_rank} decoded without calling its drafter; run `rollout-spec doctor`"
             )
         return report
 
@@ -120,8 +120,8 @@ class SpecHttpServer(vLLMHttpServer):
         counters = next((worker for worker in per_worker if worker is not None), None)
         if counters is None:
             raise RuntimeError(
-                f"rollout.spec={self._spec.method} was asked for, but the engine of replica {self.replica_rank} has no "
-                "drafter of rollout_spec; run `rollout-spec doctor`"
+                f"rollout.spec={self._spec.method} was asked for, but the engine of replica "
+                f"{self.replica_rank} has no drafter of rollout_spec; run `rollout-spec doctor`"
             )
         return EngineCounters(**counters)
 
@@ -147,7 +147,7 @@ class FirstTurns:
     """Names the group of a request by its trajectory's first prompt.
 
     Samples of one prompt share it token for token. The prompt of a later turn, or of a request that goes on
-    after an abort, begins with the first one, so the known first prompt that is a prefix of it names its group.
+    after an abort, begins with the first one: the known first prompt that is a prefix of it names its group.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,9 @@ def mend_cpu_sampling() -> None:
     from rollout_spec import verify
 
     if not expand_is_right():
-        replace_function(rejection_sampler, "expand_batch_to_tokens", verify.expand_batch_to_tokens, patch=_EXPAND)
+        replace_function(
+            rejection_sampler, "expand_batch_to_tokens", verify.expand_batch_to_tokens, patch=_EXPAND
+        )
     if not recovery_is_right():
         replace_function(rejection_sampler, "rejection_sample", verify.rejection_sample, patch=_REJECTION)
 

@@ -39,19 +39,20 @@ class SuffixProposer:
         self._counters = EngineCounters()  # of steps in which the drafter could not count itself
 
     def bind(self, runner: Any) -> None:
-        """Give the proposer the model runner, whose batch names the requests of the rows (see vllm_plugin)."""
+        """Give the proposer the model runner, whose batch names the rows' requests (see vllm_plugin)."""
         self._runner = runner
-        # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is within
-        # K tokens of this length, which protects drafters that run a model. Ours stops each row at its own end.
+        # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
+        # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
+        # its own end.
         runner.effective_drafter_max_model_len = 1 << 31
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is no model to load; the last moment before serving to see that the plugin has run."""
         if self._runner is None:
             raise RuntimeError(
-                "rollout_spec: vLLM did not load the plugin 'rollout_spec' in this process, so the drafter does "
-                "not know the requests of its rows. Let VLLM_PLUGINS name it or leave that variable unset, and "
-                "run `rollout-spec doctor`."
+                "rollout_spec: vLLM did not load the plugin 'rollout_spec' in this process, so the drafter "
+                "does not know the requests of its rows. Let VLLM_PLUGINS name it or leave that variable "
+                "unset, and run `rollout-spec doctor`."
             )
         logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
 
@@ -71,7 +72,7 @@ class SuffixProposer:
             slot_mappings: not used.
 
         Returns:
-            A list of draft tokens per row. Never raises: a failure costs the drafts of the step, not the rollout.
+            The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
         """
         if self._drafter is None:
             self._counters.num_failed_steps += 1
@@ -82,7 +83,7 @@ class SuffixProposer:
             return self._drafter.step(request_ids, decoding, token_ids_cpu, num_tokens_no_spec)
         except NativeError as error:  # the index is as it was before the step
             self._warn(f"this step goes without drafts: {error}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the rollout goes on
+        except Exception as error:
             self._drafter = None
             self._warn(f"drafting is off for the rest of this engine's life: {error!r}")
         self._counters.num_failed_steps += 1
@@ -126,7 +127,9 @@ class SuffixProposer:
         if self._has_warned:
             return
         self._has_warned = True
-        logger.exception("rollout_spec: %s. This is said once; the metric spec_num_failed_steps counts on.", message)
+        logger.exception(
+            "rollout_spec: %s. This is said once; the metric spec_num_failed_steps counts on.", message
+        )
 
 
 def spec_config(vllm_config: VllmConfig) -> SpecConfig:
@@ -161,8 +164,12 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
             "set rollout.spec.batch_threshold instead"
         )
     if model.logits_processors:
-        raise ConfigError("logits_processors: vLLM does not run custom logits processors with speculative decoding")
+        raise ConfigError(
+            "logits_processors: vLLM does not run custom logits processors with speculative decoding"
+        )
     defaults = model.get_diff_sampling_param()
     for name in ("min_p", "logit_bias"):
         if defaults.get(name):
-            raise ConfigError(f"generation_config.{name}: vLLM refuses {name} together with speculative decoding")
+            raise ConfigError(
+                f"generation_config.{name}: vLLM refuses {name} together with speculative decoding"
+            )

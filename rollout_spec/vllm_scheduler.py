@@ -1,4 +1,4 @@
-"""vLLM's scheduler, counting per request what was drafted and accepted (`engine_kwargs.vllm.scheduler_cls`)."""
+"""vLLM's scheduler, counting per request what was drafted and accepted (vLLM's `scheduler_cls`)."""
 
 from __future__ import annotations
 

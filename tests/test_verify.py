@@ -31,7 +31,9 @@ def metadata(temperature: list[float], generators: dict | None = None) -> types.
     )
 
 
-def run(drafts: list[list[int]], logits: torch.Tensor, bonus: list[int], sampling, draft_probs=None) -> torch.Tensor:
+def run(
+    drafts: list[list[int]], logits: torch.Tensor, bonus: list[int], sampling, draft_probs=None
+) -> torch.Tensor:
     counts = [len(draft) for draft in drafts]
     return verify.rejection_sample(
         torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32),
@@ -132,7 +134,9 @@ def test_greedy_equals_the_loop(drafts: list[list[int]], seed: int) -> None:
     logits = torch.randn(sum(map(len, drafts)), 3, generator=generator)
     bonus = torch.randint(0, 3, (len(drafts),), generator=generator).tolist()
     output = run(drafts, logits, bonus, metadata([0.0] * len(drafts)))
-    assert [[token for token in row if token >= 0] for row in output.tolist()] == greedy_by_loop(drafts, logits, bonus)
+    assert [[token for token in row if token >= 0] for row in output.tolist()] == greedy_by_loop(
+        drafts, logits, bonus
+    )
 
 
 @settings(deadline=None, max_examples=100)
@@ -185,5 +189,13 @@ def test_expand_equals_the_loop(counts: list[int], dtype: torch.dtype) -> None:
 def test_synthetic_acceptance_is_refused() -> None:
     with pytest.raises(ValueError, match="synthetic"):
         verify.rejection_sample(
-            torch.zeros(1), [1], 1, torch.ones(1), None, torch.zeros(1, 3), torch.zeros(1, 1), None, synthetic_mode=True
+            torch.zeros(1),
+            [1],
+            1,
+            torch.ones(1),
+            None,
+            torch.zeros(1, 3),
+            torch.zeros(1, 1),
+            None,
+            synthetic_mode=True,
         )

@@ -1,0 +1,89 @@
+"""Real vLLM engines in the test's own process: two small models, and one way to make an engine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+os.environ.update(
+    # The engine lives in this process, so that a test can look at the drafter and undo a mend.
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    # One thread: the models are tiny, and threads that spin cost more than they give.
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    HF_HUB_OFFLINE="1",
+)
+
+VOCAB_SIZE = 128
+PROPOSER = "rollout_spec.vllm_proposer.SuffixProposer"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Llama of two layers with random weights: for what an engine does, not for what a model says."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=4096,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12)  # a peaked distribution, as a trained model's is
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def policy() -> str:
+    """The demo's pretrained policy in float32."""
+    from rollout_spec.demo.model import make_model
+
+    return str(make_model(pathlib.Path(".cache/models/smollm2-float32"), dtype="float32"))
+
+
+@pytest.fixture
+def make_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
+    """`make_engine(spec=None, **engine_arguments)`: an LLM, drafting where `spec` holds options."""
+
+    def make(spec: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        from vllm import LLM
+
+        settings: dict[str, Any] = {
+            "model": tiny_model, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "seed": 0,
+            "enforce_eager": True, "disable_log_stats": True, "kv_cache_memory_bytes": 256 << 20,
+        }  # fmt: skip
+        if "model" not in arguments:
+            settings["skip_tokenizer_init"] = True
+        if spec is not None:
+            spec = {"batch_threshold": 64, **spec}
+            settings["speculative_config"] = {
+                "method": "custom_class",
+                "model": PROPOSER,
+                "num_speculative_tokens": spec.get("num_speculative_tokens", 8),
+            }
+            settings["additional_config"] = {"rollout_spec": spec}
+        return LLM(**settings | arguments)
+
+    yield make
+    gc.collect()  # an engine's key-value cache is part of a reference cycle
+
+
+def proposer_of(llm: Any) -> Any:
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return worker.model_runner.drafter
+
+
+def token_ids(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]

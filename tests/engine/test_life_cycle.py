@@ -1,0 +1,238 @@
+"""What can happen to a request in an engine: every scenario's greedy output must equal plain vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_spec.vllm_proposer import GROUP_KEY
+from tests.engine.conftest import proposer_of, token_ids
+
+LENGTH = 60
+PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(8)]
+
+
+def greedy(max_tokens: int = LENGTH, **settings: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **settings)
+
+
+def generate(llm: Any, prompts: list[list[int]] = PROMPTS, params: Any = None) -> list[list[int]]:
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return token_ids(llm.generate(inputs, params or greedy(), use_tqdm=False))
+
+
+def assert_same_as_plain(
+    make_engine: Callable[..., Any],
+    arguments: dict[str, Any],
+    spec: dict[str, Any] | None = None,
+    prompts: list[list[int]] = PROMPTS,
+    params: Any = None,
+) -> Any:
+    """Generate with and without drafts; the drafting engine, which must have drafted, is returned."""
+    plain = generate(make_engine(**arguments), prompts, params)
+    llm = make_engine(spec or {}, **arguments)
+    assert generate(llm, prompts, params) == plain
+    proposer = proposer_of(llm)
+    proposer._drafter.index.validate()
+    assert proposer._drafter.index.stats().num_accepted_tokens > 0
+    return llm
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [1, 3, 8])
+@pytest.mark.parametrize("mode", ["earliest", "frequent"])
+def test_greedy_equals_plain(make_engine: Any, mode: str, num_speculative_tokens: int) -> None:
+    spec = {"mode": mode, "num_speculative_tokens": num_speculative_tokens}
+    llm = assert_same_as_plain(make_engine, {}, spec)
+    counters = proposer_of(llm).take_counters()
+    assert counters.num_failed_steps == 0
+    assert counters.num_steps_on == counters.num_steps < LENGTH
+
+
+def test_requests_end_at_the_models_length(make_engine: Any) -> None:
+    prompts = [prompt + [9] * (3 * i) for i, prompt in enumerate(PROMPTS)]
+    assert_same_as_plain(make_engine, {"max_model_len": 48}, prompts=prompts, params=greedy(500))
+
+
+def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine: Any) -> None:
+    """vLLM would verify K zeros for every row while one row is within K tokens of the model's length."""
+    llm = make_engine({}, max_model_len=64)
+    from vllm import SamplingParams
+
+    params = [greedy(500)] + [
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False) for _ in PROMPTS[1:]
+    ]
+    prompts = [PROMPTS[0] + [9] * 44, *PROMPTS[1:]]
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    drafter = proposer_of(llm)._drafter
+    assert drafter.index.stats().num_draft_tokens == proposer_of(llm).take_counters().num_draft_tokens
+
+
+def test_preemption_and_recompute(make_engine: Any) -> None:
+    arguments = {
+        "num_gpu_blocks_override": 12, "block_size": 32, "max_model_len": 96, "enable_prefix_caching": False,
+    }  # fmt: skip
+    llm = make_engine({}, **arguments)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempted: list[str] = []
+    preempt = scheduler._preempt_request
+    scheduler._preempt_request = lambda request, *a, **k: (
+        preempted.append(request.request_id),
+        preempt(request, *a, **k),
+    )[1]
+    drafted = generate(llm)
+    assert preempted, "the scenario needs a key-value cache small enough to preempt"
+    assert drafted == generate(make_engine(**arguments))
+    proposer_of(llm)._drafter.index.validate()
+
+
+def test_chunked_prefill_and_prefix_caching(make_engine: Any) -> None:
+    prompts = [[5, 6, 7, 8 + i] * 30 for i in range(4)] * 2
+    arguments = {"max_num_batched_tokens": 48, "enable_chunked_prefill": True, "enable_prefix_caching": True}
+    assert_same_as_plain(make_engine, arguments, prompts=prompts)
+
+
+def test_requests_join_and_abort_between_steps(make_engine: Any) -> None:
+    plain = generate(make_engine())
+    llm = make_engine({})
+    engine, finished, steps = llm.llm_engine, {}, 0
+    waiting = list(range(len(PROMPTS)))
+    aborted = {"2", "5"}
+    while waiting or engine.has_unfinished_requests():
+        if waiting and steps % 3 == 0:
+            i = waiting.pop(0)
+            engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i]}, greedy())
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+        if steps == 18:
+            engine.abort_request(sorted(aborted), internal=False)
+        steps += 1
+    assert finished.keys() == {str(i) for i in range(len(PROMPTS))} - aborted
+    assert all(tokens == plain[int(name)] for name, tokens in finished.items())
+    generate(llm, PROMPTS[:1])
+    assert (
+        len(proposer_of(llm)._drafter.request_ids) == 1
+    )  # the last batch is closed when the next one starts
+
+
+def test_a_resumed_request_continues_its_group(make_engine: Any) -> None:
+    """As after an abort in an asynchronous trainer: the new prompt holds the old prompt and its response."""
+    plain = generate(make_engine(), PROMPTS[:1])[0]
+    params = greedy(20, extra_args={GROUP_KEY: "resumed"})
+    llm = make_engine({"batch_threshold": 1})
+    assert generate(llm, PROMPTS[:1], params)[0] == plain[:20]
+    resumed = PROMPTS[0] + plain[:20]
+    assert generate(llm, [resumed], params)[0] == plain[20:40]
+    assert proposer_of(llm)._drafter.index.stats().num_groups == 1
+
+
+def test_siblings_by_explicit_group_with_different_prompts(make_engine: Any) -> None:
+    plain = generate(make_engine())
+    llm = make_engine({})
+    assert generate(llm, params=greedy(extra_args={GROUP_KEY: 7})) == plain
+    assert proposer_of(llm)._drafter.index.stats().num_groups == 1
+
+
+def test_more_groups_than_the_limit(make_engine: Any) -> None:
+    llm = assert_same_as_plain(make_engine, {}, {"max_groups": 2})
+    counters = proposer_of(llm).take_counters()
+    assert counters.num_untracked_rows > 0
+    assert counters.num_failed_steps == 0
+
+
+def test_no_row_drafts_above_the_batch_threshold(make_engine: Any) -> None:
+    llm = make_engine({"batch_threshold": 3})
+    generate(llm)
+    counters = proposer_of(llm).take_counters()
+    assert (counters.num_steps_on, counters.num_drafts) == (0, 0)
+    assert proposer_of(llm)._drafter.index.stats().num_tokens >= len(PROMPTS) * (
+        LENGTH - 1
+    )  # indexing went on
+    generate(llm, PROMPTS[:3])
+    assert proposer_of(llm).take_counters().num_drafts > 0
+
+
+def test_logprobs_and_penalties(make_engine: Any) -> None:
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        params = greedy(logprobs=2, repetition_penalty=1.02, presence_penalty=0.05, frequency_penalty=0.02)
+        inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        plain = make_engine(logprobs_mode=mode).generate(inputs, params, use_tqdm=False)
+        llm = make_engine({}, logprobs_mode=mode)
+        drafted = llm.generate(inputs, params, use_tqdm=False)
+        assert token_ids(drafted) == token_ids(plain)
+        assert proposer_of(llm)._drafter.index.stats().num_accepted_tokens > 0
+        for one, other in zip(plain, drafted, strict=True):
+            for left, right in zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
+                for token in left.keys() & right.keys():
+                    np.testing.assert_allclose(left[token].logprob, right[token].logprob, atol=2e-4)
+
+
+def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
+    import torch
+
+    outputs = []
+    for spec in (None, {}):
+        llm = make_engine(spec)
+        first = generate(llm)
+        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        with torch.no_grad():
+            runner.get_model().model.norm.weight.mul_(torch.linspace(0.2, 2.0, 128))
+        llm.reset_prefix_cache()
+        if spec is not None:
+            generate(llm, [[1, 2]])  # the requests of the old weights end
+            proposer_of(llm).end_step()
+            assert proposer_of(llm)._drafter.index.stats().num_groups <= 1
+        outputs.append((first, generate(llm)))
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0] != outputs[0][1]
+
+
+def test_a_full_index_costs_drafts_only(make_engine: Any) -> None:
+    prompts = np.random.default_rng(0).integers(3, 120, (24, 1500)).tolist()
+    arguments = {"max_model_len": 2048}
+    plain = generate(make_engine(**arguments), prompts)
+    llm = make_engine({"max_index_mb": 1}, **arguments)
+    assert generate(llm, prompts) == plain
+    assert proposer_of(llm)._drafter.index.stats().num_bytes <= 1 << 20
+    counters = proposer_of(llm).take_counters()
+    assert counters.num_failed_steps or counters.num_untracked_rows
+
+
+def test_a_failing_drafter_is_counted_and_generation_goes_on(
+    make_engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = generate(make_engine())
+    llm = make_engine({})
+    proposer = proposer_of(llm)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    proposer._drafter.step = fail
+    assert generate(llm) == plain
+    assert proposer.take_counters().num_failed_steps == LENGTH
+    warnings = [record for record in caplog.records if "rollout_spec: drafting is off" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "ZeroDivisionError" in warnings[0].getMessage()
+
+
+def test_soak_memory_returns(make_engine: Any) -> None:
+    """Thousands of requests; the index does not grow once its idle groups have reached their number."""
+    llm = make_engine({"batch_threshold": 1000}, max_num_seqs=64)
+    generator = np.random.default_rng(0)
+
+    def serve(num_prompts: int) -> int:
+        prompts = [[int(t) for t in generator.integers(3, 120, 12)] for _ in range(num_prompts)]
+        generate(llm, [prompt for prompt in prompts for _ in range(4)], greedy(4))
+        return int(proposer_of(llm)._drafter.index.stats().num_bytes)
+
+    serve(100)
+    warm = serve(100)
+    sizes = [serve(100) for _ in range(6)]
+    assert max(sizes) <= 1.25 * warm, (warm, sizes)
+    assert len(proposer_of(llm)._drafter.request_ids) <= 64
