@@ -349,3 +349,29 @@ def test_a_closed_index_refuses_every_call(index):
 
 def test_compiled_module_has_this_version_of_the_interface():
     assert native_version() == ABI_VERSION
+
+
+def noisy_period(rng, period, length):
+    """A period that changes at random places: deep suffix chains with many branches."""
+    text = np.resize(rng.integers(0, 3, period), length).astype(np.int32)
+    noise = rng.random(length) < 0.06
+    text[noise] = rng.integers(0, 3, noise.sum())
+    return text
+
+
+@pytest.mark.parametrize("min_token_prob", [0.05, 0.2, 0.45])
+@pytest.mark.parametrize("period", [1, 2, 5])
+def test_counts_and_probabilities_equal_the_oracle(period, min_token_prob):
+    rng = np.random.default_rng([period, int(100 * min_token_prob)])
+    options = {"num_speculative_tokens": 8, "min_match_len": 1, "min_token_prob": min_token_prob}
+    with SuffixIndex(**options) as index:
+        for _ in range(6):
+            text = noisy_period(rng, period, 90)
+            oracle = SequenceOracle(GroupOracle((), Options(**options)), False)
+            sequence = int32(index.open_sequence(index.open_group(int32())))
+            for level in range(1, len(text) + 1):
+                result = index.step(sequence, text[None, :], int32(0), int32(level), int32(8))
+                oracle.index(text[:level].tolist())
+                match_len, draft = oracle.draft(8)
+                assert result.match_lens[0] == match_len
+                assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == draft
