@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from rollout_spec.config import ConfigError, SpecConfig
+
+
+def test_defaults_are_valid_and_survive_a_round_trip() -> None:
+    config = SpecConfig()
+    assert config.enabled
+    assert SpecConfig.from_mapping(config.to_dict()) == config
+    assert not SpecConfig(method="off").enabled
+
+
+NUMBERS = [field for field in dataclasses.fields(SpecConfig) if field.metadata["low"] is not None]
+
+
+@pytest.mark.parametrize("field", NUMBERS, ids=lambda field: field.name)
+@pytest.mark.parametrize("end", ["low", "high"])
+def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
+    number = type(field.default)
+    limit = field.metadata[end]
+    inside, outside = number(limit), number(limit + (1 if end == "high" else -1))
+    assert getattr(SpecConfig(**{field.name: inside}), field.name) == inside
+    with pytest.raises(ConfigError, match=rf"rollout\.spec\.{field.name}=.* must be between .* and "):
+        SpecConfig(**{field.name: outside})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_speculative_token": 4}, "rollout.spec.num_speculative_token: unknown field"),
+        ({"num_speculative_tokens": "4"}, "rollout.spec.num_speculative_tokens='4': must be of type int"),
+        ({"num_speculative_tokens": True}, "must be of type int"),
+        ({"num_speculative_tokens": 2.0}, "must be of type int"),
+        ({"group_sharing": 1}, "must be of type bool"),
+        ({"min_token_prob": float("nan")}, "must be between 0 and 1"),
+        ({"mode": "latest"}, "rollout.spec.mode='latest': must be one of earliest, frequent"),
+        ({"method": "ngram"}, "must be one of sam, off"),
+    ],
+)
+def test_bad_options_name_the_field(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        SpecConfig.from_mapping(options)
+
+
+def test_a_whole_number_is_a_float() -> None:
+    assert SpecConfig(max_spec_factor=2).max_spec_factor == 2

@@ -1,0 +1,148 @@
+"""The drafter without an engine: rows are arrays, as vLLM's `token_ids_cpu` is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.drafter import MAX_IDLE_GROUPS, Drafter
+from rollout_spec.gate import Gate
+from rollout_spec.index import BudgetExceeded
+
+PROMPT = np.array([1, 2, 3, 4], np.int32)
+
+
+class Batch:
+    """The token matrix of an engine of `num_rows` rows."""
+
+    def __init__(self, drafter: Drafter, num_rows: int = 8, length: int = 64) -> None:
+        self.drafter = drafter
+        self.token_ids = np.zeros((num_rows, length), np.int32)
+        self.levels = np.zeros(num_rows, np.int32)
+        self.request_ids: list[str] = []
+
+    def open(self, name: str, prompt: np.ndarray = PROMPT, max_level: int = 64, group: object = None) -> None:
+        row = len(self.request_ids)
+        self.request_ids.append(name)
+        self.token_ids[row, : len(prompt)] = prompt
+        self.levels[row] = len(prompt)
+        self.drafter.open(name, prompt, max_level, group)
+
+    def step(self, tokens: list[list[int]]) -> list[list[int]]:
+        for row, new in enumerate(tokens):
+            self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
+            self.levels[row] += len(new)
+        decoding = np.array([bool(new) for new in tokens])
+        return self.drafter.step(self.request_ids, decoding, self.token_ids, self.levels)
+
+
+def make(**options: object) -> Batch:
+    return Batch(Drafter(SpecConfig(**{"min_match_len": 2, "min_token_prob": 0.0, **options})))  # type: ignore[arg-type]
+
+
+def test_a_sibling_drafts_what_the_other_wrote() -> None:
+    batch = make(num_speculative_tokens=3)
+    batch.open("a")
+    batch.open("b")
+    batch.step([[10, 11, 12, 13, 14], []])
+    drafts = batch.step([[15], [10, 11]])
+    assert drafts[1] == [12, 13, 14]
+
+
+def test_without_group_sharing_siblings_are_strangers() -> None:
+    batch = make(group_sharing=False)
+    batch.open("a")
+    batch.open("b")
+    batch.step([[10, 11, 12, 13, 14], []])
+    assert batch.step([[15], [10, 11]])[1] == []
+    batch.drafter.close("a")
+    assert batch.drafter.index.stats().num_groups == 1
+
+
+def test_a_partial_prefill_is_neither_indexed_nor_drafted() -> None:
+    batch = make()
+    batch.open("a")
+    batch.open("b")
+    assert batch.step([[10], []])[1] == []
+    counters = batch.drafter.take_counters()
+    assert (counters.num_steps, counters.num_row_steps) == (1, 1)
+    assert batch.drafter.take_counters().num_steps == 0
+
+
+def test_a_draft_stops_one_short_of_the_requests_end() -> None:
+    batch = make(num_speculative_tokens=8)
+    batch.open("a")
+    batch.open("b", max_level=4 + 5)
+    batch.step([[10, 11, 12, 13, 14, 15, 16, 17], []])
+    # two tokens are there, three are left, and the target adds the last one itself
+    assert batch.step([[], [10, 11]])[1] == [12, 13]
+
+
+def test_the_gate_closes_above_its_threshold_and_indexing_goes_on() -> None:
+    gate = Gate(2)
+    assert gate.is_open(2)
+    assert not gate.is_open(3)
+    batch = make(batch_threshold=1)
+    batch.open("a")
+    batch.open("b")
+    assert batch.step([[10, 11, 12, 13], [10, 11]]) == [[], []]
+    assert batch.drafter.counters.num_steps_on == 0
+    assert batch.step([[], [12]])[1] == [13]
+
+
+def test_a_resumed_request_continues_behind_the_groups_prompt() -> None:
+    batch = make()
+    batch.open("a", group="g")
+    batch.step([[10, 11, 12, 13, 14]])
+    resumed = np.array([*PROMPT, 10, 11], np.int32)
+    batch.open("b", resumed, group="g")
+    assert batch.step([[], [12]])[1] == [13, 14]
+    assert batch.drafter.index.stats().num_groups == 1
+
+
+def test_idle_groups_are_bounded_and_go_with_the_step() -> None:
+    drafter = Drafter(SpecConfig())
+    for i in range(3 * MAX_IDLE_GROUPS):
+        drafter.open(str(i), np.array([i, i + 1], np.int32), 64)
+        drafter.close(str(i))
+    assert drafter.index.stats().num_groups == MAX_IDLE_GROUPS
+    drafter.open("live", PROMPT, 64)
+    drafter.end_step()
+    assert drafter.index.stats().num_groups == 1
+    drafter.clear()
+    assert drafter.index.stats().num_groups == 0
+
+
+def test_a_group_beyond_the_limit_is_left_alone() -> None:
+    batch = make(max_groups=1)
+    batch.open("a")
+    batch.open("b", np.array([7, 8], np.int32))
+    batch.step([[10], [10]])
+    assert batch.drafter.counters.num_untracked_rows == 1
+    batch.drafter.close("b")
+    batch.drafter.close("a")
+    batch.drafter.open("c", np.array([7, 8], np.int32), 64)  # the idle group of "a" makes room
+    assert batch.drafter.index.stats().num_groups == 1
+
+
+def test_a_full_index_gives_up_idle_groups_first() -> None:
+    drafter = Drafter(SpecConfig(max_index_mb=1))
+    random = np.random.default_rng(0)
+    for i in range(20):
+        drafter.open(str(i), random.integers(0, 50_000, 4000, dtype=np.int32), 8000)
+        drafter.close(str(i))
+    assert 0 < drafter.index.stats().num_groups < 20
+    assert drafter.index.stats().num_bytes <= 1 << 20
+
+
+def test_a_step_that_does_not_fit_changes_nothing() -> None:
+    random = np.random.default_rng(0)
+    batch = Batch(Drafter(SpecConfig(max_index_mb=1)), num_rows=1, length=100_000)
+    batch.open("a", max_level=100_000)
+    before = batch.drafter.index.stats()
+    with pytest.raises(BudgetExceeded):
+        batch.step([random.integers(0, 50_000, 60_000).tolist()])
+    assert batch.drafter.index.stats().num_tokens == before.num_tokens
+    batch.levels[0] = len(PROMPT)
+    assert batch.step([[5]]) == [[]]

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport, rollout_metrics
+
+
+def test_the_metrics_of_two_servers_by_hand() -> None:
+    one = RolloutReport(
+        engine=EngineCounters(num_steps=10, num_steps_on=4, draft_seconds=0.02),
+        requests=[
+            RequestCounters(num_generated_tokens=21, num_decode_steps=10, num_drafts=5, num_draft_tokens=20,
+                            num_accepted_tokens=10),
+        ],
+        num_generated_tokens=21,
+        rollout_seconds=3.0,
+    )  # fmt: skip
+    two = RolloutReport(
+        engine=EngineCounters(num_steps=30, num_steps_on=30, draft_seconds=0.06, num_failed_steps=1),
+        requests=[RequestCounters(num_generated_tokens=11, num_decode_steps=10)],
+        num_generated_tokens=11,
+        rollout_seconds=2.0,
+    )
+    assert rollout_metrics([one, two]) == pytest.approx(
+        {
+            "rollout/spec_rollout_seconds": 3.0,
+            "rollout/spec_generated_tokens": 32,
+            "rollout/spec_num_drafts": 5,
+            "rollout/spec_num_draft_tokens": 20,
+            "rollout/spec_num_accepted_tokens": 10,
+            "rollout/spec_num_failed_steps": 1,
+            "rollout/spec_num_untracked_rows": 0,
+            "rollout/spec_tokens_per_step": (32 - 2) / 20,
+            "rollout/spec_acceptance_rate": 0.5,
+            "rollout/spec_share_on": 34 / 40,
+            "rollout/spec_draft_ms": 2.0,
+        }
+    )
+
+
+def test_the_reference_run_reports_its_rollout_only() -> None:
+    report = RolloutReport(engine=None, requests=[], num_generated_tokens=7, rollout_seconds=1.0)
+    assert rollout_metrics([report]) == {
+        "rollout/spec_rollout_seconds": 1.0,
+        "rollout/spec_generated_tokens": 7.0,
+    }
+
+
+def test_nothing_served_gives_no_ratio() -> None:
+    report = RolloutReport(engine=EngineCounters(), requests=[], num_generated_tokens=0, rollout_seconds=0.0)
+    assert not any("share" in name or "per_step" in name for name in rollout_metrics([report]))
