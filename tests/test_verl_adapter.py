@@ -94,9 +94,12 @@ def test_the_command_ends_before_ray_starts(tmp_path: pathlib.Path) -> None:
     overrides = ["+rollout.spec=sam", "rollout.spec.min_token_prob=1.5", VLLM, f"hydra.run.dir={tmp_path}"]
     result = subprocess.run(
         [sys.executable, "-m", "verl.trainer.main_ppo", *overrides],
-    config = composed("+rollout.spec=off", f"+{ENGINE}.speculative_config.method=ngram")
-    with pytest.raises(ConfigError, match="remove it"):
-        check_config(config)
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "RAY_TMPDIR": str(tmp_path)},
+    )
     assert result.returncode == 2
     last = result.stderr.strip().splitlines()[-1]
     assert last == "rollout_spec: rollout.spec.min_token_prob=1.5: must be between 0 and 1"
