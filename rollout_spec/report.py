@@ -157,7 +157,6 @@ def _panel(axes: Any, comparison: Comparison, name: str, title: str, unit: str) 
             axes.bar([step + shift for step in steps], values, width=0.38, color=colour, label=run.name)
         elif any(math.isfinite(value) for value in values):
             axes.plot(steps, values, color=colour, marker="o", markersize=4, linewidth=1.8, label=run.name)
-    axes.margins(y=0.12)
     axes.set_title(title + (f" ({unit})" if unit else ""), loc="left", fontsize=11)
     axes.set_xlabel("training step", fontsize=9, color="#555b66")
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -166,8 +165,9 @@ def _panel(axes: Any, comparison: Comparison, name: str, title: str, unit: str) 
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#c3c8d0")
-    if name != "reward":
-        axes.set_ylim(bottom=0)
+    # A reward may be negative; anything else starts at 0 and leaves room above its highest point.
+    if name != "reward" and axes.dataLim.y1 > 0:
+        axes.set_ylim(0, 1.12 * axes.dataLim.y1)
 
 
 def render_html(comparison: Comparison, facts: Mapping[str, str], picture: bytes) -> str:
