@@ -36,8 +36,8 @@ _ACTOR = re.compile(r"^\([\w:]+ pid=\d+[^)]*\)\s?")
 _ERROR = re.compile(r"^(rollout_spec: |\w[\w.]*(Error|Exception|Exit|Interrupt|Failure)\b:? )")
 PHASES = (
     ("Started a local Ray instance", "loading verl"),
-    ("Loading safetensors", "loading the model"),
-    ("Starting vLLM", "starting the rollout engine"),
+    ("Loading weights", "loading the model"),
+    ("'serve',", "starting the rollout engine"),
     ("Training Progress", "training"),
 )
 
