@@ -1,0 +1,163 @@
+"""The README's two examples for vLLM alone, run as they stand, and what vLLM cannot do refused in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import Any
+
+import pytest
+
+README = pathlib.Path(__file__).parents[2] / "README.md"
+SECTION = README.read_text().split("## With vLLM alone")[1].split("\n## ")[0]
+
+
+def example(language: str, model: str) -> str:
+    [block] = re.findall(rf"```{language}\n(.*?)```", SECTION, re.DOTALL)
+    return block.replace("path/to/model", model)
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """Engines in processes of their own, as a user has them."""
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    return env | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
+
+
+def run(code: str, env: dict[str, str], tmp_path: pathlib.Path) -> subprocess.CompletedProcess:
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    return subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=400, check=False, env=env
+    )
+
+
+def test_the_python_example(policy: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    lines = (
+        example("python", policy).rstrip()
+        + "\nprint('TOKENS', [len(o.outputs[0].token_ids) for o in outputs])\n"
+    )
+    lines = lines.replace(
+        "additional_config=",
+        "max_model_len=1024, enforce_eager=True, disable_log_stats=False, additional_config=",
+    )
+    lines += (
+        "values = {m.name: m.value for m in llm.get_metrics() if hasattr(m, 'value')}\n"
+        "print('ACCEPTED', values['vllm:spec_decode_num_accepted_tokens'])\n"
+    )
+    guarded = "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in lines.splitlines())
+    result = run(guarded, environment, tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "rollout_spec: drafting is active in this engine" in result.stdout + result.stderr
+    assert int(re.search(r"ACCEPTED (\d+)", result.stdout)[1]) > 0
+
+
+def test_the_server_example(policy: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = shlex.split(example("sh", policy).replace("\\\n", " "))
+    command[0] = str(pathlib.Path(sys.executable).with_name("vllm"))
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--enforce-eager"]
+    log = (tmp_path / "server.log").open("w")
+    server = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    )
+    try:
+        wait_until_ready(server, port, tmp_path / "server.log")
+        body = {"model": policy, "prompt": "one two three four " * 8, "max_tokens": 64, "temperature": 0.5}
+        answer = request(port, "/v1/completions", body | {"vllm_xargs": {"rollout_spec_group": "a"}})
+        assert answer["usage"]["completion_tokens"] > 1
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+        accepted = re.search(
+            r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} ([\d.e+]+)$", metrics, re.MULTILINE
+        )
+        assert accepted is not None
+        assert float(accepted[1]) > 0
+    finally:
+        os.killpg(server.pid, signal.SIGINT)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+        log.close()
+
+
+def wait_until_ready(server: subprocess.Popen, port: int, log: pathlib.Path) -> None:
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline:
+        assert server.poll() is None, log.read_text()[-3000:]
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+        except OSError:
+            time.sleep(1)
+        else:
+            return
+    raise TimeoutError(log.read_text()[-3000:])
+
+
+def request(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    call = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(call, timeout=300) as answer:
+        return json.load(answer)
+
+
+def spec(**options: Any) -> dict[str, Any]:
+    return {"batch_threshold": 8, **options}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ({}, {"num_speculative_tokens": 65}, r"num_speculative_tokens=65: must be between 1 and 64"),
+        ({}, {"batch_treshold": 4}, r"rollout\.spec\.batch_treshold: unknown field"),
+        ({}, {"method": "off"}, r"rollout\.spec\.method=off together with"),
+        ({"override_generation_config": {"min_p": 0.1}}, {}, r"generation_config\.min_p"),
+        ({"logits_processors": ["json.JSONDecoder"]}, {}, r"logits_processors"),
+    ],
+)
+def test_refused_before_an_engine_process_is_launched(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, arguments: dict, options: dict, message: str
+) -> None:
+    from vllm.v1.engine import core_client
+
+    def launch(*_: Any, **__: Any) -> None:
+        pytest.fail("an engine was launched")
+
+    monkeypatch.setattr(core_client.EngineCoreClient, "make_client", launch)
+    with pytest.raises(ValueError, match=message):
+        make_engine(spec(**options), **arguments)
+
+
+def test_two_numbers_of_draft_tokens_are_refused(make_engine: Any) -> None:
+    speculative = {
+        "method": "custom_class", "model": "rollout_spec.vllm_proposer.SuffixProposer", "num_speculative_tokens": 4
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="num_speculative_tokens=8 differs from"):
+        make_engine(spec(num_speculative_tokens=8), speculative_config=speculative)
+
+
+def test_without_the_plugin_the_engine_does_not_start(
+    tiny_model: str, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    code = (
+        "from vllm import LLM\n"
+        f"LLM(model={tiny_model!r}, skip_tokenizer_init=True, max_model_len=128, enforce_eager=True,\n"
+        "    speculative_config={'method': 'custom_class', 'num_speculative_tokens': 2,\n"
+        "                        'model': 'rollout_spec.vllm_proposer.SuffixProposer'})\n"
+    )
+    environment |= {"VLLM_PLUGINS": "none", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    result = run(code, environment, tmp_path)
+    assert result.returncode != 0
+    assert "vLLM did not load the plugin 'rollout_spec'" in result.stderr
