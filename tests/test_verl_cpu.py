@@ -289,7 +289,7 @@ def _validate(config: Any) -> None:
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     validate_config(config, need_reference_policy(config), need_critic(config))
-    for part in ("actor", "rollout", "ref"):
+    for part in ("actor", "rollout"):
         omega_conf_to_dataclass(config.actor_rollout_ref[part])
     omega_conf_to_dataclass(config.algorithm)
     OmegaConf.to_container(config, resolve=True)

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.conftest import PROPOSER
+
 README = pathlib.Path(__file__).parents[2] / "README.md"
 SECTION = README.read_text().split("## With vLLM alone")[1].split("\n## ")[0]
 
@@ -141,9 +143,7 @@ def test_refused_before_an_engine_process_is_launched(
 
 
 def test_two_numbers_of_draft_tokens_are_refused(make_engine: Any) -> None:
-    speculative = {
-        "method": "custom_class", "model": "rollout_spec.vllm_proposer.SuffixProposer", "num_speculative_tokens": 4
-    }  # fmt: skip
+    speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4}
     with pytest.raises(ValueError, match="num_speculative_tokens=8 differs from"):
         make_engine(spec(num_speculative_tokens=8), speculative_config=speculative)
 
