@@ -144,6 +144,16 @@ def test_another_folder_is_never_overwritten(monkeypatch, tmp_path):
     assert calls == ["float32"]
 
 
+def test_a_model_of_an_older_version_is_made_anew(monkeypatch, tmp_path):
+    calls: list[str] = []
+    _pretend_to_convert(monkeypatch, tmp_path, calls)
+    target = model.make_model(tmp_path / "small")
+    stamp = json.loads((target / "rollout_spec_model.json").read_text())
+    (target / "rollout_spec_model.json").write_text(json.dumps({**stamp, "layout": "0"}))
+    assert json.loads((model.make_model(target) / "rollout_spec_model.json").read_text()) == stamp
+    assert calls == ["bfloat16", "bfloat16"]
+
+
 def test_a_failed_conversion_leaves_nothing(monkeypatch, tmp_path):
     _pretend_to_convert(monkeypatch, tmp_path, [])
 

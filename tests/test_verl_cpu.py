@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -280,6 +281,20 @@ def test_a_demo_configuration_passes_verls_own_checks(name, spec):
     assert config.ray_kwargs.ray_init.num_gpus == 1
     assert config.actor_rollout_ref.rollout.n == 8
     assert config.algorithm.filter_groups.enable is (name == "dapo")
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_a_recipe_is_the_demo_configuration_and_the_drafter(name):
+    import verl  # noqa: F401
+    from hydra import compose, initialize_config_dir
+
+    folder = Path(__file__).parents[1] / "recipes" / name
+    with initialize_config_dir(str(folder), version_base=None):
+        recipe = compose(name)
+        plain = compose(name, overrides=["rollout.spec=off"])
+    _validate(recipe)
+    assert recipe == _compose(f"+rollout_spec_demo={name}", "+rollout.spec=sam")
+    assert plain.rollout.spec.method == "off"
 
 
 def _validate(config: Any) -> None:

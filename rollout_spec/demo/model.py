@@ -32,8 +32,12 @@ def make_model(path: str | Path, dtype: str = "bfloat16") -> Path:
     target = Path(path).absolute()
     gguf = _gguf_file()
     stamp = {"source": gguf.name, "dtype": dtype, "layout": _LAYOUT}
-    if _read_stamp(target) == stamp:
+    found = _read_stamp(target)
+    if found == stamp:
         return target
+    if found and {**found, "layout": _LAYOUT} == stamp:
+        # Ours, of an older version.
+        shutil.rmtree(target)
     if target.exists():
         raise ModelError(
             f"{target} exists and does not hold {gguf.stem} in {dtype}: remove it or choose another"

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# DAPO on a machine without an accelerator; arguments are Hydra overrides (rollout.spec=off trains without drafts).
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$here/../prepare.sh"
+exec python -m verl.trainer.main_ppo --config-path "$here" --config-name dapo "$@"
