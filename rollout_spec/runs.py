@@ -28,7 +28,7 @@ class Step:
 
     step: int
     rollout_seconds: float
-    generated_tokens: float
+    generated_tokens: int
     reward: float
     response_length: float
     tokens_per_step: float
@@ -58,7 +58,7 @@ class Run:
         return sum(step.rollout_seconds for step in self.steps)
 
     @property
-    def generated_tokens(self) -> float:
+    def generated_tokens(self) -> int:
         return sum(step.generated_tokens for step in self.steps)
 
     @property
@@ -171,7 +171,7 @@ def _step(step: int, data: dict[str, Any]) -> Step:
     return Step(
         step=step,
         rollout_seconds=spec("rollout_seconds"),
-        generated_tokens=spec("generated_tokens"),
+        generated_tokens=int(spec("generated_tokens")),
         reward=float(data.get("critic/rewards/mean", math.nan)),
         response_length=float(data.get("response_length/mean", math.nan)),
         # A run that does not draft takes one decode step a token.

@@ -22,7 +22,8 @@ from pathlib import Path
 GRACE_SECONDS = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY = Path("/dev/shm")
-_SEGMENTS = ("psm_*", "verl_*")
+# Python's segments and semaphores, verl's weight sync, OpenMP's registration of itself.
+_SEGMENTS = ("psm_*", "sem.mp-*", "verl_*", "__KMP_REGISTERED_LIB_*")
 
 
 @contextlib.contextmanager
