@@ -122,9 +122,12 @@ def train(plan: Plan, method: str, model: Path, train_file: Path, watcher: Watch
 
 def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[str]:
     """The Hydra overrides of one run; the plan's own come last and so win."""
+    from rollout_spec import verl_cpu
+
     folder = (plan.output / method).absolute()
+    settings = f"[cpu,{plan.recipe}]" if verl_cpu.is_wanted() else plan.recipe
     return [
-        f"+rollout_spec_demo={plan.recipe}",
+        f"+rollout_spec_demo={settings}",
         f"+rollout.spec={method}",
         f"actor_rollout_ref.model.path={model}",
         f"data.train_files={train_file}",
