@@ -143,7 +143,7 @@ def test_the_engine_gets_intels_openmp_where_it_is_installed(monkeypatch, tmp_pa
     for name in ("LD_PRELOAD", "KMP_BLOCKTIME", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    assert platform.rollout_env_vars() == {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    assert set(platform.rollout_env_vars()) == {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"}
     library = tmp_path / "lib" / "libiomp5.so"
     library.parent.mkdir()
     library.touch()
@@ -275,7 +275,7 @@ def _compose(*overrides: str) -> Any:
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
 @pytest.mark.parametrize("spec", ["off", "sam"])
 def test_a_demo_configuration_passes_verls_own_checks(name, spec):
-    config = _compose(f"+rollout_spec_demo={name}", f"+rollout.spec={spec}")
+    config = _compose(f"+rollout_spec_demo=[cpu,{name}]", f"+rollout.spec={spec}")
     _validate(config)
     assert config.trainer.device == "cpu"
     assert config.ray_kwargs.ray_init.num_gpus == 1
@@ -293,7 +293,7 @@ def test_a_recipe_is_the_demo_configuration_and_the_drafter(name):
         recipe = compose(name)
         plain = compose(name, overrides=["rollout.spec=off"])
     _validate(recipe)
-    assert recipe == _compose(f"+rollout_spec_demo={name}", "+rollout.spec=sam")
+    assert recipe == _compose(f"+rollout_spec_demo=[cpu,{name}]", "+rollout.spec=sam")
     assert plain.rollout.spec.method == "off"
 
 
@@ -315,7 +315,7 @@ def test_dapo_settings_reach_verls_reward_manager():
 
     from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 
-    config = _compose("+rollout_spec_demo=dapo", "data.max_response_length=128")
+    config = _compose("+rollout_spec_demo=[cpu,dapo]", "data.max_response_length=128")
     manager = get_reward_manager_cls(config.reward.reward_manager.name)(
         config=config, tokenizer=SimpleNamespace(), compute_score=lambda **_: 0.0
     )
