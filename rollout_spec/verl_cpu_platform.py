@@ -98,7 +98,7 @@ class PlatformCPU(PlatformBase):
     def is_available(self) -> bool:
         return True
 
-    def current_device(self) -> torch.device:  # type: ignore[override]
+    def current_device(self) -> torch.device:
         # Not an index: verl passes it to Module.to() and to FSDP, where 0 would mean cuda:0.
         return torch.device("cpu")
 

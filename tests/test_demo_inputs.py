@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 
+import pandas
 import pytest
 
 from rollout_spec.demo import data, model
@@ -43,7 +44,6 @@ def test_the_right_answer_scores_best(row):
 
 
 def test_make_data_writes_the_same_files_twice(tmp_path):
-    pandas = pytest.importorskip("pandas")
     train, val = data.make_data(tmp_path, num_train=9, num_val=3, seed=1)
     first = train.read_bytes()
     assert data.make_data(tmp_path, num_train=9, num_val=3, seed=1) == (train, val)

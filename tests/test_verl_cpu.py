@@ -199,7 +199,8 @@ def test_a_changed_function_is_refused(register):
 @pytest.fixture
 def transfer(monkeypatch, tmp_path):
     """verl's own sender and receiver, patched, and the address of one transfer."""
-    module = pytest.importorskip("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")
+    import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer as module
+
     verl_cpu_patches.fail_weight_sync(module)
     monkeypatch.setattr(module, "is_support_ipc", lambda: False)
     return module, f"ipc://{tmp_path}/weights.sock"
