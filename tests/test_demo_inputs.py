@@ -18,7 +18,7 @@ def test_rows_have_the_columns_that_verl_reads():
     assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
     assert [message["role"] for message in row["prompt"]] == ["user"]
     assert row["reward_model"]["style"] == "rule"
-    assert row["extra_info"] == {"split": "train", "index": 0, "kind": "number"}
+    assert row["extra_info"] == {"split": "train", "index": 0, "kind": "records"}
 
 
 def test_rows_depend_on_the_seed_and_the_split_alone():
@@ -31,14 +31,15 @@ def test_rows_depend_on_the_seed_and_the_split_alone():
 
 def test_every_family_and_every_kind_takes_its_turn():
     rows = data.make_rows(len(data.FAMILIES), seed=7, split="train")
-    assert {row["data_source"].rsplit("/")[-1] for row in rows} == {"number", "list", "json"}
+    assert {row["data_source"].rsplit("/")[-1] for row in rows} == {"number", "list", "json", "records"}
     assert len({row["prompt"][0]["content"] for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize("row", data.make_rows(28, seed=3, split="train"), ids=lambda row: row["data_source"])
 def test_the_right_answer_scores_best(row):
     truth = row["reward_model"]["ground_truth"]
-    marked = truth if row["data_source"].endswith("json") else f"Answer: {truth}"
+    as_it_is = row["data_source"].endswith(("json", "records"))
+    marked = truth if as_it_is else f"Answer: {truth}"
     result = compute_score(row["data_source"], marked, truth, row["extra_info"])
     assert result == {"score": pytest.approx(1.0), "correct": 1, "close": 1, "format": 1, "length": 1}
 
@@ -72,6 +73,14 @@ def test_make_data_writes_the_same_files_twice(tmp_path):
         ("json", 'a {b} {"a": "1", "b": 3}', '{"a": 1, "b": 2}', {"format": 1, "close": 0.5, "correct": 0}),
         ("json", '```json\n{"a": 1}\n```', '{"a": 1}', {"format": 1, "close": 1, "correct": 1}),
         ("json", '{"a": 1', '{"a": 1}', {"format": 0, "close": 0, "correct": 0}),
+        # Two of three records, in whatever order; the wrong price is no hit.
+        (
+            "records",
+            '{"item": "b", "price": 2}\n[{"item": "a", "price": 1}, {"item": "c", "price": 9}]',
+            '{"item": "a", "price": 1}\n{"item": "b", "price": 2}\n{"item": "c", "price": 3}',
+            {"format": 1, "close": 2 / 3, "correct": 0},
+        ),
+        ("records", 'x {"a": 1}\n{"a": 2} y', '{"a": 1}\n{"a": 2}', {"format": 1, "close": 1, "correct": 1}),
         ("json", "{" * 5000, '{"a": 1}', {"format": 0, "close": 0, "correct": 0}),
     ],
 )

@@ -12,7 +12,7 @@ SOURCE = "rollout_spec_demo"
 
 
 class Problem(NamedTuple):
-    """What is asked, how the answer is checked (number, list or json) and the right answer."""
+    """What is asked, how the answer is checked (number, list, json or records) and the right answer."""
 
     text: str
     kind: str
@@ -91,14 +91,27 @@ def _order(rng: random.Random) -> Problem:
     return Problem(text, "json", json.dumps(answer))
 
 
+def _records(rng: random.Random) -> Problem:
+    things = rng.sample(_THINGS, rng.randint(5, 8))
+    records = [{"item": thing, "price": rng.randint(2, 60)} for thing in things]
+    lines = "\n".join(f"{record['item']} cost {record['price']}" for record in records)
+    text = (
+        'Write each line as JSON, like this: pens cost 4 -> {"item": "pens", "price": 4}\n'
+        f"Do the same for every line:\n{lines}"
+    )
+    return Problem(text, "records", "\n".join(map(json.dumps, records)))
+
+
+# Long and short answers alternate: what is left when the short ones have ended is the long tail.
 FAMILIES: tuple[Callable[[random.Random], Problem], ...] = (
-    _story,
-    _shopping,
+    _records,
     _comparison,
-    _sequence,
+    _order,
     _sorting,
     _times_table,
-    _order,
+    _story,
+    _sequence,
+    _shopping,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 WEIGHTS = {"correct": 0.4, "close": 0.3, "format": 0.2, "length": 0.1}
@@ -19,7 +20,7 @@ def compute_score(
     """Score one response in [0, 1]; called by verl through `reward.custom_reward_function`.
 
     Args:
-        data_source: ends in the kind of answer: number, list or json.
+        data_source: ends in the kind of answer: number, list, json or records.
         solution_str: the response.
         ground_truth: the right answer as text.
         extra_info: unused; part of verl's signature, as are further keywords.
@@ -28,7 +29,9 @@ def compute_score(
         `score`, the weighted sum, and its four parts, each in [0, 1]; verl logs them all.
     """
     kind = data_source.rsplit("/", 1)[-1]
-    parts = {"number": _number, "list": _list, "json": _json}[kind](solution_str, ground_truth)
+    parts = {"number": _number, "list": _list, "json": _json, "records": _records}[kind](
+        solution_str, ground_truth
+    )
     parts["length"] = _length(solution_str)
     score = sum(WEIGHTS[name] * value for name, value in parts.items())
     return {"score": score, **parts}
@@ -68,27 +71,37 @@ def _list(text: str, truth: str) -> dict[str, float]:
 
 def _json(text: str, truth: str) -> dict[str, float]:
     right = json.loads(truth)
-    found = _first_object(text)
+    found = next(_objects(text), None)
     if found is None:
         return {"format": 0.0, "close": 0.0, "correct": 0.0}
     hits = sum(key in found and _same(found[key], value) for key, value in right.items())
     return {"format": 1.0, "close": hits / len(right), "correct": float(hits == len(right))}
 
 
+def _records(text: str, truth: str) -> dict[str, float]:
+    right = [json.loads(line) for line in truth.splitlines()]
+    found = list(_objects(text))
+    hits = sum(record in found for record in right)
+    return {"format": float(bool(found)), "close": hits / len(right), "correct": float(found == right)}
+
+
 def _same(found: Any, right: Any) -> bool:
     return str(found).strip().casefold() == str(right).casefold()
 
 
-def _first_object(text: str) -> dict[str, Any] | None:
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects that stand in the text one behind the other."""
     decoder = json.JSONDecoder()
+    end = 0
     for brace in re.finditer(r"\{", text):
+        if brace.start() < end:
+            continue
         try:
-            value, _ = decoder.raw_decode(text, brace.start())
+            value, end = decoder.raw_decode(text, brace.start())
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
-            return value
-    return None
+            yield value
 
 
 def _length(text: str) -> float:
