@@ -100,6 +100,16 @@ def _check_trainer(config: DictConfig) -> None:
             "actor_rollout_ref.rollout.disaggregation.enabled: disaggregated prefill is not supported "
             "with rollout.spec (the decode engine does not see the requests' groups)"
         )
+    if select("trainer.v1.trainer_mode") == "separate_async":
+        raise ConfigError(
+            "trainer.v1.trainer_mode=separate_async: not supported with rollout.spec, which was never run "
+            "with rollout engines on machines of their own; use sync or colocate_async"
+        )
+    if select("actor_rollout_ref.rollout.checkpoint_engine.backend") == "delta_sharded":
+        raise ConfigError(
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded: verl's delta weight transfer "
+            "refuses any speculative_config"
+        )
     if not select("trainer.use_v1"):
         raise ConfigError("trainer.use_v1=false: rollout.spec supports verl's V1 trainer only")
     if select("actor_rollout_ref.rollout.pipeline_model_parallel_size") not in (None, 1):

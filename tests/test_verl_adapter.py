@@ -61,6 +61,10 @@ CONFLICTS = {
     f"+{ENGINE}.override_generation_config.min_p=0.1": "min_p",
     "actor_rollout_ref.rollout.name=sglang": "needs vllm",
     "trainer.use_v1=false": "V1 trainer",
+    "trainer.v1.trainer_mode=separate_async": "use sync or colocate_async",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded": "delta weight transfer",
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size=2": "must be 1",
+    "actor_rollout_ref.rollout.disaggregation.enabled=true": "disaggregated prefill",
 }
 
 

@@ -62,7 +62,7 @@ def make_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
 
         settings: dict[str, Any] = {
             "model": tiny_model, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "seed": 0,
-            "enforce_eager": True, "disable_log_stats": True, "kv_cache_memory_bytes": 256 << 20,
+            "enforce_eager": True, "disable_log_stats": True, "kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 512,
         }  # fmt: skip
         if "model" not in arguments:
             settings["skip_tokenizer_init"] = True

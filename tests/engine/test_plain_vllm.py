@@ -32,7 +32,7 @@ def example(language: str, model: str) -> str:
 def environment() -> dict[str, str]:
     """Engines in processes of their own, as a user has them."""
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    return env | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
+    return env | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def run(code: str, env: dict[str, str], tmp_path: pathlib.Path) -> subprocess.CompletedProcess:
@@ -44,14 +44,8 @@ def run(code: str, env: dict[str, str], tmp_path: pathlib.Path) -> subprocess.Co
 
 
 def test_the_python_example(policy: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
-    lines = (
-        example("python", policy).rstrip()
-        + "\nprint('TOKENS', [len(o.outputs[0].token_ids) for o in outputs])\n"
-    )
-    lines = lines.replace(
-        "additional_config=",
-        "max_model_len=1024, enforce_eager=True, disable_log_stats=False, additional_config=",
-    )
+    small = "max_model_len=1024, max_num_batched_tokens=512, enforce_eager=True, disable_log_stats=False"
+    lines = example("python", policy).replace("additional_config=", f"{small}, additional_config=")
     lines += (
         "values = {m.name: m.value for m in llm.get_metrics() if hasattr(m, 'value')}\n"
         "print('ACCEPTED', values['vllm:spec_decode_num_accepted_tokens'])\n"
@@ -69,7 +63,8 @@ def test_the_server_example(policy: str, environment: dict[str, str], tmp_path: 
         port = probe.getsockname()[1]
     command = shlex.split(example("sh", policy).replace("\\\n", " "))
     command[0] = str(pathlib.Path(sys.executable).with_name("vllm"))
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    command += ["--max-model-len", "1024", "--max-num-batched-tokens", "512"]
     log = (tmp_path / "server.log").open("w")
     server = subprocess.Popen(
         command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
