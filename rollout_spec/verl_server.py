@@ -86,7 +86,7 @@ class SpecHttpServer(vLLMHttpServer):
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         self._num_generated_tokens += len(output.token_ids)
         self._take_request_counters(output)
-        if self._trace is not None:
+        if self._trace is not None and output.token_ids:
             self._trace.add(prompt_ids, output.token_ids)
         return output
 
