@@ -36,9 +36,7 @@ class SpecConfig:
     min_token_prob: float = _option(0.1, "stop a draft where its estimated survival falls below", 0.0, 1.0)
     group_sharing: bool = _option(True, "samples of one prompt share one index")
     batch_threshold: int = _option(8, "more running requests than this and no row drafts", 0, 1 << 20)
-    max_groups: int = _option(
-        512, "most prompts indexed at a time; the least recently used idle one goes", 1, 1 << 20
-    )
+    max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)
     max_index_mb: int = _option(1024, "byte budget of the index of one engine, MiB", 1, 1 << 20)
 
     def __post_init__(self) -> None:

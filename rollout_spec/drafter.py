@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.gate import Gate
-from rollout_spec.index import BudgetExceeded, SuffixIndex
+from rollout_spec.index import BudgetExceeded, OutOfMemory, SuffixIndex
 from rollout_spec.metrics import EngineCounters
 
 # Siblings that wait in the engine's queue find their group's text here when they start.
@@ -95,14 +95,7 @@ class Drafter:
             key: Hashable = ("request", request_id)
         else:
             key = ("group", group) if group is not None else ("prompt", prompt_token_ids.tobytes())
-        found = self._group(key, prompt_token_ids)
-        sequence = _UNTRACKED
-        if found is not None:
-            size = len(found.prompt)
-            after_prompt = np.array_equal(prompt_token_ids[:size], found.prompt)
-            sequence = self._index.open_sequence(found.handle, after_prompt=after_prompt)
-            found.num_live += 1
-        self._requests[request_id] = _Request(sequence, key, max_level)
+        self._requests[request_id] = _Request(self._open_sequence(key, prompt_token_ids), key, max_level)
         self._row_ids = None
 
     def close(self, request_id: str) -> None:
@@ -205,8 +198,21 @@ class Drafter:
         self._row_max_levels = np.array([request.max_level for request in requests], np.int32)
         self._row_ids = list(request_ids)
 
+    def _open_sequence(self, key: Hashable, prompt: _Int32) -> int:
+        """A new sequence in the group of `key`; _UNTRACKED where no slot or no memory is left for it."""
+        group = self._group(key, prompt)
+        if group is None:
+            return _UNTRACKED
+        after_prompt = np.array_equal(prompt[: len(group.prompt)], group.prompt)
+        try:
+            sequence = self._index.open_sequence(group.handle, after_prompt=after_prompt)
+        except (BudgetExceeded, OutOfMemory):
+            return _UNTRACKED
+        group.num_live += 1
+        return sequence
+
     def _group(self, key: Hashable, prompt: _Int32) -> _Group | None:
-        """The group of `key`, opened if it is new; None where neither a slot nor memory is left for it."""
+        """The group of `key`, opened if it is new; None where no slot or no memory is left for it."""
         group = self._groups.get(key)
         if group is not None:
             self._groups.move_to_end(key)
@@ -217,7 +223,7 @@ class Drafter:
             return None
         try:
             handle = self._index.open_group(prompt)
-        except BudgetExceeded:
+        except (BudgetExceeded, OutOfMemory):
             if not self._evict_idle(keep=0):
                 return None
             return self._group(key, prompt)

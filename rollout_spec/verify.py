@@ -6,7 +6,7 @@ counterpart's place on any device. Layout, as there: the draft tokens of all req
 `cu_num_draft_tokens[i]` is the end of request i's.
 
 Only these operations are used, all of which torch_npu has: arange, argmax, clamp(_), cumprod, cumsum, diff,
-div, eq, exponential_, exp, full, gather, index_put, logsumexp, lt, repeat_interleave, scatter_, softmax, sum,
+div, eq, exponential_, full, gather, index_put, lt, repeat_interleave, scatter_, softmax, sum,
 uniform_, where.
 """
 
@@ -71,7 +71,7 @@ def rejection_sample(
     Raises:
         ValueError: synthetic acceptance is asked for; it is a benchmark's mode and not lossless.
 
-    Memory: one [num_rejected_requests, vocab_size] temporary besides the logits for point-mass drafts.
+    Memory: one temporary of the logits' size, and two of [batch_size, vocab_size].
     """
     if synthetic_mode or synthetic_conditional_rates is not None:
         raise ValueError(
@@ -93,9 +93,7 @@ def rejection_sample(
     if not sampling_metadata.all_greedy:
         uniform = _uniform(drafts.shape[0], num_draft_tokens, sampling_metadata.generators, device)
         chosen = drafts.unsqueeze(-1)
-        ratio = (
-            (target_logits.gather(-1, chosen).squeeze(-1) - target_logits.logsumexp(dim=-1)).exp().double()
-        )
+        ratio = target_logits.softmax(dim=-1).gather(-1, chosen).squeeze(-1).double()
         if draft_probs is not None:
             proposed = draft_probs.gather(-1, chosen).squeeze(-1).double()
             ratio = torch.where(proposed > 0, ratio / proposed, torch.zeros_like(ratio))

@@ -58,6 +58,9 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
         raise ConfigError(f"actor_rollout_ref.rollout.name={engine}: rollout.spec needs vllm")
     node = OmegaConf.select(config, _ENGINE)
     kwargs: Mapping[str, Any] = OmegaConf.to_container(node, resolve=True) if node is not None else {}
+    options = (kwargs.get("additional_config") or {}).get(OPTIONS_KEY)
+    if options is None or SpecConfig.from_mapping(options) != spec:
+        raise ConfigError(f"{_ENGINE}.additional_config.{OPTIONS_KEY}: rollout.spec sets it, leave it alone")
     speculative = kwargs.get("speculative_config")
     if not spec.enabled:
         if speculative is not None:
@@ -100,10 +103,11 @@ def _check_trainer(config: DictConfig) -> None:
             "actor_rollout_ref.rollout.disaggregation.enabled: disaggregated prefill is not supported "
             "with rollout.spec (the decode engine does not see the requests' groups)"
         )
-    if select("trainer.v1.trainer_mode") == "separate_async":
+    mode = select("trainer.v1.trainer_mode")
+    if mode not in (None, "sync"):
         raise ConfigError(
-            "trainer.v1.trainer_mode=separate_async: not supported with rollout.spec, which was never run "
-            "with rollout engines on machines of their own; use sync or colocate_async"
+            f"trainer.v1.trainer_mode={mode}: rollout.spec supports sync only; an asynchronous trainer "
+            "aborts requests, and vLLM drops the draft counts of an aborted one"
         )
     if select("actor_rollout_ref.rollout.checkpoint_engine.backend") == "delta_sharded":
         raise ConfigError(
@@ -112,7 +116,6 @@ def _check_trainer(config: DictConfig) -> None:
         )
     if not select("trainer.use_v1"):
         raise ConfigError("trainer.use_v1=false: rollout.spec supports verl's V1 trainer only")
-    if select("actor_rollout_ref.rollout.pipeline_model_parallel_size") not in (None, 1):
-        raise ConfigError(
-            "actor_rollout_ref.rollout.pipeline_model_parallel_size: must be 1 with rollout.spec"
-        )
+    for name in ("pipeline_model_parallel_size", "data_parallel_size"):
+        if select(f"actor_rollout_ref.rollout.{name}") not in (None, 1):
+            raise ConfigError(f"actor_rollout_ref.rollout.{name}: must be 1 with rollout.spec")

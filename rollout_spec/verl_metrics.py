@@ -21,6 +21,8 @@ _VALIDATE = Patch(
     until="the patch verl-rollout-metrics goes",
 )
 
+_TAKEN = "_rollout_spec_taken_metrics"
+
 
 def install() -> None:
     """Wrap the V1 trainer's metrics. Called in the trainer's process, when it asks for its replica class."""
@@ -33,11 +35,14 @@ def install() -> None:
         self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         result = compute(self, batch, metrics, *args, **kwargs)
-        metrics.update(_take_metrics(self))
+        # A validation comes between a step and its metrics, so it has taken the step's already.
+        taken = self.__dict__.pop(_TAKEN, None)
+        metrics.update(_take_metrics(self) if taken is None else taken)
         return result
 
     @functools.wraps(validate)
     def validate_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        setattr(self, _TAKEN, _take_metrics(self))
         result = validate(self, *args, **kwargs)
         _take_metrics(self)
         return result

@@ -107,7 +107,8 @@ class SpecHttpServer(vLLMHttpServer):
         self._requests, self._num_generated_tokens = [], 0
         if self._trace is not None:
             self._trace.flush(self.global_steps)
-        if engine is not None and engine.num_steps == 0 and any(r.num_decode_steps for r in report.requests):
+        was_called = engine is None or engine.num_steps + engine.num_failed_steps > 0
+        if not was_called and any(request.num_decode_steps for request in report.requests):
             raise RuntimeError(
                 f"rollout.spec={self._spec.method} was asked for, but the engine of replica "
                 f"{self.replica_rank} decoded without calling its drafter; run `rollout-spec doctor`"
@@ -156,7 +157,8 @@ class FirstTurns:
 
     def group(self, prompt_ids: Sequence[int]) -> str:
         prompt = np.asarray(prompt_ids, np.int32).tobytes()
-        for length in sorted(self._num_by_length):
+        # Most requests are first turns: their whole prompt is known from a sibling, or is new.
+        for length in (len(prompt), *sorted(self._num_by_length)):
             known = self._groups.get(prompt[:length]) if length <= len(prompt) else None
             if known is not None:
                 self._groups.move_to_end(prompt[:length])

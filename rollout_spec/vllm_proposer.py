@@ -35,7 +35,7 @@ class SuffixProposer:
         self._max_model_len = vllm_config.model_config.max_model_len
         self._drafter: Drafter | None = Drafter(self.config)
         self._runner: Any = None
-        self._has_warned = False
+        self._said: set[str] = set()
         self._counters = EngineCounters()  # of steps in which the drafter could not count itself
 
     def bind(self, runner: Any) -> None:
@@ -82,10 +82,10 @@ class SuffixProposer:
             decoding = np.fromiter(map(bool, sampled_token_ids), np.bool_, len(sampled_token_ids))
             return self._drafter.step(request_ids, decoding, token_ids_cpu, num_tokens_no_spec)
         except NativeError as error:  # the index is as it was before the step
-            self._warn(f"this step goes without drafts: {error}")
+            self._warn("step", f"this step goes without drafts: {error}")
         except Exception as error:
             self._drafter = None
-            self._warn(f"drafting is off for the rest of this engine's life: {error!r}")
+            self._warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
         self._counters.num_failed_steps += 1
         return [[] for _ in sampled_token_ids]
 
@@ -99,19 +99,22 @@ class SuffixProposer:
     def end_step(self) -> None:
         """The target's weights have changed; see `Drafter.end_step`."""
         if self._drafter is not None:
+            self._close_ended(self._drafter)
             self._drafter.end_step()
 
     def _follow_requests(self, drafter: Drafter, sampled_token_ids: list[list[int]]) -> list[str]:
         """Open what is new in the batch and close what has left the engine; returns the row's request ids."""
         request_ids: list[str] = self._runner.input_batch.req_ids
         live = self._runner.requests  # preempted requests included: they keep their place in the index
-        known = drafter.request_ids
-        if known != live.keys():
-            for request_id in [r for r in known if r not in live]:
-                drafter.close(request_id)
-            for request_id in [r for r in live if r not in known]:
+        if drafter.request_ids != live.keys():
+            self._close_ended(drafter)
+            for request_id in [r for r in live if r not in drafter.request_ids]:
                 self._open(drafter, request_id, live[request_id])
         return request_ids
+
+    def _close_ended(self, drafter: Drafter) -> None:
+        for request_id in [r for r in drafter.request_ids if r not in self._runner.requests]:
+            drafter.close(request_id)
 
     def _open(self, drafter: Drafter, request_id: str, request: Any) -> None:
         prompt = np.asarray(request.prompt_token_ids or [], np.int32)
@@ -121,12 +124,14 @@ class SuffixProposer:
         if max_tokens is not None:
             max_level = min(max_level, len(prompt) + max_tokens)
         group = (getattr(params, "extra_args", None) or {}).get(GROUP_KEY)
+        if not isinstance(group, (str, int, type(None))):
+            group = repr(group)  # whatever a caller sends, it must not cost the engine its drafter
         drafter.open(request_id, prompt, max_level, group)
 
-    def _warn(self, message: str) -> None:
-        if self._has_warned:
+    def _warn(self, kind: str, message: str) -> None:
+        if kind in self._said:
             return
-        self._has_warned = True
+        self._said.add(kind)
         logger.exception(
             "rollout_spec: %s. This is said once; the metric spec_num_failed_steps counts on.", message
         )
@@ -167,9 +172,5 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         raise ConfigError(
             "logits_processors: vLLM does not run custom logits processors with speculative decoding"
         )
-    defaults = model.get_diff_sampling_param()
-    for name in ("min_p", "logit_bias"):
-        if defaults.get(name):
-            raise ConfigError(
-                f"generation_config.{name}: vLLM refuses {name} together with speculative decoding"
-            )
+    if model.get_diff_sampling_param().get("min_p"):
+        raise ConfigError("generation_config.min_p: vLLM refuses min_p together with speculative decoding")

@@ -36,7 +36,7 @@ def options_table() -> str:
     for field in dataclasses.fields(SpecConfig):
         low, high = field.metadata["low"], field.metadata["high"]
         span = ", ".join(CHOICES.get(field.name, ())) or (
-            "true, false" if low is None else f"{low:g} to {high:g}"
+            "true, false" if low is None else f"{_plain(low)} to {_plain(high)}"
         )
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
         lines.append(f"| `{field.name}` | {default} | {span} | {field.metadata['help']} |")

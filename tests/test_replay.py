@@ -31,7 +31,9 @@ def path(request, tmp_path):
 
 
 def run_replay(path, *, max_responses=None, limit_groups=None, **options):
-    config = SpecConfig(**{"num_speculative_tokens": 4, "min_match_len": 1, **options})
+    config = SpecConfig(
+        **{"num_speculative_tokens": 4, "min_match_len": 1, "max_spec_factor": 4.0, **options}
+    )
     return replay(read_trace(path), config, max_responses=max_responses, limit_groups=limit_groups)
 
 
@@ -198,7 +200,7 @@ def parse(*argv):
 
 def test_command_prints_json(path, capsys):
     write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]]))
-    assert command.run(parse(path, "--num-speculative-tokens", 4, "--min-match-len", 1, "--json")) == 0
+    assert command.run(parse(path, "--num-speculative-tokens", 4, "--max-spec-factor", 4, "--json")) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["tokens_per_step"] == 3.0
     assert values["acceptance_rate"] == 0.5

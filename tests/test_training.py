@@ -1,4 +1,4 @@
-"""verl's own trainer with drafting: two rollout engines, and requests that are aborted and go on."""
+"""verl's own trainer with drafting and two rollout engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The folder of one run: verl's colocated asynchronous trainer with two replicas, each with its engine."""
+    """The folder of one run."""
     folder = tmp_path_factory.mktemp("training")
     train_file, _ = make_data(folder, num_train=8)
     model = make_model(pathlib.Path(".cache/models/smollm2-float32"), dtype="float32")
@@ -30,7 +30,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         "+rollout_spec_demo=[cpu,grpo]",
         "+rollout.spec=sam",
         "rollout.spec.batch_threshold=64",
-        "trainer.v1.trainer_mode=colocate_async",
         "trainer.n_gpus_per_node=2",
         f"trainer.total_training_steps={NUM_STEPS}",
         f"trainer.default_local_dir={folder}",

@@ -26,6 +26,12 @@ from rollout_spec.runs import (
 )
 
 METHODS = ("off", "sam")
+# A CPU is busy with few tokens: up to about 16 in a step cost no more than one each for 8 rows.
+CPU_DRAFTING = (
+    "rollout.spec.num_speculative_tokens=4",
+    "rollout.spec.batch_threshold=5",
+    "rollout.spec.min_token_prob=0.3",
+)
 LOG_FILE = "train.log"
 # A run that says nothing for this long will never go on: a good one is silent for two minutes at most.
 STALL_SECONDS = 900.0
@@ -129,7 +135,9 @@ def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[st
     from rollout_spec import verl_cpu
 
     folder = (plan.output / method).absolute()
-    settings = f"[cpu,{plan.recipe}]" if verl_cpu.is_wanted() else plan.recipe
+    on_cpu = verl_cpu.is_wanted()
+    settings = f"[cpu,{plan.recipe}]" if on_cpu else plan.recipe
+    drafting = CPU_DRAFTING if on_cpu and method == "sam" else ()
     return [
         f"+rollout_spec_demo={settings}",
         f"+rollout.spec={method}",
@@ -140,6 +148,7 @@ def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[st
         f"trainer.experiment_name={plan.recipe}-{method}",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         f"hydra.run.dir={folder / 'hydra'}",
+        *drafting,
         *plan.overrides,
     ]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+_ENVIRONMENT = dict(os.environ)
 os.environ.update(
     # The engine lives in this process, so that a test can look at the drafter and undo a mend.
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -23,6 +24,14 @@ os.environ.update(
 
 VOCAB_SIZE = 128
 PROPOSER = "rollout_spec.vllm_proposer.SuffixProposer"
+
+
+@pytest.fixture(scope="package", autouse=True)
+def own_environment() -> Iterator[None]:
+    """What was set above, and what vLLM adds (LD_PRELOAD), is not for the processes of other tests."""
+    yield
+    os.environ.clear()
+    os.environ.update(_ENVIRONMENT)
 
 
 @pytest.fixture(scope="session")
@@ -61,9 +70,16 @@ def make_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
         from vllm import LLM
 
         settings: dict[str, Any] = {
-            "model": tiny_model, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "seed": 0,
-            "enforce_eager": True, "disable_log_stats": True, "kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 512,
-        }  # fmt: skip
+            "model": tiny_model,
+            "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 512,
+            "kv_cache_memory_bytes": 64 << 20,
+            "enforce_eager": True,
+            "disable_log_stats": True,
+            "seed": 0,
+        }
         if "model" not in arguments:
             settings["skip_tokenizer_init"] = True
         if spec is not None:
@@ -74,10 +90,15 @@ def make_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
                 "num_speculative_tokens": spec.get("num_speculative_tokens", 8),
             }
             settings["additional_config"] = {"rollout_spec": spec}
-        return LLM(**settings | arguments)
+        engines.append(LLM(**settings | arguments))
+        return engines[-1]
 
+    engines: list[Any] = []
     yield make
-    gc.collect()  # an engine's key-value cache is part of a reference cycle
+    for engine in engines:
+        engine.llm_engine.engine_core.shutdown()
+    engines.clear()
+    gc.collect()  # an engine's weights and key-value cache are part of a reference cycle
 
 
 def proposer_of(llm: Any) -> Any:

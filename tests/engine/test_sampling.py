@@ -83,12 +83,12 @@ def test_the_comparison_fails_on_the_upstream_bug(make_engine: Any, monkeypatch:
 def test_seeded_requests_repeat(make_engine: Any) -> None:
     from vllm import SamplingParams
 
-    def run() -> list[list[int]]:
-        llm = make_engine({})
+    def run(engine_seed: int) -> list[list[int]]:
+        llm = make_engine({}, seed=engine_seed)
         params = [
             SamplingParams(temperature=1.0, seed=i, max_tokens=30, ignore_eos=True, detokenize=False)
             for i in range(8)
         ]
         return token_ids(llm.generate([{"prompt_token_ids": PROMPT}] * 8, params, use_tqdm=False))
 
-    assert run() == run()
+    assert run(0) == run(1)
