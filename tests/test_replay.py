@@ -6,6 +6,7 @@ import argparse
 import gzip
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -229,3 +230,14 @@ def test_command_errors(path, tmp_path):
     broken.write_text("{")
     with pytest.raises(UserError, match=r"broken.jsonl:1"):
         command.run(parse(broken))
+
+
+def test_sharing_pays_on_the_demos_own_rollouts():
+    """Four groups of 8 that the demo recorded (two prompts, twice); the replay is deterministic."""
+    trace = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
+    shared, alone = (
+        replay(read_trace(trace), SpecConfig(group_sharing=sharing)) for sharing in (True, False)
+    )
+    assert (shared.num_groups, shared.num_responses, shared.num_tokens) == (4, 32, 2030)
+    assert alone.num_tokens == shared.num_tokens
+    assert shared.tokens_per_step > 1.1 * alone.tokens_per_step > 1.3

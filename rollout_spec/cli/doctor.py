@@ -151,10 +151,11 @@ def _hydra_group() -> Iterator[Check]:
 def _patches() -> Iterator[Check]:
     import verl.trainer.main_ppo  # noqa: F401
 
+    from rollout_spec import verl_metrics, vllm_plugin
     from rollout_spec.patches import applied
-    from rollout_spec.vllm_plugin import register
 
-    register()
+    vllm_plugin.register()
+    verl_metrics.install()
     for patch in applied():
         yield Check(f"patch {patch.name}", OK, f"{patch.reason} (until {patch.until})")
 
