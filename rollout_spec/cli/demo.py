@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 HELP = "train a small model twice with verl, speculation off and on, and report the difference"
 STEPS = {"grpo": 4, "dapo": 1}
-QUICK_OVERRIDES = ("data.max_response_length=64",)
+# Few rows, so that the gate opens within as few tokens.
+QUICK_OVERRIDES = ("data.max_response_length=64", "actor_rollout_ref.rollout.n=4")
 QUICK_STEPS = 2
 
 
