@@ -113,10 +113,6 @@ class Drafter:
             self._groups.move_to_end(request.group_key)
             self._evict_idle(keep=MAX_IDLE_GROUPS)
 
-    def end_step(self) -> None:
-        """The policy has changed: the text of prompts without a live request is dropped."""
-        self._evict_idle(keep=0)
-
     def step(
         self,
         request_ids: Sequence[str],
@@ -175,7 +171,7 @@ class Drafter:
         return taken
 
     def clear(self) -> None:
-        """Forget every request and group."""
+        """Forget every request and group; a request that goes on is opened again and indexed anew."""
         self._index.clear()
         self._requests.clear()
         self._groups.clear()

@@ -97,24 +97,21 @@ class SuffixProposer:
         return taken
 
     def end_step(self) -> None:
-        """The target's weights have changed; see `Drafter.end_step`."""
+        """The target's weights have changed: the text of the older policy is dropped."""
         if self._drafter is not None:
-            self._close_ended(self._drafter)
-            self._drafter.end_step()
+            self._drafter.clear()
 
     def _follow_requests(self, drafter: Drafter, sampled_token_ids: list[list[int]]) -> list[str]:
         """Open what is new in the batch and close what has left the engine; returns the row's request ids."""
         request_ids: list[str] = self._runner.input_batch.req_ids
         live = self._runner.requests  # preempted requests included: they keep their place in the index
-        if drafter.request_ids != live.keys():
-            self._close_ended(drafter)
-            for request_id in [r for r in live if r not in drafter.request_ids]:
+        known = drafter.request_ids
+        if known != live.keys():
+            for request_id in [r for r in known if r not in live]:
+                drafter.close(request_id)
+            for request_id in [r for r in live if r not in known]:
                 self._open(drafter, request_id, live[request_id])
         return request_ids
-
-    def _close_ended(self, drafter: Drafter) -> None:
-        for request_id in [r for r in drafter.request_ids if r not in self._runner.requests]:
-            drafter.close(request_id)
 
     def _open(self, drafter: Drafter, request_id: str, request: Any) -> None:
         prompt = np.asarray(request.prompt_token_ids or [], np.int32)

@@ -101,17 +101,22 @@ def test_a_resumed_request_continues_behind_the_groups_prompt() -> None:
     assert batch.drafter.index.stats().num_groups == 1
 
 
-def test_idle_groups_are_bounded_and_go_with_the_step() -> None:
+def test_idle_groups_are_bounded() -> None:
     drafter = Drafter(SpecConfig())
     for i in range(3 * MAX_IDLE_GROUPS):
         drafter.open(str(i), np.array([i, i + 1], np.int32), 64)
         drafter.close(str(i))
     assert drafter.index.stats().num_groups == MAX_IDLE_GROUPS
-    drafter.open("live", PROMPT, 64)
-    drafter.end_step()
-    assert drafter.index.stats().num_groups == 1
-    drafter.clear()
-    assert drafter.index.stats().num_groups == 0
+
+
+def test_a_request_that_goes_on_after_a_clear_is_indexed_anew() -> None:
+    batch = make()
+    batch.open("a")
+    batch.step([[10, 11, 12, 10]])
+    batch.drafter.clear()
+    assert batch.drafter.index.stats().num_groups == 0
+    batch.drafter.open("a", PROMPT, 64)
+    assert batch.step([[11]])[0][:1] == [12]
 
 
 def test_a_group_beyond_the_limit_is_left_alone() -> None:

@@ -30,7 +30,8 @@ PROPOSER = "rollout_spec.vllm_proposer.SuffixProposer"
 def own_environment() -> Iterator[None]:
     """What was set above, and what vLLM adds (LD_PRELOAD), is not for the processes of other tests."""
     yield
-    os.environ.clear()
+    for name in os.environ.keys() - _ENVIRONMENT.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
     os.environ.update(_ENVIRONMENT)
 
 

@@ -195,7 +195,7 @@ def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
 
 def test_a_full_index_costs_drafts_only(make_engine: Any) -> None:
     prompts = np.random.default_rng(0).integers(3, 120, (24, 1900)).tolist()
-    arguments = {"max_model_len": 2048}
+    arguments = {"max_model_len": 2048, "max_num_batched_tokens": 16384}
     plain = generate(make_engine(**arguments), prompts)
     llm = make_engine({"max_index_mb": 1}, **arguments)
     assert generate(llm, prompts) == plain
