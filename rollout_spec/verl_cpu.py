@@ -7,8 +7,6 @@ import glob
 import importlib.metadata
 import os
 
-import torch
-
 from rollout_spec import verl_cpu_patches
 
 PLATFORM = "cpu"
@@ -38,10 +36,10 @@ def is_wanted() -> bool:
     """
     if os.environ.get("VERL_PLATFORM", PLATFORM) != PLATFORM:
         return False
-    return _engine_is_cpu_build() and not _has_accelerator()
+    return engine_is_cpu_build() and not _has_accelerator()
 
 
-def _engine_is_cpu_build() -> bool:
+def engine_is_cpu_build() -> bool:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("vllm").endswith("+cpu")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -53,6 +51,8 @@ def _has_accelerator() -> bool:
     # The device files count as well: Ray hides the accelerators from actors that asked for none.
     if any(glob.glob(pattern) for pattern in _ACCELERATOR_FILES):
         return True
+    import torch
+
     npu = getattr(torch, "npu", None)
     return torch.cuda.is_available() or (npu is not None and npu.is_available())
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollout_spec import patches, verl_cpu, verl_cpu_patches
 
@@ -81,7 +82,7 @@ def test_the_plugin_registers_the_platform_and_keeps_what_the_user_set():
 
 def test_a_platform_that_the_user_chose_wins(monkeypatch):
     _needs_no_accelerator(monkeypatch)
-    monkeypatch.setattr(verl_cpu, "_engine_is_cpu_build", lambda: True)
+    monkeypatch.setattr(verl_cpu, "engine_is_cpu_build", lambda: True)
     assert verl_cpu.is_wanted()
     monkeypatch.setenv("VERL_PLATFORM", "huawei")
     assert not verl_cpu.is_wanted()
@@ -109,7 +110,7 @@ def test_the_engine_decides(monkeypatch, installed, expected):
 
 
 def test_an_accelerator_that_ray_hides_still_counts(monkeypatch, tmp_path):
-    monkeypatch.setattr(verl_cpu.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(verl_cpu, "_ACCELERATOR_FILES", (str(tmp_path / "nvidia[0-9]*"),))
     assert not verl_cpu._has_accelerator()
     (tmp_path / "nvidia0").touch()

@@ -135,7 +135,8 @@ def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[st
     from rollout_spec import verl_cpu
 
     folder = (plan.output / method).absolute()
-    on_cpu = verl_cpu.is_wanted()
+    # Not is_wanted(): it imports torch, which would delay the run and can swallow a Ctrl-C.
+    on_cpu = verl_cpu.engine_is_cpu_build()
     settings = f"[cpu,{plan.recipe}]" if on_cpu else plan.recipe
     drafting = CPU_DRAFTING if on_cpu and method == "sam" else ()
     return [
