@@ -37,6 +37,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         f"data.train_files={train_file}",
         f"actor_rollout_ref.model.path={model.absolute()}",
         "actor_rollout_ref.rollout.n=4",
+        # Two engines and two trainers must fit into memory together.
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=268435456",
         f"hydra.run.dir={folder}/hydra",
     ]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]

