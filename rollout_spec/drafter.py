@@ -54,14 +54,7 @@ class Drafter:
         self.config = config
         self.counters = EngineCounters()
         self._gate = Gate(config.batch_threshold)
-        self._index = SuffixIndex(
-            num_speculative_tokens=config.num_speculative_tokens,
-            mode=config.mode,
-            min_match_len=config.min_match_len,
-            max_spec_factor=config.max_spec_factor,
-            min_token_prob=config.min_token_prob,
-            max_bytes=config.max_index_mb << 20,
-        )
+        self._index = SuffixIndex.from_config(config)
         self._requests: dict[str, _Request] = {}
         # Least recently used first; a group without live requests may be evicted.
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec._native import ffi, lib
+from rollout_spec.config import SpecConfig
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -121,10 +122,10 @@ class SuffixIndex:
         self,
         *,
         num_speculative_tokens: int,
-        mode: str = "frequent",
-        min_match_len: int = 2,
-        max_spec_factor: float = 4.0,
-        min_token_prob: float = 0.1,
+        mode: str = SpecConfig.mode,
+        min_match_len: int = SpecConfig.min_match_len,
+        max_spec_factor: float = SpecConfig.max_spec_factor,
+        min_token_prob: float = SpecConfig.min_token_prob,
         max_bytes: int = 0,
     ) -> None:
         self._index = ffi.NULL
@@ -147,6 +148,18 @@ class SuffixIndex:
         self._index = ffi.gc(made[0], lib.rs_index_free)
         self._num_speculative_tokens = int(num_speculative_tokens)
         self._make_buffers(64)
+
+    @classmethod
+    def from_config(cls, config: SpecConfig) -> SuffixIndex:
+        """The index that the options of `rollout.spec` describe."""
+        return cls(
+            num_speculative_tokens=config.num_speculative_tokens,
+            mode=config.mode,
+            min_match_len=config.min_match_len,
+            max_spec_factor=config.max_spec_factor,
+            min_token_prob=config.min_token_prob,
+            max_bytes=config.max_index_mb << 20,
+        )
 
     def open_group(self, prompt_token_ids: Int32Array) -> int:
         """Index a prompt (int32 vector, may be empty) and return the new group's id."""

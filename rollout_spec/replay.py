@@ -155,15 +155,7 @@ def replay(
         on_group: called with the counters so far after each line.
     """
     result = ReplayResult()
-    index = SuffixIndex(
-        num_speculative_tokens=config.num_speculative_tokens,
-        mode=config.mode,
-        min_match_len=config.min_match_len,
-        max_spec_factor=config.max_spec_factor,
-        min_token_prob=config.min_token_prob,
-        max_bytes=config.max_index_mb << 20,
-    )
-    with index:
+    with SuffixIndex.from_config(config) as index:
         for rollout in islice(trace, limit_groups):
             responses = rollout.responses[:max_responses]
             _replay_rollout(index, rollout.prompt_token_ids, responses, config, result)

@@ -26,7 +26,7 @@ def int32(*values):
 
 @pytest.fixture
 def index():
-    with SuffixIndex(num_speculative_tokens=4, min_match_len=1) as made:
+    with SuffixIndex(num_speculative_tokens=4, min_match_len=1, max_spec_factor=4.0) as made:
         yield made
 
 
@@ -258,6 +258,26 @@ def test_budget_is_kept_and_an_ordinary_error():
         SuffixIndex(num_speculative_tokens=4, max_bytes=1)
 
 
+def test_the_index_of_a_configuration_has_its_options():
+    from rollout_spec.config import SpecConfig
+
+    prompt = np.tile(int32(1, 2, 3, 4), 3)
+    for options, num_draft_tokens in (
+        ({"num_speculative_tokens": 3}, 3),
+        ({"max_spec_factor": 0.5}, 4),  # of 8 matched tokens
+        ({"min_match_len": 9}, 0),
+        ({"min_token_prob": 1.0}, 0),
+        ({"min_token_prob": 1.0, "mode": "earliest"}, 8),
+    ):
+        config = SpecConfig(**{"min_token_prob": 0.0, **options})
+        with SuffixIndex.from_config(config) as index:
+            sequence = int32(index.open_sequence(index.open_group(prompt)))
+            result = index.step(sequence, prompt[None], int32(0), int32(len(prompt)), int32(64))
+            assert result.num_draft_tokens.tolist() == [num_draft_tokens], options
+    with SuffixIndex.from_config(SpecConfig(max_index_mb=1)) as index, pytest.raises(BudgetExceeded):
+        index.open_group(np.random.default_rng(0).integers(0, 50_000, 60_000, dtype=np.int32))
+
+
 def test_buffers_grow_with_the_batch(index):
     n = 300
     group = index.open_group(int32(1, 2, 3, 1))
@@ -363,7 +383,8 @@ def noisy_period(rng, period, length):
 @pytest.mark.parametrize("period", [1, 2, 5])
 def test_counts_and_probabilities_equal_the_oracle(period, min_token_prob):
     rng = np.random.default_rng([period, int(100 * min_token_prob)])
-    options = {"num_speculative_tokens": 8, "min_match_len": 1, "min_token_prob": min_token_prob}
+    options = {"num_speculative_tokens": 8, "min_match_len": 1, "max_spec_factor": 4.0}
+    options |= {"min_token_prob": min_token_prob}
     with SuffixIndex(**options) as index:
         for _ in range(6):
             text = noisy_period(rng, period, 90)
