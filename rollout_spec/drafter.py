@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.gate import Gate
-from rollout_spec.index import BudgetExceeded, OutOfMemory, SuffixIndex
+from rollout_spec.index import BudgetExceeded, OutOfMemory, StepResult, SuffixIndex
 from rollout_spec.metrics import EngineCounters
 
 # Siblings that wait in the engine's queue find their group's text here when they start.
@@ -93,11 +93,14 @@ class Drafter:
 
     def close(self, request_id: str) -> None:
         """End a request; its text stays in its group until the group is evicted."""
-        request = self._requests.pop(request_id)
+        self._untrack(self._requests.pop(request_id))
+
+    def _untrack(self, request: _Request) -> None:
         self._row_ids = None
         if request.sequence == _UNTRACKED:
             return
         self._index.close_sequence(request.sequence)
+        request.sequence = _UNTRACKED
         group = self._groups[request.group_key]
         group.num_live -= 1
         if not self.config.group_sharing:
@@ -125,24 +128,18 @@ class Drafter:
             The draft tokens of each row, most often empty.
 
         Raises:
-            NativeError: the index is full or out of memory; nothing has changed then.
+            NativeError: out of memory, or an argument is wrong; nothing has changed then. A full index raises
+                nothing: idle groups leave it, then the requests that do not fit.
         """
         started = time.perf_counter()
         num_rows = len(request_ids)
         self._map_rows(request_ids)
         num_decoding = int(np.count_nonzero(decoding))
         is_on = self._gate.is_open(num_decoding)
-        rows = np.flatnonzero(decoding & (self._row_sequences != _UNTRACKED)).astype(np.int32)
+        rows, result = self._step_index(decoding, token_ids, levels, is_on)
         drafts: list[list[int]] = [[] for _ in range(num_rows)]
         num_drafts = num_draft_tokens = 0
-        if len(rows):
-            row_levels = levels[rows]
-            # The target adds a token of its own, so a draft that ends one short of the limit is enough.
-            room = np.clip(self._row_max_levels[rows] - row_levels - 1, 0, self.config.num_speculative_tokens)
-            max_draft_tokens = room if is_on else np.zeros_like(room)
-            result = self._step_index(
-                self._row_sequences[rows], token_ids, rows, row_levels, max_draft_tokens
-            )
+        if result is not None:
             drafted = np.flatnonzero(result.num_draft_tokens)
             num_drafts, num_draft_tokens = len(drafted), int(result.num_draft_tokens.sum())
             for i in drafted:
@@ -170,13 +167,32 @@ class Drafter:
         self._groups.clear()
         self._row_ids = None
 
-    def _step_index(self, sequences, token_ids, rows, levels, max_draft_tokens):  # type: ignore[no-untyped-def]
-        try:
-            return self._index.step(sequences, token_ids, rows, levels, max_draft_tokens)
-        except BudgetExceeded:
-            if not self._evict_idle(keep=0):
-                raise
-        return self._index.step(sequences, token_ids, rows, levels, max_draft_tokens)
+    def _step_index(
+        self, decoding: npt.NDArray[np.bool_], token_ids: _Int32, levels: _Int32, is_on: bool
+    ) -> tuple[_Int32, StepResult | None]:
+        """Index and draft for the decoding rows that have a place in the index; returns these rows too."""
+        while True:
+            rows = np.flatnonzero(decoding & (self._row_sequences != _UNTRACKED)).astype(np.int32)
+            if not len(rows):
+                return rows, None
+            row_levels = levels[rows]
+            # The target adds a token of its own, so a draft that ends one short of the limit is enough.
+            room = np.clip(self._row_max_levels[rows] - row_levels - 1, 0, self.config.num_speculative_tokens)
+            room = room if is_on else np.zeros_like(room)
+            try:
+                return rows, self._index.step(self._row_sequences[rows], token_ids, rows, row_levels, room)
+            except BudgetExceeded as error:
+                if self._evict_idle(keep=0):
+                    continue
+                # What was too much may be all rows' together; then the longest goes.
+                entry = error.row if error.row >= 0 else int(np.argmax(row_levels))
+                self._untrack_row(rows[entry])
+
+    def _untrack_row(self, row: int) -> None:
+        assert self._row_ids is not None
+        request_ids = self._row_ids
+        self._untrack(self._requests[request_ids[row]])
+        self._map_rows(request_ids)
 
     def _map_rows(self, request_ids: Sequence[str]) -> None:
         # Batches change seldom; comparing two lists of the same string objects is cheap.

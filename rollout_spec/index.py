@@ -22,6 +22,9 @@ _INT32 = np.dtype(np.int32)
 class NativeError(Exception):
     """A call into the native index failed and changed nothing; the message begins with the argument."""
 
+    row: int = -1
+    """The entry of the batch that is wrong or does not fit; -1 where it is none in particular."""
+
 
 class InvalidArgument(NativeError, ValueError):  # noqa: N818
     """An argument has the wrong type, shape or range."""
@@ -271,7 +274,9 @@ class SuffixIndex:
     def _check(self, status: int) -> None:
         if status != lib.RS_OK:
             message = ffi.string(self._error.message).decode()
-            raise _EXCEPTIONS.get(status, NativeError)(message)
+            error = _EXCEPTIONS.get(status, NativeError)(message)
+            error.row = int(self._error.row)
+            raise error
 
     def _make_buffers(self, num_rows: int) -> None:
         self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)

@@ -8,7 +8,6 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import MAX_IDLE_GROUPS, Drafter
 from rollout_spec.gate import Gate
-from rollout_spec.index import BudgetExceeded
 
 PROMPT = np.array([1, 2, 3, 4], np.int32)
 
@@ -141,13 +140,33 @@ def test_a_full_index_gives_up_idle_groups_first() -> None:
     assert drafter.index.stats().num_bytes <= 1 << 20
 
 
-def test_a_step_that_does_not_fit_changes_nothing() -> None:
-    random = np.random.default_rng(0)
-    batch = Batch(Drafter(SpecConfig(max_index_mb=1)), num_rows=1, length=100_000)
-    batch.open("a", max_level=100_000)
-    before = batch.drafter.index.stats()
-    with pytest.raises(BudgetExceeded):
-        batch.step([random.integers(0, 50_000, 60_000).tolist()])
-    assert batch.drafter.index.stats().num_tokens == before.num_tokens
-    batch.levels[0] = len(PROMPT)
-    assert batch.step([[5]]) == [[]]
+@pytest.mark.parametrize("group_sharing", [True, False])
+def test_a_request_that_does_not_fit_is_left_out_and_the_others_draft(group_sharing: bool) -> None:
+    drafter = Drafter(SpecConfig(max_index_mb=1, group_sharing=group_sharing))
+    batch = Batch(drafter, num_rows=3, length=30_000)
+    for name in ("a", "b", "c"):
+        batch.open(name, np.array([ord(name)], np.int32), max_level=30_000)
+    batch.step([[1, 2, 3], [4], [1, 2, 3]])
+    long = np.random.default_rng(0).integers(0, 50_000, 25_000).tolist()
+    drafts = batch.step([[1, 2], long, [1, 2]])
+    assert drafts[0][:1] == drafts[2][:1] == [3]
+    counters = drafter.take_counters()
+    assert (counters.num_row_steps, counters.num_untracked_rows) == (6, 1)
+    # It is not tried again, and its end is an ordinary one.
+    batch.step([[3], [9], [3]])
+    assert drafter.take_counters().num_untracked_rows == 1
+    assert drafter.index.stats().num_bytes <= 1 << 20
+    drafter.index.validate()
+    for name in ("a", "b", "c"):
+        drafter.close(name)
+    assert drafter.index.stats().num_sequences == 0
+
+
+def test_rows_that_do_not_fit_together_go_one_by_one() -> None:
+    batch = Batch(Drafter(SpecConfig(max_index_mb=1)), num_rows=2, length=200_000)
+    batch.open("short", max_level=200_000)
+    batch.open("long", max_level=200_000)
+    # Even the record of what the step has done is over the budget: it names no row.
+    assert batch.step([[7, 8], [7] * 190_000]) == [[], []]
+    assert batch.drafter.counters.num_untracked_rows == 1
+    assert batch.step([[7, 8], []])[0][:2] == [7, 8]

@@ -245,6 +245,7 @@ def test_budget_is_kept_and_an_ordinary_error():
             except BudgetExceeded as raised:
                 error = raised
         assert str(error).startswith("max_bytes=200000: reached")
+        assert error.row == 0
         after = index.stats()
         assert after._replace(num_bytes=0) == before._replace(num_bytes=0)
         assert after.num_bytes <= 200_000
