@@ -1,5 +1,7 @@
 #include "draft.h"
 
+#include <string.h>
+
 /* The longest suffix, `state` included, that has been followed; the root where none has. */
 static uint32_t followed_suffix(const rs_automaton *a, uint32_t state) {
     while (a->states[state].token < 0 && state != RS_ROOT) {
@@ -8,29 +10,62 @@ static uint32_t followed_suffix(const rs_automaton *a, uint32_t state) {
     return state;
 }
 
-int32_t rs_walk_start(rs_walk *walk, const rs_automaton *a, uint32_t last, const rs_options *options,
-                      int32_t max_draft_tokens) {
-    uint32_t state = followed_suffix(a, last);
-    uint32_t match_len = a->states[state].len;
-    *walk = (rs_walk){.automaton = a, .state = state, .probability = 1.0};
-    if (match_len >= (uint32_t)options->min_match_len) {
-        int32_t most = options->num_speculative_tokens;
-        if (most > max_draft_tokens) {
-            most = max_draft_tokens;
-        }
-        double by_match = options->max_spec_factor * match_len;
-        walk->num_left = by_match < most ? (int32_t)by_match : most;
+int32_t rs_match_len(const rs_automaton *a, uint32_t last) {
+    return (int32_t)a->states[followed_suffix(a, last)].len;
+}
+
+static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
+
+/* Move up to the longest suffix that has been followed. */
+static void move_to_followed(rs_walk *walk) {
+    uint32_t state = followed_suffix(walk->automaton, walk->state);
+    if (state != walk->state) {
+        walk->state = state;
+        walk->match_len = walk->automaton->states[state].len;
     }
-    return (int32_t)match_len;
+}
+
+static void find_contexts(rs_walk *walk, const rs_index *index) {
+    rs_context_tags(&walk->recent, walk->salt, walk->own_salt, walk->tags);
+    rs_contexts_prefetch(&index->contexts, walk->tags);
+}
+
+int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *sequence, int32_t max_draft_tokens,
+                      rs_prediction *predictions) {
+    const rs_options *options = &index->options;
+    const rs_automaton *a = &index->groups[sequence->group].automaton;
+    walk->automaton = a;
+    walk->state = sequence->last;
+    walk->match_len = a->states[sequence->last].len;
+    walk->probability = 1.0;
+    walk->num_predictions = 0;
+    move_to_followed(walk);
+    int32_t most = least(options->num_speculative_tokens, max_draft_tokens);
+    if (options->mode == RS_MODE_SAM) {
+        walk->recent = sequence->recent;
+        walk->salt = rs_salt(index, sequence);
+        walk->own_salt = rs_own_salt(sequence);
+        walk->predictions = predictions;
+        walk->num_left = most;
+        find_contexts(walk, index);
+    } else {
+        double by_match = options->max_spec_factor * walk->match_len;
+        bool too_short = walk->match_len < (uint32_t)options->min_match_len;
+        walk->num_left = too_short ? 0 : by_match < most ? (int32_t)by_match : most;
+    }
+    return (int32_t)walk->match_len;
 }
 
 /* Occurrences set aside for a follower that was never seen. */
 static const double UNSEEN_COUNT = 0.25;
 
-/* The most frequent follower of the state; returns its estimated probability. */
-static double most_frequent(const rs_automaton *a, const rs_state *state, int32_t *token, uint32_t *target) {
+/* The most frequent follower of the state, which has one; returns its count. */
+static uint32_t most_frequent(const rs_automaton *a, const rs_state *state, int32_t *token, uint32_t *target,
+                              uint64_t *total) {
+    *token = state->token;
+    *target = state->target;
     uint32_t best = a->states[state->target].count;
-    uint64_t total = best;
+    *total = best;
     uint32_t num = 0;
     const rs_transition *others = state->block == 0 ? NULL : rs_block_entries(&a->pool, state->block, &num);
     if (num > RS_MAX_BRANCHES - 1) {
@@ -38,33 +73,149 @@ static double most_frequent(const rs_automaton *a, const rs_state *state, int32_
     }
     for (uint32_t i = 0; i < num; i++) {
         uint32_t count = a->states[others[i].target].count;
-        total += count;
+        *total += count;
         if (count > best) {
             best = count;
             *token = others[i].token;
             *target = others[i].target;
         }
     }
-    return (double)best / ((double)total + UNSEEN_COUNT);
+    return best;
 }
 
-int32_t rs_walk_next(rs_walk *walk, const rs_options *options) {
+/* Modes earliest and frequent. */
+static int32_t next_of_match(rs_walk *walk, const rs_options *options) {
     const rs_automaton *a = walk->automaton;
-    uint32_t at = followed_suffix(a, walk->state);
-    const rs_state *state = a->states + at;
-    int32_t token = -1;
-    if (state->len >= (uint32_t)options->min_match_len) {
-        token = state->token;
-        uint32_t target = state->target;
-        if (options->mode == RS_MODE_FREQUENT) {
-            walk->probability *= most_frequent(a, state, &token, &target);
-            if (walk->probability < options->min_token_prob) {
-                token = -1;
-            }
-        }
-        walk->state = target;
-        __builtin_prefetch(a->states + target);
+    move_to_followed(walk);
+    const rs_state *state = a->states + walk->state;
+    if (state->len < (uint32_t)options->min_match_len) {
+        return -1;
     }
+    int32_t token = state->token;
+    uint32_t target = state->target;
+    if (options->mode == RS_MODE_FREQUENT) {
+        uint64_t total;
+        uint32_t count = most_frequent(a, state, &token, &target, &total);
+        walk->probability *= (double)count / ((double)total + UNSEEN_COUNT);
+        if (walk->probability < options->min_token_prob) {
+            return -1;
+        }
+    }
+    walk->state = target;
+    walk->match_len++;
+    __builtin_prefetch(a->states + target);
+    return token;
+}
+
+static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
+    const rs_automaton *a = walk->automaton;
+    memset(prediction->tokens, -1, sizeof prediction->tokens);
+    prediction->weight_set = 0;
+    move_to_followed(walk);
+    uint32_t state = walk->state;
+    uint32_t match_len = walk->match_len;
+    for (int expert = 0; expert < RS_NUM_MATCHES && state != RS_ROOT; expert++) {
+        int32_t token;
+        uint32_t target;
+        uint64_t total;
+        uint32_t count = most_frequent(a, a->states + state, &token, &target, &total);
+        rs_prediction_add_match(index->calibration, prediction, expert, token, match_len, count, total);
+        state = followed_suffix(a, a->states[state].link);
+        match_len = a->states[state].len;
+    }
+    for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
+        uint32_t tag = walk->tags[context];
+        const rs_context_slot *slot = tag == 0 ? NULL : rs_context_find(&index->contexts, tag);
+        if (slot != NULL) {
+            uint32_t confidence = slot->tag & RS_MAX_CONFIDENCE;
+            rs_prediction_add_context(index->calibration, prediction, context, slot->token, confidence);
+        }
+    }
+}
+
+/* To the longest suffix of text + draft + token that is in the automaton. */
+static void move_along(rs_walk *walk, int32_t token) {
+    const rs_automaton *a = walk->automaton;
+    const uint32_t *target;
+    while ((target = rs_find(a, walk->state, token)) == NULL && walk->state != RS_ROOT) {
+        walk->state = a->states[walk->state].link;
+        walk->match_len = a->states[walk->state].len;
+    }
+    if (target != NULL) {
+        walk->state = *target;
+        walk->match_len++;
+        __builtin_prefetch(a->states + *target);
+    }
+}
+
+static int32_t next_of_experts(rs_walk *walk, const rs_index *index) {
+    rs_prediction *prediction = walk->predictions + walk->num_predictions;
+    ask_experts(walk, index, prediction);
+    walk->probability *= rs_predict(index->calibration, prediction);
+    if (prediction->token < 0) {
+        return -1;
+    }
+    walk->num_predictions++;
+    if (walk->probability < index->options.min_token_prob) {
+        return -1;
+    }
+    if (walk->num_left > 1) {
+        rs_recent_push(&walk->recent, prediction->token);
+        find_contexts(walk, index);
+        move_along(walk, prediction->token);
+    }
+    return prediction->token;
+}
+
+int32_t rs_walk_next(rs_walk *walk, const rs_index *index) {
+    bool sam = index->options.mode == RS_MODE_SAM;
+    int32_t token = sam ? next_of_experts(walk, index) : next_of_match(walk, &index->options);
     walk->num_left = token < 0 ? 0 : walk->num_left - 1;
     return token;
+}
+
+/* One path of mode suffix_policy: its length, and the sum of its probabilities. */
+static int32_t suffix_path(const rs_automaton *a, uint32_t at, double min_token_prob, int32_t most, int32_t *path,
+                           double *score) {
+    double probability = 1.0;
+    int32_t num = 0;
+    *score = 0.0;
+    while (num < most && a->states[at].token >= 0) {
+        int32_t token;
+        uint32_t target;
+        uint64_t total;
+        uint32_t count = most_frequent(a, a->states + at, &token, &target, &total);
+        /* The counts of a class and of those that follow it may differ by what was not counted. */
+        uint32_t of = a->states[at].count > count ? a->states[at].count : count;
+        probability *= (double)count / of;
+        if (probability < min_token_prob) {
+            break;
+        }
+        path[num++] = token;
+        *score += probability;
+        at = target;
+    }
+    return num;
+}
+
+int32_t rs_suffix_policy(const rs_automaton *a, uint32_t last, const rs_options *options, int32_t max_draft_tokens,
+                         int32_t draft_tokens[RS_MAX_SPECULATIVE_TOKENS]) {
+    int32_t most = least(options->num_speculative_tokens, max_draft_tokens);
+    int32_t num_best = 0;
+    double best = 0.0;
+    uint32_t state = followed_suffix(a, last);
+    for (int i = 0; i < RS_MAX_SUFFIX_CLASSES && state != RS_ROOT; i++) {
+        int32_t path[RS_MAX_SPECULATIVE_TOKENS];
+        double by_match = options->max_spec_factor * a->states[state].len;
+        double score;
+        int32_t num = suffix_path(a, state, options->min_token_prob, by_match < most ? (int32_t)by_match : most, path,
+                                  &score);
+        if (score > best && a->states[state].len >= (uint32_t)options->min_match_len) {
+            best = score;
+            num_best = num;
+            memcpy(draft_tokens, path, (size_t)num * sizeof *path);
+        }
+        state = a->states[state].link;
+    }
+    return num_best;
 }

@@ -32,7 +32,7 @@ static rs_status check_options(const rs_options *options, rs_error *error) {
         return rs_fail(error, RS_EINVAL, -1, "num_speculative_tokens=%" PRId32 ": must be between 1 and %d",
                        options->num_speculative_tokens, (int)RS_MAX_SPECULATIVE_TOKENS);
     }
-    if (options->mode != RS_MODE_EARLIEST && options->mode != RS_MODE_FREQUENT) {
+    if (options->mode < RS_MODE_EARLIEST || options->mode > RS_MODE_SUFFIX_POLICY) {
         return rs_fail(error, RS_EINVAL, -1, "mode=%" PRId32 ": unknown", options->mode);
     }
     if (options->min_match_len < 1) {
@@ -45,7 +45,24 @@ static rs_status check_options(const rs_options *options, rs_error *error) {
     if (!(options->min_token_prob >= 0.0 && options->min_token_prob <= 1.0)) {
         return rs_fail(error, RS_EINVAL, -1, "min_token_prob=%g: must be between 0 and 1", options->min_token_prob);
     }
+    if (options->share_contexts != 0 && options->share_contexts != 1) {
+        return rs_fail(error, RS_EINVAL, -1, "share_contexts=%" PRId32 ": must be 0 or 1", options->share_contexts);
+    }
     return RS_OK;
+}
+
+/* What mode sam learns, in every text and for as long as the index lives. */
+static rs_status make_experience(rs_index *index) {
+    if (index->options.mode != RS_MODE_SAM) {
+        return RS_OK;
+    }
+    rs_status status = rs_resize(&index->memory, (void **)&index->calibration, &index->calibration_capacity, 1,
+                                 sizeof *index->calibration);
+    if (status == RS_OK) {
+        rs_calibration_init(index->calibration);
+        status = rs_contexts_init(&index->contexts, &index->memory);
+    }
+    return status;
 }
 
 rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error) {
@@ -68,6 +85,12 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     made->options = *options;
     made->memory = memory;
     made->free_groups = made->free_sequences = (rs_free_slots){.first = -1, .newest = -1};
+    status = make_experience(made);
+    if (status != RS_OK) {
+        rs_memory_error(made, error, status, -1);
+        rs_index_free(made);
+        return status;
+    }
     *index = made;
     return RS_OK;
 }
@@ -82,6 +105,7 @@ static void forget_everything(rs_index *index) {
     rs_resize(memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
     rs_resize(memory, (void **)&index->sequences, &index->sequences_capacity, 0, sizeof *index->sequences);
     rs_resize(memory, (void **)&index->drafts, &index->drafts_capacity, 0, sizeof *index->drafts);
+    rs_resize(memory, (void **)&index->predictions, &index->predictions_capacity, 0, sizeof *index->predictions);
     rs_resize(memory, (void **)&index->extensions, &index->extensions_capacity, 0, sizeof *index->extensions);
     index->num_groups = index->num_sequences = 0;
     index->free_groups = index->free_sequences = (rs_free_slots){.first = -1, .newest = -1};
@@ -92,6 +116,9 @@ void rs_index_free(rs_index *index) {
         return;
     }
     forget_everything(index);
+    rs_contexts_free(&index->contexts, &index->memory);
+    rs_resize(&index->memory, (void **)&index->calibration, &index->calibration_capacity, 0,
+              sizeof *index->calibration);
     rs_memory memory = index->memory;
     void *block = index;
     uint32_t capacity = 1;
@@ -127,6 +154,11 @@ static rs_status find_sequence_slot(rs_index *index, int32_t *slot) {
     *slot = (int32_t)index->num_sequences;
     rs_status status = rs_reserve(&index->memory, (void **)&index->drafts, &index->drafts_capacity,
                                   needed * draft_len, sizeof *index->drafts);
+    if (status == RS_OK) {
+        uint64_t num_predictions = needed * (uint64_t)rs_predictions_per_sequence(index);
+        status = rs_reserve(&index->memory, (void **)&index->predictions, &index->predictions_capacity,
+                            num_predictions, sizeof *index->predictions);
+    }
     if (status == RS_OK) {
         status = rs_reserve(&index->memory, (void **)&index->sequences, &index->sequences_capacity, needed,
                             sizeof *index->sequences);
@@ -166,12 +198,13 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
     rs_group opened = {.open = true, .next_free = -1, .prompt_len = (int32_t)num_prompt_tokens};
     rs_status status = find_group_slot(index, &slot);
     if (status == RS_OK) {
-        status = rs_automaton_init(&opened.automaton, &index->memory, index->options.mode == RS_MODE_FREQUENT);
+        status = rs_automaton_init(&opened.automaton, &index->memory, index->options.mode != RS_MODE_EARLIEST);
     }
     rs_extension extension = {.after = RS_ROOT};
     for (int64_t i = 0; i < num_prompt_tokens && status == RS_OK; i++) {
         status = rs_extend(&opened.automaton, opened.prompt_last, prompt_token_ids[i], &extension);
         opened.prompt_last = extension.after;
+        rs_recent_push(&opened.prompt_end, prompt_token_ids[i]);
     }
     if (status != RS_OK) {
         if (opened.automaton.memory != NULL) {
@@ -227,10 +260,11 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
     if (status != RS_OK) {
         return rs_memory_error(index, error, status, -1);
     }
-    rs_sequence opened = {.open = true, .next_free = -1, .group = group};
+    rs_sequence opened = {.open = true, .next_free = -1, .group = group, .serial = ++index->num_opened};
     if (after_prompt) {
         opened.start = opened.last = found->prompt_last;
         opened.start_level = opened.level = found->prompt_len;
+        opened.recent = found->prompt_end;
     }
     bool reused = index->free_sequences.first == slot;
     take_slot(&index->free_sequences, &index->num_sequences, slot, reused ? index->sequences[slot].next_free : -1);

@@ -2,7 +2,7 @@
 #ifndef RS_INDEX_H
 #define RS_INDEX_H
 
-#include "automaton.h"
+#include "evidence.h"
 
 typedef struct {
     bool open;
@@ -10,6 +10,7 @@ typedef struct {
     int32_t prompt_len;
     int32_t num_sequences; /* open */
     uint32_t prompt_last;
+    rs_recent prompt_end;
     uint64_t num_tokens;
     rs_automaton automaton;
 } rs_group;
@@ -23,6 +24,9 @@ typedef struct {
     int32_t level; /* tokens indexed, those before start_level included */
     uint32_t last;
     int32_t num_draft_tokens; /* of the draft that is not verified yet */
+    int32_t num_predictions;  /* of the same */
+    rs_recent recent;         /* the end of its text */
+    uint64_t serial;          /* of all sequences ever opened, from 1 */
     uint64_t latest_step;
 } rs_sequence;
 
@@ -45,6 +49,12 @@ struct rs_index {
     rs_free_slots free_sequences;
     int32_t *drafts; /* [sequences][num_speculative_tokens] */
     uint32_t drafts_capacity;
+    rs_prediction *predictions; /* in mode sam, [sequences][num_speculative_tokens + 1] */
+    uint32_t predictions_capacity;
+    rs_contexts contexts;        /* in mode sam */
+    rs_calibration *calibration; /* in mode sam */
+    uint32_t calibration_capacity;
+    uint64_t num_opened; /* sequences */
     rs_extension *extensions; /* of the step that is running */
     uint32_t extensions_capacity;
     uint64_t num_steps;
@@ -57,6 +67,17 @@ rs_status rs_fail(rs_error *error, rs_status status, int32_t row, const char *fo
 
 /* The message for a status of rs_reserve or rs_extend; RS_OK passes. */
 rs_status rs_memory_error(const rs_index *index, rs_error *error, rs_status status, int32_t row);
+
+static inline int32_t rs_predictions_per_sequence(const rs_index *index) {
+    return index->options.mode == RS_MODE_SAM ? index->options.num_speculative_tokens + 1 : 0;
+}
+
+/* What keeps the contexts of a sequence from being shared, or does not. */
+static inline uint64_t rs_salt(const rs_index *index, const rs_sequence *sequence) {
+    return index->options.share_contexts ? 0 : sequence->serial << 8;
+}
+
+static inline uint64_t rs_own_salt(const rs_sequence *sequence) { return ~(sequence->serial << 8); }
 
 static inline rs_group *rs_find_group(const rs_index *index, int32_t group) {
     bool known = group >= 0 && (uint32_t)group < index->num_groups && index->groups[group].open;

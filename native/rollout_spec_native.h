@@ -17,11 +17,23 @@
  *              for a follower never seen); a draft ends before the token with which the product of
  *              the probabilities falls below min_token_prob (the idea of SuffixDecoding, arXiv
  *              2411.04975).
+ *   sam        Experts propose the next token: the longest match and the next shorter class above it,
+ *              each with its most frequent follower, and what lately came after the last 1, 2, 3 and
+ *              6 tokens in any text of the index, and after the last 2 in this sequence. The
+ *              probability that a proposal is accepted is learned online, see native/evidence.h; a
+ *              draft takes the best candidate at each position and ends before the token with which
+ *              the product of the probabilities falls below min_token_prob. min_match_len and
+ *              max_spec_factor do not apply.
+ *   suffix_policy  The policy of SuffixDecoding: for every class of the text's suffixes the path of
+ *              the most frequent followers, count(wc) / count(w) each, of at most
+ *              floor(max_spec_factor * |w|) tokens and while their product is at least
+ *              min_token_prob; the path with the largest sum of products is the draft, of equals
+ *              that of the longer suffix. At most RS_MAX_SUFFIX_CLASSES classes are looked at.
  *   count(w)   How often w was indexed, but indexing one token counts the suffixes that end with
  *              it only in the RS_COUNTED_STATES longest classes of them. A class is a set of
  *              suffixes that end at the same positions: a state of the automaton.
  *
- * Where nothing has followed the text w + draft, the draft goes on from its longest suffix that
+ * In earliest and frequent, where nothing has followed the text w + draft, the draft goes on from its longest suffix that
  * has been followed, if that is at least min_match_len long.
  *
  * No function is thread safe for one index; different indexes are independent.
@@ -35,10 +47,11 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 2, /* raised with every change of this file */
+    RS_ABI_VERSION = 3, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_BRANCHES = 64,
-    RS_COUNTED_STATES = 8
+    RS_COUNTED_STATES = 8,
+    RS_MAX_SUFFIX_CLASSES = 64
 };
 
 typedef enum {
@@ -50,14 +63,20 @@ typedef enum {
     RS_ECORRUPT = 5  /* rs_index_validate found a broken invariant */
 } rs_status;
 
-typedef enum { RS_MODE_EARLIEST = 0, RS_MODE_FREQUENT = 1 } rs_mode;
+typedef enum {
+    RS_MODE_EARLIEST = 0,
+    RS_MODE_FREQUENT = 1,
+    RS_MODE_SAM = 2,
+    RS_MODE_SUFFIX_POLICY = 3
+} rs_mode;
 
 typedef struct {
     int32_t num_speculative_tokens; /* 1 .. RS_MAX_SPECULATIVE_TOKENS, K below */
     int32_t mode;                   /* rs_mode */
     int32_t min_match_len;          /* >= 1, tokens */
     double max_spec_factor;         /* >= 0: draft at most floor(max_spec_factor * match length) */
-    double min_token_prob;          /* 0 .. 1, frequent only */
+    double min_token_prob;          /* 0 .. 1, every mode but earliest */
+    int32_t share_contexts;         /* sam: 1: across all sequences of the index, 0: not at all */
     uint64_t max_bytes;             /* of the whole index; 0: no limit */
 } rs_options;
 

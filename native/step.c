@@ -2,10 +2,10 @@
 #include <string.h>
 
 #include "draft.h"
-#include "index.h"
 
 enum {
     WALKS_AT_A_TIME = 16,
+    NUM_WAITING_LESSONS = 8,
     KEPT_EXTENSIONS = 1 << 12 /* of a step's undo log; a longer one is freed after the step */
 };
 
@@ -148,47 +148,115 @@ static int32_t num_accepted(const int32_t *draft, int32_t num_draft_tokens, cons
     return num;
 }
 
+/* What the target has said of the predictions, up to where it first said something else. */
+static void calibrate(rs_index *index, int32_t id, const int32_t *new_tokens, int32_t num_new) {
+    const rs_prediction *predictions = index->predictions + (size_t)id * (size_t)rs_predictions_per_sequence(index);
+    for (int32_t i = 0; i < index->sequences[id].num_predictions && i < num_new; i++) {
+        rs_calibrate(index->calibration, predictions + i, new_tokens[i]);
+        if (predictions[i].token != new_tokens[i]) {
+            return;
+        }
+    }
+}
+
+/* Learns a few tokens late, so that their slots have arrived from memory by then. */
+typedef struct {
+    rs_lesson lessons[NUM_WAITING_LESSONS];
+    uint32_t num;
+} rs_lesson_queue;
+
+static void learn(rs_index *index, rs_sequence *sequence, int32_t token, rs_lesson_queue *queue) {
+    rs_lesson *lesson = queue->lessons + queue->num % NUM_WAITING_LESSONS;
+    if (queue->num >= NUM_WAITING_LESSONS) {
+        rs_contexts_learn(&index->contexts, lesson);
+    }
+    rs_context_tags(&sequence->recent, rs_salt(index, sequence), rs_own_salt(sequence), lesson->tags);
+    rs_contexts_prefetch(&index->contexts, lesson->tags);
+    lesson->token = token;
+    queue->num++;
+    rs_recent_push(&sequence->recent, token);
+}
+
+static void learn_rest(rs_index *index, const rs_lesson_queue *queue) {
+    uint32_t first = queue->num > NUM_WAITING_LESSONS ? queue->num - NUM_WAITING_LESSONS : 0;
+    for (uint32_t i = first; i < queue->num; i++) {
+        rs_contexts_learn(&index->contexts, queue->lessons + i % NUM_WAITING_LESSONS);
+    }
+    rs_contexts_grow(&index->contexts, &index->memory);
+}
+
+/* Mode sam: learn from the new tokens of entry i. */
+static void learn_row(rs_index *index, const rs_batch *batch, int32_t i, rs_lesson_queue *queue) {
+    int32_t id = batch->sequences[i];
+    rs_sequence *sequence = index->sequences + id;
+    const int32_t *tokens = row_tokens(batch, i);
+    int32_t level = batch->levels[i];
+    if (level > sequence->level) {
+        calibrate(index, id, tokens + sequence->level, level - sequence->level);
+    }
+    if (level < sequence->level) {
+        const rs_group *group = index->groups + sequence->group;
+        sequence->recent = sequence->start_level > 0 ? group->prompt_end : (rs_recent){.num = 0};
+    }
+    for (int32_t position = first_new(sequence, level); position < level; position++) {
+        learn(index, sequence, tokens[position], queue);
+    }
+}
+
+static void commit_row(rs_index *index, const rs_batch *batch, int32_t i, uint64_t num_new) {
+    int32_t id = batch->sequences[i];
+    rs_sequence *sequence = index->sequences + id;
+    int32_t level = batch->levels[i];
+    if (level > sequence->level) {
+        const int32_t *draft = index->drafts + (size_t)id * (size_t)index->options.num_speculative_tokens;
+        index->totals.num_accepted_tokens +=
+            (uint64_t)num_accepted(draft, sequence->num_draft_tokens, row_tokens(batch, i) + sequence->level,
+                                   level - sequence->level);
+    }
+    if (level < sequence->level) {
+        sequence->last = sequence->start;
+    }
+    index->groups[sequence->group].num_tokens += num_new;
+    sequence->level = level;
+    sequence->num_draft_tokens = 0;
+    sequence->num_predictions = 0;
+}
+
 static void commit_rows(rs_index *index, const rs_batch *batch) {
     const rs_extension *extensions = index->extensions;
+    rs_lesson_queue queue = {.num = 0};
     for (int32_t i = 0; i < batch->num_rows; i++) {
-        int32_t id = batch->sequences[i];
-        rs_sequence *sequence = index->sequences + id;
-        int32_t level = batch->levels[i];
         uint64_t num_new = num_new_tokens(index, batch, i);
-        if (level > sequence->level) {
-            const int32_t *draft = index->drafts + (size_t)id * (size_t)index->options.num_speculative_tokens;
-            index->totals.num_accepted_tokens +=
-                (uint64_t)num_accepted(draft, sequence->num_draft_tokens, row_tokens(batch, i) + sequence->level,
-                                       level - sequence->level);
+        if (index->options.mode == RS_MODE_SAM) {
+            learn_row(index, batch, i, &queue);
         }
-        if (level < sequence->level) {
-            sequence->last = sequence->start;
-        }
+        commit_row(index, batch, i, num_new);
         if (num_new > 0) {
             extensions += num_new;
-            sequence->last = extensions[-1].after;
+            index->sequences[batch->sequences[i]].last = extensions[-1].after;
         }
-        index->groups[sequence->group].num_tokens += num_new;
-        sequence->level = level;
-        sequence->num_draft_tokens = 0;
+    }
+    if (index->options.mode == RS_MODE_SAM) {
+        learn_rest(index, &queue);
     }
 }
 
 /* Draft for entries first .. end - 1, at most WALKS_AT_A_TIME, their walks taking turns. */
 static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, int32_t end) {
-    const rs_options *options = &index->options;
-    const int32_t draft_len = options->num_speculative_tokens;
+    const int32_t draft_len = index->options.num_speculative_tokens;
     rs_walk walks[WALKS_AT_A_TIME];
     int32_t num_walking = 0;
     for (int32_t i = first; i < end; i++) {
         rs_walk *walk = walks + (i - first);
-        walk->num_left = 0;
+        walk->num_left = walk->num_predictions = 0;
         batch->num_draft_tokens[i] = 0;
         batch->match_lens[i] = 0;
         if (batch->max_draft_tokens[i] > 0) {
-            const rs_sequence *sequence = index->sequences + batch->sequences[i];
-            batch->match_lens[i] = rs_walk_start(walk, &index->groups[sequence->group].automaton, sequence->last,
-                                                 options, batch->max_draft_tokens[i]);
+            int32_t id = batch->sequences[i];
+            rs_prediction *predictions = index->predictions == NULL ? NULL :
+                index->predictions + (size_t)id * (size_t)rs_predictions_per_sequence(index);
+            batch->match_lens[i] = rs_walk_start(walk, index, index->sequences + id, batch->max_draft_tokens[i],
+                                                 predictions);
         }
         num_walking += walk->num_left > 0;
     }
@@ -197,13 +265,42 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
         for (int32_t i = first; i < end; i++) {
             rs_walk *walk = walks + (i - first);
             if (walk->num_left > 0) {
-                int32_t token = rs_walk_next(walk, options);
+                int32_t token = rs_walk_next(walk, index);
                 if (token >= 0) {
                     batch->draft_tokens[(int64_t)i * draft_len + batch->num_draft_tokens[i]++] = token;
                 }
                 num_walking += walk->num_left > 0;
             }
         }
+    }
+    for (int32_t i = first; i < end; i++) {
+        index->sequences[batch->sequences[i]].num_predictions = walks[i - first].num_predictions;
+    }
+}
+
+/* Mode suffix_policy. */
+static void draft_row_by_suffix(rs_index *index, const rs_batch *batch, int32_t i) {
+    const rs_sequence *sequence = index->sequences + batch->sequences[i];
+    const rs_automaton *automaton = &index->groups[sequence->group].automaton;
+    int32_t *draft = batch->draft_tokens + (int64_t)i * index->options.num_speculative_tokens;
+    batch->num_draft_tokens[i] = batch->match_lens[i] = 0;
+    if (batch->max_draft_tokens[i] > 0) {
+        batch->num_draft_tokens[i] = rs_suffix_policy(automaton, sequence->last, &index->options,
+                                                      batch->max_draft_tokens[i], draft);
+        batch->match_lens[i] = rs_match_len(automaton, sequence->last);
+    }
+}
+
+static void draft_all(rs_index *index, const rs_batch *batch) {
+    if (index->options.mode == RS_MODE_SUFFIX_POLICY) {
+        for (int32_t i = 0; i < batch->num_rows; i++) {
+            draft_row_by_suffix(index, batch, i);
+        }
+        return;
+    }
+    for (int32_t first = 0; first < batch->num_rows; first += WALKS_AT_A_TIME) {
+        int32_t left = batch->num_rows - first;
+        draft_rows(index, batch, first, first + (left < WALKS_AT_A_TIME ? left : WALKS_AT_A_TIME));
     }
 }
 
@@ -241,10 +338,7 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
     status = index_rows(index, batch, error);
     if (status == RS_OK) {
         commit_rows(index, batch);
-        for (int32_t first = 0; first < batch->num_rows; first += WALKS_AT_A_TIME) {
-            int32_t left = batch->num_rows - first;
-            draft_rows(index, batch, first, first + (left < WALKS_AT_A_TIME ? left : WALKS_AT_A_TIME));
-        }
+        draft_all(index, batch);
         for (int32_t i = 0; i < batch->num_rows; i++) {
             remember_draft(index, batch, i);
         }

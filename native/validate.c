@@ -105,13 +105,21 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     }
     bool draft_fits = sequence->num_draft_tokens >= 0 &&
                       sequence->num_draft_tokens <= index->options.num_speculative_tokens;
-    return draft_fits ? NULL : "sequence: num_draft_tokens out of range";
+    if (!draft_fits) {
+        return "sequence: num_draft_tokens out of range";
+    }
+    bool predictions_fit = sequence->num_predictions >= 0 &&
+                           sequence->num_predictions <= rs_predictions_per_sequence(index);
+    return predictions_fit ? NULL : "sequence: num_predictions out of range";
 }
 
 static uint64_t num_bytes_of(const rs_index *index) {
     uint64_t num_bytes = sizeof *index + (uint64_t)index->groups_capacity * sizeof *index->groups +
                          (uint64_t)index->sequences_capacity * sizeof *index->sequences +
                          (uint64_t)index->drafts_capacity * sizeof *index->drafts +
+                         (uint64_t)index->predictions_capacity * sizeof *index->predictions +
+                         (uint64_t)index->calibration_capacity * sizeof *index->calibration +
+                         (uint64_t)index->contexts.num_slots * sizeof *index->contexts.slots +
                          (uint64_t)index->extensions_capacity * sizeof *index->extensions;
     for (uint32_t i = 0; i < index->num_groups; i++) {
         const rs_automaton *a = &index->groups[i].automaton;
@@ -173,6 +181,9 @@ rs_status rs_index_validate(const rs_index *index, rs_error *error) {
         return rs_fail(error, RS_EINVAL, -1, "index: must not be null");
     }
     const char *broken = check_tables(index);
+    if (broken == NULL) {
+        broken = rs_contexts_check(&index->contexts);
+    }
     if (broken != NULL) {
         return rs_fail(error, RS_ECORRUPT, -1, "%s", broken);
     }

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 METHODS = ("sam", "off")
-MODES = ("earliest", "frequent")
+MODES = ("sam", "earliest", "frequent", "suffix_policy")
 MAX_SPECULATIVE_TOKENS = 64
 
 
@@ -29,7 +29,7 @@ class SpecConfig:
     """
 
     method: str = _option("sam", "sam: draft with the suffix automaton; off: plain verl and vLLM")
-    mode: str = _option("frequent", "which continuation of a match is drafted: earliest or frequent")
+    mode: str = _option("sam", "how drafts are chosen: sam, earliest, frequent or suffix_policy")
     num_speculative_tokens: int = _option(8, "most draft tokens per row and step", 1, MAX_SPECULATIVE_TOKENS)
     min_match_len: int = _option(1, "shortest suffix match that is drafted from, in tokens", 1, 1024)
     max_spec_factor: float = _option(2.0, "draft at most this many tokens per matched token", 0.0, 1024.0)

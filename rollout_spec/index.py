@@ -14,7 +14,7 @@ from rollout_spec.config import SpecConfig
 Int32Array = npt.NDArray[np.int32]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 _INT32 = np.dtype(np.int32)
 
@@ -84,7 +84,12 @@ _EXCEPTIONS: dict[int, type[NativeError]] = {
     lib.RS_ENOMEM: OutOfMemory,
     lib.RS_EBUDGET: BudgetExceeded,
 }
-_MODES = {"earliest": lib.RS_MODE_EARLIEST, "frequent": lib.RS_MODE_FREQUENT}
+_MODES = {
+    "sam": lib.RS_MODE_SAM,
+    "earliest": lib.RS_MODE_EARLIEST,
+    "frequent": lib.RS_MODE_FREQUENT,
+    "suffix_policy": lib.RS_MODE_SUFFIX_POLICY,
+}
 
 
 def _int32(name: str, value: Any) -> int:
@@ -111,10 +116,12 @@ class SuffixIndex:
 
     Args:
         num_speculative_tokens: most draft tokens per row and step, K.
-        mode: "earliest" or "frequent", see native/rollout_spec_native.h for the exact meaning.
-        min_match_len: shortest match that is drafted from, tokens.
-        max_spec_factor: draft at most floor(max_spec_factor * match length) tokens.
-        min_token_prob: mode "frequent": end a draft where its estimated survival falls below.
+        mode: "sam", "earliest", "frequent" or "suffix_policy", see native/rollout_spec_native.h for the
+            exact meaning.
+        min_match_len: shortest match that is drafted from, tokens; not in mode sam.
+        max_spec_factor: draft at most floor(max_spec_factor * match length) tokens; not in mode sam.
+        min_token_prob: end a draft where its estimated survival falls below; not in mode earliest.
+        share_contexts: mode sam: what one sequence says is evidence for all of the index.
         max_bytes: budget of the whole index, 0: none.
 
     Raises:
@@ -129,6 +136,7 @@ class SuffixIndex:
         min_match_len: int = SpecConfig.min_match_len,
         max_spec_factor: float = SpecConfig.max_spec_factor,
         min_token_prob: float = SpecConfig.min_token_prob,
+        share_contexts: bool = SpecConfig.group_sharing,
         max_bytes: int = 0,
     ) -> None:
         self._index = ffi.NULL
@@ -145,6 +153,7 @@ class SuffixIndex:
         options.min_match_len = _int32("min_match_len", min_match_len)
         options.max_spec_factor = max_spec_factor
         options.min_token_prob = min_token_prob
+        options.share_contexts = bool(share_contexts)
         options.max_bytes = max_bytes
         made = ffi.new("rs_index **")
         self._check(lib.rs_index_new(options, made, self._error))
@@ -161,6 +170,7 @@ class SuffixIndex:
             min_match_len=config.min_match_len,
             max_spec_factor=config.max_spec_factor,
             min_token_prob=config.min_token_prob,
+            share_contexts=config.group_sharing,
             max_bytes=config.max_index_mb << 20,
         )
 

@@ -1,10 +1,12 @@
 """An obviously correct, slow model of the native index: dictionaries of substrings, no automaton.
 
-The words match, earliest, frequent and count are defined in native/rollout_spec_native.h.
+The words match, earliest, frequent, sam, suffix_policy and count are defined in
+native/rollout_spec_native.h, what mode sam learns in native/contexts.h and native/evidence.h.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +16,8 @@ Text = tuple[int, ...]
 COUNTED_STATES = 8
 MAX_BRANCHES = 64
 UNSEEN_COUNT = 0.25
+MAX_SUFFIX_CLASSES = 64
+BITS64 = (1 << 64) - 1
 
 
 def suffixes(text: Text) -> list[Text]:
@@ -28,6 +32,162 @@ class Options:
     min_match_len: int = 2
     max_spec_factor: float = 4.0
     min_token_prob: float = 0.1
+    share_contexts: bool = True
+
+
+class ContextsOracle:
+    """The table of contexts: lists of at most four [identity, confidence, token] per bucket."""
+
+    WAYS, MAX_CONFIDENCE = 4, 15
+
+    def __init__(self, max_bytes: int = 0) -> None:
+        self.buckets: list[list[list[int]]] = [[] for _ in range(256)]
+        self.max_bytes = max_bytes
+
+    def bucket(self, identity: int) -> list[list[int]]:
+        return self.buckets[identity % len(self.buckets)]
+
+    def find(self, identity: int) -> list[int] | None:
+        return next((slot for slot in self.bucket(identity) if slot[0] == identity), None)
+
+    def learn(self, identity: int, token: int) -> None:
+        slot = self.find(identity)
+        bucket = self.bucket(identity)
+        if slot is None and len(bucket) < self.WAYS:
+            bucket.append([identity, 1, token])
+        elif slot is None:
+            weakest = min(range(self.WAYS), key=lambda way: bucket[way][1])
+            bucket[weakest] = [identity, 1, token]
+        elif slot[2] == token:
+            slot[1] = min(slot[1] + 1, self.MAX_CONFIDENCE)
+        elif slot[1] > 1:
+            slot[1] -= 1
+        else:
+            slot[2] = token
+
+    def grow(self) -> None:
+        num_bytes = 2 * self.WAYS * len(self.buckets) * 8
+        if self.max_bytes and num_bytes > self.max_bytes // 8:
+            return
+        if sum(map(len, self.buckets)) >= self.WAYS * len(self.buckets) // 4 * 3:
+            slots = [slot for bucket in self.buckets for slot in bucket]
+            self.buckets = [[] for _ in range(2 * len(self.buckets))]
+            for slot in slots:
+                self.bucket(slot[0]).append(slot)
+
+    @staticmethod
+    def identities(text: Text, salt: int, own_salt: int) -> dict[int, int]:
+        """Of the contexts of the token that comes after the text; key 4 is the sequence's own."""
+        found: dict[int, int] = {}
+        value = 0
+        for length, token in enumerate(reversed(text[-6:]), start=1):
+            value = (value ^ token) * 0x9E3779B97F4A7C15 & BITS64
+            value ^= value >> 29
+            for key, wanted, of in ((0, 1, salt + 1), (1, 2, salt + 2), (2, 3, salt + 3), (3, 6, salt + 6)):
+                if length == wanted:
+                    found[key] = identity_of(value, of)
+            if length == 2:
+                found[4] = identity_of(value, own_salt)
+        return found
+
+
+def identity_of(value: int, salt: int) -> int:
+    return max(1, (((value ^ salt) & BITS64) * 0xBF58476D1CE4E5B9 & BITS64) >> 36)
+
+
+@dataclass
+class Prediction:
+    tokens: dict[int, int]  # expert: its proposal
+    cells: dict[int, tuple]
+    weight_set: int
+    token: int = -1
+    probability: float = 0.0
+
+
+class Experience:
+    """What mode sam learns in the life of an index: contexts, cells and weights."""
+
+    NUM_EXPERTS = 7
+
+    def __init__(self, max_bytes: int = 0) -> None:
+        self.contexts = ContextsOracle(max_bytes)
+        self.cells: dict[tuple, list] = {}
+        self.weights: dict[int, list[float]] = defaultdict(lambda: [0.3] * (2 * self.NUM_EXPERTS) + [0.0])
+        self.num_opened = 0
+
+    def predict(self, group: GroupOracle, text: Text, salt: int, own_salt: int) -> Prediction:
+        context = group.match(text)
+        prediction = Prediction({}, {}, min(len(context), 16))
+        for expert in (0, 1):
+            if not context:
+                break
+            token, count, total = group.most_frequent(context)
+            length, half = len(context), 0.5
+            cell = ("match", expert, length_bucket(length), total_bucket(total), count * 8 // total)
+            prior = count / (total + half) * (1.0 - half / (length + half))
+            self.add(prediction, expert, token, cell, prior)
+            context = group.match(group.next_class(context))
+        for key, identity in self.contexts.identities(text, salt, own_salt).items():
+            slot = self.contexts.find(identity)
+            if slot is not None:
+                prior = slot[1] / (slot[1] + 2.0)
+                self.add(prediction, 2 + key, slot[2], ("context", key, slot[1]), prior)
+        best = -math.inf
+        for candidate in [prediction.tokens[e] for e in sorted(prediction.tokens)]:
+            score = self.mix(prediction, candidate)
+            if score > best:
+                best, prediction.token = score, candidate
+        prediction.probability = squash(best) if prediction.tokens else 0.0
+        return prediction
+
+    def add(self, prediction: Prediction, expert: int, token: int, cell: tuple, prior: float) -> None:
+        self.cells.setdefault(cell, [prior, 2])
+        prediction.tokens[expert] = token
+        prediction.cells[expert] = cell
+
+    def inputs(self, prediction: Prediction, candidate: int) -> list[float]:
+        inputs = [0.0] * (2 * self.NUM_EXPERTS) + [1.0]
+        for expert, token in prediction.tokens.items():
+            p = self.cells[prediction.cells[expert]][0]
+            if token == candidate:
+                inputs[expert] = stretch(p)
+            else:
+                inputs[self.NUM_EXPERTS + expert] = stretch((1.0 - p) * 0.5)
+        return inputs
+
+    def mix(self, prediction: Prediction, candidate: int) -> float:
+        total = 0.0
+        weights = self.weights[prediction.weight_set]
+        for weight, value in zip(weights, self.inputs(prediction, candidate), strict=True):
+            total += weight * value
+        return total
+
+    def calibrate(self, prediction: Prediction, token: int) -> None:
+        error = (prediction.token == token) - squash(self.mix(prediction, prediction.token))
+        weights = self.weights[prediction.weight_set]
+        for i, value in enumerate(self.inputs(prediction, prediction.token)):
+            weights[i] = max(-4.0, min(4.0, weights[i] + 0.04 * error * value))
+        for expert, proposed in prediction.tokens.items():
+            cell = self.cells[prediction.cells[expert]]
+            cell[1] = min(cell[1] + 1, 250)
+            cell[0] += ((proposed == token) - cell[0]) / cell[1]
+
+
+def stretch(p: float) -> float:
+    centre = (min(int(p * 1024), 1023) + 0.5) / 1024
+    return math.log(centre / (1.0 - centre))
+
+
+def squash(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x))
+
+
+def length_bucket(length: int) -> int:
+    return sum(length >= start for start in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64))
+
+
+def total_bucket(total: int) -> int:
+    return sum(total > limit for limit in (1, 2, 4, 8, 16))
 
 
 class GroupOracle:
@@ -65,10 +225,49 @@ class GroupOracle:
         """The longest suffix of the text that has been followed."""
         return next((suffix for suffix in suffixes(text) if self.followers[suffix]), ())
 
+    def next_class(self, context: Text) -> Text:
+        """The longest suffix of the context that ends at more positions."""
+        return next((s for s in suffixes(context) if self.ends[s] != self.ends[context]), ())
+
+    def most_frequent(self, context: Text) -> tuple[int, int, int]:
+        """Of the followers that are looked at: the most frequent one, its count, all their counts."""
+        candidates = self.followers[context][:MAX_BRANCHES]
+        counts = [self.counts[(*context, candidate)] for candidate in candidates]
+        return candidates[counts.index(max(counts))], max(counts), sum(counts)
+
+    def suffix_policy(self, text: Text, most: int) -> list[int]:
+        best: list[int] = []
+        best_score = 0.0
+        context = self.match(text)
+        for _ in range(MAX_SUFFIX_CLASSES):
+            if not context:
+                break
+            path, score = self.path(context, min(most, int(self.options.max_spec_factor * len(context))))
+            if score > best_score and len(context) >= self.options.min_match_len:
+                best, best_score = path, score
+            context = self.next_class(context)
+        return best
+
+    def path(self, context: Text, most: int) -> tuple[list[int], float]:
+        path: list[int] = []
+        probability, score = 1.0, 0.0
+        while len(path) < most and self.followers[context]:
+            token, count, _ = self.most_frequent(context)
+            probability *= count / max(count, self.counts[context])
+            if probability < self.options.min_token_prob:
+                break
+            path.append(token)
+            score += probability
+            context += (token,)
+        return path, score
+
     def draft(self, text: Text, max_draft_tokens: int) -> tuple[int, list[int]]:
-        """The match length and the draft tokens."""
+        """The match length and the draft tokens, in every mode but sam."""
         if max_draft_tokens == 0:
             return 0, []
+        if self.options.mode == "suffix_policy":
+            most = min(self.options.num_speculative_tokens, max_draft_tokens)
+            return len(self.match(text)), self.suffix_policy(text, most)
         options = self.options
         context = self.match(text)
         match_len = len(context)
@@ -81,10 +280,8 @@ class GroupOracle:
                 break
             token = self.followers[context][0]
             if options.mode == "frequent":
-                candidates = self.followers[context][:MAX_BRANCHES]
-                counts = [self.counts[(*context, candidate)] for candidate in candidates]
-                token = candidates[counts.index(max(counts))]
-                probability *= max(counts) / (sum(counts) + UNSEEN_COUNT)
+                token, count, total = self.most_frequent(context)
+                probability *= count / (total + UNSEEN_COUNT)
                 if probability < options.min_token_prob:
                     break
             draft.append(token)
@@ -98,18 +295,29 @@ class SequenceOracle:
 
     group: GroupOracle
     after_prompt: bool
+    experience: Experience | None = None  # in mode sam
     text: Text = ()
     last_draft: list[int] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
+    serial: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.text = self.start
+        if self.experience is not None:
+            self.experience.num_opened += 1
+            self.serial = self.experience.num_opened
 
     @property
     def start(self) -> Text:
         return self.group.prompt if self.after_prompt else ()
+
+    @property
+    def salts(self) -> tuple[int, int]:
+        shared = self.group.options.share_contexts
+        return (0 if shared else self.serial << 8), ~(self.serial << 8) & BITS64
 
     def index(self, row: Sequence[int]) -> None:
         """The first half of a step: the row has these tokens now."""
@@ -121,12 +329,41 @@ class SequenceOracle:
                 if drafted != token:
                     break
                 self.num_accepted_tokens += 1
+            for prediction, token in zip(self.predictions, new_tokens, strict=False):
+                self.experience.calibrate(prediction, token)
+                if prediction.token != token:
+                    break
+        self.predictions = []
         for token in row[len(self.text) :]:
+            if self.experience is not None:
+                contexts = self.experience.contexts
+                for identity in contexts.identities(self.text, *self.salts).values():
+                    contexts.learn(identity, token)
             self.text = self.group.extend(self.text, token)
 
     def draft(self, max_draft_tokens: int) -> tuple[int, list[int]]:
-        """The second half, after every row of the step was indexed."""
-        match_len, self.last_draft = self.group.draft(self.text, max_draft_tokens)
+        """The second half, after every row of the step was indexed (and the contexts have grown)."""
+        if self.experience is not None:
+            match_len, self.last_draft = self.draft_from_experience(max_draft_tokens)
+        else:
+            match_len, self.last_draft = self.group.draft(self.text, max_draft_tokens)
         self.num_drafts += bool(self.last_draft)
         self.num_draft_tokens += len(self.last_draft)
         return match_len, self.last_draft
+
+    def draft_from_experience(self, max_draft_tokens: int) -> tuple[int, list[int]]:
+        if max_draft_tokens == 0:
+            return 0, []
+        options = self.group.options
+        draft: list[int] = []
+        survival = 1.0
+        while len(draft) < min(options.num_speculative_tokens, max_draft_tokens):
+            prediction = self.experience.predict(self.group, (*self.text, *draft), *self.salts)
+            if prediction.token < 0:
+                break
+            self.predictions.append(prediction)
+            survival *= prediction.probability
+            if survival < options.min_token_prob:
+                break
+            draft.append(prediction.token)
+        return len(self.group.match(self.text)), draft

@@ -38,7 +38,10 @@ def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
         ({"num_speculative_tokens": 2.0}, "must be of type int"),
         ({"group_sharing": 1}, "must be of type bool"),
         ({"min_token_prob": float("nan")}, "must be between 0 and 1"),
-        ({"mode": "latest"}, "rollout.spec.mode='latest': must be one of earliest, frequent"),
+        (
+            {"mode": "latest"},
+            "rollout.spec.mode='latest': must be one of sam, earliest, frequent, suffix_policy",
+        ),
         ({"method": "ngram"}, "must be one of sam, off"),
     ],
 )

@@ -26,7 +26,8 @@ def int32(*values):
 
 @pytest.fixture
 def index():
-    with SuffixIndex(num_speculative_tokens=4, min_match_len=1, max_spec_factor=4.0) as made:
+    options = {"min_match_len": 1, "max_spec_factor": 4.0, "min_token_prob": 0.1}
+    with SuffixIndex(num_speculative_tokens=4, mode="frequent", **options) as made:
         yield made
 
 
@@ -269,8 +270,9 @@ def test_the_index_of_a_configuration_has_its_options():
         ({"min_match_len": 9}, 0),
         ({"min_token_prob": 1.0}, 0),
         ({"min_token_prob": 1.0, "mode": "earliest"}, 8),
+        ({"min_token_prob": 1e-9, "mode": "sam"}, 8),
     ):
-        config = SpecConfig(**{"min_token_prob": 0.0, **options})
+        config = SpecConfig(**{"mode": "frequent", "min_token_prob": 0.0, **options})
         with SuffixIndex.from_config(config) as index:
             sequence = int32(index.open_sequence(index.open_group(prompt)))
             result = index.step(sequence, prompt[None], int32(0), int32(len(prompt)), int32(64))
@@ -385,7 +387,7 @@ def noisy_period(rng, period, length):
 def test_counts_and_probabilities_equal_the_oracle(period, min_token_prob):
     rng = np.random.default_rng([period, int(100 * min_token_prob)])
     options = {"num_speculative_tokens": 8, "min_match_len": 1, "max_spec_factor": 4.0}
-    options |= {"min_token_prob": min_token_prob}
+    options |= {"min_token_prob": min_token_prob, "mode": "frequent"}
     with SuffixIndex(**options) as index:
         for _ in range(6):
             text = noisy_period(rng, period, 90)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollout_spec.index import BudgetExceeded, InvalidArgument, SuffixIndex, UnknownId
-from tests.oracle import GroupOracle, Options, SequenceOracle
+from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
 
 NUM_COLUMNS = 160
+EXPERIENCE_BYTES = 45_000  # what mode sam learns with, empty
 
 
 def texts(max_size: int) -> st.SearchStrategy[list[int]]:
@@ -30,16 +31,19 @@ def texts(max_size: int) -> st.SearchStrategy[list[int]]:
 class IndexMachine(RuleBasedStateMachine):
     @initialize(
         num_speculative_tokens=st.integers(1, 6),
-        mode=st.sampled_from(["earliest", "frequent"]),
+        mode=st.sampled_from(["sam", "earliest", "frequent", "suffix_policy"]),
         min_match_len=st.integers(1, 3),
         max_spec_factor=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
         min_token_prob=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-        max_bytes=st.sampled_from([0, 0, 6000, 12000]),
+        share_contexts=st.booleans(),
+        tight=st.sampled_from([0, 0, 6000, 12000]),
     )
-    def make(self, max_bytes, **options):
+    def make(self, tight, **options):
         self.options = Options(**options)
-        self.index = SuffixIndex(**options, max_bytes=max_bytes)
-        self.max_bytes = max_bytes
+        sam = self.options.mode == "sam"
+        self.max_bytes = tight + EXPERIENCE_BYTES if tight and sam else tight
+        self.experience = Experience(self.max_bytes) if sam else None
+        self.index = SuffixIndex(**options, max_bytes=self.max_bytes)
         self.groups: dict[int, GroupOracle] = {}
         self.sequences: dict[int, SequenceOracle] = {}
         self.sequence_group: dict[int, int] = {}
@@ -71,7 +75,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.max_bytes
             return
         assert sequence not in self.sequences
-        self.sequences[sequence] = SequenceOracle(self.groups[group], after_prompt)
+        self.sequences[sequence] = SequenceOracle(self.groups[group], after_prompt, self.experience)
         self.sequence_group[sequence] = group
 
     @precondition(lambda self: self.sequences)
@@ -110,6 +114,8 @@ class IndexMachine(RuleBasedStateMachine):
             known = len(oracle.text) if len(oracle.row) >= len(oracle.text) else len(oracle.start)
             self.num_tokens[self.sequence_group[sequence]] += len(oracle.row) - known
             oracle.index(oracle.row)
+        if self.experience:
+            self.experience.contexts.grow()
         for i, sequence in enumerate(chosen):
             match_len, draft = self.sequences[sequence].draft(budgets[i])
             assert result.match_lens[i] == match_len

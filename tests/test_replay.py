@@ -33,7 +33,13 @@ def path(request, tmp_path):
 
 def run_replay(path, *, max_responses=None, limit_groups=None, **options):
     config = SpecConfig(
-        **{"num_speculative_tokens": 4, "min_match_len": 1, "max_spec_factor": 4.0, **options}
+        **{
+            "mode": "frequent",
+            "num_speculative_tokens": 4,
+            "min_match_len": 1,
+            "max_spec_factor": 4.0,
+            **options,
+        }
     )
     return replay(read_trace(path), config, max_responses=max_responses, limit_groups=limit_groups)
 
@@ -201,7 +207,8 @@ def parse(*argv):
 
 def test_command_prints_json(path, capsys):
     write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]]))
-    assert command.run(parse(path, "--num-speculative-tokens", 4, "--max-spec-factor", 4, "--json")) == 0
+    options = ("--mode", "frequent", "--num-speculative-tokens", 4, "--max-spec-factor", 4)
+    assert command.run(parse(path, *options, "--json")) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["tokens_per_step"] == 3.0
     assert values["acceptance_rate"] == 0.5

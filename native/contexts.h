@@ -1,0 +1,85 @@
+/* What came after the last few tokens, in every text of the index: a table of hashed contexts.
+ *
+ * It knows what a group cannot: the wording that a policy uses under every prompt, and, under the
+ * own contexts, what one sequence has said before. It keeps the latest successors only (a successor
+ * gives way when others come instead), so it ages by itself and never has to be evicted from. This
+ * is the place of Token Recycling's table of successors (arXiv 2408.08696), filled from the text
+ * instead of the logits and with longer contexts than one token. */
+#ifndef RS_CONTEXTS_H
+#define RS_CONTEXTS_H
+
+#include "memory.h"
+
+enum {
+    RS_NUM_CONTEXTS = 5,    /* the last 1, 2, 3, 6 tokens of any text; the last 2 of this sequence */
+    RS_LONGEST_CONTEXT = 6, /* tokens */
+    RS_MAX_CONFIDENCE = 15,
+    RS_CONTEXT_WAYS = 4, /* slots in which a context may be */
+    RS_MAX_CONTEXT_SLOTS = 1 << 22
+};
+
+/* tag: the upper 28 bits identify the context and are not 0, the lower 4 are the confidence, >= 1. A free slot is
+ * all zeros. */
+typedef struct {
+    uint32_t tag;
+    int32_t token;
+} rs_context_slot;
+
+/* The end of a text. */
+typedef struct {
+    int32_t tokens[RS_LONGEST_CONTEXT]; /* the latest first */
+    int32_t num;
+} rs_recent;
+
+/* A token to be learned, in its contexts; tag 0: the text is too short for this context. */
+typedef struct {
+    uint32_t tags[RS_NUM_CONTEXTS];
+    int32_t token;
+} rs_lesson;
+
+typedef struct {
+    rs_context_slot *slots;
+    uint32_t num_slots; /* a power of two, or 0 */
+    uint32_t num_used;
+} rs_contexts;
+
+rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory);
+void rs_contexts_free(rs_contexts *contexts, rs_memory *memory);
+
+void rs_recent_push(rs_recent *recent, int32_t token);
+
+/* The tags of the contexts that the next token has. Texts with different salts share no context;
+ * own_salt does the same for the own contexts. */
+void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, uint32_t tags[RS_NUM_CONTEXTS]);
+
+void rs_contexts_learn(rs_contexts *contexts, const rs_lesson *lesson);
+
+/* Twice the slots when most are used; where there is no memory for it, the table stays as it is.
+ * At most an eighth of the byte budget. */
+void rs_contexts_grow(rs_contexts *contexts, rs_memory *memory);
+
+/* The first of the RS_CONTEXT_WAYS slots for this tag. */
+static inline rs_context_slot *rs_context_bucket(const rs_contexts *contexts, uint32_t tag) {
+    return contexts->slots + ((tag >> 4) & (contexts->num_slots / RS_CONTEXT_WAYS - 1)) * RS_CONTEXT_WAYS;
+}
+
+static inline void rs_contexts_prefetch(const rs_contexts *contexts, const uint32_t tags[RS_NUM_CONTEXTS]) {
+    for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
+        __builtin_prefetch(rs_context_bucket(contexts, tags[i]));
+    }
+}
+
+/* The context's slot, NULL: it has none. */
+static inline rs_context_slot *rs_context_find(const rs_contexts *contexts, uint32_t tag) {
+    rs_context_slot *bucket = rs_context_bucket(contexts, tag);
+    for (int way = 0; way < RS_CONTEXT_WAYS; way++) {
+        if (((bucket[way].tag ^ tag) >> 4) == 0) {
+            return bucket + way;
+        }
+    }
+    return NULL;
+}
+
+const char *rs_contexts_check(const rs_contexts *contexts);
+
+#endif

@@ -1,0 +1,62 @@
+/* From what several experts propose to one draft token and the probability that it is accepted.
+ *
+ * An expert is a place where the next token may be found: the longest match and the next shorter
+ * one in the group's automaton, and the contexts of contexts.h. Each proposes one token. How often
+ * an expert's proposals were right is counted in a cell, one for each kind of circumstance (match
+ * length, count and share of the follower; confidence). The experts' probabilities are combined by
+ * logistic mixing with weights that are learned online, as in the PAQ compressors (Mahoney, Adaptive
+ * weighing of context models, 2005). Everything is learned from what the target then said. */
+#ifndef RS_EVIDENCE_H
+#define RS_EVIDENCE_H
+
+#include "automaton.h"
+#include "contexts.h"
+
+enum {
+    RS_NUM_MATCHES = 2, /* experts in the automaton */
+    RS_NUM_EXPERTS = RS_NUM_MATCHES + RS_NUM_CONTEXTS,
+    RS_NUM_LENGTHS = 14,
+    RS_NUM_TOTALS = 6,
+    RS_NUM_SHARES = 9,
+    RS_NUM_MATCH_CELLS = RS_NUM_MATCHES * RS_NUM_LENGTHS * RS_NUM_TOTALS * RS_NUM_SHARES,
+    RS_NUM_CELLS = RS_NUM_MATCH_CELLS + RS_NUM_CONTEXTS * (RS_MAX_CONFIDENCE + 1),
+    RS_NUM_WEIGHT_SETS = 17, /* by match length */
+    RS_NUM_INPUTS = 2 * RS_NUM_EXPERTS + 1,
+    RS_NUM_STRETCHED = 1024
+};
+
+typedef struct {
+    double probability;
+    uint32_t num; /* observations, up to a limit; 0: none yet */
+} rs_cell;
+
+typedef struct {
+    rs_cell cells[RS_NUM_CELLS];
+    double weights[RS_NUM_WEIGHT_SETS][RS_NUM_INPUTS];
+    double stretched[RS_NUM_STRETCHED]; /* ln(p / (1 - p)) at p = (i + 0.5) / RS_NUM_STRETCHED */
+} rs_calibration;
+
+/* What the experts said of one position. */
+typedef struct {
+    int32_t tokens[RS_NUM_EXPERTS]; /* -1: nothing */
+    uint16_t cells[RS_NUM_EXPERTS];
+    uint16_t weight_set;
+    int32_t token; /* the one chosen, -1: no expert had any */
+} rs_prediction;
+
+void rs_calibration_init(rs_calibration *calibration);
+
+/* An expert in the automaton, 0 the longest match: its most frequent follower has this count. */
+void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token,
+                             uint32_t match_len, uint32_t count, uint64_t total);
+
+void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *prediction, int context, int32_t token,
+                               uint32_t confidence);
+
+/* Choose prediction->token; returns the probability that the target says it. */
+double rs_predict(const rs_calibration *calibration, rs_prediction *prediction);
+
+/* The target has said `token` at the position. */
+void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, int32_t token);
+
+#endif
