@@ -96,7 +96,7 @@ void rs_contexts_grow(rs_contexts *contexts, rs_memory *memory) {
     uint64_t num_slots = 2 * (uint64_t)contexts->num_slots;
     uint64_t num_bytes = num_slots * sizeof *contexts->slots;
     bool fits = memory->max_bytes == 0 || num_bytes <= memory->max_bytes / BUDGET_SHARE;
-    if (contexts->num_used < contexts->num_slots / 4 * 3 || num_slots > RS_MAX_CONTEXT_SLOTS || !fits) {
+    if (contexts->num_used < contexts->num_slots / 8 * 7 || num_slots > RS_MAX_CONTEXT_SLOTS || !fits) {
         return;
     }
     rs_contexts grown = {0};

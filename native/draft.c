@@ -61,7 +61,7 @@ static const double UNSEEN_COUNT = 0.25;
 
 /* The most frequent follower of the state, which has one; returns its count. */
 static uint32_t most_frequent(const rs_automaton *a, const rs_state *state, int32_t *token, uint32_t *target,
-                              uint64_t *total) {
+                              uint32_t *total) {
     *token = state->token;
     *target = state->target;
     uint32_t best = a->states[state->target].count;
@@ -94,9 +94,9 @@ static int32_t next_of_match(rs_walk *walk, const rs_options *options) {
     int32_t token = state->token;
     uint32_t target = state->target;
     if (options->mode == RS_MODE_FREQUENT) {
-        uint64_t total;
+        uint32_t total;
         uint32_t count = most_frequent(a, state, &token, &target, &total);
-        walk->probability *= (double)count / ((double)total + UNSEEN_COUNT);
+        walk->probability *= (double)count / (total + UNSEEN_COUNT);
         if (walk->probability < options->min_token_prob) {
             return -1;
         }
@@ -117,7 +117,7 @@ static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *pre
     for (int expert = 0; expert < RS_NUM_MATCHES && state != RS_ROOT; expert++) {
         int32_t token;
         uint32_t target;
-        uint64_t total;
+        uint32_t total;
         uint32_t count = most_frequent(a, a->states + state, &token, &target, &total);
         rs_prediction_add_match(index->calibration, prediction, expert, token, match_len, count, total);
         state = followed_suffix(a, a->states[state].link);
@@ -183,7 +183,7 @@ static int32_t suffix_path(const rs_automaton *a, uint32_t at, double min_token_
     while (num < most && a->states[at].token >= 0) {
         int32_t token;
         uint32_t target;
-        uint64_t total;
+        uint32_t total;
         uint32_t count = most_frequent(a, a->states + at, &token, &target, &total);
         /* The counts of a class and of those that follow it may differ by what was not counted. */
         uint32_t of = a->states[at].count > count ? a->states[at].count : count;

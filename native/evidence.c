@@ -14,8 +14,9 @@ enum { PRIOR_OBSERVATIONS = 2, MAX_OBSERVATIONS = 250 };
 void rs_calibration_init(rs_calibration *calibration) {
     memset(calibration, 0, sizeof *calibration);
     for (int set = 0; set < RS_NUM_WEIGHT_SETS; set++) {
-        for (int i = 0; i < RS_NUM_INPUTS - 1; i++) {
-            calibration->weights[set][i] = FIRST_WEIGHT;
+        rs_weights *weights = calibration->weights + set;
+        for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+            weights->experts[0][e] = weights->experts[1][e] = FIRST_WEIGHT;
         }
     }
     for (int i = 0; i < RS_NUM_STRETCHED; i++) {
@@ -43,7 +44,7 @@ static uint32_t length_bucket(uint32_t match_len) {
     return bucket;
 }
 
-static uint32_t total_bucket(uint64_t total) {
+static uint32_t total_bucket(uint32_t total) {
     uint32_t bucket = 0;
     while (bucket < RS_NUM_TOTALS - 1 && total > (1U << bucket)) {
         bucket++;
@@ -51,23 +52,26 @@ static uint32_t total_bucket(uint64_t total) {
     return bucket;
 }
 
-static void add(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token, uint32_t cell,
-                double prior) {
-    rs_cell *found = calibration->cells + cell;
-    if (found->num == 0) {
-        *found = (rs_cell){.probability = prior, .num = PRIOR_OBSERVATIONS};
-    }
+/* Whether the expert's cell has been used before; if not, the caller sets its prior. */
+static bool add(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token, uint32_t cell) {
     prediction->tokens[expert] = token;
     prediction->cells[expert] = (uint16_t)cell;
+    return calibration->cells[cell].num > 0;
+}
+
+static void set_prior(rs_calibration *calibration, const rs_prediction *prediction, int expert, double prior) {
+    calibration->cells[prediction->cells[expert]] = (rs_cell){.probability = prior, .num = PRIOR_OBSERVATIONS};
 }
 
 void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token,
-                             uint32_t match_len, uint32_t count, uint64_t total) {
-    uint32_t share = count == total ? RS_NUM_SHARES - 1 : (uint32_t)((uint64_t)count * (RS_NUM_SHARES - 1) / total);
+                             uint32_t match_len, uint32_t count, uint32_t total) {
+    uint32_t share = count == total ? RS_NUM_SHARES - 1 : count * (RS_NUM_SHARES - 1) / total;
     uint32_t cell = (((uint32_t)expert * RS_NUM_LENGTHS + length_bucket(match_len)) * RS_NUM_TOTALS +
                      total_bucket(total)) * RS_NUM_SHARES + share;
-    double prior = (double)count / ((double)total + PRIOR_COUNT) * (1.0 - PRIOR_COUNT / (match_len + PRIOR_COUNT));
-    add(calibration, prediction, expert, token, cell, prior);
+    if (!add(calibration, prediction, expert, token, cell)) {
+        set_prior(calibration, prediction, expert,
+                  (double)count / (total + PRIOR_COUNT) * (1.0 - PRIOR_COUNT / (match_len + PRIOR_COUNT)));
+    }
     if (expert == 0) {
         prediction->weight_set = (uint16_t)(match_len < RS_NUM_WEIGHT_SETS ? match_len : RS_NUM_WEIGHT_SETS - 1);
     }
@@ -76,77 +80,73 @@ void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *predict
 void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *prediction, int context, int32_t token,
                                uint32_t confidence) {
     uint32_t cell = RS_NUM_MATCH_CELLS + (uint32_t)context * (RS_MAX_CONFIDENCE + 1) + confidence;
-    add(calibration, prediction, RS_NUM_MATCHES + context, token, cell, confidence / (confidence + 2.0));
+    if (!add(calibration, prediction, RS_NUM_MATCHES + context, token, cell)) {
+        set_prior(calibration, prediction, RS_NUM_MATCHES + context, confidence / (confidence + 2.0));
+    }
 }
 
-/* The mixer's inputs for one candidate: first the experts for it, then those for another token. */
-static void inputs_for(const rs_calibration *calibration, const rs_prediction *prediction, int32_t candidate,
-                       double inputs[RS_NUM_INPUTS]) {
+/* What each expert says for its own token, and for any other one: the mixer's inputs. */
+static void inputs_of(const rs_calibration *calibration, const rs_prediction *prediction,
+                      double inputs[2][RS_NUM_EXPERTS]) {
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-        inputs[e] = inputs[RS_NUM_EXPERTS + e] = 0.0;
-        if (prediction->tokens[e] < 0) {
-            continue;
-        }
-        double p = calibration->cells[prediction->cells[e]].probability;
-        if (prediction->tokens[e] == candidate) {
-            inputs[e] = stretch(calibration, p);
-        } else {
-            inputs[RS_NUM_EXPERTS + e] = stretch(calibration, (1.0 - p) * RIVAL_SHARE);
+        inputs[0][e] = inputs[1][e] = 0.0;
+        if (prediction->tokens[e] >= 0) {
+            double p = calibration->cells[prediction->cells[e]].probability;
+            inputs[0][e] = stretch(calibration, p);
+            inputs[1][e] = stretch(calibration, (1.0 - p) * RIVAL_SHARE);
         }
     }
-    inputs[RS_NUM_INPUTS - 1] = 1.0;
 }
 
-static double mix(const double weights[RS_NUM_INPUTS], const double inputs[RS_NUM_INPUTS]) {
-    double sum = 0.0;
-    for (int i = 0; i < RS_NUM_INPUTS; i++) {
-        sum += weights[i] * inputs[i];
+static double mix(const rs_weights *weights, const rs_prediction *prediction, double inputs[2][RS_NUM_EXPERTS],
+                  int32_t candidate) {
+    double sum = weights->bias;
+    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+        int rival = prediction->tokens[e] != candidate;
+        sum += weights->experts[rival][e] * inputs[rival][e];
     }
     return sum;
 }
 
-static bool is_first(const rs_prediction *prediction, int expert) {
-    for (int e = 0; e < expert; e++) {
-        if (prediction->tokens[e] == prediction->tokens[expert]) {
-            return false;
-        }
-    }
-    return prediction->tokens[expert] >= 0;
-}
-
 double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) {
+    const rs_weights *weights = calibration->weights + prediction->weight_set;
+    double inputs[2][RS_NUM_EXPERTS];
     double best = 0.0;
     prediction->token = -1;
+    inputs_of(calibration, prediction, inputs);
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-        if (!is_first(prediction, e)) {
+        int32_t candidate = prediction->tokens[e];
+        if (candidate < 0 || candidate == prediction->token) {
             continue;
         }
-        double inputs[RS_NUM_INPUTS];
-        inputs_for(calibration, prediction, prediction->tokens[e], inputs);
-        double score = mix(calibration->weights[prediction->weight_set], inputs);
+        double score = mix(weights, prediction, inputs, candidate);
         if (prediction->token < 0 || score > best) {
             best = score;
-            prediction->token = prediction->tokens[e];
+            prediction->token = candidate;
         }
     }
     return prediction->token < 0 ? 0.0 : squash(best);
 }
 
+static double bounded(double weight) { return fmax(-MAX_WEIGHT, fmin(MAX_WEIGHT, weight)); }
+
 void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, int32_t token) {
     if (prediction->token < 0) {
         return;
     }
-    double inputs[RS_NUM_INPUTS];
-    double *weights = calibration->weights[prediction->weight_set];
-    inputs_for(calibration, prediction, prediction->token, inputs);
-    double step = LEARNING_RATE * ((prediction->token == token) - squash(mix(weights, inputs)));
-    for (int i = 0; i < RS_NUM_INPUTS; i++) {
-        weights[i] = fmax(-MAX_WEIGHT, fmin(MAX_WEIGHT, weights[i] + step * inputs[i]));
-    }
+    rs_weights *weights = calibration->weights + prediction->weight_set;
+    double inputs[2][RS_NUM_EXPERTS];
+    inputs_of(calibration, prediction, inputs);
+    double score = mix(weights, prediction, inputs, prediction->token);
+    double step = LEARNING_RATE * ((prediction->token == token) - squash(score));
+    weights->bias = bounded(weights->bias + step);
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
         if (prediction->tokens[e] < 0) {
             continue;
         }
+        int rival = prediction->tokens[e] != prediction->token;
+        double *weight = weights->experts[rival] + e;
+        *weight = bounded(*weight + step * inputs[rival][e]);
         rs_cell *cell = calibration->cells + prediction->cells[e];
         cell->num += cell->num < MAX_OBSERVATIONS;
         cell->probability += ((prediction->tokens[e] == token) - cell->probability) / cell->num;

@@ -21,7 +21,6 @@ enum {
     RS_NUM_MATCH_CELLS = RS_NUM_MATCHES * RS_NUM_LENGTHS * RS_NUM_TOTALS * RS_NUM_SHARES,
     RS_NUM_CELLS = RS_NUM_MATCH_CELLS + RS_NUM_CONTEXTS * (RS_MAX_CONFIDENCE + 1),
     RS_NUM_WEIGHT_SETS = 17, /* by match length */
-    RS_NUM_INPUTS = 2 * RS_NUM_EXPERTS + 1,
     RS_NUM_STRETCHED = 1024
 };
 
@@ -30,9 +29,15 @@ typedef struct {
     uint32_t num; /* observations, up to a limit; 0: none yet */
 } rs_cell;
 
+/* Of the mixer: how much each expert counts for its own token, [0], and against any other, [1]. */
+typedef struct {
+    double experts[2][RS_NUM_EXPERTS];
+    double bias;
+} rs_weights;
+
 typedef struct {
     rs_cell cells[RS_NUM_CELLS];
-    double weights[RS_NUM_WEIGHT_SETS][RS_NUM_INPUTS];
+    rs_weights weights[RS_NUM_WEIGHT_SETS];
     double stretched[RS_NUM_STRETCHED]; /* ln(p / (1 - p)) at p = (i + 0.5) / RS_NUM_STRETCHED */
 } rs_calibration;
 
@@ -48,7 +53,7 @@ void rs_calibration_init(rs_calibration *calibration);
 
 /* An expert in the automaton, 0 the longest match: its most frequent follower has this count. */
 void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token,
-                             uint32_t match_len, uint32_t count, uint64_t total);
+                             uint32_t match_len, uint32_t count, uint32_t total);
 
 void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *prediction, int context, int32_t token,
                                uint32_t confidence);

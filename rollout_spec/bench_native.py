@@ -22,7 +22,7 @@ Int64Array = npt.NDArray[np.int64]
 
 NUM_SPECULATIVE_TOKENS = 8
 SIZES = (2048, 8192, 32768, 131072)
-MODES = ("frequent", "earliest")
+MODES = ("sam", "frequent", "earliest")
 TARGETS = {
     "us_per_token at 32768": 0.2,
     "bytes_per_token at 32768": 64.0,

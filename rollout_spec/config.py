@@ -33,7 +33,7 @@ class SpecConfig:
     num_speculative_tokens: int = _option(8, "most draft tokens per row and step", 1, MAX_SPECULATIVE_TOKENS)
     min_match_len: int = _option(1, "shortest suffix match that is drafted from, in tokens", 1, 1024)
     max_spec_factor: float = _option(2.0, "draft at most this many tokens per matched token", 0.0, 1024.0)
-    min_token_prob: float = _option(0.1, "stop a draft where its estimated survival falls below", 0.0, 1.0)
+    min_token_prob: float = _option(0.15, "stop a draft where its estimated survival falls below", 0.0, 1.0)
     group_sharing: bool = _option(True, "samples of one prompt share one index")
     batch_threshold: int = _option(8, "more running requests than this and no row drafts", 0, 1 << 20)
     max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)

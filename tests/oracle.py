@@ -69,7 +69,7 @@ class ContextsOracle:
         num_bytes = 2 * self.WAYS * len(self.buckets) * 8
         if self.max_bytes and num_bytes > self.max_bytes // 8:
             return
-        if sum(map(len, self.buckets)) >= self.WAYS * len(self.buckets) // 4 * 3:
+        if sum(map(len, self.buckets)) >= self.WAYS * len(self.buckets) // 8 * 7:
             slots = [slot for bucket in self.buckets for slot in bucket]
             self.buckets = [[] for _ in range(2 * len(self.buckets))]
             for slot in slots:
@@ -112,7 +112,10 @@ class Experience:
     def __init__(self, max_bytes: int = 0) -> None:
         self.contexts = ContextsOracle(max_bytes)
         self.cells: dict[tuple, list] = {}
-        self.weights: dict[int, list[float]] = defaultdict(lambda: [0.3] * (2 * self.NUM_EXPERTS) + [0.0])
+        # [bias, for an expert's own token, for another expert's]
+        self.weights: dict[int, list] = defaultdict(
+            lambda: [0.0, [0.3] * self.NUM_EXPERTS, [0.3] * self.NUM_EXPERTS]
+        )
         self.num_opened = 0
 
     def predict(self, group: GroupOracle, text: Text, salt: int, own_salt: int) -> Prediction:
@@ -145,29 +148,28 @@ class Experience:
         prediction.tokens[expert] = token
         prediction.cells[expert] = cell
 
-    def inputs(self, prediction: Prediction, candidate: int) -> list[float]:
-        inputs = [0.0] * (2 * self.NUM_EXPERTS) + [1.0]
-        for expert, token in prediction.tokens.items():
-            p = self.cells[prediction.cells[expert]][0]
-            if token == candidate:
-                inputs[expert] = stretch(p)
-            else:
-                inputs[self.NUM_EXPERTS + expert] = stretch((1.0 - p) * 0.5)
-        return inputs
+    def input(self, prediction: Prediction, expert: int, candidate: int) -> tuple[int, float]:
+        """1 or 2: whether the expert is for the candidate or for another token; and how strongly."""
+        p = self.cells[prediction.cells[expert]][0]
+        if prediction.tokens[expert] == candidate:
+            return 1, stretch(p)
+        return 2, stretch((1.0 - p) * 0.5)
 
     def mix(self, prediction: Prediction, candidate: int) -> float:
-        total = 0.0
         weights = self.weights[prediction.weight_set]
-        for weight, value in zip(weights, self.inputs(prediction, candidate), strict=True):
-            total += weight * value
+        total = weights[0]
+        for expert in sorted(prediction.tokens):
+            side, value = self.input(prediction, expert, candidate)
+            total += weights[side][expert] * value
         return total
 
     def calibrate(self, prediction: Prediction, token: int) -> None:
         error = (prediction.token == token) - squash(self.mix(prediction, prediction.token))
         weights = self.weights[prediction.weight_set]
-        for i, value in enumerate(self.inputs(prediction, prediction.token)):
-            weights[i] = max(-4.0, min(4.0, weights[i] + 0.04 * error * value))
+        weights[0] = max(-4.0, min(4.0, weights[0] + 0.04 * error))
         for expert, proposed in prediction.tokens.items():
+            side, value = self.input(prediction, expert, prediction.token)
+            weights[side][expert] = max(-4.0, min(4.0, weights[side][expert] + 0.04 * error * value))
             cell = self.cells[prediction.cells[expert]]
             cell[1] = min(cell[1] + 1, 250)
             cell[0] += ((proposed == token) - cell[0]) / cell[1]

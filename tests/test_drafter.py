@@ -163,7 +163,7 @@ def test_a_request_that_does_not_fit_is_left_out_and_the_others_draft(group_shar
 
 
 def test_rows_that_do_not_fit_together_go_one_by_one() -> None:
-    batch = Batch(Drafter(SpecConfig(max_index_mb=1)), num_rows=2, length=200_000)
+    batch = Batch(Drafter(SpecConfig(mode="frequent", max_index_mb=1)), num_rows=2, length=200_000)
     batch.open("short", max_level=200_000)
     batch.open("long", max_level=200_000)
     # Even the record of what the step has done is over the budget: it names no row.
