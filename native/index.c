@@ -48,7 +48,14 @@ static rs_status check_options(const rs_options *options, rs_error *error) {
     if (options->share_contexts != 0 && options->share_contexts != 1) {
         return rs_fail(error, RS_EINVAL, -1, "share_contexts=%" PRId32 ": must be 0 or 1", options->share_contexts);
     }
+    if (options->keep_texts != 0 && options->keep_texts != 1) {
+        return rs_fail(error, RS_EINVAL, -1, "keep_texts=%" PRId32 ": must be 0 or 1", options->keep_texts);
+    }
     return RS_OK;
+}
+
+static void free_text(rs_index *index, rs_sequence *sequence) {
+    rs_resize(&index->memory, (void **)&sequence->text, &sequence->text_capacity, 0, sizeof *sequence->text);
 }
 
 /* What mode sam learns, in every text and for as long as the index lives. */
@@ -100,6 +107,9 @@ static void forget_everything(rs_index *index) {
         if (index->groups[i].open) {
             rs_automaton_free(&index->groups[i].automaton);
         }
+    }
+    for (uint32_t i = 0; i < index->num_sequences; i++) {
+        free_text(index, index->sequences + i);
     }
     rs_memory *memory = &index->memory;
     rs_resize(memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
@@ -283,6 +293,7 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) 
         return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
     }
     index->groups[found->group].num_sequences--;
+    free_text(index, found);
     *found = (rs_sequence){.next_free = -1};
     if (index->free_sequences.newest >= 0) {
         index->sequences[index->free_sequences.newest].next_free = sequence;
@@ -290,6 +301,30 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) 
         index->free_sequences.first = sequence;
     }
     index->free_sequences.newest = sequence;
+    return RS_OK;
+}
+
+rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tokens, int64_t capacity,
+                           int64_t *num_tokens, rs_error *error) {
+    if (index == NULL || num_tokens == NULL || (tokens == NULL && capacity > 0)) {
+        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null",
+                       index == NULL ? "index" : num_tokens == NULL ? "num_tokens" : "tokens");
+    }
+    const rs_sequence *found = rs_find_sequence(index, sequence);
+    if (found == NULL) {
+        return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
+    }
+    if (!index->options.keep_texts) {
+        return rs_fail(error, RS_EINVAL, -1, "keep_texts=0: the index keeps no texts");
+    }
+    if (capacity < 0) {
+        return rs_fail(error, RS_EINVAL, -1, "capacity=%" PRId64 ": must not be negative", capacity);
+    }
+    *num_tokens = found->level - found->start_level;
+    int64_t num_copied = *num_tokens < capacity ? *num_tokens : capacity;
+    if (num_copied > 0) {
+        memcpy(tokens, found->text, (size_t)num_copied * sizeof *tokens);
+    }
     return RS_OK;
 }
 

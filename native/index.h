@@ -26,6 +26,8 @@ typedef struct {
     int32_t num_draft_tokens; /* of the draft that is not verified yet */
     int32_t num_predictions;  /* of the same */
     rs_recent recent;         /* the end of its text */
+    int32_t *text;            /* behind start_level, with keep_texts */
+    uint32_t text_capacity;
     uint64_t serial;          /* of all sequences ever opened, from 1 */
     uint64_t latest_step;
 } rs_sequence;

@@ -77,6 +77,7 @@ typedef struct {
     double max_spec_factor;         /* >= 0: draft at most floor(max_spec_factor * match length) */
     double min_token_prob;          /* 0 .. 1, every mode but earliest */
     int32_t share_contexts;         /* sam: 1: across all sequences of the index, 0: not at all */
+    int32_t keep_texts;             /* 1: rs_sequence_text can be asked */
     uint64_t max_bytes;             /* of the whole index; 0: no limit */
 } rs_options;
 
@@ -133,6 +134,11 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
  * not indexed again. 0: the sequence begins at the root, all its tokens are its own. */
 rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t *sequence,
                            rs_error *error);
+
+/* The first `capacity` tokens that an open sequence has after its start (the prompt, or the root), and how
+ * many there are. RS_EINVAL when keep_texts is 0. */
+rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tokens, int64_t capacity,
+                           int64_t *num_tokens, rs_error *error);
 
 /* The text stays in the group. */
 rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);

@@ -118,6 +118,20 @@ static uint64_t num_new_tokens(const rs_index *index, const rs_batch *batch, int
     return (uint64_t)(batch->levels[i] - first_new(sequence, batch->levels[i]));
 }
 
+/* Room for the texts after this step. */
+static rs_status reserve_texts(rs_index *index, const rs_batch *batch, rs_error *error) {
+    for (int32_t i = 0; i < batch->num_rows && index->options.keep_texts; i++) {
+        rs_sequence *sequence = index->sequences + batch->sequences[i];
+        uint64_t needed = (uint64_t)(batch->levels[i] - sequence->start_level);
+        rs_status status = rs_reserve(&index->memory, (void **)&sequence->text, &sequence->text_capacity, needed,
+                                      sizeof *sequence->text);
+        if (status != RS_OK) {
+            return rs_memory_error(index, error, status, i);
+        }
+    }
+    return RS_OK;
+}
+
 /* All rows or none. */
 static rs_status index_rows(rs_index *index, const rs_batch *batch, rs_error *error) {
     uint64_t num_done = 0;
@@ -215,6 +229,11 @@ static void commit_row(rs_index *index, const rs_batch *batch, int32_t i, uint64
     }
     if (level < sequence->level) {
         sequence->last = sequence->start;
+    }
+    if (index->options.keep_texts && num_new > 0) {
+        int32_t first = first_new(sequence, level);
+        memcpy(sequence->text + (first - sequence->start_level), row_tokens(batch, i) + first,
+               (size_t)num_new * sizeof *sequence->text);
     }
     index->groups[sequence->group].num_tokens += num_new;
     sequence->level = level;
@@ -335,7 +354,10 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
     if (status != RS_OK) {
         return rs_memory_error(index, error, status, -1);
     }
-    status = index_rows(index, batch, error);
+    status = reserve_texts(index, batch, error);
+    if (status == RS_OK) {
+        status = index_rows(index, batch, error);
+    }
     if (status == RS_OK) {
         commit_rows(index, batch);
         draft_all(index, batch);

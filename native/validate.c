@@ -108,6 +108,9 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     if (!draft_fits) {
         return "sequence: num_draft_tokens out of range";
     }
+    if (index->options.keep_texts && (uint32_t)(sequence->level - sequence->start_level) > sequence->text_capacity) {
+        return "sequence: its text is longer than there is room for";
+    }
     bool predictions_fit = sequence->num_predictions >= 0 &&
                            sequence->num_predictions <= rs_predictions_per_sequence(index);
     return predictions_fit ? NULL : "sequence: num_predictions out of range";
@@ -121,6 +124,9 @@ static uint64_t num_bytes_of(const rs_index *index) {
                          (uint64_t)index->calibration_capacity * sizeof *index->calibration +
                          (uint64_t)index->contexts.num_slots * sizeof *index->contexts.slots +
                          (uint64_t)index->extensions_capacity * sizeof *index->extensions;
+    for (uint32_t i = 0; i < index->num_sequences; i++) {
+        num_bytes += (uint64_t)index->sequences[i].text_capacity * sizeof *index->sequences[i].text;
+    }
     for (uint32_t i = 0; i < index->num_groups; i++) {
         const rs_automaton *a = &index->groups[i].automaton;
         num_bytes += (uint64_t)a->capacity * sizeof *a->states + (uint64_t)a->pool.capacity * sizeof *a->pool.units;

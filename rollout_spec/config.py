@@ -35,15 +35,20 @@ class SpecConfig:
     max_spec_factor: float = _option(2.0, "draft at most this many tokens per matched token", 0.0, 1024.0)
     min_token_prob: float = _option(0.15, "stop a draft where its estimated survival falls below", 0.0, 1.0)
     group_sharing: bool = _option(True, "samples of one prompt share one index")
+    history: int = _option(0, "responses of earlier steps kept per prompt, 0: none", 0, 1 << 16)
     batch_threshold: int = _option(8, "more running requests than this and no row drafts", 0, 1 << 20)
     max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)
-    max_index_mb: int = _option(1024, "byte budget of the index of one engine, MiB", 1, 1 << 20)
+    max_index_mb: int = _option(
+        1024, "byte budget of the index and of the history of one engine, MiB each", 1, 1 << 20
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
         _check_choice("method", self.method, METHODS)
         _check_choice("mode", self.mode, MODES)
+        if self.history and not self.group_sharing:
+            raise ConfigError(f"rollout.spec.history={self.history!r}: must be 0 without group_sharing")
 
     @property
     def enabled(self) -> bool:

@@ -5,6 +5,7 @@ It knows neither torch nor vLLM: a step is arrays of row numbers and token level
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import OrderedDict
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.gate import Gate
+from rollout_spec.history import History, group_key, index_responses, prompt_key
 from rollout_spec.index import BudgetExceeded, OutOfMemory, StepResult, SuffixIndex
 from rollout_spec.metrics import EngineCounters
 
@@ -24,20 +26,23 @@ MAX_IDLE_GROUPS = 32
 
 _UNTRACKED = -1
 _Int32 = npt.NDArray[np.int32]
+_Key = tuple[str, Hashable]  # what the group is told by, and its value
 
 
 @dataclasses.dataclass
 class _Group:
     handle: int
     prompt: _Int32
+    history_key: bytes
     num_live: int = 0
 
 
 @dataclasses.dataclass
 class _Request:
     sequence: int  # _UNTRACKED: it has no place in the index
-    group_key: Hashable
+    group_key: _Key
     max_level: int  # no token is generated beyond this level
+    after_prompt: bool  # its text in the index is what comes after the group's prompt
 
 
 class Drafter:
@@ -55,9 +60,10 @@ class Drafter:
         self.counters = EngineCounters()
         self._gate = Gate(config.batch_threshold)
         self._index = SuffixIndex.from_config(config)
+        self.history = History(config.history, config.max_index_mb << 20)
         self._requests: dict[str, _Request] = {}
         # Least recently used first; a group without live requests may be evicted.
-        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
+        self._groups: OrderedDict[_Key, _Group] = OrderedDict()
         self._row_ids: list[str] | None = None  # None: the batch must be mapped anew
         self._row_sequences: _Int32 = np.empty(0, np.int32)
         self._row_max_levels: _Int32 = np.empty(0, np.int32)
@@ -85,10 +91,11 @@ class Drafter:
         request, a later turn) continues behind it; any other starts at the root of the same automaton.
         """
         if not self.config.group_sharing:
-            key: Hashable = ("request", request_id)
+            key: _Key = ("request", request_id)
         else:
             key = ("group", group) if group is not None else ("prompt", prompt_token_ids.tobytes())
-        self._requests[request_id] = _Request(self._open_sequence(key, prompt_token_ids), key, max_level)
+        sequence, after_prompt = self._open_sequence(key, prompt_token_ids)
+        self._requests[request_id] = _Request(sequence, key, max_level, after_prompt)
         self._row_ids = None
 
     def close(self, request_id: str) -> None:
@@ -99,9 +106,10 @@ class Drafter:
         self._row_ids = None
         if request.sequence == _UNTRACKED:
             return
+        group = self._groups[request.group_key]
+        self._remember(request, group)
         self._index.close_sequence(request.sequence)
         request.sequence = _UNTRACKED
-        group = self._groups[request.group_key]
         group.num_live -= 1
         if not self.config.group_sharing:
             self._evict(request.group_key)
@@ -161,11 +169,18 @@ class Drafter:
         return taken
 
     def clear(self) -> None:
-        """Forget every request and group; a request that goes on is opened again and indexed anew."""
+        """Forget every request and group but for the history; a request that goes on is indexed anew."""
+        for request in self._requests.values():
+            if request.sequence != _UNTRACKED:
+                self._remember(request, self._groups[request.group_key])
         self._index.clear()
         self._requests.clear()
         self._groups.clear()
         self._row_ids = None
+
+    def _remember(self, request: _Request, group: _Group) -> None:
+        if self.config.history and request.after_prompt:
+            self.history.add(group.history_key, self._index.text(request.sequence))
 
     def _step_index(
         self, decoding: npt.NDArray[np.bool_], token_ids: _Int32, levels: _Int32, is_on: bool
@@ -203,20 +218,23 @@ class Drafter:
         self._row_max_levels = np.array([request.max_level for request in requests], np.int32)
         self._row_ids = list(request_ids)
 
-    def _open_sequence(self, key: Hashable, prompt: _Int32) -> int:
-        """A new sequence in the group of `key`; _UNTRACKED where no slot or no memory is left for it."""
+    def _open_sequence(self, key: _Key, prompt: _Int32) -> tuple[int, bool]:
+        """A new sequence in the group of `key`, and whether it comes after the group's prompt.
+
+        _UNTRACKED where no slot or no memory is left for it.
+        """
         group = self._group(key, prompt)
         if group is None:
-            return _UNTRACKED
+            return _UNTRACKED, False
         after_prompt = np.array_equal(prompt[: len(group.prompt)], group.prompt)
         try:
             sequence = self._index.open_sequence(group.handle, after_prompt=after_prompt)
         except (BudgetExceeded, OutOfMemory):
-            return _UNTRACKED
+            return _UNTRACKED, False
         group.num_live += 1
-        return sequence
+        return sequence, after_prompt
 
-    def _group(self, key: Hashable, prompt: _Int32) -> _Group | None:
+    def _group(self, key: _Key, prompt: _Int32) -> _Group | None:
         """The group of `key`, opened if it is new; None where no slot or no memory is left for it."""
         group = self._groups.get(key)
         if group is not None:
@@ -232,7 +250,12 @@ class Drafter:
             if not self._evict_idle(keep=0):
                 return None
             return self._group(key, prompt)
-        self._groups[key] = group = _Group(handle, prompt.copy())
+        kind, name = key
+        history_key = group_key(name) if kind == "group" else prompt_key(prompt)
+        self._groups[key] = group = _Group(handle, prompt.copy(), history_key)
+        # A full index does without history rather than without what is said now.
+        with contextlib.suppress(BudgetExceeded, OutOfMemory):
+            index_responses(self._index, handle, len(prompt), self.history.get(history_key))
         return group
 
     def _evict_idle(self, keep: int) -> int:
@@ -243,5 +266,5 @@ class Drafter:
             self._evict(key)
         return len(evicted)
 
-    def _evict(self, key: Hashable) -> None:
+    def _evict(self, key: _Key) -> None:
         self._index.close_group(self._groups.pop(key).handle)

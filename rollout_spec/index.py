@@ -121,6 +121,7 @@ class SuffixIndex:
         min_match_len: shortest match that is drafted from, tokens; not in mode sam.
         max_spec_factor: draft at most floor(max_spec_factor * match length) tokens; not in mode sam.
         min_token_prob: end a draft where its estimated survival falls below; not in mode earliest.
+        keep_texts: `text` can be asked.
         share_contexts: mode sam: what one sequence says is evidence for all of the index.
         max_bytes: budget of the whole index, 0: none.
 
@@ -137,6 +138,7 @@ class SuffixIndex:
         max_spec_factor: float = SpecConfig.max_spec_factor,
         min_token_prob: float = SpecConfig.min_token_prob,
         share_contexts: bool = SpecConfig.group_sharing,
+        keep_texts: bool = False,
         max_bytes: int = 0,
     ) -> None:
         self._index = ffi.NULL
@@ -154,6 +156,7 @@ class SuffixIndex:
         options.max_spec_factor = max_spec_factor
         options.min_token_prob = min_token_prob
         options.share_contexts = bool(share_contexts)
+        options.keep_texts = bool(keep_texts)
         options.max_bytes = max_bytes
         made = ffi.new("rs_index **")
         self._check(lib.rs_index_new(options, made, self._error))
@@ -171,6 +174,7 @@ class SuffixIndex:
             max_spec_factor=config.max_spec_factor,
             min_token_prob=config.min_token_prob,
             share_contexts=config.group_sharing,
+            keep_texts=config.history > 0,
             max_bytes=config.max_index_mb << 20,
         )
 
@@ -200,6 +204,21 @@ class SuffixIndex:
         group = _int32("group", group)
         self._check(lib.rs_sequence_open(index, group, bool(after_prompt), self._id, self._error))
         return int(self._id[0])
+
+    def text(self, sequence: int) -> Int32Array:
+        """The tokens of an open sequence after its start, int32 [n]. Needs keep_texts.
+
+        Raises:
+            UnknownId; InvalidArgument: the index keeps no texts.
+        """
+        number = ffi.new("int64_t *")
+        index, sequence = self._open_index(), _int32("sequence", sequence)
+        self._check(lib.rs_sequence_text(index, sequence, ffi.NULL, 0, number, self._error))
+        tokens = np.empty(int(number[0]), np.int32)
+        if len(tokens):
+            buffer = ffi.from_buffer("int32_t[]", tokens, require_writable=True)
+            self._check(lib.rs_sequence_text(index, sequence, buffer, len(tokens), number, self._error))
+        return tokens
 
     def close_sequence(self, sequence: int) -> None:
         """Close a sequence; its text stays in the group. Raises UnknownId."""

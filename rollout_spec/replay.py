@@ -1,7 +1,8 @@
 """Replay recorded rollouts through the suffix index, with a simulated verifier and no model.
 
 A draft token is accepted exactly when it equals the recorded token. The responses of one line of the trace
-decode in lockstep, as siblings do in a rollout; lines never see each other.
+decode in lockstep, as siblings do in a rollout; of other lines the drafter has its history and what mode sam
+has learned.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.history import History, group_key, index_responses
 from rollout_spec.index import Int32Array, SuffixIndex
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -149,16 +151,23 @@ def replay(
 
     Args:
         trace: the lines, in order; each is indexed afresh, with config.group_sharing as one index group,
-            without as one index group per response. config.batch_threshold does not apply.
+            without as one index group per response. With config.history the last so many responses of
+            earlier lines with the same `group` are indexed first. What mode sam has learned stays from
+            line to line. config.batch_threshold does not apply.
         max_responses: at most the first so many responses of each line.
         limit_groups: at most the first so many lines.
         on_group: called with the counters so far after each line.
     """
     result = ReplayResult()
+    history = History(config.history, config.max_index_mb << 20)
     with SuffixIndex.from_config(config) as index:
         for rollout in islice(trace, limit_groups):
             responses = rollout.responses[:max_responses]
-            _replay_rollout(index, rollout.prompt_token_ids, responses, config, result)
+            key = group_key(rollout.group)
+            earlier = history.get(key)
+            _replay_rollout(index, rollout.prompt_token_ids, responses, earlier, config, result)
+            for response in responses if config.history else ():
+                history.add(key, response)
             result.num_groups += 1
             if on_group is not None:
                 on_group(result)
@@ -169,11 +178,14 @@ def _replay_rollout(
     index: SuffixIndex,
     prompt: Int32Array,
     responses: list[Int32Array],
+    earlier: Sequence[Int32Array],
     config: SpecConfig,
     result: ReplayResult,
 ) -> None:
     n, prompt_len = len(responses), len(prompt)
     groups = [index.open_group(prompt) for _ in range(1 if config.group_sharing else n)]
+    for group in groups:
+        index_responses(index, group, prompt_len, earlier)
     sequences = np.array([index.open_sequence(groups[i % len(groups)]) for i in range(n)], np.int32)
     lengths = np.array([len(response) for response in responses], np.int32)
     # What a draft is compared with behind the end of a response is no token at all.

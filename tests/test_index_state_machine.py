@@ -43,7 +43,7 @@ class IndexMachine(RuleBasedStateMachine):
         sam = self.options.mode == "sam"
         self.max_bytes = tight + EXPERIENCE_BYTES if tight and sam else tight
         self.experience = Experience(self.max_bytes) if sam else None
-        self.index = SuffixIndex(**options, max_bytes=self.max_bytes)
+        self.index = SuffixIndex(**options, max_bytes=self.max_bytes, keep_texts=True)
         self.groups: dict[int, GroupOracle] = {}
         self.sequences: dict[int, SequenceOracle] = {}
         self.sequence_group: dict[int, int] = {}
@@ -162,6 +162,8 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.index.validate()
         stats = self.index.stats()
+        for sequence, oracle in self.sequences.items():
+            assert self.index.text(sequence).tolist() == list(oracle.text[len(oracle.start) :])
         sequences = [*self.sequences.values(), *self.closed]
         assert stats.num_groups == len(self.groups)
         assert stats.num_sequences == len(self.sequences)

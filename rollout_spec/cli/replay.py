@@ -21,6 +21,7 @@ _OPTIONS = (
     "max_spec_factor",
     "min_token_prob",
     "group_sharing",
+    "history",
 )
 
 

@@ -1,0 +1,161 @@
+"""Responses of earlier steps: kept, bounded, saved, and used when their prompt comes back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.drafter import Drafter
+from rollout_spec.history import History, HistoryError, group_key, prompt_key
+from rollout_spec.index import InvalidArgument, SuffixIndex
+from rollout_spec.replay import Rollout, replay
+
+
+def int32(*values):
+    return np.array(values, np.int32)
+
+
+def texts(history, key):
+    return [tokens.tolist() for tokens in history.get(key)]
+
+
+def test_the_last_responses_of_every_prompt_are_kept():
+    history = History(2, 1 << 20)
+    for tokens in ([1], [2, 2], [3, 3, 3], []):
+        history.add(b"a" * 16, int32(*tokens))
+    history.add(b"b" * 16, int32(9))
+    assert texts(history, b"a" * 16) == [[2, 2], [3, 3, 3]]
+    assert texts(history, b"b" * 16) == [[9]]
+    assert texts(history, b"c" * 16) == []
+    assert len(history) == 2
+
+
+def test_the_budget_drops_the_prompts_met_longest_ago():
+    history = History(8, 10_000)
+    for step in range(30):
+        for prompt in range(6):
+            history.add(bytes([prompt]) * 16, np.full(300, step, np.int32))
+            assert history.num_bytes <= 10_000
+    assert 0 < len(history) < 6
+    assert not history.get(bytes([0]) * 16)
+    assert texts(history, bytes([5]) * 16)[-1][0] == 29
+    history.add(b"huge" * 4, np.zeros(9000, np.int32))
+    assert (len(history), history.num_bytes) == (0, 0)
+
+
+def test_keys_tell_prompts_and_groups_apart():
+    keys = [
+        prompt_key(int32(1, 2)),
+        prompt_key(int32(1, 2, 3)),
+        group_key("1"),
+        group_key(1),
+        group_key("12"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert prompt_key(int32(1, 2)) == keys[0]
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    history = History(3, 1 << 20)
+    for prompt in range(5):
+        for response in range(prompt):
+            history.add(prompt_key(int32(prompt)), np.arange(prompt * 10 + response + 1, dtype=np.int32))
+    file = tmp_path / "folder" / "history"
+    history.save(file)
+    history.save(file)
+    loaded = History(3, 1 << 20)
+    loaded.load(file)
+    assert (len(loaded), loaded.num_bytes) == (len(history), history.num_bytes)
+    for prompt in range(5):
+        assert texts(loaded, prompt_key(int32(prompt))) == texts(history, prompt_key(int32(prompt)))
+    assert [path.name for path in file.parent.iterdir()] == ["history"]
+    empty = tmp_path / "empty"
+    History(3, 100).save(empty)
+    loaded.load(empty)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda content: content[:-1], "damaged"),
+        (lambda content: content[:70] + bytes([content[70] ^ 1]) + content[71:], "damaged"),
+        (lambda content: content.replace(b"history 1", b"history 2", 1), "not a history of this version"),
+        (lambda _: b"PK a foreign file", "not a history"),
+        (lambda _: b"", "not a history"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_refused(tmp_path, spoil, message):
+    history = History(3, 1 << 20)
+    history.add(b"a" * 16, int32(1, 2, 3))
+    file = tmp_path / "history"
+    history.save(file)
+    file.write_bytes(spoil(file.read_bytes()))
+    with pytest.raises(HistoryError, match=f"{file}: {message}"):
+        history.load(file)
+    assert texts(history, b"a" * 16) == [[1, 2, 3]]
+
+
+def train_step(drafter, prompts, responses):
+    """One rollout: every response is decoded token by token; returns the accepted draft tokens."""
+    token_ids = np.zeros((len(prompts), 64), np.int32)
+    levels = np.zeros(len(prompts), np.int32)
+    names = [f"request {i}" for i in range(len(prompts))]
+    for row, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+        drafter.open(name, prompt, 64)
+        token_ids[row, : len(prompt)] = prompt
+        levels[row] = len(prompt)
+    num_accepted = 0
+    drafts = [[] for _ in names]
+    for i in range(max(map(len, responses))):
+        decoding = np.array([i < len(response) for response in responses])
+        for row in np.flatnonzero(decoding):
+            token_ids[row, levels[row]] = responses[row][i]
+            levels[row] += 1
+            num_accepted += drafts[row][:1] == [responses[row][i]]
+        drafts = drafter.step(names, decoding, token_ids, levels)
+    for name in names[:-1]:
+        drafter.close(name)
+    drafter.clear()  # as a weight sync does, with a request that has not been closed yet
+    return num_accepted
+
+
+@pytest.mark.parametrize("mode", ["earliest", "frequent", "sam"])
+def test_a_prompt_that_comes_back_is_drafted_from_its_earlier_responses(mode):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 1000, 8).astype(np.int32) for _ in range(4)]
+    responses = [rng.integers(0, 1000, 40).tolist() for _ in range(4)]
+    accepted = {}
+    for history in (0, 2):
+        drafter = Drafter(SpecConfig(mode=mode, history=history, min_token_prob=0.01))
+        train_step(drafter, prompts, responses)
+        if mode == "sam":  # what it has learned of any text would help as well
+            drafter._index = SuffixIndex.from_config(drafter.config)
+        accepted[history] = train_step(drafter, prompts, responses)
+        assert len(drafter.history) == (4 if history else 0)
+    assert accepted[0] == 0
+    assert accepted[2] > 100
+
+
+def test_history_needs_group_sharing():
+    with pytest.raises(ConfigError, match=r"rollout\.spec\.history=2: must be 0 without group_sharing"):
+        SpecConfig(history=2, group_sharing=False)
+
+
+def test_texts_are_kept_only_where_asked():
+    with SuffixIndex(num_speculative_tokens=2) as index:
+        sequence = index.open_sequence(index.open_group(int32(1)))
+        with pytest.raises(InvalidArgument, match=r"^keep_texts=0"):
+            index.text(sequence)
+
+
+def test_replay_takes_the_responses_of_earlier_lines_of_the_group():
+    rng = np.random.default_rng(1)
+    prompt = int32(1, 2, 3)
+    said = rng.integers(0, 1000, 60).astype(np.int32)
+    trace = [Rollout("a", step, prompt, [said, said[::-1].copy()]) for step in (1, 2)]
+    tokens_per_step = {}
+    for history in (0, 1, 2):
+        config = SpecConfig(mode="frequent", history=history, min_token_prob=0.01)
+        tokens_per_step[history] = replay(trace, config).tokens_per_step
+    assert tokens_per_step[0] < tokens_per_step[1] < tokens_per_step[2]
