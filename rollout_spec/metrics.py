@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any, Self
 
 PREFIX = "rollout/spec_"
 
 
 @dataclasses.dataclass
-class EngineCounters:
+class _Counters:
+    def add(self, other: Self) -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass
+class EngineCounters(_Counters):
     """Counts of one engine's drafter since the last reading; a step is one `propose` call."""
 
     num_steps: int = 0  # engine steps in which at least one row decoded
@@ -21,30 +32,20 @@ class EngineCounters:
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
 
-    def add(self, other: EngineCounters) -> None:
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-
-    def to_dict(self) -> dict[str, float]:
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass
-class RequestCounters:
-    """Counts of one finished request, taken where its tokens are verified.
+class RequestCounters(_Counters):
+    """Counts of one ended request, or the sums over several, taken where the tokens are verified.
 
-    num_decode_steps counts the forwards that gave at least one token, the prefill's excluded;
-    num_accepted_tokens excludes bonus tokens.
+    num_decode_steps counts the forwards that gave at least one token, the prefill's excluded, and
+    num_decoded_tokens what they gave; num_accepted_tokens excludes bonus tokens.
     """
 
-    num_generated_tokens: int = 0
+    num_decoded_tokens: int = 0
     num_decode_steps: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass
@@ -52,9 +53,11 @@ class RolloutReport:
     """What one rollout server saw since its last report: one training step's rollout."""
 
     engine: EngineCounters | None  # None: the engine does not draft (rollout.spec off)
-    requests: list[RequestCounters]
+    requests: list[RequestCounters]  # of every finished request
     num_generated_tokens: int  # of every finished request, counted where it was served
     rollout_seconds: float  # first arrival to last finish, wall clock
+    # Sums over what vLLM aborted, which includes every request that a stop string ended.
+    aborted: RequestCounters = dataclasses.field(default_factory=RequestCounters)
 
 
 def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
@@ -68,9 +71,8 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
         if report.engine is not None:
             engine.add(report.engine)
             drafting = True
-        for request in report.requests:
-            for field in dataclasses.fields(total):
-                setattr(total, field.name, getattr(total, field.name) + getattr(request, field.name))
+        for request in (*report.requests, report.aborted):
+            total.add(request)
     values: dict[str, float] = {
         "rollout_seconds": max((report.rollout_seconds for report in reports), default=0.0),
         "generated_tokens": sum(report.num_generated_tokens for report in reports),
@@ -83,9 +85,7 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
             "num_failed_steps": engine.num_failed_steps,
             "num_untracked_rows": engine.num_untracked_rows,
         }
-        # The first token of a response comes from the prefill, not from a decode step.
-        decoded = total.num_generated_tokens - sum(len(report.requests) for report in reports)
-        values |= _ratio("tokens_per_step", decoded, total.num_decode_steps)
+        values |= _ratio("tokens_per_step", total.num_decoded_tokens, total.num_decode_steps)
         values |= _ratio("acceptance_rate", total.num_accepted_tokens, total.num_draft_tokens)
         values |= _ratio("share_on", engine.num_steps_on, engine.num_steps)
         values |= _ratio("draft_ms", engine.draft_seconds * 1e3, engine.num_steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from rollout_spec.metrics import rollout_metrics
+from rollout_spec.metrics import RolloutReport, rollout_metrics
 from rollout_spec.patches import Patch, replace_function
 
 _METRICS = Patch(
@@ -21,7 +21,7 @@ _VALIDATE = Patch(
     until="the patch verl-rollout-metrics goes",
 )
 
-_TAKEN = "_rollout_spec_taken_metrics"
+_TAKEN = "_rollout_spec_taken_reports"
 
 
 def install() -> None:
@@ -35,16 +35,15 @@ def install() -> None:
         self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         result = compute(self, batch, metrics, *args, **kwargs)
-        # A validation comes between a step and its metrics, so it has taken the step's already.
-        taken = self.__dict__.pop(_TAKEN, None)
-        metrics.update(_take_metrics(self) if taken is None else taken)
+        # A validation comes between a step and its metrics, so it has taken the step's reports already.
+        metrics.update(_metrics(self.__dict__.pop(_TAKEN, []) + _take_reports(self)))
         return result
 
     @functools.wraps(validate)
     def validate_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(self, _TAKEN, _take_metrics(self))
+        setattr(self, _TAKEN, _take_reports(self))
         result = validate(self, *args, **kwargs)
-        _take_metrics(self)
+        _take_reports(self)
         return result
 
     signature = "(self, batch: transfer_queue.metadata.KVBatchMeta, metrics, timing_raw, global_steps, epoch)"
@@ -54,17 +53,21 @@ def install() -> None:
     replace_function(PPOTrainer, "_validate", validate_apart, patch=_VALIDATE)
 
 
-def _take_metrics(trainer: Any) -> dict[str, float]:
+def _take_reports(trainer: Any) -> list[RolloutReport]:
     """What every rollout server served since the last call; nothing where rollout.spec is not used."""
     import ray
     from omegaconf import OmegaConf
-    from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
 
     if not OmegaConf.is_dict(OmegaConf.select(trainer.config, "rollout.spec")):
-        return {}
+        return []
     handles = [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
-    reports = ray.get([handle.take_rollout_report.remote() for handle in handles])
-    metrics = rollout_metrics(reports)
+    return ray.get([handle.take_rollout_report.remote() for handle in handles])
+
+
+def _metrics(reports: list[RolloutReport]) -> dict[str, float]:
+    from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
+
+    metrics = rollout_metrics(reports) if reports else {}
     requests = [request for report in reports for request in report.requests]
     if any(report.engine is not None for report in reports):
         metrics |= compute_spec_decode_metrics(

@@ -21,7 +21,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
 from rollout_spec.vllm_proposer import GROUP_KEY, OPTIONS_KEY, SuffixProposer
-from rollout_spec.vllm_scheduler import COUNTERS_KEY
+from rollout_spec.vllm_scheduler import ABORTED_KEY, COUNTERS_KEY
 
 TRACE_DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"
 MAX_FIRST_TURNS = 4096
@@ -71,6 +71,7 @@ class SpecHttpServer(vLLMHttpServer):
         self._first_turns = FirstTurns()
         self._busy = BusyClock()
         self._requests: list[RequestCounters] = []
+        self._aborted = RequestCounters()
         self._num_generated_tokens = 0
         directory = os.environ.get(TRACE_DIR_VARIABLE)
         self._trace = TraceWriter(pathlib.Path(directory), self.replica_rank) if directory else None
@@ -103,8 +104,10 @@ class SpecHttpServer(vLLMHttpServer):
             RuntimeError: drafting was asked for, tokens were decoded, and the drafter was never called.
         """
         engine = await self._take_engine_counters() if self._spec.enabled else None
-        report = RolloutReport(engine, self._requests, self._num_generated_tokens, self._busy.take_seconds())
-        self._requests, self._num_generated_tokens = [], 0
+        report = RolloutReport(
+            engine, self._requests, self._num_generated_tokens, self._busy.take_seconds(), self._aborted
+        )
+        self._requests, self._num_generated_tokens, self._aborted = [], 0, RequestCounters()
         if self._trace is not None:
             self._trace.flush(self.global_steps)
         was_called = engine is None or engine.num_steps + engine.num_failed_steps > 0
@@ -129,6 +132,7 @@ class SpecHttpServer(vLLMHttpServer):
     def _take_request_counters(self, output: TokenOutput) -> None:
         params = output.extra_fields.pop("kv_transfer_params", None) or {}
         counts = params.pop(COUNTERS_KEY, None)
+        self._aborted.add(RequestCounters(**params.pop(ABORTED_KEY, {})))
         if params:
             output.extra_fields["kv_transfer_params"] = params
         if counts is None:

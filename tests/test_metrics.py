@@ -9,7 +9,7 @@ def test_the_metrics_of_two_servers_by_hand() -> None:
     one = RolloutReport(
         engine=EngineCounters(num_steps=10, num_steps_on=4, draft_seconds=0.02),
         requests=[
-            RequestCounters(num_generated_tokens=21, num_decode_steps=10, num_drafts=5, num_draft_tokens=20,
+            RequestCounters(num_decoded_tokens=20, num_decode_steps=10, num_drafts=5, num_draft_tokens=20,
                             num_accepted_tokens=10),
         ],
         num_generated_tokens=21,
@@ -17,7 +17,7 @@ def test_the_metrics_of_two_servers_by_hand() -> None:
     )  # fmt: skip
     two = RolloutReport(
         engine=EngineCounters(num_steps=30, num_steps_on=30, draft_seconds=0.06, num_failed_steps=1),
-        requests=[RequestCounters(num_generated_tokens=11, num_decode_steps=10)],
+        requests=[RequestCounters(num_decoded_tokens=10, num_decode_steps=10)],
         num_generated_tokens=11,
         rollout_seconds=2.0,
     )
@@ -49,3 +49,14 @@ def test_the_reference_run_reports_its_rollout_only() -> None:
 def test_nothing_served_gives_no_ratio() -> None:
     report = RolloutReport(engine=EngineCounters(), requests=[], num_generated_tokens=0, rollout_seconds=0.0)
     assert not any("share" in name or "per_step" in name for name in rollout_metrics([report]))
+
+
+def test_aborted_requests_count_in_the_sums() -> None:
+    finished = RequestCounters(num_decoded_tokens=6, num_decode_steps=3, num_drafts=2, num_draft_tokens=8,
+                               num_accepted_tokens=3)  # fmt: skip
+    aborted = RequestCounters(num_decoded_tokens=4, num_decode_steps=2, num_drafts=1, num_draft_tokens=2,
+                              num_accepted_tokens=2)  # fmt: skip
+    metrics = rollout_metrics([RolloutReport(EngineCounters(), [finished], 12, 1.0, aborted)])
+    assert metrics["rollout/spec_tokens_per_step"] == 2
+    assert metrics["rollout/spec_acceptance_rate"] == 0.5
+    assert metrics["rollout/spec_num_drafts"] == 3
