@@ -184,6 +184,17 @@ def test_nothing_of_a_run_is_left(tmp_path, monkeypatch, seconds):
     assert not Path("/dev/shm", segment).exists()
 
 
+def test_a_segment_that_another_run_is_making_stays():
+    began = time.time() - 1
+    segment = Path(f"/dev/shm/psm_rollout_spec_{os.getpid()}")
+    descriptor = os.open(segment, os.O_CREAT | os.O_RDWR)  # made, but not mapped yet
+    processes._remove_segments(began)
+    assert segment.exists()
+    os.close(descriptor)
+    processes._remove_segments(began)
+    assert not segment.exists()
+
+
 def test_a_failed_trainer_is_one_line_with_the_log(tmp_path):
     train_file = tmp_path / "train.parquet"
     train_file.touch()

@@ -107,25 +107,33 @@ def descendants(ancestor: int) -> set[int]:
 
 
 def _remove_segments(began: float) -> None:
-    """Delete shared memory that a killed engine left behind: ours, made since `began`, mapped by nobody."""
-    mapped = None
+    """Delete shared memory that a killed engine left behind: ours, made since `began`, used by nobody."""
+    candidates = []
     for pattern in _SEGMENTS:
         for file in _SHARED_MEMORY.glob(pattern):
             with contextlib.suppress(FileNotFoundError):
                 status = file.stat()
-                if status.st_uid != os.getuid() or status.st_ctime < began:
-                    continue
-                mapped = _mapped_files() if mapped is None else mapped
-                if str(file) not in mapped:
-                    file.unlink()
+                if status.st_uid == os.getuid() and status.st_ctime >= began:
+                    candidates.append(file)
+    # Only now: another run of the same user may be making segments all the time.
+    used = _used_segments() if candidates else set()
+    for file in candidates:
+        if str(file) not in used:
+            file.unlink(missing_ok=True)
 
 
-def _mapped_files() -> set[str]:
-    mapped: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+def _used_segments() -> set[str]:
+    """The shared memory that a process has open or mapped; open first, as mapping comes before closing."""
+    used: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            mapped.update(line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line)
-    return mapped
+            for link in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    used.add(os.readlink(link))
+        with contextlib.suppress(OSError):
+            lines = (process / "maps").read_text().splitlines()
+            used.update(line.split()[-1] for line in lines if "/dev/shm/" in line)
+    return used
 
 
 def _keep_logs(ray: Path, target: Path) -> None:
