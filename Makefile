@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
-NATIVE := $(MAKE) --no-print-directory -C native CC=$(CC) BUILD=$(CURDIR)/build/native
+NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 BUILT := $(VENV)/.built
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
@@ -78,7 +78,7 @@ $(UV):
 	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or 3.12 with venv and its headers (Python.h) was found." \
 		"Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@"$(PYTHON)" -c '$(FITS)' || { echo "$(PYTHON) is not a Python 3.11 or 3.12 with venv and Python.h." >&2; exit 1; }
-	@command -v "$${CC:-cc}" >/dev/null || { echo "A C compiler is needed (cc, or set CC)." >&2; exit 1; }
+	@command -v $${CC:-cc} >/dev/null || { echo "A C compiler is needed (cc, or set CC)." >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
