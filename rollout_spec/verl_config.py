@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from rollout_spec import verl_plugin
 from rollout_spec.config import ConfigError, SpecConfig
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`; see vllm_proposer
@@ -21,10 +23,17 @@ class CheckConfig(Callback):
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         # Hydra turns an Exception in a callback into a warning; SystemExit it lets through.
         try:
-            check_config(config)
+            _check_plugin()
+            spec = check_config(config)
         except ConfigError as error:
             print(f"rollout_spec: {error}", file=sys.stderr)
             raise SystemExit(2) from error
+        os.environ[verl_plugin.ASKED_VARIABLE] = spec.method
+
+
+def _check_plugin() -> None:
+    if verl_plugin.failure is not None:
+        raise ConfigError(f"{verl_plugin.failure}; run `rollout-spec doctor`")
 
 
 def check_config(config: DictConfig) -> SpecConfig:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
 from typing import Any
 
 from rollout_spec.patches import when_imported
+
+ASKED_VARIABLE = (
+    "ROLLOUT_SPEC_METHOD"  # set by the driver's check of `rollout.spec`, inherited by Ray's processes
+)
+failure: str | None = None  # why this process has no plugin
 
 
 def _activate() -> None:
@@ -32,9 +39,17 @@ def _load_replica() -> Any:
     return SpecReplica
 
 
+def _is_asked_for() -> bool:
+    """Whether this process, or the driver that started it, was given `rollout.spec`."""
+    return ASKED_VARIABLE in os.environ or any("rollout.spec" in argument for argument in sys.argv)
+
+
 try:
     _activate()
 except Exception as error:
     # verl logs an exception of a plugin at DEBUG level and carries on without it.
     traceback.print_exc()
-    raise SystemExit(f"rollout_spec: the verl plugin failed: {error}") from error
+    failure = f"the verl plugin failed: {error}"
+    if _is_asked_for():
+        raise SystemExit(f"rollout_spec: {failure}") from error
+    print(f"rollout_spec: {failure}; runs without rollout.spec go on as they are", file=sys.stderr)

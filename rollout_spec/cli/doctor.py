@@ -136,8 +136,12 @@ def _hydra_group() -> Iterator[Check]:
     import verl  # noqa: F401 (loads the plugin that puts the group on Hydra's path)
     from omegaconf import OmegaConf
 
+    from rollout_spec import verl_plugin
     from rollout_spec.config import SpecConfig
 
+    if verl_plugin.failure is not None:
+        yield Check("rollout.spec", FAIL, verl_plugin.failure, REINSTALL)
+        return
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
         config = hydra.compose("ppo_trainer", overrides=["+rollout.spec=sam"])
     options = OmegaConf.select(config, "rollout.spec")
