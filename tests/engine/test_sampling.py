@@ -15,6 +15,9 @@ FALSE_ALARM_RATE = 1e-5  # of one comparison
 NUM_SAMPLES = 1500
 NUM_TOKENS = 6
 PROMPT = [5, 6, 7, 8] * 4
+PENALTIES = {
+    "temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.6,
+}  # fmt: skip
 
 
 def sample(llm: Any, seed: int, **settings: Any) -> list[list[int]]:
@@ -47,6 +50,7 @@ def settings() -> list[dict[str, Any]]:
         {"temperature": 1.0},
         {"temperature": 0.6, "top_k": 5},
         {"temperature": 1.0, "top_p": 0.7},
+        PENALTIES,
     ]
 
 
@@ -61,6 +65,10 @@ def test_drafts_leave_the_distribution(make_engine: Any, settings: list[dict[str
         "drafts must be accepted and rejected"
     )
     assert min(values) > FALSE_ALARM_RATE / len(values), values
+    # The comparison would notice penalties that are lost or that do not see the draft's own tokens.
+    for lost in (("repetition_penalty",), ("presence_penalty", "frequency_penalty")):
+        kept = {name: value for name, value in PENALTIES.items() if name not in lost}
+        assert min(p_values(sample(plain, 7, **PENALTIES), sample(drafting, 8, **kept))) < 1e-8
 
 
 @pytest.mark.skipif(
