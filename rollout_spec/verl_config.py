@@ -115,8 +115,8 @@ def _check_trainer(config: DictConfig) -> None:
     mode = select("trainer.v1.trainer_mode")
     if mode not in (None, "sync"):
         raise ConfigError(
-            f"trainer.v1.trainer_mode={mode}: rollout.spec supports sync only; an asynchronous trainer "
-            "aborts requests, and vLLM drops the draft counts of an aborted one"
+            f"trainer.v1.trainer_mode={mode}: rollout.spec supports sync only; the rollouts of an "
+            "asynchronous trainer overlap its steps, so that no step's counts would be its own"
         )
     if select("actor_rollout_ref.rollout.checkpoint_engine.backend") == "delta_sharded":
         raise ConfigError(
