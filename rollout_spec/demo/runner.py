@@ -94,11 +94,11 @@ def prepare(plan: Plan, watcher: Watcher) -> tuple[Path, Path]:
 
     watcher.phase("making the model and the data")
     plan.output.mkdir(parents=True, exist_ok=True)
-    train_file = plan.train_file or make_data(plan.output, num_train=_num_prompts(plan), seed=plan.seed)[0]
+    train_file = plan.train_file or make_data(plan.output, num_train=num_prompts(plan), seed=plan.seed)[0]
     return (plan.model or _make_model(plan.output)).absolute(), train_file.absolute()
 
 
-def _num_prompts(plan: Plan) -> int:
+def num_prompts(plan: Plan) -> int:
     """Two prompts a step, every prompt seen in two epochs; DAPO also needs some to replace others."""
     return max(2, plan.steps) if plan.recipe == "grpo" else 16 * plan.steps
 
