@@ -32,7 +32,6 @@ class SuffixProposer:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.config = spec_config(vllm_config)
         refuse_unsupported(vllm_config)
-        self._max_model_len = vllm_config.model_config.max_model_len
         self._drafter: Drafter | None = Drafter(self.config)
         self._runner: Any = None
         self._said: set[str] = set()
@@ -117,7 +116,8 @@ class SuffixProposer:
         prompt = np.asarray(request.prompt_token_ids or [], np.int32)
         params = request.sampling_params
         max_tokens = getattr(params, "max_tokens", None)
-        max_level = self._max_model_len
+        # The runner's own: with max_model_len=-1 vLLM fits it to the memory after this proposer was made.
+        max_level: int = self._runner.max_model_len
         if max_tokens is not None:
             max_level = min(max_level, len(prompt) + max_tokens)
         group = (getattr(params, "extra_args", None) or {}).get(GROUP_KEY)

@@ -77,6 +77,27 @@ def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine: Any
     assert proposer_of(llm).take_counters().num_steps == num_steps
 
 
+def test_a_length_that_vllm_sets_later_bounds_the_drafts(make_engine: Any) -> None:
+    """As when max_model_len=-1 lets vLLM fit the length to the memory, with the drafter there already."""
+    llm = make_engine({})
+    llm.collective_rpc("update_max_model_len", args=(64,))
+    llm.llm_engine.engine_core.engine_core.scheduler.max_model_len = 64
+    proposer = proposer_of(llm)
+    propose, levels_seen, ends = proposer.propose, [], []
+
+    def recording_propose(sampled: Any, levels: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = propose(sampled, levels, *args, **kwargs)
+        levels_seen.append(int(levels[0]))
+        ends.extend(int(levels[row]) + len(draft) for row, draft in enumerate(drafts) if draft)
+        return drafts
+
+    proposer.propose = recording_propose
+    [output] = generate(llm, PROMPTS[:1], greedy(400))
+    assert len(PROMPTS[0] + output) == 64
+    assert max(ends) == 63, "the target adds a token of its own"
+    assert max(levels_seen) > 64 - 8, "vLLM must go on calling the drafter near the end"
+
+
 def test_preemption_and_recompute(make_engine: Any) -> None:
     arguments = {
         "num_gpu_blocks_override": 12, "block_size": 32, "max_model_len": 96, "enable_prefix_caching": False,
@@ -196,6 +217,29 @@ def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
         outputs.append((first, generate(llm)))
     assert outputs[0] == outputs[1]
     assert outputs[0][0] != outputs[0][1]
+
+
+def test_requests_in_flight_go_on_after_a_weight_sync(make_engine: Any) -> None:
+    """The index forgets them, the engine recomputes them, and both start from what they have written."""
+    plain = generate(make_engine())
+    llm = make_engine({})
+    engine, proposer, finished = llm.llm_engine, proposer_of(llm), {}
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy())
+    for _ in range(12):
+        assert not any(output.finished for output in engine.step())
+    before = proposer._drafter.index.stats()
+    proposer.end_step()
+    assert llm.reset_prefix_cache(reset_running_requests=True)
+    assert proposer._drafter.index.stats().num_tokens == 0
+    while engine.has_unfinished_requests():
+        finished |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+    assert [finished[str(i)] for i in range(len(PROMPTS))] == plain
+    after = proposer._drafter.index.stats()
+    assert after.num_tokens == sum(len(prompt) for prompt in PROMPTS) + len(PROMPTS) * LENGTH
+    assert after.num_accepted_tokens > before.num_accepted_tokens
+    assert proposer.take_counters().num_failed_steps == 0
+    proposer._drafter.index.validate()
 
 
 def test_a_full_index_costs_drafts_only(make_engine: Any) -> None:
