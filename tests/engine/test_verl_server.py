@@ -1,0 +1,158 @@
+"""What verl's server counts and checks, its own and the scheduler's part, on a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import proposer_of
+from tests.engine.test_life_cycle import PROMPTS, generate, greedy
+
+SCHEDULER = "rollout_spec.vllm_scheduler.CountingScheduler"
+EXTENSION = "rollout_spec.verl_server.SpecWorkerExtension"
+
+
+def count_by_hand(
+    llm: Any, params: list[Any], stop_token: int, aborted: set[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    """Run the prompts step by step; returns what finished, and per request what was seen to happen.
+
+    The requests in `aborted` are aborted when two of their drafts have been verified.
+
+    A draft is what the proposer returned; it was verified if the request got tokens in the next step, and
+    accepted as far as these tokens equal it, the last of them excluded, which is the target's own.
+    """
+    engine, proposer = llm.llm_engine, proposer_of(llm)
+    runner, propose = proposer._runner, proposer.propose
+    pending: dict[str, list[int]] = {}
+    counts: dict[str, dict[str, int]] = {}
+
+    def watching_propose(sampled: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        ids = list(runner.input_batch.req_ids)
+        for request_id, tokens in zip(ids, sampled, strict=True):
+            draft = pending.pop(request_id, None)
+            if not tokens:
+                continue
+            if draft is None:  # the prefill
+                counts[request_id] = dict.fromkeys(
+                    ("num_decoded_tokens", "num_decode_steps", "num_drafts", "num_draft_tokens",
+                     "num_accepted_tokens"), 0,
+                )  # fmt: skip
+                continue
+            agree = 0
+            while agree < min(len(draft), len(tokens) - 1) and draft[agree] == tokens[agree]:
+                agree += 1
+            assert agree == len(tokens) - 1, "only accepted tokens come before the target's own"
+            stops = runner.requests[request_id].sampling_params.stop_token_ids
+            kept = tokens[: tokens.index(stop_token) + 1] if stops and stop_token in tokens else tokens
+            counts[request_id]["num_decoded_tokens"] += len(kept)
+            counts[request_id]["num_decode_steps"] += 1
+            counts[request_id]["num_drafts"] += bool(draft)
+            counts[request_id]["num_draft_tokens"] += len(draft)
+            counts[request_id]["num_accepted_tokens"] += agree
+        drafts = propose(sampled, *args, **kwargs)
+        pending.update(zip(ids, drafts, strict=True))
+        return drafts
+
+    proposer.propose = watching_propose
+    for i, setting in enumerate(params):
+        engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i // 2]}, setting)
+    finished: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+        # The engine adds a suffix of its own to a request's id.
+        by_name = {name.split("-")[0]: count for name, count in counts.items()}
+        due = {name for name in aborted if by_name[name]["num_drafts"] == 2}
+        engine.abort_request(sorted(due), internal=False)
+        aborted -= due
+    return finished, by_name
+
+
+def test_the_counts_of_a_request_equal_those_taken_by_hand(make_engine: Any) -> None:
+    llm = make_engine({"batch_threshold": 6}, scheduler_cls=SCHEDULER)
+    stop_token = generate(llm, PROMPTS[:1])[0][15]
+    params = [greedy(40 + 9 * i, stop_token_ids=[stop_token] if i < 2 else None) for i in range(8)]
+    finished, counts = count_by_hand(llm, params, stop_token, {"5", "6"})
+    assert finished.keys() == counts.keys() - {"5", "6"}
+    assert any(output.outputs[0].finish_reason == "stop" for output in finished.values())
+    assert sum(count["num_accepted_tokens"] for count in counts.values()) > 0
+    aborted = dict.fromkeys(counts["5"], 0)
+    assert counts["5"]["num_decode_steps"] > counts["5"]["num_drafts"] == 2, "steps without a draft, and with"
+    for name, output in finished.items():
+        assert output.kv_transfer_params["rollout_spec"] == counts[name], name
+        for key, count in output.kv_transfer_params["rollout_spec_aborted"].items():
+            aborted[key] += count
+    assert aborted == {key: counts["5"][key] + counts["6"][key] for key in aborted}
+
+
+@pytest.fixture
+def make_server(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The server class as it is; only what upstream's half does with Ray and HTTP is cut short."""
+    from omegaconf import OmegaConf
+    from verl.workers.rollout.vllm_rollout import utils
+
+    from rollout_spec import verl_server
+
+    class Engine:
+        def __init__(self, llm: Any) -> None:
+            self.llm = llm
+
+        async def collective_rpc(self, method: str) -> list[Any]:
+            return self.llm.collective_rpc(method)
+
+    def init(self: Any, llm: Any, spec: dict[str, Any]) -> None:
+        options = {"vllm": {"additional_config": {"rollout_spec": spec}}}
+        self.config = OmegaConf.create({"engine_kwargs": options})
+        self.engine, self.replica_rank, self.node_rank, self.global_steps = Engine(llm), 3, 0, None
+
+    async def generate(self: Any, prompt_ids: list[int], params: dict, *_: Any, **__: Any) -> Any:
+        inputs = {"prompt_token_ids": prompt_ids}
+        [output] = self.engine.llm.generate(inputs, greedy(**params), use_tqdm=False)
+        extra_fields = {"kv_transfer_params": output.kv_transfer_params}
+        return verl_server.TokenOutput(token_ids=output.outputs[0].token_ids, extra_fields=extra_fields)
+
+    def make(spec: dict[str, Any] | None) -> verl_server.SpecHttpServer:
+        llm = make_engine(spec, scheduler_cls=SCHEDULER, worker_extension_cls=EXTENSION)
+        return verl_server.SpecHttpServer(llm, {"method": "sam"})  # type: ignore[arg-type]
+
+    # It would kill the test's process when the process's parent ends.
+    monkeypatch.setattr(utils, "set_death_signal", lambda: None)
+    monkeypatch.setattr(verl_server.vLLMHttpServer, "__init__", init)
+    monkeypatch.setattr(verl_server.vLLMHttpServer, "generate", generate)
+    return make
+
+
+def serve(server: Any) -> Any:
+    for prompt in PROMPTS[:2] * 2:
+        asyncio.run(server.generate(prompt, {"max_tokens": 40}, "id"))
+    return asyncio.run(server.take_rollout_report())
+
+
+def test_a_server_reports_its_rollout_and_a_weight_sync_ends_it(make_server: Any) -> None:
+    server = make_server({})
+    report = serve(server)
+    assert len(report.requests) == 4
+    assert report.num_generated_tokens == 4 * 40
+    assert sum(request.num_decoded_tokens for request in report.requests) == 4 * 39
+    assert sum(request.num_accepted_tokens for request in report.requests) > 0
+    assert report.engine.num_steps == sum(request.num_decode_steps + 1 for request in report.requests)
+    index = proposer_of(server.engine.llm)._drafter.index
+    assert index.stats().num_groups == 2
+    asyncio.run(server.set_global_steps(1))
+    assert (server.global_steps, index.stats().num_groups) == (1, 0)
+    empty = asyncio.run(server.take_rollout_report())
+    assert (empty.requests, empty.num_generated_tokens, empty.engine.num_steps) == ([], 0, 0)
+
+
+def test_an_engine_without_the_drafter_fails_the_run(make_server: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"engine of replica 3 has no drafter of rollout_spec"):
+        serve(make_server(None))
+
+
+def test_an_engine_that_never_calls_its_drafter_fails_the_run(make_server: Any) -> None:
+    server = make_server({})
+    proposer_of(server.engine.llm)._runner.effective_drafter_max_model_len = 0
+    with pytest.raises(RuntimeError, match=r"engine of replica 3 decoded without calling its drafter"):
+        serve(server)
