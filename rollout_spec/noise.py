@@ -1,12 +1,13 @@
 """Noise that is a function of (key, position, index) and of nothing else: no state, any order, any device.
 
-The bits are Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011;
-constants and known answers as in Random123), the generator that torch, JAX and cuRAND use too; it passes
-TestU01's BigCrush. The 128-bit counter holds the index (in units of 4) and the position, the key is the request's.
+The bits are Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC
+2011; constants and known answers as in Random123), the generator that torch, JAX and cuRAND use too; it
+passes TestU01's BigCrush. The 128-bit counter holds the index (in units of 4) and the position, the key is
+the request's.
 
-Integers are int64 and never exceed 2**49, so nothing overflows and every device gives the same bits. Only these
-operations are used, all of which torch_npu has: arange, add, mul, bitwise and/or/xor, shifts by a scalar, stack,
-flip, to, clamp, log1p, neg.
+Integers are int64 and never exceed 2**49, so nothing overflows and every device gives the same bits. Only
+these operations are used, all of which torch_npu has: arange, add, mul, bitwise and/or/xor, shifts by a
+scalar, stack, flip, to, clamp, log1p, neg.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Lossless verification of draft tokens, vectorised in plain torch: no kernel, no loop over requests.
 
 Two methods. *Coupled* (`coupled_sample`) draws the target's own token at every position with noise that is a
-function of the request and the position, and keeps the draft as far as it is the same: what comes out does not
-depend on what was drafted. *Standard* (`rejection_sample`) is speculative-sampling rejection (Leviathan et al.,
-arXiv 2211.17192; Chen et al., arXiv 2302.01318) with the names and signatures of vLLM's
+function of the request and the position, and keeps the draft as far as it is the same: what comes out does
+not depend on what was drafted. *Standard* (`rejection_sample`) is speculative-sampling rejection (Leviathan
+et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318) with the names and signatures of vLLM's
 `vllm.v1.sample.rejection_sampler`, so that a function here can take its counterpart's place on any device.
-Layout, as there: the draft tokens of all requests stand in one flat row, `cu_num_draft_tokens[i]` is the end of
-request i's.
+Layout, as there: the draft tokens of all requests stand in one flat row, `cu_num_draft_tokens[i]` is the end
+of request i's.
 
-Only these operations are used, all of which torch_npu has, besides those of `noise`: arange, argmax, amax, cat,
-clamp(_), cumprod, cumsum, diff, div, eq, exponential_, full, gather, index_put, log, lt, repeat_interleave,
-scatter_, softmax, sub, sum, uniform_, where.
+Only these operations are used, all of which torch_npu has, besides those of `noise`: arange, argmax, amax,
+cat, clamp(_), cumprod, cumsum, diff, div, eq, exponential_, full, gather, index_put, log, lt,
+repeat_interleave, scatter_, softmax, sub, sum, uniform_, where.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ BLOCK_SIZE = 256  # of the vocabulary, in the keyed race
 def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Draw one token a row, by noise that depends on the row's key and position only.
 
-    Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 256 tokens, by
-    their sums, one between the tokens of the block that won. A race is won in proportion to the masses that run,
-    so a token is drawn with (its block's share) x (its share of the block), the softmax; and a row needs noise
-    for vocab_size / 256 + 256 runners instead of one for every token. Ties go to the lowest token id.
+    Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 256
+    tokens, by their sums, one between the tokens of the block that won. A race is won in proportion to the
+    masses that run, so a token is drawn with (its block's share) x (its share of the block), the softmax; and
+    a row needs noise for vocab_size / 256 + 256 runners instead of one for every token. Ties go to the lowest
+    token id.
 
     Args:
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
@@ -55,8 +56,8 @@ def shortfall(
 ) -> torch.Tensor:
     """By how much a token missed being drawn: 0 for the token that `keyed_sample` draws.
 
-    The larger of its block's and its own distance to the winner, in units of (logit + Gumbel noise), so it is also
-    the least error of a logit that could have made it win.
+    The larger of its block's and its own distance to the winner, in units of (logit + Gumbel noise), so it is
+    also the least error of a logit that could have made it win.
 
     Args:
         token_ids: int64 [n]; the other arguments as in `keyed_sample`.
@@ -82,7 +83,7 @@ def _missed(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 def _race_of_blocks(
     masses: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blocks' scores, [n, ceil(vocab_size / BLOCK_SIZE)], and the noise inside a block, [n, BLOCK_SIZE]."""
+    """The blocks' scores, [n, ceil(vocab_size / BLOCK_SIZE)], and the noise inside one, [n, BLOCK_SIZE]."""
     num_whole = masses.shape[-1] // BLOCK_SIZE
     whole = masses[:, : num_whole * BLOCK_SIZE].unflatten(-1, (num_whole, BLOCK_SIZE))
     sums = [whole.sum(dim=-1)] if num_whole else []
@@ -117,7 +118,8 @@ def coupled_sample(
     keys: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw the target's own token at every position; keep them up to and with the first that differs from the draft.
+    """Draw the target's own token at every position; keep them up to and with the first that differs from the
+    draft.
 
     For drafts that are certain (a point mass) a draft token is accepted with the probability that rejection
     sampling accepts it, and neither uniform numbers nor recovered tokens are needed.

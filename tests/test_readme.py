@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.config import METHODS, MODES, SpecConfig
+from rollout_spec.config import METHODS, MODES, VERIFY, SpecConfig
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TABLE = re.compile(r"(<!-- options: [^\n]*-->\n).*?(<!-- /options -->)", re.DOTALL)
-CHOICES = {"method": METHODS, "mode": MODES}
+CHOICES = {"method": METHODS, "mode": MODES, "verify": VERIFY}
 
 # What is run elsewhere than as a line of .ci/run: a file, and the text in it that runs it.
 ELSEWHERE = {
