@@ -74,6 +74,11 @@ class RowGenerators(dict[int, torch.Generator]):
         self.num_draft_tokens = num_draft_tokens
 
 
+def key_of_name(name: Any) -> int:
+    """The noise key of a request whose `extra_args["rollout_spec_key"]` is `name`, any JSON value."""
+    return make_key("key", json.dumps(name, sort_keys=True, default=str))
+
+
 class RequestKeys:
     """The noise key of every request in an engine."""
 
@@ -99,7 +104,7 @@ class RequestKeys:
     def _new_key(self, params: Any) -> int:
         named = (getattr(params, "extra_args", None) or {}).get(KEY)
         if named is not None:
-            return make_key("key", json.dumps(named, sort_keys=True, default=str))
+            return key_of_name(named)
         if getattr(params, "seed", None) is not None:
             return make_key("seed", params.seed)
         self._num_unnamed += 1
