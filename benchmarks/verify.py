@@ -165,6 +165,52 @@ def measure(published: types.SimpleNamespace | None, repeats: int, batch_sizes: 
     }
 
 
+def share_of_decode_steps(model: str) -> dict[str, float]:
+    """The share of an engine's time that goes into drawing tokens, 16 drafting rows of the demo's policy."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    from rollout_spec.demo.data import make_rows
+
+    llm = LLM(
+        model, dtype="float32", max_model_len=512, max_num_seqs=16, max_num_batched_tokens=512,
+        enforce_eager=True, kv_cache_memory_bytes=1 << 28,
+        speculative_config={
+            "method": "custom_class",
+            "model": "rollout_spec.vllm_proposer.SuffixProposer",
+            "num_speculative_tokens": 4,
+        },
+        additional_config={"rollout_spec": {"batch_threshold": 16}},
+    )  # fmt: skip
+    spent = {"verification": 0.0, "depth": 0}
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            spent["depth"] += 1
+            result = function(*args)
+            spent["depth"] -= 1
+            if not spent["depth"]:  # one of them calls the other
+                spent["verification"] += time.perf_counter() - start
+            return result
+
+        return call
+
+    messages = [row["prompt"] for row in make_rows(2, 0, "bench") for _ in range(8)]
+    params = SamplingParams(temperature=0.7, max_tokens=96, ignore_eos=True)
+    llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)  # the prompts, for the prefix cache
+    verify.coupled_sample, verify.keyed_sample = timed(verify.coupled_sample), timed(verify.keyed_sample)
+    start = time.perf_counter()
+    llm.chat(messages, params, use_tqdm=False)
+    total = time.perf_counter() - start
+    llm.llm_engine.engine_core.shutdown()
+    return {
+        "seconds": total,
+        "verification_seconds": spent["verification"],
+        "share": spent["verification"] / total,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
@@ -173,10 +219,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=list(BATCH_SIZES), metavar="N")
     parser.add_argument("--output", type=Path, metavar="FILE")
+    parser.add_argument("--model", metavar="DIR", help="also the share of an engine's decode steps")
     args = parser.parse_args()
     use_cpu_kernels()
     published = published_functions(args.vllm_ascend) if args.vllm_ascend else None
     record = measure(published, args.repeats, args.batch_sizes)
+    if args.model:
+        record["decode_steps"] = share_of_decode_steps(args.model)
+        print(record["decode_steps"])
     if args.output:
         args.output.write_text(json.dumps(record, indent=2) + "\n")
 
