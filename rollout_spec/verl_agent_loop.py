@@ -25,6 +25,10 @@ _OCCURRENCE = "rollout_spec_occurrence"  # a column of verl's batch, taken out b
 class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     """verl's worker; it hands each sample's name on in the sampling parameters, whatever the agent loop."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Ray would wrap and copy an inherited one, and verl's then finds itself in another class.
+        super().__init__(*args, **kwargs)
+
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any
     ) -> Any:

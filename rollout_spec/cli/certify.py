@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=4, metavar="N", help="%(default)s")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6, 0.0], metavar="T")
     parser.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[8], metavar="K")
-    parser.add_argument("--batch-thresholds", type=int, nargs="+", default=[8], metavar="N")
+    parser.add_argument("--batch-thresholds", type=int, nargs="+", default=[64], metavar="N")
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[4], metavar="N")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="%(default)s")
     parser.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="%(default)s")
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     rows, plan_of = _rows(args), _checked(args)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the answer is on standard output
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from rollout_spec.vllm_certify import CertifyError, Plan, certify
 
