@@ -9,6 +9,7 @@ from typing import Any
 
 METHODS = ("sam", "off")
 MODES = ("sam", "earliest", "frequent", "suffix_policy")
+VERIFY = ("coupled", "standard")
 MAX_SPECULATIVE_TOKENS = 64
 
 
@@ -30,6 +31,9 @@ class SpecConfig:
 
     method: str = _option("sam", "sam: draft with the suffix automaton; off: plain verl and vLLM")
     mode: str = _option("sam", "how drafts are chosen: sam, earliest, frequent or suffix_policy")
+    verify: str = _option(
+        "coupled", "coupled: the same tokens with and without drafts; standard: the same distribution"
+    )
     num_speculative_tokens: int = _option(8, "most draft tokens per row and step", 1, MAX_SPECULATIVE_TOKENS)
     min_match_len: int = _option(1, "shortest suffix match that is drafted from, in tokens", 1, 1024)
     max_spec_factor: float = _option(2.0, "draft at most this many tokens per matched token", 0.0, 1024.0)
@@ -49,10 +53,15 @@ class SpecConfig:
         _check_choice("mode", self.mode, MODES)
         if self.history and not self.group_sharing:
             raise ConfigError(f"rollout.spec.history={self.history!r}: must be 0 without group_sharing")
+        _check_choice("verify", self.verify, VERIFY)
 
     @property
     def enabled(self) -> bool:
         return self.method != "off"
+
+    @property
+    def coupled(self) -> bool:
+        return self.verify == "coupled"
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SpecConfig:

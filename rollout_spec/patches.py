@@ -77,8 +77,10 @@ def replace_function(
     except AttributeError:
         raise PatchError(_message(patch, f"{where} does not exist")) from None
     mark = getattr(current, _MARK, None)
-    if mark is not None and mark[0] == patch.name:
-        return mark[1]
+    while mark is not None:  # another patch may have replaced what this one had replaced
+        if mark[0] == patch.name:
+            return mark[1]
+        mark = getattr(mark[1], _MARK, None)
     _guard(patch, where, "signature", expected_signature, lambda: str(inspect.signature(current)))
     _guard(patch, where, "source", expected_source, lambda: source_hash(current))
     setattr(replacement, _MARK, (patch.name, current))

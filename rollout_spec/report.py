@@ -86,10 +86,17 @@ def sentences(comparison: Comparison) -> list[str]:
             f"{_percent(on.looping_share)} with {on.name}. Repetition is easy to draft, "
             "so a policy that loops flatters the speed-up."
         )
-    text.append(
-        "Both runs sample from the same distribution but not the same tokens, "
-        "so reward and response length differ by chance."
-    )
+    if comparison.agreement is None:
+        text.append(
+            "Both runs sample from the same distribution but not the same tokens, "
+            "so reward and response length differ by chance."
+        )
+    else:
+        same, compared = comparison.agreement.num_identical, comparison.agreement.num_tokens
+        text.append(
+            f"In the first step {same:,} of {compared:,} tokens were the same in both runs, each response "
+            "counted up to its first difference; training's own numerics part the runs from there."
+        )
     if num_steps < 8:
         text.append(f"An interval from {num_steps} steps is rough; train longer for a firm figure.")
     return text

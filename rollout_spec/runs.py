@@ -97,6 +97,17 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
+class Agreement:
+    """How many tokens of two runs' first rollouts are the same, each response up to its first difference."""
+
+    num_tokens: int  # compared: up to and with the first that differs
+    num_identical: int
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
 class Comparison:
     """Two runs over the same steps. `speedup` is the ratio of generated tokens per second."""
 
@@ -104,6 +115,7 @@ class Comparison:
     on: Run
     speedup: float
     speedup_ci95: tuple[float, float]
+    agreement: Agreement | None = None  # of the first step; None where samples were not named and recorded
 
     @property
     def verdict(self) -> str:
@@ -119,6 +131,7 @@ class Comparison:
             self.on.name: self.on.to_dict(),
             "speedup": _plain(self.speedup),
             "speedup_ci95": _plain(list(self.speedup_ci95)),
+            "first_step_agreement": None if self.agreement is None else self.agreement.to_dict(),
         }
 
 
@@ -193,7 +206,46 @@ def looping_share(folder: Path, is_looping: Callable[[Sequence[int]], bool]) -> 
     return _ratio(sum(map(is_looping, responses)), len(responses))
 
 
-def compare(off: Run, on: Run, seed: int = 0) -> Comparison:
+def first_step_agreement(off: Path, on: Path) -> Agreement | None:
+    """Compare the tokens of the first training step of two runs, sample by sample.
+
+    Before the second step nothing but the drafts tells the runs apart: with verify=coupled in both, the
+    tokens are the same up to numerics.
+
+    Args:
+        off, on: the runs' folders.
+
+    Returns:
+        None unless both runs recorded samples of the same names.
+    """
+    ours, theirs = (_first_step_responses(folder / TRACE_FOLDER) for folder in (off, on))
+    common = ours.keys() & theirs.keys()
+    if not common:
+        return None
+    compared = identical = 0
+    for name in common:
+        one, other = ours[name], theirs[name]
+        pairs = enumerate(zip(one, other, strict=False))
+        agreed = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+        identical += agreed
+        compared += min(agreed + 1, max(len(one), len(other)))
+    return Agreement(compared, identical)
+
+
+def _first_step_responses(folder: Path) -> dict[str, list[int]]:
+    """Responses by the names of their samples, which begin with seed, training step, train or val."""
+    named = [
+        (name, response)
+        for file in sorted(folder.glob("*.jsonl"))
+        for record in map(json.loads, file.read_text().splitlines())
+        for name, response in zip(record.get("names", []), record["responses"], strict=False)
+        if name and name[2] == "train"
+    ]
+    first = min((name[1] for name, _ in named), default=0)
+    return {json.dumps(name): response for name, response in named if name[1] == first}
+
+
+def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None) -> Comparison:
     """Compare the steps that both runs have.
 
     The interval is a percentile bootstrap over steps, paired: a step is drawn in both runs at once,
@@ -211,7 +263,7 @@ def compare(off: Run, on: Run, seed: int = 0) -> Comparison:
     if len(common) > 1:
         draws = np.random.default_rng(seed).integers(len(common), size=(NUM_RESAMPLES, len(common)))
         low, high = np.percentile(_speedup(rows[:, draws].sum(axis=2)), [2.5, 97.5])
-    return Comparison(off, on, float(_speedup(rows.sum(axis=1))), (float(low), float(high)))
+    return Comparison(off, on, float(_speedup(rows.sum(axis=1))), (float(low), float(high)), agreement)
 
 
 def _amounts(run: Run) -> list[tuple[float, float]]:

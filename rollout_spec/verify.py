@@ -1,13 +1,16 @@
 """Lossless verification of draft tokens, vectorised in plain torch: no kernel, no loop over requests.
 
-Speculative-sampling rejection (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318) with the
-names and signatures of vLLM's `vllm.v1.sample.rejection_sampler`, so that a function here can take its
-counterpart's place on any device. Layout, as there: the draft tokens of all requests stand in one flat row,
-`cu_num_draft_tokens[i]` is the end of request i's.
+Two methods. *Coupled* (`coupled_sample`) draws the target's own token at every position with noise that is a
+function of the request and the position, and keeps the draft as far as it is the same: what comes out does
+not depend on what was drafted. *Standard* (`rejection_sample`) is speculative-sampling rejection (Leviathan
+et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318) with the names and signatures of vLLM's
+`vllm.v1.sample.rejection_sampler`, so that a function here can take its counterpart's place on any device.
+Layout, as there: the draft tokens of all requests stand in one flat row, `cu_num_draft_tokens[i]` is the end
+of request i's.
 
-Only these operations are used, all of which torch_npu has: arange, argmax, clamp(_), cumprod, cumsum, diff,
-div, eq, exponential_, full, gather, index_put, lt, repeat_interleave, scatter_, softmax, sum,
-uniform_, where.
+Only these operations are used, all of which torch_npu has, besides those of `noise`: arange, argmax, amax,
+cat, clamp(_), cumprod, cumsum, diff, div, eq, exponential_, full, gather, index_put, log, lt,
+repeat_interleave, scatter_, softmax, sub, sum, uniform_, where.
 """
 
 from __future__ import annotations
@@ -16,8 +19,157 @@ from typing import Any
 
 import torch
 
+from rollout_spec import noise
+
 PLACEHOLDER_TOKEN_ID = -1
-GREEDY_TEMPERATURE = 0
+GREEDY_TEMPERATURE = 0  # vLLM up to 0.11 wrote -1
+BLOCK_SIZE = 256  # of the vocabulary, in the keyed race
+
+
+def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Draw one token a row, by noise that depends on the row's key and position only.
+
+    Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 256
+    tokens, by their sums, one between the tokens of the block that won. A race is won in proportion to the
+    masses that run, so a token is drawn with (its block's share) x (its share of the block), the softmax; and
+    a row needs noise for vocab_size / 256 + 256 runners instead of one for every token. Ties go to the lowest
+    token id.
+
+    Args:
+        logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
+        keys: int64 [n], not negative (`noise.make_key`).
+        positions: int64 [n], the token's place in its sequence, prompt included.
+
+    Returns:
+        int64 [n]. A row's token does not depend on the other rows.
+
+    Memory: one temporary of the logits' size.
+    """
+    masses = logits.softmax(dim=-1, dtype=torch.float32)
+    block_scores, noise_inside = _race_of_blocks(masses, keys, positions)
+    first = block_scores.argmax(dim=-1, keepdim=True) * BLOCK_SIZE
+    return first.squeeze(-1) + _race_inside(masses, first, noise_inside).argmax(dim=-1)
+
+
+def shortfall(
+    logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """By how much a token missed being drawn: 0 for the token that `keyed_sample` draws.
+
+    The larger of its block's and its own distance to the winner, in units of (logit + Gumbel noise), so it is
+    also the least error of a logit that could have made it win.
+
+    Args:
+        token_ids: int64 [n]; the other arguments as in `keyed_sample`.
+
+    Returns:
+        float32 [n]; inf for a token of probability 0.
+    """
+    masses = logits.softmax(dim=-1, dtype=torch.float32)
+    block_scores, noise_inside = _race_of_blocks(masses, keys, positions)
+    block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
+    inside = _race_inside(masses, block * BLOCK_SIZE, noise_inside)
+    missed = torch.cat(
+        [_missed(block_scores, block), _missed(inside, (token_ids % BLOCK_SIZE).unsqueeze(-1))], dim=-1
+    )
+    return missed.amax(dim=-1)
+
+
+def _missed(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    reached = scores.clamp(min=0).log()
+    return reached.amax(dim=-1, keepdim=True) - reached.gather(-1, chosen)
+
+
+def _race_of_blocks(
+    masses: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks' scores, [n, ceil(vocab_size / BLOCK_SIZE)], and the noise inside one, [n, BLOCK_SIZE]."""
+    num_whole = masses.shape[-1] // BLOCK_SIZE
+    whole = masses[:, : num_whole * BLOCK_SIZE].unflatten(-1, (num_whole, BLOCK_SIZE))
+    sums = [whole.sum(dim=-1)] if num_whole else []
+    if masses.shape[-1] % BLOCK_SIZE:
+        sums.append(masses[:, num_whole * BLOCK_SIZE :].sum(dim=-1, keepdim=True))
+    blocks = torch.cat(sums, dim=-1)
+    drawn = noise.exponential(keys, positions, BLOCK_SIZE + blocks.shape[-1])
+    return _scores(blocks, drawn[:, BLOCK_SIZE:]), drawn[:, :BLOCK_SIZE]
+
+
+def _race_inside(masses: torch.Tensor, first: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """The scores of the BLOCK_SIZE tokens from `first` on, [n, BLOCK_SIZE]; -1 beyond the vocabulary."""
+    token_ids = first + torch.arange(BLOCK_SIZE, device=masses.device)
+    last = masses.shape[-1] - 1
+    scores = _scores(masses.gather(-1, token_ids.clamp(max=last)), drawn)
+    return torch.where(token_ids <= last, scores, -1.0)
+
+
+def _scores(masses: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    # A mass so small that the quotient vanishes must still beat a mass of 0.
+    return torch.where(masses > 0, masses / drawn, -1.0)
+
+
+def coupled_sample(
+    draft_token_ids: torch.Tensor,
+    num_draft_tokens: list[int],
+    max_spec_len: int,
+    cu_num_draft_tokens: torch.Tensor,
+    target_logits: torch.Tensor,
+    bonus_token_ids: torch.Tensor,
+    sampling_metadata: Any,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Draw the target's own token at every position; keep them up to and with the first that differs from the
+    draft.
+
+    For drafts that are certain (a point mass) a draft token is accepted with the probability that rejection
+    sampling accepts it, and neither uniform numbers nor recovered tokens are needed.
+
+    Args:
+        draft_token_ids: int [num_tokens].
+        num_draft_tokens: per request, 0 included.
+        max_spec_len: the largest of these, or more.
+        cu_num_draft_tokens: int [batch_size].
+        target_logits: float32 [num_tokens, vocab_size], temperature, top-k and top-p applied.
+        bonus_token_ids: int [batch_size, 1], drawn by `keyed_sample` behind the whole draft.
+        sampling_metadata: vLLM's; `temperature`, `all_greedy` and `all_random` are read.
+        keys: int64 [batch_size], each request's.
+        positions: int64 [batch_size], of each request's first draft token.
+
+    Returns:
+        int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1.
+
+    Memory: one temporary of the logits' size.
+    """
+    device, batch_size = target_logits.device, len(num_draft_tokens)
+    lengths = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).long()
+    requests, offsets = _rows(lengths, draft_token_ids.shape[0])
+
+    if sampling_metadata.all_greedy:
+        own = target_logits.argmax(dim=-1)
+    else:
+        own = keyed_sample(target_logits, keys[requests], positions[requests] + offsets)
+        if not sampling_metadata.all_random:
+            greedy = _greedy_mask(sampling_metadata, batch_size, device)
+            own = torch.where(greedy[requests], target_logits.argmax(dim=-1), own)
+
+    agreed = torch.zeros(batch_size, max_spec_len + 1, dtype=torch.long, device=device)
+    agreed[requests, offsets] = (own == draft_token_ids).long()
+    num_accepted = agreed.cumprod(dim=-1).sum(dim=-1, keepdim=True)
+
+    output = torch.full_like(agreed, PLACEHOLDER_TOKEN_ID)
+    output[requests, offsets] = own
+    output.scatter_(-1, lengths.unsqueeze(-1), bonus_token_ids.long())
+    columns = torch.arange(max_spec_len + 1, device=device)
+    return torch.where(columns <= num_accepted, output, PLACEHOLDER_TOKEN_ID).int()
+
+
+def _rows(lengths: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each draft token its request and its place in that request's draft, int64 [num_tokens] each."""
+    requests = torch.repeat_interleave(
+        torch.arange(lengths.shape[0], device=lengths.device), lengths, output_size=num_tokens
+    )
+    starts = lengths.cumsum(0) - lengths
+    return requests, torch.arange(num_tokens, device=lengths.device) - starts[requests]
 
 
 def expand_batch_to_tokens(
@@ -80,10 +232,7 @@ def rejection_sample(
     device, batch_size = target_logits.device, len(num_draft_tokens)
     lengths = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).long()
     starts = cu_num_draft_tokens.long() - lengths
-    requests = torch.repeat_interleave(
-        torch.arange(batch_size, device=device), lengths, output_size=draft_token_ids.shape[0]
-    )
-    offsets = torch.arange(draft_token_ids.shape[0], device=device) - starts[requests]
+    requests, offsets = _rows(lengths, draft_token_ids.shape[0])
     drafts = draft_token_ids.long()
     greedy = _greedy_mask(sampling_metadata, batch_size, device)
 
@@ -144,14 +293,14 @@ def sample_recovered_tokens(
         [num_tokens], of draft_token_ids' dtype.
     """
     batch_size, vocab_size = len(num_draft_tokens), target_probs.shape[-1]
-    noise = _noise(
+    drawn = _noise(
         batch_size, vocab_size, num_draft_tokens, sampling_metadata.generators, device, use_fp64_gumbel
     )
     counts = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1))
     requests = torch.repeat_interleave(
         torch.arange(batch_size, device=device), counts, output_size=draft_token_ids.shape[0]
     )
-    return _race(target_probs, draft_probs, draft_token_ids.long(), noise[requests]).to(draft_token_ids.dtype)
+    return _race(target_probs, draft_probs, draft_token_ids.long(), drawn[requests]).to(draft_token_ids.dtype)
 
 
 def _own_tokens(
@@ -170,31 +319,31 @@ def _own_tokens(
     best = logits.argmax(dim=-1)
     if sampling_metadata.all_greedy:
         return best.int()
-    noise = _noise(
+    drawn = _noise(
         len(num_draft_tokens), logits.shape[-1], num_draft_tokens, sampling_metadata.generators,
         logits.device,
         use_fp64_gumbel,
     )[requests]  # fmt: skip
     probs = logits.softmax(dim=-1)
     recovered = _race(
-        probs, None if draft_probs is None else draft_probs[positions], drafts[positions], noise
+        probs, None if draft_probs is None else draft_probs[positions], drafts[positions], drawn
     )
     return torch.where(greedy[requests], best, recovered).int()
 
 
 def _race(
-    target_probs: torch.Tensor, draft_probs: torch.Tensor | None, drafts: torch.Tensor, noise: torch.Tensor
+    target_probs: torch.Tensor, draft_probs: torch.Tensor | None, drafts: torch.Tensor, drawn: torch.Tensor
 ) -> torch.Tensor:
     if draft_probs is not None:
-        return ((target_probs - draft_probs).clamp(min=0) / noise).argmax(dim=-1)
-    score = target_probs / noise
+        return ((target_probs - draft_probs).clamp(min=0) / drawn).argmax(dim=-1)
+    score = target_probs / drawn
     return score.scatter_(-1, drafts.unsqueeze(-1), -1.0).argmax(dim=-1)
 
 
 def _greedy_mask(sampling_metadata: Any, batch_size: int, device: torch.device) -> torch.Tensor:
     if sampling_metadata.all_greedy:
         return torch.ones(batch_size, dtype=torch.bool, device=device)
-    return sampling_metadata.temperature == GREEDY_TEMPERATURE
+    return sampling_metadata.temperature <= GREEDY_TEMPERATURE
 
 
 def _uniform(
@@ -220,9 +369,9 @@ def _noise(
 ) -> torch.Tensor:
     """Exp(1) noise, one row per request; a seeded request draws its row whether it is needed or not."""
     dtype = torch.float64 if use_fp64_gumbel else torch.float32
-    noise = torch.empty(batch_size, vocab_size, dtype=dtype, device=device).exponential_()
+    drawn = torch.empty(batch_size, vocab_size, dtype=dtype, device=device).exponential_()
     for i, generator in generators.items():
         if num_draft_tokens[i]:
-            noise[i].exponential_(generator=generator)
+            drawn[i].exponential_(generator=generator)
     # An exact 0 would make 0 / 0 of a masked token, and argmax prefers a NaN.
-    return noise.clamp_(min=torch.finfo(dtype).tiny)
+    return drawn.clamp_(min=torch.finfo(dtype).tiny)

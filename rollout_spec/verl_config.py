@@ -56,6 +56,8 @@ def check_config(config: DictConfig) -> SpecConfig:
         raise ConfigError("rollout.spec: must be a mapping")
     spec = SpecConfig.from_mapping({str(key): value for key, value in options.items()})
     _check_engine(config, spec)
+    if spec.coupled:
+        _check_coupled(config)
     if spec.enabled:
         _check_trainer(config)
     return spec
@@ -99,6 +101,18 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
         value = kwargs.get(key)
         if isinstance(value, Mapping) and value.get("min_p"):
             raise ConfigError(f"{_ENGINE}.{key}.min_p: vLLM refuses min_p together with speculative decoding")
+
+
+def _check_coupled(config: DictConfig) -> None:
+    manager = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+    value = OmegaConf.select(config, manager)
+    if value != "rollout_spec.verl_agent_loop.KeyedAgentLoopManager":
+        raise ConfigError(
+            f"{manager}={value}: rollout.spec sets it, because verify=coupled needs every sample's number; "
+            "leave it alone or set rollout.spec.verify=standard"
+        )
+    if not OmegaConf.select(config, "trainer.use_v1"):
+        raise ConfigError("trainer.use_v1=false: rollout.spec.verify=coupled supports verl's V1 trainer only")
 
 
 def _check_trainer(config: DictConfig) -> None:

@@ -21,6 +21,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
 from rollout_spec.vllm_proposer import GROUP_KEY, OPTIONS_KEY, SuffixProposer
+from rollout_spec.vllm_sampler import KEY
 from rollout_spec.vllm_scheduler import ABORTED_KEY, COUNTERS_KEY
 
 TRACE_DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"
@@ -73,23 +74,33 @@ class SpecHttpServer(vLLMHttpServer):
         self._requests: list[RequestCounters] = []
         self._aborted = RequestCounters()
         self._num_generated_tokens = 0
+        self._num_unnamed = 0
         directory = os.environ.get(TRACE_DIR_VARIABLE)
         self._trace = TraceWriter(pathlib.Path(directory), self.replica_rank) if directory else None
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> TokenOutput:
+        extra_args = dict(sampling_params.get("extra_args") or {})
         if self._spec.enabled and self._spec.group_sharing:
-            extra_args = dict(sampling_params.get("extra_args") or {})
             extra_args.setdefault(GROUP_KEY, self._first_turns.group(prompt_ids))
+        if self._spec.coupled and KEY not in extra_args:
+            extra_args[KEY] = self._name_unnamed(prompt_ids)
+        if extra_args:
             sampling_params = {**sampling_params, "extra_args": extra_args}
         with self._busy.request():
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         self._num_generated_tokens += len(output.token_ids)
         self._take_request_counters(output)
         if self._trace is not None and output.token_ids:
-            self._trace.add(prompt_ids, output.token_ids)
+            self._trace.add(prompt_ids, output.token_ids, extra_args.get(KEY))
         return output
+
+    def _name_unnamed(self, prompt_ids: Sequence[int]) -> list[Any]:
+        """For a request that did not come from verl's agent loops: no two of them share their noise."""
+        self._num_unnamed += 1
+        group = self._first_turns.group(prompt_ids)
+        return ["unnamed", self.config.seed, self.replica_rank, self.global_steps, group, self._num_unnamed]
 
     async def set_global_steps(self, global_steps: int) -> None:
         """The end of a weight sync: what has been indexed so far is of an older policy."""
@@ -217,17 +228,22 @@ class TraceWriter:
     def __init__(self, directory: pathlib.Path, replica_rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / f"rollouts-{replica_rank}.jsonl"
-        self._responses: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
+        self._responses: dict[tuple[int, ...], list[tuple[list[int], Any]]] = defaultdict(list)
 
-    def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        self._responses[tuple(prompt_ids)].append(list(token_ids))
+    def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int], name: Any = None) -> None:
+        """Record a response; `name`, the sample's own, tells it from its siblings in another run as well."""
+        self._responses[tuple(prompt_ids)].append((list(token_ids), name))
 
     def flush(self, step: int | None) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             for prompt, responses in self._responses.items():
                 group = hashlib.sha256(np.asarray(prompt, np.int32).tobytes()).hexdigest()[:16]
                 line: Mapping[str, Any] = {
-                    "group": group, "step": step, "prompt_token_ids": prompt, "responses": responses
-                }  # fmt: skip
+                    "group": group,
+                    "step": step,
+                    "prompt_token_ids": prompt,
+                    "responses": [response for response, _ in responses],
+                    "names": [name for _, name in responses],
+                }
                 file.write(json.dumps(line) + "\n")
         self._responses.clear()

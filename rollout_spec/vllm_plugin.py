@@ -53,18 +53,22 @@ def register() -> None:
 
 
 def _bind(worker: Any) -> None:
-    from rollout_spec.vllm_proposer import SuffixProposer
+    from rollout_spec.vllm_proposer import SuffixProposer, engine_options
+    from rollout_spec.vllm_sampler import RowSampling
 
     runner = getattr(worker, "model_runner", None)
+    config = engine_options(worker.vllm_config)
+    if config is None or runner is None:
+        return
     proposer = getattr(runner, "drafter", None)
     if isinstance(proposer, SuffixProposer):
         proposer.bind(runner)
+    RowSampling(runner, config.coupled).install()
 
 
 def _check(vllm_config: Any) -> None:
-    from rollout_spec.vllm_proposer import CLASS_PATH, refuse_unsupported, spec_config
+    from rollout_spec.vllm_proposer import engine_options, refuse_unsupported
 
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.model == CLASS_PATH:
-        spec_config(vllm_config)
-        refuse_unsupported(vllm_config)
+    config = engine_options(vllm_config)
+    if config is not None:
+        refuse_unsupported(vllm_config, config)

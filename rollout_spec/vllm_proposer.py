@@ -30,8 +30,10 @@ class SuffixProposer:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        self.config = spec_config(vllm_config)
-        refuse_unsupported(vllm_config)
+        config = engine_options(vllm_config)
+        assert config is not None, "vLLM builds this class only where its configuration names it"
+        refuse_unsupported(vllm_config, config)
+        self.config = config
         self._drafter: Drafter | None = Drafter(self.config)
         self._runner: Any = None
         self._said: set[str] = set()
@@ -134,14 +136,26 @@ class SuffixProposer:
         )
 
 
-def spec_config(vllm_config: VllmConfig) -> SpecConfig:
-    """The options of an engine.
+def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
+    """The options of an engine; None where neither the drafter nor an option is asked for.
 
     Raises:
         ConfigError: an option is unknown or out of range, or contradicts vLLM's own.
     """
-    options = dict((vllm_config.additional_config or {}).get(OPTIONS_KEY) or {})
-    num_speculative_tokens = vllm_config.speculative_config.num_speculative_tokens
+    options = (vllm_config.additional_config or {}).get(OPTIONS_KEY)
+    speculative = vllm_config.speculative_config
+    drafts = speculative is not None and speculative.model == CLASS_PATH
+    if not drafts:
+        if options is None:
+            return None
+        config = SpecConfig.from_mapping(options)
+        if config.enabled:
+            raise ConfigError(
+                f"rollout.spec.method={config.method} without a speculative_config that names the drafter"
+            )
+        return config
+    options = dict(options or {})
+    num_speculative_tokens = speculative.num_speculative_tokens
     if options.setdefault("num_speculative_tokens", num_speculative_tokens) != num_speculative_tokens:
         raise ConfigError(
             f"rollout.spec.num_speculative_tokens={options['num_speculative_tokens']} differs from "
@@ -153,13 +167,21 @@ def spec_config(vllm_config: VllmConfig) -> SpecConfig:
     return config
 
 
-def refuse_unsupported(vllm_config: VllmConfig) -> None:
+def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """Raise for what vLLM would only refuse request by request, or not use at all, once it serves.
 
     Raises:
         ConfigError: naming the setting.
     """
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if config.coupled and vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            "rollout.spec.verify=coupled needs vLLM's model runner V1: set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if not config.enabled:
+        if config.coupled and speculative is not None:
+            raise ConfigError("speculative_config: rollout.spec.verify=coupled goes with our drafter or none")
+        return
     if speculative.num_speculative_tokens_per_batch_size:
         raise ConfigError(
             "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; "

@@ -72,6 +72,8 @@ def test_two_patches_stack_on_one_function(module):
     patches.replace_function(module, "f", lambda a, b=1: -inner(a, b), patch=second)
     assert module.f(3, 4) == -12
     assert [p.name for p in patches.applied()] == ["double", "negate"]
+    assert patches.replace_function(module, "f", lambda a, b=1: 0, patch=PATCH) is _original
+    assert module.f(3, 4) == -12, "the first is in force below the second"
 
 
 def test_when_imported_waits_for_the_import(tmp_path, monkeypatch):

@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.config import METHODS, MODES, SpecConfig
+from rollout_spec.config import METHODS, MODES, VERIFY, SpecConfig
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TABLE = re.compile(r"(<!-- options: [^\n]*-->\n).*?(<!-- /options -->)", re.DOTALL)
-CHOICES = {"method": METHODS, "mode": MODES}
+CHOICES = {"method": METHODS, "mode": MODES, "verify": VERIFY}
 
 # What is run elsewhere than as a line of .ci/run: a file, and the text in it that runs it.
 ELSEWHERE = {
     "rollout-spec doctor": ("tests/test_cli.py", 'run("doctor", "--json")'),
+    "rollout-spec certify": ("tests/engine/test_certify.py", 'main(["certify", "--model", policy'),
     "rollout-spec bench native": ("tests/test_cli.py", 'run("bench", "native", "--json"'),
     "make demo": (".ci/run", "make demo DEMO_ARGS=--quick"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -11,7 +12,7 @@ import pytest
 from rollout_spec.cli import main
 from rollout_spec.demo.looping import is_looping
 from rollout_spec.report import headline, sentences, summary_table, write_report
-from rollout_spec.runs import RunError, compare, read_run
+from rollout_spec.runs import Agreement, RunError, compare, first_step_agreement, read_run
 
 SPEC = "rollout/spec_"
 
@@ -98,6 +99,28 @@ def test_totals_weigh_each_step_by_what_it_decoded(comparison):
     assert (comparison.off.looping_share, comparison.on.looping_share) == (0.5, 0.25)
 
 
+def test_the_first_steps_tokens_are_compared_sample_by_sample(comparison, tmp_path):
+    def record(run: str, step: int, names: list, responses: list[list[int]]) -> None:
+        file = tmp_path / run / "rollouts" / "rollouts-0.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        line = {"group": "g", "step": step, "prompt_token_ids": [1], "responses": responses, "names": names}
+        with file.open("a") as opened:
+            opened.write(json.dumps(line) + "\n")
+
+    name = lambda step, number, kind="train": [7, step, kind, "0", "text", 0, number]  # noqa: E731
+    record("off", 0, [name(1, 0), name(1, 1), name(1, 2)], [[5, 6, 7], [5, 5], [9]])
+    record("off", 1, [name(2, 0)], [[1, 1, 1, 1]])
+    # Other order of completion, one token different, one response longer; another sample and a validation.
+    record("sam", 0, [name(1, 1), name(1, 0), name(1, 2)], [[5, 5], [5, 8, 7], [9, 4]])
+    record("sam", 0, [name(0, 0, "val"), name(1, 3), None], [[1], [2], [3]])
+    agreement = first_step_agreement(tmp_path / "off", tmp_path / "sam")
+    assert agreement == Agreement(num_tokens=2 + 2 + 2, num_identical=1 + 2 + 1)
+    text = " ".join(sentences(dataclasses.replace(comparison, agreement=agreement)))
+    assert "In the first step 4 of 6 tokens were the same in both runs" in text
+    assert "not the same tokens" not in text
+    assert first_step_agreement(tmp_path / "off", tmp_path / "nothing") is None
+
+
 def test_only_common_steps_are_compared(runs, tmp_path):
     short = write_run(tmp_path / "short", [10.0], [1000], True)
     result = compare(read_run(runs[0], "off"), read_run(short, "sam"))
@@ -111,7 +134,8 @@ def test_the_summary_has_the_documented_keys(comparison, tmp_path):
     paths = write_report(comparison, tmp_path / "report", {"Model": "a <small> one"})
     summary = json.loads(paths["json"].read_text())
     assert paths["json"].name == "demo-summary.json"
-    assert set(summary) == {"off", "sam", "speedup", "speedup_ci95"}
+    assert set(summary) == {"off", "sam", "speedup", "speedup_ci95", "first_step_agreement"}
+    assert summary["first_step_agreement"] is None, "these rollouts were recorded without names"
     for name in ("rollout_seconds", "generated_tokens", "reward", "response_length"):
         assert len(summary["off"][name]) == len(summary["sam"][name]) == 3
     assert summary["sam"]["num_drafts"] == 30

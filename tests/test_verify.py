@@ -163,6 +163,54 @@ def test_mixed_rows_and_ragged_lengths(drafts: list[list[int]], seed: int, data:
             assert kept[-1] == bonus[i]
 
 
+def sampled_by_loop(
+    drafts: list[list[int]],
+    probs: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    bonus: list[int],
+    uniform: torch.Tensor,
+    drawn: torch.Tensor,
+) -> list[list[int]]:
+    """The definition, as vLLM's kernels and vllm-ascend's loops have it, with their random numbers given."""
+    result, position = [], 0
+    for request, draft in enumerate(drafts):
+        row: list[int] = []
+        for token in draft:
+            target_row, at = probs[position], position
+            position += 1
+            if len(row) and row[-1] < 0:
+                continue
+            proposed = 1.0 if draft_probs is None else draft_probs[at, token].item()
+            if proposed > 0 and uniform[at].item() < target_row[token].item() / proposed:
+                row.append(token)
+                continue
+            left = target_row.clone() if draft_probs is None else (target_row - draft_probs[at]).clamp(min=0)
+            if draft_probs is None:
+                left[token] = 0
+            row += [int((left / drawn[request]).argmax()), -1]
+        row = row if row and row[-1] < 0 else [*row, bonus[request]]
+        result.append([token for token in row if token >= 0])
+    return result
+
+
+@settings(deadline=None, max_examples=100)
+@given(drafts=drafts_strategy, seed=st.integers(0, 1000), has_probs=st.booleans())
+def test_sampled_equals_the_loop(drafts: list[list[int]], seed: int, has_probs: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens, n = sum(map(len, drafts)), len(drafts)
+    logits = torch.randn(num_tokens, 3, generator=generator) * 2
+    draft_probs = torch.randn(num_tokens, 3, generator=generator).softmax(-1) if has_probs else None
+    uniform = torch.rand(num_tokens, dtype=torch.float64, generator=generator)
+    drawn = torch.empty(n, 3).exponential_(generator=generator)
+    bonus = [0, 1, 2, 0, 1, 2][:n]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "_uniform", lambda *_: uniform)
+        patch.setattr(verify, "_noise", lambda *_: drawn)
+        output = run(drafts, logits, bonus, metadata([1.0] * n), draft_probs)
+    expected = sampled_by_loop(drafts, logits.softmax(-1), draft_probs, bonus, uniform, drawn)
+    assert [[token for token in row if token >= 0] for row in output.tolist()] == expected
+
+
 def test_a_seeded_request_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
 

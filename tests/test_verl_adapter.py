@@ -48,7 +48,7 @@ def test_the_yaml_holds_every_field_with_its_default() -> None:
 
 def test_off_asks_for_no_drafter() -> None:
     config = composed("+rollout.spec=off")
-    assert check_config(config) == SpecConfig(method="off")
+    assert check_config(config) == SpecConfig(method="off", verify="standard")
     assert "speculative_config" not in config.actor_rollout_ref.rollout.engine_kwargs.vllm
 
 
@@ -69,6 +69,8 @@ CONFLICTS = {
     "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded": "delta weight transfer",
     "actor_rollout_ref.rollout.pipeline_model_parallel_size=2": "must be 1",
     "actor_rollout_ref.rollout.disaggregation.enabled=true": "disaggregated prefill",
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": "needs every sample's number",
+    "rollout.spec.verify=exact": "must be one of coupled, standard",
 }
 
 
@@ -76,6 +78,20 @@ CONFLICTS = {
 def test_what_does_not_go_together_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=CONFLICTS[override]):
         check_config(composed("+rollout.spec=sam", override))
+
+
+def test_the_reference_run_of_coupled_verification_composes() -> None:
+    config = composed("+rollout.spec=off", "rollout.spec.verify=coupled")
+    assert check_config(config) == SpecConfig(method="off")
+    OmegaConf.update(config, "trainer.use_v1", False)
+    with pytest.raises(ConfigError, match="V1 trainer"):
+        check_config(config)
+
+
+def test_a_manager_of_ones_own_goes_with_standard_verification() -> None:
+    own = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
+    config = check_config(composed("+rollout.spec=sam", "rollout.spec.verify=standard", own))
+    assert not config.coupled
 
 
 def test_mtp_is_refused() -> None:
@@ -292,7 +308,7 @@ def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:
     writer = TraceWriter(tmp_path / "traces", replica_rank=1)
     writer.add([1, 2], [3])
     writer.add([5], [6, 7])
-    writer.add([1, 2], [4, 4])
+    writer.add([1, 2], [4, 4], [7, 1, "train"])
     writer.flush(step=3)
     writer.flush(step=4)
     lines = [json.loads(line) for line in (tmp_path / "traces/rollouts-1.jsonl").read_text().splitlines()]
@@ -300,3 +316,75 @@ def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:
         (3, [1, 2], [[3], [4, 4]]),
         (3, [5], [[6, 7]]),
     ]
+    assert lines[0]["names"] == [None, [7, 1, "train"]]
+
+
+def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
+    from rollout_spec.verl_agent_loop import Occurrences, sample_name
+
+    sample = {"index": 4, "raw_prompt": [{"role": "user", "content": "2 + 2"}], "session_id": 0, "uid": "x"}
+    step = {"step": 3, "validate": False, "rollout_n": 0}
+    name = sample_name(7, step, 0, sample)
+    assert name == sample_name(7, dict(step), 0, sample | {"uid": "another"})
+    others = [
+        sample_name(8, step, 0, sample),
+        sample_name(7, step | {"step": 4}, 0, sample),
+        sample_name(7, step | {"validate": True}, 0, sample),
+        sample_name(7, step, 1, sample),
+        sample_name(7, step, 0, sample | {"session_id": 1}),
+        sample_name(7, step, 0, sample | {"index": 5}),
+        sample_name(7, step, 0, sample | {"raw_prompt": [{"role": "user", "content": "2 + 3"}]}),
+    ]
+    assert len({json.dumps(other) for other in [name, *others]}) == 8
+    occurrences = Occurrences()
+    assert occurrences.of(1, [("a",), ("b",), ("a",)]) == [0, 0, 1]
+    assert occurrences.of(1, [("a",)]) == [2]
+    assert occurrences.of(2, [("a",)]) == [0]
+
+
+def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of ours around verl's own, whose next step is only looked at: it would need Ray."""
+    import asyncio
+
+    import numpy as np
+    import verl.utils.tensordict_utils as tu
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+
+    from rollout_spec import verl_agent_loop
+
+    config = composed("+rollout.spec=sam", "actor_rollout_ref.rollout.seed=7")
+    prompt = [{"role": "user", "content": "2 + 2"}]
+    batch = tu.get_tensordict({"raw_prompt": [prompt, prompt], "index": [4, 4], "uid": ["a", "b"]})
+    tu.assign_non_tensor_data(batch, "global_steps", 3)
+    sent: list[Any] = []
+    monkeypatch.setattr(AgentLoopManagerTQ, "generate_sequences", lambda self, prompts: sent.append(prompts))
+    manager = verl_agent_loop.KeyedAgentLoopManager(config, llm_client=None)
+    manager.generate_sequences(batch)
+    columns = dict(sent[0].chunk(2)[1].items())  # as verl's worker reads them
+    assert columns["rollout_spec_occurrence"][0].data == 1
+
+    async def run(self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any:
+        return sampling_params, kwargs
+
+    monkeypatch.setattr(AgentLoopWorker, "_run_agent_loop", run)
+    worker = object.__new__(verl_agent_loop.KeyedAgentLoopWorker)
+    worker.config = config
+    sample = {"index": np.int64(4), "raw_prompt": np.array(prompt, dtype=object), "agent_name": "any"}
+    names = []
+    for session in range(2):
+        sampling, kwargs = asyncio.run(
+            worker._run_agent_loop(
+                {"temperature": 1.0, "extra_args": {"mine": 1}},
+                {"step": 3, "validate": False},
+                session_id=session,
+                rollout_spec_occurrence=1,
+                **sample,
+            )
+        )
+        assert "rollout_spec_occurrence" not in kwargs and kwargs["session_id"] == session
+        assert sampling["temperature"] == 1.0 and sampling["extra_args"]["mine"] == 1
+        names.append(sampling["extra_args"]["rollout_spec_key"])
+    assert [name[-1] for name in names] == [0, 1]
+    assert names[0][:-1] == names[1][:-1] == [7, 3, "train", "4", names[0][4], 1]
+    json.dumps(names)

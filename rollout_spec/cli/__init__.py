@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from rollout_spec import __version__
 
 OPTIONAL = {"matplotlib": "report", "jinja2": "report", "gguf": "demo", "wandb": "demo", "pandas": "demo"}
-COMMANDS = ("demo", "replay", "compare", "bench", "doctor")
+COMMANDS = ("demo", "replay", "compare", "certify", "bench", "doctor")
 
 
 class UserError(Exception):

@@ -23,9 +23,10 @@ def run(args: argparse.Namespace) -> int:
 
     from rollout_spec.demo.looping import is_looping
     from rollout_spec.report import sentences, summary_table, write_report
-    from rollout_spec.runs import compare, read_run
+    from rollout_spec.runs import compare, first_step_agreement, read_run
 
-    comparison = compare(read_run(args.off, "off", is_looping), read_run(args.on, "on", is_looping))
+    off, on = read_run(args.off, "off", is_looping), read_run(args.on, "on", is_looping)
+    comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
     if args.output:
         facts = {"off": str(args.off), "on": str(args.on)}
         paths = write_report(comparison, args.output, facts)

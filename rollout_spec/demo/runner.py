@@ -21,6 +21,7 @@ from rollout_spec.runs import (
     Comparison,
     Step,
     compare,
+    first_step_agreement,
     read_run,
     read_steps,
 )
@@ -85,7 +86,8 @@ def run_demo(plan: Plan, watcher: Watcher) -> Comparison:
     for method in METHODS:
         train(plan, method, model, train_file, watcher)
     off, sam = (read_run(plan.output / method, method, is_looping) for method in METHODS)
-    return compare(off, sam)
+    agreement = first_step_agreement(*(plan.output / method for method in METHODS))
+    return compare(off, sam, agreement=agreement)
 
 
 def prepare(plan: Plan, watcher: Watcher) -> tuple[Path, Path]:
@@ -142,6 +144,7 @@ def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[st
     return [
         f"+rollout_spec_demo={settings}",
         f"+rollout.spec={method}",
+        "rollout.spec.verify=coupled",
         f"actor_rollout_ref.model.path={model}",
         f"data.train_files={train_file}",
         f"data.seed={plan.seed}",

@@ -1,0 +1,244 @@
+"""`rollout-spec certify`: the same tokens with and without drafts, or the reason for each that differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.cli import UserError
+
+HELP = "run a model with and without drafts and compare every token"
+COLUMNS = ("K", "threshold", "group", "tokens compared", "identical", "draft tokens", "accepted", "per step")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="Hugging Face folder (default: SmolLM2-135M)"
+    )
+    parser.add_argument(
+        "--train-file", type=Path, metavar="FILE", help="verl parquet file of prompts (default: the demo's)"
+    )
+    parser.add_argument("--num-prompts", type=int, default=4, metavar="N", help="%(default)s")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6, 0.0], metavar="T")
+    parser.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[8], metavar="K")
+    parser.add_argument("--batch-thresholds", type=int, nargs="+", default=[64], metavar="N")
+    parser.add_argument("--group-sizes", type=int, nargs="+", default=[4], metavar="N")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="%(default)s")
+    parser.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="%(default)s")
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0: all (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="%(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise (%(default)s)")
+    parser.add_argument("--dtype", default="float32", help="%(default)s")
+    parser.add_argument(
+        "--distribution-samples", type=int, default=0, metavar="N",
+        help="also compare verify=standard with plain vLLM, by N samples of the first prompt each",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write certificate.json and .html there")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    rows, plan_of = _rows(args), _checked(args)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the answer is on standard output
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from rollout_spec.vllm_certify import CertifyError, Plan, certify
+
+    try:
+        record = certify(Plan(**plan_of, prompts=_tokenized(plan_of["model"], rows)))
+    except CertifyError as error:
+        raise UserError(str(error)) from error
+    texts, prompts = record.pop("texts"), record.pop("prompt_of_text")
+    record["accuracy"] = {
+        name: _accuracy([rows[prompt] for prompt in prompts], texts[name]) for name in ("off", "on")
+    }
+    # JSON has no infinity.
+    for difference in record["differences"]:
+        if math.isinf(difference["logit_gap"]):
+            difference["logit_gap"] = None
+    rendered = json.dumps(record, indent=2, allow_nan=False)
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "certificate.json").write_text(rendered + "\n")
+        (args.output / "certificate.html").write_text(render_html(record))
+    if args.json:
+        print(rendered)
+    else:
+        _print(record)
+    return 0 if passed(record) else 1
+
+
+def passed(record: dict[str, Any]) -> bool:
+    distribution = record["distribution"]
+    return not record["unexplained_differences"] and (distribution is None or distribution["passed"])
+
+
+def _checked(args: argparse.Namespace) -> dict[str, Any]:
+    """The plan's arguments, but for the prompts."""
+    lists = {
+        "--num-speculative-tokens": args.num_speculative_tokens,
+        "--group-sizes": args.group_sizes,
+        "--num-prompts": [args.num_prompts],
+        "--max-tokens": [args.max_tokens],
+        "--max-num-seqs": [args.max_num_seqs],
+    }
+    for name, values in lists.items():
+        if min(values) < 1:
+            raise UserError(f"{name} {min(values)}: must be at least 1")
+    if min(args.temperatures) < 0:
+        raise UserError(f"--temperatures {min(args.temperatures)}: must be at least 0")
+    if args.model is not None and not (args.model / "config.json").exists():
+        raise UserError(f"--model {args.model}: no Hugging Face folder (config.json is missing)")
+    from rollout_spec.config import SpecConfig
+
+    for k in args.num_speculative_tokens:
+        for threshold in args.batch_thresholds:
+            SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)
+    return {
+        "model": str(args.model or _demo_model(args.dtype)),
+        "temperatures": args.temperatures,
+        "nums_speculative_tokens": args.num_speculative_tokens,
+        "batch_thresholds": args.batch_thresholds,
+        "group_sizes": args.group_sizes,
+        "max_tokens": args.max_tokens,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "dtype": args.dtype,
+        "distribution_samples": args.distribution_samples,
+        "engine": {"max_num_seqs": args.max_num_seqs, "max_model_len": 512 + args.max_tokens}
+        | ({} if _has_accelerator() else _CPU),
+    }
+
+
+# Small enough for a machine with little memory, and no warm-up with thousands of tokens.
+_CPU = {"kv_cache_memory_bytes": 1 << 29, "max_num_batched_tokens": 512, "enforce_eager": True}
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def _demo_model(dtype: str) -> Path:
+    from rollout_spec.demo.model import make_model
+
+    return make_model(Path(f".cache/models/smollm2-{dtype}"), dtype=dtype)
+
+
+def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.train_file is None:
+        from rollout_spec.demo.data import make_rows
+
+        return make_rows(args.num_prompts, args.seed, "certify")
+    import pandas
+
+    rows: list[dict[str, Any]] = pandas.read_parquet(args.train_file).to_dict("records")  # type: ignore
+    if not rows or "prompt" not in rows[0]:
+        raise UserError(f"--train-file {args.train_file}: no column `prompt`, or no row")
+    return rows[: args.num_prompts]
+
+
+def _tokenized(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [
+        tokenizer.apply_chat_template(
+            list(row["prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for row in rows
+    ]
+
+
+def _accuracy(rows: list[dict[str, Any]], texts: list[str]) -> float | None:
+    """The demo's mean reward; None for other tasks."""
+    from rollout_spec.demo.data import SOURCE
+    from rollout_spec.demo.reward import compute_score
+
+    if not all(str(row.get("data_source", "")).startswith(SOURCE) for row in rows):
+        return None
+    scores = [
+        compute_score(row["data_source"], text, row["reward_model"]["ground_truth"])["score"]
+        for row, text in zip(rows, texts, strict=True)
+    ]
+    return sum(scores) / len(scores)
+
+
+def verdict(record: dict[str, Any]) -> str:
+    if not passed(record):
+        return "not certified"
+    return "identical" if not record["differences"] else "identical up to numerics"
+
+
+def sentences(record: dict[str, Any]) -> list[str]:
+    compared, identical = record["tokens_compared"], record["tokens_identical"]
+    text = [
+        f"{identical:,} of {compared:,} tokens are the same with drafts and without "
+        f"({record['dtype']}, temperatures {', '.join(map(str, record['temperatures']))}); a response is "
+        "compared up to its first difference.",
+        f"{len(record['differences'])} responses differ; {record['unexplained_differences']} of the "
+        f"differences are not explained by scores within {record['tolerance']:g} of each other.",
+        f"{record['num_draft_tokens']:,} tokens were drafted, {record['num_accepted_tokens']:,} accepted. "
+        f"Log-probabilities differ by {record['max_logprob_difference']:.1e} at most, "
+        f"{record['mean_logprob_difference']:.1e} on average.",
+    ]
+    accuracy = record["accuracy"]
+    if accuracy["off"] is not None:
+        text.append(f"Mean reward: {accuracy['off']:.3f} without drafts, {accuracy['on']:.3f} with.")
+    distribution = record["distribution"]
+    if distribution is not None:
+        text.append(
+            f"verify=standard: the smallest of {distribution['num_tests']} p-values over "
+            f"{distribution['num_samples']:,} samples is {distribution['smallest_p_value']:.2g}; "
+            f"false-alarm rate {distribution['false_alarm_rate']:g}: "
+            f"{'passed' if distribution['passed'] else 'failed'}."
+        )
+    return text
+
+
+def _table_rows(record: dict[str, Any]) -> list[list[str]]:
+    return [
+        [
+            str(c["num_speculative_tokens"]), str(c["batch_threshold"]), str(c["group_size"]),
+            f"{c['tokens_compared']:,}", f"{c['tokens_identical']:,}", f"{c['num_draft_tokens']:,}",
+            f"{c['num_accepted_tokens']:,}", f"{c['tokens_per_step']:.2f}",
+        ]
+        for c in record["configurations"]
+    ]  # fmt: skip
+
+
+def _print(record: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=verdict(record))
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for row in _table_rows(record):
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    for sentence in sentences(record):
+        console.print(sentence, highlight=False)
+
+
+def render_html(record: dict[str, Any]) -> str:
+    """The page; everything it shows is inside it."""
+    from jinja2 import Environment
+
+    template = resources.files("rollout_spec").joinpath("certify.html.j2").read_text()
+    return (
+        Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        .from_string(template)
+        .render(
+            verdict=verdict(record), sentences=sentences(record), columns=COLUMNS, rows=_table_rows(record),
+            differences=[d | {"logit_gap": d["logit_gap"] or math.inf} for d in record["differences"]],
+        )
+    )  # fmt: skip

@@ -1,0 +1,365 @@
+"""The same requests without and with drafts, compared token by token, every difference explained."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout_spec import verify
+from rollout_spec.metrics import RequestCounters
+from rollout_spec.vllm_proposer import CLASS_PATH, OPTIONS_KEY
+from rollout_spec.vllm_sampler import KEY, key_of_name
+from rollout_spec.vllm_scheduler import CLASS_PATH as SCHEDULER
+from rollout_spec.vllm_scheduler import COUNTERS_KEY
+
+TOLERANCE = 1e-4  # of a perturbed score (logit / temperature + noise), or of a top-k or top-p boundary
+FALSE_ALARM_RATE = 1e-6  # of the whole distribution test
+DISTRIBUTION_TOKENS = 4  # of each sample in that test; the first, which comes from the prefill, is left out
+
+
+class CertifyError(RuntimeError):
+    """There is nothing to certify: no draft was made, or none was rejected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is compared. Every value of a list is combined with every value of the others."""
+
+    model: str
+    prompts: Sequence[Sequence[int]]
+    temperatures: Sequence[float] = (1.0, 0.6, 0.0)
+    nums_speculative_tokens: Sequence[int] = (8,)
+    batch_thresholds: Sequence[int] = (8,)
+    group_sizes: Sequence[int] = (8,)
+    max_tokens: int = 256
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    seed: int = 0
+    dtype: str = "float32"
+    distribution_samples: int = 0
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)  # further arguments of vLLM's
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One of the requests: which prompt, at which temperature, which of the group."""
+
+    prompt: int
+    temperature: float
+    number: int
+
+    def name(self, seed: int) -> list[Any]:
+        return ["certify", seed, self.prompt, self.temperature, self.number]
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first token of a response that is another one with drafts. `logit_gap`: see `explain`."""
+
+    prompt: int
+    temperature: float
+    number: int
+    num_speculative_tokens: int
+    batch_threshold: int
+    group_size: int
+    position: int  # in the response
+    token_id_off: int
+    token_id_on: int
+    logit_gap: float
+    explained: bool
+
+
+def certify(plan: Plan) -> dict[str, Any]:
+    """Run the plan.
+
+    Returns:
+        What `rollout-spec certify --json` prints.
+
+    Raises:
+        CertifyError: a configuration drafted nothing or rejected nothing.
+    """
+    samples = [
+        Sample(prompt, temperature, number)
+        for temperature in plan.temperatures
+        for prompt in range(len(plan.prompts))
+        for number in range(max(plan.group_sizes))
+    ]
+    with engine(plan, None) as llm:
+        off, _ = generate(llm, plan, samples)
+        drawn_off = _draw(llm, plan) if plan.distribution_samples else []
+    found: list[tuple[Difference, Sample]] = []
+    configurations, gaps = [], []
+    on: dict[Sample, Response] = {}
+    combinations = itertools.product(plan.nums_speculative_tokens, plan.batch_thresholds, plan.group_sizes)
+    for k, threshold, size in combinations:
+        options = {"num_speculative_tokens": k, "batch_threshold": threshold}
+        with engine(plan, options) as llm:
+            on, counters = generate(llm, plan, [sample for sample in samples if sample.number < size])
+        where = {**options, "group_size": size}
+        _refuse_if_untested(counters, where)
+        compared = identical = 0
+        for sample, response in on.items():
+            agreed = num_agreed(off[sample].token_ids, response.token_ids)
+            identical += agreed
+            compared += agreed
+            left, right = off[sample].logprobs[:agreed], response.logprobs[:agreed]
+            gaps.append(np.abs(np.subtract(left, right)))
+            if agreed < max(len(off[sample].token_ids), len(response.token_ids)):
+                compared += 1
+                found.append((_difference(sample, where, agreed, off[sample], response), sample))
+        configurations.append(
+            {
+                **where,
+                "tokens_compared": compared,
+                "tokens_identical": identical,
+                "num_drafts": counters.num_drafts,
+                "num_draft_tokens": counters.num_draft_tokens,
+                "num_accepted_tokens": counters.num_accepted_tokens,
+                "tokens_per_step": counters.num_generated_tokens / max(counters.num_decode_steps, 1),
+            }
+        )
+    differences = _explained(plan, found, off)
+    all_gaps = np.concatenate(gaps)
+    total = lambda key: sum(entry[key] for entry in configurations)  # noqa: E731
+    return {
+        "model": plan.model,
+        "dtype": plan.dtype,
+        "temperatures": list(plan.temperatures),
+        "top_k": plan.top_k,
+        "top_p": plan.top_p,
+        "tokens_compared": total("tokens_compared"),
+        "tokens_identical": total("tokens_identical"),
+        "num_draft_tokens": total("num_draft_tokens"),
+        "num_accepted_tokens": total("num_accepted_tokens"),
+        "differences": [dataclasses.asdict(difference) for difference in differences],
+        "unexplained_differences": sum(not difference.explained for difference in differences),
+        "tolerance": TOLERANCE,
+        "mean_logprob_difference": float(all_gaps.mean()) if len(all_gaps) else 0.0,
+        "max_logprob_difference": float(all_gaps.max()) if len(all_gaps) else 0.0,
+        "configurations": configurations,
+        "distribution": _distribution(plan, drawn_off),
+        "texts": {"off": [off[sample].text for sample in on], "on": [on[sample].text for sample in on]},
+        "prompt_of_text": [sample.prompt for sample in on],
+    }
+
+
+@contextlib.contextmanager
+def engine(plan: Plan, options: dict[str, Any] | None, method: str = "coupled", **more: Any) -> Iterator[Any]:
+    """An engine with drafts as `options` say, or without; it ends on leaving, and the next has its memory."""
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,
+        "scheduler_cls": SCHEDULER, "max_logprobs": -1,
+    }  # fmt: skip
+    if options is None:
+        settings["additional_config"] = {OPTIONS_KEY: {"method": "off", "verify": method}}
+    else:
+        settings["additional_config"] = {OPTIONS_KEY: {"verify": method, **options}}
+        settings["speculative_config"] = {
+            "method": "custom_class",
+            "model": CLASS_PATH,
+            "num_speculative_tokens": options["num_speculative_tokens"],
+        }
+    llm = LLM(**settings | plan.engine | more)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def generate(
+    llm: Any, plan: Plan, samples: Sequence[Sample]
+) -> tuple[dict[Sample, Response], RequestCounters]:
+    """Serve the samples.
+
+    Returns:
+        Each sample's response, and the counts of all requests added up.
+    """
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=sample.temperature, top_k=plan.top_k, top_p=plan.top_p, max_tokens=plan.max_tokens,
+            logprobs=0, extra_args={KEY: sample.name(plan.seed)},
+            detokenize=not plan.engine.get("skip_tokenizer_init"),
+        )
+        for sample in samples
+    ]  # fmt: skip
+    inputs = [{"prompt_token_ids": list(plan.prompts[sample.prompt])} for sample in samples]
+    responses, counters = {}, RequestCounters()
+    for sample, output in zip(samples, llm.generate(inputs, params, use_tqdm=False), strict=True):
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
+        responses[sample] = Response(tokens, logprobs, completion.text)
+        for name, count in (output.kv_transfer_params or {}).get(COUNTERS_KEY, {}).items():
+            setattr(counters, name, getattr(counters, name) + count)
+    return responses, counters
+
+
+def num_agreed(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _refuse_if_untested(counters: RequestCounters, where: dict[str, Any]) -> None:
+    text = ", ".join(f"{name}={value}" for name, value in where.items())
+    if not counters.num_draft_tokens:
+        raise CertifyError(f"{text}: nothing was drafted, so there is nothing to certify")
+    if counters.num_accepted_tokens == counters.num_draft_tokens:
+        raise CertifyError(f"{text}: no draft token was rejected, so rejection was not tested")
+
+
+def _difference(
+    sample: Sample, where: dict[str, Any], position: int, off: Response, on: Response
+) -> Difference:
+    def at(response: Response) -> int:
+        return response.token_ids[position] if position < len(response.token_ids) else -1
+
+    return Difference(
+        **dataclasses.asdict(sample), **where, position=position, token_id_off=at(off), token_id_on=at(on),
+        logit_gap=math.inf, explained=False,
+    )  # fmt: skip
+
+
+def _explained(
+    plan: Plan, found: Sequence[tuple[Difference, Sample]], off: dict[Sample, Response]
+) -> list[Difference]:
+    """The differences with their gaps, from one more step of a plain engine at each of them."""
+    from vllm import SamplingParams
+
+    if not found:
+        return []
+    inputs = []
+    for difference, sample in found:
+        before = off[sample].token_ids[: difference.position]
+        inputs.append({"prompt_token_ids": [*plan.prompts[sample.prompt], *before]})
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
+    with engine(plan, None, logprobs_mode="raw_logprobs") as llm:
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    result = []
+    for (difference, sample), given, output in zip(found, inputs, outputs, strict=True):
+        step = output.outputs[0].logprobs[0]
+        logprobs = torch.tensor([step[token].logprob for token in range(len(step))])
+        tokens = (difference.token_id_off, difference.token_id_on)
+        key = key_of_name(sample.name(plan.seed))
+        gap = explain(
+            logprobs, sample.temperature, plan.top_k, plan.top_p, key, len(given["prompt_token_ids"]), tokens
+        )
+        result.append(dataclasses.replace(difference, logit_gap=gap, explained=gap < TOLERANCE))
+    return result
+
+
+def explain(
+    logprobs: torch.Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    key: int,
+    position: int,
+    token_ids: Sequence[int],
+) -> float:
+    """How wrong the logits must have been for each of the tokens to be drawn.
+
+    Args:
+        logprobs: float32 [vocab_size], the target's, before temperature, top-k and top-p.
+        token_ids: the tokens that were drawn; -1, no token at all, has no explanation.
+
+    Returns:
+        The largest of their shortfalls (`verify.shortfall`) in units of logit / temperature + noise; for a
+        token that top-k or top-p excludes, the distance to that boundary in logits / temperature or
+        probability.
+    """
+    if min(token_ids) < 0:
+        return math.inf
+    if not temperature:
+        return max(float(logprobs.max() - logprobs[token]) for token in token_ids)
+    logits = logprobs / temperature
+    kept, distances = _boundaries(logits, top_k, top_p)
+    masked = torch.where(kept, logits, -torch.inf).unsqueeze(0)
+    shortfalls = [
+        float(verify.shortfall(masked, *(torch.tensor([x]) for x in (key, position, token))))
+        if kept[token]
+        else float(distances[token])
+        for token in token_ids
+    ]
+    return max(shortfalls)
+
+
+def _boundaries(logits: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens top-k and top-p leave, and how far each of the others is from being left."""
+    order = logits.argsort(descending=True)
+    sorted_logits = logits.double()[order]
+    distances = torch.zeros(len(logits), dtype=torch.float64)
+    if top_k > 0:
+        distances[order] = (sorted_logits[min(top_k, len(logits)) - 1] - sorted_logits).clamp(min=0)
+        sorted_logits = torch.where(distances[order] > 0, -torch.inf, sorted_logits)
+    before = sorted_logits.softmax(0).cumsum(0) - sorted_logits.softmax(0)
+    beyond = torch.empty_like(distances)
+    beyond[order] = (before - top_p).clamp(min=0)
+    return (distances == 0) & (beyond == 0), torch.maximum(distances, beyond)
+
+
+def _draw(llm: Any, plan: Plan) -> list[list[int]]:
+    """Samples of the first prompt for the distribution test, each with noise of its own."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=max(plan.temperatures), top_k=plan.top_k, top_p=plan.top_p,
+        max_tokens=DISTRIBUTION_TOKENS, ignore_eos=True, detokenize=False,
+    )  # fmt: skip
+    inputs = [{"prompt_token_ids": list(plan.prompts[0])}] * plan.distribution_samples
+    return [list(output.outputs[0].token_ids) for output in llm.generate(inputs, params, use_tqdm=False)]
+
+
+def _distribution(plan: Plan, off: list[list[int]]) -> dict[str, Any] | None:
+    """Whether `verify=standard` samples as the engine without drafts does: chi-square tests by position."""
+    if not off:
+        return None
+    options = {"num_speculative_tokens": plan.nums_speculative_tokens[0], "batch_threshold": 1 << 20}
+    with engine(plan, options, "standard") as llm:
+        on = _draw(llm, plan)
+    values = p_values(off, on)
+    return {
+        "num_samples": len(off),
+        "num_tests": len(values),
+        "smallest_p_value": min(values, default=1.0),
+        "false_alarm_rate": FALSE_ALARM_RATE,
+        "passed": min(values, default=1.0) > FALSE_ALARM_RATE / max(len(values), 1),
+    }
+
+
+def p_values(one: list[list[int]], other: list[list[int]]) -> list[float]:
+    """A chi-square test of homogeneity for each position but the first; rare tokens are one class."""
+    from scipy.stats import chi2_contingency  # type: ignore[import-untyped]
+
+    values = []
+    for position in range(1, DISTRIBUTION_TOKENS):
+        counts = [Counter(tokens[position] for tokens in run) for run in (one, other)]
+        common = [token for token, count in (counts[0] + counts[1]).items() if count >= 20]
+        rows = [[*(count[token] for token in common)] for count in counts]
+        table = np.array([[*row, len(one) - sum(row)] for row in rows])
+        table = table[:, table.sum(axis=0) > 0]
+        if table.shape[1] > 1:
+            values.append(float(chi2_contingency(table).pvalue))
+    return values

@@ -1,0 +1,276 @@
+"""vLLM's samplers, told which request each of their rows belongs to. An adapter, no algorithm.
+
+Both of vLLM's samplers get `SamplingMetadata`, whose `generators` are the one thing in it that says what
+noise a row is to have. So that is where a step's keys and positions travel: hooks on the two modules, which
+torch offers, put a `RowGenerators` there, and what draws the tokens looks for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from rollout_spec import verify
+from rollout_spec.noise import make_key
+from rollout_spec.patches import Patch, record, replace_function
+
+KEY = "rollout_spec_key"  # in `SamplingParams.extra_args`
+
+logger = init_logger(f"vllm.{__name__}")
+
+_KEYED = Patch(
+    name="vllm-keyed-sampler",
+    reason="vLLM draws from generators whose state depends on what was drafted, so the same seed gives other "
+    "tokens with drafts than without (the runner's sampler gets our top-k-top-p sampler and a hook)",
+    upstream="vllm/v1/sample/ops/topk_topp_sampler.py, TopKTopPSampler",
+    until="vLLM's noise is a function of the request and the position",
+)
+_COUPLED = Patch(
+    name="vllm-coupled-verification",
+    reason="rejection sampling needs noise that a plain step does not, so the same seed gives other tokens "
+    "with drafts than without; used by engines with rollout.spec.verify=coupled only",
+    upstream="vllm/v1/sample/rejection_sampler.py, rejection_sample",
+    until="vLLM's noise is a function of the request and the position",
+)
+_MIN_TOKENS = Patch(
+    name="vllm-min-tokens-bonus",
+    reason="behind an accepted draft that reaches min_tokens, vLLM forbids the stop tokens once more: the "
+    "bonus token is masked by the number of tokens before the draft",
+    upstream="vllm/v1/sample/logits_processor/builtin.py, MinTokensLogitsProcessor.apply",
+    until="MinTokensLogitsProcessor counts the draft tokens for the bonus token",
+)
+
+
+class RowGenerators(dict[int, torch.Generator]):
+    """A batch's generators, and what vLLM's samplers are not told about its rows.
+
+    Attributes:
+        request_keys: int64 [batch_size], the rows' noise keys; None where vLLM's own noise is used.
+        positions: int64 [batch_size], where each row's first token of this step stands in its sequence.
+        num_draft_tokens: per row; all 0 in a step without drafts.
+    """
+
+    def __init__(
+        self,
+        generators: dict[int, torch.Generator],
+        request_keys: torch.Tensor | None,
+        positions: torch.Tensor,
+        num_draft_tokens: list[int],
+    ) -> None:
+        super().__init__(generators)
+        self.request_keys = request_keys
+        self.positions = positions
+        self.num_draft_tokens = num_draft_tokens
+
+
+def key_of_name(name: Any) -> int:
+    """The noise key of a request whose `extra_args["rollout_spec_key"]` is `name`, any JSON value."""
+    return make_key("key", json.dumps(name, sort_keys=True, default=str))
+
+
+class RequestKeys:
+    """The noise key of every request in an engine."""
+
+    def __init__(self, engine_seed: int) -> None:
+        self._engine_seed = engine_seed
+        self._num_unnamed = 0
+        self._keys: dict[str, int] = {}
+
+    def rows(self, request_ids: Collection[str], live: dict[str, Any]) -> list[int]:
+        """The keys of a batch's rows.
+
+        Args:
+            request_ids: the rows' requests.
+            live: every request in the engine, in the order in which they came to it.
+        """
+        if self._keys.keys() != live.keys():
+            self._keys = {
+                name: self._keys[name] if name in self._keys else self._new_key(request.sampling_params)
+                for name, request in live.items()
+            }
+        return [self._keys[name] for name in request_ids]
+
+    def _new_key(self, params: Any) -> int:
+        named = (getattr(params, "extra_args", None) or {}).get(KEY)
+        if named is not None:
+            return key_of_name(named)
+        if getattr(params, "seed", None) is not None:
+            return make_key("seed", params.seed)
+        self._num_unnamed += 1
+        return make_key("arrival", self._engine_seed, self._num_unnamed)
+
+
+class RowSampling:
+    """Tells a model runner's samplers about their rows, step by step."""
+
+    def __init__(self, runner: Any, coupled: bool) -> None:
+        self._runner = runner
+        self._coupled = coupled
+        self._keys = RequestKeys(runner.model_config.seed)
+        self._request_ids: list[str] = []
+        self._row_keys: torch.Tensor | None = None
+
+    def install(self) -> None:
+        """Hook the runner's samplers; once in a runner's life."""
+        sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
+        if verifier is not None:
+            verifier.register_forward_pre_hook(self._before_verification, with_kwargs=True)
+            sampler.register_forward_pre_hook(_before_bonus_token, with_kwargs=True)
+            record(_MIN_TOKENS)
+        if not self._coupled:
+            return
+        _let_rejection_sample_be_coupled()
+        sampler.topk_topp_sampler = KeyedTopKTopPSampler(sampler.topk_topp_sampler, sampler.logprobs_mode)
+        sampler.register_forward_pre_hook(self._before_plain_step, with_kwargs=True)
+        record(_KEYED)
+        logger.info("rollout_spec: the noise of every token is keyed by its request and its position")
+
+    def _before_verification(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        metadata, draft_probs, logits, sampling = args
+        rows = self._rows(sampling.generators, metadata.num_draft_tokens, logits.device)
+        if rows is None:
+            return None
+        return (metadata, draft_probs, logits, dataclasses.replace(sampling, generators=rows)), kwargs
+
+    def _before_plain_step(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        sampling = kwargs["sampling_metadata"]
+        if isinstance(sampling.generators, RowGenerators):  # the bonus tokens of a verification
+            return None
+        logits = kwargs["logits"]
+        rows = self._rows(sampling.generators, [0] * logits.shape[0], logits.device)
+        if rows is None:
+            return None
+        return args, {**kwargs, "sampling_metadata": dataclasses.replace(sampling, generators=rows)}
+
+    def _rows(
+        self, generators: dict[int, torch.Generator], num_draft_tokens: list[int], device: torch.device
+    ) -> RowGenerators | None:
+        """What is known of the step's rows; None in a warm-up, which has no requests."""
+        batch = self._runner.input_batch
+        if not batch.num_reqs:
+            return None
+        if batch.num_reqs != len(num_draft_tokens):
+            raise RuntimeError(
+                f"rollout_spec: {len(num_draft_tokens)} rows are sampled, the batch has {batch.num_reqs}; "
+                "set rollout.spec.verify=standard and run `rollout-spec doctor`"
+            )
+        positions = torch.from_numpy(batch.num_tokens_no_spec[: batch.num_reqs].astype(np.int64)).to(device)
+        keys = self._keys_of(batch.req_ids, device) if self._coupled else None
+        if self._coupled:
+            # Nothing draws from them, and on the CPU vLLM fails on a seeded request whose prompt comes in
+            # chunks: it sets the generator back, and a CPU generator has no offset.
+            batch.generators.clear()
+            generators = {}
+        return RowGenerators(generators, keys, positions, num_draft_tokens)
+
+    def _keys_of(self, request_ids: list[str], device: torch.device) -> torch.Tensor:
+        if self._row_keys is None or request_ids != self._request_ids:
+            self._request_ids = list(request_ids)
+            keys = self._keys.rows(request_ids, self._runner.requests)
+            self._row_keys = torch.tensor(keys, dtype=torch.int64, device=device)
+        return self._row_keys
+
+
+class KeyedTopKTopPSampler(torch.nn.Module):
+    """vLLM's top-k-top-p sampler, drawing with keyed noise where the rows have keys."""
+
+    def __init__(self, plain: torch.nn.Module, logprobs_mode: str) -> None:
+        super().__init__()
+        self.plain = plain
+        self.logprobs_mode = logprobs_mode
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not isinstance(generators, RowGenerators) or generators.request_keys is None:
+            return self.plain(logits, generators, k, p)
+        logits = apply_top_k_top_p(logits, k, p)
+        processed = None
+        if self.logprobs_mode == "processed_logits":
+            processed = logits
+        elif self.logprobs_mode == "processed_logprobs":
+            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
+        behind = torch.tensor(generators.num_draft_tokens, device=logits.device)
+        return verify.keyed_sample(logits, generators.request_keys, generators.positions + behind), processed
+
+
+def _let_rejection_sample_be_coupled() -> None:
+    standard = rejection_sampler.rejection_sample
+
+    @functools.wraps(standard)
+    def rejection_sample(
+        draft_token_ids: torch.Tensor,
+        num_draft_tokens: list[int],
+        max_spec_len: int,
+        cu_num_draft_tokens: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        target_logits: torch.Tensor,
+        bonus_token_ids: torch.Tensor,
+        sampling_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        rows = sampling_metadata.generators
+        if isinstance(rows, RowGenerators) and rows.request_keys is not None:
+            return verify.coupled_sample(
+                draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, target_logits,
+                bonus_token_ids, sampling_metadata, rows.request_keys, rows.positions,
+            )  # fmt: skip
+        return standard(
+            draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits,
+            bonus_token_ids, sampling_metadata, *args, **kwargs,
+        )  # fmt: skip
+
+    replace_function(rejection_sampler, "rejection_sample", rejection_sample, patch=_COUPLED)
+
+
+def _before_bonus_token(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let min_tokens count the draft tokens before the bonus token."""
+    sampling = kwargs["sampling_metadata"]
+    rows = sampling.generators
+    if not kwargs.get("predict_bonus_token") or not isinstance(rows, RowGenerators):
+        return None
+    processors = sampling.logitsprocs.non_argmax_invariant
+    if not any(isinstance(p, MinTokensLogitsProcessor) and p.min_toks for p in processors):
+        return None
+    counting = copy.copy(sampling.logitsprocs)
+    counting.non_argmax_invariant = [
+        MinTokensBehindDrafts(p, rows.num_draft_tokens) if isinstance(p, MinTokensLogitsProcessor) else p
+        for p in processors
+    ]
+    return args, {**kwargs, "sampling_metadata": dataclasses.replace(sampling, logitsprocs=counting)}
+
+
+class MinTokensBehindDrafts:
+    """vLLM's processor of min_tokens for the tokens that follow whole drafts."""
+
+    def __init__(self, plain: MinTokensLogitsProcessor, num_draft_tokens: list[int]) -> None:
+        self._plain = plain
+        self._num_draft_tokens = num_draft_tokens
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, (min_tokens, output_token_ids, stop_token_ids) in self._plain.min_toks.items():
+            if stop_token_ids and len(output_token_ids) + self._num_draft_tokens[row] < min_tokens:
+                logits[row, list(stop_token_ids)] = -torch.inf
+        return logits

@@ -1,0 +1,373 @@
+"""Coupled verification: the noise, the keyed sampler's distribution, and its independence of the drafts.
+
+Statistical tests have fixed keys, so they pass or fail for good; their false-alarm rate, for a choice of
+other keys, is 1e-6 each. `NUM_SAMPLES` tokens find a temperature that is 5 % off, as one of the tests shows.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2_contingency, chisquare, kstest
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rollout_spec import noise, verify
+
+FALSE_ALARM_RATE = 1e-6
+NUM_SAMPLES = 40_000
+
+
+def tensor(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def sampling(temperature: list[float]) -> types.SimpleNamespace:
+    values = torch.tensor(temperature)
+    return types.SimpleNamespace(
+        temperature=values, all_greedy=bool((values == 0).all()), all_random=bool((values != 0).all())
+    )
+
+
+# The noise.
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # Random123's kat_vectors
+        ("00000000" * 4, "00000000" * 2, "6627e8d5e169c58dbc57ac4c9b00dbd8"),
+        ("ffffffff" * 4, "ffffffff" * 2, "408f276d41c83b0ea20bc7c66d5451fd"),
+        ("243f6a8885a308d313198a2e03707344", "a4093822299f31d0", "d16cfe0994fdcceb5001e42024126ea1"),
+    ],
+)
+def test_philox_gives_the_known_answers(counter: str, key: str, expected: str) -> None:
+    def words(text: str) -> torch.Tensor:
+        return tensor([[int(text[i : i + 8], 16)] for i in range(0, len(text), 8)])
+
+    assert torch.equal(noise.philox(words(counter), words(key)), words(expected))
+
+
+def philox_by_loop(counter: list[int], key: list[int]) -> list[int]:
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(second >> 32) ^ c[1] ^ k[0], second % 2**32, (first >> 32) ^ c[3] ^ k[1], first % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**32 - 1)), min_size=1, max_size=4),
+    num=st.integers(1, 13),
+)
+def test_words_equal_the_loop(rows: list[tuple[int, int]], num: int) -> None:
+    keys, positions = zip(*rows, strict=True)
+    words = noise.random_words(tensor(keys), tensor(positions), num)
+    expected = [
+        [philox_by_loop([i // 4, position, 0, 0], [key % 2**32, key >> 32])[i % 4] for i in range(num)]
+        for key, position in rows
+    ]
+    assert words.tolist() == expected
+
+
+def p_value_of_pairs(one: np.ndarray, other: np.ndarray) -> float:
+    """Chi-square test that the top 5 bits of two words say nothing about each other."""
+    table = np.histogram2d(one >> 27, other >> 27, bins=32, range=[[0, 32], [0, 32]])[0] + 1e-9
+    return float(chi2_contingency(table).pvalue)
+
+
+def test_the_noise_is_uniform_and_independent() -> None:
+    """One million words: uniform in every byte, and no trace of the neighbouring index, position or key."""
+    n, num = 64, 128
+    keys = torch.arange(n).repeat_interleave(n) + 5
+    positions = torch.arange(n).repeat(n) + 1000
+    words = noise.random_words(keys, positions, num).numpy().reshape(n, n, num)
+    for shift in (0, 8, 16, 24):
+        counts = np.bincount(((words >> shift) & 255).ravel(), minlength=256)
+        assert chisquare(counts).pvalue > FALSE_ALARM_RATE
+    neighbours = {
+        "index": (words[:, :, :-1], words[:, :, 1:]),
+        "position": (words[:, :-1], words[:, 1:]),
+        "key": (words[:-1], words[1:]),
+    }
+    for name, (one, other) in neighbours.items():
+        assert p_value_of_pairs(one.ravel(), other.ravel()) > FALSE_ALARM_RATE, name
+    # The test can fail: words that depend on position + key are the same along the diagonals.
+    mixed = noise.random_words(keys + positions, positions * 0, 1).numpy().reshape(n, n)
+    assert p_value_of_pairs(mixed[1:, :-1].ravel(), mixed[:-1, 1:].ravel()) < 1e-12
+
+
+def test_exponential_noise_is_exponential() -> None:
+    drawn = noise.exponential(torch.arange(1000), torch.arange(1000), 100)
+    assert drawn.dtype == torch.float32 and bool((drawn > 0).all()) and bool(drawn.isfinite().all())
+    assert kstest(drawn.ravel().numpy(), "expon").pvalue > FALSE_ALARM_RATE
+
+
+def test_the_extreme_words_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "random_words", lambda *_: tensor([[0, 2**32 - 1]]))
+    smallest, largest = noise.exponential(tensor([0]), tensor([0]), 2)[0].tolist()
+    assert smallest == 2.0**-33
+    assert 16 < largest < 17
+
+
+def test_keys_depend_on_every_part() -> None:
+    parts: list[tuple[int | str | bool, ...]] = [(1, 2), (2, 1), (12,), ("12",), ("1", "2"), (1, 2, True)]
+    keys = {noise.make_key(*part) for part in parts}
+    assert len(keys) == len(parts)
+    assert all(0 <= key < 2**63 for key in keys)
+    assert noise.make_key(7, "a") == noise.make_key(7, "a")
+
+
+# The distribution.
+
+
+def p_value(tokens: torch.Tensor, probs: torch.Tensor) -> float:
+    """Chi-square; tokens that are expected less than 10 times are one class, impossible ones give 0."""
+    counts = np.bincount(tokens.numpy(), minlength=len(probs)).astype(float)
+    expected = probs.double().numpy() * len(tokens) / probs.double().sum().item()
+    if counts[expected == 0].any():
+        return 0.0
+    common = expected >= 10
+    classes = [np.append(x[common], x[~common].sum()) for x in (counts, expected)]
+    kept = classes[1] > 0
+    return float(chisquare(classes[0][kept], classes[1][kept]).pvalue)
+
+
+def target(vocab_size: int) -> torch.Tensor:
+    """Logits that give every block something to win and some tokens nothing."""
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
+    logits[::7] = -torch.inf
+    return logits
+
+
+def draw(logits: torch.Tensor, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
+    """Samples over keys and positions, in portions that fit into the cache."""
+    rows = torch.arange(num_samples)
+    portions = [
+        verify.keyed_sample(logits.expand(len(part), -1), part // 50 + 1, part % 50)
+        for part in rows.split(2000)
+    ]
+    return torch.cat(portions)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 600, 1024])
+def test_the_distribution_is_the_targets(vocab_size: int) -> None:
+    """40,000 samples each, with a vocabulary below one block, of whole blocks, and with a remainder."""
+    logits = target(vocab_size)
+    assert p_value(draw(logits), logits.softmax(-1)) > FALSE_ALARM_RATE
+
+
+def test_the_distribution_test_fails_on_wrong_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = target(600)
+    probs = logits.softmax(-1)
+    assert p_value(draw(logits / 1.05), probs) < FALSE_ALARM_RATE, "a temperature that is 5 % too high"
+
+    exponential = noise.exponential
+
+    def reused(keys: torch.Tensor, positions: torch.Tensor, num: int) -> torch.Tensor:
+        return exponential(keys, positions, verify.BLOCK_SIZE).repeat(1, 2)[:, :num]
+
+    monkeypatch.setattr(noise, "exponential", reused)
+    assert p_value(draw(logits), probs) < FALSE_ALARM_RATE, "the blocks' noise used again inside the block"
+
+
+def test_neighbouring_positions_and_samples_are_independent() -> None:
+    probs = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    tokens = draw(probs.log()).view(-1, 50).numpy()  # [key, position]
+    for one, other in ((tokens[:, 1:], tokens[:, :-1]), (tokens[1:], tokens[:-1])):
+        table = np.histogram2d(one.ravel(), other.ravel(), bins=4)[0]
+        assert chi2_contingency(table).pvalue > FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("draft", range(4))
+def test_a_draft_token_is_accepted_as_often_as_by_rejection_sampling(draft: int) -> None:
+    probs, n = torch.tensor([0.4, 0.3, 0.2, 0.1]), NUM_SAMPLES
+    output = verify.coupled_sample(
+        torch.full((n,), draft), [1] * n, 1, torch.arange(1, n + 1), probs.log().expand(n, -1),
+        torch.zeros(n, 1, dtype=torch.int32), sampling([1.0] * n), torch.arange(n), torch.full((n,), 9),
+    )  # fmt: skip
+    accepted = int((output[:, 1] == 0).sum())
+    share = probs[draft].item()
+    assert chisquare([accepted, n - accepted], [n * share, n - n * share]).pvalue > FALSE_ALARM_RATE
+    assert p_value(output[:, 0].long(), probs) > FALSE_ALARM_RATE
+
+
+# Independence of the drafts.
+
+VOCAB_SIZE = 300
+
+
+def model(seed: int) -> torch.Tensor:
+    """The next token's logits by the last token, [VOCAB_SIZE, VOCAB_SIZE]."""
+    logits = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 4
+    return logits.masked_fill(torch.arange(VOCAB_SIZE) % 11 == 0, -torch.inf)
+
+
+def plain(table: torch.Tensor, key: int, temperature: float, start: int, length: int) -> list[int]:
+    """One request, one token at a time."""
+    tokens = [start]
+    for position in range(1, length):
+        logits = table[tokens[-1]].unsqueeze(0)
+        own = verify.keyed_sample(logits / (temperature or 1), tensor([key]), tensor([position]))
+        tokens.append(int(own if temperature else logits.argmax()))
+    return tokens
+
+
+def drafted(
+    table: torch.Tensor, requests: list[tuple[int, float, int]], length: int, chooser: np.random.Generator
+) -> list[list[int]]:
+    """All together: in every step some of them, in any order, with drafts of any length and quality."""
+    truth = [plain(table, *request, length) for request in requests]
+    rows = [[request[2]] for request in requests]
+    while unfinished := [i for i, row in enumerate(rows) if len(row) < length]:
+        batch = [i for i in chooser.permutation(unfinished) if chooser.random() < 0.8] or unfinished[:1]
+        drafts = []
+        for i in batch:
+            draft = truth[i][len(rows[i]) :][: chooser.integers(0, 5)]
+            drafts.append([t if chooser.random() < 0.7 else int(chooser.integers(VOCAB_SIZE)) for t in draft])
+        accepted = verified(table, [requests[i] for i in batch], [rows[i] for i in batch], drafts)
+        for i, tokens in zip(batch, accepted, strict=True):
+            rows[i] = [*rows[i], *tokens][:length]
+    return rows
+
+
+def verified(
+    table: torch.Tensor,
+    requests: list[tuple[int, float, int]],
+    rows: list[list[int]],
+    drafts: list[list[int]],
+) -> list[list[int]]:
+    """One step of a batch: the tokens that each request gets."""
+    keys = tensor([key for key, _, _ in requests])
+    temperature = torch.tensor([t for _, t, _ in requests])
+    scale = torch.where(temperature == 0, 1.0, temperature)
+    levels, counts = tensor([len(row) for row in rows]), [len(draft) for draft in drafts]
+    last = tensor([(row + draft)[-1] for row, draft in zip(rows, drafts, strict=True)])
+    bonus_logits = table[last] / scale.unsqueeze(-1)
+    own = verify.keyed_sample(bonus_logits, keys, levels + tensor(counts))
+    bonus = torch.where(temperature == 0, bonus_logits.argmax(-1), own).int().unsqueeze(-1)
+    before = [
+        token for row, draft in zip(rows, drafts, strict=True) for token in [row[-1], *draft][: len(draft)]
+    ]
+    logits = table[tensor(before)] / scale.repeat_interleave(tensor(counts)).unsqueeze(-1)
+    output = verify.coupled_sample(
+        tensor([token for draft in drafts for token in draft]), counts, max(counts), tensor(counts).cumsum(0),
+        logits, bonus, sampling(temperature.tolist()), keys, levels,
+    )  # fmt: skip
+    return [[token for token in row if token >= 0] for row in output.tolist()]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, 2**63 - 1), st.sampled_from([0.0, 0.6, 1.0]), st.integers(0, VOCAB_SIZE - 1)
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    seed=st.integers(0, 10_000),
+)
+def test_tokens_are_the_same_whatever_was_drafted(requests: list[tuple[int, float, int]], seed: int) -> None:
+    """Bit for bit: any draft, its length, batch order and composition, greedy rows among sampled ones."""
+    table = model(seed % 5)
+    expected = [plain(table, *request, 12) for request in requests]
+    assert drafted(table, requests, 12, np.random.default_rng(seed)) == expected
+
+
+@settings(deadline=None, max_examples=40)
+@given(num_rows=st.integers(1, 40), vocab_size=st.integers(1, 1500), seed=st.integers(0, 10_000))
+def test_a_rows_token_does_not_depend_on_the_others(num_rows: int, vocab_size: int, seed: int) -> None:
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    keys, positions = torch.arange(num_rows) * 7919 + seed, torch.arange(num_rows) % 5
+    together = verify.keyed_sample(logits, keys, positions)
+    alone = [
+        verify.keyed_sample(logits[i : i + 1], keys[i : i + 1], positions[i : i + 1]) for i in range(num_rows)
+    ]
+    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(verify.keyed_sample(logits.flip(0), keys.flip(0), positions.flip(0)).flip(0), together)
+    assert set(together.tolist()) <= set(range(vocab_size))
+
+
+def test_ties_go_to_the_lowest_token_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "exponential", lambda keys, _, num: torch.ones(len(keys), num))
+    logits = torch.zeros(1, 700)
+    logits[0, :3] = -torch.inf
+    logits[0, 256] = -torch.inf  # the third block is not whole, the first and second tie or lose
+    assert int(verify.keyed_sample(logits, tensor([1]), tensor([1]))) == 257
+    logits[0, 257:259] = -torch.inf
+    assert int(verify.keyed_sample(logits, tensor([1]), tensor([1]))) == 3
+
+
+def test_masked_tokens_are_never_drawn() -> None:
+    logits = torch.full((2000, 600), -torch.inf)
+    logits[:, 599] = -200.0  # alone in its block, whatever its noise
+    assert set(verify.keyed_sample(logits, torch.arange(2000), torch.arange(2000)).tolist()) == {599}
+
+
+def test_shortfall_is_the_error_that_would_have_made_a_token_win() -> None:
+    logits = target(600).repeat(300, 1)
+    keys, positions = torch.arange(300), torch.full((300,), 4)
+    own = verify.keyed_sample(logits, keys, positions)
+    assert verify.shortfall(logits, keys, positions, own).abs().max() == 0
+    other = logits.argmax(-1)
+    missed = verify.shortfall(logits, keys, positions, other)
+    assert bool((missed[other != own] > 0).all())
+    assert bool(verify.shortfall(logits, keys, positions, torch.zeros_like(own)).isinf().all())
+    # Raised by a little more than it missed, a token of the winning block wins.
+    same = (other // 256 == own // 256) & (other != own)
+    assert int(same.sum()) > 20
+    raised = logits.clone()
+    raised[torch.arange(300), other] += missed + 1e-4
+    assert torch.equal(verify.keyed_sample(raised, keys, positions)[same], other[same])
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that tensors made inside have held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given_ = {
+            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given_:
+                storage = x.untyped_storage()
+                self.live[id(storage)] = storage.nbytes()
+                weakref.finalize(x, self.live.pop, id(storage), None)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return result
+
+
+def test_memory_is_one_temporary_of_the_logits_size() -> None:
+    """Ragged drafts: one of 8 tokens among 15 of 1; padded logits would take 16 x 9 rows instead of 23."""
+    counts = [8] + [1] * 15
+    logits = torch.randn(sum(counts), 151_936)
+    drafts = torch.zeros(sum(counts), dtype=torch.int64)
+    bonus, keys = torch.zeros(16, 1, dtype=torch.int32), torch.arange(16)
+    with PeakMemory() as memory:
+        verify.coupled_sample(
+            drafts,
+            counts,
+            8,
+            tensor(counts).cumsum(0),
+            logits,
+            bonus,
+            sampling([1.0] * 8 + [0.0] * 8),
+            keys,
+            keys,
+        )
+    assert logits.nbytes <= memory.peak < 1.1 * logits.nbytes
