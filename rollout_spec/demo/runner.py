@@ -15,15 +15,8 @@ from pathlib import Path
 
 from rollout_spec.demo.looping import is_looping
 from rollout_spec.demo.processes import started
-from rollout_spec.runs import (
-    METRICS_FILE,
-    TRACE_FOLDER,
-    Comparison,
-    Step,
-    compare,
-    read_run,
-    read_steps,
-)
+from rollout_spec.logs import METRICS_FILE
+from rollout_spec.runs import TRACE_FOLDER, Comparison, Step, compare, read_run, read_steps
 
 METHODS = ("off", "sam")
 # A CPU is busy with few tokens: up to about 16 in a step cost no more than one each for 8 rows.
