@@ -116,15 +116,19 @@ def _remove_segments(began: float) -> None:
                 if status.st_uid != os.getuid() or status.st_ctime < began:
                     continue
                 mapped = _mapped_files() if mapped is None else mapped
-                if str(file) not in mapped:
+                if status.st_ino not in mapped:
                     file.unlink()
 
 
-def _mapped_files() -> set[str]:
-    mapped: set[str] = set()
+def _mapped_files() -> set[int]:
+    """The inodes of shared memory in use. Not the names: a semaphore is mapped under one that it has lost."""
+    mapped: set[int] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            mapped.update(line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line)
+            # address, permissions, offset, device, inode, path
+            mapped.update(
+                int(line.split()[4]) for line in maps.read_text().splitlines() if "/dev/shm/" in line
+            )
     return mapped
 
 
