@@ -11,36 +11,42 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.runs import Comparison, Run
+from rollout_spec.runs import Compared, Comparison, Estimate, Measure
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 COLOURS = ("#8a94a3", "#1463d8")
-PANELS = (
-    ("rollout_seconds", "Rollout time", "s"),
-    ("tokens_per_second", "Generated tokens per second", ""),
-    ("tokens_per_step", "Tokens per step", ""),
-    ("acceptance_rate", "Acceptance rate", "%"),
-    ("reward", "Reward", ""),
-    ("response_length", "Response length", "tokens"),
-)
+BARS = ("rollout_seconds", "step_seconds", "tokens_per_second")
+MAX_BARS = 40
 FILES = {"json": "demo-summary.json", "png": "report.png", "html": "report.html"}
+CHARTS_FOLDER = "charts"
 
 
 def write_report(comparison: Comparison, folder: Path, facts: Mapping[str, str]) -> dict[str, Path]:
-    """Write the summary, the picture and the page into `folder`; `facts` describe the runs in the page.
+    """Write summary, pictures and page into `folder`; `facts` describe the runs in the page.
 
     Returns:
-        The path of each file, by kind: json, png, html.
+        The path of each file, by kind: json, png (all charts), html, charts (folder of one PNG a measure).
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = {kind: folder / name for kind, name in FILES.items()}
+    charts = {compared.measure.name: draw_chart(compared, comparison) for compared in shown(comparison)}
+    paths = {kind: folder / name for kind, name in FILES.items()} | {"charts": folder / CHARTS_FOLDER}
+    paths["charts"].mkdir(parents=True, exist_ok=True)
+    for name, picture in charts.items():
+        (paths["charts"] / f"{name}.png").write_bytes(picture)
     paths["json"].write_text(json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n")
-    picture = draw(comparison)
-    paths["png"].write_bytes(picture)
-    paths["html"].write_text(render_html(comparison, facts, picture))
+    paths["png"].write_bytes(draw_all(comparison))
+    paths["html"].write_text(render_html(comparison, facts, charts))
     return paths
+
+
+def shown(comparison: Comparison) -> list[Compared]:
+    """The measures that at least one of the runs has."""
+    return [
+        compared
+        for compared in comparison.measures.values()
+        if math.isfinite(compared.off.value) or math.isfinite(compared.on.value)
+    ]
 
 
 def headline(comparison: Comparison) -> str:
@@ -102,69 +108,122 @@ def sentences(comparison: Comparison) -> list[str]:
     return text
 
 
+def table_columns(comparison: Comparison) -> list[str]:
+    return ["", comparison.off.name, comparison.on.name, "Change"]
+
+
+def table_rows(comparison: Comparison) -> list[list[str]]:
+    """Every measure with its 95 % intervals, then the totals."""
+    rows = []
+    for compared in shown(comparison):
+        off, on = (_with_interval(compared.measure, run) for run in (compared.off, compared.on))
+        rows.append([_label(compared.measure), off, on, _change(compared)])
+    return rows + [[*totals, ""] for totals in _totals(comparison)]
+
+
 def summary_table(comparison: Comparison) -> Table:
+    """The same for a terminal: intervals of the changes only."""
     from rich.table import Table
 
     table = Table(title=f"{headline(comparison)} tokens per second ({interval(comparison)})")
     table.add_column("")
-    for run in (comparison.off, comparison.on):
-        table.add_column(run.name, justify="right")
-    for label, off, on in zip(_LABELS, _totals(comparison.off), _totals(comparison.on), strict=True):
-        table.add_row(label, off, on)
+    for title in (comparison.off.name, comparison.on.name, "change [95% interval]"):
+        table.add_column(title, justify="right")
+    for compared in shown(comparison):
+        off, on = (_value(compared.measure, run.value) for run in (compared.off, compared.on))
+        table.add_row(_label(compared.measure), off, on, _change(compared))
+    for label, off, on in _totals(comparison):
+        table.add_row(label, off, on, "")
     return table
 
 
-_LABELS = (
-    "rollout seconds per step",
-    "generated tokens",
-    "generated tokens per second",
-    "tokens per step",
-    "acceptance rate",
-    "drafts",
-    "reward",
-    "response length",
-    "looping responses",
-)
+def _label(measure: Measure) -> str:
+    return measure.title + (f" ({measure.unit})" if measure.unit else "")
 
 
-def _totals(run: Run) -> list[str]:
-    return [
-        _number(_mean(run.column("rollout_seconds")), 1),
-        _number(run.generated_tokens, 0),
-        _number(run.tokens_per_second, 1),
-        _number(run.tokens_per_step, 2),
-        _percent(run.acceptance_rate),
-        _number(run.num_drafts, 0),
-        _number(_mean(run.column("reward")), 3),
-        _number(_mean(run.column("response_length")), 1),
-        _percent(run.looping_share),
+_DIGITS = {"reward": 3, "entropy": 3, "tokens_per_step": 2}
+
+
+def _value(measure: Measure, value: float) -> str:
+    """Without the unit, which the label names."""
+    scale = 100.0 if measure.unit == "%" else 1.0
+    return _number(scale * value, _DIGITS.get(measure.name, 1))
+
+
+def _with_interval(measure: Measure, estimate: Estimate) -> str:
+    low, high = (_value(measure, bound) for bound in estimate.ci95)
+    return _value(measure, estimate.value) + (f" [{low}, {high}]" if low != "–" else "")
+
+
+def _change(compared: Compared) -> str:
+    """1.25× [1.10, 1.40] of a ratio, +0.012 [-0.003, +0.027] of a difference."""
+    change = compared.change
+    if not math.isfinite(change.value):
+        return "–"
+    scale = 100.0 if compared.measure.unit == "%" else 1.0
+    shape = "{:.2f}" if compared.measure.is_ratio else "{:+.3f}"
+    value, low, high = (shape.format(scale * bound) for bound in (change.value, *change.ci95))
+    sign = "×" if compared.measure.is_ratio else ""
+    return f"{value}{sign}" + (f" [{low}, {high}]" if math.isfinite(change.ci95[0]) else "")
+
+
+def _totals(comparison: Comparison) -> list[tuple[str, str, str]]:
+    off, on = comparison.off, comparison.on
+    rows = [
+        ("Generated tokens, all steps", _number(off.generated_tokens, 0), _number(on.generated_tokens, 0)),
+        ("Drafts, all steps", _number(off.num_drafts, 0), _number(on.num_drafts, 0)),
     ]
+    if not (math.isnan(off.looping_share) and math.isnan(on.looping_share)):
+        rows.append(("Looping responses", _percent(off.looping_share), _percent(on.looping_share)))
+    return rows
 
 
-def draw(comparison: Comparison, kind: str = "png") -> bytes:
-    """One small chart per measure, step by step, both runs."""
+def draw_chart(compared: Compared, comparison: Comparison) -> bytes:
+    """One measure, step by step, both runs; a PNG."""
     from matplotlib.figure import Figure  # without pyplot, so no display and no global state
 
-    figure = Figure(figsize=(11, 6.2), layout="constrained")
-    for axes, (name, title, unit) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
-        _panel(axes, comparison, name, title, unit)
+    figure = Figure(figsize=(5.4, 3.2), layout="constrained")
+    axes = figure.subplots()
+    _panel(axes, comparison, compared.measure)
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper right", bbox_to_anchor=(1.0, 1.14))
+    return _png(figure)
+
+
+def draw_all(comparison: Comparison) -> bytes:
+    """The same charts in one PNG."""
+    from matplotlib.figure import Figure
+
+    measures = shown(comparison)
+    num_columns = min(4, len(measures))
+    num_rows = -(-len(measures) // num_columns)
+    figure = Figure(figsize=(3.7 * num_columns, 3.1 * num_rows), layout="constrained")
+    panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    for axes, compared in zip(panels, measures, strict=False):
+        _panel(axes, comparison, compared.measure)
+    for axes in panels[len(measures) :]:
+        axes.set_visible(False)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=11)
+    return _png(figure)
+
+
+def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, dpi=160)
+    figure.savefig(buffer, format="png", dpi=160)
     return buffer.getvalue()
 
 
-def _panel(axes: Any, comparison: Comparison, name: str, title: str, unit: str) -> None:
-    scale = 100.0 if unit == "%" else 1.0
+def _panel(axes: Any, comparison: Comparison, measure: Measure) -> None:
+    scale = 100.0 if measure.unit == "%" else 1.0
     for run, colour, shift in zip((comparison.off, comparison.on), COLOURS, (-0.2, 0.2), strict=True):
         steps = run.column("step")
-        values = [scale * value for value in run.column(name)]
-        if name in ("rollout_seconds", "tokens_per_second"):
+        values = [scale * value for value in run.column(measure.name)]
+        if measure.name in BARS and len(steps) <= MAX_BARS:
             axes.bar([step + shift for step in steps], values, width=0.38, color=colour, label=run.name)
         elif any(math.isfinite(value) for value in values):
-            axes.plot(steps, values, color=colour, marker="o", markersize=4, linewidth=1.8, label=run.name)
-    axes.set_title(title + (f" ({unit})" if unit else ""), loc="left", fontsize=11)
+            marker = "o" if len(steps) <= MAX_BARS else None
+            axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.8, label=run.name)
+    axes.set_title(_label(measure), loc="left", fontsize=11)
     axes.set_xlabel("training step", fontsize=9, color="#555b66")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(labelsize=9, colors="#555b66", length=0)
@@ -173,12 +232,12 @@ def _panel(axes: Any, comparison: Comparison, name: str, title: str, unit: str) 
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#c3c8d0")
     # A reward may be negative; anything else starts at 0 and leaves room above its highest point.
-    if name != "reward" and axes.dataLim.y1 > 0:
+    if measure.name != "reward" and axes.dataLim.y1 > 0:
         axes.set_ylim(0, 1.12 * axes.dataLim.y1)
 
 
-def render_html(comparison: Comparison, facts: Mapping[str, str], picture: bytes) -> str:
-    """The page; everything it shows is inside it."""
+def render_html(comparison: Comparison, facts: Mapping[str, str], charts: Mapping[str, bytes]) -> str:
+    """The page; everything it shows is inside it. `charts`: a PNG by a measure's name."""
     from jinja2 import Environment
 
     template = resources.files("rollout_spec").joinpath("report.html.j2").read_text()
@@ -194,9 +253,13 @@ def render_html(comparison: Comparison, facts: Mapping[str, str], picture: bytes
             lead=text[0],
             sentences=text[1:],
             names=(off.name, on.name),
-            totals=list(zip(_LABELS, _totals(off), _totals(on), strict=True)),
+            columns=table_columns(comparison),
+            table=table_rows(comparison),
             rows=[_step_cells(*pair) for pair in zip(off.steps, on.steps, strict=True)],
-            picture=base64.b64encode(picture).decode(),
+            charts=[
+                (name, comparison.measures[name].measure.title, base64.b64encode(picture).decode())
+                for name, picture in charts.items()
+            ],
             facts=facts,
         )
     )
@@ -205,15 +268,12 @@ def render_html(comparison: Comparison, facts: Mapping[str, str], picture: bytes
 def _step_cells(off: Any, on: Any) -> list[str]:
     cells = [str(on.step)]
     for step in (off, on):
-        cells += [_number(step.rollout_seconds, 1), _number(step.generated_tokens, 0)]
+        cells += [_number(step.rollout_seconds, 1), _number(step.step_seconds, 1)]
+        cells += [_number(step.generated_tokens, 0)]
         cells += [_number(step.tokens_per_second, 1), _number(step.tokens_per_step, 2)]
         cells += [_percent(step.acceptance_rate), _number(step.reward, 3), _number(step.response_length, 1)]
+        cells.append(_number(step.entropy, 3))
     return cells
-
-
-def _mean(values: list[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else math.nan
 
 
 def _number(value: float, digits: int) -> str:

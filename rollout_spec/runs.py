@@ -1,25 +1,49 @@
-"""Training runs read back from verl's file logger, and what two of them say about each other."""
+"""Training runs read back from verl's logs, and what two of them say about each other."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollout_spec.logs import Record, RunError, WandbRun, read_json_lines, read_log
 from rollout_spec.metrics import PREFIX
 
-METRICS_FILE = "metrics.jsonl"
 TRACE_FOLDER = "rollouts"
 NUM_RESAMPLES = 10_000
 
 
-class RunError(ValueError):
-    """A run that cannot be read or compared; the message names the file."""
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """What is compared: per step `numerator / denominator`, over steps the ratio of their sums.
+
+    The names are fields of `Step`; without a denominator every step weighs the same. The change from one run
+    to the other is a ratio where the measure is a positive amount, else a difference.
+    """
+
+    name: str
+    title: str
+    unit: str
+    numerator: str
+    denominator: str = ""
+    is_ratio: bool = True
+
+
+MEASURES = (
+    Measure("rollout_seconds", "Rollout time per step", "s", "rollout_seconds"),
+    Measure("step_seconds", "Training step time", "s", "step_seconds"),
+    Measure("tokens_per_second", "Generated tokens per second", "", "generated_tokens", "rollout_seconds"),
+    Measure("tokens_per_step", "Tokens per step", "", "generated_tokens", "decode_steps"),
+    Measure("acceptance_rate", "Acceptance rate", "%", "num_accepted_tokens", "num_draft_tokens", False),
+    Measure("reward", "Reward", "", "reward", is_ratio=False),
+    Measure("response_length", "Response length", "tokens", "response_length"),
+    Measure("entropy", "Entropy", "nats", "entropy", is_ratio=False),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +52,19 @@ class Step:
 
     step: int
     rollout_seconds: float
+    step_seconds: float
     generated_tokens: int
     reward: float
     response_length: float
+    entropy: float
     tokens_per_step: float
     num_drafts: float
     num_draft_tokens: float
     num_accepted_tokens: float
+
+    @property
+    def decode_steps(self) -> float:
+        return _ratio(self.generated_tokens, self.tokens_per_step)
 
     @property
     def acceptance_rate(self) -> float:
@@ -52,6 +82,7 @@ class Run:
     name: str
     steps: tuple[Step, ...]
     looping_share: float = math.nan
+    wandb: WandbRun | None = None
 
     @property
     def rollout_seconds(self) -> float:
@@ -68,8 +99,7 @@ class Run:
     @property
     def tokens_per_step(self) -> float:
         """Over all decode steps of the run, so each training step weighs as much as it decoded."""
-        decode_steps = sum(step.generated_tokens / step.tokens_per_step for step in self.steps)
-        return _ratio(self.generated_tokens, decode_steps)
+        return _ratio(self.generated_tokens, sum(step.decode_steps for step in self.steps))
 
     @property
     def acceptance_rate(self) -> float:
@@ -84,8 +114,9 @@ class Run:
         return [getattr(step, name) for step in self.steps]
 
     def to_dict(self) -> dict[str, Any]:
-        lists = ("step", "rollout_seconds", "generated_tokens", "reward", "response_length")
-        return {name: _plain(self.column(name)) for name in lists} | {
+        amounts = ("step", "rollout_seconds", "step_seconds", "generated_tokens")
+        qualities = ("reward", "response_length", "entropy")
+        return {name: _plain(self.column(name)) for name in amounts + qualities} | {
             "tokens_per_step_by_step": _plain(self.column("tokens_per_step")),
             "acceptance_rate_by_step": _plain(self.column("acceptance_rate")),
             "tokens_per_second": _plain(self.tokens_per_second),
@@ -108,14 +139,46 @@ class Agreement:
 
 
 @dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval; NaN where it is not known."""
+
+    value: float
+    ci95: tuple[float, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"value": _plain(self.value), "ci95": _plain(self.ci95)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One measure in both runs, and the change from `off` to `on`: on / off, or on - off."""
+
+    measure: Measure
+    off: Estimate
+    on: Estimate
+    change: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        change = "ratio" if self.measure.is_ratio else "difference"
+        return {"off": self.off.to_dict(), "on": self.on.to_dict(), change: self.change.to_dict()}
+
+
+@dataclasses.dataclass(frozen=True)
 class Comparison:
     """Two runs over the same steps. `speedup` is the ratio of generated tokens per second."""
 
     off: Run
     on: Run
-    speedup: float
-    speedup_ci95: tuple[float, float]
+    measures: Mapping[str, Compared]
     agreement: Agreement | None = None  # of the first step; None where samples were not named and recorded
+
+    @property
+    def speedup(self) -> float:
+        return self.measures["tokens_per_second"].change.value
+
+    @property
+    def speedup_ci95(self) -> tuple[float, float]:
+        return self.measures["tokens_per_second"].change.ci95
 
     @property
     def verdict(self) -> str:
@@ -130,63 +193,63 @@ class Comparison:
             self.off.name: self.off.to_dict(),
             self.on.name: self.on.to_dict(),
             "speedup": _plain(self.speedup),
-            "speedup_ci95": _plain(list(self.speedup_ci95)),
             "first_step_agreement": None if self.agreement is None else self.agreement.to_dict(),
+            "speedup_ci95": _plain(self.speedup_ci95),
+            "measures": {name: compared.to_dict() for name, compared in self.measures.items()},
         }
 
 
 def read_run(path: str | Path, name: str, is_looping: Callable[[Sequence[int]], bool] | None = None) -> Run:
-    """Read a run: a folder with `metrics.jsonl` (and perhaps recorded rollouts), or the file alone.
+    """Read a run from the log that verl left of it (see `logs.read_log`), and perhaps its recorded rollouts.
 
     Args:
-        path: the folder, or the JSON-lines file that verl's logger `file` wrote.
+        path: a folder, a file, or the name of a run at wandb.
         name: what to call the run in tables and keys.
         is_looping: told a response's token ids; without it `looping_share` stays NaN.
 
     Raises:
         RunError: nothing there, or no step carries rollout times.
     """
-    path = Path(path)
-    file = path / METRICS_FILE if path.is_dir() else path
-    steps = tuple(sorted(read_steps(file), key=lambda step: step.step))
+    log = read_log(path)
+    steps = tuple(_steps(log.records))
     if not steps:
         raise RunError(
-            f"{file}: no step has {PREFIX}rollout_seconds; was the run started with "
+            f"{log.source}: no step has {PREFIX}rollout_seconds; was the run started with "
             "+rollout.spec=sam or +rollout.spec=off?"
         )
     share = math.nan
-    if is_looping is not None and path.is_dir():
-        share = looping_share(path / TRACE_FOLDER, is_looping)
-    return Run(name, steps, share)
+    if is_looping is not None and Path(path).is_dir():
+        share = looping_share(Path(path) / TRACE_FOLDER, is_looping)
+    return Run(name, steps, share, log.wandb)
 
 
 def read_steps(file: Path) -> Iterator[Step]:
-    """The steps that a run has logged so far; lines without rollout times (validation) are passed over."""
-    try:
-        text = file.read_text()
-    except FileNotFoundError:
-        raise RunError(f"{file}: no such file") from None
-    # A run in progress may be writing its last line.
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-        try:
-            record = json.loads(line)
-            data = record["data"]
-        except (ValueError, TypeError, KeyError):
-            raise RunError(f"{file}:{number}: not a line of verl's file logger") from None
-        if data.get(PREFIX + "rollout_seconds"):
-            yield _step(record["step"], data)
+    """The steps that the file logger has written so far."""
+    return _steps(read_json_lines(file))
 
 
-def _step(step: int, data: dict[str, Any]) -> Step:
+def _steps(records: Iterable[Record]) -> Iterator[Step]:
+    """Records without rollout times (a validation) are passed over."""
+    return (_step(step, data) for step, data in records if data.get(PREFIX + "rollout_seconds"))
+
+
+def _step(step: int, data: Mapping[str, Any]) -> Step:
     def spec(name: str, default: float = 0.0) -> float:
         return float(data.get(PREFIX + name, default))
+
+    def verl(name: str) -> float:
+        # The file logger writes NaN as null.
+        value = data.get(name)
+        return math.nan if value is None else float(value)
 
     return Step(
         step=step,
         rollout_seconds=spec("rollout_seconds"),
+        step_seconds=verl("timing_s/step"),
         generated_tokens=int(spec("generated_tokens")),
-        reward=float(data.get("critic/rewards/mean", math.nan)),
-        response_length=float(data.get("response_length/mean", math.nan)),
+        reward=verl("critic/rewards/mean"),
+        response_length=verl("response_length/mean"),
+        entropy=verl("actor/entropy"),
         # A run that does not draft takes one decode step a token.
         tokens_per_step=spec("tokens_per_step", 1.0),
         num_drafts=spec("num_drafts"),
@@ -248,8 +311,8 @@ def _first_step_responses(folder: Path) -> dict[str, list[int]]:
 def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None) -> Comparison:
     """Compare the steps that both runs have.
 
-    The interval is a percentile bootstrap over steps, paired: a step is drawn in both runs at once,
-    because its prompts are the same. One step gives no interval (NaN).
+    The intervals are percentile bootstraps over steps, paired: a step is drawn in both runs at once, because
+    its prompts are the same. One step gives no interval (NaN).
     """
     common = {step.step for step in off.steps} & {step.step for step in on.steps}
     if not common:
@@ -258,21 +321,36 @@ def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None
         dataclasses.replace(run, steps=tuple(step for step in run.steps if step.step in common))
         for run in (off, on)
     )
-    rows = np.array([_amounts(off), _amounts(on)])  # run, step, (tokens, seconds)
-    low = high = math.nan
-    if len(common) > 1:
-        draws = np.random.default_rng(seed).integers(len(common), size=(NUM_RESAMPLES, len(common)))
-        low, high = np.percentile(_speedup(rows[:, draws].sum(axis=2)), [2.5, 97.5])
-    return Comparison(off, on, float(_speedup(rows.sum(axis=1))), (float(low), float(high)), agreement)
+    num_steps = len(common)
+    draws = np.random.default_rng(seed).multinomial(num_steps, [1 / num_steps] * num_steps, NUM_RESAMPLES)
+    # Before the resamples the steps themselves, each once.
+    draws = np.vstack([np.ones(num_steps), draws])
+    measures = {measure.name: _compare(off, on, measure, draws) for measure in MEASURES}
+    return Comparison(off, on, measures, agreement)
 
 
-def _amounts(run: Run) -> list[tuple[float, float]]:
-    return [(step.generated_tokens, step.rollout_seconds) for step in run.steps]
+def _compare(off: Run, on: Run, measure: Measure, draws: np.ndarray) -> Compared:
+    """`draws`: [1 + resample, step], how often a step was drawn."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means = [np.divide(*(_amounts(run, measure) @ draws.T)) for run in (off, on)]
+        change = means[1] / means[0] if measure.is_ratio else means[1] - means[0]
+    return Compared(measure, *(_estimate(values, draws.shape[1]) for values in (*means, change)))
 
 
-def _speedup(sums: np.ndarray) -> np.ndarray:
-    off, on = sums[..., 0] / sums[..., 1]
-    return on / off
+def _amounts(run: Run, measure: Measure) -> np.ndarray:
+    """[numerator or denominator, step]; both are 0 where a step lacks one of them: it does not count."""
+    numerator = np.array(run.column(measure.numerator), float)
+    denominator = np.array(run.column(measure.denominator), float) if measure.denominator else 1.0
+    amounts = np.array(np.broadcast_arrays(numerator, denominator))
+    amounts[:, ~np.isfinite(amounts).all(axis=0)] = 0.0
+    return amounts
+
+
+def _estimate(values: np.ndarray, num_steps: int) -> Estimate:
+    if num_steps < 2 or not np.isfinite(values[0]):
+        return Estimate(float(values[0]), (math.nan, math.nan))
+    low, high = np.nanpercentile(np.where(np.isfinite(values[1:]), values[1:], np.nan), [2.5, 97.5])
+    return Estimate(float(values[0]), (float(low), float(high)))
 
 
 def _ratio(numerator: float, denominator: float) -> float:

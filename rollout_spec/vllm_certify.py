@@ -131,7 +131,7 @@ def certify(plan: Plan) -> dict[str, Any]:
                 "num_drafts": counters.num_drafts,
                 "num_draft_tokens": counters.num_draft_tokens,
                 "num_accepted_tokens": counters.num_accepted_tokens,
-                "tokens_per_step": counters.num_generated_tokens / max(counters.num_decode_steps, 1),
+                "tokens_per_step": counters.num_decoded_tokens / max(counters.num_decode_steps, 1),
             }
         )
     differences = _explained(plan, found, off)

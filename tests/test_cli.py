@@ -195,6 +195,28 @@ def test_a_segment_that_another_run_is_making_stays():
     assert not segment.exists()
 
 
+def test_what_another_process_uses_is_left_alone():
+    """A semaphore's file goes by another name in /proc/PID/maps than in /dev/shm."""
+    code = (
+        "import multiprocessing as m, sys; from multiprocessing.shared_memory import SharedMemory;"
+        "lock = m.get_context('spawn').Lock(); segment = SharedMemory(create=True, size=64);"
+        "print('sem.' + lock._semlock.name.lstrip('/'), segment.name, flush=True); sys.stdin.read();"
+        "segment.unlink()"
+    )
+    began = time.time()
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    names = other.stdout.readline().split()
+    # As at the end of a run that is as old.
+    processes._remove_segments(began)
+    assert len(names) == 2
+    assert all(Path("/dev/shm", name).exists() for name in names)
+    other.communicate()
+    assert other.returncode == 0
+
+
 def test_a_failed_trainer_is_one_line_with_the_log(tmp_path):
     train_file = tmp_path / "train.parquet"
     train_file.touch()

@@ -11,8 +11,9 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.demo.looping import is_looping
+from rollout_spec.logs import RunError
 from rollout_spec.report import headline, sentences, summary_table, write_report
-from rollout_spec.runs import Agreement, RunError, compare, first_step_agreement, read_run
+from rollout_spec.runs import MEASURES, Agreement, compare, first_step_agreement, read_run
 
 SPEC = "rollout/spec_"
 
@@ -26,7 +27,9 @@ def write_run(folder, seconds, tokens, drafting=False, responses=()):
             SPEC + "generated_tokens": generated,
             "critic/rewards/mean": 0.1 * step,
             "response_length/mean": generated / 16,
+            "actor/entropy": 1.0 - 0.1 * step,
             "timing_s/gen": took + 1.0,
+            "timing_s/step": took + 20.0,
         }
         if drafting:
             data |= {
@@ -121,6 +124,28 @@ def test_the_first_steps_tokens_are_compared_sample_by_sample(comparison, tmp_pa
     assert first_step_agreement(tmp_path / "off", tmp_path / "nothing") is None
 
 
+def test_means_have_intervals_and_a_missing_value_is_left_out(tmp_path):
+    rng = np.random.default_rng(3)
+    seconds = rng.uniform(5, 20, size=30).tolist()
+    off = read_run(write_run(tmp_path / "off", seconds, [100] * 30), "off")
+    on = read_run(write_run(tmp_path / "sam", seconds, [100] * 30, True), "sam")
+    steps = list(on.steps)
+    steps[4] = dataclasses.replace(steps[4], reward=math.nan)
+    result = compare(off, dataclasses.replace(on, steps=tuple(steps)))
+    time, reward = result.measures["rollout_seconds"], result.measures["reward"]
+    # The interval of a mean of 30: two standard errors to each side, about.
+    error = np.std(seconds) / math.sqrt(30)
+    assert time.off.value == pytest.approx(np.mean(seconds))
+    assert time.off.ci95 == pytest.approx(
+        (np.mean(seconds) - 1.96 * error, np.mean(seconds) + 1.96 * error), abs=0.15 * error
+    )
+    assert time.change.value == 1.0 and time.change.ci95 == (1.0, 1.0)
+    known = [0.1 * step for step in range(1, 31) if step != 5]
+    assert reward.on.value == pytest.approx(np.mean(known))
+    low, high = result.measures["acceptance_rate"].off.ci95
+    assert math.isnan(result.measures["acceptance_rate"].off.value) and math.isnan(low) and math.isnan(high)
+
+
 def test_only_common_steps_are_compared(runs, tmp_path):
     short = write_run(tmp_path / "short", [10.0], [1000], True)
     result = compare(read_run(runs[0], "off"), read_run(short, "sam"))
@@ -134,8 +159,13 @@ def test_the_summary_has_the_documented_keys(comparison, tmp_path):
     paths = write_report(comparison, tmp_path / "report", {"Model": "a <small> one"})
     summary = json.loads(paths["json"].read_text())
     assert paths["json"].name == "demo-summary.json"
-    assert set(summary) == {"off", "sam", "speedup", "speedup_ci95", "first_step_agreement"}
+    assert set(summary) == {"off", "sam", "speedup", "speedup_ci95", "first_step_agreement", "measures"}
     assert summary["first_step_agreement"] is None, "these rollouts were recorded without names"
+    assert set(summary["measures"]) == {measure.name for measure in MEASURES}
+    reward = summary["measures"]["reward"]
+    assert reward["off"]["value"] == pytest.approx(0.2)
+    assert reward["difference"]["value"] == pytest.approx(0.0)
+    assert summary["measures"]["step_seconds"]["ratio"]["ci95"][1] < 1
     for name in ("rollout_seconds", "generated_tokens", "reward", "response_length"):
         assert len(summary["off"][name]) == len(summary["sam"][name]) == 3
     assert summary["sam"]["num_drafts"] == 30
@@ -151,7 +181,10 @@ def test_picture_and_page_are_written_and_need_nothing_else(comparison, tmp_path
     assert "a &lt;small&gt; one" in page
     assert "http://" not in page
     assert "https://" not in page
-    assert page.count("data:image/png;base64,") == 1
+    assert page.count("data:image/png;base64,") == len(MEASURES)
+    charts = sorted(paths["charts"].iterdir())
+    assert [chart.stem for chart in charts] == sorted(measure.name for measure in MEASURES)
+    assert all(chart.read_bytes().startswith(b"\x89PNG") for chart in charts)
 
 
 def test_a_loss_is_called_a_loss(runs):
@@ -166,21 +199,23 @@ def test_few_steps_and_looping_are_named(comparison):
     text = " ".join(sentences(comparison))
     assert "50.0% with off, 25.0% with sam" in text
     assert "3 steps is rough" in text
-    assert summary_table(comparison).row_count == 9
+    assert summary_table(comparison).row_count == len(MEASURES) + 3
 
 
 def test_compare_prints_json_and_writes_the_report(runs, tmp_path, capsys):
     assert main(["compare", str(runs[0]), str(runs[1]), "--json", "--output", str(tmp_path / "out")]) == 0
     assert json.loads(capsys.readouterr().out)["speedup"] == pytest.approx(40 / 21)
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "charts",
         "demo-summary.json",
         "report.html",
         "report.png",
     }
 
 
-def test_compare_takes_the_logger_file_itself(runs, capsys):
-    assert main(["compare", str(runs[0] / "metrics.jsonl"), str(runs[1] / "metrics.jsonl")]) == 0
+def test_compare_takes_the_logger_file_itself(runs, tmp_path, capsys):
+    files = [str(run / "metrics.jsonl") for run in runs]
+    assert main(["compare", *files, "--output", str(tmp_path / "out")]) == 0
     assert "1.90×" in capsys.readouterr().out
 
 

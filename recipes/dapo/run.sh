@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# DAPO on a machine without an accelerator; arguments are Hydra overrides (rollout.spec=off trains without drafts).
+# DAPO: run.sh [SIZE [DEVICE]] [HYDRA OVERRIDES...]; SIZE cpu (default), qwen3_8b, qwen3_32b or qwen3_235b,
+# DEVICE gpu (default) or npu; rollout.spec=off trains without drafts.
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-source "$here/../prepare.sh"
-exec python -m verl.trainer.main_ppo --config-path "$here" --config-name dapo "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"
+launch dapo "$@"

@@ -14,7 +14,14 @@ from collections.abc import Sequence
 
 from rollout_spec import __version__
 
-OPTIONAL = {"matplotlib": "report", "jinja2": "report", "gguf": "demo", "wandb": "demo", "pandas": "demo"}
+OPTIONAL = {
+    "matplotlib": "report",
+    "jinja2": "report",
+    "tensorboard": "report",
+    "wandb": "report",
+    "gguf": "demo",
+    "pandas": "demo",
+}
 COMMANDS = ("demo", "replay", "compare", "certify", "bench", "doctor")
 
 
@@ -63,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _user_error(error: Exception) -> str | None:
     """What to tell the user; None for anything that is a defect of ours and deserves its traceback."""
     from rollout_spec.config import ConfigError
-    from rollout_spec.runs import RunError
+    from rollout_spec.logs import RunError
 
     if isinstance(error, (UserError, ConfigError, RunError)):
         return str(error)

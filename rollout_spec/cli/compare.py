@@ -7,14 +7,22 @@ import json
 from pathlib import Path
 
 HELP = "compare two training runs, one without and one with speculation"
+_RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("off", metavar="RUN_OFF", help=f"run with +rollout.spec=off: {_RUN}")
+    parser.add_argument("on", metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds")
     parser.add_argument(
-        "off", type=Path, metavar="RUN_OFF", help="run with +rollout.spec=off: folder or file"
+        "--output",
+        type=Path,
+        default=Path("outputs/comparison"),
+        metavar="DIR",
+        help="where the page, the PNGs and the JSON go (%(default)s)",
     )
-    parser.add_argument("on", type=Path, metavar="RUN_ON", help="run with +rollout.spec=sam: folder or file")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write JSON, PNG and HTML there too")
+    parser.add_argument(
+        "--wandb", action="store_true", help="add the table and the charts to the summary of RUN_ON at wandb"
+    )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
 
 
@@ -22,14 +30,14 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from rollout_spec.demo.looping import is_looping
+    from rollout_spec.publish import publish
     from rollout_spec.report import sentences, summary_table, write_report
     from rollout_spec.runs import compare, first_step_agreement, read_run
 
     off, on = read_run(args.off, "off", is_looping), read_run(args.on, "on", is_looping)
     comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
-    if args.output:
-        facts = {"off": str(args.off), "on": str(args.on)}
-        paths = write_report(comparison, args.output, facts)
+    paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
+    published = publish(comparison, paths["charts"]) if args.wandb else ""
     if args.json:
         print(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
         return 0
@@ -37,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(summary_table(comparison))
     for sentence in sentences(comparison):
         console.print(sentence, highlight=False)
-    if args.output:
-        console.print(f"Report: {paths['html']}", highlight=False, soft_wrap=True)
+    for kind, path in paths.items():
+        console.print(f"{kind:>6}: {path}", highlight=False, soft_wrap=True)
+    if published:
+        console.print(f" wandb: {published}", highlight=False, soft_wrap=True)
     return 0

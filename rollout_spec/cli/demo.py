@@ -134,4 +134,4 @@ def _print(console: Any, comparison: Comparison, paths: dict[str, Path], table: 
     for sentence in sentences(comparison):
         console.print(sentence, highlight=False)
     for kind, path in paths.items():
-        console.print(f"{kind:>5}: {path}", highlight=False, soft_wrap=True)
+        console.print(f"{kind:>6}: {path}", highlight=False, soft_wrap=True)

@@ -114,25 +114,30 @@ def _remove_segments(began: float) -> None:
             with contextlib.suppress(FileNotFoundError):
                 status = file.stat()
                 if status.st_uid == os.getuid() and status.st_ctime >= began:
-                    candidates.append(file)
+                    candidates.append((file, status.st_ino))
     # Only now: another run of the same user may be making segments all the time.
     used = _used_segments() if candidates else set()
-    for file in candidates:
-        if str(file) not in used:
+    for file, inode in candidates:
+        if inode not in used:
             file.unlink(missing_ok=True)
 
 
-def _used_segments() -> set[str]:
-    """The shared memory that a process has open or mapped; open first, as mapping comes before closing."""
-    used: set[str] = set()
+def _used_segments() -> set[int]:
+    """The inodes of shared memory that a process has open or mapped; open first: mapping comes before closing.
+
+    Not the names: a semaphore is mapped under one that it has lost.
+    """
+    used: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            for link in (process / "fd").iterdir():
+            for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    used.add(os.readlink(link))
+                    if os.readlink(descriptor).startswith("/dev/shm/"):
+                        used.add(descriptor.stat().st_ino)
         with contextlib.suppress(OSError):
             lines = (process / "maps").read_text().splitlines()
-            used.update(line.split()[-1] for line in lines if "/dev/shm/" in line)
+            # address, permissions, offset, device, inode, path
+            used.update(int(line.split()[4]) for line in lines if "/dev/shm/" in line)
     return used
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rollout_spec.demo.looping import is_looping
 from rollout_spec.demo.processes import started
+from rollout_spec.logs import METRICS_FILE
 from rollout_spec.runs import (
-    METRICS_FILE,
     TRACE_FOLDER,
     Comparison,
     Step,

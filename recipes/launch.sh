@@ -1,0 +1,46 @@
+# Sourced by the recipes' run.sh: launch RECIPE [SIZE [DEVICE]] [HYDRA OVERRIDES...]
+launch() {
+    local recipe=$1 size=cpu device=gpu here
+    shift
+    here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/$recipe
+    if [[ $# -gt 0 && $1 != *=* && $1 != [+~]* ]]; then size=$1; shift; fi
+    if [[ $# -gt 0 && $1 != *=* && $1 != [+~]* ]]; then device=$1; shift; fi
+    [[ $size == cpu || -f $here/$size.yaml ]] || fail "size '$size': must be cpu, qwen3_8b, qwen3_32b or qwen3_235b"
+    [[ $device == gpu || $device == npu ]] || fail "device '$device': must be gpu or npu"
+    # Without byte code every process of the run compiles its imports again.
+    unset PYTHONDONTWRITEBYTECODE
+    if [[ $size == cpu ]]; then
+        prepare_demo
+        exec python -m verl.trainer.main_ppo --config-path "$here" --config-name "$recipe" "$@"
+    fi
+    export ROLLOUT_SPEC_DATA_DIR=${ROLLOUT_SPEC_DATA_DIR:-$PWD/data/$recipe}
+    export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$PWD/outputs/$recipe-$size/metrics.jsonl}
+    mkdir -p "$(dirname "$VERL_FILE_LOGGER_PATH")"
+    [[ -f $ROLLOUT_SPEC_DATA_DIR/train.parquet ]] ||
+        fail "$ROLLOUT_SPEC_DATA_DIR/train.parquet: not found; make it: python recipes/$recipe/prepare.py"
+    exec python -m verl.trainer.main_ppo --config-path "$here" --config-name "$size" \
+        rollout_spec_device="$device" "$@"
+}
+
+fail() {
+    echo "run.sh: $*" >&2
+    exit 2
+}
+
+# The demo's model and data, made once.
+prepare_demo() {
+    export ROLLOUT_SPEC_DEMO_DIR=${ROLLOUT_SPEC_DEMO_DIR:-$PWD/outputs/demo}
+    export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$ROLLOUT_SPEC_DEMO_DIR/metrics.jsonl}
+    export WANDB_MODE=${WANDB_MODE:-offline}
+    python - "$ROLLOUT_SPEC_DEMO_DIR" <<'PYTHON'
+import sys
+from pathlib import Path
+
+from rollout_spec.demo.data import make_data
+from rollout_spec.demo.model import make_model
+
+folder = Path(sys.argv[1])
+make_model(folder / "model")
+make_data(folder)
+PYTHON
+}

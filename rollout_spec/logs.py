@@ -1,0 +1,216 @@
+"""What verl's loggers wrote, read back: JSON lines, wandb (offline folders and online runs), tensorboard."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+_WANDB_FILE = "*.wandb"
+_TENSORBOARD_FILE = "*tfevents*"
+_ONLINE = re.compile(r"(?:wandb:)?([\w.-]+)/([\w.-]+)/([\w.-]+)")
+
+Record = tuple[int, dict[str, Any]]  # a training step and what was logged at it, by verl's names
+
+
+class RunError(ValueError):
+    """A run that cannot be found, read or compared; the message names the file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WandbRun:
+    """Which run of wandb a log belongs to. `online`: it was read from the server."""
+
+    run_id: str
+    project: str
+    entity: str = ""
+    name: str = ""
+    online: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """A run's log: where it was found, its records, and the wandb run it is of, if any."""
+
+    source: str
+    records: tuple[Record, ...]
+    wandb: WandbRun | None = None
+
+
+def read_log(run: str | Path) -> Log:
+    """Read the log of a run, each step once: what was logged at one step several times is put together.
+
+    Args:
+        run: a folder or a file of any of the kinds above, or `entity/project/run_id` of a run at wandb
+            (`wandb:entity/project/run_id` where a folder has that name). In a folder with several, the file
+            logger's JSON lines come before wandb's files, and those before tensorboard's.
+
+    Raises:
+        RunError: nothing there, several runs where one is wanted, or not what its name says.
+    """
+    path = Path(run)
+    online = _ONLINE.fullmatch(str(run))
+    if online and not path.exists():
+        return _read_online(*online.groups())
+    if not path.exists():
+        raise RunError(f"{path}: no such file or folder")
+    kind, file = _find(path) if path.is_dir() else (_kind(path), path)
+    if kind == "wandb":
+        history, of = _read_wandb(file)
+        return Log(str(file), _merge(history), of)
+    records = read_json_lines(file) if kind == "json" else _read_tensorboard(file)
+    return Log(str(file), _merge(records), _wandb_beside(path))
+
+
+def _kind(file: Path) -> str:
+    if file.match(_WANDB_FILE):
+        return "wandb"
+    return "tensorboard" if file.match(_TENSORBOARD_FILE) else "json"
+
+
+def _find(folder: Path) -> tuple[str, Path]:
+    if (folder / METRICS_FILE).exists():
+        return "json", folder / METRICS_FILE
+    finders: dict[str, Callable[[Path], list[Path]]] = {
+        "json": lambda folder: list(folder.glob("*.jsonl")),
+        "wandb": _wandb_files,
+        # A tensorboard run is a folder: a run that was resumed has several files.
+        "tensorboard": lambda folder: list({file.parent for file in folder.rglob(_TENSORBOARD_FILE)}),
+    }
+    for kind, find in finders.items():
+        files = sorted(find(folder))
+        if len(files) > 1:
+            names = ", ".join(str(file.relative_to(folder)) for file in files)
+            raise RunError(f"{folder}: several runs, name one of them: {names}")
+        if files:
+            return kind, files[0]
+    raise RunError(
+        f"{folder}: no log of a run in it (looked for {METRICS_FILE}, *.jsonl, {_WANDB_FILE}, "
+        f"{_TENSORBOARD_FILE})"
+    )
+
+
+def _wandb_files(folder: Path) -> list[Path]:
+    """In a run's own folder, in wandb's, and in the folder that holds wandb's (WANDB_DIR)."""
+    patterns = (_WANDB_FILE, f"*run-*/{_WANDB_FILE}", f"wandb/*run-*/{_WANDB_FILE}")
+    # `latest-run` is a link to one of the others.
+    return list({file.resolve() for pattern in patterns for file in folder.glob(pattern)})
+
+
+def _wandb_beside(path: Path) -> WandbRun | None:
+    """The run that a folder's other log was of, where wandb logged it too."""
+    files = _wandb_files(path) if path.is_dir() else []
+    return _read_wandb(files[0])[1] if len(files) == 1 else None
+
+
+def _merge(records: Iterable[Record]) -> tuple[Record, ...]:
+    """In order of steps; of a step that was logged again (a resumed run), the later values count."""
+    merged: dict[int, dict[str, Any]] = {}
+    for step, data in records:
+        merged.setdefault(step, {}).update(data)
+    return tuple(sorted(merged.items(), key=lambda record: record[0]))
+
+
+def read_json_lines(file: Path) -> Iterator[Record]:
+    """What verl's logger `file` wrote so far."""
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        raise RunError(f"{file}: no such file") from None
+    except UnicodeDecodeError:
+        raise RunError(f"{file}: not a file of verl's file logger") from None
+    # A run in progress may be writing its last line.
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            record = json.loads(line)
+            yield int(record["step"]), dict(record["data"])
+        except (ValueError, TypeError, KeyError):
+            raise RunError(f"{file}:{number}: not a line of verl's file logger") from None
+
+
+def _read_tensorboard(path: Path) -> Iterator[Record]:
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    # 0: keep them all, not a sample.
+    events = EventAccumulator(str(path), size_guidance={SCALARS: 0})
+    events.Reload()
+    for tag in events.Tags()[SCALARS]:
+        for event in events.Scalars(tag):
+            yield event.step, {tag: event.value}
+
+
+def _read_online(entity: str, project: str, run_id: str) -> Log:
+    import wandb
+
+    source = f"{entity}/{project}/{run_id}"
+    try:
+        run = wandb.Api().run(source)
+        rows = [dict(row) for row in run.scan_history()]
+    # wandb has no common class for "no key", "no network", "no such run"; whatever it says is the reason.
+    except Exception as error:
+        raise RunError(f"{source}: no such file or folder, and as a run of wandb: {error}") from error
+    records = ((int(row["_step"]), row) for row in rows if row.get("_step") is not None)
+    return Log(f"wandb: {source}", _merge(records), WandbRun(run_id, project, entity, run.name, online=True))
+
+
+def _read_wandb(file: Path) -> tuple[list[Record], WandbRun | None]:
+    """wandb's own protocol messages out of its transaction log."""
+    from wandb.proto import wandb_internal_pb2
+
+    records: list[Record] = []
+    run = None
+    for message in wandb_messages(file):
+        record = wandb_internal_pb2.Record.FromString(message)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            of = record.run
+            run = WandbRun(of.run_id, of.project, of.entity, of.display_name)
+        elif kind == "history":
+            data = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            records.append((int(data.get("_step", record.history.step.num)), data))
+    return records, run
+
+
+_WANDB_HEADER = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
+_BLOCK = 32768
+_FRAME = struct.Struct("<IHB")  # checksum, length, type
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+def wandb_messages(file: Path) -> Iterator[bytes]:
+    """The serialised records of a `.wandb` file.
+
+    wandb 0.31 reads them in its Go program only; earlier versions could in Python. The format: LevelDB's log
+    (github.com/google/leveldb/blob/main/doc/log_format.md) behind a header of 7 bytes, with the CRC-32 of
+    type and data for a checksum.
+    """
+    data = file.read_bytes()
+    if not data.startswith(_WANDB_HEADER):
+        raise RunError(f"{file}: not a file of wandb, or of a version of its format that is not known here")
+    position, parts = len(_WANDB_HEADER), b""
+    # What a run in progress, or a killed one, has not finished writing is left out.
+    while position + _FRAME.size <= len(data):
+        left_in_block = _BLOCK - position % _BLOCK
+        if left_in_block < _FRAME.size:
+            position += left_in_block
+            continue
+        checksum, length, kind = _FRAME.unpack_from(data, position)
+        position += _FRAME.size
+        part = data[position : position + length]
+        if len(part) < length:
+            return
+        if zlib.crc32(part, zlib.crc32(bytes([kind]))) != checksum:
+            raise RunError(f"{file}: damaged at byte {position - _FRAME.size}")
+        position += length
+        parts = part if kind in (_FULL, _FIRST) else parts + part
+        if kind in (_FULL, _LAST):
+            yield parts

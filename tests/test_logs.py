@@ -1,0 +1,237 @@
+"""The same run through each of verl's own loggers, read back; and what cannot be read."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollout_spec.cli import main
+from rollout_spec.logs import RunError, read_log, wandb_messages
+from rollout_spec.runs import compare, read_run
+
+SPEC = "rollout/spec_"
+NUM_STEPS = 3
+PROJECT, NAME = "logs", "on"
+
+# verl's tracker writes what the tests read, with three loggers at once, in a process of its own.
+WRITE = """
+import json, sys
+from verl.utils.tracking import Tracking
+
+project, name, rows = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+tracker = Tracking(project, name, ["wandb", "tensorboard", "file"], config={"trainer": {}})
+for step, data in rows:
+    tracker.log(data=data, step=step)
+tracker.finish()
+"""
+
+
+def rows(speed: float) -> list[tuple[int, dict[str, float]]]:
+    """Of each step a validation's line, then the training's, with a NaN and enough keys for two blocks."""
+    written: list[tuple[int, dict[str, float]]] = []
+    for step in range(1, NUM_STEPS + 1):
+        written.append((step, {"val-core/demo/reward/mean@1": 0.5}))
+        training = {
+            SPEC + "rollout_seconds": 10.0 * step / speed,
+            SPEC + "generated_tokens": 1000.0 + step,
+            SPEC + "tokens_per_step": 1.5,
+            SPEC + "num_draft_tokens": 40.0,
+            SPEC + "num_accepted_tokens": 20.0,
+            "timing_s/step": 30.0,
+            "critic/rewards/mean": 0.25 * step,
+            "response_length/mean": 64.0,
+            "actor/entropy": math.nan if step == 2 else 0.5,
+        }
+        written.append((step, training | {f"filler/{i}": float(i) for i in range(800)}))
+    return written
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of one run by kind of log."""
+    folder = tmp_path_factory.mktemp("logged")
+    paths = {kind: folder / kind for kind in ("json", "wandb", "tensorboard")}
+    for path in paths.values():
+        path.mkdir()
+    env = {
+        **os.environ,
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(paths["wandb"]),
+        "WANDB_SILENT": "true",
+        "TENSORBOARD_DIR": str(paths["tensorboard"]),
+        "VERL_FILE_LOGGER_PATH": str(paths["json"] / "metrics.jsonl"),
+    }
+    command = [sys.executable, "-c", WRITE, PROJECT, NAME, json.dumps(rows(speed=2.0))]
+    subprocess.run(command, check=True, env=env, cwd=folder, timeout=300)
+    return paths
+
+
+@pytest.mark.parametrize("kind", ["json", "wandb", "tensorboard"])
+def test_every_logger_says_the_same(logged: dict[str, Path], kind: str) -> None:
+    run = read_run(logged[kind], "on")
+    assert run.column("step") == [1, 2, 3]
+    assert run.column("rollout_seconds") == pytest.approx([5.0, 10.0, 15.0])
+    assert run.column("generated_tokens") == [1001, 1002, 1003]
+    assert run.column("reward") == pytest.approx([0.25, 0.5, 0.75])
+    assert run.column("step_seconds") == pytest.approx([30.0] * 3)
+    assert run.column("entropy") == pytest.approx([0.5, math.nan, 0.5], nan_ok=True)
+    assert run.acceptance_rate == pytest.approx(0.5)
+    # The validation of the same step is not lost, nor are values that nobody asked for.
+    for _, data in read_log(logged[kind]).records:
+        assert data["val-core/demo/reward/mean@1"] == pytest.approx(0.5)
+        assert data["filler/799"] == 799
+
+
+def test_wandbs_file_is_read_to_its_last_record(logged: dict[str, Path], tmp_path: Path) -> None:
+    file = next(logged["wandb"].glob("wandb/offline-run-*/*.wandb"))
+    data = file.read_bytes()
+    assert len(data) > 2 * 32768, "records must run across the blocks of the format"
+    messages = list(wandb_messages(file))
+    log = read_log(file)
+    assert (log.wandb.project, log.wandb.name, log.wandb.online) == (PROJECT, NAME, False)
+    assert file.stem == f"run-{log.wandb.run_id}"
+    assert read_log(file.parent) == log and read_log(logged["wandb"] / "wandb") == log
+
+    cut = tmp_path / "cut.wandb"
+    cut.write_bytes(data[:-3])
+    assert list(wandb_messages(cut)) == messages[:-1], "a record that is still being written"
+    damaged = bytearray(data)
+    damaged[40000] ^= 1
+    (tmp_path / "bad.wandb").write_bytes(damaged)
+    with pytest.raises(RunError, match=r"bad\.wandb: damaged at byte \d+"):
+        list(wandb_messages(tmp_path / "bad.wandb"))
+    (tmp_path / "text.wandb").write_text("not wandb's")
+    with pytest.raises(RunError, match="not a file of wandb"):
+        read_log(tmp_path / "text.wandb")
+
+
+def test_different_kinds_compare(logged: dict[str, Path], tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "data": data}) for step, data in rows(speed=1.0)]
+    off = tmp_path / "off.jsonl"
+    off.write_text("\n".join(lines).replace("NaN", "null") + "\n")
+    for kind in ("wandb", "tensorboard"):
+        result = compare(read_run(off, "off"), read_run(logged[kind], "on"))
+        assert result.speedup == pytest.approx(2.0)
+        assert result.measures["entropy"].change.value == pytest.approx(0.0)
+
+
+def test_a_folder_with_nothing_or_too_much_is_named(logged: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no log of a run in it"):
+        read_log(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(RunError, match=r"several runs, name one of them: a\.jsonl, b\.jsonl"):
+        read_log(tmp_path)
+    with pytest.raises(RunError, match="nowhere: no such file or folder"):
+        read_log(tmp_path / "nowhere")
+    binary = next(logged["wandb"].glob("wandb/offline-run-*/*.wandb"))
+    (tmp_path / "binary.jsonl").write_bytes(binary.read_bytes())
+    with pytest.raises(RunError, match=r"binary\.jsonl: not a file of verl's file logger"):
+        read_log(tmp_path / "binary.jsonl")
+
+
+def test_the_second_runs_summary_gets_table_and_charts(
+    logged: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    run = str(logged["wandb"])
+    assert main(["compare", run, run, "--wandb", "--output", str(tmp_path / "out")]) == 0
+    of = read_log(run).wandb
+    (file,) = tmp_path.glob(f"wandb/offline-run-*/run-{of.run_id}.wandb")
+    assert str(file.parent) in capsys.readouterr().out
+    items = {}
+    for message in wandb_messages(file):
+        record = wandb_internal_pb2.Record.FromString(message)
+        assert record.WhichOneof("record_type") != "history", "the run's history must stay as it is"
+        for item in record.summary.update:
+            items[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    assert items["rollout_spec/speedup"] == pytest.approx(1.0)
+    table = json.loads((file.parent / "files" / items["rollout_spec/comparison"]["path"]).read_text())
+    assert table["columns"] == ["", "off", "on", "Change"]
+    assert [row[0] for row in table["data"]][:2] == ["Rollout time per step (s)", "Training step time (s)"]
+    chart = file.parent / "files" / items["rollout_spec/charts/reward"]["path"]
+    assert chart.read_bytes() == (tmp_path / "out/charts/reward.png").read_bytes()
+
+
+def test_a_run_that_wandb_does_not_know_takes_no_summary(
+    logged: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = str(logged["json"])
+    assert main(["compare", run, run, "--wandb", "--output", str(tmp_path)]) == 2
+    assert "does not say which run of wandb it is" in capsys.readouterr().err
+
+
+class WandbServer(http.server.BaseHTTPRequestHandler):
+    """As much of wandb's server as wandb's own client asks for when it reads a run."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        history = [json.dumps({"_step": step, **data}) for step, data in rows(speed=2.0) if len(data) > 1]
+        known = b'"abc123"' in body or b"RunParquetHistory" in body
+        run = {
+            "id": "1", "name": "abc123", "displayName": NAME, "state": "finished", "projectId": "1",
+            "historyLineCount": NUM_STEPS, "lastHistoryStep": NUM_STEPS, "tags": [], "config": "{}",
+            "systemMetrics": "{}", "summaryMetrics": "{}", "user": {"name": "u", "username": "u"},
+            "historyKeys": {"lastStep": NUM_STEPS, "keys": {}, "sets": []},
+            "parquetHistory": {"parquetUrls": [], "liveData": []}, "history": history,
+        }  # fmt: skip
+        viewer = {"id": "1", "username": "u", "entity": "e", "flags": "{}", "teams": {"edges": []}}
+        project = {"id": "1", "internalId": "1", "run": run if known else None}
+        data = {"project": project, "viewer": viewer, "serverInfo": {"features": []}}
+        answer = json.dumps({"data": data}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+# In a process of its own: wandb's client keeps one service per process.
+READ = """
+import sys
+from rollout_spec.logs import RunError
+from rollout_spec.runs import read_run
+
+try:
+    run = read_run(sys.argv[1], "on")
+except RunError as error:
+    sys.exit(str(error))
+print(run.column("rollout_seconds"), run.wandb)
+"""
+
+
+def test_an_online_run_is_read_with_wandbs_own_client(tmp_path: Path) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {
+            **os.environ,
+            "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_DIR": str(tmp_path),
+            "WANDB_CACHE_DIR": str(tmp_path),
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
+        read, unknown = (
+            subprocess.run(
+                [sys.executable, "-c", READ, run], env=env, capture_output=True, text=True, timeout=120
+            )
+            for run in ("e/p/abc123", "wandb:e/p/none")
+        )
+        server.shutdown()
+    assert read.returncode == 0, read.stderr
+    assert "[5.0, 10.0, 15.0]" in read.stdout and "online=True" in read.stdout
+    assert unknown.returncode == 1
+    assert "e/p/none: no such file or folder, and as a run of wandb: " in unknown.stderr

@@ -1,0 +1,322 @@
+"""The recipes: every size and device against verl's configuration and checks, the data and the sampler."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import verl  # noqa: F401 - loads the plugin, which puts our groups on Hydra's search path
+from hydra import compose, initialize_config_dir
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.v1 import replay_buffer
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.import_utils import load_extern_type
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.verl_config import check_config
+from rollout_spec.verl_sampler import BoundedReplayBuffer
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ("grpo", "dapo")
+SIZES = ("qwen3_8b", "qwen3_32b", "qwen3_235b")
+DEVICES = ("gpu", "npu")
+
+
+def composed(recipe: str, name: str, *overrides: str) -> Any:
+    with initialize_config_dir(str(ROOT / "recipes" / recipe), version_base=None):
+        return compose(name, list(overrides))
+
+
+def check(config: Any) -> None:
+    """All that verl and we check before anything is launched."""
+    check_config(config)
+    validate_config(config, need_reference_policy(config), need_critic(config))
+    for section in ("actor_rollout_ref.rollout", "algorithm"):
+        omega_conf_to_dataclass(OmegaConf.select(config, section))
+    sampler = config.trainer.v1.sampler.custom_sampler
+    if sampler.path:
+        assert issubclass(load_extern_type(sampler.path, sampler.name), replay_buffer.ReplayBuffer)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.filterwarnings("ignore:Disabled critic")
+def test_the_demo_composes(recipe: str) -> None:
+    check(composed(recipe, recipe))
+
+
+@pytest.mark.parametrize(("recipe", "size", "device"), list(itertools.product(RECIPES, SIZES, DEVICES)))
+@pytest.mark.filterwarnings("ignore:Disabled critic")
+def test_every_size_composes(recipe: str, size: str, device: str) -> None:
+    config = composed(recipe, size, f"rollout_spec_device={device}")
+    check(config)
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.enforce_eager == (device == "npu")
+    assert config.trainer.device == ("npu" if device == "npu" else "cuda")
+    # Rollout engines must divide the devices, and a prompt with its longest response must fit.
+    num_devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    assert num_devices % rollout.tensor_model_parallel_size == 0
+    assert rollout.max_model_len >= config.data.max_prompt_length + config.data.max_response_length
+    assert config.data.train_batch_size * rollout.n % num_devices == 0
+    without = composed(recipe, size, f"rollout_spec_device={device}", "rollout.spec=off")
+    assert check_config(without) == SpecConfig(method="off", num_speculative_tokens=3)
+
+
+PUBLISHED = {
+    "qwen3_32b": {"train": 32, "generate": 96, "inflight": 3, "seqs": 128, "tensor": 8, "devices": 32},
+    "qwen3_235b": {"train": 128, "generate": 128, "inflight": 1, "seqs": 64, "tensor": 4, "devices": 128},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_the_published_sizes_are_as_published(size: str, device: str) -> None:
+    config = composed("dapo", size, f"rollout_spec_device={device}")
+    rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
+    assert {
+        "train": config.data.train_batch_size,
+        "generate": config.data.gen_batch_size,
+        "inflight": groups.max_inflight_gen_batches,
+        "seqs": rollout.max_num_seqs,
+        "tensor": rollout.tensor_model_parallel_size,
+        "devices": config.trainer.nnodes * config.trainer.n_gpus_per_node,
+    } == PUBLISHED[size]
+    assert config.data.max_response_length == 34816
+    assert groups.max_num_gen_batches == 10
+    spec = check_config(config)
+    assert (spec.num_speculative_tokens, spec.batch_threshold) == (3, 8)
+
+
+def run_script(*arguments: object, **env: str) -> subprocess.CompletedProcess:
+    command = [str(argument) for argument in arguments]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PATH": path, **env}
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["qwen3_9b"], "size 'qwen3_9b': must be cpu, qwen3_8b, qwen3_32b or qwen3_235b"),
+        (["qwen3_8b", "tpu"], "device 'tpu': must be gpu or npu"),
+        (["qwen3_8b", "npu", "a=b"], "train.parquet: not found; make it: python recipes/dapo/prepare.py"),
+    ],
+)
+def test_a_wrong_launch_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    log = str(tmp_path / "metrics.jsonl")
+    done = run_script(
+        ROOT / "recipes/dapo/run.sh",
+        *arguments,
+        ROLLOUT_SPEC_DATA_DIR=str(tmp_path),
+        VERL_FILE_LOGGER_PATH=log,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_launch_reaches_verl_with_the_size_and_the_device(tmp_path: Path) -> None:
+    """Up to our own check of the configuration, which ends the run before Ray."""
+    (tmp_path / "train.parquet").touch()
+    done = run_script(
+        ROOT / "recipes/dapo/run.sh",
+        "qwen3_235b",
+        "npu",
+        "rollout.spec.min_token_prob=2",
+        f"hydra.run.dir={tmp_path}",
+        ROLLOUT_SPEC_DATA_DIR=str(tmp_path),
+        VERL_FILE_LOGGER_PATH=str(tmp_path / "metrics.jsonl"),
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("rollout_spec: rollout.spec.min_token_prob=2")
+    config = OmegaConf.load(tmp_path / ".hydra/config.yaml")
+    assert (config.trainer.device, config.trainer.nnodes) == ("npu", 8)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_data_set_out_of_reach_is_one_line(recipe: str, tmp_path: Path) -> None:
+    script = ROOT / "recipes" / recipe / "prepare.py"
+    done = run_script(
+        sys.executable, script, "--output", tmp_path / "data", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)
+    )
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert "cannot be reached at" in last and "give it with --train FILE" in last
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "data").exists()
+
+
+COPIES = {
+    "grpo": {"problem": "1 + 1?", "answer": "2", "solution": "two"},
+    "dapo": {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": "1 + 1?"}],
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+    },
+}
+RIGHT = {"grpo": "It is \\boxed{2}.", "dapo": "Answer: 2"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_copy_becomes_rows_that_verl_scores(recipe: str, tmp_path: Path) -> None:
+    from verl.utils.reward_score import default_compute_score
+
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text(2 * (json.dumps(COPIES[recipe]) + "\n"))
+    script = ROOT / "recipes" / recipe / "prepare.py"
+    done = run_script(
+        sys.executable, script, "--train", copy, "--val", copy, "--output", tmp_path / "data",
+        HF_HOME=str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "data/train.parquet"), split="train", cache_dir=str(tmp_path)
+    )
+    assert row["prompt"][0]["content"].startswith("1 + 1?")
+    for text, right in ((RIGHT[recipe], True), (RIGHT[recipe].replace("2", "3"), False)):
+        score = default_compute_score(row["data_source"], text, row["reward_model"]["ground_truth"])
+        assert (score["acc"] if isinstance(score, dict) else score == 1.0) == right
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('{"question": "?"}\n', "no column problem, answer (found: question)"), ("{", "--train ")],
+)
+def test_a_wrong_copy_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text(text)
+    done = run_script(
+        sys.executable, ROOT / "recipes/grpo/prepare.py", "--train", copy, HF_HOME=str(tmp_path)
+    )
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+
+
+class Queue:
+    """TransferQueue in memory, and the rollout that fills it: a group finishes at some later look."""
+
+    def __init__(self, signal: float, batch_size: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.signal = signal
+        self.items: dict[str, dict] = {}
+        self.scores: dict[str, list[float]] = {}
+        self.num_prompts = 0
+        self.submit(batch_size)
+
+    def submit(self, num_prompts: int) -> None:
+        for _ in range(num_prompts):
+            uid = f"p{self.num_prompts:05d}"
+            self.num_prompts += 1
+            self.items[uid] = {"is_prompt": True, "status": "running", "global_steps": 1}
+            different = self.random.random() < self.signal
+            self.scores[uid] = [0.0, 1.0 if different else 0.0]
+
+    def kv_list(self) -> dict:
+        for uid, tag in list(self.items.items()):
+            if tag.get("status") == "running" and self.random.random() < 0.5:
+                tag["status"] = "finished"
+                for sample in range(2):
+                    self.items[f"{uid}_{sample}_0"] = {}
+        return {"train": {key: dict(tag) for key, tag in self.items.items()}}
+
+    def kv_clear(self, partition_id: str, keys: list[str]) -> None:
+        for key in keys:
+            self.items.pop(key, None)
+
+    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> dict:
+        def score(key: str) -> float:
+            uid, sample, _ = key.split("_")
+            return self.scores[uid][int(sample)]
+
+        return {"extra_fields": [{"reward_extra_info": {"acc": score(key)}} for key in keys]}
+
+
+def sample(queue: Queue, batch_size: int, max_inflight: int, max_batches: int) -> tuple[list[str], dict]:
+    groups = {
+        "enable": True,
+        "metric": "acc",
+        "max_inflight_gen_batches": max_inflight,
+        "max_num_gen_batches": max_batches,
+    }
+    buffer = BoundedReplayBuffer(
+        trainer_mode="sync",
+        trainer_config=OmegaConf.create({}),
+        max_off_policy_threshold=None,
+        max_off_policy_strategy="drop",
+        sampler_kwargs=OmegaConf.create({"filter_groups": groups, "train_batch_size": batch_size}),
+        refill_fn=queue.submit,
+    )
+    buffer.poll_interval = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay_buffer, "tq", queue)
+        batch, metrics = buffer.sample(1, "train", batch_size)
+    return sorted({key.split("_")[0] for key in batch.keys}), metrics
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    signal=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+    batch_size=st.integers(1, 12),
+    max_inflight=st.integers(1, 3),
+    max_batches=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+def test_dynamic_sampling_ends(
+    signal: float, batch_size: int, max_inflight: int, max_batches: int, seed: int
+) -> None:
+    queue = Queue(signal, batch_size, seed)
+    groups, metrics = sample(queue, batch_size, max_inflight, max_batches)
+    assert len(groups) == batch_size
+    assert queue.num_prompts <= max_batches * batch_size
+    assert metrics["training/filter_groups/num_gen_batches"] == queue.num_prompts / batch_size
+    without_signal = [uid for uid in groups if len(set(queue.scores[uid])) == 1]
+    if without_signal:
+        assert queue.num_prompts == max_batches * batch_size, "kept although others could have been made"
+    if signal == 1.0:
+        assert queue.num_prompts == batch_size
+
+
+def test_verls_own_dynamic_sampling_does_not_end() -> None:
+    """What the bound is for: without it, a step over prompts without signal generates on and on."""
+
+    class EnoughError(Exception): ...
+
+    queue = Queue(signal=0.0, batch_size=4, seed=1)
+
+    def submit(num_prompts: int) -> None:
+        queue.submit(num_prompts)
+        if queue.num_prompts > 400:
+            raise EnoughError
+
+    buffer = replay_buffer.ReplayBuffer(
+        trainer_mode="sync",
+        trainer_config=OmegaConf.create({}),
+        max_off_policy_threshold=None,
+        max_off_policy_strategy="drop",
+        sampler_kwargs=OmegaConf.create({}),
+        refill_fn=submit,
+        filter_groups_metric="acc",
+        train_batch_size=4,
+        gen_batch_size=1,
+        poll_interval=0.0,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay_buffer, "tq", queue)
+        with pytest.raises(EnoughError):
+            buffer.sample(1, "train", 4)
+
+
+def test_a_bound_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_num_gen_batches=0: must be at least 1"):
+        sample(Queue(1.0, 2, 0), 2, 1, 0)
