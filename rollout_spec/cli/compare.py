@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.runs import compare, first_step_agreement, read_run
 
     off, on = read_run(args.off, "off", is_looping), read_run(args.on, "on", is_looping)
-    comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
+    comparison = compare(off, on, agreement=first_step_agreement(Path(args.off), Path(args.on)))
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
     published = publish(comparison, paths["charts"]) if args.wandb else ""
     if args.json:

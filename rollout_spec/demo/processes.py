@@ -123,7 +123,7 @@ def _remove_segments(began: float) -> None:
 
 
 def _used_segments() -> set[int]:
-    """The inodes of shared memory that a process has open or mapped; open first: mapping comes before closing.
+    """The inodes of shared memory that a process has open or mapped; open first: one maps before one closes.
 
     Not the names: a semaphore is mapped under one that it has lost.
     """
