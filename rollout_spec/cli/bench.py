@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-HELP = "measure on this machine: the native core"
+HELP = "measure on this machine: the native core, drafters side by side"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +19,123 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     native.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there too")
     native.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    drafters = kinds.add_parser("drafters", help="drafters side by side on recorded rollouts")
+    drafters.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help=".jsonl or .jsonl.gz")
+    drafters.add_argument(
+        "--methods", default="off,ngram,earliest,frequent,sam,suffix_policy,oracle", help="(%(default)s)"
+    )
+    drafters.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[3, 8, 16], metavar="K")
+    drafters.add_argument(
+        "--history", type=int, nargs="+", default=[0], metavar="N", help="earlier responses per group (0)"
+    )
+    drafters.add_argument(
+        "--min-token-prob", type=float, metavar="P", help="of our modes, instead of the default"
+    )
+    drafters.add_argument(
+        "--limit-groups", type=int, metavar="N", help="only the first N lines of each trace"
+    )
+    drafters.add_argument(
+        "--cost", action="store_true", help="also time steps of 1, 8, 64 and 256 rows, and indexing"
+    )
+    drafters.add_argument(
+        "--output", type=Path, metavar="DIR", help="write drafters.json and drafters.png there"
+    )
+    drafters.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
+    return _run_drafters(args) if args.kind == "drafters" else _run_native(args)
+
+
+def _run_drafters(args: argparse.Namespace) -> int:
+    from itertools import islice
+
+    from rollout_spec import bench_drafters as bench
+    from rollout_spec.cli import UserError
+    from rollout_spec.cli.progress import tracked
+    from rollout_spec.replay import TraceError, read_trace
+
+    methods = args.methods.split(",")
+    for method in methods:
+        if method not in bench.METHODS:
+            raise UserError(f"--methods {method}: must be one of {', '.join(bench.METHODS)}")
+    for name, values, low, high in (
+        ("--num-speculative-tokens", args.num_speculative_tokens, 1, bench.MAX_SPECULATIVE_TOKENS),
+        ("--history", args.history, 0, 1 << 16),
+        ("--limit-groups", [args.limit_groups or 1], 1, 1 << 30),
+        ("--min-token-prob", [args.min_token_prob or 0.0], 0.0, 1.0),
+    ):
+        if not all(low <= value <= high for value in values):
+            raise UserError(f"{name} {' '.join(map(str, values))}: must be between {low:g} and {high:g}")
+    record: dict[str, Any] = {"environment": bench.environment(), "results": []}
+    try:
+        for trace in args.traces:
+            lines = list(islice(read_trace(trace), args.limit_groups))
+            results = bench.measure(
+                tracked(lines, trace.name),
+                methods,
+                args.num_speculative_tokens,
+                args.history,
+                args.min_token_prob,
+            )
+            costs = {}
+            if args.cost:
+                costs = {
+                    (method, k): bench.measure_cost(lines, method, k, (1, 8, 64, 256))
+                    | bench.measure_index(lines, method)
+                    for method in methods
+                    for k in args.num_speculative_tokens
+                    if method not in ("off", "oracle")
+                }
+            for result in results:
+                cost = costs.get((result["method"], result["num_speculative_tokens"]), {})
+                record["results"].append({"trace": trace.name, **result, **cost})
+    except (TraceError, bench.MissingError) as error:
+        raise UserError(str(error)) from error
+    if args.output:
+        from rollout_spec.plots import plot_drafters
+
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "drafters.json").write_text(json.dumps(record, indent=2) + "\n")
+        plot_drafters(record["results"], args.output / "drafters.png")
+    if args.json:
+        print(json.dumps(record, indent=2))
+    else:
+        _print_drafters(record["results"])
+    return 0
+
+
+def _print_drafters(results: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in (
+        "trace",
+        "method",
+        "K",
+        "history",
+        "tokens per step",
+        "draft tokens per step",
+        "acceptance",
+        "tail",
+    ):
+        table.add_column(name, justify="left" if name in ("trace", "method") else "right")
+    for result in results:
+        table.add_row(
+            result["trace"].split(".")[0],
+            result["method"],
+            str(result["num_speculative_tokens"]),
+            str(result["history"]),
+            f"{result['tokens_per_step']:.3f}",
+            f"{result['draft_tokens_per_step']:.2f}",
+            f"{result['acceptance_rate']:.2f}",
+            f"{result['tail_tokens_per_step']:.2f}",
+        )
+    Console().print(table)
+
+
+def _run_native(args: argparse.Namespace) -> int:
     from rollout_spec.bench_native import MODES, measure
     from rollout_spec.cli import UserError
     from rollout_spec.cli.progress import tracked

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
@@ -12,8 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rollout_spec.demo.runner import Watcher
 from rollout_spec.runs import Step
 
+T = TypeVar("T")
 
-def tracked(items: Iterable[str], text: str) -> Iterable[str]:
+
+def tracked(items: Iterable[T], text: str) -> Iterable[T]:
     """The items, with a bar on a terminal."""
     console = Console(stderr=True)
     return track(list(items), text, console=console, transient=True, disable=not console.is_terminal)

