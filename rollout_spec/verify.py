@@ -56,8 +56,8 @@ def shortfall(
 ) -> torch.Tensor:
     """By how much a token missed being drawn: 0 for the token that `keyed_sample` draws.
 
-    The larger of its block's and its own distance to the winner, in units of (logit + Gumbel noise), so it is
-    also the least error of a logit that could have made it win.
+    The larger of its block's and its own distance to the winner, in units of (logit + Gumbel noise): about
+    the least error of a logit that could have made it win.
 
     Args:
         token_ids: int64 [n]; the other arguments as in `keyed_sample`.
@@ -118,8 +118,7 @@ def coupled_sample(
     keys: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw the target's own token at every position; keep them up to and with the first that differs from the
-    draft.
+    """Draw the target's own tokens; keep them up to and with the first that differs from the draft.
 
     For drafts that are certain (a point mass) a draft token is accepted with the probability that rejection
     sampling accepts it, and neither uniform numbers nor recovered tokens are needed.
