@@ -9,6 +9,7 @@ from typing import Any
 
 METHODS = ("sam", "off")
 MODES = ("earliest", "frequent")
+ROUTINGS = ("default", "group")
 MAX_SPECULATIVE_TOKENS = 64
 
 
@@ -36,6 +37,7 @@ class SpecConfig:
     min_token_prob: float = _option(0.1, "stop a draft where its estimated survival falls below", 0.0, 1.0)
     group_sharing: bool = _option(True, "samples of one prompt share one index")
     batch_threshold: int = _option(8, "more running requests than this and no row drafts", 0, 1 << 20)
+    routing: str = _option("default", "group: siblings to one engine while load allows; default: verl's own")
     max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)
     max_index_mb: int = _option(1024, "byte budget of the index of one engine, MiB", 1, 1 << 20)
 
@@ -44,6 +46,7 @@ class SpecConfig:
             _check(field, getattr(self, field.name))
         _check_choice("method", self.method, METHODS)
         _check_choice("mode", self.mode, MODES)
+        _check_choice("routing", self.routing, ROUTINGS)
 
     @property
     def enabled(self) -> bool:
