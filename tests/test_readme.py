@@ -67,6 +67,24 @@ def test_the_table_of_options_is_that_of_the_code():
     assert with_table(README.read_text()) == README.read_text(), "run: python -m tests.test_readme"
 
 
+def messages() -> list[str]:
+    """What the tables of the section on trouble quote."""
+    section = re.search(r"## Troubleshooting\n(.*?)\n## ", README.read_text(), re.DOTALL)
+    assert section
+    rows = [line for line in section[1].splitlines() if line.startswith("| `")]
+    return [quoted for row in rows for quoted in re.findall(r"`([^`]+)`", row.split("|")[1]) if " " in quoted]
+
+
+def test_quoted_messages_are_those_of_the_code():
+    source = " ".join(path.read_text() for path in (ROOT / "rollout_spec").rglob("*.py"))
+    # Messages run over several lines of source.
+    joined = re.sub(r'"\s*f?"', "", source)
+    found = [message for message in messages() if message in joined]
+    # vllm-ascend's own.
+    assert set(messages()) - set(found) == {"Unknown speculative decoding method: custom_class"}
+    assert len(found) > 6
+
+
 def test_the_metrics_named_are_those_that_are_logged():
     report = RolloutReport(
         EngineCounters(num_steps=2, num_steps_on=1), [RequestCounters(9, 4, 3, 6, 2)], 9, rollout_seconds=1.0
