@@ -10,6 +10,7 @@ from typing import Any
 METHODS = ("sam", "off")
 MODES = ("sam", "earliest", "frequent", "suffix_policy")
 VERIFY = ("coupled", "standard")
+ROUTINGS = ("default", "group")
 MAX_SPECULATIVE_TOKENS = 64
 
 
@@ -41,6 +42,7 @@ class SpecConfig:
     group_sharing: bool = _option(True, "samples of one prompt share one index")
     history: int = _option(0, "responses of earlier steps kept per prompt, 0: none", 0, 1 << 16)
     batch_threshold: int = _option(8, "more running requests than this and no row drafts", 0, 1 << 20)
+    routing: str = _option("default", "group: siblings to one engine while load allows; default: verl's own")
     max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)
     max_index_mb: int = _option(
         1024, "byte budget of the index and of the history of one engine, MiB each", 1, 1 << 20
@@ -54,6 +56,7 @@ class SpecConfig:
         if self.history and not self.group_sharing:
             raise ConfigError(f"rollout.spec.history={self.history!r}: must be 0 without group_sharing")
         _check_choice("verify", self.verify, VERIFY)
+        _check_choice("routing", self.routing, ROUTINGS)
 
     @property
     def enabled(self) -> bool:

@@ -1,11 +1,28 @@
-"""Puts this package's configuration groups on Hydra's search path."""
+"""Puts this package's configuration groups on Hydra's search path, and its files within reach of them."""
 
 from __future__ import annotations
 
+from importlib import resources
+
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+CONFIGS = "rollout_spec_configs"
+
+
+def install() -> None:
+    """Safe to call again."""
+    Plugins.instance().register(RolloutSpecSearchPath)
+    OmegaConf.register_new_resolver("rollout_spec.file", config_file, replace=True)
+
+
+def config_file(name: str) -> str:
+    """The absolute path of a file among the packaged configurations: YAML's `${rollout_spec.file:NAME}`."""
+    return str(resources.files(CONFIGS).joinpath(name))
 
 
 class RolloutSpecSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append("rollout-spec", "pkg://rollout_spec_configs")
+        search_path.append("rollout-spec", f"pkg://{CONFIGS}")

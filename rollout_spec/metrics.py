@@ -77,6 +77,9 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
         "rollout_seconds": max((report.rollout_seconds for report in reports), default=0.0),
         "generated_tokens": sum(report.num_generated_tokens for report in reports),
     }
+    if len(reports) > 1:
+        most = max(report.num_generated_tokens for report in reports)
+        values |= _ratio("load_imbalance", most * len(reports), values["generated_tokens"])
     if drafting:
         values |= {
             "num_drafts": total.num_drafts,

@@ -42,7 +42,10 @@ def publish(comparison: Comparison, charts: Path) -> str:
             entity=of.entity or None,
             mode="online" if of.online else "offline",
             resume="must" if of.online else "allow",
-            settings=wandb.Settings(silent=True, console="off"),
+            # The run's own commit, machine and command stay what they were.
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, x_disable_meta=True, x_disable_stats=True
+            ),
         )
         rows = [list(row) for row in table_rows(comparison)]
         run.summary[PREFIX + "speedup"] = comparison.speedup

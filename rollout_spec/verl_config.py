@@ -12,9 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollout_spec import verl_plugin
 from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.hydra_plugin import config_file
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`; see vllm_proposer
+SAMPLER = "pkg://rollout_spec.verl_sampler"
 _ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+_ROUTER = "actor_rollout_ref.rollout.router_config_path"
 
 
 class CheckConfig(Callback):
@@ -58,8 +61,10 @@ def check_config(config: DictConfig) -> SpecConfig:
     _check_engine(config, spec)
     if spec.coupled:
         _check_coupled(config)
+    _check_sampler(config)
     if spec.enabled:
         _check_trainer(config)
+        _check_routing(config, spec)
     return spec
 
 
@@ -113,6 +118,31 @@ def _check_coupled(config: DictConfig) -> None:
         )
     if not OmegaConf.select(config, "trainer.use_v1"):
         raise ConfigError("trainer.use_v1=false: rollout.spec.verify=coupled supports verl's V1 trainer only")
+
+
+def _check_sampler(config: DictConfig) -> None:
+    sampler = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
+    max_batches = OmegaConf.select(config, "algorithm.filter_groups.max_num_gen_batches")
+    if sampler == SAMPLER and (type(max_batches) is not int or max_batches < 1):
+        raise ConfigError(
+            f"algorithm.filter_groups.max_num_gen_batches={max_batches}: must be at least 1 with the "
+            "sampler of +rollout_spec_sampler=bounded"
+        )
+
+
+def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
+    if spec.routing == "default":
+        return
+    if OmegaConf.select(config, _ROUTER) != config_file(f"rollout_spec_router/{spec.routing}.yaml"):
+        raise ConfigError(
+            f"rollout.spec.routing={spec.routing}: does not go together with another {_ROUTER}. It is a "
+            "group of Hydra: choose it on the command line, or in a defaults list (`/rollout.spec.routing`)"
+        )
+    if OmegaConf.select(config, "actor_rollout_ref.rollout.full_determinism"):
+        raise ConfigError(
+            f"rollout.spec.routing={spec.routing}: places requests by load, so in another way every time; "
+            "actor_rollout_ref.rollout.full_determinism needs rollout.spec.routing=default"
+        )
 
 
 def _check_trainer(config: DictConfig) -> None:

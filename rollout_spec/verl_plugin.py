@@ -16,12 +16,9 @@ failure: str | None = None  # why this process has no plugin
 
 
 def _activate() -> None:
-    from hydra.core.plugins import Plugins
+    from rollout_spec import hydra_plugin, verl_cpu
 
-    from rollout_spec import verl_cpu
-    from rollout_spec.hydra_plugin import RolloutSpecSearchPath
-
-    Plugins.instance().register(RolloutSpecSearchPath)
+    hydra_plugin.install()
     verl_cpu.activate()
     when_imported("verl.workers.rollout.replica", _register_replica)
 

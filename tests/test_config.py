@@ -43,6 +43,7 @@ def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
             "rollout.spec.mode='latest': must be one of sam, earliest, frequent, suffix_policy",
         ),
         ({"method": "ngram"}, "must be one of sam, off"),
+        ({"routing": "random"}, "rollout.spec.routing='random': must be one of default, group"),
     ],
 )
 def test_bad_options_name_the_field(options: dict[str, Any], message: str) -> None:

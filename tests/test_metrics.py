@@ -25,6 +25,7 @@ def test_the_metrics_of_two_servers_by_hand() -> None:
         {
             "rollout/spec_rollout_seconds": 3.0,
             "rollout/spec_generated_tokens": 32,
+            "rollout/spec_load_imbalance": 21 / 16,
             "rollout/spec_num_drafts": 5,
             "rollout/spec_num_draft_tokens": 20,
             "rollout/spec_num_accepted_tokens": 10,

@@ -32,6 +32,7 @@ configs = r.files("rollout_spec_configs")
 assert configs.joinpath("rollout.spec", "sam.yaml").is_file()
 assert configs.joinpath("rollout.spec", "off.yaml").is_file()
 assert configs.joinpath("rollout_spec_demo", "cpu.yaml").is_file()
+assert configs.joinpath("rollout_spec_router", "group.yaml").is_file()
 assert r.files("rollout_spec").joinpath("report.html.j2").is_file()
 points = {(p.group, p.name, p.value) for p in m.distribution("rollout-spec").entry_points}
 assert points == {

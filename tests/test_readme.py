@@ -1,4 +1,4 @@
-"""The README's commands are run somewhere, and its table of options is config.py's.
+"""The README's commands are run somewhere; its options, metrics and quoted messages are those of the code.
 
 `python -m tests.test_readme` writes the table.
 """
@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.config import METHODS, MODES, VERIFY, SpecConfig
+from rollout_spec.config import METHODS, MODES, ROUTINGS, VERIFY, SpecConfig
+from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport, rollout_metrics
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TABLE = re.compile(r"(<!-- options: [^\n]*-->\n).*?(<!-- /options -->)", re.DOTALL)
-CHOICES = {"method": METHODS, "mode": MODES, "verify": VERIFY}
+CHOICES = {"method": METHODS, "mode": MODES, "verify": VERIFY, "routing": ROUTINGS}
 
 # What is run elsewhere than as a line of .ci/run: a file, and the text in it that runs it.
 ELSEWHERE = {
@@ -65,6 +66,36 @@ def test_every_command_is_run_somewhere(command):
 def test_the_table_of_options_is_that_of_the_code():
     assert TABLE.search(README.read_text())
     assert with_table(README.read_text()) == README.read_text(), "run: python -m tests.test_readme"
+
+
+def messages() -> list[str]:
+    """What the tables of the section on trouble quote."""
+    section = re.search(r"## Troubleshooting\n(.*?)\n## ", README.read_text(), re.DOTALL)
+    assert section
+    rows = [line for line in section[1].splitlines() if line.startswith("| `")]
+    return [quoted for row in rows for quoted in re.findall(r"`([^`]+)`", row.split("|")[1]) if " " in quoted]
+
+
+def test_quoted_messages_are_those_of_the_code():
+    source = " ".join(path.read_text() for path in (ROOT / "rollout_spec").rglob("*.py"))
+    # Messages run over several lines of source.
+    joined = re.sub(r'"\s*f?"', "", source)
+    found = [message for message in messages() if message in joined]
+    # vllm-ascend's own.
+    assert set(messages()) - set(found) == {"Unknown speculative decoding method: custom_class"}
+    assert len(found) > 6
+
+
+def test_the_metrics_named_are_those_that_are_logged():
+    report = RolloutReport(
+        EngineCounters(num_steps=2, num_steps_on=1), [RequestCounters(9, 4, 3, 6, 2)], 9, rollout_seconds=1.0
+    )
+    logged = set(rollout_metrics([report, report])) | {
+        "rollout/spec_accept_rate",
+        "rollout/spec_accept_length",
+    }
+    named = set(re.findall(r"rollout/spec_\w+", README.read_text()))
+    assert named <= logged, named - logged
 
 
 def test_links_inside_the_repository_lead_somewhere():

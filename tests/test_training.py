@@ -1,24 +1,38 @@
-"""verl's own trainer with drafting and two rollout engines."""
+"""verl's own trainer with drafting and two rollout engines, siblings of a prompt apart and together."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import pathlib
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from itertools import groupby
+from typing import NamedTuple
 
 import pytest
 
+from rollout_spec.config import SpecConfig
 from rollout_spec.demo.data import make_data
 from rollout_spec.demo.model import make_model
 from rollout_spec.demo.processes import started
 from rollout_spec.demo.runner import METRICS_FILE, TRACE_FOLDER, environment
-from rollout_spec.replay import read_trace
+from rollout_spec.hydra_plugin import config_file
+from rollout_spec.replay import Rollout, read_trace, replay
+from tests.alternating_router import NUM_REQUESTS, AlternatingRouter
 
+ROOT = pathlib.Path(__file__).parents[1]
 NUM_STEPS = 2
-RESPONSE_LENGTH = 48
+NUM_SAMPLES = 8
+NUM_PROMPTS = 2
+NUM_REPLICAS = 2
+RESPONSE_LENGTH = 64
+# Of training steps, which count from 1; see AlternatingRouter.
+APART, TOGETHER = (1,), (2,)
 
-# Serves the first step's requests again, by an engine without drafts, and counts what is the same.
+# Serves the first step's requests again, by an engine without drafts.
 REPLAY = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -29,7 +43,9 @@ llm = LLM(
     kv_cache_memory_bytes=1 << 28, additional_config={"rollout_spec": {"method": "off"}},
 )
 params = [
-    SamplingParams(temperature=0.7, max_tokens=48, detokenize=False, extra_args={"rollout_spec_key": name})
+    SamplingParams(
+        temperature=0.3, max_tokens=int(sys.argv[4]), detokenize=False, extra_args={"rollout_spec_key": name}
+    )
     for name, _, _ in requests
 ]
 outputs = llm.generate([{"prompt_token_ids": prompt} for _, prompt, _ in requests], params, use_tqdm=False)
@@ -39,91 +55,167 @@ json.dump([list(output.outputs[0].token_ids) for output in outputs], open(sys.ar
 pytestmark = pytest.mark.timeout(900)
 
 
+class Run(NamedTuple):
+    """A finished run: what each engine served, and verl's metrics by step."""
+
+    folder: pathlib.Path
+    served: list[list[Rollout]]
+    metrics: dict[int, dict[str, float]]
+
+    def tokens_per_step(self, steps: tuple[int, ...]) -> float:
+        chosen = [self.metrics[step] for step in steps]
+        tokens = [metrics["rollout/spec_generated_tokens"] for metrics in chosen]
+        rates = [metrics["rollout/spec_tokens_per_step"] for metrics in chosen]
+        return sum(tokens) / sum(count / rate for count, rate in zip(tokens, rates, strict=True))
+
+    def groups(self, steps: tuple[int, ...]) -> Iterator[list[Rollout]]:
+        """Of each group in these steps, the part that each engine served."""
+        parts: dict[tuple[str, int | None], list[Rollout]] = defaultdict(list)
+        for served in self.served:
+            for rollout in served:
+                parts[(rollout.group, rollout.step)].append(rollout)
+        ordered = sorted({step for _, step in parts if step is not None})
+        assert len(ordered) == NUM_STEPS
+        wanted = {ordered[step - 1] for step in steps}
+        yield from (group for (_, step), group in parts.items() if step in wanted)
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The folder of one run."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Every step has the same prompts, so that steps differ in the routing of their requests only."""
+    assert NUM_REQUESTS == NUM_PROMPTS * NUM_SAMPLES
     folder = tmp_path_factory.mktemp("training")
-    train_file, _ = make_data(folder, num_train=8)
+    train_file, _ = make_data(folder, num_train=NUM_PROMPTS)
     model = make_model(pathlib.Path(".cache/models/smollm2-float32"), dtype="float32")
+    router = folder / "router.yaml"
+    ours = pathlib.Path(config_file("rollout_spec_router/group.yaml")).read_text()
+    router.write_text(ours.replace("rollout_spec.verl_router.GroupRouter", _name(AlternatingRouter)))
     overrides = [
         "+rollout_spec_demo=[cpu,grpo]",
         "+rollout.spec=sam",
         "rollout.spec.batch_threshold=64",
         # Every request of a replica gets the same seed then; siblings must differ all the same.
         "actor_rollout_ref.rollout.full_determinism=true",
-        "trainer.n_gpus_per_node=2",
+        f"trainer.n_gpus_per_node={NUM_REPLICAS}",
         f"trainer.total_training_steps={NUM_STEPS}",
         f"trainer.default_local_dir={folder}",
         f"data.max_response_length={RESPONSE_LENGTH}",
         f"data.train_files={train_file}",
         f"actor_rollout_ref.model.path={model.absolute()}",
-        "actor_rollout_ref.rollout.n=4",
+        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
+        # Siblings that resemble each other, as those of a trained policy do.
+        "actor_rollout_ref.rollout.temperature=0.3",
+        f"actor_rollout_ref.rollout.router_config_path={router}",
         # Two engines and two trainers must fit into memory together.
         "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=268435456",
         f"hydra.run.dir={folder}/hydra",
     ]
     execute([sys.executable, "-m", "verl.trainer.main_ppo", *overrides], folder, "train.log")
     (folder / "model").symlink_to(model.absolute())
-    return folder
+    traces = [folder / TRACE_FOLDER / f"rollouts-{replica}.jsonl" for replica in range(NUM_REPLICAS)]
+    lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    served = [list(read_trace(trace)) for trace in traces]
+    return Run(folder, served, {line["step"]: line["data"] for line in lines})
 
 
 def execute(command: list[str], folder: pathlib.Path, log: str) -> None:
-    with started(command, folder / log, environment(folder, folder)) as process:
+    env = environment(folder, folder) | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    with started(command, folder / log, env) as process:
         code = process.wait(880)
-    assert code == 0, (folder / log).read_text()[-5000:]
+    assert code == 0, (folder / log).read_text()[-20000:]
 
 
-def test_samples_are_named_and_siblings_differ(run: pathlib.Path) -> None:
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__name__}"
+
+
+def test_every_engine_has_its_own_drafter(run: Run) -> None:
+    """A server that has decoded without its drafter fails the run, so it is enough that both have served."""
+    for served in run.served:
+        assert any(len(response) > 1 for rollout in served for response in rollout.responses)
+
+
+def test_the_metrics_are_in_verls_stream(run: Run) -> None:
+    assert sorted(run.metrics) == list(range(1, NUM_STEPS + 1))
+    for metrics in run.metrics.values():
+        assert metrics["rollout/spec_num_draft_tokens"] > 0
+        assert 0 < metrics["rollout/spec_accept_rate"] <= 1
+        assert metrics["rollout/spec_accept_length"] >= 1
+        assert metrics["rollout/spec_tokens_per_step"] > 1
+        assert metrics["rollout/spec_share_on"] == 1
+        assert metrics["rollout/spec_num_failed_steps"] == 0
+        assert metrics["rollout/spec_rollout_seconds"] > 0
+        assert 1 <= metrics["rollout/spec_load_imbalance"] <= NUM_REPLICAS
+        assert metrics["timing_s/gen"] > 0
+
+
+def test_siblings_are_served_by_one_engine(run: Run) -> None:
+    """Two groups for two engines: each gets one, so each has as many requests as before."""
+    together = list(run.groups(TOGETHER))
+    assert [len(parts) for parts in together] == [1] * (NUM_PROMPTS * len(TOGETHER))
+    assert all(len(parts[0].responses) == NUM_SAMPLES for parts in together)
+    for served in run.served:
+        assert sum(len(rollout.responses) for rollout in served) == NUM_SAMPLES * NUM_STEPS
+    # verl's own router places each request by load alone.
+    assert sum(len(parts) for parts in run.groups(APART)) > NUM_PROMPTS * len(APART)
+
+
+def test_siblings_together_draft_better(run: Run) -> None:
+    """On the text that the engines made, with its groups split and whole: there nothing is chance.
+
+    Between two steps of real sampling a difference of a few percent is; benchmarks/record/routing.md has it.
+    """
+    split, whole = [], []
+    for parts in (*run.groups(APART), *run.groups(TOGETHER)):
+        responses = [response for part in parts for response in part.responses]
+        half = len(responses) // 2
+        halves = (
+            [responses[:half], responses[half:]] if len(parts) == 1 else [part.responses for part in parts]
+        )
+        split += [dataclasses.replace(parts[0], responses=part) for part in halves]
+        whole.append(dataclasses.replace(parts[0], responses=responses))
+    apart, together = run.tokens_per_step(APART), run.tokens_per_step(TOGETHER)
+    replayed_apart, replayed_together = (
+        replay(trace, SpecConfig()).tokens_per_step for trace in (split, whole)
+    )
+    imbalance = [run.metrics[step]["rollout/spec_load_imbalance"] for step in range(1, NUM_STEPS + 1)]
+    print(
+        f"tokens per step, apart and together: engines {apart:.3f}, {together:.3f}; "
+        f"the same text {replayed_apart:.3f}, {replayed_together:.3f}; load imbalance by step {imbalance}"
+    )
+    assert replayed_together > 1.02 * replayed_apart
+    assert together > 0.8 * apart
+
+
+def test_samples_are_named_and_siblings_differ(run: Run) -> None:
     """Named alike on every replica: seed, step, kind, prompt, occurrence, number in the group."""
     samples = [sample for step in range(1, NUM_STEPS + 1) for sample in recorded(run, step)]
-    assert len({json.dumps(name) for name, _, _ in samples}) == len(samples) == NUM_STEPS * 2 * 4
+    num_samples = NUM_STEPS * NUM_PROMPTS * NUM_SAMPLES
+    assert len({json.dumps(name) for name, _, _ in samples}) == len(samples) == num_samples
     for _, group in groupby(sorted(samples), key=lambda sample: sample[0][:-1]):
         siblings = list(group)
-        assert [name[-1] for name, _, _ in siblings] == [0, 1, 2, 3]
+        assert [name[-1] for name, _, _ in siblings] == list(range(NUM_SAMPLES))
         assert len({tuple(prompt) for _, prompt, _ in siblings}) == 1
         assert len({tuple(response) for _, _, response in siblings}) > 1
 
 
-def test_the_first_step_is_what_an_engine_without_drafts_samples(run: pathlib.Path) -> None:
+def test_the_first_step_is_what_an_engine_without_drafts_samples(run: Run) -> None:
     samples = recorded(run, 1)
-    (run / "requests.json").write_text(json.dumps(samples))
-    files = [str(run / name) for name in ("model", "requests.json", "responses.json")]
-    execute([sys.executable, "-c", REPLAY, *files], run, "replay.log")
-    plain = json.loads((run / "responses.json").read_text())
+    (run.folder / "requests.json").write_text(json.dumps(samples))
+    files = [str(run.folder / name) for name in ("model", "requests.json", "responses.json")]
+    execute([sys.executable, "-c", REPLAY, *files, str(RESPONSE_LENGTH)], run.folder, "replay.log")
+    plain = json.loads((run.folder / "responses.json").read_text())
     # A near tie of float32 logits may part a response, once in tens of thousands of tokens.
     num_same = sum(tokens == response for tokens, (_, _, response) in zip(plain, samples, strict=True))
     assert num_same >= len(samples) - 1
 
 
-def recorded(run: pathlib.Path, step: int) -> list[tuple[list, list[int], list[int]]]:
+def recorded(run: Run, step: int) -> list[tuple[list, list[int], list[int]]]:
     """Name, prompt and response of each sample of a training step, on whatever replica."""
     return [
         (name, line["prompt_token_ids"], response)
-        for file in (run / TRACE_FOLDER).glob("*.jsonl")
+        for file in (run.folder / TRACE_FOLDER).glob("*.jsonl")
         for line in map(json.loads, file.read_text().splitlines())
         for name, response in zip(line["names"], line["responses"], strict=True)
         if name[1] == step
     ]
-
-
-def test_every_engine_has_its_own_drafter(run: pathlib.Path) -> None:
-    """A server that has decoded without its drafter fails the run, so it is enough that both have served."""
-    for replica in range(2):
-        traces = read_trace(run / TRACE_FOLDER / f"rollouts-{replica}.jsonl")
-        assert any(len(response) > 1 for trace in traces for response in trace.responses)
-
-
-def test_the_metrics_are_in_verls_stream(run: pathlib.Path) -> None:
-    lines = (run / METRICS_FILE).read_text().splitlines()
-    steps = [json.loads(line)["data"] for line in lines]
-    assert len(steps) == NUM_STEPS
-    for metrics in steps:
-        spec = {name: value for name, value in metrics.items() if name.startswith("rollout/spec_")}
-        assert spec["rollout/spec_num_draft_tokens"] > 0
-        assert 0 < spec["rollout/spec_accept_rate"] <= 1
-        assert spec["rollout/spec_accept_length"] >= 1
-        assert spec["rollout/spec_tokens_per_step"] > 1
-        assert spec["rollout/spec_share_on"] == 1
-        assert spec["rollout/spec_num_failed_steps"] == 0
-        assert spec["rollout/spec_rollout_seconds"] > 0
-        assert metrics["timing_s/gen"] > 0

