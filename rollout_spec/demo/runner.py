@@ -27,12 +27,13 @@ from rollout_spec.runs import (
 )
 
 METHODS = ("off", "sam")
-# A CPU is busy with few tokens: up to about 16 in a step cost no more than one each for 8 rows.
+# A CPU is busy with few tokens: each one more costs a few percent of a step, so only likely ones pay.
 CPU_DRAFTING = (
     "rollout.spec.num_speculative_tokens=4",
-    "rollout.spec.batch_threshold=5",
     "rollout.spec.min_token_prob=0.3",
 )
+# Every prompt comes back in the next epoch; so do what its group of 8 said.
+HISTORY = ("rollout.spec.history=8",)
 LOG_FILE = "train.log"
 # A run that says nothing for this long will never go on: a good one is silent for two minutes at most.
 STALL_SECONDS = 900.0
@@ -140,7 +141,9 @@ def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[st
     # Not is_wanted(): it imports torch, which would delay the run and can swallow a Ctrl-C.
     on_cpu = verl_cpu.engine_is_cpu_build()
     settings = f"[cpu,{plan.recipe}]" if on_cpu else plan.recipe
-    drafting = CPU_DRAFTING if on_cpu and method == "sam" else ()
+    drafting = HISTORY if method == "sam" else ()
+    if on_cpu and method == "sam":
+        drafting += CPU_DRAFTING
     return [
         f"+rollout_spec_demo={settings}",
         f"+rollout.spec={method}",
