@@ -139,7 +139,7 @@ def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         return make_rows(args.num_prompts, args.seed, "certify")
     import pandas
 
-    rows: list[dict[str, Any]] = pandas.read_parquet(args.train_file).to_dict("records")  # type: ignore
+    rows: list[dict[str, Any]] = pandas.read_parquet(args.train_file).to_dict("records")
     if not rows or "prompt" not in rows[0]:
         raise UserError(f"--train-file {args.train_file}: no column `prompt`, or no row")
     return rows[: args.num_prompts]

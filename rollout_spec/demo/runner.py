@@ -141,7 +141,7 @@ def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[st
     # Not is_wanted(): it imports torch, which would delay the run and can swallow a Ctrl-C.
     on_cpu = verl_cpu.engine_is_cpu_build()
     settings = f"[cpu,{plan.recipe}]" if on_cpu else plan.recipe
-    drafting = HISTORY if method == "sam" else ()
+    drafting: tuple[str, ...] = HISTORY if method == "sam" else ()
     if on_cpu and method == "sam":
         drafting += CPU_DRAFTING
     return [
