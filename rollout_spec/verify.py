@@ -24,6 +24,7 @@ from rollout_spec import noise
 PLACEHOLDER_TOKEN_ID = -1
 GREEDY_TEMPERATURE = 0  # vLLM up to 0.11 wrote -1
 BLOCK_SIZE = 256  # of the vocabulary, in the keyed race
+CHUNK_SIZE = 1 << 24  # logits whose softmax is held at a time, by whole rows
 
 
 def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -43,12 +44,20 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     Returns:
         int64 [n]. A row's token does not depend on the other rows.
 
-    Memory: one temporary of the logits' size.
+    Memory: one temporary of the logits' size or of 64 MiB, whichever is less, and 256 + vocab_size / 256
+    words a row. What is chunked is memory: a chunk's rows are drawn together, and how they are cut changes no
+    token.
     """
+    drawn = noise.exponential(keys, positions, BLOCK_SIZE + _num_blocks(logits))
+    num_rows = max(1, CHUNK_SIZE // logits.shape[-1])
+    chunks = zip(logits.split(num_rows), drawn.split(num_rows), strict=True)
+    return torch.cat([_winners(*chunk) for chunk in chunks])
+
+
+def _winners(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     masses = logits.softmax(dim=-1, dtype=torch.float32)
-    block_scores, noise_inside = _race_of_blocks(masses, keys, positions)
-    first = block_scores.argmax(dim=-1, keepdim=True) * BLOCK_SIZE
-    return first.squeeze(-1) + _race_inside(masses, first, noise_inside).argmax(dim=-1)
+    first = _race_of_blocks(masses, drawn).argmax(dim=-1, keepdim=True) * BLOCK_SIZE
+    return first.squeeze(-1) + _race_inside(masses, first, drawn).argmax(dim=-1)
 
 
 def shortfall(
@@ -66,11 +75,15 @@ def shortfall(
         float32 [n]; inf for a token of probability 0.
     """
     masses = logits.softmax(dim=-1, dtype=torch.float32)
-    block_scores, noise_inside = _race_of_blocks(masses, keys, positions)
+    drawn = noise.exponential(keys, positions, BLOCK_SIZE + _num_blocks(logits))
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
-    inside = _race_inside(masses, block * BLOCK_SIZE, noise_inside)
+    inside = _race_inside(masses, block * BLOCK_SIZE, drawn)
     missed = torch.cat(
-        [_missed(block_scores, block), _missed(inside, (token_ids % BLOCK_SIZE).unsqueeze(-1))], dim=-1
+        [
+            _missed(_race_of_blocks(masses, drawn), block),
+            _missed(inside, (token_ids % BLOCK_SIZE).unsqueeze(-1)),
+        ],
+        dim=-1,
     )
     return missed.amax(dim=-1)
 
@@ -80,25 +93,25 @@ def _missed(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return reached.amax(dim=-1, keepdim=True) - reached.gather(-1, chosen)
 
 
-def _race_of_blocks(
-    masses: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blocks' scores, [n, ceil(vocab_size / BLOCK_SIZE)], and the noise inside one, [n, BLOCK_SIZE]."""
+def _num_blocks(logits: torch.Tensor) -> int:
+    return -(-logits.shape[-1] // BLOCK_SIZE)
+
+
+def _race_of_blocks(masses: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """The blocks' scores, [n, number of blocks]; theirs is the noise behind the first BLOCK_SIZE numbers."""
     num_whole = masses.shape[-1] // BLOCK_SIZE
     whole = masses[:, : num_whole * BLOCK_SIZE].unflatten(-1, (num_whole, BLOCK_SIZE))
     sums = [whole.sum(dim=-1)] if num_whole else []
     if masses.shape[-1] % BLOCK_SIZE:
         sums.append(masses[:, num_whole * BLOCK_SIZE :].sum(dim=-1, keepdim=True))
-    blocks = torch.cat(sums, dim=-1)
-    drawn = noise.exponential(keys, positions, BLOCK_SIZE + blocks.shape[-1])
-    return _scores(blocks, drawn[:, BLOCK_SIZE:]), drawn[:, :BLOCK_SIZE]
+    return _scores(torch.cat(sums, dim=-1), drawn[:, BLOCK_SIZE:])
 
 
 def _race_inside(masses: torch.Tensor, first: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """The scores of the BLOCK_SIZE tokens from `first` on, [n, BLOCK_SIZE]; -1 beyond the vocabulary."""
     token_ids = first + torch.arange(BLOCK_SIZE, device=masses.device)
     last = masses.shape[-1] - 1
-    scores = _scores(masses.gather(-1, token_ids.clamp(max=last)), drawn)
+    scores = _scores(masses.gather(-1, token_ids.clamp(max=last)), drawn[:, :BLOCK_SIZE])
     return torch.where(token_ids <= last, scores, -1.0)
 
 
@@ -137,7 +150,7 @@ def coupled_sample(
     Returns:
         int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1.
 
-    Memory: one temporary of the logits' size.
+    Memory: as `keyed_sample`; never more than one temporary of the ragged logits' size.
     """
     device, batch_size = target_logits.device, len(num_draft_tokens)
     lengths = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).long()

@@ -94,8 +94,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "+rollout_spec_demo=[cpu,grpo]",
         "+rollout.spec=sam",
         "rollout.spec.batch_threshold=64",
-        # Every request of a replica gets the same seed then; siblings must differ all the same.
-        "actor_rollout_ref.rollout.full_determinism=true",
         f"trainer.n_gpus_per_node={NUM_REPLICAS}",
         f"trainer.total_training_steps={NUM_STEPS}",
         f"trainer.default_local_dir={folder}",

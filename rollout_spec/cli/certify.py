@@ -139,7 +139,8 @@ def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         return make_rows(args.num_prompts, args.seed, "certify")
     import pandas
 
-    rows: list[dict[str, Any]] = pandas.read_parquet(args.train_file).to_dict("records")
+    records = pandas.read_parquet(args.train_file).to_dict("records")
+    rows = [{str(name): value for name, value in record.items()} for record in records]
     if not rows or "prompt" not in rows[0]:
         raise UserError(f"--train-file {args.train_file}: no column `prompt`, or no row")
     return rows[: args.num_prompts]
