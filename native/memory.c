@@ -1,6 +1,9 @@
 #include "memory.h"
 
+#include <stdbool.h>
 #include <stdlib.h>
+
+enum { LARGE_BYTES = 1 << 18 };
 
 #ifdef RS_TEST
 static int64_t allocations_until_failure;
@@ -50,7 +53,8 @@ rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint
     if (needed <= *capacity) {
         return RS_OK;
     }
-    /* 1.25: the slack is part of the bytes per token; large arrays move by remapping, not copying. */
-    uint64_t grown = *capacity + (uint64_t)*capacity / 4 + 8;
+    /* The slack is part of the bytes per token; large arrays move by remapping, not copying. */
+    bool large = (uint64_t)*capacity * element_size > LARGE_BYTES;
+    uint64_t grown = *capacity + (uint64_t)*capacity / (large ? 16 : 4) + 8;
     return rs_resize(memory, pointer, capacity, grown > needed ? grown : needed, element_size);
 }
