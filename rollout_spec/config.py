@@ -41,6 +41,9 @@ class SpecConfig:
     min_token_prob: float = _option(0.15, "stop a draft where its estimated survival falls below", 0.0, 1.0)
     group_sharing: bool = _option(True, "samples of one prompt share one index")
     history: int = _option(0, "responses of earlier steps kept per prompt, 0: none", 0, 1 << 16)
+    history_dir: str = _option(
+        "", "folder that keeps the history over a restart, a file per replica; none if empty"
+    )
     batch_threshold: int = _option(8, "more running requests than this and no row drafts", 0, 1 << 20)
     routing: str = _option("default", "group: siblings to one engine while load allows; default: verl's own")
     max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)
@@ -55,6 +58,10 @@ class SpecConfig:
         _check_choice("mode", self.mode, MODES)
         if self.history and not self.group_sharing:
             raise ConfigError(f"rollout.spec.history={self.history!r}: must be 0 without group_sharing")
+        if self.history_dir and not self.history:
+            raise ConfigError(
+                f"rollout.spec.history_dir={self.history_dir!r}: needs rollout.spec.history of at least 1"
+            )
         _check_choice("verify", self.verify, VERIFY)
         _check_choice("routing", self.routing, ROUTINGS)
 

@@ -39,6 +39,7 @@ class History:
         self._max_bytes = max_bytes
         self._responses: OrderedDict[bytes, deque[Int32Array]] = OrderedDict()
         self.num_bytes = 0
+        self._opened: Path | None = None
 
     def __len__(self) -> int:
         """The number of prompts."""
@@ -64,6 +65,22 @@ class History:
     def get(self, prompt_key: bytes) -> Sequence[Int32Array]:
         """The responses to a prompt, the earliest first."""
         return self._responses.get(prompt_key, ())
+
+    def follow(self, path: str | Path) -> None:
+        """Load the file, if there is one, at the first call; save to it at every later one.
+
+        A file that was refused is never written to.
+
+        Raises:
+            OSError, HistoryError: the history in memory is as it was.
+        """
+        path = Path(path)
+        if self._opened == path:
+            self.save(path)
+            return
+        if path.exists():
+            self.load(path)
+        self._opened = path
 
     def save(self, path: str | Path) -> None:
         """Write a file with a version and a checksum; an older one is replaced in one move."""

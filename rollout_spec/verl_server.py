@@ -51,10 +51,11 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
         proposer = self._rollout_spec_proposer()
         return None if proposer is None else proposer.take_counters().to_dict()
 
-    def rollout_spec_end_step(self) -> None:
+    def rollout_spec_end_step(self, history_file: str | None = None) -> None:
         proposer = self._rollout_spec_proposer()
         if proposer is not None:
-            proposer.end_step()
+            # Every tensor-parallel rank has the same history; one of them writes it.
+            proposer.end_step(history_file if self.rank == 0 else None)
 
     def _rollout_spec_proposer(self) -> SuffixProposer | None:
         proposer = getattr(getattr(self, "model_runner", None), "drafter", None)
@@ -106,7 +107,13 @@ class SpecHttpServer(vLLMHttpServer):
         """The end of a weight sync: what has been indexed so far is of an older policy."""
         await super().set_global_steps(global_steps)
         if self._spec.enabled and self.node_rank == 0:
-            await self.engine.collective_rpc("rollout_spec_end_step")
+            directory = self._spec.history_dir
+            file = (
+                str(pathlib.Path(directory).absolute() / f"replica-{self.replica_rank}")
+                if directory
+                else None
+            )
+            await self.engine.collective_rpc("rollout_spec_end_step", args=(file,))
 
     async def take_rollout_report(self) -> RolloutReport:
         """What was served since the last call.

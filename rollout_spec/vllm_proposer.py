@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafter import Drafter
+from rollout_spec.history import HistoryError
 from rollout_spec.index import NativeError
 from rollout_spec.metrics import EngineCounters
 
@@ -97,10 +98,21 @@ class SuffixProposer:
             taken.add(self._drafter.take_counters())
         return taken
 
-    def end_step(self) -> None:
-        """The target's weights have changed: the text of the older policy is dropped."""
-        if self._drafter is not None:
-            self._drafter.clear()
+    def end_step(self, history_file: str | None = None) -> None:
+        """The target's weights have changed: the text of the older policy is dropped, but for the history.
+
+        Args:
+            history_file: load it at the first call, if it exists, and save to it at every later one. A file
+                that cannot be used costs a warning, not the training.
+        """
+        if self._drafter is None:
+            return
+        self._drafter.clear()
+        if history_file is not None:
+            try:
+                self._drafter.history.follow(history_file)
+            except (OSError, HistoryError) as error:
+                logger.warning("rollout_spec: training goes on without the saved history: %s", error)
 
     def _follow_requests(self, drafter: Drafter, sampled_token_ids: list[list[int]]) -> list[str]:
         """Open what is new in the batch and close what has left the engine; returns the row's request ids."""

@@ -96,6 +96,34 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, spoil, message):
     assert texts(history, b"a" * 16) == [[1, 2, 3]]
 
 
+def test_a_followed_file_is_loaded_once_and_then_kept(tmp_path):
+    file = tmp_path / "replica-0"
+    first = History(3, 1 << 20)
+    first.follow(file)
+    assert not file.exists()
+    first.add(b"a" * 16, int32(1, 2, 3))
+    first.follow(file)
+    resumed = History(3, 1 << 20)
+    resumed.follow(file)
+    assert texts(resumed, b"a" * 16) == [[1, 2, 3]]
+    resumed.add(b"a" * 16, int32(4))
+    resumed.follow(file)
+    again = History(3, 1 << 20)
+    again.follow(file)
+    assert texts(again, b"a" * 16) == [[1, 2, 3], [4]]
+
+
+def test_a_refused_file_is_not_written_to(tmp_path):
+    file = tmp_path / "replica-0"
+    file.write_bytes(b"somebody's notes")
+    history = History(3, 1 << 20)
+    history.add(b"a" * 16, int32(1))
+    for _ in range(2):
+        with pytest.raises(HistoryError, match="not a history"):
+            history.follow(file)
+    assert file.read_bytes() == b"somebody's notes"
+
+
 def train_step(drafter, prompts, responses):
     """One rollout: every response is decoded token by token; returns the accepted draft tokens."""
     token_ids = np.zeros((len(prompts), 64), np.int32)
@@ -135,6 +163,13 @@ def test_a_prompt_that_comes_back_is_drafted_from_its_earlier_responses(mode):
         assert len(drafter.history) == (4 if history else 0)
     assert accepted[0] == 0
     assert accepted[2] > 100
+
+
+def test_a_history_folder_needs_history():
+    with pytest.raises(
+        ConfigError, match=r"rollout\.spec\.history_dir='there': needs rollout\.spec\.history"
+    ):
+        SpecConfig(history_dir="there")
 
 
 def test_history_needs_group_sharing():

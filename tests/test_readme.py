@@ -37,10 +37,13 @@ def options_table() -> str:
     lines = ["| `rollout.spec.` | default | range | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(SpecConfig):
         low, high = field.metadata["low"], field.metadata["high"]
-        span = ", ".join(CHOICES.get(field.name, ())) or (
-            "true, false" if low is None else f"{_plain(low)} to {_plain(high)}"
-        )
+        span = ", ".join(CHOICES.get(field.name, ()))
+        if not span and isinstance(field.default, str):
+            span = "a path"
+        elif not span:
+            span = "true, false" if low is None else f"{_plain(low)} to {_plain(high)}"
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+        default = default or "none"
         lines.append(f"| `{field.name}` | {default} | {span} | {field.metadata['help']} |")
     return "\n".join(lines) + "\n"
 

@@ -99,12 +99,12 @@ def make_server(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         def __init__(self, llm: Any) -> None:
             self.llm = llm
 
-        async def collective_rpc(self, method: str) -> list[Any]:
-            return self.llm.collective_rpc(method)
+        async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
+            return self.llm.collective_rpc(method, args=args)
 
     def init(self: Any, llm: Any, spec: dict[str, Any]) -> None:
         options = {"vllm": {"additional_config": {"rollout_spec": spec}}}
-        self.config = OmegaConf.create({"engine_kwargs": options})
+        self.config = OmegaConf.create({"engine_kwargs": options, "seed": 0})
         self.engine, self.replica_rank, self.node_rank, self.global_steps = Engine(llm), 3, 0, None
 
     async def generate(self: Any, prompt_ids: list[int], params: dict, *_: Any, **__: Any) -> Any:
@@ -115,7 +115,7 @@ def make_server(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(spec: dict[str, Any] | None) -> verl_server.SpecHttpServer:
         llm = make_engine(spec, scheduler_cls=SCHEDULER, worker_extension_cls=EXTENSION)
-        return verl_server.SpecHttpServer(llm, {"method": "sam"})  # type: ignore[arg-type]
+        return verl_server.SpecHttpServer(llm, {"method": "sam", **(spec or {})})  # type: ignore[arg-type]
 
     # It would kill the test's process when the process's parent ends.
     monkeypatch.setattr(utils, "set_death_signal", lambda: None)
@@ -144,6 +144,21 @@ def test_a_server_reports_its_rollout_and_a_weight_sync_ends_it(make_server: Any
     assert (server.global_steps, index.stats().num_groups) == (1, 0)
     empty = asyncio.run(server.take_rollout_report())
     assert (empty.requests, empty.num_generated_tokens, empty.engine.num_steps) == ([], 0, 0)
+
+
+def test_history_outlives_weight_syncs_and_a_restart(make_server: Any, tmp_path: Any) -> None:
+    spec = {"history": 2, "history_dir": str(tmp_path)}
+    for num_known in (0, 2):
+        server = make_server(spec)
+        asyncio.run(server.set_global_steps(0))
+        history = proposer_of(server.engine.llm)._drafter.history
+        assert len(history) == num_known
+        serve(server)
+        asyncio.run(server.set_global_steps(1))
+        assert len(history) == 2
+    (tmp_path / "replica-3").write_bytes(b"damaged")
+    asyncio.run(make_server(spec).set_global_steps(0))
+    assert (tmp_path / "replica-3").read_bytes() == b"damaged"
 
 
 def test_an_engine_without_the_drafter_fails_the_run(make_server: Any) -> None:
