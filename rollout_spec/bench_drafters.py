@@ -146,7 +146,7 @@ class Ngram:
 
     def __init__(self, k: int) -> None:
         try:
-            from vllm.v1.spec_decode.ngram_proposer import batch_propose_numba
+            from rollout_spec.vllm_ngram import batch_propose_numba
         except ImportError as error:
             raise MissingError(f"the method ngram needs vLLM: {error}") from error
         self._propose, self._k = batch_propose_numba, k

@@ -69,7 +69,7 @@ def test_every_size_composes(recipe: str, size: str, device: str) -> None:
     assert rollout.max_model_len >= config.data.max_prompt_length + config.data.max_response_length
     assert config.data.train_batch_size * rollout.n % num_devices == 0
     without = composed(recipe, size, f"rollout_spec_device={device}", "rollout.spec=off")
-    assert check_config(without) == SpecConfig(method="off", num_speculative_tokens=3)
+    assert check_config(without) == SpecConfig(method="off", verify="standard", num_speculative_tokens=3)
 
 
 PUBLISHED = {
