@@ -106,33 +106,24 @@ def _run_drafters(args: argparse.Namespace) -> int:
 
 
 def _print_drafters(results: list[dict[str, Any]]) -> None:
+    from itertools import groupby
+
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
-    for name in (
-        "trace",
-        "method",
-        "K",
-        "history",
-        "tokens per step",
-        "draft tokens per step",
-        "acceptance",
-        "tail",
-    ):
-        table.add_column(name, justify="left" if name in ("trace", "method") else "right")
-    for result in results:
-        table.add_row(
-            result["trace"].split(".")[0],
-            result["method"],
-            str(result["num_speculative_tokens"]),
-            str(result["history"]),
-            f"{result['tokens_per_step']:.3f}",
-            f"{result['draft_tokens_per_step']:.2f}",
-            f"{result['acceptance_rate']:.2f}",
-            f"{result['tail_tokens_per_step']:.2f}",
-        )
-    Console().print(table)
+    for trace, rows in groupby(results, key=lambda result: result["trace"]):
+        table = Table(title=trace)
+        for name in ("method", "K", "history", "tokens/step", "drafted/step", "acceptance", "tail"):
+            table.add_column(name, justify="left" if name == "method" else "right")
+        for row in rows:
+            figures = ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step")
+            table.add_row(
+                row["method"],
+                str(row["num_speculative_tokens"]),
+                str(row["history"]),
+                *(f"{row[figure]:.3f}" for figure in figures),
+            )
+        Console().print(table)
 
 
 def _run_native(args: argparse.Namespace) -> int:
