@@ -12,15 +12,15 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rollout_spec.bench_native import cpu_name
 from rollout_spec.config import SpecConfig
-from rollout_spec.history import History, group_key, index_responses
-from rollout_spec.index import Int32Array, SuffixIndex
-from rollout_spec.replay import Rollout
+from rollout_spec.history import History, group_key
+from rollout_spec.index import Int32Array
+from rollout_spec.replay import IndexProposer, Proposer, ReplayResult, Rollout, replay_line
 
 MAX_SPECULATIVE_TOKENS = 64
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
@@ -28,22 +28,14 @@ SUFFIX_DEFAULTS = {"max_tree_depth": 24, "max_spec_factor": 1.0}  # vLLM's
 SUFFIX_TUNED = {"max_tree_depth": 64, "max_spec_factor": 4.0}
 SUFFIX_MIN_TOKEN_PROB = 0.1
 NGRAM = (2, 5)
-POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 30)  # edges of the buckets, tokens
+FIGURES = (
+    *("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step"),
+    "acceptance_by_position",
+)
 
 
 class MissingError(RuntimeError):
     """A method needs a package that is not installed."""
-
-
-class Drafts(Protocol):
-    """One method. A line's rollout is start, one step per decode step, finish."""
-
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None: ...
-
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
-        """Index what is new in the rows and draft: (draft tokens [n, >= K], numbers [n])."""
-
-    def finish(self) -> None: ...
 
 
 class Off:
@@ -53,27 +45,6 @@ class Off:
         return np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32)
 
     def finish(self) -> None: ...
-
-
-class Native:
-    """Our index in one of its modes."""
-
-    def __init__(self, config: SpecConfig) -> None:
-        self.index = SuffixIndex.from_config(dataclasses.replace(config, history=0))
-
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
-        self._group = self.index.open_group(prompt)
-        index_responses(self.index, self._group, len(prompt), earlier)
-        self._sequences = np.array([self.index.open_sequence(self._group) for _ in range(num_rows)], np.int32)
-
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
-        result = self.index.step(self._sequences[rows], token_ids, rows, levels, budgets)
-        return result.draft_tokens, result.num_draft_tokens
-
-    def finish(self) -> None:
-        for sequence in self._sequences:
-            self.index.close_sequence(int(sequence))
-        self.index.close_group(self._group)
 
 
 class Suffix:
@@ -203,16 +174,16 @@ class Oracle:
     def finish(self) -> None: ...
 
 
-METHODS: dict[str, Callable[[int, float | None], Drafts]] = {
+METHODS: dict[str, Callable[[int, float | None], Proposer]] = {
     "off": lambda k, p: Off(),
     "ngram": lambda k, p: Ngram(k),
     "suffix": lambda k, p: Suffix(k, **SUFFIX_DEFAULTS),  # type: ignore[arg-type]
     "suffix_tuned": lambda k, p: Suffix(k, **SUFFIX_TUNED),  # type: ignore[arg-type]
     "suffix_server": lambda k, p: Suffix(k, **SUFFIX_DEFAULTS, keep=True),  # type: ignore[arg-type]
-    "earliest": lambda k, p: Native(_config("earliest", k, p)),
-    "frequent": lambda k, p: Native(_config("frequent", k, p)),
-    "sam": lambda k, p: Native(_config("sam", k, p)),
-    "suffix_policy": lambda k, p: Native(
+    "earliest": lambda k, p: IndexProposer(_config("earliest", k, p)),
+    "frequent": lambda k, p: IndexProposer(_config("frequent", k, p)),
+    "sam": lambda k, p: IndexProposer(_config("sam", k, p)),
+    "suffix_policy": lambda k, p: IndexProposer(
         dataclasses.replace(_config("suffix_policy", k, None), max_spec_factor=1.0, min_token_prob=0.1)
     ),
     "oracle": lambda k, p: Oracle(k),
@@ -222,99 +193,6 @@ METHODS: dict[str, Callable[[int, float | None], Drafts]] = {
 def _config(mode: str, k: int, min_token_prob: float | None) -> SpecConfig:
     config = SpecConfig(mode=mode, num_speculative_tokens=k)
     return config if min_token_prob is None else dataclasses.replace(config, min_token_prob=min_token_prob)
-
-
-@dataclasses.dataclass
-class Counts:
-    """Sums over row-steps (one sequence, one forward of the target), drafted or not."""
-
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_tokens: int = 0
-    num_tail_steps: int = 0
-    num_tail_tokens: int = 0
-    seconds: float = 0.0
-    drafted_at: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(len(POSITIONS) - 1, np.int64))
-    accepted_at: np.ndarray = dataclasses.field(
-        default_factory=lambda: np.zeros(len(POSITIONS) - 1, np.int64)
-    )
-
-    def to_dict(self) -> dict[str, Any]:
-        ratio = lambda a, b: a / b if b else 0.0  # noqa: E731
-        return {
-            "tokens_per_step": ratio(self.num_tokens, self.num_steps),
-            "draft_tokens_per_step": ratio(self.num_draft_tokens, self.num_steps),
-            "acceptance_rate": ratio(self.num_accepted_tokens, self.num_draft_tokens),
-            "tail_tokens_per_step": ratio(self.num_tail_tokens, self.num_tail_steps),
-            "acceptance_by_position": {
-                str(start): ratio(int(accepted), int(drafted))
-                for start, drafted, accepted in zip(
-                    POSITIONS, self.drafted_at, self.accepted_at, strict=False
-                )
-                if drafted
-            },
-        }
-
-
-def replay_line(
-    drafter: Drafts, rollout: Rollout, earlier: Sequence[Int32Array], k: int, counts: Counts
-) -> None:
-    """Decode one line's responses in lockstep with a drafter."""
-    prompt, responses = rollout.prompt_token_ids, rollout.responses
-    n, prompt_len = len(responses), len(prompt)
-    lengths = np.array([len(response) for response in responses], np.int32)
-    # What a draft is compared with behind the end of a response is no token at all.
-    token_ids = np.full((n, prompt_len + int(lengths.max()) + k), -1, np.int32)
-    token_ids[:, :prompt_len] = prompt
-    for row, response in zip(token_ids, responses, strict=True):
-        row[prompt_len : prompt_len + len(response)] = response
-    ends = prompt_len + lengths
-    levels = np.minimum(prompt_len + 1, ends).astype(np.int32)
-    begin = time.perf_counter()
-    drafter.start(prompt, n, earlier)
-    counts.seconds += time.perf_counter() - begin
-    rows = np.arange(n, dtype=np.int32)
-    running = levels < ends
-    while running.any():
-        budgets = np.where(running[rows], k, 0).astype(np.int32)
-        begin = time.perf_counter()
-        drafts, numbers = drafter.step(rows, token_ids, levels[rows], budgets)
-        counts.seconds += time.perf_counter() - begin
-        columns = np.minimum(levels[rows][:, None] + np.arange(drafts.shape[1]), token_ids.shape[1] - 1)
-        agrees = (drafts == token_ids[rows[:, None], columns]) & (
-            np.arange(drafts.shape[1]) < numbers[:, None]
-        )
-        accepted = np.logical_and.accumulate(agrees, axis=1).sum(axis=1)
-        gained = np.minimum(accepted + 1, ends[rows] - levels[rows]) * running[rows]
-        _count(counts, running[rows], levels[rows] - prompt_len, numbers, accepted, gained, n)
-        levels[rows] += gained.astype(np.int32)
-        # A row that ends in this step takes part in the next once more: its siblings see its last tokens.
-        rows = np.flatnonzero(running).astype(np.int32)
-        running = levels < ends
-    drafter.finish()
-
-
-def _count(
-    counts: Counts,
-    running: np.ndarray,
-    positions: np.ndarray,
-    numbers: np.ndarray,
-    accepted: np.ndarray,
-    gained: np.ndarray,
-    n: int,
-) -> None:
-    num_running = int(running.sum())
-    counts.num_steps += num_running
-    counts.num_tokens += int(gained.sum())
-    counts.num_draft_tokens += int(numbers.sum())
-    counts.num_accepted_tokens += int(accepted.sum())
-    if num_running <= max(1, n // 4):
-        counts.num_tail_steps += num_running
-        counts.num_tail_tokens += int(gained.sum())
-    buckets = np.searchsorted(POSITIONS, positions, "right") - 1
-    np.add.at(counts.drafted_at, buckets, numbers)
-    np.add.at(counts.accepted_at, buckets, accepted)
 
 
 def measure(
@@ -334,18 +212,19 @@ def measure(
     """
     runs = [(name, k, history) for history in histories for k in ks for name in methods]
     drafters = [METHODS[name](k, min_token_prob) for name, k, _ in runs]
-    counts = [Counts() for _ in runs]
+    results = [ReplayResult() for _ in runs]
     memories = {history: History(history, 1 << 40) for history in histories}
     for line in lines:
         key = group_key(line.group)
-        for (_, k, history), drafter, count in zip(runs, drafters, counts, strict=True):
-            replay_line(drafter, line, memories[history].get(key), k, count)
+        for (_, k, history), drafter, result in zip(runs, drafters, results, strict=True):
+            replay_line(drafter, line, memories[history].get(key), k, result)
         for history, memory in memories.items():
             for response in line.responses if history else ():
                 memory.add(key, response)
     return [
-        {"method": name, "num_speculative_tokens": k, "history": history, **count.to_dict()}
-        for (name, k, history), count in zip(runs, counts, strict=True)
+        {"method": name, "num_speculative_tokens": k, "history": history}
+        | {figure: getattr(result, figure) for figure in FIGURES}
+        for (name, k, history), result in zip(runs, results, strict=True)
     ]
 
 
@@ -359,7 +238,7 @@ def measure_cost(
 ) -> dict[str, Any]:
     """Microseconds per row and the p99 of a step over its median, per batch size, seen from Python.
 
-    Rows are in groups of 8 siblings with about 1 k tokens each; every row gets one token a step and drafts.
+    The rows are siblings with about 1 k tokens each; every row gets one token a step and drafts.
     """
     us_per_row: dict[str, float] = {}
     p99: dict[str, float] = {}
@@ -376,26 +255,15 @@ def measure_cost(
 
 
 def _time_steps(lines: Sequence[Rollout], method: str, k: int, batch: int, num_steps: int) -> Iterator[float]:
-    num_groups, n = max(1, batch // 8), min(8, batch)
     texts = np.concatenate([response for line in lines for response in line.responses])
     length = min(1024, (len(texts) - num_steps) // 2)
-    drafters = [METHODS[method](k, None)]
-    if not isinstance(drafters[0], Native):  # theirs know no groups: one object holds all requests
-        num_groups, n = 1, batch
     rng = np.random.default_rng(0)
     token_ids = np.empty((batch, length + num_steps + k), np.int32)
     for row in token_ids:
         begin = int(rng.integers(0, len(texts) - token_ids.shape[1]))
         row[:] = texts[begin : begin + token_ids.shape[1]]
-    drafter: Any = drafters[0]
-    if isinstance(drafter, Native):
-        sequences = []
-        for _ in range(num_groups):
-            group = drafter.index.open_group(token_ids[0, :0])
-            sequences += [drafter.index.open_sequence(group) for _ in range(n)]
-        drafter._sequences = np.array(sequences, np.int32)
-    else:
-        drafter.start(token_ids[0, :0], batch, ())
+    drafter = METHODS[method](k, None)
+    drafter.start(token_ids[0, :0], batch, ())
     rows = np.arange(batch, dtype=np.int32)
     budgets = np.full(batch, k, np.int32)
     for step in range(num_steps):
@@ -415,7 +283,7 @@ def measure_index(
     num_bytes: dict[str, float] = {}
     for size in (size for size in sizes if size <= len(text)):
         drafter = METHODS[method](1, None)
-        if not isinstance(drafter, (Native, Suffix)):
+        if not isinstance(drafter, (IndexProposer, Suffix)):
             return {}
         drafter.start(text[:0], 1, ())
         rows, none = np.zeros(1, np.int32), np.zeros(1, np.int32)
@@ -428,8 +296,8 @@ def measure_index(
     return {"ns_per_indexed_token": nanoseconds, "bytes_per_token": num_bytes}
 
 
-def _num_bytes(drafter: Native | Suffix) -> int:
-    if isinstance(drafter, Native):
+def _num_bytes(drafter: IndexProposer | Suffix) -> int:
+    if isinstance(drafter, IndexProposer):
         return drafter.index.stats().num_bytes
     trees = [drafter.cache._global_tree, *drafter.cache._local_trees.values()]
     return sum(tree.estimate_memory() for tree in trees)

@@ -7,14 +7,16 @@ has learned.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gzip
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +24,8 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.history import History, group_key, index_responses
 from rollout_spec.index import Int32Array, SuffixIndex
 
+# Edges of the buckets in which acceptance along a response is counted, tokens.
+POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 30)
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -53,8 +57,14 @@ class ReplayResult:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_native_rows: int = 0
-    native_seconds: float = 0.0
+    num_tail_steps: int = 0
+    """Of num_steps, those with at most max(1, n // 4) of the n siblings running."""
+    num_tail_tokens: int = 0
+    num_proposed_rows: int = 0
+    propose_seconds: float = 0.0
+    num_draft_tokens_at: np.ndarray = dataclasses.field(default_factory=lambda: _per_position())
+    """[len(POSITIONS) - 1], by where in the response the draft begins."""
+    num_accepted_tokens_at: np.ndarray = dataclasses.field(default_factory=lambda: _per_position())
 
     @property
     def tokens_per_step(self) -> float:
@@ -74,7 +84,17 @@ class ReplayResult:
 
     @property
     def native_us_per_row(self) -> float:
-        return 1e6 * self.native_seconds / self.num_native_rows if self.num_native_rows else 0.0
+        return 1e6 * self.propose_seconds / self.num_proposed_rows if self.num_proposed_rows else 0.0
+
+    @property
+    def tail_tokens_per_step(self) -> float:
+        return self.num_tail_tokens / self.num_tail_steps if self.num_tail_steps else 0.0
+
+    @property
+    def acceptance_by_position(self) -> dict[str, float]:
+        """Acceptance rate by the first position of each bucket that has drafts."""
+        counts = zip(POSITIONS, self.num_draft_tokens_at, self.num_accepted_tokens_at, strict=False)
+        return {str(start): float(accepted / drafted) for start, drafted, accepted in counts if drafted}
 
     def to_dict(self) -> dict[str, float]:
         names = (
@@ -82,6 +102,10 @@ class ReplayResult:
             *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length", "native_us_per_row"),
         )
         return {name: getattr(self, name) for name in names}
+
+
+def _per_position() -> np.ndarray:
+    return np.zeros(len(POSITIONS) - 1, np.int64)
 
 
 def read_trace(path: str | Path) -> Iterator[Rollout]:
@@ -139,8 +163,65 @@ def _token_ids(value: Any, where: str) -> Int32Array:
     return np.array(value, np.int32)
 
 
+class Proposer(Protocol):
+    """A drafter in a replay. The rollout of a line is start, one step per decode step, finish."""
+
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+        """Begin a group of num_rows responses; `earlier` are responses to the same prompt."""
+
+    def step(
+        self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
+    ) -> tuple[Int32Array, Int32Array]:
+        """Index what is new in n rows and draft for them.
+
+        Args:
+            rows: [n], rows of token_ids.
+            token_ids: [num_rows, L], the prompt and the whole response of every row.
+            levels: [n], the number of tokens that each row has so far.
+            max_draft_tokens: [n], 0: index only.
+
+        Returns:
+            Draft tokens [n, >= longest draft], and their numbers [n].
+        """
+
+    def finish(self) -> None: ...
+
+
+class IndexProposer:
+    """The suffix index: one group a line, or without config.group_sharing one group a response."""
+
+    def __init__(self, config: SpecConfig) -> None:
+        self.index = SuffixIndex.from_config(config)
+        self._group_sharing = config.group_sharing
+        self._groups: list[int] = []
+        self._sequences = np.empty(0, np.int32)
+
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+        num_groups = 1 if self._group_sharing else num_rows
+        self._groups = [self.index.open_group(prompt) for _ in range(num_groups)]
+        for group in self._groups:
+            index_responses(self.index, group, len(prompt), earlier)
+        sequences = [self.index.open_sequence(self._groups[i % num_groups]) for i in range(num_rows)]
+        self._sequences = np.array(sequences, np.int32)
+
+    def step(
+        self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
+    ) -> tuple[Int32Array, Int32Array]:
+        result = self.index.step(self._sequences[rows], token_ids, rows, levels, max_draft_tokens)
+        return result.draft_tokens, result.num_draft_tokens
+
+    def finish(self) -> None:
+        for sequence in self._sequences:
+            self.index.close_sequence(int(sequence))
+        for group in self._groups:
+            self.index.close_group(group)
+
+    def close(self) -> None:
+        self.index.close()
+
+
 def replay(
-    trace: Iterator[Rollout] | Sequence[Rollout],
+    trace: Iterable[Rollout],
     config: SpecConfig,
     *,
     max_responses: int | None = None,
@@ -150,8 +231,7 @@ def replay(
     """Replay a trace.
 
     Args:
-        trace: the lines, in order; each is indexed afresh, with config.group_sharing as one index group,
-            without as one index group per response. With config.history the last so many responses of
+        trace: the lines, in order; each is indexed afresh. With config.history the last so many responses of
             earlier lines with the same `group` are indexed first. What mode sam has learned stays from
             line to line. config.batch_threshold does not apply.
         max_responses: at most the first so many responses of each line.
@@ -160,88 +240,93 @@ def replay(
     """
     result = ReplayResult()
     history = History(config.history, config.max_index_mb << 20)
-    with SuffixIndex.from_config(config) as index:
+    with contextlib.closing(IndexProposer(config)) as proposer:
         for rollout in islice(trace, limit_groups):
-            responses = rollout.responses[:max_responses]
-            key = group_key(rollout.group)
-            earlier = history.get(key)
-            _replay_rollout(index, rollout.prompt_token_ids, responses, earlier, config, result)
-            for response in responses if config.history else ():
+            line = dataclasses.replace(rollout, responses=rollout.responses[:max_responses])
+            key = group_key(line.group)
+            replay_line(proposer, line, history.get(key), config.num_speculative_tokens, result)
+            for response in line.responses if config.history else ():
                 history.add(key, response)
-            result.num_groups += 1
             if on_group is not None:
                 on_group(result)
     return result
 
 
-def _replay_rollout(
-    index: SuffixIndex,
-    prompt: Int32Array,
-    responses: list[Int32Array],
+def replay_line(
+    proposer: Proposer,
+    line: Rollout,
     earlier: Sequence[Int32Array],
-    config: SpecConfig,
+    num_speculative_tokens: int,
     result: ReplayResult,
 ) -> None:
-    n, prompt_len = len(responses), len(prompt)
-    groups = [index.open_group(prompt) for _ in range(1 if config.group_sharing else n)]
-    for group in groups:
-        index_responses(index, group, prompt_len, earlier)
-    sequences = np.array([index.open_sequence(groups[i % len(groups)]) for i in range(n)], np.int32)
-    lengths = np.array([len(response) for response in responses], np.int32)
-    # What a draft is compared with behind the end of a response is no token at all.
-    width = prompt_len + int(lengths.max()) + config.num_speculative_tokens
-    token_ids = np.full((n, width), -1, np.int32)
-    token_ids[:, :prompt_len] = prompt
-    for row, response in zip(token_ids, responses, strict=True):
-        row[prompt_len : prompt_len + len(response)] = response
-    result.num_responses += n
-    result.num_tokens += int(lengths.sum())
-    result.num_decoded_tokens += int(np.maximum(lengths - 1, 0).sum())
-
-    ends = prompt_len + lengths
+    """Decode the responses of one line in lockstep; adds to the result."""
+    n, prompt_len = len(line.responses), len(line.prompt_token_ids)
+    token_ids, ends = _token_matrix(line, num_speculative_tokens)
     levels = np.minimum(prompt_len + 1, ends)
-    running = np.flatnonzero(levels < ends)
-    entries = np.arange(n)
-    while len(running):
-        num_accepted = _step(index, sequences, token_ids, levels, ends, entries, config, result)
+    result.num_groups += 1
+    result.num_responses += n
+    result.num_tokens += int((ends - prompt_len).sum())
+    proposer.start(line.prompt_token_ids, n, earlier)
+    rows = np.arange(n, dtype=np.int32)
+    is_running = levels < ends
+    while is_running.any():
+        running = is_running[rows]
+        budgets = np.where(running, num_speculative_tokens, 0).astype(np.int32)
+        begin = time.perf_counter()
+        drafts, numbers = proposer.step(rows, token_ids, levels[rows], budgets)
+        result.propose_seconds += time.perf_counter() - begin
+        result.num_proposed_rows += len(rows)
+        accepted = _num_accepted(drafts, numbers, token_ids, rows, levels[rows])
+        gained = np.where(running, np.minimum(accepted + 1, ends[rows] - levels[rows]), 0)
+        _count(result, n, int(running.sum()), levels[rows] - prompt_len, numbers, accepted, int(gained.sum()))
+        levels[rows] += gained.astype(np.int32)
         # A row that ends in this step takes part in the next once more: its siblings see its last tokens.
-        entries = running
-        levels[running] = np.minimum(levels[running] + num_accepted[running] + 1, ends[running])
-        running = running[levels[running] < ends[running]]
-    for sequence in sequences:
-        index.close_sequence(int(sequence))
-    for group in groups:
-        index.close_group(group)
+        rows = np.flatnonzero(is_running).astype(np.int32)
+        is_running = levels < ends
+    proposer.finish()
 
 
-def _step(
-    index: SuffixIndex,
-    sequences: Int32Array,
-    token_ids: Int32Array,
-    levels: Int32Array,
-    ends: Int32Array,
-    entries: np.ndarray,
-    config: SpecConfig,
-    result: ReplayResult,
+def _token_matrix(line: Rollout, num_speculative_tokens: int) -> tuple[Int32Array, Int32Array]:
+    """The rows of a line, [n, L], and how many tokens each has, [n]."""
+    prompt_len = len(line.prompt_token_ids)
+    lengths = np.array([len(response) for response in line.responses], np.int32)
+    # What a draft is compared with behind the end of a response is no token at all.
+    width = prompt_len + int(lengths.max()) + num_speculative_tokens
+    token_ids = np.full((len(lengths), width), -1, np.int32)
+    token_ids[:, :prompt_len] = line.prompt_token_ids
+    for row, response in zip(token_ids, line.responses, strict=True):
+        row[prompt_len : prompt_len + len(response)] = response
+    return token_ids, prompt_len + lengths
+
+
+def _num_accepted(
+    drafts: Int32Array, numbers: Int32Array, token_ids: Int32Array, rows: Int32Array, levels: Int32Array
 ) -> np.ndarray:
-    """One step of the rows in `entries`; returns the accepted draft tokens of every row, [n]."""
-    rows = entries.astype(np.int32)
-    entry_levels = levels[entries]
-    budgets = np.where(entry_levels < ends[entries], config.num_speculative_tokens, 0).astype(np.int32)
-    begin = time.perf_counter()
-    drafted = index.step(sequences[entries], token_ids, rows, entry_levels, budgets)
-    result.native_seconds += time.perf_counter() - begin
-    result.num_native_rows += len(entries)
-
-    offsets = np.arange(config.num_speculative_tokens)
+    """Of each row's draft, the tokens up to the first that is not the recorded one, [n]."""
+    offsets = np.arange(drafts.shape[1])
     # Rows that have ended draft nothing; clipping keeps their columns inside the matrix.
-    columns = np.minimum(entry_levels[:, None] + offsets, token_ids.shape[1] - 1)
-    agrees = drafted.draft_tokens == token_ids[entries[:, None], columns]
-    agrees &= offsets < drafted.num_draft_tokens[:, None]
-    accepted = np.zeros(len(sequences), np.int64)
-    accepted[entries] = np.logical_and.accumulate(agrees, axis=1).sum(axis=1)
-    result.num_steps += int(np.count_nonzero(budgets))
-    result.num_drafts += int(np.count_nonzero(drafted.num_draft_tokens))
-    result.num_draft_tokens += int(drafted.num_draft_tokens.sum())
+    columns = np.minimum(levels[:, None] + offsets, token_ids.shape[1] - 1)
+    agrees = (drafts == token_ids[rows[:, None], columns]) & (offsets < numbers[:, None])
+    return np.logical_and.accumulate(agrees, axis=1).sum(axis=1)
+
+
+def _count(
+    result: ReplayResult,
+    num_siblings: int,
+    num_running: int,
+    positions: np.ndarray,
+    numbers: np.ndarray,
+    accepted: np.ndarray,
+    num_gained: int,
+) -> None:
+    result.num_steps += num_running
+    result.num_decoded_tokens += num_gained
+    result.num_drafts += int(np.count_nonzero(numbers))
+    result.num_draft_tokens += int(numbers.sum())
     result.num_accepted_tokens += int(accepted.sum())
-    return accepted
+    if num_running <= max(1, num_siblings // 4):
+        result.num_tail_steps += num_running
+        result.num_tail_tokens += num_gained
+    buckets = np.searchsorted(POSITIONS, positions, "right") - 1
+    np.add.at(result.num_draft_tokens_at, buckets, numbers)
+    np.add.at(result.num_accepted_tokens_at, buckets, accepted)
