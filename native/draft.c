@@ -31,12 +31,13 @@ static void find_contexts(rs_walk *walk, const rs_index *index) {
 }
 
 int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *sequence, int32_t max_draft_tokens,
-                      rs_prediction *predictions) {
+                      double min_token_prob, rs_prediction *predictions) {
     const rs_options *options = &index->options;
     const rs_automaton *a = &index->groups[sequence->group].automaton;
     walk->automaton = a;
     walk->state = sequence->last;
     walk->match_len = a->states[sequence->last].len;
+    walk->min_token_prob = min_token_prob;
     walk->probability = 1.0;
     walk->num_predictions = 0;
     move_to_followed(walk);
@@ -97,7 +98,7 @@ static int32_t next_of_match(rs_walk *walk, const rs_options *options) {
         uint32_t total;
         uint32_t count = most_frequent(a, state, &token, &target, &total);
         walk->probability *= (double)count / (total + UNSEEN_COUNT);
-        if (walk->probability < options->min_token_prob) {
+        if (walk->probability < walk->min_token_prob) {
             return -1;
         }
     }
@@ -156,7 +157,7 @@ static int32_t next_of_experts(rs_walk *walk, const rs_index *index) {
         return -1;
     }
     walk->num_predictions++;
-    if (walk->probability < index->options.min_token_prob) {
+    if (walk->probability < walk->min_token_prob) {
         return -1;
     }
     if (walk->num_left > 1) {
@@ -176,7 +177,7 @@ int32_t rs_walk_next(rs_walk *walk, const rs_index *index) {
 
 /* One path of mode suffix_policy: its length, and the sum of its probabilities. */
 static int32_t suffix_path(const rs_automaton *a, uint32_t at, double min_token_prob, int32_t most, int32_t *path,
-                           double *score) {
+                           float *survivals, double *score) {
     double probability = 1.0;
     int32_t num = 0;
     *score = 0.0;
@@ -191,6 +192,7 @@ static int32_t suffix_path(const rs_automaton *a, uint32_t at, double min_token_
         if (probability < min_token_prob) {
             break;
         }
+        survivals[num] = (float)probability;
         path[num++] = token;
         *score += probability;
         at = target;
@@ -199,21 +201,23 @@ static int32_t suffix_path(const rs_automaton *a, uint32_t at, double min_token_
 }
 
 int32_t rs_suffix_policy(const rs_automaton *a, uint32_t last, const rs_options *options, int32_t max_draft_tokens,
-                         int32_t draft_tokens[RS_MAX_SPECULATIVE_TOKENS]) {
+                         double min_token_prob, int32_t *draft_tokens, float *survivals) {
     int32_t most = least(options->num_speculative_tokens, max_draft_tokens);
     int32_t num_best = 0;
     double best = 0.0;
     uint32_t state = followed_suffix(a, last);
     for (int i = 0; i < RS_MAX_SUFFIX_CLASSES && state != RS_ROOT; i++) {
         int32_t path[RS_MAX_SPECULATIVE_TOKENS];
+        float path_survivals[RS_MAX_SPECULATIVE_TOKENS];
         double by_match = options->max_spec_factor * a->states[state].len;
         double score;
-        int32_t num = suffix_path(a, state, options->min_token_prob, by_match < most ? (int32_t)by_match : most, path,
-                                  &score);
+        int32_t num = suffix_path(a, state, min_token_prob, by_match < most ? (int32_t)by_match : most, path,
+                                  path_survivals, &score);
         if (score > best && a->states[state].len >= (uint32_t)options->min_match_len) {
             best = score;
             num_best = num;
             memcpy(draft_tokens, path, (size_t)num * sizeof *path);
+            memcpy(survivals, path_survivals, (size_t)num * sizeof *path_survivals);
         }
         state = a->states[state].link;
     }

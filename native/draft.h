@@ -10,6 +10,7 @@ typedef struct {
     uint32_t state;
     uint32_t match_len; /* of the text and draft, at `state` */
     int32_t num_left;   /* tokens that may still be drafted */
+    double min_token_prob;
     double probability; /* that the target accepts the draft so far */
     /* mode sam only */
     rs_recent recent;
@@ -23,7 +24,7 @@ typedef struct {
 /* Start behind the sequence's text; returns the match length. No walk (num_left 0) where it is too
  * short. `predictions` is where mode sam writes what it predicts at each position. */
 int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *sequence, int32_t max_draft_tokens,
-                      rs_prediction *predictions);
+                      double min_token_prob, rs_prediction *predictions);
 
 /* The next draft token, -1: the draft ends here, and num_left is 0. */
 int32_t rs_walk_next(rs_walk *walk, const rs_index *index);
@@ -31,8 +32,9 @@ int32_t rs_walk_next(rs_walk *walk, const rs_index *index);
 /* The length of the longest suffix that has been followed. */
 int32_t rs_match_len(const rs_automaton *automaton, uint32_t last);
 
-/* The draft of mode suffix_policy, which is not made token by token; returns its length. */
+/* The draft of mode suffix_policy, which is not made token by token; returns its length. Both outputs have
+ * room for num_speculative_tokens. */
 int32_t rs_suffix_policy(const rs_automaton *automaton, uint32_t last, const rs_options *options,
-                         int32_t max_draft_tokens, int32_t draft_tokens[RS_MAX_SPECULATIVE_TOKENS]);
+                         int32_t max_draft_tokens, double min_token_prob, int32_t *draft_tokens, float *survivals);
 
 #endif

@@ -47,7 +47,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 3, /* raised with every change of this file */
+    RS_ABI_VERSION = 4, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_BRANCHES = 64,
     RS_COUNTED_STATES = 8,
@@ -98,7 +98,10 @@ typedef struct {
     const int32_t *rows;             /* [num_rows], 0 .. num_matrix_rows - 1 */
     const int32_t *levels;           /* [num_rows], prompt included, at most num_columns */
     const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
+    double min_token_prob;           /* 0 .. 1: of this step, where it is more than the options' */
     int32_t *draft_tokens;           /* out [num_rows][K]; beyond num_draft_tokens unspecified */
+    float *survivals;                /* out [num_rows][K]: the probability that the draft up to and with this
+                                        token is accepted, as the mode estimates it; 1 in earliest */
     int32_t *num_draft_tokens;       /* out [num_rows] */
     int32_t *match_lens;             /* out [num_rows]; 0 where max_draft_tokens is 0 */
 } rs_batch;

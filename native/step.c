@@ -21,7 +21,8 @@ static rs_status check_batch(const rs_batch *batch, rs_error *error) {
         {"sequences", batch->sequences},       {"token_ids", batch->token_ids},
         {"rows", batch->rows},                 {"levels", batch->levels},
         {"max_draft_tokens", batch->max_draft_tokens}, {"draft_tokens", batch->draft_tokens},
-        {"num_draft_tokens", batch->num_draft_tokens}, {"match_lens", batch->match_lens},
+        {"survivals", batch->survivals},       {"num_draft_tokens", batch->num_draft_tokens},
+        {"match_lens", batch->match_lens},
     };
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
         if (arrays[i].pointer == NULL) {
@@ -30,6 +31,9 @@ static rs_status check_batch(const rs_batch *batch, rs_error *error) {
     }
     if (batch->num_rows < 1) {
         return rs_fail(error, RS_EINVAL, -1, "num_rows=%" PRId32 ": must be at least 1", batch->num_rows);
+    }
+    if (!(batch->min_token_prob >= 0.0 && batch->min_token_prob <= 1.0)) {
+        return rs_fail(error, RS_EINVAL, -1, "min_token_prob=%g: must be between 0 and 1", batch->min_token_prob);
     }
     if (batch->num_matrix_rows < 1 || batch->num_columns < 0 || batch->row_stride < batch->num_columns) {
         return rs_fail(error, RS_EINVAL, -1,
@@ -260,6 +264,11 @@ static void commit_rows(rs_index *index, const rs_batch *batch) {
     }
 }
 
+static double price(const rs_index *index, const rs_batch *batch) {
+    return batch->min_token_prob > index->options.min_token_prob ? batch->min_token_prob
+                                                                 : index->options.min_token_prob;
+}
+
 /* Draft for entries first .. end - 1, at most WALKS_AT_A_TIME, their walks taking turns. */
 static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, int32_t end) {
     const int32_t draft_len = index->options.num_speculative_tokens;
@@ -275,7 +284,7 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
             rs_prediction *predictions = index->predictions == NULL ? NULL :
                 index->predictions + (size_t)id * (size_t)rs_predictions_per_sequence(index);
             batch->match_lens[i] = rs_walk_start(walk, index, index->sequences + id, batch->max_draft_tokens[i],
-                                                 predictions);
+                                                 price(index, batch), predictions);
         }
         num_walking += walk->num_left > 0;
     }
@@ -286,7 +295,9 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
             if (walk->num_left > 0) {
                 int32_t token = rs_walk_next(walk, index);
                 if (token >= 0) {
-                    batch->draft_tokens[(int64_t)i * draft_len + batch->num_draft_tokens[i]++] = token;
+                    int64_t at = (int64_t)i * draft_len + batch->num_draft_tokens[i]++;
+                    batch->draft_tokens[at] = token;
+                    batch->survivals[at] = (float)walk->probability;
                 }
                 num_walking += walk->num_left > 0;
             }
@@ -301,11 +312,12 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
 static void draft_row_by_suffix(rs_index *index, const rs_batch *batch, int32_t i) {
     const rs_sequence *sequence = index->sequences + batch->sequences[i];
     const rs_automaton *automaton = &index->groups[sequence->group].automaton;
-    int32_t *draft = batch->draft_tokens + (int64_t)i * index->options.num_speculative_tokens;
+    int64_t at = (int64_t)i * index->options.num_speculative_tokens;
     batch->num_draft_tokens[i] = batch->match_lens[i] = 0;
     if (batch->max_draft_tokens[i] > 0) {
         batch->num_draft_tokens[i] = rs_suffix_policy(automaton, sequence->last, &index->options,
-                                                      batch->max_draft_tokens[i], draft);
+                                                      batch->max_draft_tokens[i], price(index, batch),
+                                                      batch->draft_tokens + at, batch->survivals + at);
         batch->match_lens[i] = rs_match_len(automaton, sequence->last);
     }
 }

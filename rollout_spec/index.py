@@ -12,9 +12,10 @@ from rollout_spec._native import ffi, lib
 from rollout_spec.config import SpecConfig
 
 Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 _INT32 = np.dtype(np.int32)
 
@@ -47,6 +48,8 @@ class StepResult(NamedTuple):
 
     draft_tokens: Int32Array
     """[n, K]; row i holds num_draft_tokens[i] draft tokens, the rest is unspecified."""
+    survivals: Float32Array
+    """[n, K]: estimated probability that the draft up to and with this token is accepted; earliest: 1."""
     num_draft_tokens: Int32Array
     """[n]"""
     match_lens: Int32Array
@@ -231,6 +234,7 @@ class SuffixIndex:
         rows: Int32Array,
         levels: Int32Array,
         max_draft_tokens: Int32Array,
+        min_token_prob: float = 0.0,
     ) -> StepResult:
         """Index what is new in n rows, then draft for them, in one native call without the GIL.
 
@@ -240,6 +244,7 @@ class SuffixIndex:
             rows: int32 [n], the row of token_ids that holds each sequence.
             levels: int32 [n], the number of tokens in that row, prompt included.
             max_draft_tokens: int32 [n]; 0: index only.
+            min_token_prob: of this step, where it is more than the index's; not in mode earliest.
 
         Raises:
             InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: naming the argument and entry;
@@ -262,11 +267,14 @@ class SuffixIndex:
         batch.rows = ffi.from_buffer("int32_t[]", rows)
         batch.levels = ffi.from_buffer("int32_t[]", levels)
         batch.max_draft_tokens = ffi.from_buffer("int32_t[]", max_draft_tokens)
+        batch.min_token_prob = min_token_prob
         self._set_matrix(token_ids)
         status = lib.rs_step(index, batch, self._error)
         if status != lib.RS_OK:
             self._check(status)
-        return StepResult(self._draft_tokens[:n], self._num_draft_tokens[:n], self._match_lens[:n])
+        return StepResult(
+            self._draft_tokens[:n], self._survivals[:n], self._num_draft_tokens[:n], self._match_lens[:n]
+        )
 
     def clear(self) -> None:
         """Close every sequence and group; the counters of drafts and acceptance go on."""
@@ -309,9 +317,11 @@ class SuffixIndex:
 
     def _make_buffers(self, num_rows: int) -> None:
         self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)
+        self._survivals = np.zeros((num_rows, self._num_speculative_tokens), np.float32)
         self._num_draft_tokens = np.zeros(num_rows, np.int32)
         self._match_lens = np.zeros(num_rows, np.int32)
         self._batch.draft_tokens = ffi.from_buffer("int32_t[]", self._draft_tokens)
+        self._batch.survivals = ffi.from_buffer("float[]", self._survivals)
         self._batch.num_draft_tokens = ffi.from_buffer("int32_t[]", self._num_draft_tokens)
         self._batch.match_lens = ffi.from_buffer("int32_t[]", self._match_lens)
 

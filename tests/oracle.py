@@ -192,6 +192,16 @@ def total_bucket(total: int) -> int:
     return sum(total > limit for limit in (1, 2, 4, 8, 16))
 
 
+@dataclass
+class Draft:
+    tokens: list[int] = field(default_factory=list)
+    survivals: list[float] = field(default_factory=list)
+
+    def append(self, token: int, survival: float) -> None:
+        self.tokens.append(token)
+        self.survivals.append(survival)
+
+
 class GroupOracle:
     """Everything that was indexed in one group."""
 
@@ -237,46 +247,46 @@ class GroupOracle:
         counts = [self.counts[(*context, candidate)] for candidate in candidates]
         return candidates[counts.index(max(counts))], max(counts), sum(counts)
 
-    def suffix_policy(self, text: Text, most: int) -> list[int]:
-        best: list[int] = []
+    def suffix_policy(self, text: Text, most: int, price: float) -> Draft:
+        best = Draft()
         best_score = 0.0
         context = self.match(text)
         for _ in range(MAX_SUFFIX_CLASSES):
             if not context:
                 break
-            path, score = self.path(context, min(most, int(self.options.max_spec_factor * len(context))))
+            path = self.path(context, min(most, int(self.options.max_spec_factor * len(context))), price)
+            score = sum(path.survivals)
             if score > best_score and len(context) >= self.options.min_match_len:
                 best, best_score = path, score
             context = self.next_class(context)
         return best
 
-    def path(self, context: Text, most: int) -> tuple[list[int], float]:
-        path: list[int] = []
-        probability, score = 1.0, 0.0
-        while len(path) < most and self.followers[context]:
+    def path(self, context: Text, most: int, price: float) -> Draft:
+        path = Draft()
+        probability = 1.0
+        while len(path.tokens) < most and self.followers[context]:
             token, count, _ = self.most_frequent(context)
             probability *= count / max(count, self.counts[context])
-            if probability < self.options.min_token_prob:
+            if probability < price:
                 break
-            path.append(token)
-            score += probability
+            path.append(token, probability)
             context += (token,)
-        return path, score
+        return path
 
-    def draft(self, text: Text, max_draft_tokens: int) -> tuple[int, list[int]]:
-        """The match length and the draft tokens, in every mode but sam."""
+    def draft(self, text: Text, max_draft_tokens: int, price: float) -> tuple[int, Draft]:
+        """The match length and the draft, in every mode but sam."""
         if max_draft_tokens == 0:
-            return 0, []
+            return 0, Draft()
         if self.options.mode == "suffix_policy":
             most = min(self.options.num_speculative_tokens, max_draft_tokens)
-            return len(self.match(text)), self.suffix_policy(text, most)
+            return len(self.match(text)), self.suffix_policy(text, most, price)
         options = self.options
         context = self.match(text)
         match_len = len(context)
         most = min(options.num_speculative_tokens, max_draft_tokens, int(options.max_spec_factor * match_len))
-        draft: list[int] = []
+        draft = Draft()
         probability = 1.0
-        while len(draft) < most:
+        while len(draft.tokens) < most:
             context = self.match(context)
             if len(context) < options.min_match_len:
                 break
@@ -284,9 +294,9 @@ class GroupOracle:
             if options.mode == "frequent":
                 token, count, total = self.most_frequent(context)
                 probability *= count / (total + UNSEEN_COUNT)
-                if probability < options.min_token_prob:
+                if probability < price:
                     break
-            draft.append(token)
+            draft.append(token, probability)
             context += (token,)
         return match_len, draft
 
@@ -300,6 +310,7 @@ class SequenceOracle:
     experience: Experience | None = None  # in mode sam
     text: Text = ()
     last_draft: list[int] = field(default_factory=list)
+    survivals: list[float] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
     serial: int = 0
     num_drafts: int = 0
@@ -343,29 +354,31 @@ class SequenceOracle:
                     contexts.learn(identity, token)
             self.text = self.group.extend(self.text, token)
 
-    def draft(self, max_draft_tokens: int) -> tuple[int, list[int]]:
+    def draft(self, max_draft_tokens: int, min_token_prob: float = 0.0) -> tuple[int, list[int]]:
         """The second half, after every row of the step was indexed (and the contexts have grown)."""
+        price = max(min_token_prob, self.group.options.min_token_prob)
         if self.experience is not None:
-            match_len, self.last_draft = self.draft_from_experience(max_draft_tokens)
+            match_len, draft = self.draft_from_experience(max_draft_tokens, price)
         else:
-            match_len, self.last_draft = self.group.draft(self.text, max_draft_tokens)
+            match_len, draft = self.group.draft(self.text, max_draft_tokens, price)
+        self.last_draft, self.survivals = draft.tokens, draft.survivals
         self.num_drafts += bool(self.last_draft)
         self.num_draft_tokens += len(self.last_draft)
         return match_len, self.last_draft
 
-    def draft_from_experience(self, max_draft_tokens: int) -> tuple[int, list[int]]:
+    def draft_from_experience(self, max_draft_tokens: int, price: float) -> tuple[int, Draft]:
         if max_draft_tokens == 0:
-            return 0, []
+            return 0, Draft()
         options = self.group.options
-        draft: list[int] = []
+        draft = Draft()
         survival = 1.0
-        while len(draft) < min(options.num_speculative_tokens, max_draft_tokens):
-            prediction = self.experience.predict(self.group, (*self.text, *draft), *self.salts)
+        while len(draft.tokens) < min(options.num_speculative_tokens, max_draft_tokens):
+            prediction = self.experience.predict(self.group, (*self.text, *draft.tokens), *self.salts)
             if prediction.token < 0:
                 break
             self.predictions.append(prediction)
             survival *= prediction.probability
-            if survival < options.min_token_prob:
+            if survival < price:
                 break
-            draft.append(prediction.token)
+            draft.append(prediction.token, survival)
         return len(self.group.match(self.text)), draft

@@ -138,6 +138,8 @@ def test_acceptance_is_counted_without_a_message(index):
         ("levels", int32(4, 5, 6), InvalidArgument),
         ("max_draft_tokens", int32(4, -1), InvalidArgument),
         ("max_draft_tokens", np.array([4.0, 4.0]), InvalidArgument),
+        ("min_token_prob", -0.1, InvalidArgument),
+        ("min_token_prob", float("nan"), InvalidArgument),
         ("token_ids", np.full((3, 6), -1, np.int32), InvalidArgument),
         ("token_ids", np.zeros((3, 6), np.int64), InvalidArgument),
         ("token_ids", np.zeros(18, np.int32), InvalidArgument),

@@ -102,10 +102,11 @@ class IndexMachine(RuleBasedStateMachine):
             budgets.append(data.draw(st.integers(0, self.options.num_speculative_tokens + 1)))
             matrix[row, : len(oracle.start)] = -1
             oracle.row = tokens
+        price = data.draw(st.sampled_from([0.0, 0.0, 0.3, 0.7]), label="price")
         before = self.index.stats()
         arrays = [np.array(values, np.int32) for values in (chosen, rows, levels, budgets)]
         try:
-            result = self.index.step(arrays[0], matrix, *arrays[1:])
+            result = self.index.step(arrays[0], matrix, *arrays[1:], price)
         except BudgetExceeded:
             assert self.max_bytes and self.index.stats()._replace(num_bytes=0) == before._replace(num_bytes=0)
             return
@@ -117,9 +118,11 @@ class IndexMachine(RuleBasedStateMachine):
         if self.experience:
             self.experience.contexts.grow()
         for i, sequence in enumerate(chosen):
-            match_len, draft = self.sequences[sequence].draft(budgets[i])
+            match_len, draft = self.sequences[sequence].draft(budgets[i], price)
             assert result.match_lens[i] == match_len
-            assert result.draft_tokens[i, : result.num_draft_tokens[i]].tolist() == draft
+            num = result.num_draft_tokens[i]
+            assert result.draft_tokens[i, :num].tolist() == draft
+            assert result.survivals[i, :num] == pytest.approx(self.sequences[sequence].survivals, rel=1e-6)
 
     def new_tokens(self, data, oracle):
         """As a target would: often the draft and one more token, otherwise anything."""

@@ -88,6 +88,7 @@ typedef struct {
     int32_t token_ids[MAX_ROWS][NUM_COLUMNS];
     int32_t sequences[MAX_ROWS], rows[MAX_ROWS], levels[MAX_ROWS], max_draft_tokens[MAX_ROWS];
     int32_t draft_tokens[MAX_ROWS][DRAFT_LEN], num_draft_tokens[MAX_ROWS], match_lens[MAX_ROWS];
+    float survivals[MAX_ROWS][DRAFT_LEN];
     rs_batch batch;
 } fixture;
 
@@ -104,6 +105,7 @@ static fixture *new_fixture(int32_t num_rows) {
                           .levels = f->levels,
                           .max_draft_tokens = f->max_draft_tokens,
                           .draft_tokens = f->draft_tokens[0],
+                          .survivals = f->survivals[0],
                           .num_draft_tokens = f->num_draft_tokens,
                           .match_lens = f->match_lens};
     for (int32_t i = 0; i < num_rows; i++) {
@@ -328,6 +330,12 @@ static void test_null_pointers(void) {
         CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strstr(error.message, "must not be null") != NULL);
         *outputs[i] = kept;
     }
+    f->batch.survivals = NULL;
+    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "survivals", 9) == 0);
+    f->batch.survivals = f->survivals[0];
+    f->batch.min_token_prob = 1.5;
+    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "min_token_prob=1.5", 18) == 0);
+    f->batch.min_token_prob = 0.0;
     f->batch.num_rows = 0;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "num_rows=0", 10) == 0);
     f->batch.num_rows = 1;
