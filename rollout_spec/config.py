@@ -12,6 +12,7 @@ MODES = ("sam", "earliest", "frequent", "suffix_policy")
 VERIFY = ("coupled", "standard")
 ROUTINGS = ("default", "group")
 MAX_SPECULATIVE_TOKENS = 64
+AUTO = "auto"  # of batch_threshold
 
 
 class ConfigError(ValueError):
@@ -44,7 +45,9 @@ class SpecConfig:
     history_dir: str = _option(
         "", "folder that keeps the history over a restart, a file per replica; none if empty"
     )
-    batch_threshold: int = _option(8, "more running requests than this and no row drafts", 0, 1 << 20)
+    batch_threshold: int | str = _option(
+        8, "more running requests than this and no row drafts; auto: draft what is worth its cost", 0, 1 << 20
+    )
     routing: str = _option("default", "group: siblings to one engine while load allows; default: verl's own")
     max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)
     max_index_mb: int = _option(
@@ -92,6 +95,10 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check(field: dataclasses.Field, value: Any) -> None:
+    if field.name == "batch_threshold" and isinstance(value, str):
+        if value == AUTO:
+            return
+        raise ConfigError(f"rollout.spec.batch_threshold={value!r}: must be a number or {AUTO}")
     expected = type(field.default)
     # bool is an int to Python, but `num_speculative_tokens=true` is a mistake.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

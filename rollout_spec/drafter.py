@@ -9,13 +9,13 @@ import contextlib
 import dataclasses
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.gate import Gate
+from rollout_spec.gate import Step, make_gate
 from rollout_spec.history import History, group_key, index_responses, prompt_key
 from rollout_spec.index import BudgetExceeded, OutOfMemory, StepResult, SuffixIndex
 from rollout_spec.metrics import EngineCounters
@@ -53,12 +53,16 @@ class Drafter:
 
     Args:
         config: the options; `config.num_speculative_tokens` bounds every draft.
+        clock: seconds, of which the gate learns what a step takes.
     """
 
-    def __init__(self, config: SpecConfig) -> None:
+    def __init__(self, config: SpecConfig, clock: Callable[[], float] = time.perf_counter) -> None:
         self.config = config
         self.counters = EngineCounters()
-        self._gate = Gate(config.batch_threshold)
+        self._gate = make_gate(config.batch_threshold)
+        self._clock = clock
+        self._last_start = 0.0  # when the last step ended, and whether all its rows decoded
+        self._all_decoded = False
         self._index = SuffixIndex.from_config(config)
         self.history = History(config.history, config.max_index_mb << 20)
         self._requests: dict[str, _Request] = {}
@@ -120,15 +124,16 @@ class Drafter:
     def step(
         self,
         request_ids: Sequence[str],
-        decoding: npt.NDArray[np.bool_],
+        nums_new_tokens: _Int32,
         token_ids: _Int32,
         levels: _Int32,
     ) -> list[list[int]]:
-        """Index every decoding row's new tokens and draft for it while the gate is open.
+        """Index every decoding row's new tokens and draft for it what the gate lets through.
 
         Args:
             request_ids: the request of each row; all are open.
-            decoding: shape [num_rows]; False for a row that got no token in this step (a partial prefill).
+            nums_new_tokens: int32, shape [num_rows], the tokens each row got in the step that has ended; 0
+                for a row that does not decode (a partial prefill).
             token_ids: shape [>= num_rows, max_model_len], row i holds the tokens of `request_ids[i]`.
             levels: int32, shape [>= num_rows], how many tokens each row has.
 
@@ -140,28 +145,38 @@ class Drafter:
                 nothing: idle groups leave it, then the requests that do not fit.
         """
         started = time.perf_counter()
-        num_rows = len(request_ids)
-        self._map_rows(request_ids)
-        num_decoding = int(np.count_nonzero(decoding))
-        is_on = self._gate.is_open(num_decoding)
-        rows, result = self._step_index(decoding, token_ids, levels, is_on)
-        drafts: list[list[int]] = [[] for _ in range(num_rows)]
-        num_drafts = num_draft_tokens = 0
-        if result is not None:
-            drafted = np.flatnonzero(result.num_draft_tokens)
-            num_drafts, num_draft_tokens = len(drafted), int(result.num_draft_tokens.sum())
-            for i in drafted:
-                drafts[rows[i]] = result.draft_tokens[i, : result.num_draft_tokens[i]].tolist()
         counters = self.counters
-        if num_decoding:
-            counters.num_steps += 1
-            counters.num_steps_on += is_on
-        counters.num_row_steps += num_decoding
-        counters.num_untracked_rows += num_decoding - len(rows)
-        counters.num_drafts += num_drafts
-        counters.num_draft_tokens += num_draft_tokens
+        drafts: list[list[int]] = [[] for _ in request_ids]
+        decoding = nums_new_tokens > 0
+        step = self._ended_step(request_ids, nums_new_tokens, levels)
+        self._map_rows(request_ids)
+        if step.num_rows == 0:
+            return drafts
+        price = self._gate.begin(step, counters)
+        rows, result = self._step_index(decoding, token_ids, levels, price)
+        counters.num_steps += 1
+        counters.num_row_steps += step.num_rows
+        counters.num_untracked_rows += step.num_rows - len(rows)
+        if result is not None and price is not None:
+            chosen = self._gate.choose(result.survivals, result.num_draft_tokens, counters)
+            drafted = np.flatnonzero(chosen)
+            for i in drafted:
+                drafts[rows[i]] = result.draft_tokens[i, : chosen[i]].tolist()
+            counters.num_steps_on += len(drafted) > 0 or not result.num_draft_tokens.any()
+            counters.num_drafts += len(drafted)
+            counters.num_draft_tokens += int(chosen.sum())
         counters.draft_seconds += time.perf_counter() - started
         return drafts
+
+    def _ended_step(self, request_ids: Sequence[str], nums_new_tokens: _Int32, levels: _Int32) -> Step:
+        now = self._clock()
+        # A step that prefills, or begins another batch, says nothing of what a decoding step costs.
+        all_decode = bool(nums_new_tokens.all())
+        is_comparable = self._row_ids == request_ids and all_decode and self._all_decoded
+        seconds = now - self._last_start if is_comparable else None
+        self._last_start, self._all_decoded = now, all_decode
+        context = int(levels[: len(request_ids)][nums_new_tokens > 0].sum())
+        return Step(int(np.count_nonzero(nums_new_tokens)), context, int(nums_new_tokens.sum()), seconds)
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
@@ -183,7 +198,7 @@ class Drafter:
             self.history.add(group.history_key, self._index.text(request.sequence))
 
     def _step_index(
-        self, decoding: npt.NDArray[np.bool_], token_ids: _Int32, levels: _Int32, is_on: bool
+        self, decoding: npt.NDArray[np.bool_], token_ids: _Int32, levels: _Int32, price: float | None
     ) -> tuple[_Int32, StepResult | None]:
         """Index and draft for the decoding rows that have a place in the index; returns these rows too."""
         while True:
@@ -193,9 +208,10 @@ class Drafter:
             row_levels = levels[rows]
             # The target adds a token of its own, so a draft that ends one short of the limit is enough.
             room = np.clip(self._row_max_levels[rows] - row_levels - 1, 0, self.config.num_speculative_tokens)
-            room = room if is_on else np.zeros_like(room)
+            room = np.zeros_like(room) if price is None else room
+            sequences = self._row_sequences[rows]
             try:
-                return rows, self._index.step(self._row_sequences[rows], token_ids, rows, row_levels, room)
+                return rows, self._index.step(sequences, token_ids, rows, row_levels, room, price or 0.0)
             except BudgetExceeded as error:
                 if self._evict_idle(keep=0):
                     continue

@@ -1,17 +1,246 @@
-"""When to draft: speculation pays in the long tail, when few requests are left running."""
+"""When to draft, and how much: speculation pays in the long tail, when few requests are left running.
+
+A gate is asked twice in an engine step: `begin`, before anything is drafted, tells the price below which no
+token is worth proposing (None: no drafts in this step); `choose` then keeps the tokens that are worth it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Protocol
 
-class Gate:
-    """A fixed threshold on the number of running requests (the CANN recipe's rule).
+import numpy as np
+import numpy.typing as npt
+
+from rollout_spec.metrics import EngineCounters
+from rollout_spec.step_cost import StepCost
+
+# A fixed gate moves after this many steps in a row on the other side of its threshold.
+HYSTERESIS_STEPS = 4
+
+# The automatic gate. Steps are engine steps.
+PROBE_EVERY = 32  # steps with drafts after which one goes without, to know what that costs
+LOOK_EVERY = 8  # steps without drafts after which one is drafted for, to see whether it would pay by now
+NUM_FIRST_STEPS = 4  # measured without drafts before the first draft
+MIN_PRICE = 0.02  # a draft token less likely than this is never proposed
+GAIN_MEMORY = 128  # steps after which gain and calibration have mostly forgotten what was
+PRIOR_TOKENS = 8.0  # the weight of the belief that what is promised comes true
+GUARD_STEPS = 48  # steps with drafts that the guard judges by
+GUARD_LOSS = 0.02  # the share of time lost to drafting at which the guard acts
+MIN_PAUSE, MAX_PAUSE = 128, 4096  # steps; a pause is twice as long as the one before until drafting wins
+
+_Int32 = npt.NDArray[np.int32]
+_Float32 = npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An engine step that has ended."""
+
+    num_rows: int
+    """Rows that got tokens in it, the decoding ones; a partial prefill is none."""
+    num_context: int
+    """Tokens that these rows have now."""
+    num_new_tokens: int
+    """Tokens that they got."""
+    seconds: float | None
+    """How long it took; None where it cannot be compared: other rows than before, or a prefill among them."""
+
+
+class Gate(Protocol):
+    def begin(self, step: Step, counters: EngineCounters) -> float | None:
+        """The least survival at which a token is worth drafting now; None: draft nothing."""
+
+    def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
+        """How much of each draft to verify.
+
+        Args:
+            survivals: float32 [n, K], of the draft up to and with this token; falling along a row.
+            numbers: int32 [n], draft tokens of each row.
+
+        Returns:
+            int32 [n], at most `numbers`.
+        """
+
+
+def make_gate(batch_threshold: int | str) -> Gate:
+    """The gate that `rollout.spec.batch_threshold` describes: a number of rows, or auto."""
+    return AutoGate() if isinstance(batch_threshold, str) else FixedGate(batch_threshold)
+
+
+class FixedGate:
+    """A fixed threshold on the number of decoding requests (the CANN recipe's rule), with hysteresis.
 
     Args:
-        batch_threshold: draft while at most this many requests run; 0 never drafts.
+        batch_threshold: draft while at most this many requests decode; 0 never drafts.
     """
 
     def __init__(self, batch_threshold: int) -> None:
         self._batch_threshold = batch_threshold
+        self._is_open: bool | None = None
+        self._num_against = 0
 
-    def is_open(self, num_running: int) -> bool:
-        return num_running <= self._batch_threshold
+    def begin(self, step: Step, counters: EngineCounters) -> float | None:
+        says_open = step.num_rows <= self._batch_threshold
+        self._num_against = 0 if says_open == self._is_open else self._num_against + 1
+        if self._is_open is None or self._num_against >= HYSTERESIS_STEPS:
+            self._is_open, self._num_against = says_open, 0
+        if self._is_open:
+            return 0.0
+        counters.num_steps_off_threshold += 1
+        return None
+
+    def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
+        return numbers
+
+
+class AutoGate:
+    """Drafts where the expected gain is worth the measured cost.
+
+    The time of a step is learned while the engine runs, apart for steps with and without drafts (engines run
+    them through different code). A draft token is worth verifying while its survival is more than what its
+    time would give elsewhere: seconds of the token x tokens per second. So a step's budget goes, over all
+    rows, to the tokens most likely to be accepted. What a draft promises is corrected by what came true.
+
+    A guard stands beside the model: every PROBE_EVERY-th step goes without drafts, and where the steps with
+    drafts took longer than plain ones would have for the same tokens, drafting pauses.
+    """
+
+    def __init__(self) -> None:
+        self._plain, self._drafted = StepCost(), StepCost()
+        self._num_plain = 0
+        self._last: Step | None = None
+        self._num_chosen = 0  # draft tokens that the step now running verifies
+        self._promised = 0.0  # of these, what their survivals promise; uncorrected
+        self._expected_seconds = 0.0
+        self._price = 0.0
+        self._steps_since_plain = self._steps_since_draft = 0
+        self._closed_at: int | None = None  # rows at which drafts were last not worth their cost
+        # Decayed sums: what steps took, and what plain ones would have for the same tokens
+        self._seconds = self._plain_seconds = 0.0
+        # likewise: draft tokens promised to be accepted, and accepted
+        self._num_promised = self._num_accepted = PRIOR_TOKENS
+        self._guard: list[tuple[float, float]] = []  # (seconds, seconds of plain steps) with drafts
+        self._pause, self._pause_steps, self._pause_rows = 0, MIN_PAUSE, 0
+
+    def begin(self, step: Step, counters: EngineCounters) -> float | None:
+        self._learn(step, counters)
+        self._last, self._num_chosen = step, 0
+        self._steps_since_plain += 1
+        self._steps_since_draft += 1
+        if self._pause > 0:
+            # With a quarter fewer rows what lost may win.
+            self._pause = self._pause - 1 if 4 * step.num_rows > 3 * self._pause_rows else 0
+            counters.num_steps_off_guard += 1
+            return None
+        if self._num_plain < NUM_FIRST_STEPS or self._steps_since_plain > PROBE_EVERY:
+            counters.num_steps_off_probe += 1
+            return None
+        if self._closed_at is not None and self._steps_since_draft >= self._pause_steps:
+            self._begin_anew()
+        # With more rows a token costs more, so what was too dear is so still.
+        is_closed = self._closed_at is not None and 10 * step.num_rows >= 9 * self._closed_at
+        if is_closed and self._steps_since_draft % LOOK_EVERY:
+            counters.num_steps_off_cost += 1
+            return None
+        return max(MIN_PRICE, self._price / 2)
+
+    def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
+        assert self._last is not None, "begin comes first"
+        if not numbers.any():
+            return numbers
+        is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
+        sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)
+        num = self._num_worthwhile(sorted_survivals * self._calibration)
+        if num == 0:
+            self._closed_at = self._last.num_rows
+            counters.num_steps_off_cost += 1
+            self._price /= 2
+            return np.zeros_like(numbers)
+        self._closed_at = None
+        self._price = float(sorted_survivals[num - 1])
+        chosen = ((survivals >= np.float32(self._price)) & is_draft).sum(axis=1).astype(np.int32)
+        self._num_chosen = int(chosen.sum())
+        self._steps_since_draft = 0
+        num_rows, num_context = self._last.num_rows, self._last.num_context
+        self._promised = float(sorted_survivals[: self._num_chosen].sum())
+        self._expected_seconds = float(self._costs(np.array([num_rows + self._num_chosen]), num_context)[0])
+        return chosen
+
+    @property
+    def _calibration(self) -> float:
+        return self._num_accepted / self._num_promised
+
+    def _num_worthwhile(self, survivals: npt.NDArray[np.float64]) -> int:
+        """How many draft tokens to verify; survivals of all rows' draft tokens, the largest first."""
+        assert self._last is not None
+        num_rows, num_context = self._last.num_rows, self._last.num_context
+        plain = float(self._plain.seconds(num_rows, num_context))
+        gain = max(1.0, self._plain_seconds / self._seconds) if self._seconds > 0.0 else 1.0
+        costs = self._costs(num_rows + 1 + np.arange(len(survivals)), num_context)
+        worth = np.cumsum(survivals) - gain * num_rows / plain * (costs - plain)
+        best = int(np.argmax(worth))
+        return best + 1 if worth[best] > 0.0 else 0
+
+    def _costs(self, nums_tokens: npt.NDArray[np.int64], num_context: int) -> npt.NDArray[np.float64]:
+        """Seconds of steps with drafts, never falling and never less than a plain one."""
+        assert self._last is not None
+        plain = float(self._plain.seconds(self._last.num_rows, num_context))
+        curve = self._drafted if self._drafted.is_known else self._plain
+        costs: npt.NDArray[np.float64] = np.maximum.accumulate(
+            np.maximum(curve.seconds(nums_tokens, num_context), plain)
+        )
+        return costs
+
+    def _learn(self, step: Step, counters: EngineCounters) -> None:
+        """From the step that has ended, which verified what was chosen after the one before."""
+        last = self._last
+        if last is None or step.seconds is None:
+            return
+        num_rows, num_context = step.num_rows, last.num_context
+        if self._num_chosen == 0:
+            self._plain.learn(num_rows, num_context, step.seconds)
+            self._num_plain += 1
+            self._steps_since_plain = 0
+            self._remember(step.seconds, step.seconds, 0.0, 0)
+            return
+        seconds_per_token = float(self._plain.seconds(num_rows, num_context)) / num_rows
+        plain_seconds = seconds_per_token * step.num_new_tokens
+        counters.gate_seconds += step.seconds
+        counters.gate_plain_seconds += plain_seconds
+        counters.gate_expected_seconds += self._expected_seconds
+        expected_tokens = num_rows + self._promised * self._calibration
+        counters.gate_expected_plain_seconds += seconds_per_token * expected_tokens
+        self._drafted.learn(num_rows + self._num_chosen, num_context, step.seconds)
+        self._remember(step.seconds, plain_seconds, self._promised, step.num_new_tokens - num_rows)
+        self._watch(step.seconds, plain_seconds, counters)
+
+    def _remember(self, seconds: float, plain_seconds: float, promised: float, num_accepted: int) -> None:
+        forgotten = 1.0 / GAIN_MEMORY
+        keep = 1.0 - forgotten
+        self._seconds = keep * self._seconds + seconds
+        self._plain_seconds = keep * self._plain_seconds + plain_seconds
+        # Without drafts the correction fades, or what once broke its promise would never be tried again.
+        self._num_promised = keep * self._num_promised + forgotten * PRIOR_TOKENS + promised
+        self._num_accepted = keep * self._num_accepted + forgotten * PRIOR_TOKENS + num_accepted
+
+    def _watch(self, seconds: float, plain_seconds: float, counters: EngineCounters) -> None:
+        """The guard: pause where the last steps with drafts have lost time."""
+        self._guard.append((seconds, plain_seconds))
+        if len(self._guard) < GUARD_STEPS:
+            return
+        taken, plain = (sum(column) for column in zip(*self._guard, strict=True))
+        self._guard.clear()
+        if taken <= plain * (1.0 + GUARD_LOSS):
+            self._pause_steps = MIN_PAUSE
+            return
+        self._pause = self._pause_steps
+        self._pause_rows = self._last.num_rows if self._last else 0
+        counters.num_guard_stops += 1
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """What made drafts dear may be over: forget what they cost, and try."""
+        self._drafted = StepCost()
+        self._closed_at = None
+        self._pause_steps = min(2 * self._pause_steps, MAX_PAUSE)

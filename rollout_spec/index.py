@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec._native import ffi, lib
-from rollout_spec.config import SpecConfig
+from rollout_spec.config import AUTO, SpecConfig
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -175,7 +175,8 @@ class SuffixIndex:
             mode=config.mode,
             min_match_len=config.min_match_len,
             max_spec_factor=config.max_spec_factor,
-            min_token_prob=config.min_token_prob,
+            # The automatic gate has prices of its own.
+            min_token_prob=0.0 if config.batch_threshold == AUTO else config.min_token_prob,
             share_contexts=config.group_sharing,
             keep_texts=config.history > 0,
             max_bytes=config.max_index_mb << 20,

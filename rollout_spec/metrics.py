@@ -31,6 +31,17 @@ class EngineCounters(_Counters):
     num_untracked_rows: int = 0  # decoding rows without a place in the index
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
+    # Steps without drafts, by what decided so
+    num_steps_off_threshold: int = 0  # more rows than batch_threshold
+    num_steps_off_cost: int = 0  # no draft was worth its cost
+    num_steps_off_guard: int = 0  # a pause after drafting had lost
+    num_steps_off_probe: int = 0  # to measure a step without drafts
+    num_guard_stops: int = 0
+    # Over the steps with drafts that the automatic gate could compare
+    gate_seconds: float = 0.0  # what they took
+    gate_plain_seconds: float = 0.0  # what steps without drafts would have for the same tokens
+    gate_expected_seconds: float = 0.0  # the same two, as foreseen
+    gate_expected_plain_seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -92,6 +103,14 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
         values |= _ratio("acceptance_rate", total.num_accepted_tokens, total.num_draft_tokens)
         values |= _ratio("share_on", engine.num_steps_on, engine.num_steps)
         values |= _ratio("draft_ms", engine.draft_seconds * 1e3, engine.num_steps)
+        values |= _ratio("budget", engine.num_draft_tokens, engine.num_steps_on)
+        values |= _ratio("achieved_gain", engine.gate_plain_seconds, engine.gate_seconds)
+        values |= _ratio("expected_gain", engine.gate_expected_plain_seconds, engine.gate_expected_seconds)
+        for reason in ("threshold", "cost", "guard", "probe"):
+            values |= _ratio(
+                f"share_off_{reason}", getattr(engine, f"num_steps_off_{reason}"), engine.num_steps
+            )
+        values["num_guard_stops"] = engine.num_guard_stops
     return {PREFIX + name: float(value) for name, value in values.items()}
 
 

@@ -81,8 +81,8 @@ class SuffixProposer:
             return [[] for _ in sampled_token_ids]
         try:
             request_ids = self._follow_requests(self._drafter, sampled_token_ids)
-            decoding = np.fromiter(map(bool, sampled_token_ids), np.bool_, len(sampled_token_ids))
-            return self._drafter.step(request_ids, decoding, token_ids_cpu, num_tokens_no_spec)
+            nums_new_tokens = np.fromiter(map(len, sampled_token_ids), np.int32, len(sampled_token_ids))
+            return self._drafter.step(request_ids, nums_new_tokens, token_ids_cpu, num_tokens_no_spec)
         except NativeError as error:  # the index is as it was before the step
             self._warn("step", f"this step goes without drafts: {error}")
         except Exception as error:

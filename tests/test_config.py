@@ -43,12 +43,18 @@ def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
             "rollout.spec.mode='latest': must be one of sam, earliest, frequent, suffix_policy",
         ),
         ({"method": "ngram"}, "must be one of sam, off"),
+        ({"batch_threshold": "fast"}, "rollout.spec.batch_threshold='fast': must be a number or auto"),
+        ({"batch_threshold": 1.5}, "rollout.spec.batch_threshold=1.5: must be of type int"),
         ({"routing": "random"}, "rollout.spec.routing='random': must be one of default, group"),
     ],
 )
 def test_bad_options_name_the_field(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         SpecConfig.from_mapping(options)
+
+
+def test_the_threshold_may_be_automatic() -> None:
+    assert SpecConfig.from_mapping({"batch_threshold": "auto"}).batch_threshold == "auto"
 
 
 def test_a_whole_number_is_a_float() -> None:

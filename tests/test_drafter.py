@@ -7,7 +7,7 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import MAX_IDLE_GROUPS, Drafter
-from rollout_spec.gate import Gate
+from rollout_spec.gate import HYSTERESIS_STEPS, Step
 
 PROMPT = np.array([1, 2, 3, 4], np.int32)
 
@@ -32,8 +32,8 @@ class Batch:
         for row, new in enumerate(tokens):
             self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
             self.levels[row] += len(new)
-        decoding = np.array([bool(new) for new in tokens])
-        return self.drafter.step(self.request_ids, decoding, self.token_ids, self.levels)
+        nums_new_tokens = np.array([len(new) for new in tokens], np.int32)
+        return self.drafter.step(self.request_ids, nums_new_tokens, self.token_ids, self.levels)
 
 
 def make(**options: object) -> Batch:
@@ -79,15 +79,42 @@ def test_a_draft_stops_one_short_of_the_requests_end() -> None:
 
 
 def test_the_gate_closes_above_its_threshold_and_indexing_goes_on() -> None:
-    gate = Gate(2)
-    assert gate.is_open(2)
-    assert not gate.is_open(3)
     batch = make(batch_threshold=1)
     batch.open("a")
     batch.open("b")
     assert batch.step([[10, 11, 12, 13], [10, 11]]) == [[], []]
     assert batch.drafter.counters.num_steps_on == 0
-    assert batch.step([[], [12]])[1] == [13]
+    for token in range(20, 20 + HYSTERESIS_STEPS - 1):
+        assert batch.step([[], [token]]) == [[], []]
+    assert batch.drafter.counters.num_steps_off_threshold == HYSTERESIS_STEPS
+    assert batch.step([[], [10, 11]])[1]
+
+
+def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.steps: list[Step] = []
+
+        def begin(self, step: Step, counters: object) -> None:
+            self.steps.append(step)
+
+    now = iter([1.0, 3.0, 4.0, 8.0, 16.0, 32.0])
+    batch = Batch(Drafter(SpecConfig(), clock=lambda: next(now)))
+    batch.drafter._gate = gate = Recorder()  # type: ignore[assignment]
+    batch.open("a")
+    batch.step([[10]])
+    batch.step([[11, 12]])
+    batch.open("b")
+    batch.step([[13], []])
+    batch.step([[14], [10]])
+    batch.step([[15], [11]])
+    assert gate.steps == [
+        Step(num_rows=1, num_context=5, num_new_tokens=1, seconds=None),
+        Step(num_rows=1, num_context=7, num_new_tokens=2, seconds=2.0),
+        Step(num_rows=1, num_context=8, num_new_tokens=1, seconds=None),  # another batch, and a prefill in it
+        Step(num_rows=2, num_context=14, num_new_tokens=2, seconds=None),
+        Step(num_rows=2, num_context=16, num_new_tokens=2, seconds=8.0),
+    ]
 
 
 def test_a_resumed_request_continues_behind_the_groups_prompt() -> None:

@@ -7,17 +7,11 @@ import pytest
 
 from rollout_spec.index import SuffixIndex
 from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
+from tests.text import speak
 
 
 def int32(*values):
     return np.array(values, np.int32)
-
-
-def speak(rng, length, num_words=400, alphabet=300):
-    """Text with a wording: random words of a fixed vocabulary, so that contexts and matches both occur."""
-    words = np.random.default_rng(5).integers(0, alphabet, (num_words, 4))
-    chosen = words[np.minimum(rng.zipf(1.3, length), num_words) - 1]
-    return chosen.reshape(-1)[:length].astype(np.int32)
 
 
 def decode(index, sequence, text, start, budget=8):

@@ -141,7 +141,7 @@ def train_step(drafter, prompts, responses):
             token_ids[row, levels[row]] = responses[row][i]
             levels[row] += 1
             num_accepted += drafts[row][:1] == [responses[row][i]]
-        drafts = drafter.step(names, decoding, token_ids, levels)
+        drafts = drafter.step(names, decoding.astype(np.int32), token_ids, levels)
     for name in names[:-1]:
         drafter.close(name)
     drafter.clear()  # as a weight sync does, with a request that has not been closed yet

@@ -7,7 +7,10 @@ from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport,
 
 def test_the_metrics_of_two_servers_by_hand() -> None:
     one = RolloutReport(
-        engine=EngineCounters(num_steps=10, num_steps_on=4, draft_seconds=0.02),
+        engine=EngineCounters(num_steps=10, num_steps_on=4, num_draft_tokens=20, draft_seconds=0.02,
+                              num_steps_off_cost=4, num_steps_off_probe=2, num_guard_stops=1,
+                              gate_seconds=2.0, gate_plain_seconds=3.0, gate_expected_seconds=1.0,
+                              gate_expected_plain_seconds=1.25),
         requests=[
             RequestCounters(num_decoded_tokens=20, num_decode_steps=10, num_drafts=5, num_draft_tokens=20,
                             num_accepted_tokens=10),
@@ -35,6 +38,14 @@ def test_the_metrics_of_two_servers_by_hand() -> None:
             "rollout/spec_acceptance_rate": 0.5,
             "rollout/spec_share_on": 34 / 40,
             "rollout/spec_draft_ms": 2.0,
+            "rollout/spec_budget": 20 / 34,
+            "rollout/spec_achieved_gain": 1.5,
+            "rollout/spec_expected_gain": 1.25,
+            "rollout/spec_share_off_threshold": 0.0,
+            "rollout/spec_share_off_cost": 0.1,
+            "rollout/spec_share_off_guard": 0.0,
+            "rollout/spec_share_off_probe": 0.05,
+            "rollout/spec_num_guard_stops": 1,
         }
     )
 

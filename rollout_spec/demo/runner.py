@@ -27,13 +27,12 @@ from rollout_spec.runs import (
 )
 
 METHODS = ("off", "sam")
-# A CPU is busy with few tokens: each one more costs a few percent of a step, so only likely ones pay.
-CPU_DRAFTING = (
-    "rollout.spec.num_speculative_tokens=4",
-    "rollout.spec.min_token_prob=0.3",
+DRAFTING = (
+    # A CPU is busy with few tokens, a GPU is not: let the gate find out.
+    "rollout.spec.batch_threshold=auto",
+    # Every prompt comes back in the next epoch; so does what its group of 8 said.
+    "rollout.spec.history=8",
 )
-# Every prompt comes back in the next epoch; so do what its group of 8 said.
-HISTORY = ("rollout.spec.history=8",)
 LOG_FILE = "train.log"
 # A run that says nothing for this long will never go on: a good one is silent for two minutes at most.
 STALL_SECONDS = 900.0
@@ -141,9 +140,6 @@ def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[st
     # Not is_wanted(): it imports torch, which would delay the run and can swallow a Ctrl-C.
     on_cpu = verl_cpu.engine_is_cpu_build()
     settings = f"[cpu,{plan.recipe}]" if on_cpu else plan.recipe
-    drafting: tuple[str, ...] = HISTORY if method == "sam" else ()
-    if on_cpu and method == "sam":
-        drafting += CPU_DRAFTING
     return [
         f"+rollout_spec_demo={settings}",
         f"+rollout.spec={method}",
@@ -155,7 +151,7 @@ def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[st
         f"trainer.experiment_name={plan.recipe}-{method}",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         f"hydra.run.dir={folder / 'hydra'}",
-        *drafting,
+        *(DRAFTING if method == "sam" else ()),
         *plan.overrides,
     ]
 

@@ -1,0 +1,279 @@
+"""Whole rollouts without a model: recorded responses, the real drafter and gate, and a table of step times.
+
+An engine serves its requests first come, first served, at most max_num_seqs at a time; a step takes what the
+table says for the tokens it verifies; a draft token is accepted exactly when it equals the recorded token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.drafter import Drafter
+from rollout_spec.index import Int32Array
+from rollout_spec.replay import Rollout
+
+
+class StepTimesError(ValueError):
+    """A table of step times that cannot be used; the message says why."""
+
+
+class StepTimes:
+    """Seconds of an engine step by the tokens it verifies.
+
+    Linear between the points; before the first constant, behind the last on the line through the last two.
+
+    Args:
+        points: (number of tokens, seconds), any order.
+        drafted: the same for steps with drafts, where engines run these through other code; else as `points`.
+
+    Raises:
+        StepTimesError: no points, or one that is not positive.
+    """
+
+    def __init__(
+        self, points: Iterable[tuple[float, float]], drafted: Iterable[tuple[float, float]] = ()
+    ) -> None:
+        self._plain = _curve(points)
+        drafted = list(drafted)
+        self._drafted = _curve(drafted) if drafted else self._plain
+
+    @classmethod
+    def parse(cls, text: str) -> StepTimes:
+        """From "8:0.085,16:0.09,32:0.17", tokens and seconds, or the JSON file that `bench engine` writes."""
+        path = Path(text)
+        if path.is_file():
+            return cls._from_file(path)
+        try:
+            return cls([(float(n), float(s)) for n, s in (point.split(":") for point in text.split(","))])
+        except ValueError as error:
+            raise StepTimesError(
+                f"step times {text!r}: neither a file nor tokens:seconds,..., {error}"
+            ) from None
+
+    @classmethod
+    def _from_file(cls, path: Path) -> StepTimes:
+        try:
+            table = json.loads(path.read_text())["step_times"]
+            curves: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+            for point in table:
+                curves[bool(point["drafted"])].append((float(point["num_tokens"]), float(point["seconds"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise StepTimesError(f"{path}: no step_times of `rollout-spec bench engine`: {error!r}") from None
+        return cls(curves[False], curves[True])
+
+    def seconds(self, num_tokens: int, drafted: bool) -> float:
+        at, seconds = self._drafted if drafted else self._plain
+        if num_tokens <= at[-1] or len(at) == 1:
+            return float(np.interp(num_tokens, at, seconds))
+        slope = max(0.0, (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]))
+        return float(seconds[-1] + slope * (num_tokens - at[-1]))
+
+
+def _curve(
+    points: Iterable[tuple[float, float]],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    at, seconds = np.array(sorted(points), float).reshape(-1, 2).T
+    if not len(at) or at[0] < 1 or not (seconds > 0).all() or not np.isfinite(seconds).all():
+        raise StepTimesError("step times: need at least one point, tokens from 1 and seconds above 0")
+    return at, seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    name: str
+    group: str
+    prompt_token_ids: Int32Array
+    response: Int32Array
+
+
+@dataclasses.dataclass
+class EngineRun:
+    """What one engine did."""
+
+    seconds: float = 0.0
+    tail_seconds: float = 0.0
+    """Of these, with at most tail_rows requests running."""
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Request]:
+    """One rollout: the first `group_size` responses of every line, in the order of the lines."""
+    return [
+        Request(f"{i}.{j}", f"{i}", line.prompt_token_ids, response)
+        for i, line in enumerate(lines)
+        for j, response in enumerate(line.responses[:group_size])
+    ]
+
+
+def assign(requests: Sequence[Request], num_replicas: int, by_group: bool) -> list[list[Request]]:
+    """The requests of every replica: in turn, as verl's least-loaded routing does, or by groups, in turn."""
+    engines: list[list[Request]] = [[] for _ in range(num_replicas)]
+    groups = list(dict.fromkeys(request.group for request in requests))
+    turn = {group: i % num_replicas for i, group in enumerate(groups)}
+    for i, request in enumerate(requests):
+        engines[turn[request.group] if by_group else i % num_replicas].append(request)
+    return engines
+
+
+def simulate_engine(
+    requests: Sequence[Request],
+    config: SpecConfig,
+    times: StepTimes,
+    max_num_seqs: int,
+    tail_rows: int,
+    on_tokens: Callable[[int], None] | None = None,
+) -> EngineRun:
+    """One engine's rollout.
+
+    A request's prompt is prefilled in the step that admits it, once per group (prefix caching), and its
+    tokens count as verified ones.
+
+    Args:
+        config: of the drafter; method off: no drafts.
+        on_tokens: called with the tokens of each step.
+    """
+    if not requests:
+        return EngineRun()
+    return _Engine(requests, config, times, max_num_seqs, tail_rows).run(on_tokens)
+
+
+class _Engine:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        config: SpecConfig,
+        times: StepTimes,
+        max_num_seqs: int,
+        tail_rows: int,
+    ) -> None:
+        self._queue = deque(requests)
+        self._times, self._max_num_seqs, self._tail_rows = times, max_num_seqs, tail_rows
+        self._result = EngineRun()
+        self._drafter = Drafter(config, clock=lambda: self._result.seconds) if config.enabled else None
+        longest = max(len(r.prompt_token_ids) + len(r.response) for r in requests)
+        num_rows = min(max_num_seqs, len(requests))
+        self._token_ids = np.zeros((num_rows, longest), np.int32)
+        self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        self._names: list[str] = []
+        self._drafts: list[list[int]] = []
+        self._prefilled: set[str] = set()
+
+    def run(self, on_tokens: Callable[[int], None] | None) -> EngineRun:
+        while self._queue or self._names:
+            num_gained = self._step()
+            if on_tokens is not None:
+                on_tokens(num_gained)
+        return self._result
+
+    def _step(self) -> int:
+        result = self._result
+        num_tokens = self._admit() + len(self._names) + sum(map(len, self._drafts))
+        num_running = len(self._names)
+        seconds = self._times.seconds(num_tokens, any(self._drafts))
+        result.seconds += seconds
+        result.tail_seconds += seconds if num_running <= self._tail_rows else 0.0
+        result.num_steps += 1
+        nums_new = self._verify()
+        num_gained = int(nums_new.sum())
+        result.num_tokens += num_gained
+        self._levels[:num_running] += nums_new
+        self._drafts = [[] for _ in self._names]
+        if self._drafter is not None:
+            self._drafts = self._drafter.step(self._names, nums_new, self._token_ids, self._levels)
+        for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
+            self._remove(int(row))
+        return num_gained
+
+    def _admit(self) -> int:
+        """Fill the batch; returns the tokens to prefill."""
+        num_tokens = 0
+        while self._queue and len(self._names) < self._max_num_seqs:
+            request = self._queue.popleft()
+            row, prompt = len(self._names), request.prompt_token_ids
+            end = len(prompt) + len(request.response)
+            self._token_ids[row, : len(prompt)] = prompt
+            self._token_ids[row, len(prompt) : end] = request.response
+            self._levels[row], self._ends[row] = len(prompt), end
+            self._names.append(request.name)
+            self._drafts.append([])
+            if self._drafter is not None:
+                self._drafter.open(request.name, prompt, end, request.group)
+            if request.group not in self._prefilled:
+                self._prefilled.add(request.group)
+                num_tokens += len(prompt)
+        return num_tokens
+
+    def _verify(self) -> Int32Array:
+        """The tokens that every row gets: the accepted ones of its draft and one more."""
+        nums_new = np.ones(len(self._names), np.int32)
+        for row, draft in enumerate(self._drafts):
+            if not draft:
+                continue
+            level, end = self._levels[row], self._ends[row]
+            said = self._token_ids[row, level : min(end, level + len(draft))]
+            agrees = np.append(said == draft[: len(said)], False)
+            accepted = int(np.argmin(agrees))
+            nums_new[row] = min(accepted + 1, end - level)
+            self._result.num_draft_tokens += len(draft)
+            self._result.num_accepted_tokens += accepted
+        return nums_new
+
+    def _remove(self, row: int) -> None:
+        """End a request; the last row takes its place, as in an engine's batch."""
+        last = len(self._names) - 1
+        if self._drafter is not None:
+            self._drafter.close(self._names[row])
+        for rows in (self._token_ids, self._levels, self._ends):
+            rows[row] = rows[last]
+        self._names[row], self._drafts[row] = self._names[last], self._drafts[last]
+        self._names.pop()
+        self._drafts.pop()
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    num_replicas: int
+    max_num_seqs: int
+    group_size: int | None  # None: all responses of a line
+    by_group: bool = False
+
+
+def simulate(
+    lines: Sequence[Rollout],
+    cluster: Cluster,
+    config: SpecConfig,
+    times: StepTimes,
+    tail_rows: int,
+    on_tokens: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """One rollout of the lines on the cluster; its time is that of the slowest replica.
+
+    Returns:
+        makespan_s, tail_share (of the time, with at most tail_rows requests running on the slowest replica),
+        tokens_per_s, acceptance_rate (0 without drafts).
+    """
+    requests = requests_of(lines, cluster.group_size)
+    runs = [
+        simulate_engine(part, config, times, cluster.max_num_seqs, tail_rows, on_tokens)
+        for part in assign(requests, cluster.num_replicas, cluster.by_group)
+    ]
+    slowest = max(runs, key=lambda run: run.seconds)
+    num_draft_tokens = sum(run.num_draft_tokens for run in runs)
+    return {
+        "makespan_s": slowest.seconds,
+        "tail_share": slowest.tail_seconds / slowest.seconds,
+        "tokens_per_s": sum(run.num_tokens for run in runs) / slowest.seconds,
+        "acceptance_rate": sum(run.num_accepted_tokens for run in runs) / max(1, num_draft_tokens),
+    }

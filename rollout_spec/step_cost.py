@@ -1,0 +1,72 @@
+"""How long an engine step takes, measured while the engine runs: seconds by verified tokens and context."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+# Costs bend where a kernel's tile or a captured CUDA graph is full: at about these numbers of tokens.
+KNOTS = np.array(sorted({1, 2, 3} | {2**i for i in range(2, 16)} | {3 * 2**i for i in range(1, 14)}), float)
+MEMORY = 64  # measurements after which a knot has mostly forgotten what it was
+UNKNOWN_GROWTH = 0.5  # twice the tokens cost sqrt(2) times as long, until they are measured
+
+_Floats = npt.NDArray[np.float64]
+
+
+class StepCost:
+    """Seconds of a step as a function of the tokens it verifies, one curve, linear between KNOTS.
+
+    A knot holds the mean time of the steps near it and the mean context they had; the seconds that a token of
+    context costs are one slope for all knots (an analysis of covariance). Where nothing was measured the time
+    is interpolated in logarithms, and beyond that grows with the root of the number of tokens.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = np.zeros(len(KNOTS))
+        self._contexts = np.zeros(len(KNOTS))
+        self._weights = np.zeros(len(KNOTS))
+        self._covariance = self._variance = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._weights.any())
+
+    def learn(self, num_tokens: int, num_context: int, seconds: float) -> None:
+        """One step took this long.
+
+        Args:
+            num_tokens: tokens verified, draft tokens included.
+            num_context: tokens in all rows of the step.
+        """
+        if self.is_known:
+            # A pause of the process must not pass for the cost of a step; a lasting change comes through.
+            seconds = min(seconds, 3.0 * self.seconds(np.array([num_tokens]), num_context)[0])
+        position = np.interp(num_tokens, KNOTS, np.arange(len(KNOTS)))
+        left = min(int(position), len(KNOTS) - 2)
+        for knot, share in ((left, left + 1 - position), (left + 1, position - left)):
+            if share > 0.0:
+                self._learn_knot(knot, float(share), num_context, seconds)
+
+    def _learn_knot(self, knot: int, share: float, num_context: int, seconds: float) -> None:
+        if self._weights[knot] > 0.0:
+            more_context = num_context - self._contexts[knot]
+            keep = 1.0 - share / (4 * MEMORY)
+            self._variance = keep * self._variance + share * more_context**2
+            self._covariance = keep * self._covariance + share * more_context * (
+                seconds - self._seconds[knot]
+            )
+        self._weights[knot] = min(self._weights[knot] + share, float(MEMORY))
+        rate = share / self._weights[knot]
+        self._seconds[knot] += rate * (seconds - self._seconds[knot])
+        self._contexts[knot] += rate * (num_context - self._contexts[knot])
+
+    def seconds(self, nums_tokens: npt.ArrayLike, num_context: int) -> _Floats:
+        """float64, the shape of `nums_tokens`. At least one step must have been learned."""
+        known = self._weights > 0.0
+        slope = max(0.0, self._covariance / self._variance) if self._variance > 0.0 else 0.0
+        of_context = slope * (num_context - self._contexts[known])
+        at = np.log(KNOTS[known])
+        times = np.log(np.maximum(self._seconds[known] + of_context, 0.1 * self._seconds[known]))
+        wanted = np.log(np.asarray(nums_tokens, float))
+        outside = np.minimum(wanted - at[0], 0.0) + np.maximum(wanted - at[-1], 0.0)
+        return np.exp(np.interp(wanted, at, times) + UNKNOWN_GROWTH * outside)

@@ -1,0 +1,192 @@
+"""Rollouts in virtual time: by hand where that is possible, and what the automatic gate must hold to."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.gate import PROBE_EVERY
+from rollout_spec.replay import Rollout
+from rollout_spec.simulate import (
+    Cluster,
+    StepTimes,
+    StepTimesError,
+    _Engine,
+    assign,
+    requests_of,
+    simulate,
+    simulate_engine,
+)
+from tests.text import speak
+
+OFF = SpecConfig(method="off")
+FLAT = StepTimes([(1, 0.01), (1000, 0.01)])  # tokens cost nothing
+STEPPED = StepTimes(  # two CPU cores: 8 more tokens are free for 8 rows, 24 more double the time
+    [(1, 0.05), (2, 0.052), (4, 0.06), (8, 0.085), (16, 0.088), (32, 0.17), (64, 0.3), (256, 1.2)]
+)
+DEAR = StepTimes([(1, 0.01), (1000, 10.0)])  # every token costs as much as a row
+
+
+def line(group, prompt, *lengths, rng=None):
+    rng = rng or np.random.default_rng(int(group))
+    return Rollout(group, None, np.arange(prompt, dtype=np.int32), [speak(rng, n) for n in lengths])
+
+
+def rollouts(num_groups=6, group_size=8, seed=3):
+    """Groups with long-tailed lengths."""
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(60 * rng.lognormal(0.5, 0.8, (num_groups, group_size)), 900).astype(int) + 8
+    return [line(str(i), 10, *row, rng=np.random.default_rng([seed, i])) for i, row in enumerate(lengths)]
+
+
+def noise(num_groups=4, group_size=8, length=150):
+    """Text without repetition."""
+    rng = np.random.default_rng(9)
+    return [
+        Rollout(str(i), None, rng.integers(0, 50_000, 9).astype(np.int32),
+                [rng.integers(0, 50_000, length).astype(np.int32) for _ in range(group_size)])
+        for i in range(num_groups)
+    ]  # fmt: skip
+
+
+def test_a_rollout_without_drafts_by_hand():
+    times = StepTimes([(1, 1.0), (2, 2.0), (10, 10.0)])
+    run = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, times, max_num_seqs=1, tail_rows=0)
+    # 5 prompt tokens with the first row, then 2 more steps of it; the sibling's prompt is there already.
+    assert run.seconds == (5 + 1) + 1 + 1 + 1 + 1
+    assert (run.num_steps, run.num_tokens, run.tail_seconds) == (5, 5, 0.0)
+    both = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, times, max_num_seqs=2, tail_rows=1)
+    assert both.seconds == (5 + 2) + 2 + 1
+    assert both.tail_seconds == 1.0
+
+
+def test_drafts_change_the_time_and_nothing_else():
+    lines = rollouts()
+    requests = requests_of(lines, None)
+    plain = simulate_engine(requests, OFF, FLAT, 16, 8)
+    drafted = simulate_engine(requests, SpecConfig(batch_threshold=64), FLAT, 16, 8)
+    assert drafted.num_tokens == plain.num_tokens == sum(len(r) for one in lines for r in one.responses)
+    assert drafted.num_steps < 0.8 * plain.num_steps
+    assert 0 < drafted.num_accepted_tokens < drafted.num_draft_tokens
+
+
+def test_replicas_share_the_requests_and_the_slowest_counts():
+    lines = rollouts(4)
+    requests = requests_of(lines, 6)
+    assert len(requests) == 24
+    by_turn, by_group = assign(requests, 2, by_group=False), assign(requests, 2, by_group=True)
+    assert [len(part) for part in by_turn] == [len(part) for part in by_group] == [12, 12]
+    assert {request.group for request in by_group[0]} == {"0", "2"}
+    one = simulate(lines, Cluster(1, 8, 6), OFF, STEPPED, 4)
+    two = simulate(lines, Cluster(2, 8, 6), OFF, STEPPED, 4)
+    assert 0.4 < two["makespan_s"] / one["makespan_s"] < 0.95
+    assert two["tail_share"] > one["tail_share"] > 0.0
+
+
+@pytest.mark.parametrize("times", [FLAT, STEPPED, DEAR], ids=["flat", "stepped", "dear"])
+def test_auto_is_as_good_as_the_best_fixed_threshold(times):
+    lines = rollouts(12)
+    cluster = Cluster(1, 16, None)
+    fixed = [
+        simulate(lines, cluster, SpecConfig(batch_threshold=threshold), times, 8)["makespan_s"]
+        for threshold in (0, 1, 2, 4, 8, 16)
+    ]
+    auto = simulate(lines, cluster, SpecConfig(batch_threshold="auto"), times, 8)["makespan_s"]
+    assert auto < min(fixed) / 0.97
+
+
+@pytest.mark.parametrize("times", [FLAT, STEPPED, DEAR], ids=["flat", "stepped", "dear"])
+def test_auto_loses_nothing_where_nothing_repeats(times):
+    cluster = Cluster(1, 16, None)
+    off = simulate(noise(), cluster, OFF, times, 8)["makespan_s"]
+    auto = simulate(noise(), cluster, SpecConfig(batch_threshold="auto"), times, 8)["makespan_s"]
+    assert auto < off / 0.98
+
+
+class DelayedTimes(StepTimes):
+    """Steps with drafts take this much longer."""
+
+    delay = 0.0
+
+    def seconds(self, num_tokens, drafted):
+        return super().seconds(num_tokens, drafted) + self.delay * drafted
+
+
+def test_the_guard_stops_a_loss_within_200_steps_and_drafting_comes_back():
+    requests = requests_of([line("0", 10, *[6000] * 4)], None)
+    times = DelayedTimes([(1, 0.05), (64, 0.06)])
+    engine = _Engine(requests, SpecConfig(batch_threshold="auto"), times, 4, 4)
+    counters = engine._drafter.counters
+
+    def drafts_of(num_steps):
+        before = counters.num_drafts
+        for _ in range(num_steps):
+            engine._step()
+        return counters.num_drafts - before
+
+    assert drafts_of(200) > 300
+    times.delay = 1.0
+    drafts_of(200)
+    assert counters.num_guard_stops > 0
+    assert drafts_of(200) < 100
+    times.delay = 0.0
+    drafts_of(800)
+    assert drafts_of(200) > 300
+
+
+def test_every_so_often_a_step_goes_without_drafts():
+    engine = _Engine(
+        requests_of([line("0", 10, 4000, 4000)], None), SpecConfig(batch_threshold="auto"), FLAT, 2, 2
+    )
+    for _ in range(300):
+        engine._step()
+    counters = engine._drafter.counters
+    assert 300 // (PROBE_EVERY + 1) - 1 <= counters.num_steps_off_probe <= 300 // PROBE_EVERY + 4
+    assert counters.num_steps == 300
+
+
+def test_gain_is_told_as_it_was():
+    config = SpecConfig(batch_threshold="auto")
+    requests = requests_of(rollouts(), None)
+    off = simulate_engine(requests, OFF, STEPPED, 8, 8)
+    engine = _Engine(requests, config, STEPPED, 8, 8)
+    on = engine.run(None)
+    counters = engine._drafter.counters
+    achieved = counters.gate_plain_seconds / counters.gate_seconds
+    expected = counters.gate_expected_plain_seconds / counters.gate_expected_seconds
+    assert achieved > 1.1
+    assert expected == pytest.approx(achieved, rel=0.15)
+    # Steps that could not be compared, and those without drafts, gain less.
+    assert 1.0 < off.seconds / on.seconds <= achieved * 1.05
+
+
+def test_step_times_are_read_from_text_and_from_the_bench(tmp_path):
+    times = StepTimes.parse("8:0.1, 16:0.2")
+    assert times.seconds(4, False) == 0.1
+    assert times.seconds(12, True) == pytest.approx(0.15)
+    assert times.seconds(32, False) == pytest.approx(0.4)
+    file = tmp_path / "engine.json"
+    points = [
+        {"num_tokens": 1, "seconds": 0.1, "num_steps": 9, "drafted": False},
+        {"num_tokens": 1, "seconds": 0.3, "num_steps": 2, "drafted": True},
+    ]
+    file.write_text(json.dumps({"step_times": points}))
+    times = StepTimes.parse(str(file))
+    assert (times.seconds(7, False), times.seconds(7, True)) == (0.1, 0.3)
+
+
+@pytest.mark.parametrize("text", ["", "8", "8:x", "8:-1", "0:1", "8:inf"])
+def test_step_times_that_cannot_be(text):
+    with pytest.raises(StepTimesError, match="step times"):
+        StepTimes.parse(text)
+
+
+def test_a_file_that_is_no_table(tmp_path):
+    file = tmp_path / "x.json"
+    for content in ("", "[]", "{}", '{"step_times": [{"num_tokens": 1}]}', '{"step_times": []}'):
+        file.write_text(content)
+        with pytest.raises(StepTimesError, match="step"):
+            StepTimes.parse(str(file))

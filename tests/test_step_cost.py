@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_spec.step_cost import KNOTS, StepCost
+
+
+def learned(cost, nums_tokens, context=1000, repeats=100, noise=0.0):
+    curve, rng = StepCost(), np.random.default_rng(0)
+    for _ in range(repeats):
+        for n in nums_tokens:
+            curve.learn(n, context, cost(n, context) * rng.lognormal(0.0, noise))
+    return curve
+
+
+def steps(n, context):
+    """A machine whose cost jumps where a tile is full."""
+    return 0.06 + 0.002 * 16 * np.ceil(np.asarray(n) / 16)
+
+
+def test_a_cost_is_found_again_at_and_between_the_knots():
+    curve = learned(lambda n, c: 0.05 + 0.002 * n, [1, 2, 4, 8, 12, 16, 24, 32])
+    wanted = np.array([1, 3, 5, 8, 14, 20, 32])
+    assert curve.seconds(wanted, 1000) == pytest.approx(0.05 + 0.002 * wanted, rel=0.02)
+
+
+def test_noise_is_averaged_out_and_a_jump_kept():
+    curve = learned(steps, [8, 16, 24, 32], noise=0.2)
+    eight, sixteen, more = curve.seconds([8, 16, 24], 1000)
+    assert eight == pytest.approx(sixteen, rel=0.08)
+    assert more > 1.2 * sixteen
+
+
+def test_context_has_a_price_of_its_own():
+    curve, rng = StepCost(), np.random.default_rng(1)
+    for context in range(0, 20_000, 10):
+        n = int(rng.integers(4, 33))
+        curve.learn(n, context, 0.02 + 0.001 * n + 1e-6 * context)
+    for n, context in ((8, 0), (8, 19_990), (24, 10_000)):
+        assert curve.seconds(n, context) == pytest.approx(0.02 + 0.001 * n + 1e-6 * context, rel=0.1)
+
+
+def test_what_was_never_measured_is_guessed_safely():
+    curve = learned(lambda n, c: 0.1, [8])
+    assert curve.seconds([2, 8, 32, 128], 1000) == pytest.approx([0.05, 0.1, 0.2, 0.4])
+
+
+def test_one_pause_is_not_a_cost_and_a_lasting_change_is():
+    curve = learned(lambda n, c: 0.1, [8])
+    curve.learn(8, 1000, 60.0)
+    assert curve.seconds(8, 1000) < 0.11
+    for _ in range(200):
+        curve.learn(8, 1000, 0.5)
+    assert curve.seconds(8, 1000) == pytest.approx(0.5, rel=0.05)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60_000), st.integers(0, 10**7), st.floats(1e-6, 100.0)),
+        min_size=1,
+        max_size=60,
+    ),
+    st.integers(1, 60_000),
+    st.integers(0, 10**7),
+)
+def test_whatever_is_measured_a_cost_is_a_positive_number(measured, n, context):
+    curve = StepCost()
+    for sample in measured:
+        curve.learn(*sample)
+    seconds = curve.seconds(np.array([n, int(KNOTS[-1]), 10**6]), context)
+    assert np.isfinite(seconds).all() and (seconds > 0.0).all()
