@@ -15,11 +15,12 @@ import numpy.typing as npt
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.step_cost import StepCost
 
-# A fixed gate moves after this many steps in a row on the other side of its threshold.
+# A gate moves after this many steps in a row that say so: one arrival is none.
 HYSTERESIS_STEPS = 4
 
 # The automatic gate. Steps are engine steps.
 PROBE_EVERY = 32  # steps with drafts after which one goes without, to know what that costs
+REACH_EVERY = 16  # steps after which a budget may reach for a number of tokens that was never measured
 LOOK_EVERY = 8  # steps without drafts after which one is drafted for, to see whether it would pay by now
 NUM_FIRST_STEPS = 4  # measured without drafts before the first draft
 MIN_PRICE = 0.02  # a draft token less likely than this is never proposed
@@ -27,7 +28,7 @@ GAIN_MEMORY = 128  # steps after which gain and calibration have mostly forgotte
 PRIOR_TOKENS = 8.0  # the weight of the belief that what is promised comes true
 GUARD_STEPS = 48  # steps with drafts that the guard judges by
 GUARD_LOSS = 0.02  # the share of time lost to drafting at which the guard acts
-MIN_PAUSE, MAX_PAUSE = 128, 4096  # steps; a pause is twice as long as the one before until drafting wins
+MIN_PAUSE, MAX_PAUSE = 128, 1024  # steps; a pause is twice as long as the one before until drafting wins
 
 _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
@@ -113,9 +114,10 @@ class AutoGate:
         self._num_chosen = 0  # draft tokens that the step now running verifies
         self._promised = 0.0  # of these, what their survivals promise; uncorrected
         self._expected_seconds = 0.0
-        self._price = 0.0
-        self._steps_since_plain = self._steps_since_draft = 0
-        self._closed_at: int | None = None  # rows at which drafts were last not worth their cost
+        self._price = MIN_PRICE
+        self._steps_since_plain = self._steps_since_draft = self._steps_since_reach = 0
+        self._closed_at: int | None = None  # rows at which no draft was worth its cost
+        self._num_unworthy = 0  # steps in a row in which none was
         # Decayed sums: what steps took, and what plain ones would have for the same tokens
         self._seconds = self._plain_seconds = 0.0
         # likewise: draft tokens promised to be accepted, and accepted
@@ -153,11 +155,14 @@ class AutoGate:
         sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)
         num = self._num_worthwhile(sorted_survivals * self._calibration)
         if num == 0:
-            self._closed_at = self._last.num_rows
+            self._num_unworthy += 1
+            if self._num_unworthy >= HYSTERESIS_STEPS:
+                self._closed_at = self._last.num_rows
             counters.num_steps_off_cost += 1
-            self._price /= 2
+            self._price = max(MIN_PRICE, self._price / 2)
             return np.zeros_like(numbers)
-        self._closed_at = None
+        self._closed_at, self._num_unworthy = None, 0
+        num = self._reach(num, len(sorted_survivals))
         self._price = float(sorted_survivals[num - 1])
         chosen = ((survivals >= np.float32(self._price)) & is_draft).sum(axis=1).astype(np.int32)
         self._num_chosen = int(chosen.sum())
@@ -182,14 +187,22 @@ class AutoGate:
         best = int(np.argmax(worth))
         return best + 1 if worth[best] > 0.0 else 0
 
+    def _reach(self, num: int, most: int) -> int:
+        """A budget of `num` draft tokens, or now and then one that shows what the next larger would cost."""
+        assert self._last is not None
+        self._steps_since_reach += 1
+        knot = self._drafted.unmeasured_above(self._last.num_rows + num)
+        if num == most or self._steps_since_reach < REACH_EVERY or knot is None:
+            return num
+        self._steps_since_reach = 0
+        return min(most, knot - self._last.num_rows)
+
     def _costs(self, nums_tokens: npt.NDArray[np.int64], num_context: int) -> npt.NDArray[np.float64]:
-        """Seconds of steps with drafts, never falling and never less than a plain one."""
+        """Seconds of steps with drafts, never less than a plain one."""
         assert self._last is not None
         plain = float(self._plain.seconds(self._last.num_rows, num_context))
         curve = self._drafted if self._drafted.is_known else self._plain
-        costs: npt.NDArray[np.float64] = np.maximum.accumulate(
-            np.maximum(curve.seconds(nums_tokens, num_context), plain)
-        )
+        costs: npt.NDArray[np.float64] = np.maximum(curve.seconds(nums_tokens, num_context), plain)
         return costs
 
     def _learn(self, step: Step, counters: EngineCounters) -> None:
@@ -226,13 +239,14 @@ class AutoGate:
 
     def _watch(self, seconds: float, plain_seconds: float, counters: EngineCounters) -> None:
         """The guard: pause where the last steps with drafts have lost time."""
-        self._guard.append((seconds, plain_seconds))
+        # A pause of the process must not pass for a loss.
+        self._guard.append((min(seconds, 3.0 * self._expected_seconds), plain_seconds))
         if len(self._guard) < GUARD_STEPS:
             return
         taken, plain = (sum(column) for column in zip(*self._guard, strict=True))
-        self._guard.clear()
         if taken <= plain * (1.0 + GUARD_LOSS):
             self._pause_steps = MIN_PAUSE
+            self._guard.clear()
             return
         self._pause = self._pause_steps
         self._pause_rows = self._last.num_rows if self._last else 0
@@ -242,5 +256,6 @@ class AutoGate:
     def _begin_anew(self) -> None:
         """What made drafts dear may be over: forget what they cost, and try."""
         self._drafted = StepCost()
-        self._closed_at = None
+        self._guard.clear()
+        self._closed_at, self._num_unworthy = None, 0
         self._pause_steps = min(2 * self._pause_steps, MAX_PAUSE)

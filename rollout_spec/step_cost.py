@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 # Costs bend where a kernel's tile or a captured CUDA graph is full: at about these numbers of tokens.
 KNOTS = np.array(sorted({1, 2, 3} | {2**i for i in range(2, 16)} | {3 * 2**i for i in range(1, 14)}), float)
+ENOUGH = 4  # measurements that make a knot known
 MEMORY = 64  # measurements after which a knot has mostly forgotten what it was
 UNKNOWN_GROWTH = 0.5  # twice the tokens cost sqrt(2) times as long, until they are measured
 
@@ -14,11 +15,12 @@ _Floats = npt.NDArray[np.float64]
 
 
 class StepCost:
-    """Seconds of a step as a function of the tokens it verifies, one curve, linear between KNOTS.
+    """Seconds of a step as a function of the tokens it verifies, a curve that never falls.
 
     A knot holds the mean time of the steps near it and the mean context they had; the seconds that a token of
-    context costs are one slope for all knots (an analysis of covariance). Where nothing was measured the time
-    is interpolated in logarithms, and beyond that grows with the root of the number of tokens.
+    context costs are one slope for all knots (an analysis of covariance). What falls from knot to knot is
+    noise and is averaged out. Between the measured knots the time is interpolated in logarithms, and beyond
+    them it grows with the root of the number of tokens.
     """
 
     def __init__(self) -> None:
@@ -30,6 +32,12 @@ class StepCost:
     @property
     def is_known(self) -> bool:
         return bool(self._weights.any())
+
+    def unmeasured_above(self, num_tokens: int) -> int | None:
+        """The next knot above that many tokens, if it was hardly ever measured."""
+        knot = int(np.searchsorted(KNOTS, num_tokens, side="right"))
+        hardly = knot < len(KNOTS) and self._weights[knot] < ENOUGH
+        return int(KNOTS[knot]) if hardly else None
 
     def learn(self, num_tokens: int, num_context: int, seconds: float) -> None:
         """One step took this long.
@@ -65,8 +73,21 @@ class StepCost:
         known = self._weights > 0.0
         slope = max(0.0, self._covariance / self._variance) if self._variance > 0.0 else 0.0
         of_context = slope * (num_context - self._contexts[known])
-        at = np.log(KNOTS[known])
-        times = np.log(np.maximum(self._seconds[known] + of_context, 0.1 * self._seconds[known]))
+        times = np.maximum(self._seconds[known] + of_context, 0.1 * self._seconds[known])
+        at, times = np.log(KNOTS[known]), np.log(_never_falling(times, self._weights[known]))
         wanted = np.log(np.asarray(nums_tokens, float))
         outside = np.minimum(wanted - at[0], 0.0) + np.maximum(wanted - at[-1], 0.0)
         return np.exp(np.interp(wanted, at, times) + UNKNOWN_GROWTH * outside)
+
+
+def _never_falling(values: _Floats, weights: _Floats) -> _Floats:
+    """Isotonic regression by pooling adjacent violators (Barlow et al. 1972)."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, length
+    for value, weight in zip(values, weights, strict=True):
+        pool = (float(value), float(weight), 1)
+        while pools and pools[-1][0] >= pool[0]:
+            mean, mass, length = pools.pop()
+            total = mass + pool[1]
+            pool = ((mean * mass + pool[0] * pool[1]) / total, total, length + pool[2])
+        pools.append(pool)
+    return np.repeat([mean for mean, _, _ in pools], [length for _, _, length in pools])

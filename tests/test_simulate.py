@@ -115,26 +115,31 @@ class DelayedTimes(StepTimes):
         return super().seconds(num_tokens, drafted) + self.delay * drafted
 
 
-def test_the_guard_stops_a_loss_within_200_steps_and_drafting_comes_back():
-    requests = requests_of([line("0", 10, *[6000] * 4)], None)
-    times = DelayedTimes([(1, 0.05), (64, 0.06)])
-    engine = _Engine(requests, SpecConfig(batch_threshold="auto"), times, 4, 4)
-    counters = engine._drafter.counters
+class Delayed:
+    """An engine whose steps with drafts can be made slower."""
 
-    def drafts_of(num_steps):
-        before = counters.num_drafts
+    def __init__(self):
+        self.times = DelayedTimes([(1, 0.05), (64, 0.06)])
+        requests = requests_of([line("0", 10, *[6000] * 4)], None)
+        self.engine = _Engine(requests, SpecConfig(batch_threshold="auto"), self.times, 4, 4)
+        self.counters = self.engine._drafter.counters
+
+    def drafts_of(self, num_steps):
+        before = self.counters.num_drafts
         for _ in range(num_steps):
-            engine._step()
-        return counters.num_drafts - before
+            self.engine._step()
+        return self.counters.num_drafts - before
 
-    assert drafts_of(200) > 300
-    times.delay = 1.0
-    drafts_of(200)
-    assert counters.num_guard_stops > 0
-    assert drafts_of(200) < 100
-    times.delay = 0.0
-    drafts_of(800)
-    assert drafts_of(200) > 300
+
+def test_drafting_stops_within_200_steps_where_it_has_become_slow_and_comes_back():
+    delayed = Delayed()
+    assert delayed.drafts_of(200) > 300
+    delayed.times.delay = 1.0
+    delayed.drafts_of(200)
+    assert delayed.drafts_of(200) < 20
+    delayed.times.delay = 0.0
+    delayed.drafts_of(800)
+    assert delayed.drafts_of(200) > 300
 
 
 def test_every_so_often_a_step_goes_without_drafts():

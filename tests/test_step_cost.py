@@ -73,3 +73,9 @@ def test_whatever_is_measured_a_cost_is_a_positive_number(measured, n, context):
         curve.learn(*sample)
     seconds = curve.seconds(np.array([n, int(KNOTS[-1]), 10**6]), context)
     assert np.isfinite(seconds).all() and (seconds > 0.0).all()
+
+
+def test_one_odd_step_at_few_tokens_does_not_make_many_dear():
+    curve = learned(lambda n, c: 0.1, [8, 12, 16])
+    curve.learn(5, 1000, 0.25)
+    assert curve.seconds([5, 8, 16], 1000) == pytest.approx([0.1, 0.1, 0.1], rel=0.05)

@@ -1,0 +1,122 @@
+"""The gates by themselves: steps in, budgets out. Whole rollouts under them are in test_simulate."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout_spec.gate import GUARD_STEPS, HYSTERESIS_STEPS, MIN_PAUSE, AutoGate, FixedGate, Step, make_gate
+from rollout_spec.metrics import EngineCounters
+
+NUM_ROWS, K = 4, 8
+
+
+def test_the_option_names_the_gate():
+    assert isinstance(make_gate(8), FixedGate)
+    assert isinstance(make_gate("auto"), AutoGate)
+
+
+def rows(num_rows):
+    return Step(num_rows=num_rows, num_context=0, num_new_tokens=num_rows, seconds=0.1)
+
+
+def test_one_arrival_does_not_flip_a_fixed_gate():
+    gate, counters = FixedGate(8), EngineCounters()
+
+    def is_open(*nums_rows):
+        return [gate.begin(rows(n), counters) is not None for n in nums_rows]
+
+    assert is_open(8, 9, 8, 9, 9, 9, 8) == [True] * 7
+    assert is_open(*[9] * HYSTERESIS_STEPS) == [True] * (HYSTERESIS_STEPS - 1) + [False]
+    assert is_open(8, 8, 8, 9, 3, 200) == [False] * 6
+    assert is_open(*[8] * HYSTERESIS_STEPS)[-1]
+    assert counters.num_steps_off_threshold == 1 + 6 + HYSTERESIS_STEPS - 1
+
+
+class Machine:
+    """Rows that all draft K tokens with these survivals; what was promised comes true."""
+
+    def __init__(self, survivals, seconds):
+        self.gate, self.counters = AutoGate(), EngineCounters()
+        self.survivals = np.tile(np.asarray(survivals, np.float32), (NUM_ROWS, 1))
+        self.seconds = seconds  # of a step with so many draft tokens
+        self.num_drafted = self.num_new_tokens = 0
+
+    def step(self):
+        """Run one; returns the draft tokens that the next verifies, None where the gate asks for none."""
+        step = Step(NUM_ROWS, 100, NUM_ROWS + self.num_accepted, self.seconds(self.num_drafted))
+        self.num_drafted = 0
+        if self.gate.begin(step, self.counters) is None:
+            self.num_new_tokens = 0
+            return None
+        numbers = np.full(NUM_ROWS, self.survivals.shape[1], np.int32)
+        chosen = self.gate.choose(self.survivals, numbers, self.counters)
+        self.num_drafted = int(chosen.sum())
+        return chosen
+
+    @property
+    def num_accepted(self):
+        return round(float(np.sort(self.survivals.ravel())[::-1][: self.num_drafted].sum()))
+
+    def steps(self, num):
+        return [self.step() for _ in range(num)]
+
+
+def budgets(chosen):
+    return [int(numbers.sum()) for numbers in chosen if numbers is not None]
+
+
+def test_tokens_that_cost_nothing_are_all_verified():
+    machine = Machine([0.9, 0.5, 0.1], lambda drafted: 0.1)
+    machine.steps(200)
+    assert set(budgets(machine.steps(50))) == {3 * NUM_ROWS}
+
+
+def test_the_budget_ends_where_the_gain_equals_the_cost():
+    """A token costs a tenth of a plain step, which gives 4: at about 1.5x the speed, 0.6 of a token."""
+    machine = Machine([0.95, 0.8, 0.3, 0.1], lambda drafted: 0.1 + 0.01 * drafted)
+    machine.steps(200)
+    assert set(budgets(machine.steps(50))) == {2 * NUM_ROWS}
+
+
+def test_nothing_is_drafted_where_no_token_is_worth_its_cost():
+    machine = Machine([0.5, 0.3], lambda drafted: 0.1 + 0.05 * drafted)
+    machine.steps(100)
+    chosen = machine.steps(400)
+    assert sum(budgets(chosen)) < 4 * NUM_ROWS
+    # Nor is the drafter asked in most steps.
+    assert sum(numbers is not None for numbers in chosen) < 80
+    assert machine.counters.num_steps_off_cost > 300
+
+
+def test_the_guard_pauses_before_the_model_has_learned_a_loss():
+    costs = {"drafted": 0.1}
+    machine = Machine([0.9], lambda drafted: costs["drafted"] if drafted else 0.1)
+    machine.steps(300)
+    assert machine.counters.num_guard_stops == 0
+    costs["drafted"] = 0.1 * 2 * 1.06  # with 8 tokens for 4 just not worth it
+    machine.steps(4 * GUARD_STEPS)
+    assert machine.counters.num_guard_stops == 1
+    assert machine.counters.num_steps_off_guard > MIN_PAUSE // 2
+
+
+def test_promises_that_do_not_come_true_are_corrected():
+    machine = Machine([0.9] * K, lambda drafted: 0.1 + 0.01 * drafted)
+    machine.steps(20)
+    type(machine).num_accepted, kept = 0, type(machine).num_accepted
+    try:
+        machine.steps(300)
+        assert sum(budgets(machine.steps(100))) < 2 * K * NUM_ROWS
+    finally:
+        type(machine).num_accepted = kept
+    # They are believed again in time.
+    machine.steps(1500)
+    assert max(budgets(machine.steps(200)), default=0) >= K
+
+
+@pytest.mark.parametrize("num_rows", [1, 256])
+def test_steps_that_cannot_be_compared_draft_nothing(num_rows):
+    gate, counters = AutoGate(), EngineCounters()
+    for _ in range(50):
+        assert gate.begin(Step(num_rows, 100, num_rows, None), counters) is None
+    assert counters.num_steps_off_probe == 50
