@@ -18,6 +18,7 @@ from rollout_spec.demo import processes
 from rollout_spec.demo.runner import Plan, last_error, overrides
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")
+TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
 
 
 def run(*arguments: object, **env: str) -> subprocess.CompletedProcess:
@@ -48,6 +49,13 @@ def test_version():
         (["compare", "/nowhere", "/nowhere"], "/nowhere: no such file"),
         (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["demo", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["simulate", "/nowhere.jsonl", "--step-times", "1:0.1"], "/nowhere.jsonl"),
+        (["simulate", TRACE, "--step-times", "/nowhere.json"], "neither a file nor tokens:seconds"),
+        (["simulate", TRACE, "--step-times", "1:0.1", "--replicas", "1", "0"], "--replicas [1, 0]: must be"),
+        (
+            ["simulate", TRACE, "--step-times", "1:0.1", "--batch-thresholds", "few"],
+            "rollout.spec.batch_threshold='few': must be a number or auto",
+        ),
         (["demo", "--model", "/nowhere"], "--model /nowhere: not found"),
         (["demo", "--train-file", "/nowhere"], "--train-file /nowhere: not found"),
         (["demo", "trainer.nnodes"], "'trainer.nnodes': a Hydra override looks like key=value"),
@@ -126,6 +134,19 @@ def test_bench_native_measures_as_json_and_keeps_a_record(tmp_path):
         assert list(result["sizes"]) == ["2048", "8192", "32768", "131072"]
         assert result["step"]["rows"] == 256
         assert result["step"]["share_of_rows_drafting"] > 0.8
+
+
+def test_simulate_compares_thresholds_on_clusters():
+    table = "1:0.02,64:0.021,256:0.04"
+    done = run("simulate", TRACE, "--step-times", table, "--replicas", 1, 2, "--max-num-seqs", 4,
+               "--batch-thresholds", 2, "auto", "--json")  # fmt: skip
+    one, two = json.loads(done.stdout)["results"]
+    assert (one["replicas"], two["replicas"]) == (1, 2)
+    assert [run["batch_threshold"] for run in one["runs"]] == ["off", 2, "auto"]
+    assert one["runs"][0]["makespan_s"] > two["runs"][0]["makespan_s"]
+    assert max(run["speedup"] for run in one["runs"]) > 1.1
+    shown = run("simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, "--tail-rows", 2)
+    assert f"{one['best_threshold']} *" in shown.stdout
 
 
 def test_the_plans_own_overrides_come_last(tmp_path):

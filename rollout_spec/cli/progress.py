@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -20,6 +21,15 @@ def tracked(items: Iterable[T], text: str) -> Iterable[T]:
     """The items, with a bar on a terminal."""
     console = Console(stderr=True)
     return track(list(items), text, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextlib.contextmanager
+def counted(text: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; call what it yields with how much more is done."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=total)
+        yield lambda more: progress.advance(task, more)
 
 
 class ConsoleWatcher(Watcher):
