@@ -39,14 +39,22 @@ class SpecConfig:
     num_speculative_tokens: int = _option(8, "most draft tokens per row and step", 1, MAX_SPECULATIVE_TOKENS)
     min_match_len: int = _option(1, "shortest suffix match that is drafted from, in tokens", 1, 1024)
     max_spec_factor: float = _option(2.0, "draft at most this many tokens per matched token", 0.0, 1024.0)
-    min_token_prob: float = _option(0.15, "stop a draft where its estimated survival falls below", 0.0, 1.0)
+    min_token_prob: float = _option(
+        0.15,
+        "stop a draft where its estimated survival falls below; batch_threshold=auto has prices of its own",
+        0.0,
+        1.0,
+    )
     group_sharing: bool = _option(True, "samples of one prompt share one index")
     history: int = _option(0, "responses of earlier steps kept per prompt, 0: none", 0, 1 << 16)
     history_dir: str = _option(
         "", "folder that keeps the history over a restart, a file per replica; none if empty"
     )
     batch_threshold: int | str = _option(
-        8, "more running requests than this and no row drafts; auto: draft what is worth its cost", 0, 1 << 20
+        8,
+        "more decoding requests than this and no row drafts; auto: draft what is worth its cost",
+        0,
+        1 << 20,
     )
     routing: str = _option("default", "group: siblings to one engine while load allows; default: verl's own")
     max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.config import METHODS, MODES, ROUTINGS, VERIFY, SpecConfig
+from rollout_spec.config import AUTO, METHODS, MODES, ROUTINGS, VERIFY, SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport, rollout_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +42,7 @@ def options_table() -> str:
             span = "a path"
         elif not span:
             span = "true, false" if low is None else f"{_plain(low)} to {_plain(high)}"
+            span += f", {AUTO}" if field.name == "batch_threshold" else ""
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
         default = default or "none"
         lines.append(f"| `{field.name}` | {default} | {span} | {field.metadata['help']} |")
@@ -91,7 +92,10 @@ def test_quoted_messages_are_those_of_the_code():
 
 def test_the_metrics_named_are_those_that_are_logged():
     report = RolloutReport(
-        EngineCounters(num_steps=2, num_steps_on=1), [RequestCounters(9, 4, 3, 6, 2)], 9, rollout_seconds=1.0
+        EngineCounters(num_steps=2, num_steps_on=1, gate_seconds=1.0, gate_expected_seconds=1.0),
+        [RequestCounters(9, 4, 3, 6, 2)],
+        9,
+        rollout_seconds=1.0,
     )
     logged = set(rollout_metrics([report, report])) | {
         "rollout/spec_accept_rate",
