@@ -113,7 +113,7 @@ typedef struct {
     uint64_t num_transitions;
     uint64_t num_tokens;            /* indexed and not forgotten */
     uint64_t num_bytes;             /* allocated, everything included */
-    uint64_t num_drafts;            /* since rs_index_new; drafts of no token do not count */
+    uint64_t num_drafts;            /* proposed since rs_index_new; drafts of no token do not count */
     uint64_t num_draft_tokens;      /* likewise */
     uint64_t num_accepted_tokens;   /* likewise, bonus tokens excluded */
 } rs_stats;
