@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,15 +65,15 @@ class Step:
 
     @property
     def decode_steps(self) -> float:
-        return _ratio(self.generated_tokens, self.tokens_per_step)
+        return ratio(self.generated_tokens, self.tokens_per_step)
 
     @property
     def acceptance_rate(self) -> float:
-        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+        return ratio(self.num_accepted_tokens, self.num_draft_tokens)
 
     @property
     def tokens_per_second(self) -> float:
-        return _ratio(self.generated_tokens, self.rollout_seconds)
+        return ratio(self.generated_tokens, self.rollout_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,17 +95,17 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        return _ratio(self.generated_tokens, self.rollout_seconds)
+        return ratio(self.generated_tokens, self.rollout_seconds)
 
     @property
     def tokens_per_step(self) -> float:
         """Over all decode steps of the run, so each training step weighs as much as it decoded."""
-        return _ratio(self.generated_tokens, sum(step.decode_steps for step in self.steps))
+        return ratio(self.generated_tokens, sum(step.decode_steps for step in self.steps))
 
     @property
     def acceptance_rate(self) -> float:
         accepted = sum(step.num_accepted_tokens for step in self.steps)
-        return _ratio(accepted, sum(step.num_draft_tokens for step in self.steps))
+        return ratio(accepted, sum(step.num_draft_tokens for step in self.steps))
 
     @property
     def num_drafts(self) -> int:
@@ -116,14 +117,14 @@ class Run:
     def to_dict(self) -> dict[str, Any]:
         amounts = ("step", "rollout_seconds", "step_seconds", "generated_tokens")
         qualities = ("reward", "response_length", "entropy")
-        return {name: _plain(self.column(name)) for name in amounts + qualities} | {
-            "tokens_per_step_by_step": _plain(self.column("tokens_per_step")),
-            "acceptance_rate_by_step": _plain(self.column("acceptance_rate")),
-            "tokens_per_second": _plain(self.tokens_per_second),
-            "tokens_per_step": _plain(self.tokens_per_step),
-            "acceptance_rate": _plain(self.acceptance_rate),
+        return {name: plain(self.column(name)) for name in amounts + qualities} | {
+            "tokens_per_step_by_step": plain(self.column("tokens_per_step")),
+            "acceptance_rate_by_step": plain(self.column("acceptance_rate")),
+            "tokens_per_second": plain(self.tokens_per_second),
+            "tokens_per_step": plain(self.tokens_per_step),
+            "acceptance_rate": plain(self.acceptance_rate),
             "num_drafts": self.num_drafts,
-            "looping_share": _plain(self.looping_share),
+            "looping_share": plain(self.looping_share),
         }
 
 
@@ -146,7 +147,7 @@ class Estimate:
     ci95: tuple[float, float]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"value": _plain(self.value), "ci95": _plain(self.ci95)}
+        return {"value": plain(self.value), "ci95": plain(self.ci95)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +193,9 @@ class Comparison:
         return {
             self.off.name: self.off.to_dict(),
             self.on.name: self.on.to_dict(),
-            "speedup": _plain(self.speedup),
+            "speedup": plain(self.speedup),
             "first_step_agreement": None if self.agreement is None else self.agreement.to_dict(),
-            "speedup_ci95": _plain(self.speedup_ci95),
+            "speedup_ci95": plain(self.speedup_ci95),
             "measures": {name: compared.to_dict() for name, compared in self.measures.items()},
         }
 
@@ -266,7 +267,7 @@ def looping_share(folder: Path, is_looping: Callable[[Sequence[int]], bool]) -> 
         for line in file.read_text().splitlines()
         for response in json.loads(line)["responses"]
     ]
-    return _ratio(sum(map(is_looping, responses)), len(responses))
+    return ratio(sum(map(is_looping, responses)), len(responses))
 
 
 def first_step_agreement(off: Path, on: Path) -> Agreement | None:
@@ -311,8 +312,8 @@ def _first_step_responses(folder: Path) -> dict[str, list[int]]:
 def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None) -> Comparison:
     """Compare the steps that both runs have.
 
-    The intervals are percentile bootstraps over steps, paired: a step is drawn in both runs at once, because
-    its prompts are the same. One step gives no interval (NaN).
+    The intervals are those of `paired` over steps: a step is drawn in both runs at once, because its prompts
+    are the same. One step gives no interval (NaN).
     """
     common = {step.step for step in off.steps} & {step.step for step in on.steps}
     if not common:
@@ -321,20 +322,39 @@ def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None
         dataclasses.replace(run, steps=tuple(step for step in run.steps if step.step in common))
         for run in (off, on)
     )
-    num_steps = len(common)
-    draws = np.random.default_rng(seed).multinomial(num_steps, [1 / num_steps] * num_steps, NUM_RESAMPLES)
-    # Before the resamples the steps themselves, each once.
-    draws = np.vstack([np.ones(num_steps), draws])
-    measures = {measure.name: _compare(off, on, measure, draws) for measure in MEASURES}
+    measures = {
+        measure.name: Compared(
+            measure, *paired(_amounts(off, measure), _amounts(on, measure), measure.is_ratio, seed)
+        )
+        for measure in MEASURES
+    }
     return Comparison(off, on, measures, agreement)
 
 
-def _compare(off: Run, on: Run, measure: Measure, draws: np.ndarray) -> Compared:
-    """`draws`: [1 + resample, step], how often a step was drawn."""
+def paired(
+    off: np.ndarray, on: np.ndarray, is_ratio: bool = True, seed: int = 0
+) -> tuple[Estimate, Estimate, Estimate]:
+    """What was measured in pairs: both sides, and the change, each with a percentile bootstrap over pairs.
+
+    Args:
+        off, on: [numerator or denominator, pair]; a side's value is the ratio of the sums.
+
+    Returns:
+        `off`, `on`, and on / off, or on - off unless `is_ratio`.
+    """
+    draws = _draws(off.shape[1], seed)
     with np.errstate(divide="ignore", invalid="ignore"):
-        means = [np.divide(*(_amounts(run, measure) @ draws.T)) for run in (off, on)]
-        change = means[1] / means[0] if measure.is_ratio else means[1] - means[0]
-    return Compared(measure, *(_estimate(values, draws.shape[1]) for values in (*means, change)))
+        sides = [np.divide(*(amounts @ draws.T)) for amounts in (off, on)]
+        change = sides[1] / sides[0] if is_ratio else sides[1] - sides[0]
+    first, second, third = (_estimate(values, off.shape[1]) for values in (*sides, change))
+    return first, second, third
+
+
+@functools.lru_cache(maxsize=1)
+def _draws(num_pairs: int, seed: int) -> np.ndarray:
+    """[1 + resample, pair], how often a pair was drawn; first the pairs themselves, each once."""
+    draws = np.random.default_rng(seed).multinomial(num_pairs, [1 / num_pairs] * num_pairs, NUM_RESAMPLES)
+    return np.vstack([np.ones(num_pairs), draws])
 
 
 def _amounts(run: Run, measure: Measure) -> np.ndarray:
@@ -346,19 +366,20 @@ def _amounts(run: Run, measure: Measure) -> np.ndarray:
     return amounts
 
 
-def _estimate(values: np.ndarray, num_steps: int) -> Estimate:
-    if num_steps < 2 or not np.isfinite(values[0]):
+def _estimate(values: np.ndarray, num_pairs: int) -> Estimate:
+    if num_pairs < 2 or not np.isfinite(values[0]):
         return Estimate(float(values[0]), (math.nan, math.nan))
     low, high = np.nanpercentile(np.where(np.isfinite(values[1:]), values[1:], np.nan), [2.5, 97.5])
     return Estimate(float(values[0]), (float(low), float(high)))
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def ratio(numerator: float, denominator: float) -> float:
+    """NaN where there is no denominator."""
     return numerator / denominator if denominator else math.nan
 
 
-def _plain(value: float | Iterable[float]) -> Any:
+def plain(value: float | Iterable[float]) -> Any:
     """For JSON, which has no NaN: null instead."""
     if isinstance(value, Iterable):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value if math.isfinite(value) else None
