@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import UserError
+from rollout_spec.cli.inputs import device_arguments, model_folder, read_rows, tokenized
 
 HELP = "run a model with and without drafts and compare every token"
 COLUMNS = ("K", "threshold", "group", "tokens compared", "identical", "draft tokens", "accepted", "per step")
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.vllm_certify import CertifyError, Plan, certify
 
     try:
-        record = certify(Plan(**plan_of, prompts=_tokenized(plan_of["model"], rows)))
+        record = certify(Plan(**plan_of, prompts=tokenized(plan_of["model"], rows)))
     except CertifyError as error:
         raise UserError(str(error)) from error
     texts, prompts = record.pop("texts"), record.pop("prompt_of_text")
@@ -92,15 +93,13 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"{name} {min(values)}: must be at least 1")
     if min(args.temperatures) < 0:
         raise UserError(f"--temperatures {min(args.temperatures)}: must be at least 0")
-    if args.model is not None and not (args.model / "config.json").exists():
-        raise UserError(f"--model {args.model}: no Hugging Face folder (config.json is missing)")
     from rollout_spec.config import SpecConfig
 
     for k in args.num_speculative_tokens:
         for threshold in args.batch_thresholds:
             SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)
     return {
-        "model": str(args.model or _demo_model(args.dtype)),
+        "model": model_folder(args.model, args.dtype),
         "temperatures": args.temperatures,
         "nums_speculative_tokens": args.num_speculative_tokens,
         "batch_thresholds": args.batch_thresholds,
@@ -112,24 +111,8 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "distribution_samples": args.distribution_samples,
         "engine": {"max_num_seqs": args.max_num_seqs, "max_model_len": 512 + args.max_tokens}
-        | ({} if _has_accelerator() else _CPU),
+        | device_arguments(),
     }
-
-
-# Small enough for a machine with little memory, and no warm-up with thousands of tokens.
-_CPU = {"kv_cache_memory_bytes": 1 << 29, "max_num_batched_tokens": 512, "enforce_eager": True}
-
-
-def _has_accelerator() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()
-
-
-def _demo_model(dtype: str) -> Path:
-    from rollout_spec.demo.model import make_model
-
-    return make_model(Path(f".cache/models/smollm2-{dtype}"), dtype=dtype)
 
 
 def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -137,25 +120,7 @@ def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         from rollout_spec.demo.data import make_rows
 
         return make_rows(args.num_prompts, args.seed, "certify")
-    import pandas
-
-    records = pandas.read_parquet(args.train_file).to_dict("records")
-    rows = [{str(name): value for name, value in record.items()} for record in records]
-    if not rows or "prompt" not in rows[0]:
-        raise UserError(f"--train-file {args.train_file}: no column `prompt`, or no row")
-    return rows[: args.num_prompts]
-
-
-def _tokenized(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return [
-        tokenizer.apply_chat_template(
-            list(row["prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        for row in rows
-    ]
+    return read_rows("--train-file", args.train_file, args.num_prompts)
 
 
 def _accuracy(rows: list[dict[str, Any]], texts: list[str]) -> float | None:

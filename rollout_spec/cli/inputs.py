@@ -1,0 +1,53 @@
+"""What the commands that run engines have in common: the model, the prompts, the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.cli import UserError
+
+# Small enough for a machine with little memory, and no warm-up with thousands of tokens.
+_CPU = {"kv_cache_memory_bytes": 1 << 29, "max_num_batched_tokens": 512, "enforce_eager": True}
+
+
+def model_folder(model: Path | None, dtype: str) -> str:
+    """`--model`, a Hugging Face folder; the demo's, made where it is missing, for None."""
+    if model is None:
+        from rollout_spec.demo.model import make_model
+
+        return str(make_model(Path(f".cache/models/smollm2-{dtype}"), dtype=dtype))
+    if not (model / "config.json").exists():
+        raise UserError(f"--model {model}: no Hugging Face folder (config.json is missing)")
+    return str(model)
+
+
+def device_arguments() -> dict[str, Any]:
+    """vLLM's arguments for this machine: its own defaults where there is an accelerator."""
+    import torch
+
+    return {} if torch.accelerator.is_available() else dict(_CPU)
+
+
+def read_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:
+    """The first rows of a verl parquet file of prompts."""
+    import pandas
+
+    records = pandas.read_parquet(file).to_dict("records")
+    rows = [{str(name): value for name, value in record.items()} for record in records]
+    if not rows or "prompt" not in rows[0]:
+        raise UserError(f"{option} {file}: no column `prompt`, or no row")
+    return rows[:num_rows]
+
+
+def tokenized(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:
+    """The token ids of the rows' chats, each ready for the answer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [
+        tokenizer.apply_chat_template(
+            list(row["prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for row in rows
+    ]
