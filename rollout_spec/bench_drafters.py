@@ -38,6 +38,21 @@ class MissingError(RuntimeError):
     """A method needs a package that is not installed."""
 
 
+def suffix_cache_class() -> Any:
+    """ArcticInference's, which vLLM's `suffix` runs on.
+
+    Raises:
+        MissingError: it is not installed.
+    """
+    try:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+    except ImportError as error:
+        raise MissingError(
+            f"the method suffix needs `pip install {SUFFIX_PACKAGE}` (a C++ build): {error}"
+        ) from error
+    return SuffixDecodingCache
+
+
 class Off:
     def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None: ...
 
@@ -57,13 +72,8 @@ class Suffix:
     """
 
     def __init__(self, k: int, max_tree_depth: int, max_spec_factor: float, keep: bool = False) -> None:
-        try:
-            from arctic_inference.suffix_decoding import SuffixDecodingCache
-        except ImportError as error:
-            raise MissingError(
-                f"the method suffix needs `pip install {SUFFIX_PACKAGE}` (a C++ build): {error}"
-            ) from error
-        self._make: Callable[[], Any] = lambda: SuffixDecodingCache(max_tree_depth, 10_000)
+        cache = suffix_cache_class()
+        self._make: Callable[[], Any] = lambda: cache(max_tree_depth, 10_000)
         self._k, self._depth, self._factor, self._keep = k, max_tree_depth, max_spec_factor, keep
         self._num_requests = 0
         self.cache = self._make()

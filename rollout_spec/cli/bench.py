@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-HELP = "measure on this machine: the native core, drafters side by side"
+from rollout_spec.cli import bench_engine
+
+HELP = "measure on this machine: the native core, drafters side by side, whole rollouts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="DIR", help="write drafters.json and drafters.png there"
     )
     drafters.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    engine = kinds.add_parser("engine", help=bench_engine.HELP)
+    bench_engine.add_arguments(engine)
 
 
 def run(args: argparse.Namespace) -> int:
-    return _run_drafters(args) if args.kind == "drafters" else _run_native(args)
+    runs = {"native": _run_native, "drafters": _run_drafters, "engine": bench_engine.run}
+    return runs[args.kind](args)
 
 
 def _run_drafters(args: argparse.Namespace) -> int:

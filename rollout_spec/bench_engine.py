@@ -1,0 +1,234 @@
+"""Whole rollouts side by side: the load, what a rollout's timeline says, and the methods in pairs.
+
+Knows neither torch nor vLLM (`vllm_bench` runs the engines): a rollout is a list of requests in, and some
+numbers for each engine step out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.runs import paired, plain, ratio
+
+MIN_RESPONSE_TOKENS = 8
+RANDOM_PROMPT_TOKENS = 64
+RATIOS = {  # of what, to the first method's: tokens and seconds of a rollout
+    "tokens_per_s": ("num_tokens", "makespan_s"),
+    "front_tokens_per_s": ("front_tokens", "front_s"),
+    "tail_tokens_per_s": ("tail_tokens", "tail_s"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One competitor.
+
+    `off` is plain vLLM, `off:coupled` the same with the noise of verify=coupled, `ngram` and `suffix` are
+    vLLM's own drafters, `sam` is ours, `sam:N` and `sam:auto` ours with that `batch_threshold`.
+
+    Raises:
+        ConfigError: there is no such method, or it takes no such variant.
+    """
+
+    label: str
+
+    def __post_init__(self) -> None:
+        if self.label in ("off", "off:coupled", "ngram", "suffix"):
+            return
+        if self.name != "sam":
+            raise ConfigError(
+                f"method {self.label!r}: must be off, off:coupled, ngram, suffix, sam or sam:THRESHOLD"
+            )
+        self.options({})
+
+    @property
+    def name(self) -> str:
+        return self.label.partition(":")[0]
+
+    def options(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of `rollout.spec` for `sam`: those given, and the method's threshold."""
+        _, _, threshold = self.label.partition(":")
+        options = dict(spec)
+        if threshold:
+            options["batch_threshold"] = int(threshold) if threshold.isdecimal() else threshold
+        SpecConfig.from_mapping(options)
+        return options
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Requests shaped like GRPO's: groups of samples of one prompt, a few of them much longer than the rest.
+
+    Args:
+        prompts: token ids of each prompt.
+        group_size: samples of each prompt.
+        median_tokens, sigma: of the log-normal distribution that response lengths are drawn from. Every
+            request generates exactly its length, whatever the method: ends of text are ignored.
+        max_tokens: no response is longer.
+        natural_ends: responses end where the model ends them, or at `max_tokens`; the method changes lengths.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    group_size: int = 8
+    median_tokens: float = 96.0
+    sigma: float = 0.9
+    max_tokens: int = 512
+    natural_ends: bool = False
+    temperature: float = 1.0
+    seed: int = 0
+
+    def requests(self, repeat: int) -> list[dict[str, Any]]:
+        """The requests of one repeat, the same for every method, siblings next to each other.
+
+        Returns:
+            Of each: `prompt`, the number of its prompt; `max_tokens`; `name`, which keys its noise.
+        """
+        number = len(self.prompts) * self.group_size
+        lengths = np.full(number, self.max_tokens)
+        if not self.natural_ends:
+            rng = np.random.default_rng([self.seed, repeat])
+            drawn = self.median_tokens * np.exp(self.sigma * rng.standard_normal(number))
+            lengths = np.clip(drawn.astype(int), min(MIN_RESPONSE_TOKENS, self.max_tokens), self.max_tokens)
+        return [
+            {
+                "prompt": i // self.group_size,
+                "max_tokens": int(length),
+                "name": ["bench", self.seed, repeat, i // self.group_size, i % self.group_size],
+            }
+            for i, length in enumerate(lengths)
+        ]
+
+
+def random_prompts(number: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Prompts without any structure: token ids drawn alike from the whole vocabulary."""
+    rng = np.random.default_rng([seed, vocab_size])
+    return rng.integers(0, vocab_size, (number, RANDOM_PROMPT_TOKENS)).tolist()
+
+
+@dataclasses.dataclass
+class Timeline:
+    """One rollout: a value per engine step that gave a token, so all lists have the same length."""
+
+    seconds: list[float] = dataclasses.field(default_factory=list)  # since the step before
+    num_running: list[int] = dataclasses.field(default_factory=list)  # requests, prefills included
+    num_rows: list[int] = dataclasses.field(default_factory=list)  # of them, those that decoded
+    num_tokens: list[int] = dataclasses.field(default_factory=list)  # generated, by prefills too
+    num_prefills: list[int] = dataclasses.field(default_factory=list)  # requests that gave their first token
+    num_draft_tokens: list[int] = dataclasses.field(default_factory=list)  # verified in this step
+    num_accepted_tokens: list[int] = dataclasses.field(default_factory=list)
+    is_on: list[int] = dataclasses.field(default_factory=list)  # 1: the drafter was asked for the next drafts
+
+    def add(self, **step: float) -> None:
+        for field in dataclasses.fields(self):
+            getattr(self, field.name).append(step[field.name])
+
+    def num_front_steps(self, threshold: int) -> int:
+        """Steps of the front phase: up to the last one with more than `threshold` running requests."""
+        above = np.flatnonzero(np.array(self.num_running) > threshold)
+        return int(above[-1]) + 1 if len(above) else 0
+
+
+def measure(timeline: Timeline, threshold: int) -> dict[str, float]:
+    """Seconds and counts of one rollout, whose tail is what comes behind the front phase."""
+    front = timeline.num_front_steps(threshold)
+    seconds, tokens = np.array(timeline.seconds), np.array(timeline.num_tokens)
+    return {
+        "makespan_s": float(seconds.sum()),
+        "front_s": float(seconds[:front].sum()),
+        "tail_s": float(seconds[front:].sum()),
+        "num_tokens": int(tokens.sum()),
+        "front_tokens": int(tokens[:front].sum()),
+        "tail_tokens": int(tokens[front:].sum()),
+        "num_decoded_tokens": int(tokens.sum()) - sum(timeline.num_prefills),
+        "num_row_steps": sum(timeline.num_rows),
+        "num_steps": len(seconds),
+        "num_steps_on": sum(timeline.is_on),
+        "num_draft_tokens": sum(timeline.num_draft_tokens),
+        "num_accepted_tokens": sum(timeline.num_accepted_tokens),
+    }
+
+
+def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
+    """One result per method.
+
+    Args:
+        runs: per method what `measure` said of every repeat, and `draft_s`, `draft_cpu_s`; repeats with the
+            same number are pairs, and the first method is what the others are compared with.
+
+    Returns:
+        Means of the seconds, ratios of the sums, `ratios` to the first method with their 95 % intervals (see
+        `runs.paired`), and `front_lost_s`: how much longer the front phase took than the first method would
+        have needed for the same tokens.
+    """
+    first = next(iter(runs.values()))
+    results = []
+    for method, mine in runs.items():
+
+        def total(name: str, mine: Sequence[Mapping[str, float]] = mine) -> float:
+            return sum(run[name] for run in mine)
+
+        changes = {name: paired(_amounts(first, name), _amounts(mine, name)) for name in RATIOS}
+        lost = [
+            own["front_s"] - own["front_tokens"] * ratio(other["front_s"], other["front_tokens"])
+            for other, own in zip(first, mine, strict=True)
+        ]
+        seconds = ("makespan_s", "front_s", "tail_s", "draft_s", "draft_cpu_s")
+        result: dict[str, Any] = {"method": method, "num_repeats": len(mine)}
+        result |= {name: total(name) / len(mine) for name in seconds}
+        result |= {name: plain(on.value) for name, (_, on, _) in changes.items()}
+        result["front_lost_s"] = plain(sum(lost) / len(lost))
+        result["acceptance_rate"] = plain(ratio(total("num_accepted_tokens"), total("num_draft_tokens")))
+        result["tokens_per_step"] = plain(ratio(total("num_decoded_tokens"), total("num_row_steps")))
+        result["share_on"] = plain(ratio(total("num_steps_on"), total("num_steps")))
+        result["ratios"] = {name: change.to_dict() for name, (_, _, change) in changes.items()}
+        results.append(result | {"repeats": list(mine)})
+    return results
+
+
+def _amounts(runs: Sequence[Mapping[str, float]], name: str) -> np.ndarray:
+    return np.array([[run[amount] for run in runs] for amount in RATIOS[name]], float)
+
+
+def step_times(undrafted: Sequence[Timeline], drafted: Sequence[Timeline]) -> list[dict[str, Any]]:
+    """Mean seconds of an engine step by what it had to do; steps with a prefill are left out.
+
+    Args:
+        undrafted: rollouts of plain vLLM.
+        drafted: rollouts of our drafter, of which the steps with draft tokens count.
+
+    Returns:
+        Rows of `drafted`, `num_tokens` (verified: running requests and draft tokens), `seconds` and
+        `num_running` (means), `num_steps`; sorted.
+    """
+    found: dict[tuple[bool, int], list[tuple[float, int]]] = {}
+    for with_drafts, timelines in ((False, undrafted), (True, drafted)):
+        for seconds, rows, drafts in _decode_steps(timelines):
+            if with_drafts == bool(drafts):
+                found.setdefault((with_drafts, rows + drafts), []).append((seconds, rows))
+    table = []
+    for (with_drafts, num_tokens), steps in sorted(found.items()):
+        seconds, rows = np.mean(steps, axis=0).tolist()
+        table.append(
+            {
+                "drafted": with_drafts,
+                "num_tokens": num_tokens,
+                "seconds": seconds,
+                "num_running": rows,
+                "num_steps": len(steps),
+            }
+        )
+    return table
+
+
+def _decode_steps(timelines: Sequence[Timeline]) -> Iterator[tuple[float, int, int]]:
+    """Seconds, rows and draft tokens of every step in which all running requests decoded."""
+    for line in timelines:
+        columns = (line.seconds, line.num_running, line.num_rows, line.num_draft_tokens)
+        for seconds, running, rows, drafts in zip(*columns, strict=True):
+            if rows == running:
+                yield seconds, rows, drafts

@@ -1,0 +1,312 @@
+"""`rollout-spec bench engine`: whole rollouts, every method in turn, each in a fresh engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.cli import UserError
+
+HELP = "whole rollouts in real engines: without drafts, with vLLM's drafters, with ours"
+COLUMNS = {  # of the table: what is shown of a result, and how
+    "seconds": ("makespan_s", "{:.1f}"),
+    "tokens/s": ("tokens_per_s", "{:.0f}"),
+    "front": ("front_tokens_per_s", "{:.0f}"),
+    "tail": ("tail_tokens_per_s", "{:.0f}"),
+    "accepted": ("acceptance_rate", "{:.1%}"),
+    "per step": ("tokens_per_step", "{:.2f}"),
+    "lost, s": ("front_lost_s", "{:+.1f}"),
+    "CPU, s": ("draft_cpu_s", "{:.2f}"),
+}
+CAPTION = (
+    "tail: after the last step with more than {} running requests. lost: what the front phase took longer "
+    "than {} would have taken for its tokens. CPU: drafting."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="Hugging Face folder (default: SmolLM2-135M)"
+    )
+    parser.add_argument(
+        "--methods", default="off,ngram,sam",
+        help="off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, by "
+        "commas; the others are compared with the first (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="verl parquet file of prompts (default: the demo's)"
+    )
+    parser.add_argument(
+        "--load", choices=("grpo", "random"), default="grpo",
+        help="random: prompts of random tokens, temperature 1.5, so that nothing repeats (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--num-prompts", type=int, default=6, metavar="N", help="%(default)s")
+    parser.add_argument("--group-size", type=int, default=8, metavar="N", help="%(default)s")
+    parser.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="%(default)s")
+    parser.add_argument(
+        "--median-tokens", type=float, default=80.0, metavar="N",
+        help="of the log-normal response lengths, the same for every method (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--sigma", type=float, default=0.9, help="of the log-normal (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="%(default)s")
+    parser.add_argument(
+        "--natural-ends", action="store_true", help="let the model end its responses, up to --max-tokens"
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="(1.0, or 1.5 for random)")
+    parser.add_argument("--num-speculative-tokens", type=int, default=8, metavar="K", help="%(default)s")
+    parser.add_argument(
+        "--spec", action="append", default=[], metavar="NAME=VALUE", help="an option of rollout.spec for sam"
+    )
+    parser.add_argument(
+        "--tail-threshold", type=int, default=8, metavar="N",
+        help="the tail is what comes after the last step with more running requests (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="%(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and noise (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="%(default)s")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write engine.json, timelines.json and engine.png there"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rollout_spec.bench_drafters import MissingError
+
+    _check_numbers(args)
+    try:
+        methods, spec = _checked_methods(args)
+    except MissingError as error:
+        raise UserError(str(error)) from error
+    load, job = _load(args)
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="rollout_spec_") as temporary:
+        folder = args.output or Path(temporary)
+        served = _serve_all(job | {"spec": spec}, load, methods, args.repeats, folder)
+    record = _record(args, load, spec, methods, served)
+    if args.output:
+        _write(record, methods, served, args.tail_threshold, args.output)
+    if args.json:
+        print(json.dumps(record, indent=2, allow_nan=False))
+    else:
+        _print(record)
+    return 0
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    bounds = {
+        "num_prompts": 1, "group_size": 1, "max_num_seqs": 1, "median_tokens": 1, "sigma": 0, "max_tokens": 1,
+        "tail_threshold": 0, "repeats": 1, "temperature": 0, "seed": 0,
+    }  # fmt: skip
+    for name, low in bounds.items():
+        value = getattr(args, name)
+        if value is not None and value < low:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {low}")
+    if args.prompts and args.load == "random":
+        raise UserError("--prompts: --load random makes prompts of its own")
+
+
+def _checked_methods(args: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """The methods' labels, and the options of ours."""
+    import yaml
+
+    from rollout_spec.bench_drafters import suffix_cache_class
+    from rollout_spec.bench_engine import Method
+    from rollout_spec.config import SpecConfig
+
+    spec = {}
+    for option in args.spec:
+        name, sign, value = option.partition("=")
+        if not sign:
+            raise UserError(f"--spec {option}: must be NAME=VALUE")
+        if name == "num_speculative_tokens":
+            raise UserError(f"--spec {option}: the same for every method, --num-speculative-tokens")
+        spec[name] = yaml.safe_load(value)
+    SpecConfig.from_mapping({**spec, "num_speculative_tokens": args.num_speculative_tokens})
+    labels = args.methods.split(",")
+    if len(set(labels)) < len(labels):
+        raise UserError(f"--methods {args.methods}: a method is named twice")
+    for label in labels:
+        method = Method(label)
+        if method.name == "sam":
+            method.options(spec)
+        if method.name == "suffix":
+            suffix_cache_class()
+    return labels, spec
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The load, and what all jobs have in common."""
+    from rollout_spec.bench_engine import Load, random_prompts
+    from rollout_spec.cli.inputs import device_arguments, model_folder, read_rows, tokenized
+    from rollout_spec.demo.data import make_rows
+
+    model = model_folder(args.model, args.dtype)
+    if args.load == "random":
+        vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+        prompts = random_prompts(args.num_prompts, vocab_size, args.seed)
+    elif args.prompts:
+        prompts = tokenized(model, read_rows("--prompts", args.prompts, args.num_prompts))
+    else:
+        prompts = tokenized(model, make_rows(args.num_prompts, args.seed, "bench"))
+    temperature = args.temperature
+    if temperature is None:
+        temperature = 1.5 if args.load == "random" else 1.0
+    load = Load(
+        prompts=prompts, group_size=args.group_size, median_tokens=args.median_tokens, sigma=args.sigma,
+        max_tokens=args.max_tokens, natural_ends=args.natural_ends, temperature=temperature, seed=args.seed,
+    )  # fmt: skip
+    longest = max(map(len, prompts)) + args.max_tokens
+    job = {
+        "model": model,
+        "dtype": args.dtype,
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "engine": {"max_num_seqs": args.max_num_seqs, "max_model_len": longest} | device_arguments(),
+    }
+    return load, job
+
+
+def _serve_all(
+    job: dict[str, Any], load: Any, methods: Sequence[str], repeats: int, folder: Path
+) -> dict[str, list[dict[str, Any]]]:
+    """Every method once a repeat, each time another one first."""
+    from rollout_spec.cli.progress import tracked
+
+    turns = [
+        (repeat, methods[(repeat + i) % len(methods)])
+        for repeat in range(repeats)
+        for i in range(len(methods))
+    ]
+    served: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+    for repeat, method in tracked(turns, "serving"):
+        requests = {
+            "prompts": load.prompts, "requests": load.requests(repeat), "seed": load.seed + repeat,
+            "temperature": load.temperature, "natural_ends": load.natural_ends,
+        }  # fmt: skip
+        served[method].append(_serve(job | requests | {"method": method}, folder))
+    return served
+
+
+def _serve(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What `vllm_bench` says of a job."""
+    from rollout_spec.demo.processes import started
+    from rollout_spec.demo.runner import last_error
+
+    task, result, log = (folder / name for name in ("job.json", "result.json", "engine.log"))
+    task.write_text(json.dumps(job))
+    result.unlink(missing_ok=True)
+    env = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that its drafter can be watched
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+    command = [sys.executable, "-m", "rollout_spec.vllm_bench", str(task), str(result)]
+    with started(command, log, env) as process:
+        code = process.wait()
+    if code:
+        raise UserError(f"{job['method']}: the engine ended with code {code}: {last_error(log)}")
+    found = json.loads(result.read_text())
+    for file in (task, result, log):
+        file.unlink()
+    return found
+
+
+def _record(
+    args: argparse.Namespace,
+    load: Any,
+    spec: dict[str, Any],
+    methods: Sequence[str],
+    served: dict[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    from rollout_spec.bench_drafters import environment
+    from rollout_spec.bench_engine import Timeline, measure, step_times, summarise
+    from rollout_spec.demo.looping import is_looping
+
+    lines = {method: [Timeline(**one["timeline"]) for one in served[method]] for method in methods}
+    runs: dict[str, list[dict[str, Any]]] = {
+        method: [
+            measure(line, args.tail_threshold)
+            | {name: one[name] for name in ("draft_s", "draft_cpu_s", "counters")}
+            | {"looping_share": sum(map(is_looping, one["responses"])) / len(one["responses"])}
+            for line, one in zip(lines[method], served[method], strict=True)
+        ]
+        for method in methods
+    }
+    ours = [line for method in methods if method.startswith("sam") for line in lines[method]]
+    return {
+        "environment": environment() | {"num_cores": len(os.sched_getaffinity(0))},
+        "engines": {method: served[method][0]["settings"] for method in methods},
+        "load": {
+            "kind": args.load,
+            "prompts": str(args.prompts) if args.prompts else None,
+            "num_prompts": len(load.prompts),
+            "temperature": load.temperature,
+            **{
+                name: getattr(args, name)
+                for name in (
+                    *("group_size", "max_num_seqs", "median_tokens", "sigma", "max_tokens", "natural_ends"),
+                    *("seed", "dtype", "tail_threshold", "repeats"),
+                )
+            },
+        },
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "spec": spec,
+        "results": summarise(runs),
+        "step_times": step_times(lines.get("off", []), ours),
+    }
+
+
+def _write(
+    record: dict[str, Any],
+    methods: Sequence[str],
+    served: dict[str, list[dict[str, Any]]],
+    threshold: int,
+    folder: Path,
+) -> None:
+    from rollout_spec.plots import plot_rollouts
+
+    timelines = {method: [one["timeline"] for one in served[method]] for method in methods}
+    (folder / "engine.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    (folder / "timelines.json").write_text(json.dumps(timelines) + "\n")
+    plot_rollouts({method: lines[0] for method, lines in timelines.items()}, threshold, folder / "engine.png")
+
+
+def _print(record: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    results, load = record["results"], record["load"]
+    first = results[0]["method"]
+    table = Table(
+        title=f"{load['num_prompts']} x {load['group_size']} responses, {load['max_num_seqs']} at a time, "
+        f"{load['repeats']} repeats",
+        caption=CAPTION.format(load["tail_threshold"], first),
+    )
+    ratios = Table(title=f"times {first}, with 95 % intervals")
+    for grid, names in ((table, COLUMNS), (ratios, ("tokens/s", "front", "tail"))):
+        grid.add_column("method")
+        for name in names:
+            grid.add_column(name, justify="right")
+    for result in results:
+        cells = [_cell(result[name], shape) for name, shape in COLUMNS.values()]
+        table.add_row(result["method"], *cells)
+        ratios.add_row(result["method"], *map(_ratio_cell, result["ratios"].values()))
+    console = Console()
+    console.print(table)
+    console.print(ratios)
+
+
+def _cell(value: float | None, shape: str) -> str:
+    return "–" if value is None else shape.format(value)
+
+
+def _ratio_cell(ratio: dict[str, Any]) -> str:
+    low, high = (_cell(bound, "{:.3f}") for bound in ratio["ci95"])
+    return f"{_cell(ratio['value'], '{:.3f}')} ({low} to {high})"

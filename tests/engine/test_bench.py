@@ -1,0 +1,55 @@
+"""`bench engine` on real engines: lengths are the same for every method, what is reported has happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout_spec.bench_engine import Load, random_prompts
+from tests.engine.conftest import VOCAB_SIZE
+
+METHODS = ["off", "sam:4"]
+LOAD = {"group_size": 4, "median_tokens": 24.0, "max_tokens": 64}
+
+
+def test_rollouts_without_and_with_drafts(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rollout_spec.cli import main
+
+    options = ["--methods", ",".join(METHODS), "--load", "random", "--num-prompts", "3", "--group-size", "4"]
+    options += ["--max-num-seqs", "6", "--tail-threshold", "4", "--median-tokens", "24", "--max-tokens", "64"]
+    options += ["--repeats", "1", "--temperature", "0.3", "--dtype", "float32"]
+    assert (
+        main(["bench", "engine", "--model", tiny_model, *options, "--output", str(tmp_path), "--json"]) == 0
+    )
+    record = json.loads(capsys.readouterr().out)
+    assert record == json.loads((tmp_path / "engine.json").read_text())
+    timelines = json.loads((tmp_path / "timelines.json").read_text())
+    assert (tmp_path / "engine.png").stat().st_size > 10_000
+
+    requests = Load(random_prompts(3, VOCAB_SIZE, 0), **LOAD).requests(0)
+    expected = sum(request["max_tokens"] for request in requests)
+    off, sam = record["results"]
+    assert [off["method"], sam["method"]] == METHODS
+    for result in (off, sam):
+        [run] = result["repeats"]
+        assert run["num_tokens"] == run["front_tokens"] + run["tail_tokens"] == expected
+        assert run["num_decoded_tokens"] == expected - len(requests)
+        assert run["makespan_s"] == pytest.approx(expected / result["tokens_per_s"])
+        [line] = timelines[result["method"]]
+        assert max(line["num_running"]) == 6 and sum(line["num_prefills"]) == len(requests)
+    assert off["acceptance_rate"] is None and off["tokens_per_step"] == 1.0 and off["draft_cpu_s"] == 0
+    assert 0.05 < sam["acceptance_rate"] <= 1 and sam["tokens_per_step"] > 1
+    assert sam["makespan_s"] > sam["draft_s"] >= sam["draft_cpu_s"] > 0
+
+    # Drafts are verified in the step after they were asked for, with at most 4 requests by then.
+    [line] = timelines["sam:4"]
+    for running, drafted in zip(line["num_running"], line["num_draft_tokens"], strict=True):
+        assert not drafted or running <= 4
+    assert 0 < sam["share_on"] < 1
+    assert {row["drafted"] for row in record["step_times"]} == {False, True}
+    assert all(row["num_tokens"] > row["num_running"] for row in record["step_times"] if row["drafted"])
+    assert not record["engines"]["off"]["async_scheduling"] or record["engines"]["off"]["device"] != "cpu"

@@ -1,0 +1,157 @@
+"""Whole rollouts: a long-tailed load, the same for all; a timeline is read right; methods are paired."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_spec.bench_engine import Load, Method, Timeline, measure, random_prompts, step_times, summarise
+from rollout_spec.cli import main
+from rollout_spec.config import ConfigError
+
+
+def timeline(steps: list[tuple[float, int, int, int, int, int, int]]) -> Timeline:
+    """Of (seconds, running, rows, tokens, draft tokens, accepted, on)."""
+    line = Timeline()
+    for seconds, running, rows, tokens, drafted, accepted, on in steps:
+        line.add(
+            seconds=seconds, num_running=running, num_rows=rows, num_tokens=tokens,
+            num_prefills=tokens - rows - accepted, num_draft_tokens=drafted, num_accepted_tokens=accepted,
+            is_on=on,
+        )  # fmt: skip
+    return line
+
+
+# Two prefills beside a decode, two steps of three, one of two with drafts, then few with and without.
+LINE = timeline(
+    [
+        (0.5, 3, 1, 3, 0, 0, 0),
+        (0.25, 3, 3, 3, 0, 0, 0),
+        (0.25, 1, 1, 1, 0, 0, 1),
+        (0.5, 3, 3, 3, 0, 0, 1),
+        (1.0, 2, 2, 5, 8, 3, 1),
+        (0.25, 1, 1, 2, 4, 1, 1),
+        (0.75, 2, 2, 2, 3, 0, 1),
+        (0.25, 1, 1, 1, 0, 0, 1),
+    ]
+)
+
+
+def test_the_tail_begins_behind_the_last_step_with_more_requests():
+    """One arrival late in the rollout is still the front phase."""
+    found = measure(LINE, threshold=2)
+    assert (found["front_s"], found["tail_s"], found["makespan_s"]) == (1.5, 2.25, 3.75)
+    assert (found["front_tokens"], found["tail_tokens"], found["num_tokens"]) == (10, 10, 20)
+    assert (found["num_row_steps"], found["num_decoded_tokens"]) == (14, 18)
+    assert (found["num_draft_tokens"], found["num_accepted_tokens"]) == (15, 4)
+    assert (found["num_steps"], found["num_steps_on"]) == (8, 6)
+    assert measure(LINE, threshold=3)["front_s"] == 0
+    assert measure(LINE, threshold=0)["tail_s"] == 0
+
+
+def run(front: tuple[float, int], tail: tuple[float, int], drafted: int = 0, accepted: int = 0) -> dict:
+    return {
+        "front_s": front[0], "front_tokens": front[1], "tail_s": tail[0], "tail_tokens": tail[1],
+        "makespan_s": front[0] + tail[0], "num_tokens": front[1] + tail[1], "num_row_steps": 10,
+        "num_decoded_tokens": 10 + accepted, "num_draft_tokens": drafted, "num_accepted_tokens": accepted,
+        "num_steps": 5, "num_steps_on": 5 * bool(drafted), "draft_s": 0.5, "draft_cpu_s": 0.25,
+    }  # fmt: skip
+
+
+def test_methods_are_compared_repeat_by_repeat():
+    """A machine twice as slow in the second repeat: the ratios are the same, so the interval has no width."""
+    off = [run((2, 100), (2, 20)), run((4, 100), (4, 20))]
+    sam = [run((2, 80), (1, 40), 8, 4), run((4, 80), (2, 40), 8, 4)]
+    first, second = summarise({"off": off, "sam": sam})
+    assert first["ratios"]["tokens_per_s"] == {"value": 1.0, "ci95": [1.0, 1.0]}
+    assert (first["front_lost_s"], first["acceptance_rate"], first["share_on"]) == (0.0, None, 0.0)
+    assert second["makespan_s"] == 4.5
+    assert second["tail_tokens_per_s"] == pytest.approx(80 / 3)
+    assert second["ratios"]["tail_tokens_per_s"]["ci95"] == pytest.approx([4.0, 4.0])
+    assert second["ratios"]["front_tokens_per_s"]["value"] == pytest.approx(0.8)
+    # 80 tokens take 1.6 and 3.2 seconds without drafts.
+    assert second["front_lost_s"] == pytest.approx((0.4 + 0.8) / 2)
+    assert (second["acceptance_rate"], second["tokens_per_step"], second["share_on"]) == (0.5, 1.4, 1.0)
+
+
+def test_a_phase_that_never_was_has_no_rate():
+    [only] = summarise({"off": [run((0, 0), (2, 20)), run((0, 0), (4, 20))]})
+    assert only["front_tokens_per_s"] is None and only["front_lost_s"] is None
+    assert only["ratios"]["front_tokens_per_s"] == {"value": None, "ci95": [None, None]}
+
+
+def test_step_times_leave_prefills_out_and_tell_drafted_steps():
+    rows = step_times([LINE], [LINE])
+    assert rows == [
+        {"drafted": False, "num_tokens": 1, "seconds": 0.25, "num_running": 1.0, "num_steps": 2},
+        {"drafted": False, "num_tokens": 3, "seconds": 0.375, "num_running": 3.0, "num_steps": 2},
+        {"drafted": True, "num_tokens": 5, "seconds": 0.5, "num_running": 1.5, "num_steps": 2},
+        {"drafted": True, "num_tokens": 10, "seconds": 1.0, "num_running": 2.0, "num_steps": 1},
+    ]
+
+
+def test_lengths_are_long_tailed_and_the_same_for_every_method():
+    load = Load([[1], [2]], group_size=500, median_tokens=80, sigma=0.9, max_tokens=512)
+    lengths = np.array([request["max_tokens"] for request in load.requests(0)])
+    assert lengths.tolist() == [request["max_tokens"] for request in load.requests(0)]
+    assert lengths.tolist() != [request["max_tokens"] for request in load.requests(1)]
+    assert np.median(lengths) == pytest.approx(80, rel=0.1)
+    assert lengths.mean() > 1.3 * np.median(lengths)
+    assert lengths.min() >= 8 and lengths.max() == 512
+    names = {json.dumps(request["name"]) for repeat in (0, 1) for request in load.requests(repeat)}
+    assert len(names) == 2000
+    natural = Load([[1]], natural_ends=True, max_tokens=64).requests(0)
+    assert {request["max_tokens"] for request in natural} == {64}
+
+
+def test_random_prompts_have_no_structure():
+    prompts = random_prompts(4, 50_000, seed=1)
+    pairs = [pair for prompt in prompts for pair in pairwise(prompt)]
+    assert len(set(pairs)) == len(pairs) == 4 * 63
+    assert prompts == random_prompts(4, 50_000, seed=1) != random_prompts(4, 50_000, seed=2)
+
+
+def test_methods_pass_their_threshold_on():
+    assert Method("sam:16").options({"mode": "frequent"}) == {"mode": "frequent", "batch_threshold": 16}
+    assert Method("sam").options({}) == {}
+    for label, message in (
+        ("magic", "method 'magic': must be off"),
+        ("off:8", "method 'off:8': must be off"),
+        ("ngram:8", "method 'ngram:8'"),
+        ("sam:many", "rollout.spec.batch_threshold='many'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Method(label)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "off,magic"], "method 'magic': must be off, off:coupled, ngram, suffix, sam or"),
+        (["--methods", "off,off"], "--methods off,off: a method is named twice"),
+        (["--repeats", "0"], "--repeats 0: must be at least 1"),
+        (["--num-speculative-tokens", "65"], "num_speculative_tokens=65: must be between 1 and 64"),
+        (["--spec", "min_token_prob"], "--spec min_token_prob: must be NAME=VALUE"),
+        (["--spec", "depth=3"], "rollout.spec.depth: unknown field"),
+        (["--spec", "num_speculative_tokens=3"], "--spec num_speculative_tokens"),
+        (["--load", "random", "--prompts", "x.parquet"], "--prompts: --load random makes prompts of its own"),
+        (["--model", "nowhere"], "--model nowhere: no Hugging Face folder"),
+    ],
+)
+def test_bad_options_are_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "engine", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_the_plot_is_drawn(tmp_path: Path):
+    from dataclasses import asdict
+
+    from rollout_spec.plots import plot_rollouts
+
+    plot_rollouts({"off": asdict(LINE), "sam": asdict(LINE)}, 2, tmp_path / "engine.png")
+    assert (tmp_path / "engine.png").stat().st_size > 10_000
