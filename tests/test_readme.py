@@ -24,6 +24,10 @@ ELSEWHERE = {
     "rollout-spec doctor": ("tests/test_cli.py", 'run("doctor", "--json")'),
     "rollout-spec certify": ("tests/engine/test_certify.py", 'main(["certify", "--model", policy'),
     "rollout-spec bench native": ("tests/test_cli.py", 'run("bench", "native", "--json"'),
+    "rollout-spec bench engine": (
+        "tests/engine/test_bench.py",
+        'main(["bench", "engine", "--model", tiny_model',
+    ),
     "make demo": (".ci/run", "make demo DEMO_ARGS=--quick"),
 }
 
