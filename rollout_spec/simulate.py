@@ -20,6 +20,9 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import Drafter
 from rollout_spec.index import Int32Array
 from rollout_spec.replay import Rollout
+from rollout_spec.step_cost import never_falling
+
+_Point = tuple[float, float, float]
 
 
 class StepTimesError(ValueError):
@@ -30,18 +33,17 @@ class StepTimes:
     """Seconds of an engine step by the tokens it verifies.
 
     Linear between the points; before the first constant, behind the last on the line through the last two.
+    What falls from point to point is noise and is averaged out.
 
     Args:
-        points: (number of tokens, seconds), any order.
+        points: (number of tokens, seconds, weight), any order.
         drafted: the same for steps with drafts, where engines run these through other code; else as `points`.
 
     Raises:
         StepTimesError: no points, or one that is not positive.
     """
 
-    def __init__(
-        self, points: Iterable[tuple[float, float]], drafted: Iterable[tuple[float, float]] = ()
-    ) -> None:
+    def __init__(self, points: Iterable[_Point], drafted: Iterable[_Point] = ()) -> None:
         self._plain = _curve(points)
         drafted = list(drafted)
         self._drafted = _curve(drafted) if drafted else self._plain
@@ -53,7 +55,9 @@ class StepTimes:
         if path.is_file():
             return cls._from_file(path)
         try:
-            return cls([(float(n), float(s)) for n, s in (point.split(":") for point in text.split(","))])
+            return cls(
+                [(float(n), float(s), 1.0) for n, s in (point.split(":") for point in text.split(","))]
+            )
         except ValueError as error:
             raise StepTimesError(
                 f"step times {text!r}: neither a file nor tokens:seconds,..., {error}"
@@ -63,9 +67,10 @@ class StepTimes:
     def _from_file(cls, path: Path) -> StepTimes:
         try:
             table = json.loads(path.read_text())["step_times"]
-            curves: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-            for point in table:
-                curves[bool(point["drafted"])].append((float(point["num_tokens"]), float(point["seconds"])))
+            curves: dict[bool, list[_Point]] = {False: [], True: []}
+            for row in table:
+                point = (float(row["num_tokens"]), float(row["seconds"]), float(row["num_steps"]))
+                curves[bool(row["drafted"])].append(point)
         except (ValueError, KeyError, TypeError) as error:
             raise StepTimesError(f"{path}: no step_times of `rollout-spec bench engine`: {error!r}") from None
         return cls(curves[False], curves[True])
@@ -78,13 +83,11 @@ class StepTimes:
         return float(seconds[-1] + slope * (num_tokens - at[-1]))
 
 
-def _curve(
-    points: Iterable[tuple[float, float]],
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    at, seconds = np.array(sorted(points), float).reshape(-1, 2).T
+def _curve(points: Iterable[_Point]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    at, seconds, weights = np.array(sorted(points), float).reshape(-1, 3).T
     if not len(at) or at[0] < 1 or not (seconds > 0).all() or not np.isfinite(seconds).all():
         raise StepTimesError("step times: need at least one point, tokens from 1 and seconds above 0")
-    return at, seconds
+    return at, never_falling(seconds, weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Request:
 
 @dataclasses.dataclass
 class EngineRun:
-    """What one engine did."""
+    """What one engine did, in one rollout or in all."""
 
     seconds: float = 0.0
     tail_seconds: float = 0.0
@@ -108,10 +111,18 @@ class EngineRun:
     num_accepted_tokens: int = 0
 
 
+def rollouts_of(lines: Iterable[Rollout]) -> list[list[Rollout]]:
+    """The lines of each training step, in the order of the trace; lines without a step are one rollout."""
+    rollouts: dict[int | None, list[Rollout]] = {}
+    for line in lines:
+        rollouts.setdefault(line.step, []).append(line)
+    return list(rollouts.values())
+
+
 def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Request]:
     """One rollout: the first `group_size` responses of every line, in the order of the lines."""
     return [
-        Request(f"{i}.{j}", f"{i}", line.prompt_token_ids, response)
+        Request(f"{i}.{j}", line.group, line.prompt_token_ids, response)
         for i, line in enumerate(lines)
         for j, response in enumerate(line.responses[:group_size])
     ]
@@ -127,58 +138,55 @@ def assign(requests: Sequence[Request], num_replicas: int, by_group: bool) -> li
     return engines
 
 
-def simulate_engine(
-    requests: Sequence[Request],
-    config: SpecConfig,
-    times: StepTimes,
-    max_num_seqs: int,
-    tail_rows: int,
-    on_tokens: Callable[[int], None] | None = None,
-) -> EngineRun:
-    """One engine's rollout.
+class Engine:
+    """One rollout engine.
 
     A request's prompt is prefilled in the step that admits it, once per group (prefix caching), and its
     tokens count as verified ones.
 
     Args:
         config: of the drafter; method off: no drafts.
-        on_tokens: called with the tokens of each step.
+        tail_rows: the tail is the time with at most so many requests running.
     """
-    if not requests:
-        return EngineRun()
-    return _Engine(requests, config, times, max_num_seqs, tail_rows).run(on_tokens)
 
-
-class _Engine:
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        config: SpecConfig,
-        times: StepTimes,
-        max_num_seqs: int,
-        tail_rows: int,
-    ) -> None:
-        self._queue = deque(requests)
+    def __init__(self, config: SpecConfig, times: StepTimes, max_num_seqs: int, tail_rows: int) -> None:
+        self.total = EngineRun()
+        """Of all rollouts so far."""
+        self.drafter = Drafter(config, clock=lambda: self.total.seconds) if config.enabled else None
         self._times, self._max_num_seqs, self._tail_rows = times, max_num_seqs, tail_rows
-        self._result = EngineRun()
-        self._drafter = Drafter(config, clock=lambda: self._result.seconds) if config.enabled else None
-        longest = max(len(r.prompt_token_ids) + len(r.response) for r in requests)
-        num_rows = min(max_num_seqs, len(requests))
-        self._token_ids = np.zeros((num_rows, longest), np.int32)
-        self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        self._queue: deque[Request] = deque()
         self._names: list[str] = []
         self._drafts: list[list[int]] = []
         self._prefilled: set[str] = set()
 
-    def run(self, on_tokens: Callable[[int], None] | None) -> EngineRun:
+    def rollout(self, requests: Sequence[Request], on_tokens: Callable[[int], None] | None = None) -> float:
+        """Serve the requests of one training step; returns the seconds it took.
+
+        Args:
+            on_tokens: called with the tokens of each engine step.
+        """
+        begin = self.total.seconds
+        self.enqueue(requests)
         while self._queue or self._names:
-            num_gained = self._step()
+            num_gained = self.step()
             if on_tokens is not None:
                 on_tokens(num_gained)
-        return self._result
+        if self.drafter is not None:
+            self.drafter.clear()  # the weights change
+        return self.total.seconds - begin
 
-    def _step(self) -> int:
-        result = self._result
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """The requests of a rollout, while none is left of the one before."""
+        self._queue.extend(requests)
+        num_rows = min(self._max_num_seqs, len(requests))
+        longest = max((len(r.prompt_token_ids) + len(r.response) for r in requests), default=0)
+        self._token_ids = np.zeros((num_rows, longest), np.int32)
+        self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        self._prefilled.clear()
+
+    def step(self) -> int:
+        """One engine step; returns the tokens it gave."""
+        result = self.total
         num_tokens = self._admit() + len(self._names) + sum(map(len, self._drafts))
         num_running = len(self._names)
         seconds = self._times.seconds(num_tokens, any(self._drafts))
@@ -190,8 +198,8 @@ class _Engine:
         result.num_tokens += num_gained
         self._levels[:num_running] += nums_new
         self._drafts = [[] for _ in self._names]
-        if self._drafter is not None:
-            self._drafts = self._drafter.step(self._names, nums_new, self._token_ids, self._levels)
+        if self.drafter is not None:
+            self._drafts = self.drafter.step(self._names, nums_new, self._token_ids, self._levels)
         for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
             self._remove(int(row))
         return num_gained
@@ -208,8 +216,8 @@ class _Engine:
             self._levels[row], self._ends[row] = len(prompt), end
             self._names.append(request.name)
             self._drafts.append([])
-            if self._drafter is not None:
-                self._drafter.open(request.name, prompt, end, request.group)
+            if self.drafter is not None:
+                self.drafter.open(request.name, prompt, end, request.group)
             if request.group not in self._prefilled:
                 self._prefilled.add(request.group)
                 num_tokens += len(prompt)
@@ -226,15 +234,15 @@ class _Engine:
             agrees = np.append(said == draft[: len(said)], False)
             accepted = int(np.argmin(agrees))
             nums_new[row] = min(accepted + 1, end - level)
-            self._result.num_draft_tokens += len(draft)
-            self._result.num_accepted_tokens += accepted
+            self.total.num_draft_tokens += len(draft)
+            self.total.num_accepted_tokens += accepted
         return nums_new
 
     def _remove(self, row: int) -> None:
         """End a request; the last row takes its place, as in an engine's batch."""
         last = len(self._names) - 1
-        if self._drafter is not None:
-            self._drafter.close(self._names[row])
+        if self.drafter is not None:
+            self.drafter.close(self._names[row])
         for rows in (self._token_ids, self._levels, self._ends):
             rows[row] = rows[last]
         self._names[row], self._drafts[row] = self._names[last], self._drafts[last]
@@ -258,22 +266,24 @@ def simulate(
     tail_rows: int,
     on_tokens: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """One rollout of the lines on the cluster; its time is that of the slowest replica.
+    """The rollouts of a trace on a cluster, one after the other; each takes as long as its slowest replica.
 
     Returns:
-        makespan_s, tail_share (of the time, with at most tail_rows requests running on the slowest replica),
-        tokens_per_s, acceptance_rate (0 without drafts).
+        makespan_s, of all rollouts; tail_share, of the time that engines work, with at most tail_rows
+        requests running; tokens_per_s; acceptance_rate (0 without drafts).
     """
-    requests = requests_of(lines, cluster.group_size)
-    runs = [
-        simulate_engine(part, config, times, cluster.max_num_seqs, tail_rows, on_tokens)
-        for part in assign(requests, cluster.num_replicas, cluster.by_group)
-    ]
-    slowest = max(runs, key=lambda run: run.seconds)
-    num_draft_tokens = sum(run.num_draft_tokens for run in runs)
+    engines = [Engine(config, times, cluster.max_num_seqs, tail_rows) for _ in range(cluster.num_replicas)]
+    makespan = 0.0
+    for rollout in rollouts_of(lines):
+        parts = assign(requests_of(rollout, cluster.group_size), cluster.num_replicas, cluster.by_group)
+        makespan += max(engine.rollout(part, on_tokens) for engine, part in zip(engines, parts, strict=True))
+    totals = {
+        field.name: sum(getattr(engine.total, field.name) for engine in engines)
+        for field in dataclasses.fields(EngineRun)
+    }
     return {
-        "makespan_s": slowest.seconds,
-        "tail_share": slowest.tail_seconds / slowest.seconds,
-        "tokens_per_s": sum(run.num_tokens for run in runs) / slowest.seconds,
-        "acceptance_rate": sum(run.num_accepted_tokens for run in runs) / max(1, num_draft_tokens),
+        "makespan_s": makespan,
+        "tail_share": totals["tail_seconds"] / totals["seconds"],
+        "tokens_per_s": totals["num_tokens"] / makespan,
+        "acceptance_rate": totals["num_accepted_tokens"] / max(1, totals["num_draft_tokens"]),
     }

@@ -74,16 +74,16 @@ class StepCost:
         slope = max(0.0, self._covariance / self._variance) if self._variance > 0.0 else 0.0
         of_context = slope * (num_context - self._contexts[known])
         times = np.maximum(self._seconds[known] + of_context, 0.1 * self._seconds[known])
-        at, times = np.log(KNOTS[known]), np.log(_never_falling(times, self._weights[known]))
+        at, times = np.log(KNOTS[known]), np.log(never_falling(times, self._weights[known]))
         wanted = np.log(np.asarray(nums_tokens, float))
         outside = np.minimum(wanted - at[0], 0.0) + np.maximum(wanted - at[-1], 0.0)
         return np.exp(np.interp(wanted, at, times) + UNKNOWN_GROWTH * outside)
 
 
-def _never_falling(values: _Floats, weights: _Floats) -> _Floats:
-    """Isotonic regression by pooling adjacent violators (Barlow et al. 1972)."""
+def never_falling(values: npt.ArrayLike, weights: npt.ArrayLike) -> _Floats:
+    """Isotonic regression by pooling adjacent violators (Barlow et al. 1972); [n], as both arguments."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, length
-    for value, weight in zip(values, weights, strict=True):
+    for value, weight in zip(np.asarray(values), np.asarray(weights), strict=True):
         pool = (float(value), float(weight), 1)
         while pools and pools[-1][0] >= pool[0]:
             mean, mass, length = pools.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -12,22 +13,21 @@ from rollout_spec.gate import PROBE_EVERY
 from rollout_spec.replay import Rollout
 from rollout_spec.simulate import (
     Cluster,
+    Engine,
     StepTimes,
     StepTimesError,
-    _Engine,
     assign,
     requests_of,
+    rollouts_of,
     simulate,
-    simulate_engine,
 )
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
-FLAT = StepTimes([(1, 0.01), (1000, 0.01)])  # tokens cost nothing
-STEPPED = StepTimes(  # two CPU cores: 8 more tokens are free for 8 rows, 24 more double the time
-    [(1, 0.05), (2, 0.052), (4, 0.06), (8, 0.085), (16, 0.088), (32, 0.17), (64, 0.3), (256, 1.2)]
-)
-DEAR = StepTimes([(1, 0.01), (1000, 10.0)])  # every token costs as much as a row
+FLAT = StepTimes.parse("1:0.01,1000:0.01")  # tokens cost nothing
+# Two CPU cores: 8 more tokens are free for 8 rows, 24 more double the time
+STEPPED = StepTimes.parse("1:0.05,2:0.052,4:0.06,8:0.085,16:0.088,32:0.17,64:0.3,256:1.2")
+DEAR = StepTimes.parse("1:0.01,1000:10")  # every token costs as much as a row
 
 
 def line(group, prompt, *lengths, rng=None):
@@ -52,8 +52,21 @@ def noise(num_groups=4, group_size=8, length=150):
     ]  # fmt: skip
 
 
+def simulate_engine(requests, config, times, max_num_seqs, tail_rows):
+    engine = Engine(config, times, max_num_seqs, tail_rows)
+    engine.rollout(requests)
+    return engine.total
+
+
+def started(requests, times, max_num_seqs):
+    """An engine with the automatic gate, at work."""
+    engine = Engine(SpecConfig(batch_threshold="auto"), times, max_num_seqs, max_num_seqs)
+    engine.enqueue(requests)
+    return engine
+
+
 def test_a_rollout_without_drafts_by_hand():
-    times = StepTimes([(1, 1.0), (2, 2.0), (10, 10.0)])
+    times = StepTimes.parse("1:1,2:2,10:10")
     run = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, times, max_num_seqs=1, tail_rows=0)
     # 5 prompt tokens with the first row, then 2 more steps of it; the sibling's prompt is there already.
     assert run.seconds == (5 + 1) + 1 + 1 + 1 + 1
@@ -84,6 +97,17 @@ def test_replicas_share_the_requests_and_the_slowest_counts():
     two = simulate(lines, Cluster(2, 8, 6), OFF, STEPPED, 4)
     assert 0.4 < two["makespan_s"] / one["makespan_s"] < 0.95
     assert two["tail_share"] > one["tail_share"] > 0.0
+
+
+def test_the_lines_of_a_step_are_one_rollout():
+    lines = [dataclasses.replace(one, step=i // 2) for i, one in enumerate(rollouts(4))]
+    assert [len(part) for part in rollouts_of(lines)] == [2, 2]
+    apart = [simulate(lines[i : i + 2], Cluster(1, 64, None), OFF, STEPPED, 8)["makespan_s"] for i in (0, 2)]
+    assert simulate(lines, Cluster(1, 64, None), OFF, STEPPED, 8)["makespan_s"] == pytest.approx(sum(apart))
+    # What the first rollout has taught is not forgotten.
+    on = SpecConfig(batch_threshold="auto")
+    apart = [simulate(lines[i : i + 2], Cluster(1, 64, None), on, FLAT, 8)["makespan_s"] for i in (0, 2)]
+    assert simulate(lines, Cluster(1, 64, None), on, FLAT, 8)["makespan_s"] < sum(apart)
 
 
 @pytest.mark.parametrize("times", [FLAT, STEPPED, DEAR], ids=["flat", "stepped", "dear"])
@@ -119,15 +143,15 @@ class Delayed:
     """An engine whose steps with drafts can be made slower."""
 
     def __init__(self):
-        self.times = DelayedTimes([(1, 0.05), (64, 0.06)])
+        self.times = DelayedTimes.parse("1:0.05,64:0.06")
         requests = requests_of([line("0", 10, *[6000] * 4)], None)
-        self.engine = _Engine(requests, SpecConfig(batch_threshold="auto"), self.times, 4, 4)
-        self.counters = self.engine._drafter.counters
+        self.engine = started(requests, self.times, 4)
+        self.counters = self.engine.drafter.counters
 
     def drafts_of(self, num_steps):
         before = self.counters.num_drafts
         for _ in range(num_steps):
-            self.engine._step()
+            self.engine.step()
         return self.counters.num_drafts - before
 
 
@@ -143,23 +167,20 @@ def test_drafting_stops_within_200_steps_where_it_has_become_slow_and_comes_back
 
 
 def test_every_so_often_a_step_goes_without_drafts():
-    engine = _Engine(
-        requests_of([line("0", 10, 4000, 4000)], None), SpecConfig(batch_threshold="auto"), FLAT, 2, 2
-    )
+    engine = started(requests_of([line("0", 10, 4000, 4000)], None), FLAT, 2)
     for _ in range(300):
-        engine._step()
-    counters = engine._drafter.counters
+        engine.step()
+    counters = engine.drafter.counters
     assert 300 // (PROBE_EVERY + 1) - 1 <= counters.num_steps_off_probe <= 300 // PROBE_EVERY + 4
     assert counters.num_steps == 300
 
 
 def test_gain_is_told_as_it_was():
-    config = SpecConfig(batch_threshold="auto")
     requests = requests_of(rollouts(), None)
     off = simulate_engine(requests, OFF, STEPPED, 8, 8)
-    engine = _Engine(requests, config, STEPPED, 8, 8)
-    on = engine.run(None)
-    counters = engine._drafter.counters
+    engine = Engine(SpecConfig(batch_threshold="auto"), STEPPED, 8, 8)
+    engine.rollout(requests)
+    on, counters = engine.total, engine.drafter.counters
     achieved = counters.gate_plain_seconds / counters.gate_seconds
     expected = counters.gate_expected_plain_seconds / counters.gate_expected_seconds
     assert achieved > 1.1

@@ -71,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of lengths and noise (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="%(default)s")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="write engine.json, timelines.json and engine.png there"
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="write engine.json, timelines.json, engine.png and rollouts-*.jsonl there",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -93,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     record = _record(args, load, spec, methods, served)
     if args.output:
         _write(record, methods, served, args.tail_threshold, args.output)
+        for repeat, one in enumerate(served[methods[0]]):
+            _write_trace(load, one["responses"], args.output / f"rollouts-{repeat}.jsonl")
     if args.json:
         print(json.dumps(record, indent=2, allow_nan=False))
     else:
@@ -276,6 +281,15 @@ def _write(
     (folder / "engine.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
     (folder / "timelines.json").write_text(json.dumps(timelines) + "\n")
     plot_rollouts({method: lines[0] for method, lines in timelines.items()}, threshold, folder / "engine.png")
+
+
+def _write_trace(load: Any, responses: Sequence[Sequence[int]], file: Path) -> None:
+    """One repeat's rollout, for `replay` and `simulate`."""
+    with file.open("w") as trace:
+        for i, prompt in enumerate(load.prompts):
+            siblings = responses[i * load.group_size : (i + 1) * load.group_size]
+            line = {"group": str(i), "step": None, "prompt_token_ids": prompt, "responses": siblings}
+            trace.write(json.dumps(line) + "\n")
 
 
 def _print(record: dict[str, Any]) -> None:

@@ -15,7 +15,10 @@ HELP = "recorded rollouts through drafter and gate under a table of step times: 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz; all its lines are one rollout"
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help=".jsonl or .jsonl.gz; the lines of one `step` are one rollout",
     )
     parser.add_argument(
         "--step-times",
@@ -88,9 +91,9 @@ def _config(args: argparse.Namespace, threshold: str) -> SpecConfig:
 def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, args: argparse.Namespace) -> dict[str, Any]:
     """One cluster: without drafts, and with every threshold."""
     from rollout_spec.cli.progress import counted
-    from rollout_spec.simulate import requests_of, simulate
+    from rollout_spec.simulate import simulate
 
-    num_tokens = sum(len(request.response) for request in requests_of(lines, cluster.group_size))
+    num_tokens = sum(len(response) for line in lines for response in line.responses[: cluster.group_size])
     runs = []
     for config in configs:
         threshold = config.batch_threshold if config.enabled else "off"

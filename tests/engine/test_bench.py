@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout_spec.bench_engine import Load, random_prompts
+from rollout_spec.gate import HYSTERESIS_STEPS
 from tests.engine.conftest import VOCAB_SIZE
 
 METHODS = ["off", "sam:4"]
@@ -45,11 +46,18 @@ def test_rollouts_without_and_with_drafts(
     assert 0.05 < sam["acceptance_rate"] <= 1 and sam["tokens_per_step"] > 1
     assert sam["makespan_s"] > sam["draft_s"] >= sam["draft_cpu_s"] > 0
 
-    # Drafts are verified in the step after they were asked for, with at most 4 requests by then.
+    # Drafts are verified one step after they were asked for, by at most 4 requests or a few steps longer.
     [line] = timelines["sam:4"]
+    num_above = 0
     for running, drafted in zip(line["num_running"], line["num_draft_tokens"], strict=True):
-        assert not drafted or running <= 4
+        num_above = num_above + 1 if drafted and running > 4 else 0
+        assert num_above <= HYSTERESIS_STEPS
     assert 0 < sam["share_on"] < 1
     assert {row["drafted"] for row in record["step_times"]} == {False, True}
     assert all(row["num_tokens"] > row["num_running"] for row in record["step_times"] if row["drafted"])
+
+    trace, table = str(tmp_path / "rollouts-0.jsonl"), str(tmp_path / "engine.json")
+    assert main(["simulate", trace, "--step-times", table, "--max-num-seqs", "6", "--json"]) == 0
+    [simulated] = json.loads(capsys.readouterr().out)["results"]
+    assert 0.4 < simulated["runs"][0]["makespan_s"] / off["makespan_s"] < 2.5
     assert not record["engines"]["off"]["async_scheduling"] or record["engines"]["off"]["device"] != "cpu"
