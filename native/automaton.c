@@ -134,8 +134,9 @@ static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token, rs_
                 return status;
             }
             extension->origin = origin;
+            origin = a->states[origin].link;
         }
-        a->states[newest].link = *rs_find(a, state, token);
+        a->states[newest].link = origin;
     }
     extension->created = true;
     return RS_OK;
