@@ -56,8 +56,23 @@ static rs_status take_units(rs_pool *pool, rs_memory *memory, uint32_t k, uint32
     return RS_OK;
 }
 
-static uint32_t *index_of(rs_transition *units, uint32_t num_units) {
-    return (uint32_t *)(void *)(units + num_units / 2);
+/* Where the hash index of a block begins; what is before it are the header and the entries. */
+static uint32_t first_index_unit(uint32_t num_units) {
+    return num_units > RS_NARROW_UNITS ? num_units / 2 : num_units / 4 * 3;
+}
+
+static uint32_t get_slot(const rs_transition *units, uint32_t num_units, uint32_t slot) {
+    const void *slots = units + first_index_unit(num_units);
+    return num_units > RS_NARROW_UNITS ? ((const uint32_t *)slots)[slot] : ((const uint16_t *)slots)[slot];
+}
+
+static void set_slot(rs_transition *units, uint32_t num_units, uint32_t slot, uint32_t entry) {
+    void *slots = units + first_index_unit(num_units);
+    if (num_units > RS_NARROW_UNITS) {
+        ((uint32_t *)slots)[slot] = entry;
+    } else {
+        ((uint16_t *)slots)[slot] = (uint16_t)entry;
+    }
 }
 
 /* num_units is also the number of slots of the index. */
@@ -66,39 +81,41 @@ static uint32_t first_slot(int32_t token, uint32_t num_units) {
     return (hash ^ (hash >> 15)) & (num_units - 1);
 }
 
-static void insert_indexed(rs_transition *units, uint32_t num_units, rs_transition transition) {
-    uint32_t entry = (uint32_t)++units->token;
-    uint32_t *slots = index_of(units, num_units);
-    uint32_t slot = first_slot(transition.token, num_units);
-    while (slots[slot] != 0) {
+/* Where the entry is, or, for entry 0, the first free slot. */
+static uint32_t find_slot(const rs_transition *units, uint32_t num_units, int32_t token, uint32_t entry) {
+    uint32_t slot = first_slot(token, num_units);
+    while (get_slot(units, num_units, slot) != entry) {
         slot = (slot + 1) & (num_units - 1);
     }
-    slots[slot] = entry;
+    return slot;
+}
+
+static void insert_indexed(rs_transition *units, uint32_t num_units, rs_transition transition) {
+    uint32_t entry = (uint32_t)++units->token;
+    set_slot(units, num_units, find_slot(units, num_units, transition.token, 0), entry);
     units[entry] = transition;
 }
 
 rs_transition *rs_block_find_indexed(rs_transition *units, uint32_t num_units, int32_t token) {
-    const uint32_t *slots = index_of(units, num_units);
     uint32_t slot = first_slot(token, num_units);
-    while (slots[slot] != 0) {
-        if (units[slots[slot]].token == token) {
-            return units + slots[slot];
+    uint32_t entry;
+    while ((entry = get_slot(units, num_units, slot)) != 0) {
+        if (units[entry].token == token) {
+            return units + entry;
         }
         slot = (slot + 1) & (num_units - 1);
     }
     return NULL;
 }
 
+/* The most entries of a block. */
+static uint32_t room_of(uint32_t num_units) {
+    return num_units > RS_LINEAR_UNITS ? first_index_unit(num_units) - 1 : num_units;
+}
+
 static uint32_t units_for(uint32_t num_entries) {
     uint32_t num_units = 1;
-    while (num_units < num_entries) {
-        num_units *= 2;
-    }
-    if (num_units <= RS_LINEAR_UNITS) {
-        return num_units;
-    }
-    num_units = RS_SMALLEST_INDEXED_UNITS;
-    while (num_units / 2 - 1 < num_entries) {
+    while (room_of(num_units) < num_entries) {
         num_units *= 2;
     }
     return num_units;
@@ -136,9 +153,8 @@ rs_status rs_block_append(rs_pool *pool, rs_memory *memory, uint32_t *block, rs_
     uint32_t num = 0;
     uint32_t room = 0;
     if (*block != 0) {
-        uint32_t num_units = rs_block_units(*block);
         rs_block_entries(pool, *block, &num);
-        room = num_units > RS_LINEAR_UNITS ? num_units / 2 - 1 : num_units;
+        room = room_of(rs_block_units(*block));
     }
     if (num == room) {
         uint32_t larger;
@@ -170,12 +186,8 @@ void rs_block_remove_last(rs_pool *pool, uint32_t *block) {
         *block = 0;
     } else if (num_units > RS_LINEAR_UNITS) {
         /* The latest entry is at the end of every probe sequence it is in: its slot just empties. */
-        uint32_t *slots = index_of(entries - 1, num_units);
-        uint32_t slot = first_slot(entries[num - 1].token, num_units);
-        while (slots[slot] != num) {
-            slot = (slot + 1) & (num_units - 1);
-        }
-        slots[slot] = 0;
+        rs_transition *units = entries - 1;
+        set_slot(units, num_units, find_slot(units, num_units, units[num].token, num), 0);
         entries[-1].token--;
     } else {
         entries[num - 1].token = -1;
