@@ -3,7 +3,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-enum { FIRST_NUM_SLOTS = 1 << 10, BUDGET_SHARE = 8 };
+enum { FIRST_NUM_SLOTS = 1 << 10, BUDGET_SHARE = 8, SPLITS_PER_LESSON = 8 };
 
 rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
     memset(contexts, 0, sizeof *contexts);
@@ -11,13 +11,14 @@ rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
                                  sizeof *contexts->slots);
     if (status == RS_OK) {
         memset(contexts->slots, 0, FIRST_NUM_SLOTS * sizeof *contexts->slots);
+        contexts->num_buckets = FIRST_NUM_SLOTS / RS_CONTEXT_WAYS;
     }
     return status;
 }
 
 void rs_contexts_free(rs_contexts *contexts, rs_memory *memory) {
     rs_resize(memory, (void **)&contexts->slots, &contexts->num_slots, 0, sizeof *contexts->slots);
-    contexts->num_used = 0;
+    contexts->num_buckets = contexts->num_used = 0;
 }
 
 /* One round of a multiplicative hash; the constants are those of splitmix64 (Steele et al. 2014). */
@@ -84,40 +85,52 @@ static void learn_in(rs_contexts *contexts, uint32_t tag, int32_t token) {
     }
 }
 
-void rs_contexts_learn(rs_contexts *contexts, const rs_lesson *lesson) {
+static void double_slots(rs_contexts *contexts, rs_memory *memory) {
+    uint64_t num_slots = 2 * (uint64_t)contexts->num_slots;
+    bool fits = memory->max_bytes == 0 ||
+                num_slots * sizeof *contexts->slots <= memory->max_bytes / BUDGET_SHARE;
+    if (fits && num_slots <= RS_MAX_CONTEXT_SLOTS) {
+        /* Where there is no memory for it, the table stays as it is. */
+        rs_resize(memory, (void **)&contexts->slots, &contexts->num_slots, num_slots, sizeof *contexts->slots);
+    }
+}
+
+/* Take one bucket more into use and move to it what belongs there. */
+static void split_bucket(rs_contexts *contexts) {
+    uint32_t half = contexts->num_slots / 2;
+    rs_context_slot *added = contexts->slots + contexts->num_buckets * RS_CONTEXT_WAYS;
+    rs_context_slot kept[RS_CONTEXT_WAYS];
+    memcpy(kept, added - half, sizeof kept);
+    memset(added - half, 0, sizeof kept);
+    memset(added, 0, sizeof kept);
+    contexts->num_buckets++;
+    for (int way = 0; way < RS_CONTEXT_WAYS && kept[way].tag != 0; way++) {
+        *weakest(rs_context_bucket(contexts, kept[way].tag)) = kept[way]; /* free: there is room for all in each */
+    }
+}
+
+static void grow(rs_contexts *contexts, rs_memory *memory) {
+    uint32_t num_buckets = contexts->num_slots / RS_CONTEXT_WAYS;
+    for (int i = 0; i < SPLITS_PER_LESSON && contexts->num_buckets < num_buckets; i++) {
+        split_bucket(contexts);
+    }
+    if (contexts->num_buckets == num_buckets && contexts->num_used >= contexts->num_slots / 8 * 7) {
+        double_slots(contexts, memory);
+    }
+}
+
+void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const rs_lesson *lesson) {
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
         if (lesson->tags[i] != 0) {
             learn_in(contexts, lesson->tags[i], lesson->token);
         }
     }
-}
-
-void rs_contexts_grow(rs_contexts *contexts, rs_memory *memory) {
-    uint64_t num_slots = 2 * (uint64_t)contexts->num_slots;
-    uint64_t num_bytes = num_slots * sizeof *contexts->slots;
-    bool fits = memory->max_bytes == 0 || num_bytes <= memory->max_bytes / BUDGET_SHARE;
-    if (contexts->num_used < contexts->num_slots / 8 * 7 || num_slots > RS_MAX_CONTEXT_SLOTS || !fits) {
-        return;
-    }
-    rs_contexts grown = {0};
-    if (rs_resize(memory, (void **)&grown.slots, &grown.num_slots, num_slots, sizeof *grown.slots) != RS_OK) {
-        return;
-    }
-    memset(grown.slots, 0, num_bytes);
-    for (uint32_t i = 0; i < contexts->num_slots; i++) {
-        const rs_context_slot *slot = contexts->slots + i;
-        if (slot->tag != 0) {
-            *weakest(rs_context_bucket(&grown, slot->tag)) = *slot; /* free: a bucket is split in two */
-        }
-    }
-    grown.num_used = contexts->num_used;
-    rs_contexts_free(contexts, memory);
-    *contexts = grown;
+    grow(contexts, memory);
 }
 
 const char *rs_contexts_check(const rs_contexts *contexts) {
     uint32_t num_used = 0;
-    for (uint32_t i = 0; i < contexts->num_slots; i++) {
+    for (uint32_t i = 0; i < contexts->num_buckets * RS_CONTEXT_WAYS; i++) {
         const rs_context_slot *slot = contexts->slots + i;
         if (slot->tag == 0) {
             continue;

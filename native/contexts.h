@@ -14,7 +14,7 @@ enum {
     RS_NUM_CONTEXTS = 5,    /* the last 1, 2, 3, 6 tokens of any text; the last 2 of this sequence */
     RS_LONGEST_CONTEXT = 6, /* tokens */
     RS_MAX_CONFIDENCE = 15,
-    RS_CONTEXT_WAYS = 4, /* slots in which a context may be */
+    RS_CONTEXT_WAYS = 4, /* slots in which a context may be: a bucket */
     RS_MAX_CONTEXT_SLOTS = 1 << 22
 };
 
@@ -37,10 +37,13 @@ typedef struct {
     int32_t token;
 } rs_lesson;
 
+/* When the slots double, buckets are split off one by one, a few with every lesson (linear hashing, Litwin 1980),
+ * so that no step waits for all of them. */
 typedef struct {
     rs_context_slot *slots;
-    uint32_t num_slots; /* a power of two, or 0 */
-    uint32_t num_used;
+    uint32_t num_slots;   /* a power of two, or 0 */
+    uint32_t num_buckets; /* in use, of num_slots / RS_CONTEXT_WAYS */
+    uint32_t num_used;    /* slots */
 } rs_contexts;
 
 rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory);
@@ -52,18 +55,21 @@ void rs_recent_push(rs_recent *recent, int32_t token);
  * own_salt does the same for the own contexts. */
 void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, uint32_t tags[RS_NUM_CONTEXTS]);
 
-void rs_contexts_learn(rs_contexts *contexts, const rs_lesson *lesson);
+/* Twice the slots when most are used, at most an eighth of the byte budget; where there is no memory for
+ * it, the table stays as it is. */
+void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const rs_lesson *lesson);
 
-/* Twice the slots when most are used; where there is no memory for it, the table stays as it is.
- * At most an eighth of the byte budget. */
-void rs_contexts_grow(rs_contexts *contexts, rs_memory *memory);
-
-/* The first of the RS_CONTEXT_WAYS slots for this tag. */
+/* The RS_CONTEXT_WAYS slots for this tag. */
 static inline rs_context_slot *rs_context_bucket(const rs_contexts *contexts, uint32_t tag) {
-    return contexts->slots + ((tag >> 4) & (contexts->num_slots / RS_CONTEXT_WAYS - 1)) * RS_CONTEXT_WAYS;
+    uint32_t mask = contexts->num_slots / RS_CONTEXT_WAYS - 1;
+    uint32_t bucket = (tag >> 4) & mask;
+    /* A bucket that is not split off yet is still part of the one in the lower half. */
+    bucket &= bucket < contexts->num_buckets ? mask : mask >> 1;
+    return contexts->slots + bucket * RS_CONTEXT_WAYS;
 }
 
-static inline void rs_contexts_prefetch(const rs_contexts *contexts, const uint32_t tags[RS_NUM_CONTEXTS]) {
+/* gcc takes a function that only prefetches for one without effect and drops the calls that it does not inline. */
+__attribute__((always_inline)) static inline void rs_contexts_prefetch(const rs_contexts *contexts, const uint32_t tags[RS_NUM_CONTEXTS]) {
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
         __builtin_prefetch(rs_context_bucket(contexts, tags[i]));
     }

@@ -186,7 +186,7 @@ typedef struct {
 static void learn(rs_index *index, rs_sequence *sequence, int32_t token, rs_lesson_queue *queue) {
     rs_lesson *lesson = queue->lessons + queue->num % NUM_WAITING_LESSONS;
     if (queue->num >= NUM_WAITING_LESSONS) {
-        rs_contexts_learn(&index->contexts, lesson);
+        rs_contexts_learn(&index->contexts, &index->memory, lesson);
     }
     rs_context_tags(&sequence->recent, rs_salt(index, sequence), rs_own_salt(sequence), lesson->tags);
     rs_contexts_prefetch(&index->contexts, lesson->tags);
@@ -198,9 +198,8 @@ static void learn(rs_index *index, rs_sequence *sequence, int32_t token, rs_less
 static void learn_rest(rs_index *index, const rs_lesson_queue *queue) {
     uint32_t first = queue->num > NUM_WAITING_LESSONS ? queue->num - NUM_WAITING_LESSONS : 0;
     for (uint32_t i = first; i < queue->num; i++) {
-        rs_contexts_learn(&index->contexts, queue->lessons + i % NUM_WAITING_LESSONS);
+        rs_contexts_learn(&index->contexts, &index->memory, queue->lessons + i % NUM_WAITING_LESSONS);
     }
-    rs_contexts_grow(&index->contexts, &index->memory);
 }
 
 /* Mode sam: learn from the new tokens of entry i. */

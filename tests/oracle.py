@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 Text = tuple[int, ...]
@@ -38,19 +38,39 @@ class Options:
 class ContextsOracle:
     """The table of contexts: lists of at most four [identity, confidence, token] per bucket."""
 
-    WAYS, MAX_CONFIDENCE = 4, 15
+    WAYS, MAX_CONFIDENCE, SPLITS_PER_LESSON = 4, 15, 8
 
     def __init__(self, max_bytes: int = 0) -> None:
-        self.buckets: list[list[list[int]]] = [[] for _ in range(256)]
+        self.num_wanted = 256
+        self.buckets: list[list[list[int]]] = [[] for _ in range(self.num_wanted)]
         self.max_bytes = max_bytes
 
     def bucket(self, identity: int) -> list[list[int]]:
-        return self.buckets[identity % len(self.buckets)]
+        number = identity % self.num_wanted
+        return self.buckets[number if number < len(self.buckets) else number - self.num_wanted // 2]
 
     def find(self, identity: int) -> list[int] | None:
         return next((slot for slot in self.bucket(identity) if slot[0] == identity), None)
 
-    def learn(self, identity: int, token: int) -> None:
+    def learn(self, identities: Iterable[int], token: int) -> None:
+        """The token came after these contexts."""
+        for identity in identities:
+            self.learn_in(identity, token)
+        for _ in range(min(self.SPLITS_PER_LESSON, self.num_wanted - len(self.buckets))):
+            self.split()
+        fits = not self.max_bytes or 2 * self.num_wanted * self.WAYS * 8 <= self.max_bytes // 8
+        is_full = sum(map(len, self.buckets)) >= self.WAYS * len(self.buckets) // 8 * 7
+        if len(self.buckets) == self.num_wanted and is_full and fits:
+            self.num_wanted *= 2
+
+    def split(self) -> None:
+        source = len(self.buckets) - self.num_wanted // 2
+        slots, self.buckets[source] = self.buckets[source], []
+        self.buckets.append([])
+        for slot in slots:
+            self.bucket(slot[0]).append(slot)
+
+    def learn_in(self, identity: int, token: int) -> None:
         slot = self.find(identity)
         bucket = self.bucket(identity)
         if slot is None and len(bucket) < self.WAYS:
@@ -64,16 +84,6 @@ class ContextsOracle:
             slot[1] -= 1
         else:
             slot[2] = token
-
-    def grow(self) -> None:
-        num_bytes = 2 * self.WAYS * len(self.buckets) * 8
-        if self.max_bytes and num_bytes > self.max_bytes // 8:
-            return
-        if sum(map(len, self.buckets)) >= self.WAYS * len(self.buckets) // 8 * 7:
-            slots = [slot for bucket in self.buckets for slot in bucket]
-            self.buckets = [[] for _ in range(2 * len(self.buckets))]
-            for slot in slots:
-                self.bucket(slot[0]).append(slot)
 
     @staticmethod
     def identities(text: Text, salt: int, own_salt: int) -> dict[int, int]:
@@ -350,12 +360,11 @@ class SequenceOracle:
         for token in row[len(self.text) :]:
             if self.experience is not None:
                 contexts = self.experience.contexts
-                for identity in contexts.identities(self.text, *self.salts).values():
-                    contexts.learn(identity, token)
+                contexts.learn(contexts.identities(self.text, *self.salts).values(), token)
             self.text = self.group.extend(self.text, token)
 
     def draft(self, max_draft_tokens: int, min_token_prob: float = 0.0) -> tuple[int, list[int]]:
-        """The second half, after every row of the step was indexed (and the contexts have grown)."""
+        """The second half, after every row of the step was indexed."""
         price = max(min_token_prob, self.group.options.min_token_prob)
         if self.experience is not None:
             match_len, draft = self.draft_from_experience(max_draft_tokens, price)

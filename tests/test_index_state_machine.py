@@ -115,8 +115,6 @@ class IndexMachine(RuleBasedStateMachine):
             known = len(oracle.text) if len(oracle.row) >= len(oracle.text) else len(oracle.start)
             self.num_tokens[self.sequence_group[sequence]] += len(oracle.row) - known
             oracle.index(oracle.row)
-        if self.experience:
-            self.experience.contexts.grow()
         for i, sequence in enumerate(chosen):
             match_len, draft = self.sequences[sequence].draft(budgets[i], price)
             assert result.match_lens[i] == match_len
