@@ -16,13 +16,19 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.gate import Step, make_gate
-from rollout_spec.history import History, group_key, index_responses, prompt_key
+from rollout_spec.history import Backlog, History, group_key, prompt_key
 from rollout_spec.index import BudgetExceeded, OutOfMemory, StepResult, SuffixIndex
 from rollout_spec.metrics import EngineCounters
 
 # Siblings that wait in the engine's queue find their group's text here when they start.
 # Few are enough: the samples of a prompt arrive together and are served in order.
 MAX_IDLE_GROUPS = 32
+
+# Tokens of history that one step indexes, and more for every row: as long as the rest takes, about.
+_HISTORY_TOKENS = 256
+_HISTORY_TOKENS_PER_ROW = 16
+_HISTORY_SHARE = 0.875  # of the byte budget: beyond it no group gets its history
+_BYTES_PER_TOKEN = 64  # about, of the index
 
 _UNTRACKED = -1
 _Int32 = npt.NDArray[np.int32]
@@ -65,6 +71,7 @@ class Drafter:
         self._all_decoded = False
         self._index = SuffixIndex.from_config(config)
         self.history = History(config.history, config.max_index_mb << 20)
+        self._backlog = Backlog(self._index)
         self._requests: dict[str, _Request] = {}
         # Least recently used first; a group without live requests may be evicted.
         self._groups: OrderedDict[_Key, _Group] = OrderedDict()
@@ -119,7 +126,7 @@ class Drafter:
             self._evict(request.group_key)
         elif group.num_live == 0:
             self._groups.move_to_end(request.group_key)
-            self._evict_idle(keep=MAX_IDLE_GROUPS)
+            self._evict_oldest_idle(keep=MAX_IDLE_GROUPS)
 
     def step(
         self,
@@ -150,6 +157,7 @@ class Drafter:
         decoding = nums_new_tokens > 0
         step = self._ended_step(request_ids, nums_new_tokens, levels)
         self._map_rows(request_ids)
+        self._index_history(len(request_ids))
         if step.num_rows == 0:
             return drafts
         price = self._gate.begin(step, counters)
@@ -189,6 +197,7 @@ class Drafter:
             if request.sequence != _UNTRACKED:
                 self._remember(request, self._groups[request.group_key])
         self._index.clear()
+        self._backlog.clear()
         self._requests.clear()
         self._groups.clear()
         self._row_ids = None
@@ -213,7 +222,7 @@ class Drafter:
             try:
                 return rows, self._index.step(sequences, token_ids, rows, row_levels, room, price or 0.0)
             except BudgetExceeded as error:
-                if self._evict_idle(keep=0):
+                if self._evict_oldest_idle():
                     continue
                 # What was too much may be all rows' together; then the longest goes.
                 entry = error.row if error.row >= 0 else int(np.argmax(row_levels))
@@ -256,31 +265,40 @@ class Drafter:
         if group is not None:
             self._groups.move_to_end(key)
             return group
-        if len(self._groups) >= self.config.max_groups:
-            self._evict_idle(keep=0)
-        if len(self._groups) >= self.config.max_groups:
+        if len(self._groups) >= self.config.max_groups and not self._evict_oldest_idle():
             return None
         try:
             handle = self._index.open_group(prompt)
         except (BudgetExceeded, OutOfMemory):
-            if not self._evict_idle(keep=0):
+            if not self._evict_oldest_idle():
                 return None
             return self._group(key, prompt)
         kind, name = key
         history_key = group_key(name) if kind == "group" else prompt_key(prompt)
         self._groups[key] = group = _Group(handle, prompt.copy(), history_key)
-        # A full index does without history rather than without what is said now.
-        with contextlib.suppress(BudgetExceeded, OutOfMemory):
-            index_responses(self._index, handle, len(prompt), self.history.get(history_key))
+        self._add_history(handle, len(prompt), self.history.get(history_key))
         return group
 
-    def _evict_idle(self, keep: int) -> int:
-        """Close the least recently used idle groups but for `keep` of them; returns how many were closed."""
+    def _add_history(self, handle: int, num_prompt_tokens: int, responses: Sequence[_Int32]) -> None:
+        # A full index does without history rather than without what is said now.
+        num_tokens = sum(map(len, responses)) + self._backlog.num_tokens
+        num_bytes = self._index.stats().num_bytes + num_tokens * _BYTES_PER_TOKEN
+        if responses and num_bytes <= _HISTORY_SHARE * (self.config.max_index_mb << 20):
+            self._backlog.add(handle, num_prompt_tokens, responses)
+
+    def _index_history(self, num_rows: int) -> None:
+        with contextlib.suppress(BudgetExceeded, OutOfMemory):
+            self._backlog.index(_HISTORY_TOKENS + num_rows * _HISTORY_TOKENS_PER_ROW)
+
+    def _evict_oldest_idle(self, keep: int = 0) -> bool:
+        """Close one idle group, the least recently used, where there are more than `keep`."""
         idle = [key for key, group in self._groups.items() if group.num_live == 0]
-        evicted = idle[: max(0, len(idle) - keep)]
-        for key in evicted:
-            self._evict(key)
-        return len(evicted)
+        if len(idle) <= keep:
+            return False
+        self._evict(idle[0])
+        return True
 
     def _evict(self, key: _Key) -> None:
-        self._index.close_group(self._groups.pop(key).handle)
+        handle = self._groups.pop(key).handle
+        self._backlog.drop(handle)
+        self._index.close_group(handle)

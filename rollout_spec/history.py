@@ -5,6 +5,7 @@ Four bytes a token are all that it costs to keep them; a group that is opened ag
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import os
@@ -14,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout_spec.index import Int32Array, SuffixIndex
+from rollout_spec.index import BudgetExceeded, Int32Array, OutOfMemory, SuffixIndex
 
 _MAGIC = b"rollout_spec history 1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _KEY_BYTES = 16
 _OVERHEAD_BYTES = 200  # of a response and of a prompt, beyond the tokens
+_ZERO = np.zeros(1, np.int32)
 
 
 class HistoryError(ValueError):
@@ -129,25 +131,62 @@ def group_key(group: Hashable) -> bytes:
     return hashlib.blake2b(f"group{type(group).__name__}{group}".encode(), digest_size=_KEY_BYTES).digest()
 
 
-def index_responses(
-    index: SuffixIndex, group: int, num_prompt_tokens: int, responses: Sequence[Int32Array]
-) -> None:
-    """Index responses of earlier steps in a group that was just opened.
+@dataclasses.dataclass
+class _Part:
+    group: int
+    row: Int32Array  # [1, length]; the prompt's tokens are not read again and may be anything
+    level: int  # tokens indexed, the prompt included
+    sequence: int = -1  # -1: not opened yet
 
-    Raises:
-        BudgetExceeded, OutOfMemory: nothing of them was indexed.
-    """
-    if not responses:
-        return
-    n = len(responses)
-    levels = np.array([num_prompt_tokens + len(tokens) for tokens in responses], np.int32)
-    # The index does not read the tokens of the prompt again.
-    matrix = np.zeros((n, int(levels.max())), np.int32)
-    for row, tokens in zip(matrix, responses, strict=True):
-        row[num_prompt_tokens : num_prompt_tokens + len(tokens)] = tokens
-    sequences = np.array([index.open_sequence(group) for _ in range(n)], np.int32)
-    try:
-        index.step(sequences, matrix, np.arange(n, dtype=np.int32), levels, np.zeros(n, np.int32))
-    finally:
-        for sequence in sequences:
-            index.close_sequence(int(sequence))
+
+class Backlog:
+    """Responses of earlier steps on their way into an index: in parts, so that no step waits for all."""
+
+    def __init__(self, index: SuffixIndex) -> None:
+        self._index = index
+        self._parts: deque[_Part] = deque()
+
+    @property
+    def num_tokens(self) -> int:
+        """Still to be indexed."""
+        return sum(part.row.shape[1] - part.level for part in self._parts)
+
+    def add(self, group: int, num_prompt_tokens: int, responses: Sequence[Int32Array]) -> None:
+        """Index responses (int32 [n] each) behind the prompt of a group, when their turn comes."""
+        for tokens in responses:
+            row = np.zeros((1, num_prompt_tokens + len(tokens)), np.int32)
+            row[0, num_prompt_tokens:] = tokens
+            self._parts.append(_Part(group, row, num_prompt_tokens))
+
+    def index(self, max_tokens: int) -> None:
+        """Index the next tokens.
+
+        Raises:
+            BudgetExceeded, OutOfMemory: their group gets no more of its responses.
+        """
+        while self._parts and max_tokens > 0:
+            part = self._parts[0]
+            level = min(part.level + max_tokens, part.row.shape[1])
+            try:
+                if part.sequence < 0:
+                    part.sequence = self._index.open_sequence(part.group)
+                sequence, levels = np.array([part.sequence], np.int32), np.array([level], np.int32)
+                self._index.step(sequence, part.row, _ZERO, levels, _ZERO)
+            except (BudgetExceeded, OutOfMemory):
+                self.drop(part.group)
+                raise
+            max_tokens -= level - part.level
+            part.level = level
+            if level == part.row.shape[1]:
+                self._index.close_sequence(self._parts.popleft().sequence)
+
+    def drop(self, group: int) -> None:
+        """Leave out what is left for a group; it can be closed then."""
+        for part in self._parts:
+            if part.group == group and part.sequence >= 0:
+                self._index.close_sequence(part.sequence)
+        self._parts = deque(part for part in self._parts if part.group != group)
+
+    def clear(self) -> None:
+        """Forget everything, after the index has been cleared."""
+        self._parts.clear()

@@ -21,7 +21,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.history import History, group_key, index_responses
+from rollout_spec.history import Backlog, History, group_key
 from rollout_spec.index import Int32Array, SuffixIndex
 
 # Edges of the buckets in which acceptance along a response is counted, tokens.
@@ -199,8 +199,10 @@ class IndexProposer:
     def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
         num_groups = 1 if self._group_sharing else num_rows
         self._groups = [self.index.open_group(prompt) for _ in range(num_groups)]
+        backlog = Backlog(self.index)
         for group in self._groups:
-            index_responses(self.index, group, len(prompt), earlier)
+            backlog.add(group, len(prompt), earlier)
+            backlog.index(sum(map(len, earlier)))
         sequences = [self.index.open_sequence(self._groups[i % num_groups]) for i in range(num_rows)]
         self._sequences = np.array(sequences, np.int32)
 

@@ -7,8 +7,8 @@ import pytest
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafter import Drafter
-from rollout_spec.history import History, HistoryError, group_key, prompt_key
-from rollout_spec.index import InvalidArgument, SuffixIndex
+from rollout_spec.history import Backlog, History, HistoryError, group_key, prompt_key
+from rollout_spec.index import BudgetExceeded, InvalidArgument, SuffixIndex
 from rollout_spec.replay import Rollout, replay
 
 
@@ -157,12 +157,90 @@ def test_a_prompt_that_comes_back_is_drafted_from_its_earlier_responses(mode):
     for history in (0, 2):
         drafter = Drafter(SpecConfig(mode=mode, history=history, min_token_prob=0.01))
         train_step(drafter, prompts, responses)
-        if mode == "sam":  # what it has learned of any text would help as well
-            drafter._index = SuffixIndex.from_config(drafter.config)
+        earlier, drafter = (
+            drafter,
+            Drafter(drafter.config),
+        )  # in mode sam all that it has learned would help too
+        drafter.history = earlier.history
         accepted[history] = train_step(drafter, prompts, responses)
         assert len(drafter.history) == (4 if history else 0)
     assert accepted[0] == 0
     assert accepted[2] > 100
+
+
+def test_history_is_indexed_a_few_tokens_a_step():
+    rng = np.random.default_rng(2)
+    prompts = rng.integers(0, 1000, (2, 8)).astype(np.int32)
+    earlier = [rng.integers(0, 1000, 3000).astype(np.int32) for _ in range(4)]
+    drafter = Drafter(SpecConfig(mode="frequent", history=2))
+    for i, response in enumerate(earlier):
+        drafter.history.add(prompt_key(prompts[i // 2]), response)
+    for name, prompt in zip("ab", prompts, strict=True):
+        drafter.open(name, prompt, 5000)
+    token_ids = np.zeros((2, 5000), np.int32)
+    token_ids[:, :8] = prompts
+    # What is said is the end of what was said earlier.
+    token_ids[0, 8:1008], token_ids[1, 8:1008] = earlier[1][2000:], earlier[3][2000:]
+    num_tokens, drafts = [16], []
+    for level in range(9, 1009):
+        drafts.append(drafter.step(["a", "b"], int32(1, 1), token_ids, int32(level, level)))
+        num_tokens.append(drafter.index.stats().num_tokens)
+        if level == 100:
+            drafter.index.validate()
+    assert max(np.diff(num_tokens)) <= 400
+    assert num_tokens[-1] == 16 + 2 * 1000 + 4 * 3000
+    assert [row[:1] for row in drafts[0]] == [[], []]
+    assert [row[:1] for row in drafts[900]] == token_ids[:, 909:910].tolist()
+    assert drafter.index.stats().num_sequences == 2
+
+
+def test_a_group_can_go_before_its_history_is_indexed():
+    prompts = np.arange(8, dtype=np.int32).reshape(4, 2)
+    drafter = Drafter(SpecConfig(history=1, max_groups=2))
+    for prompt in prompts:
+        drafter.history.add(prompt_key(prompt), np.arange(2000, dtype=np.int32))
+    token_ids = np.zeros((1, 2000), np.int32)
+    for name, prompt in zip("abcd", prompts, strict=True):
+        drafter.open(name, prompt, 2000)
+        token_ids[0, :2] = prompt
+        drafter.step([name], int32(1), token_ids, int32(3))
+        drafter.close(name)
+    drafter.clear()
+    drafter.open("a", prompts[0], 2000)
+    drafter.step(["a"], int32(1), token_ids, int32(3))
+    drafter.index.validate()
+
+
+def test_a_full_index_does_without_history():
+    drafter = Drafter(SpecConfig(history=1, max_index_mb=1))
+    rng = np.random.default_rng(3)
+    drafter.history.add(prompt_key(int32(1)), rng.integers(0, 50_000, 60_000).astype(np.int32))
+    drafter.open("a", int32(1), 2000)
+    token_ids = np.ones((1, 2000), np.int32)
+    for level in range(2, 200):
+        drafts = drafter.step(["a"], int32(1), token_ids, int32(level))
+    assert drafts == [[1] * 8]
+    stats = drafter.index.stats()
+    assert (stats.num_groups, stats.num_sequences) == (1, 1)
+    assert stats.num_tokens == 199
+
+
+def test_what_does_not_fit_of_a_backlog_is_dropped_with_its_group():
+    rng = np.random.default_rng(4)
+    with SuffixIndex(num_speculative_tokens=2, max_bytes=1 << 18) as index:
+        backlog = Backlog(index)
+        groups = [index.open_group(int32(1)) for _ in range(2)]
+        for group in groups:
+            backlog.add(group, 1, [rng.integers(0, 50_000, 2000).astype(np.int32) for _ in range(3)])
+        with pytest.raises(BudgetExceeded):
+            backlog.index(12_000)
+        assert 0 < backlog.num_tokens <= 6000
+        assert index.stats().num_sequences == 0
+        for group in groups:
+            backlog.drop(group)
+            index.close_group(group)
+        assert backlog.num_tokens == 0
+        index.validate()
 
 
 def test_a_history_folder_needs_history():
