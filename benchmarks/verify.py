@@ -17,6 +17,7 @@ import ast
 import json
 import os
 import platform
+import statistics
 import time
 import types
 from collections.abc import Callable
@@ -24,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+import torch._inductor.config
 from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import compiled_random_sample, random_sample
@@ -36,6 +39,11 @@ VOCAB_SIZES = (32_000, 151_936)
 BATCH_SIZES = (1, 8, 64, 256)
 NUMS_SPECULATIVE_TOKENS = (3, 8)
 TARGETS = {"vllm-ascend / coupled": 10.0, "vllm / coupled": 1.0}
+# The columns behind the time of `coupled`.
+RATIOS = (
+    ("vllm-ascend", "coupled"), ("vllm", "coupled"), ("vllm-ascend", "standard"), ("vllm", "standard"),
+    ("coupled", "read"),
+)  # fmt: skip
 
 
 def published_functions(file: Path) -> types.SimpleNamespace:
@@ -101,6 +109,10 @@ class Step:
         bonus = compiled_random_sample(self.bonus_logits).unsqueeze(-1)
         return rejection_sampler.rejection_sample(*self.given(), None, self.logits, bonus, self.metadata)
 
+    def read(self) -> Any:
+        """Reading every logit once, the least that any method does."""
+        return self.logits.amax(dim=-1), self.bonus_logits.amax(dim=-1)
+
     def ascend(self, published: types.SimpleNamespace) -> torch.Tensor:
         bonus = random_sample(self.bonus_logits.softmax(dim=-1), {}).unsqueeze(-1)
         temperature = published.expand_batch_to_tokens(
@@ -110,21 +122,8 @@ class Step:
         return published.rejection_sample(*self.given(), None, probs, bonus, self.metadata)
 
 
-def seconds(call: Callable[[], Any], repeats: int) -> float:
-    """The least of several runs, after one to warm up; slow calls are run twice only."""
-    best = float("inf")
-    for number in range(repeats + 1):
-        start = time.perf_counter()
-        call()
-        took = time.perf_counter() - start
-        best = min(best, took) if number else best
-        if number and took > 1:
-            break
-    return best
-
-
 def same_tokens(published: types.SimpleNamespace) -> bool:
-    """Whether `verify.rejection_sample`, vLLM's and vllm-ascend's give the same tokens for the same seed."""
+    """Whether `verify.rejection_sample`, vLLM's and vllm-ascend's give a seeded request the same tokens."""
     step = Step(64, 8, 1000)
     bonus = torch.arange(64, dtype=torch.int32).unsqueeze(-1)
     outputs = []
@@ -133,12 +132,27 @@ def same_tokens(published: types.SimpleNamespace) -> bool:
         (rejection_sampler.rejection_sample, step.logits),
         (published.rejection_sample, step.logits.softmax(dim=-1)),
     ):
-        torch.manual_seed(1)
+        step.metadata.generators = {i: torch.Generator().manual_seed(i) for i in range(64)}
         outputs.append(function(*step.given(), None, weights, bonus, step.metadata))
     return torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
+def times_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Each call's processor time, one after the other in each round, without a first third of the rounds."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    start, num_rounds = time.perf_counter(), 0
+    while num_rounds < 1.5 * repeats or (time.perf_counter() - start < 2 and num_rounds < 100):
+        for name, call in calls.items():
+            began = time.thread_time()
+            call()
+            times[name].append(1e3 * (time.thread_time() - began))
+        num_rounds += 1
+    return {name: values[num_rounds // 3 :] for name, values in times.items()}
+
+
 def measure(published: types.SimpleNamespace | None, repeats: int, batch_sizes: list[int]) -> dict[str, Any]:
+    for batch_size in (1, 2, 3):  # until torch.compile has seen that sizes vary
+        times_ms({"vllm": Step(batch_size, 2, 1000 + batch_size).vllm}, 1)
     cells = []
     for vocab_size in VOCAB_SIZES:
         for batch_size in batch_sizes:
@@ -151,10 +165,10 @@ def measure(published: types.SimpleNamespace | None, repeats: int, batch_sizes: 
                 }
                 if published is not None:
                     calls["vllm-ascend"] = lambda step=step: step.ascend(published)
-                times = {name: 1e3 * seconds(call, repeats) for name, call in calls.items()}
+                calls["read"] = step.read
+                times = times_ms(calls, repeats)
                 cells.append({"vocab_size": vocab_size, "batch_size": batch_size, "k": k, "ms": times})
-                ratios = {name: f"{value / times['coupled']:.1f}x" for name, value in times.items()}
-                print(vocab_size, batch_size, k, f"coupled {times['coupled']:.2f} ms", ratios, flush=True)
+                print(_row(cells[-1]), flush=True)
     return {
         "machine": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
@@ -163,6 +177,18 @@ def measure(published: types.SimpleNamespace | None, repeats: int, batch_sizes: 
         "same_tokens_for_the_same_seed": same_tokens(published) if published else None,
         "cells": cells,
     }
+
+
+def _row(cell: dict[str, Any]) -> str:
+    """A line of the record's table: the median time, and the ratios' medians, least and largest."""
+    times = cell["ms"]
+    columns = [f"{cell['vocab_size']:,}", str(cell["batch_size"]), str(cell["k"])]
+    columns.append(f"{statistics.median(times['coupled']):.2f}")
+    for name, other in RATIOS:
+        ratios = sorted(a / b for a, b in zip(times.get(name, []), times[other], strict=False))
+        spread = statistics.quantiles(ratios, n=4) if ratios else []
+        columns.append("{1:.1f}x ({0:.1f} to {2:.1f})".format(*spread) if spread else "-")
+    return f"| {' | '.join(columns)} |"
 
 
 def share_of_decode_steps(model: str) -> dict[str, float]:
@@ -221,9 +247,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FILE")
     parser.add_argument("--model", metavar="DIR", help="also the share of an engine's decode steps")
     args = parser.parse_args()
+    torch._inductor.config.cpp.threads = 1  # of what vLLM has compiled
     use_cpu_kernels()
     published = published_functions(args.vllm_ascend) if args.vllm_ascend else None
-    record = measure(published, args.repeats, args.batch_sizes)
+    with torch.inference_mode():  # as in vLLM
+        record = measure(published, args.repeats, args.batch_sizes)
     if args.model:
         record["decode_steps"] = share_of_decode_steps(args.model)
         print(record["decode_steps"])

@@ -5,9 +5,9 @@ The bits are Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers
 passes TestU01's BigCrush. The 128-bit counter holds the index (in units of 4) and the position, the key is
 the request's.
 
-Integers are int64 and never exceed 2**49, so nothing overflows and every device gives the same bits. Only
-these operations are used, all of which torch_npu has: arange, add, mul, bitwise and/or/xor, shifts by a
-scalar, stack, flip, to, clamp, log1p, neg.
+Words are int64 and every device gives the same bits. A product of two words takes up to 64 bits and is meant
+to wrap; `check` says whether a device's arithmetic does. Only these operations are used, all of which
+torch_npu has: arange, add, mul, bitwise and/xor, right shift by a scalar, stack, flip, to, clamp, log1p, neg.
 """
 
 from __future__ import annotations
@@ -44,17 +44,30 @@ def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         int64 [4, ...], words of 32 bits.
     """
     shape = (2,) + (1,) * (counter.dim() - 1)
-    low = torch.tensor([m & 0xFFFF for m in _MULTIPLIERS], device=counter.device).view(shape)
-    high = torch.tensor([m >> 16 for m in _MULTIPLIERS], device=counter.device).view(shape)
+    multipliers = torch.tensor(_MULTIPLIERS, device=counter.device).view(shape)
     weyl = torch.tensor(_WEYL, device=counter.device).view(shape)
+    rounds = torch.arange(_NUM_ROUNDS, device=counter.device).view(-1, *(1,) * counter.dim())
     even, odd = counter[0::2], counter[1::2]
-    for round_ in range(_NUM_ROUNDS):
-        # The 64-bit product in two halves of 32 bits, by 16-bit limbs of the multiplier.
-        part = even * low
-        rest = even * high + (part >> 16)
-        upper, lower = rest >> 16, ((rest & 0xFFFF) << 16) | (part & 0xFFFF)
-        even, odd = upper.flip(0) ^ odd ^ ((key + weyl * round_) & _WORD), lower.flip(0)
-    return torch.stack([even[0], odd[0], even[1], odd[1]])
+    for round_key in (key + weyl * rounds) & _WORD:
+        product = (even * multipliers).flip(0)
+        even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(_WORD)
+        odd = product  # its lower word counts: the upper one goes with the mask
+    return torch.stack([even[0], odd[0] & _WORD, even[1], odd[1] & _WORD])
+
+
+def check(device: torch.device) -> None:
+    """Compute one of Random123's known answers.
+
+    Raises:
+        RuntimeError: the device's int64 arithmetic does not give it.
+    """
+    one = torch.full((1,), _WORD, device=device)
+    words = philox(one.expand(4, 1), one.expand(2, 1)).squeeze(-1).tolist()
+    if words != [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]:
+        raise RuntimeError(
+            f"rollout_spec: int64 arithmetic on {device} gives {words} for a known answer of Philox4x32-10; "
+            "set rollout.spec.verify=standard"
+        )
 
 
 def random_words(keys: torch.Tensor, positions: torch.Tensor, num: int) -> torch.Tensor:
@@ -81,5 +94,5 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, num: int) -> torch.
     Values are finite and positive, from 2**-33 to 16.6; the small ones, which win races, are the finest: one
     word's 2**-32 apart.
     """
-    uniform = (random_words(keys, positions, num).to(torch.float32) + 0.5) * 2.0**-32
-    return -torch.log1p(-uniform.clamp_(max=_LARGEST_UNIFORM))
+    uniform = random_words(keys, positions, num).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    return uniform.clamp_(max=_LARGEST_UNIFORM).neg_().log1p_().neg_()

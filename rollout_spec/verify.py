@@ -15,6 +15,7 @@ repeat_interleave, scatter_, softmax, sub, sum, uniform_, where.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ from rollout_spec import noise
 
 PLACEHOLDER_TOKEN_ID = -1
 GREEDY_TEMPERATURE = 0  # vLLM up to 0.11 wrote -1
-BLOCK_SIZE = 256  # of the vocabulary, in the keyed race
-CHUNK_SIZE = 1 << 24  # logits whose softmax is held at a time, by whole rows
+BLOCK_SIZE = 256  # of the vocabulary, in the keyed race and in an argmax
+# Logits whose softmax is held at a time, by whole rows: what fits into a CPU's cache; elsewhere as many as
+# make a launch worth its time.
+CHUNK_SIZES = {"cpu": 1 << 20}
+CHUNK_SIZE = 1 << 24
 
 
 def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -33,8 +37,9 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 256
     tokens, by their sums, one between the tokens of the block that won. A race is won in proportion to the
     masses that run, so a token is drawn with (its block's share) x (its share of the block), the softmax; and
-    a row needs noise for vocab_size / 256 + 256 runners instead of one for every token. Ties go to the lowest
-    token id.
+    a row needs noise for vocab_size / 256 + 256 runners instead of one for every token. A block's sum lies
+    between its largest probability and 256 times that, so most blocks cannot win and are not summed. Ties go
+    to the lowest token id.
 
     Args:
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
@@ -44,20 +49,16 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     Returns:
         int64 [n]. A row's token does not depend on the other rows.
 
-    Memory: one temporary of the logits' size or of 64 MiB, whichever is less, and 256 + vocab_size / 256
-    words a row. What is chunked is memory: a chunk's rows are drawn together, and how they are cut changes no
-    token.
+    Memory: one temporary of a chunk's size (4 MiB on a CPU, 64 MiB elsewhere) or of the logits', whichever is
+    less, and about 12 x (256 + vocab_size / 256) words a row.
     """
     drawn = noise.exponential(keys, positions, BLOCK_SIZE + _num_blocks(logits))
-    num_rows = max(1, CHUNK_SIZE // logits.shape[-1])
-    chunks = zip(logits.split(num_rows), drawn.split(num_rows), strict=True)
-    return torch.cat([_winners(*chunk) for chunk in chunks])
-
-
-def _winners(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    masses = logits.softmax(dim=-1, dtype=torch.float32)
-    first = _race_of_blocks(masses, drawn).argmax(dim=-1, keepdim=True) * BLOCK_SIZE
-    return first.squeeze(-1) + _race_inside(masses, first, drawn).argmax(dim=-1)
+    peaks = _by_block(torch.amax, logits)
+    runners = drawn[:, BLOCK_SIZE:]
+    least = (peaks - peaks.amax(dim=-1, keepdim=True)).exp() / runners
+    can_win = (BLOCK_SIZE + 1) * least >= least.amax(dim=-1, keepdim=True)
+    block = _scores(_masses(logits, peaks, can_win), runners).argmax(dim=-1, keepdim=True)
+    return block.squeeze(-1) * BLOCK_SIZE + _race_inside(logits, block, drawn).argmax(dim=-1)
 
 
 def shortfall(
@@ -74,13 +75,14 @@ def shortfall(
     Returns:
         float32 [n]; inf for a token of probability 0.
     """
-    masses = logits.softmax(dim=-1, dtype=torch.float32)
     drawn = noise.exponential(keys, positions, BLOCK_SIZE + _num_blocks(logits))
+    peaks = _by_block(torch.amax, logits)
+    masses = _masses(logits, peaks, torch.ones_like(peaks, dtype=torch.bool))
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
-    inside = _race_inside(masses, block * BLOCK_SIZE, drawn)
+    inside = _race_inside(logits, block, drawn)
     missed = torch.cat(
         [
-            _missed(_race_of_blocks(masses, drawn), block),
+            _missed(_scores(masses, drawn[:, BLOCK_SIZE:]), block),
             _missed(inside, (token_ids % BLOCK_SIZE).unsqueeze(-1)),
         ],
         dim=-1,
@@ -97,27 +99,64 @@ def _num_blocks(logits: torch.Tensor) -> int:
     return -(-logits.shape[-1] // BLOCK_SIZE)
 
 
-def _race_of_blocks(masses: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """The blocks' scores, [n, number of blocks]; theirs is the noise behind the first BLOCK_SIZE numbers."""
-    num_whole = masses.shape[-1] // BLOCK_SIZE
-    whole = masses[:, : num_whole * BLOCK_SIZE].unflatten(-1, (num_whole, BLOCK_SIZE))
-    sums = [whole.sum(dim=-1)] if num_whole else []
-    if masses.shape[-1] % BLOCK_SIZE:
-        sums.append(masses[:, num_whole * BLOCK_SIZE :].sum(dim=-1, keepdim=True))
-    return _scores(torch.cat(sums, dim=-1), drawn[:, BLOCK_SIZE:])
+def _masses(logits: torch.Tensor, peaks: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The sums of exp(logit - the row's largest) of the blocks that are wanted, [n, number of blocks], or 0.
+
+    Args:
+        peaks: the largest logit of each block.
+        wanted: bool, of the same shape; a last block that is not whole is always summed.
+    """
+    top = peaks.amax(dim=-1, keepdim=True)
+    whole, rest = _split(logits)
+    masses = torch.zeros_like(peaks)
+    for chunk in wanted[:, : whole.shape[1]].nonzero().split(_num_rows(logits.device, BLOCK_SIZE)):
+        rows, blocks = chunk.unbind(-1)
+        masses[rows, blocks] = whole[rows, blocks].sub_(top[rows]).exp_().sum(dim=-1)
+    if rest.shape[-1]:
+        masses[:, -1] = (rest - top).exp_().sum(dim=-1)
+    return masses
 
 
-def _race_inside(masses: torch.Tensor, first: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """The scores of the BLOCK_SIZE tokens from `first` on, [n, BLOCK_SIZE]; -1 beyond the vocabulary."""
-    token_ids = first + torch.arange(BLOCK_SIZE, device=masses.device)
-    last = masses.shape[-1] - 1
-    scores = _scores(masses.gather(-1, token_ids.clamp(max=last)), drawn[:, :BLOCK_SIZE])
-    return torch.where(token_ids <= last, scores, -1.0)
+def _race_inside(logits: torch.Tensor, block: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """The scores of the tokens of one block a row, [n, BLOCK_SIZE]; `block` is int64 [n, 1]."""
+    return _scores(_inside(logits, block).softmax(dim=-1, dtype=torch.float32), drawn[:, :BLOCK_SIZE])
+
+
+def _inside(values: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """One block's values a row, [n, BLOCK_SIZE]; -inf beyond the vocabulary."""
+    token_ids = block * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=values.device)
+    last = values.shape[-1] - 1
+    return torch.where(token_ids <= last, values.gather(-1, token_ids.clamp(max=last)), -torch.inf)
 
 
 def _scores(masses: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     # A mass so small that the quotient vanishes must still beat a mass of 0.
     return torch.where(masses > 0, masses / drawn, -1.0)
+
+
+def _by_block(reduce: Callable[..., torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """Each block's largest value, or whatever `reduce` gives, [n, number of blocks]."""
+    whole, rest = _split(values)
+    parts = [reduce(whole, dim=-1)] if whole.shape[1] else []
+    return torch.cat([*parts, reduce(rest, dim=-1, keepdim=True)] if rest.shape[-1] else parts, dim=-1)
+
+
+def _split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the whole blocks, [n, number of whole blocks, BLOCK_SIZE], and of what is behind them."""
+    num_whole = values.shape[-1] // BLOCK_SIZE
+    end = num_whole * BLOCK_SIZE
+    return values[:, :end].unflatten(-1, (num_whole, BLOCK_SIZE)), values[:, end:]
+
+
+def _argmax(values: torch.Tensor) -> torch.Tensor:
+    """The lowest index of each row's largest value, int64 [n]; torch's is slow on a CPU for long rows."""
+    block = _by_block(torch.amax, values).argmax(dim=-1, keepdim=True)
+    return block.squeeze(-1) * BLOCK_SIZE + _inside(values, block).argmax(dim=-1)
+
+
+def _num_rows(device: torch.device, length: int) -> int:
+    """Of how many rows of this length memory should hold temporaries at a time."""
+    return max(1, CHUNK_SIZES.get(device.type, CHUNK_SIZE) // length)
 
 
 def coupled_sample(
@@ -157,12 +196,12 @@ def coupled_sample(
     requests, offsets = _rows(lengths, draft_token_ids.shape[0])
 
     if sampling_metadata.all_greedy:
-        own = target_logits.argmax(dim=-1)
+        own = _argmax(target_logits)
     else:
         own = keyed_sample(target_logits, keys[requests], positions[requests] + offsets)
         if not sampling_metadata.all_random:
             greedy = _greedy_mask(sampling_metadata, batch_size, device)
-            own = torch.where(greedy[requests], target_logits.argmax(dim=-1), own)
+            own = torch.where(greedy[requests], _argmax(target_logits), own)
 
     agreed = torch.zeros(batch_size, max_spec_len + 1, dtype=torch.long, device=device)
     agreed[requests, offsets] = (own == draft_token_ids).long()
@@ -235,7 +274,7 @@ def rejection_sample(
     Raises:
         ValueError: synthetic acceptance is asked for; it is a benchmark's mode and not lossless.
 
-    Memory: one temporary of the logits' size, and two of [batch_size, vocab_size].
+    Memory: two temporaries of a chunk's size, as in `keyed_sample`, and the draft distributions' rows of it.
     """
     if synthetic_mode or synthetic_conditional_rates is not None:
         raise ValueError(
@@ -250,11 +289,11 @@ def rejection_sample(
 
     accepted = torch.zeros_like(drafts, dtype=torch.bool)
     if not sampling_metadata.all_random:
-        accepted = target_logits.argmax(dim=-1) == drafts
+        accepted = _argmax(target_logits) == drafts
     if not sampling_metadata.all_greedy:
         uniform = _uniform(drafts.shape[0], num_draft_tokens, sampling_metadata.generators, device)
         chosen = drafts.unsqueeze(-1)
-        ratio = target_logits.softmax(dim=-1).gather(-1, chosen).squeeze(-1).double()
+        ratio = _probs_of(target_logits, chosen).squeeze(-1).double()
         if draft_probs is not None:
             proposed = draft_probs.gather(-1, chosen).squeeze(-1).double()
             ratio = torch.where(proposed > 0, ratio / proposed, torch.zeros_like(ratio))
@@ -270,16 +309,29 @@ def rejection_sample(
     )
     kept = offsets < num_accepted[requests]
     output[requests[kept], offsets[kept]] = drafts[kept].int()
-    is_full = num_accepted == lengths
     last = bonus_token_ids.view(-1).to(torch.int32).clone()
-    rejected = torch.nonzero(~is_full).squeeze(-1)
-    last[rejected] = _own_tokens(
-        rejected, (starts + num_accepted)[rejected], drafts, draft_probs, target_logits, greedy,
-        sampling_metadata,
-        num_draft_tokens, use_fp64_gumbel,
+    rejected = torch.nonzero(num_accepted < lengths).squeeze(-1)
+    at = (starts + num_accepted)[rejected]
+    size = _num_rows(device, target_logits.shape[-1])
+    chunks = zip(rejected.split(size), at.split(size), strict=True)
+    last[rejected] = torch.cat(
+        [
+            _own_tokens(
+                chunk, target_logits[rows], None if draft_probs is None else draft_probs[rows], drafts[rows],
+                sampling_metadata, use_fp64_gumbel,
+            )
+            for chunk, rows in chunks
+        ]
     )  # fmt: skip
     output[torch.arange(batch_size, device=device), num_accepted] = last
     return output
+
+
+def _probs_of(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The probability of a token of each row, [n, 1]; `token_ids` is int64 [n, 1]."""
+    size = _num_rows(logits.device, logits.shape[-1])
+    pairs = zip(logits.split(size), token_ids.split(size), strict=True)
+    return torch.cat([chunk.softmax(dim=-1).gather(-1, tokens) for chunk, tokens in pairs])
 
 
 def sample_recovered_tokens(
@@ -304,52 +356,48 @@ def sample_recovered_tokens(
     Returns:
         [num_tokens], of draft_token_ids' dtype.
     """
-    batch_size, vocab_size = len(num_draft_tokens), target_probs.shape[-1]
-    drawn = _noise(
-        batch_size, vocab_size, num_draft_tokens, sampling_metadata.generators, device, use_fp64_gumbel
+    generators = {i: g for i, g in sampling_metadata.generators.items() if num_draft_tokens[i]}
+    requests = torch.arange(len(num_draft_tokens), device=device)
+    drawn = _noise(requests, target_probs.shape[-1], generators, use_fp64_gumbel)
+    requests = expand_batch_to_tokens(requests, cu_num_draft_tokens, draft_token_ids.shape[0])
+    chunks = torch.arange(draft_token_ids.shape[0], device=device).split(
+        _num_rows(device, target_probs.shape[-1])
     )
-    counts = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1))
-    requests = torch.repeat_interleave(
-        torch.arange(batch_size, device=device), counts, output_size=draft_token_ids.shape[0]
-    )
-    return _race(target_probs, draft_probs, draft_token_ids.long(), drawn[requests]).to(draft_token_ids.dtype)
+    tokens = [
+        _race(
+            target_probs[rows], None if draft_probs is None else draft_probs[rows],
+            draft_token_ids[rows].long(), drawn[requests[rows]],
+        )
+        for rows in chunks
+    ]  # fmt: skip
+    return torch.cat(tokens).to(draft_token_ids.dtype)
 
 
 def _own_tokens(
     requests: torch.Tensor,
-    positions: torch.Tensor,
-    drafts: torch.Tensor,
+    logits: torch.Tensor,
     draft_probs: torch.Tensor | None,
-    target_logits: torch.Tensor,
-    greedy: torch.Tensor,
+    drafts: torch.Tensor,
     sampling_metadata: Any,
-    num_draft_tokens: list[int],
     use_fp64_gumbel: bool,
 ) -> torch.Tensor:
-    """The target's own token of each rejected request, at the position of its first rejected draft token."""
-    logits = target_logits[positions]
-    best = logits.argmax(dim=-1)
+    """The target's own tokens, int32 [n], of n requests at their first rejected draft tokens."""
     if sampling_metadata.all_greedy:
-        return best.int()
-    drawn = _noise(
-        len(num_draft_tokens), logits.shape[-1], num_draft_tokens, sampling_metadata.generators,
-        logits.device,
-        use_fp64_gumbel,
-    )[requests]  # fmt: skip
-    probs = logits.softmax(dim=-1)
-    recovered = _race(
-        probs, None if draft_probs is None else draft_probs[positions], drafts[positions], drawn
-    )
-    return torch.where(greedy[requests], best, recovered).int()
+        return _argmax(logits).int()
+    drawn = _noise(requests, logits.shape[-1], sampling_metadata.generators, use_fp64_gumbel)
+    recovered = _race(logits.softmax(dim=-1), draft_probs, drafts, drawn)
+    if not sampling_metadata.all_random:
+        greedy = sampling_metadata.temperature[requests] <= GREEDY_TEMPERATURE
+        recovered = torch.where(greedy, _argmax(logits), recovered)
+    return recovered.int()
 
 
 def _race(
     target_probs: torch.Tensor, draft_probs: torch.Tensor | None, drafts: torch.Tensor, drawn: torch.Tensor
 ) -> torch.Tensor:
     if draft_probs is not None:
-        return ((target_probs - draft_probs).clamp(min=0) / drawn).argmax(dim=-1)
-    score = target_probs / drawn
-    return score.scatter_(-1, drafts.unsqueeze(-1), -1.0).argmax(dim=-1)
+        return _argmax((target_probs - draft_probs).clamp(min=0) / drawn)
+    return _argmax((target_probs / drawn).scatter_(-1, drafts.unsqueeze(-1), -1.0))
 
 
 def _greedy_mask(sampling_metadata: Any, batch_size: int, device: torch.device) -> torch.Tensor:
@@ -372,18 +420,14 @@ def _uniform(
 
 
 def _noise(
-    batch_size: int,
-    vocab_size: int,
-    num_draft_tokens: list[int],
-    generators: dict[int, torch.Generator],
-    device: torch.device,
-    use_fp64_gumbel: bool,
+    requests: torch.Tensor, vocab_size: int, generators: dict[int, torch.Generator], use_fp64: bool
 ) -> torch.Tensor:
-    """Exp(1) noise, one row per request; a seeded request draws its row whether it is needed or not."""
-    dtype = torch.float64 if use_fp64_gumbel else torch.float32
-    drawn = torch.empty(batch_size, vocab_size, dtype=dtype, device=device).exponential_()
-    for i, generator in generators.items():
-        if num_draft_tokens[i]:
-            drawn[i].exponential_(generator=generator)
+    """Exp(1) noise, one row for each of the requests, int64 [n]; a seeded one draws from its generator."""
+    dtype = torch.float64 if use_fp64 else torch.float32
+    drawn = torch.empty(requests.shape[0], vocab_size, dtype=dtype, device=requests.device).exponential_()
+    if generators:
+        for row, request in enumerate(requests.tolist()):
+            if request in generators:
+                drawn[row].exponential_(generator=generators[request])
     # An exact 0 would make 0 / 0 of a masked token, and argmax prefers a NaN.
     return drawn.clamp_(min=torch.finfo(dtype).tiny)

@@ -21,7 +21,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from rollout_spec import verify
+from rollout_spec import noise, verify
 from rollout_spec.noise import make_key
 from rollout_spec.patches import Patch, record, replace_function
 
@@ -130,6 +130,7 @@ class RowSampling:
             record(_MIN_TOKENS)
         if not self._coupled:
             return
+        noise.check(self._runner.device)
         _let_rejection_sample_be_coupled()
         sampler.topk_topp_sampler = KeyedTopKTopPSampler(sampler.topk_topp_sampler, sampler.logprobs_mode)
         sampler.register_forward_pre_hook(self._before_plain_step, with_kwargs=True)

@@ -302,8 +302,26 @@ def test_chunks_of_memory_change_no_token(monkeypatch: pytest.MonkeyPatch) -> No
     keys, positions = torch.arange(37), torch.arange(37) + 9
     whole = verify.keyed_sample(logits, keys, positions)
     for size in (1, 700 * 4, 700 * 36):
-        monkeypatch.setattr(verify, "CHUNK_SIZE", size)
+        monkeypatch.setattr(verify, "CHUNK_SIZES", {"cpu": size})
         assert torch.equal(verify.keyed_sample(logits, keys, positions), whole)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 4.0, 30.0])
+def test_the_blocks_that_are_left_out_could_not_have_won(scale: float) -> None:
+    """`shortfall` sums them all, and finds that nothing came before the token drawn."""
+    n, vocab_size = 200, 5000
+    logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(7)) * scale
+    logits[: n // 2, 1024:3000] = -torch.inf
+    keys, positions = torch.arange(n) * 31, torch.arange(n)
+    tokens = verify.keyed_sample(logits, keys, positions)
+    assert bool((verify.shortfall(logits, keys, positions, tokens) == 0).all())
+
+
+def test_a_device_with_other_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise.check(torch.device("cpu"))
+    monkeypatch.setattr(noise, "_MULTIPLIERS", (0xD2511F53, 0xCD9E8D59))
+    with pytest.raises(RuntimeError, match=r"int64 arithmetic on cpu.*verify=standard"):
+        noise.check(torch.device("cpu"))
 
 
 def test_ties_go_to_the_lowest_token_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,10 +383,14 @@ class PeakMemory(TorchDispatchMode):
 def test_memory_is_at_most_one_temporary_of_the_logits_size(
     monkeypatch: pytest.MonkeyPatch, chunk_size: int
 ) -> None:
-    """Ragged drafts: one of 8 tokens among 15 of 1; padded logits would take 16 x 9 rows instead of 23."""
-    monkeypatch.setattr(verify, "CHUNK_SIZE", chunk_size)
+    """Ragged drafts: one of 8 tokens among 15 of 1; padded logits would take 16 x 9 rows instead of 23.
+
+    Equal noise and logits as flat as these leave every block able to win, so that all of them are summed.
+    """
+    monkeypatch.setattr(verify, "CHUNK_SIZES", {"cpu": chunk_size})
+    monkeypatch.setattr(noise, "exponential", lambda keys, _, num: torch.ones(len(keys), num))
     counts = [8] + [1] * 15
-    logits = torch.randn(sum(counts), 151_936)
+    logits = torch.randn(sum(counts), 151_936) * 0.01
     drafts = torch.zeros(sum(counts), dtype=torch.int64)
     bonus, keys = torch.zeros(16, 1, dtype=torch.int32), torch.arange(16)
     with PeakMemory() as memory:

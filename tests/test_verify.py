@@ -205,7 +205,7 @@ def test_sampled_equals_the_loop(drafts: list[list[int]], seed: int, has_probs: 
     bonus = [0, 1, 2, 0, 1, 2][:n]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "_uniform", lambda *_: uniform)
-        patch.setattr(verify, "_noise", lambda *_: drawn)
+        patch.setattr(verify, "_noise", lambda requests, *_: drawn[requests])
         output = run(drafts, logits, bonus, metadata([1.0] * n), draft_probs)
     expected = sampled_by_loop(drafts, logits.softmax(-1), draft_probs, bonus, uniform, drawn)
     assert [[token for token in row if token >= 0] for row in output.tolist()] == expected
