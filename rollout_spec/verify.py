@@ -254,6 +254,7 @@ def rejection_sample(
     synthetic_mode: bool = False,
     synthetic_conditional_rates: torch.Tensor | None = None,
     use_fp64_gumbel: bool = False,
+    target_is_probs: bool = False,
 ) -> torch.Tensor:
     """Accept a prefix of every draft and add one token of the target's own.
 
@@ -267,6 +268,7 @@ def rejection_sample(
         bonus_token_ids: int [batch_size, 1], the target's token behind a fully accepted draft.
         sampling_metadata: vLLM's; `temperature`, `all_greedy`, `all_random` and `generators` are read.
         use_fp64_gumbel: draw the recovered tokens' noise in float64.
+        target_is_probs: `target_logits` holds their softmax, as vllm-ascend 0.11 hands it on.
 
     Returns:
         int32 [batch_size, max_spec_len + 1]: accepted tokens, then the recovered or bonus token, then -1.
@@ -293,7 +295,7 @@ def rejection_sample(
     if not sampling_metadata.all_greedy:
         uniform = _uniform(drafts.shape[0], num_draft_tokens, sampling_metadata.generators, device)
         chosen = drafts.unsqueeze(-1)
-        ratio = _probs_of(target_logits, chosen).squeeze(-1).double()
+        ratio = _probs_of(target_logits, chosen, target_is_probs).squeeze(-1).double()
         if draft_probs is not None:
             proposed = draft_probs.gather(-1, chosen).squeeze(-1).double()
             ratio = torch.where(proposed > 0, ratio / proposed, torch.zeros_like(ratio))
@@ -318,7 +320,7 @@ def rejection_sample(
         [
             _own_tokens(
                 chunk, target_logits[rows], None if draft_probs is None else draft_probs[rows], drafts[rows],
-                sampling_metadata, use_fp64_gumbel,
+                sampling_metadata, use_fp64_gumbel, target_is_probs,
             )
             for chunk, rows in chunks
         ]
@@ -327,8 +329,10 @@ def rejection_sample(
     return output
 
 
-def _probs_of(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def _probs_of(logits: torch.Tensor, token_ids: torch.Tensor, is_probs: bool) -> torch.Tensor:
     """The probability of a token of each row, [n, 1]; `token_ids` is int64 [n, 1]."""
+    if is_probs:
+        return logits.gather(-1, token_ids)
     size = _num_rows(logits.device, logits.shape[-1])
     pairs = zip(logits.split(size), token_ids.split(size), strict=True)
     return torch.cat([chunk.softmax(dim=-1).gather(-1, tokens) for chunk, tokens in pairs])
@@ -380,12 +384,14 @@ def _own_tokens(
     drafts: torch.Tensor,
     sampling_metadata: Any,
     use_fp64_gumbel: bool,
+    is_probs: bool,
 ) -> torch.Tensor:
     """The target's own tokens, int32 [n], of n requests at their first rejected draft tokens."""
     if sampling_metadata.all_greedy:
         return _argmax(logits).int()
     drawn = _noise(requests, logits.shape[-1], sampling_metadata.generators, use_fp64_gumbel)
-    recovered = _race(logits.softmax(dim=-1), draft_probs, drafts, drawn)
+    target_probs = logits if is_probs else logits.softmax(dim=-1)
+    recovered = _race(target_probs, draft_probs, drafts, drawn)
     if not sampling_metadata.all_random:
         greedy = sampling_metadata.temperature[requests] <= GREEDY_TEMPERATURE
         recovered = torch.where(greedy, _argmax(logits), recovered)

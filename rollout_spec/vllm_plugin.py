@@ -24,10 +24,11 @@ _CHECK = Patch(
 
 
 def register() -> None:
-    """Connect the proposer with the engine, and mend the sampling of the CPU engine. Idempotent."""
+    """Connect the proposer with the engine, and mend sampling on the CPU and on NPUs. Idempotent."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+    from rollout_spec.vllm_ascend_patches import mend_ascend_sampling
     from rollout_spec.vllm_patches import mend_cpu_sampling
 
     init_device = WorkerWrapperBase.init_device
@@ -50,6 +51,7 @@ def register() -> None:
     )
     replace_function(EngineArgs, "create_engine_config", create_checked_engine_config, patch=_CHECK)
     mend_cpu_sampling()
+    mend_ascend_sampling()
 
 
 def _bind(worker: Any) -> None:

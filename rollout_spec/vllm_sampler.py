@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import json
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rollout_spec import noise, verify
 from rollout_spec.noise import make_key
-from rollout_spec.patches import Patch, record, replace_function
+from rollout_spec.patches import Patch, PatchError, record, replace_function
+from rollout_spec.vllm_ascend_patches import MODULE as ASCEND
 
 KEY = "rollout_spec_key"  # in `SamplingParams.extra_args`
 
@@ -50,6 +53,8 @@ _MIN_TOKENS = Patch(
     upstream="vllm/v1/sample/logits_processor/builtin.py, MinTokensLogitsProcessor.apply",
     until="MinTokensLogitsProcessor counts the draft tokens for the bonus token",
 )
+# What an engine's processes apply to themselves: all but the last with rollout.spec.verify=coupled only.
+ENGINE_PATCHES = (_KEYED, _COUPLED, _MIN_TOKENS)
 
 
 class RowGenerators(dict[int, torch.Generator]):
@@ -131,7 +136,9 @@ class RowSampling:
         if not self._coupled:
             return
         noise.check(self._runner.device)
-        _let_rejection_sample_be_coupled()
+        let_rejection_sample_be_coupled(rejection_sampler)
+        if ASCEND in sys.modules:  # its sampler calls its own function
+            let_rejection_sample_be_coupled(sys.modules[ASCEND])
         sampler.topk_topp_sampler = KeyedTopKTopPSampler(sampler.topk_topp_sampler, sampler.logprobs_mode)
         sampler.register_forward_pre_hook(self._before_plain_step, with_kwargs=True)
         record(_KEYED)
@@ -214,8 +221,18 @@ class KeyedTopKTopPSampler(torch.nn.Module):
         return verify.keyed_sample(logits, generators.request_keys, generators.positions + behind), processed
 
 
-def _let_rejection_sample_be_coupled() -> None:
-    standard = rejection_sampler.rejection_sample
+def let_rejection_sample_be_coupled(module: Any) -> None:
+    """Let a module's `rejection_sample` be coupled verification in steps whose rows have keys.
+
+    Raises:
+        PatchError: it takes other arguments than vLLM's or vllm-ascend's that are known here.
+    """
+    where = f"{module.__name__}.rejection_sample"
+    standard = module.rejection_sample
+    names = tuple(inspect.signature(standard).parameters)[: len(_ARGUMENTS)]
+    to_logits = _TO_LOGITS.get(names[_TARGET]) if len(names) > _TARGET else None
+    if to_logits is None or names != (*_ARGUMENTS[:_TARGET], names[_TARGET], *_ARGUMENTS[_TARGET + 1 :]):
+        raise PatchError(f"patch {_COUPLED.name!r} does not fit: {where} takes {', '.join(names)}")
 
     @functools.wraps(standard)
     def rejection_sample(
@@ -224,7 +241,7 @@ def _let_rejection_sample_be_coupled() -> None:
         max_spec_len: int,
         cu_num_draft_tokens: torch.Tensor,
         draft_probs: torch.Tensor | None,
-        target_logits: torch.Tensor,
+        target: Any,
         bonus_token_ids: torch.Tensor,
         sampling_metadata: Any,
         *args: Any,
@@ -233,15 +250,38 @@ def _let_rejection_sample_be_coupled() -> None:
         rows = sampling_metadata.generators
         if isinstance(rows, RowGenerators) and rows.request_keys is not None:
             return verify.coupled_sample(
-                draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, target_logits,
+                draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, to_logits(target),
                 bonus_token_ids, sampling_metadata, rows.request_keys, rows.positions,
             )  # fmt: skip
         return standard(
-            draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits,
+            draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target,
             bonus_token_ids, sampling_metadata, *args, **kwargs,
         )  # fmt: skip
 
-    replace_function(rejection_sampler, "rejection_sample", rejection_sample, patch=_COUPLED)
+    replace_function(module, "rejection_sample", rejection_sample, patch=_COUPLED)
+
+
+def _whole(target: Any) -> torch.Tensor:
+    """vllm-ascend hands logits on with the token ids that it has kept, None for all."""
+    logits, token_ids = target if isinstance(target, tuple) else (target, None)
+    if token_ids is not None:
+        raise RuntimeError(
+            "rollout_spec: vllm-ascend's enable_reduce_sample keeps a part of the vocabulary; switch it off "
+            "or set rollout.spec.verify=standard"
+        )
+    return logits
+
+
+_ARGUMENTS = (
+    "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens", "draft_probs",
+    "target_logits", "bonus_token_ids", "sampling_metadata",
+)  # fmt: skip
+_TARGET = _ARGUMENTS.index("target_logits")
+_TO_LOGITS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "target_logits": _whole,
+    "target_logits_or_tuple": _whole,  # vllm-ascend 0.22
+    "target_probs": torch.log,  # vllm-ascend 0.11
+}
 
 
 def _before_bonus_token(

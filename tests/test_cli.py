@@ -90,6 +90,9 @@ def test_doctor_says_that_speculation_works_here():
         "native module",
         "vllm.general_plugins",
         "rollout.spec",
+        "patch vllm-keyed-sampler",
+        "patch vllm-coupled-verification",
+        "patch vllm-min-tokens-bonus",
     ):
         assert name in names
     assert any(name.startswith("patch ") for name in names)

@@ -158,11 +158,17 @@ def _patches() -> Iterator[Check]:
 
     from rollout_spec import verl_metrics, vllm_plugin
     from rollout_spec.patches import applied
+    from rollout_spec.vllm_ascend_patches import MODULE
+    from rollout_spec.vllm_sampler import ENGINE_PATCHES
 
     vllm_plugin.register()
+    if importlib.util.find_spec(MODULE.partition(".")[0]):
+        importlib.import_module(MODULE)  # patched as soon as it is imported
     verl_metrics.install()
     for patch in applied():
         yield Check(f"patch {patch.name}", OK, f"{patch.reason} (until {patch.until})")
+    for patch in ENGINE_PATCHES:
+        yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")
 
 
 PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (

@@ -1,0 +1,199 @@
+"""vllm-ascend's rejection sampling: the source that 0.11.0 published, before and after it is replaced.
+
+tests/data/vllm-ascend-0.11.0 is out of the package on PyPI, unchanged (Apache-2.0). It imports without an
+NPU but for one function that vLLM has renamed since, `compute_probs`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import pathlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_spec import noise, patches, verify
+
+SOURCE = pathlib.Path(__file__).parents[1] / "data" / "vllm-ascend-0.11.0"
+MODULE = "vllm_ascend.sample.rejection_sampler"
+FUNCTIONS = ("rejection_sample", "expand_batch_to_tokens", "sample_recovered_tokens")
+GREEDY = -1.0  # vLLM 0.11's temperature of a greedy row
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    """The published functions; the module that holds them has been imported with the plugin in force."""
+    from vllm.v1.sample import rejection_sampler
+
+    from rollout_spec import vllm_ascend_patches
+
+    def compute_probs(logits: torch.Tensor, ends: torch.Tensor, sampling: Any) -> torch.Tensor:
+        return rejection_sampler.apply_sampling_constraints(logits, ends, sampling).softmax(dim=-1)
+
+    monkeypatch.setattr(patches, "_applied", {})
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(rejection_sampler, "compute_probs", compute_probs, raising=False)
+    # The module puts its own function there.
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", rejection_sampler.expand_batch_to_tokens)
+    monkeypatch.syspath_prepend(SOURCE)
+    vllm_ascend_patches.mend_ascend_sampling.__wrapped__()
+    assert not patches.applied(), "nothing is done before vllm-ascend is imported"
+    module = importlib.import_module(MODULE)
+    originals = {name: getattr(module, name).__rollout_spec_patch__[1] for name in FUNCTIONS}
+    yield types.SimpleNamespace(module=module, **originals)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_ascend"]:
+        del sys.modules[name]
+
+
+class Batch:
+    """Ragged drafts; greedy rows among sampled ones; every request with a generator of its own."""
+
+    def __init__(self, counts: list[int], vocab_size: int, seed: int, num_greedy: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.counts, self.seed = counts, seed
+        self.probs = (torch.randn(sum(counts), vocab_size) * 2).softmax(dim=-1)
+        self.ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        likely = torch.rand(sum(counts)) < 0.6
+        random = torch.randint(vocab_size, (sum(counts),))
+        self.drafts = torch.where(likely, self.probs.argmax(dim=-1), random).int()
+        self.draft_probs = (torch.randn(sum(counts), vocab_size) * 2).softmax(dim=-1)
+        self.bonus = torch.arange(len(counts), dtype=torch.int32).unsqueeze(-1)
+        self.temperature = torch.tensor([GREEDY] * num_greedy + [1.0] * (len(counts) - num_greedy))
+
+    def metadata(self, generators: Any = None) -> types.SimpleNamespace:
+        own = {i: torch.Generator().manual_seed(100 * self.seed + i) for i in range(len(self.counts))}
+        return types.SimpleNamespace(
+            temperature=self.temperature,
+            all_greedy=bool((self.temperature == GREEDY).all()),
+            all_random=bool((self.temperature != GREEDY).all()),
+            generators=own if generators is None else generators,
+            top_k=None,
+            top_p=None,
+        )
+
+
+def batches() -> Iterator[Batch]:
+    for seed, (num_greedy, vocab_size) in enumerate(itertools.product((0, 3, 8), (3, 700))):
+        yield Batch([3, 0, 1, 8, 2, 5, 0, 4], vocab_size, seed, num_greedy)
+
+
+@pytest.mark.parametrize("has_draft_probs", [False, True])
+def test_the_replacement_gives_the_same_tokens(loops: Any, has_draft_probs: bool) -> None:
+    """With the same uniform numbers and the same noise, for requests of every length and kind."""
+    num_accepted = 0
+    for batch in batches():
+        draft_probs = batch.draft_probs if has_draft_probs else None
+        given = (batch.drafts, batch.counts, max(batch.counts), batch.ends, draft_probs)
+        one, other = (
+            function(*given, batch.probs.clone(), batch.bonus, batch.metadata())
+            for function in (loops.rejection_sample, loops.module.rejection_sample)
+        )
+        assert torch.equal(one, other)
+        num_accepted += int((one >= 0).sum()) - len(batch.counts)
+        recovered = [
+            function(
+                max(batch.counts), batch.counts, batch.ends, batch.drafts, draft_probs, batch.probs.clone(),
+                batch.metadata(), torch.device("cpu"),
+            )
+            for function in (loops.sample_recovered_tokens, loops.module.sample_recovered_tokens)
+        ]  # fmt: skip
+        assert torch.equal(*recovered)
+        expanded = [
+            function(batch.temperature, batch.ends, sum(batch.counts), replace_from=-1, replace_to=1)
+            for function in (loops.expand_batch_to_tokens, loops.module.expand_batch_to_tokens)
+        ]
+        assert torch.equal(*expanded)
+    assert num_accepted > 0
+
+
+def test_the_published_sampler_uses_the_replacement(loops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch([2, 3], 50, 1)
+    expected = loops.rejection_sample(
+        batch.drafts, batch.counts, 3, batch.ends, None, batch.probs, batch.bonus, batch.metadata()
+    )
+    for name in ("rejection_random_sample_pytorch", "expand_pytorch", "sample_recovered_tokens_pytorch"):
+        monkeypatch.delattr(loops.module, name)
+    sampler = loops.module.AscendRejectionSampler.__new__(loops.module.AscendRejectionSampler)
+    torch.nn.Module.__init__(sampler)
+    metadata = types.SimpleNamespace(
+        max_spec_len=3, num_draft_tokens=batch.counts, cu_num_draft_tokens=batch.ends,
+        draft_token_ids=batch.drafts,
+    )  # fmt: skip
+    tokens = sampler(metadata, None, batch.probs.log(), batch.bonus, batch.metadata())
+    assert torch.equal(tokens, expected)
+
+
+def test_the_replacement_is_listed_and_put_in_place_once(loops: Any) -> None:
+    from rollout_spec import vllm_ascend_patches
+
+    assert [patch.name for patch in patches.applied()] == ["vllm-ascend-rejection-sample"]
+    in_place = [getattr(loops.module, name) for name in FUNCTIONS]
+    vllm_ascend_patches.replace_loops(loops.module)
+    assert [getattr(loops.module, name) for name in FUNCTIONS] == in_place
+
+
+def test_another_signature_is_refused_and_a_later_version_left_alone(loops: Any) -> None:
+    from rollout_spec import vllm_ascend_patches
+
+    def changed(draft_token_ids: Any, target_probs: Any, sampling_metadata: Any) -> None: ...
+
+    def later(draft_token_ids: Any, target_logits: Any, sampling_metadata: Any) -> None: ...
+
+    loops.module.rejection_sample = changed
+    with pytest.raises(patches.PatchError, match=r"vllm-ascend-rejection-sample.*signature"):
+        vllm_ascend_patches.replace_loops(loops.module)
+    loops.module.rejection_sample = later
+    vllm_ascend_patches.replace_loops(loops.module)
+    assert loops.module.rejection_sample is later
+
+
+def test_rows_with_keys_are_coupled(loops: Any) -> None:
+    from rollout_spec.vllm_sampler import RowGenerators, let_rejection_sample_be_coupled
+
+    let_rejection_sample_be_coupled(loops.module)
+    batch = Batch([2, 4, 0, 3], 600, 5, num_greedy=1)
+    keys = torch.tensor([noise.make_key(i) for i in range(4)])
+    positions = torch.tensor([7, 8, 9, 10])
+    given = (batch.drafts, batch.counts, 4, batch.ends)
+    rows = RowGenerators({}, keys, positions, batch.counts)
+    tokens = loops.module.rejection_sample(*given, None, batch.probs, batch.bonus, batch.metadata(rows))
+    expected = verify.coupled_sample(
+        *given, batch.probs.log(), batch.bonus, batch.metadata(), keys, positions
+    )
+    assert torch.equal(tokens, expected)
+    plain = loops.module.rejection_sample(*given, None, batch.probs, batch.bonus, batch.metadata())
+    assert torch.equal(
+        plain, loops.rejection_sample(*given, None, batch.probs, batch.bonus, batch.metadata())
+    )
+
+
+def test_what_coupled_verification_does_not_know_is_refused() -> None:
+    """The two later forms of the function: logits with the token ids that were kept, and one not yet seen."""
+    from rollout_spec.vllm_sampler import RowGenerators, let_rejection_sample_be_coupled
+
+    batch = Batch([2, 1], 50, 3)
+    names = list(inspect.signature(verify.rejection_sample).parameters)[:8]
+
+    def module_with(sixth: str) -> types.ModuleType:
+        module, scope = types.ModuleType("other"), {}
+        arguments = ", ".join([*names[:5], sixth, *names[6:]])
+        exec(f"def rejection_sample({arguments}): return None", scope)
+        module.rejection_sample = scope["rejection_sample"]
+        return module
+
+    rows = RowGenerators({}, torch.arange(2), torch.arange(2), batch.counts)
+    later = module_with("target_logits_or_tuple")
+    let_rejection_sample_be_coupled(later)
+    given = (batch.drafts, batch.counts, 2, batch.ends, None)
+    tokens = later.rejection_sample(*given, (batch.probs.log(), None), batch.bonus, batch.metadata(rows))
+    assert tokens.shape == (2, 3)
+    with pytest.raises(RuntimeError, match="enable_reduce_sample"):
+        later.rejection_sample(*given, (batch.probs.log(), batch.drafts), batch.bonus, batch.metadata(rows))
+    with pytest.raises(patches.PatchError, match=r"vllm-coupled-verification.*other\.rejection_sample"):
+        let_rejection_sample_be_coupled(module_with("target_scores"))
