@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,35 +100,41 @@ def make_server(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     class Engine:
         def __init__(self, llm: Any) -> None:
             self.llm = llm
+            self.seeds: set[int | None] = set()
+
+        async def generate(self, prompt: Any, sampling_params: Any, **_: Any) -> AsyncIterator[Any]:
+            self.seeds.add(sampling_params.seed)
+            sampling_params.detokenize = False
+            [output] = self.llm.generate(prompt, sampling_params, use_tqdm=False)
+            yield output
 
         async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
             return self.llm.collective_rpc(method, args=args)
 
-    def init(self: Any, llm: Any, spec: dict[str, Any]) -> None:
+    def init(self: Any, llm: Any, spec: dict[str, Any], full_determinism: bool) -> None:
         options = {"vllm": {"additional_config": {"rollout_spec": spec}}}
-        self.config = OmegaConf.create({"engine_kwargs": options, "seed": 0})
+        config = {"engine_kwargs": options, "seed": 0, "max_model_len": 512, "mtp": None}
+        config |= {"full_determinism": full_determinism, "enable_rollout_routing_replay": False}
+        self.config, self.model_config = OmegaConf.create(config), SimpleNamespace(processor=None, lora={})
         self.engine, self.replica_rank, self.node_rank, self.global_steps = Engine(llm), 3, 0, None
+        self._disaggregation_role, self._submission_paused, self._admitting = "null", False, 0
 
-    async def generate(self: Any, prompt_ids: list[int], params: dict, *_: Any, **__: Any) -> Any:
-        inputs = {"prompt_token_ids": prompt_ids}
-        [output] = self.engine.llm.generate(inputs, greedy(**params), use_tqdm=False)
-        extra_fields = {"kv_transfer_params": output.kv_transfer_params}
-        return verl_server.TokenOutput(token_ids=output.outputs[0].token_ids, extra_fields=extra_fields)
-
-    def make(spec: dict[str, Any] | None) -> verl_server.SpecHttpServer:
+    def make(spec: dict[str, Any] | None, full_determinism: bool = False) -> verl_server.SpecHttpServer:
         llm = make_engine(spec, scheduler_cls=SCHEDULER, worker_extension_cls=EXTENSION)
-        return verl_server.SpecHttpServer(llm, {"method": "sam", **(spec or {})})  # type: ignore[arg-type]
+        options = {"method": "sam", **(spec or {})}
+        return verl_server.SpecHttpServer(llm, options, full_determinism)  # type: ignore[arg-type]
 
     # It would kill the test's process when the process's parent ends.
     monkeypatch.setattr(utils, "set_death_signal", lambda: None)
     monkeypatch.setattr(verl_server.vLLMHttpServer, "__init__", init)
-    monkeypatch.setattr(verl_server.vLLMHttpServer, "generate", generate)
+    monkeypatch.setattr(verl_server.vLLMHttpServer, "lora_as_adapter", False)
     return make
 
 
 def serve(server: Any) -> Any:
     for prompt in PROMPTS[:2] * 2:
-        asyncio.run(server.generate(prompt, {"max_tokens": 40}, "id"))
+        params = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        asyncio.run(server.generate(prompt, params, "id"))
     return asyncio.run(server.take_rollout_report())
 
 
@@ -144,6 +152,27 @@ def test_a_server_reports_its_rollout_and_a_weight_sync_ends_it(make_server: Any
     assert (server.global_steps, index.stats().num_groups) == (1, 0)
     empty = asyncio.run(server.take_rollout_report())
     assert (empty.requests, empty.num_generated_tokens, empty.engine.num_steps) == ([], 0, 0)
+
+
+def test_siblings_differ_though_full_determinism_gives_them_one_seed(make_server: Any) -> None:
+    """Requests as verl's agent loops send them, with names, and others without."""
+    from rollout_spec.verl_agent_loop import sample_name
+    from rollout_spec.vllm_sampler import KEY
+
+    server = make_server({}, full_determinism=True)
+
+    def respond(number: int | None) -> tuple[int, ...]:
+        params: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
+        if number is not None:
+            sample = {"index": 4, "raw_prompt": [{"role": "user", "content": "?"}], "session_id": number}
+            params["extra_args"] = {KEY: sample_name(0, {"validate": False, "step": 1}, 0, sample)}
+        return tuple(asyncio.run(server.generate(PROMPTS[0], params, "id")).token_ids)
+
+    named = [respond(number) for number in range(4)]
+    unnamed = [respond(None) for _ in range(4)]
+    assert server.engine.seeds == {server.replica_rank}, "verl's seed and the replica's number"
+    assert len({*named, *unnamed}) == 8
+    assert [respond(number) for number in (3, 0)] == [named[3], named[0]]
 
 
 def test_history_outlives_weight_syncs_and_a_restart(make_server: Any, tmp_path: Any) -> None:
