@@ -6,8 +6,8 @@ passes TestU01's BigCrush. The 128-bit counter holds the index (in units of 4) a
 the request's.
 
 Words are int64 and every device gives the same bits. A product of two words takes up to 64 bits and is meant
-to wrap; `check` says whether a device's arithmetic does. Only these operations are used, all of which
-torch_npu has: arange, add, mul, bitwise and/xor, right shift by a scalar, stack, flip, to, clamp, log1p, neg.
+to wrap; `check` says whether a device's arithmetic does. Operations, views and copies apart, all of which
+torch_npu has: add, arange, bitwise_and, bitwise_xor, clamp, flip, log1p, mul, neg, rshift, stack.
 """
 
 from __future__ import annotations

@@ -8,14 +8,14 @@ et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318) with the names and sign
 Layout, as there: the draft tokens of all requests stand in one flat row, `cu_num_draft_tokens[i]` is the end
 of request i's.
 
-Only these operations are used, all of which torch_npu has, besides those of `noise`: arange, argmax, amax,
-cat, clamp(_), cumprod, cumsum, diff, div, eq, exponential_, full, gather, index_put, log, lt,
-repeat_interleave, scatter_, softmax, sub, sum, uniform_, where.
+Operations, views and copies apart, all of which torch_npu has, to which come those of `noise`: add, amax,
+arange, argmax, cat, clamp, cumprod, cumsum, div, eq, exp, exponential, floor_divide, full, gather, ge, gt,
+index, index_put, index_select, le, log, lt, mul, nonzero, ones, rand, remainder, repeat_interleave, scatter,
+softmax, sub, sum, uniform, where, zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,12 +52,12 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     Memory: one temporary of a chunk's size (4 MiB on a CPU, 64 MiB elsewhere) or of the logits', whichever is
     less, and about 12 x (256 + vocab_size / 256) words a row.
     """
-    drawn = noise.exponential(keys, positions, BLOCK_SIZE + _num_blocks(logits))
-    peaks = _by_block(torch.amax, logits)
+    peaks = _peaks(logits)
+    drawn = noise.exponential(keys, positions, BLOCK_SIZE + peaks.shape[-1])
     runners = drawn[:, BLOCK_SIZE:]
     least = (peaks - peaks.amax(dim=-1, keepdim=True)).exp() / runners
     can_win = (BLOCK_SIZE + 1) * least >= least.amax(dim=-1, keepdim=True)
-    block = _scores(_masses(logits, peaks, can_win), runners).argmax(dim=-1, keepdim=True)
+    block = (_masses(logits, peaks, can_win) / runners).argmax(dim=-1, keepdim=True)
     return block.squeeze(-1) * BLOCK_SIZE + _race_inside(logits, block, drawn).argmax(dim=-1)
 
 
@@ -75,14 +75,14 @@ def shortfall(
     Returns:
         float32 [n]; inf for a token of probability 0.
     """
-    drawn = noise.exponential(keys, positions, BLOCK_SIZE + _num_blocks(logits))
-    peaks = _by_block(torch.amax, logits)
+    peaks = _peaks(logits)
+    drawn = noise.exponential(keys, positions, BLOCK_SIZE + peaks.shape[-1])
     masses = _masses(logits, peaks, torch.ones_like(peaks, dtype=torch.bool))
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
     inside = _race_inside(logits, block, drawn)
     missed = torch.cat(
         [
-            _missed(_scores(masses, drawn[:, BLOCK_SIZE:]), block),
+            _missed(masses / drawn[:, BLOCK_SIZE:], block),
             _missed(inside, (token_ids % BLOCK_SIZE).unsqueeze(-1)),
         ],
         dim=-1,
@@ -91,12 +91,8 @@ def shortfall(
 
 
 def _missed(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    reached = scores.clamp(min=0).log()
+    reached = scores.log()
     return reached.amax(dim=-1, keepdim=True) - reached.gather(-1, chosen)
-
-
-def _num_blocks(logits: torch.Tensor) -> int:
-    return -(-logits.shape[-1] // BLOCK_SIZE)
 
 
 def _masses(logits: torch.Tensor, peaks: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -119,7 +115,7 @@ def _masses(logits: torch.Tensor, peaks: torch.Tensor, wanted: torch.Tensor) -> 
 
 def _race_inside(logits: torch.Tensor, block: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """The scores of the tokens of one block a row, [n, BLOCK_SIZE]; `block` is int64 [n, 1]."""
-    return _scores(_inside(logits, block).softmax(dim=-1, dtype=torch.float32), drawn[:, :BLOCK_SIZE])
+    return _inside(logits, block).softmax(dim=-1, dtype=torch.float32) / drawn[:, :BLOCK_SIZE]
 
 
 def _inside(values: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
@@ -129,16 +125,11 @@ def _inside(values: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     return torch.where(token_ids <= last, values.gather(-1, token_ids.clamp(max=last)), -torch.inf)
 
 
-def _scores(masses: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    # A mass so small that the quotient vanishes must still beat a mass of 0.
-    return torch.where(masses > 0, masses / drawn, -1.0)
-
-
-def _by_block(reduce: Callable[..., torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-    """Each block's largest value, or whatever `reduce` gives, [n, number of blocks]."""
+def _peaks(values: torch.Tensor) -> torch.Tensor:
+    """Each block's largest value, [n, number of blocks]."""
     whole, rest = _split(values)
-    parts = [reduce(whole, dim=-1)] if whole.shape[1] else []
-    return torch.cat([*parts, reduce(rest, dim=-1, keepdim=True)] if rest.shape[-1] else parts, dim=-1)
+    parts = [whole.amax(dim=-1)] if whole.shape[1] else []
+    return torch.cat([*parts, rest.amax(dim=-1, keepdim=True)] if rest.shape[-1] else parts, dim=-1)
 
 
 def _split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,7 +141,7 @@ def _split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _argmax(values: torch.Tensor) -> torch.Tensor:
     """The lowest index of each row's largest value, int64 [n]; torch's is slow on a CPU for long rows."""
-    block = _by_block(torch.amax, values).argmax(dim=-1, keepdim=True)
+    block = _peaks(values).argmax(dim=-1, keepdim=True)
     return block.squeeze(-1) * BLOCK_SIZE + _inside(values, block).argmax(dim=-1)
 
 
@@ -276,7 +267,8 @@ def rejection_sample(
     Raises:
         ValueError: synthetic acceptance is asked for; it is a benchmark's mode and not lossless.
 
-    Memory: two temporaries of a chunk's size, as in `keyed_sample`, and the draft distributions' rows of it.
+    Memory: one temporary of a chunk's size, as in `keyed_sample`, of the logits' or of four rows', and of two
+    more rows with `draft_probs`.
     """
     if synthetic_mode or synthetic_conditional_rates is not None:
         raise ValueError(
@@ -314,7 +306,7 @@ def rejection_sample(
     last = bonus_token_ids.view(-1).to(torch.int32).clone()
     rejected = torch.nonzero(num_accepted < lengths).squeeze(-1)
     at = (starts + num_accepted)[rejected]
-    size = _num_rows(device, target_logits.shape[-1])
+    size = _num_rows(device, 4 * target_logits.shape[-1])  # logits, probabilities, noise, a margin
     chunks = zip(rejected.split(size), at.split(size), strict=True)
     last[rejected] = torch.cat(
         [
@@ -402,7 +394,7 @@ def _race(
     target_probs: torch.Tensor, draft_probs: torch.Tensor | None, drafts: torch.Tensor, drawn: torch.Tensor
 ) -> torch.Tensor:
     if draft_probs is not None:
-        return _argmax((target_probs - draft_probs).clamp(min=0) / drawn)
+        return _argmax((target_probs - draft_probs).clamp_(min=0).div_(drawn))
     return _argmax((target_probs / drawn).scatter_(-1, drafts.unsqueeze(-1), -1.0))
 
 

@@ -5,7 +5,9 @@ Chi-square tests run at a false-alarm rate of 1e-6 each, with a fixed seed.
 
 from __future__ import annotations
 
+import re
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout_spec import verify
+from rollout_spec import noise, verify
+from tests.test_coupled import PeakMemory
 
 FALSE_ALARM_RATE = 1e-6
 NUM_SAMPLES = 60_000
@@ -232,6 +236,58 @@ def test_expand_equals_the_loop(counts: list[int], dtype: torch.dtype) -> None:
     expanded = verify.expand_batch_to_tokens(values, torch.tensor(counts).cumsum(0), sum(counts), 0, 9)
     assert expanded.dtype == dtype
     assert expanded.tolist() == [i if i else 9 for i, n in enumerate(counts) for _ in range(n)]
+
+
+@pytest.mark.parametrize("has_draft_probs", [False, True])
+def test_memory_is_at_most_one_temporary_of_the_logits_size(has_draft_probs: bool) -> None:
+    """Ragged drafts, none of them accepted, so that every request needs a token of the target's own."""
+    drafts = [[0] * 8] + [[0]] * 15
+    logits = torch.randn(sum(map(len, drafts)), 151_936)
+    logits[:, 0] = -torch.inf
+    draft_probs = logits.roll(1).softmax(dim=-1) if has_draft_probs else None
+    with PeakMemory() as memory:
+        output = run(drafts, logits, [1] * 16, metadata([1.0] * 16), draft_probs)
+    assert bool((output[:, 1] == verify.PLACEHOLDER_TOKEN_ID).all())
+    row = logits[0].nbytes
+    assert 3 * row < memory.peak < 8 * row < logits.nbytes
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations inside, without the underscores of their variants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(re.sub(r"^_+|_+$|^new_|_like$", "", func.overloadpacket.__name__).strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+VIEWS_AND_COPIES = {
+    "clone", "copy", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select", "slice", "split",
+    "squeeze", "to_copy", "unbind", "unsafe_view", "unsqueeze", "view",
+}  # fmt: skip
+
+
+def test_the_operations_are_those_that_are_listed() -> None:
+    counts, drafts = [2, 0, 3], torch.tensor([1, 2, 3, 4, 5])
+    ends, bonus, keys = torch.tensor([2, 2, 5]), torch.zeros(3, 1, dtype=torch.int32), torch.arange(3)
+    logits, probs = torch.randn(5, 600), torch.rand(5, 600).softmax(-1)
+    sampling = metadata([1.0, 0.0, 0.7], {0: torch.Generator()})
+    with Operations() as operations:
+        verify.coupled_sample(drafts, counts, 3, ends, logits, bonus, sampling, keys, keys)
+        verify.shortfall(logits, drafts, drafts, drafts)
+        for draft_probs in (None, probs):
+            verify.rejection_sample(drafts, counts, 3, ends, draft_probs, logits, bonus, sampling)
+            verify.sample_recovered_tokens(
+                3, counts, ends, drafts, draft_probs, probs, sampling, probs.device
+            )
+    listed = [
+        re.search(r"torch_npu has[^:]*: ([\w,\s]+)\.", str(module.__doc__)) for module in (verify, noise)
+    ]
+    names = {name for match in listed if match for name in re.split(r",\s+", match[1])}
+    assert operations.names - VIEWS_AND_COPIES == names
 
 
 def test_synthetic_acceptance_is_refused() -> None:

@@ -78,6 +78,17 @@ def test_nothing_to_certify_is_refused(tiny_model: str) -> None:
         certify(tiny_plan(tiny_model, batch_thresholds=[0]))
 
 
+def test_a_run_that_rejected_nothing_is_refused() -> None:
+    from rollout_spec.metrics import RequestCounters
+    from rollout_spec.vllm_certify import CertifyError, _refuse_if_untested
+
+    counters = RequestCounters(num_draft_tokens=5, num_accepted_tokens=4)
+    _refuse_if_untested(counters, {"group_size": 4})
+    counters.num_accepted_tokens = 5
+    with pytest.raises(CertifyError, match="group_size=4: no draft token was rejected"):
+        _refuse_if_untested(counters, {"group_size": 4})
+
+
 def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:
     from rollout_spec.verify import keyed_sample
     from rollout_spec.vllm_certify import explain

@@ -11,8 +11,9 @@ from tests.engine.conftest import VOCAB_SIZE, proposer_of, token_ids
 
 KEY = "rollout_spec_key"  # what a user writes; importing it would import vllm too early
 OFF = {"additional_config": {"rollout_spec": {"method": "off", "verify": "coupled"}}}
+BAD_WORDS = "bad_words_token_ids"
 LENGTH = 60
-PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(4) for _ in range(3)]
+PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(5) for _ in range(3)][:13]
 
 
 def params(settings: dict[str, Any], i: int = 0, max_tokens: int = LENGTH) -> Any:
@@ -24,7 +25,10 @@ def params(settings: dict[str, Any], i: int = 0, max_tokens: int = LENGTH) -> An
         "max_tokens": max_tokens,
         "extra_args": {KEY: [3, i]},
     }
-    return SamplingParams(**defaults | settings)
+    given = {name: value for name, value in settings.items() if name != BAD_WORDS}
+    result = SamplingParams(**defaults | given)
+    result._bad_words_token_ids = settings.get(BAD_WORDS)  # what a tokenizer makes of `bad_words`
+    return result
 
 
 def generate(llm: Any, sampling: list[Any], prompts: list[list[int]] = PROMPTS) -> list[Any]:
@@ -49,6 +53,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.7, "frequency_penalty": 0.1},
     {"temperature": 1.0, "allowed_token_ids": list(range(3, VOCAB_SIZE, 2))},
     {"temperature": 1.0, "min_tokens": 40, "stop_token_ids": list(range(3, 60))},
+    {"temperature": 0.8, BAD_WORDS: [[3 + i] for i in range(40)] + [[i, i] for i in range(50, 128)]},
     {"temperature": 0.9, "seed": 11, "extra_args": None},
     {"temperature": 0.9, "extra_args": None},
 ]
@@ -67,6 +72,8 @@ def test_every_kind_of_request_in_one_batch(make_engine: Any, logprobs_mode: str
         drafted = generate(llm, sampling)
         for i, (one, other) in enumerate(zip(token_ids(plain), token_ids(drafted), strict=True)):
             assert one == other, SETTINGS[i]
+            for words in SETTINGS[i].get(BAD_WORDS, ()):
+                assert words not in [one[j : j + len(words)] for j in range(len(one))]
         assert_drafts_were_accepted_and_rejected(llm)
         for one, other in zip(plain, drafted, strict=True):
             pairs = zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True)
