@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import ConfigError, SpecConfig, parse_threshold
 from rollout_spec.runs import paired, plain, ratio
 
 MIN_RESPONSE_TOKENS = 8
@@ -55,7 +55,7 @@ class Method:
         _, _, threshold = self.label.partition(":")
         options = dict(spec)
         if threshold:
-            options["batch_threshold"] = int(threshold) if threshold.isdecimal() else threshold
+            options["batch_threshold"] = parse_threshold(threshold)
         SpecConfig.from_mapping(options)
         return options
 

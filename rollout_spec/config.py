@@ -97,6 +97,11 @@ class SpecConfig:
         return dataclasses.asdict(self)
 
 
+def parse_threshold(text: str) -> int | str:
+    """A `batch_threshold` of the command line; whether it can be one is SpecConfig's to say."""
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"rollout.spec.{name}={value!r}: must be one of {', '.join(choices)}")

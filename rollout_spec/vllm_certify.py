@@ -38,7 +38,7 @@ class Plan:
     prompts: Sequence[Sequence[int]]
     temperatures: Sequence[float] = (1.0, 0.6, 0.0)
     nums_speculative_tokens: Sequence[int] = (8,)
-    batch_thresholds: Sequence[int] = (8,)
+    batch_thresholds: Sequence[int | str] = (8,)
     group_sizes: Sequence[int] = (8,)
     max_tokens: int = 256
     top_k: int = 0  # 0: all
@@ -76,7 +76,7 @@ class Difference:
     temperature: float
     number: int
     num_speculative_tokens: int
-    batch_threshold: int
+    batch_threshold: int | str
     group_size: int
     position: int  # in the response
     token_id_off: int
@@ -104,7 +104,8 @@ def certify(plan: Plan) -> dict[str, Any]:
         off, _ = generate(llm, plan, samples)
         drawn_off = _draw(llm, plan) if plan.distribution_samples else []
     found: list[tuple[Difference, Sample]] = []
-    configurations, gaps = [], []
+    configurations: list[dict[str, Any]] = []
+    gaps = []
     on: dict[Sample, Response] = {}
     combinations = itertools.product(plan.nums_speculative_tokens, plan.batch_thresholds, plan.group_sizes)
     for k, threshold, size in combinations:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rollout_spec.cli import UserError
 from rollout_spec.cli.inputs import device_arguments, model_folder, read_rows, tokenized
+from rollout_spec.config import SpecConfig, parse_threshold
 
 HELP = "run a model with and without drafts and compare every token"
 COLUMNS = ("K", "threshold", "group", "tokens compared", "identical", "draft tokens", "accepted", "per step")
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=4, metavar="N", help="%(default)s")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6, 0.0], metavar="T")
     parser.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[8], metavar="K")
-    parser.add_argument("--batch-thresholds", type=int, nargs="+", default=[64], metavar="N")
+    parser.add_argument("--batch-thresholds", type=parse_threshold, nargs="+", default=[64], metavar="N")
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[4], metavar="N")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="%(default)s")
     parser.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="%(default)s")
@@ -93,8 +94,6 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"{name} {min(values)}: must be at least 1")
     if min(args.temperatures) < 0:
         raise UserError(f"--temperatures {min(args.temperatures)}: must be at least 0")
-    from rollout_spec.config import SpecConfig
-
     for k in args.num_speculative_tokens:
         for threshold in args.batch_thresholds:
             SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)

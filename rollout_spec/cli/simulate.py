@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.config import AUTO, SpecConfig
+from rollout_spec.config import AUTO, SpecConfig, parse_threshold
 
 HELP = "recorded rollouts through drafter and gate under a table of step times: makespan, threshold to choose"
 
@@ -84,8 +84,9 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace, threshold: str) -> SpecConfig:
     if threshold == "off":
         return SpecConfig(method="off")
-    value: int | str = int(threshold) if threshold.lstrip("-").isdigit() else threshold
-    return SpecConfig(batch_threshold=value, num_speculative_tokens=args.num_speculative_tokens)
+    return SpecConfig(
+        batch_threshold=parse_threshold(threshold), num_speculative_tokens=args.num_speculative_tokens
+    )
 
 
 def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, args: argparse.Namespace) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def test_several_configurations_top_k_top_p_and_the_distribution_test(tiny_model
     from rollout_spec.vllm_certify import certify
 
     plan = tiny_plan(
-        tiny_model, nums_speculative_tokens=[2, 5], batch_thresholds=[6, 64], temperatures=[0.8, 0.0],
+        tiny_model, nums_speculative_tokens=[2, 5], batch_thresholds=["auto", 64], temperatures=[0.8, 0.0],
         top_k=30, top_p=0.9, distribution_samples=400,
     )  # fmt: skip
     record = certify(plan)
