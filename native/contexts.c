@@ -68,9 +68,10 @@ static rs_context_slot *weakest(rs_context_slot *bucket) {
 }
 
 static void learn_in(rs_contexts *contexts, uint32_t tag, int32_t token) {
-    rs_context_slot *slot = rs_context_find(contexts, tag);
+    rs_context_slot *bucket = rs_context_bucket(contexts, tag);
+    rs_context_slot *slot = rs_context_find(bucket, tag);
     if (slot == NULL) {
-        slot = weakest(rs_context_bucket(contexts, tag));
+        slot = weakest(bucket);
         contexts->num_used += slot->tag == 0;
         *slot = (rs_context_slot){.tag = tag | 1, .token = token};
         return;
@@ -136,7 +137,7 @@ const char *rs_contexts_check(const rs_contexts *contexts) {
             continue;
         }
         num_used++;
-        if ((slot->tag & RS_MAX_CONFIDENCE) == 0 || slot->token < 0 || rs_context_find(contexts, slot->tag) != slot) {
+        if ((slot->tag & RS_MAX_CONFIDENCE) == 0 || slot->token < 0 || rs_context_find(rs_context_bucket(contexts, slot->tag), slot->tag) != slot) {
             return "contexts: a slot that is neither free nor in its place";
         }
     }

@@ -68,16 +68,19 @@ static inline rs_context_slot *rs_context_bucket(const rs_contexts *contexts, ui
     return contexts->slots + bucket * RS_CONTEXT_WAYS;
 }
 
-/* gcc takes a function that only prefetches for one without effect and drops the calls that it does not inline. */
-__attribute__((always_inline)) static inline void rs_contexts_prefetch(const rs_contexts *contexts, const uint32_t tags[RS_NUM_CONTEXTS]) {
+/* The slots for each tag, on their way from memory. gcc takes a function that only prefetches for one without effect
+ * and drops the calls that it does not inline. */
+__attribute__((always_inline)) static inline void rs_contexts_fetch(const rs_contexts *contexts,
+                                                                    const uint32_t tags[RS_NUM_CONTEXTS],
+                                                                    rs_context_slot *buckets[RS_NUM_CONTEXTS]) {
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
-        __builtin_prefetch(rs_context_bucket(contexts, tags[i]));
+        buckets[i] = rs_context_bucket(contexts, tags[i]);
+        __builtin_prefetch(buckets[i]);
     }
 }
 
-/* The context's slot, NULL: it has none. */
-static inline rs_context_slot *rs_context_find(const rs_contexts *contexts, uint32_t tag) {
-    rs_context_slot *bucket = rs_context_bucket(contexts, tag);
+/* The context's slot in its bucket, NULL: it has none. */
+static inline rs_context_slot *rs_context_find(rs_context_slot *bucket, uint32_t tag) {
     for (int way = 0; way < RS_CONTEXT_WAYS; way++) {
         if (((bucket[way].tag ^ tag) >> 4) == 0) {
             return bucket + way;

@@ -27,7 +27,7 @@ static void move_to_followed(rs_walk *walk) {
 
 static void find_contexts(rs_walk *walk, const rs_index *index) {
     rs_context_tags(&walk->recent, walk->salt, walk->own_salt, walk->tags);
-    rs_contexts_prefetch(&index->contexts, walk->tags);
+    rs_contexts_fetch(&index->contexts, walk->tags, walk->buckets);
 }
 
 int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *sequence, int32_t max_draft_tokens,
@@ -126,7 +126,7 @@ static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *pre
     }
     for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
         uint32_t tag = walk->tags[context];
-        const rs_context_slot *slot = tag == 0 ? NULL : rs_context_find(&index->contexts, tag);
+        const rs_context_slot *slot = tag == 0 ? NULL : rs_context_find(walk->buckets[context], tag);
         if (slot != NULL) {
             uint32_t confidence = slot->tag & RS_MAX_CONFIDENCE;
             rs_prediction_add_context(index->calibration, prediction, context, slot->token, confidence);

@@ -17,6 +17,7 @@ typedef struct {
     uint64_t salt;
     uint64_t own_salt;
     uint32_t tags[RS_NUM_CONTEXTS];
+    rs_context_slot *buckets[RS_NUM_CONTEXTS]; /* of these tags */
     rs_prediction *predictions;
     int32_t num_predictions;
 } rs_walk;

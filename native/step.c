@@ -189,7 +189,8 @@ static void learn(rs_index *index, rs_sequence *sequence, int32_t token, rs_less
         rs_contexts_learn(&index->contexts, &index->memory, lesson);
     }
     rs_context_tags(&sequence->recent, rs_salt(index, sequence), rs_own_salt(sequence), lesson->tags);
-    rs_contexts_prefetch(&index->contexts, lesson->tags);
+    rs_context_slot *buckets[RS_NUM_CONTEXTS];
+    rs_contexts_fetch(&index->contexts, lesson->tags, buckets); /* until then some may be split */
     lesson->token = token;
     queue->num++;
     rs_recent_push(&sequence->recent, token);
