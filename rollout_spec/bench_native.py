@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollout_spec.config import SpecConfig
+from rollout_spec.drafter import Drafter
 from rollout_spec.index import Int32Array, SuffixIndex
 from rollout_spec.replay import read_trace
 
@@ -22,12 +24,16 @@ Int64Array = npt.NDArray[np.int64]
 
 NUM_SPECULATIVE_TOKENS = 8
 SIZES = (2048, 8192, 32768, 131072)
+GROUP_SIZE = 8
+# Of measure_steps: more prompts than idle groups are kept.
+NUM_PROMPTS, PROMPT_LENGTH, MAX_RESPONSE = 48, 200, 1024
 MODES = ("sam", "frequent", "earliest")
 TARGETS = {
     "us_per_token at 32768": 0.2,
     "bytes_per_token at 32768": 64.0,
     "flatness 2048..131072": 1.5,
     "step_ms": 0.5,
+    "step_p99_over_median": 5.0,
 }
 
 
@@ -52,71 +58,177 @@ def load_text(trace: Path | None, num_tokens: int) -> Int32Array:
     return np.concatenate(responses)[:num_tokens]
 
 
-def index_text(text: Int32Array, mode: str, chunk: int = 512) -> tuple[Int64Array, float]:
-    """Nanoseconds of each step that indexes `chunk` tokens of one text, [steps], and bytes per token."""
+def index_texts(texts: Int32Array, mode: str, chunk: int = 512) -> tuple[Int64Array, float]:
+    """Index texts, int32 [n, length], one after the other as groups of one index, `chunk` tokens a step.
+
+    Returns:
+        Nanoseconds of each step, [steps], and the bytes per token in the end.
+    """
     zero = np.zeros(1, np.int32)
-    token_ids = text[None, :]
     nanoseconds = []
     with SuffixIndex(num_speculative_tokens=NUM_SPECULATIVE_TOKENS, mode=mode) as index:
-        sequence = np.array([index.open_sequence(index.open_group(text[:0]))], np.int32)
-        for level in range(chunk, len(text) + 1, chunk):
-            levels = np.array([level], np.int32)
-            begin = time.perf_counter_ns()
-            index.step(sequence, token_ids, zero, levels, zero)
-            nanoseconds.append(time.perf_counter_ns() - begin)
+        for text in texts:
+            sequence = np.array([index.open_sequence(index.open_group(text[:0]))], np.int32)
+            for level in range(chunk, len(text) + 1, chunk):
+                levels = np.array([level], np.int32)
+                begin = time.perf_counter_ns()
+                index.step(sequence, text[None], zero, levels, zero)
+                nanoseconds.append(time.perf_counter_ns() - begin)
         stats = index.stats()
     return np.array(nanoseconds), stats.num_bytes / stats.num_tokens
 
 
 def measure_sizes(text: Int32Array, mode: str, repeats: int) -> dict[str, Any]:
+    """Microseconds and bytes per token of texts of each size.
+
+    us_per_token: every size indexes the same tokens, cut into texts of this size that stay in one index: what
+    is compared is the length of a text, not one text that fits the cache with one that does not.
+    us_per_token_alone and bytes_per_token: of an index that holds one such text and nothing else.
+    """
     sizes: dict[str, Any] = {}
-    for size in (size for size in SIZES if size <= len(text)):
-        # Several texts of the small sizes, so that they are not one lucky passage.
-        parts = [text[i * size : (i + 1) * size] for i in range(min(4, len(text) // size))]
-        runs = [[index_text(part, mode) for _ in range(repeats)] for part in parts]
-        times = [np.min([nanoseconds for nanoseconds, _ in part_runs], axis=0).sum() for part_runs in runs]
+    passages = text[: len(text) // SIZES[-1] * SIZES[-1]].reshape(-1, SIZES[-1])
+    if not len(passages):
+        passages = text[None, : len(text) // SIZES[0] * SIZES[0]]
+    for size in (size for size in SIZES if size <= passages.shape[1]):
+        kept = passages[:, : passages.shape[1] // size * size]
+        runs = [index_texts(part.reshape(-1, size), mode) for _ in range(repeats) for part in kept]
+        alone = [index_texts(part[None], mode) for _ in range(repeats) for part in kept.reshape(-1, size)]
         sizes[str(size)] = {
-            "us_per_token": float(np.sum(times)) / 1e3 / (size * len(parts)),
-            "bytes_per_token": float(np.mean([part_runs[0][1] for part_runs in runs])),
+            "us_per_token": _least(runs, repeats) / 1e3 / kept.size,
+            "us_per_token_alone": _least(alone, repeats) / 1e3 / kept.size,
+            "bytes_per_token": float(np.mean([num_bytes for _, num_bytes in alone])),
         }
     return sizes
 
 
+def _least(runs: list[tuple[Int64Array, float]], repeats: int) -> float:
+    """The sum over all steps of the least time of each in `repeats` runs."""
+    return float(np.stack([times for times, _ in runs]).reshape(repeats, -1).min(axis=0).sum())
+
+
 def measure_step(text: Int32Array, mode: str, repeats: int, tokens_per_row: int = 2048) -> dict[str, Any]:
-    """Milliseconds of one step for 256 rows, 32 groups of 8, one new token a row, every row drafting."""
-    num_groups, group_size, num_steps = 32, 8, 64
+    """A step for 256 rows, 32 groups of 8, one new token a row: the median of 64 such steps.
+
+    Every row is a passage of its own but for the end, which repeats what a sibling has said before: so the
+    index is as large as such texts make it, and nearly every row drafts.
+    """
+    num_groups, group_size, num_steps, num_before = 32, GROUP_SIZE, 64, 32
     n = num_groups * group_size
     rng = np.random.default_rng(0)
-    width = tokens_per_row + num_steps
-    token_ids = np.empty((n, width), np.int32)
-    for row in token_ids:
-        begin = int(rng.integers(0, len(text) - width))
-        row[:] = text[begin : begin + width]
+    width, end = tokens_per_row + num_steps, num_before + num_steps
+    begins = rng.integers(0, len(text) - width, n)
+    token_ids = np.stack([text[begin : begin + width] for begin in begins])
+    for siblings in token_ids.reshape(num_groups, group_size, width):
+        for row, begin in enumerate(rng.integers(0, tokens_per_row - 2 * end, group_size)):
+            siblings[row, -end:] = siblings[(row + 1) % group_size, begin : begin + end]
     rows, budgets = np.arange(n, dtype=np.int32), np.full(n, NUM_SPECULATIVE_TOKENS, np.int32)
-    best, drafted, share = float("inf"), 0.0, 0.0
-    for _ in range(repeats):
+    seconds = np.empty((repeats, num_steps))
+    drafted = np.empty((num_steps, n))
+    for times in seconds:
         with SuffixIndex(num_speculative_tokens=NUM_SPECULATIVE_TOKENS, mode=mode, min_match_len=1) as index:
             sequences = np.empty(n, np.int32)
             for group_rows in rows.reshape(num_groups, group_size):
                 group = index.open_group(token_ids[0, :0])
                 sequences[group_rows] = [index.open_sequence(group) for _ in group_rows]
-            index.step(sequences, token_ids, rows, np.full(n, tokens_per_row, np.int32), budgets)
-            for level in range(tokens_per_row + 1, width + 1):
-                levels = np.full(n, level, np.int32)
+            for level in range(64, tokens_per_row + 1, 64):
+                index.step(sequences, token_ids, rows, np.full(n, level, np.int32), 0 * budgets)
+            for i in range(num_steps):
+                levels = np.full(n, tokens_per_row + i + 1, np.int32)
                 begin_time = time.perf_counter()
                 result = index.step(sequences, token_ids, rows, levels, budgets)
-                seconds = time.perf_counter() - begin_time
-                if seconds < best:
-                    best = seconds
-                    drafted = float(result.num_draft_tokens.mean())
-                    share = float((result.num_draft_tokens > 0).mean())
+                times[i] = time.perf_counter() - begin_time
+                drafted[i] = result.num_draft_tokens
             bytes_per_token = index.stats().num_bytes / index.stats().num_tokens
     return {
-        "step_ms": 1e3 * best,
+        "step_ms": 1e3 * float(np.median(seconds.min(axis=0))),
         "rows": n,
-        "draft_tokens_per_row": drafted,
-        "share_of_rows_drafting": share,
+        "draft_tokens_per_row": float(drafted.mean()),
+        "share_of_rows_drafting": float((drafted > 0).mean()),
         "bytes_per_token": bytes_per_token,
+    }
+
+
+class _Engine:
+    """What an engine asks of its drafter: rows are filled from a queue, take what agrees with the recorded
+    response of every draft, and end. Every prompt comes twice, with more others in between than idle groups
+    are kept, so that groups are evicted and history is indexed.
+    """
+
+    def __init__(self, text: Int32Array, mode: str, num_rows: int, seed: int = 0) -> None:
+        self._drafter = Drafter(SpecConfig(mode=mode, history=GROUP_SIZE, batch_threshold=num_rows))
+        rng = np.random.default_rng(seed)
+        width = 4 * MAX_RESPONSE
+        windows = rng.integers(0, len(text) - width, NUM_PROMPTS)
+        self._responses = [
+            (f"{epoch}.{prompt}.{i}", text[begin : begin + PROMPT_LENGTH], text[first : first + length])
+            for epoch in range(2)
+            for prompt, begin in enumerate(windows)
+            for i, (first, length) in enumerate(
+                zip(
+                    begin + rng.integers(0, width - MAX_RESPONSE, GROUP_SIZE),
+                    rng.integers(MAX_RESPONSE // 4, MAX_RESPONSE, GROUP_SIZE),
+                    strict=True,
+                )
+            )
+        ]
+        self._responses.reverse()
+        self._names = [""] * num_rows
+        self._drafts: list[list[int]] = [[] for _ in self._names]
+        self._token_ids = np.zeros((num_rows, PROMPT_LENGTH + MAX_RESPONSE), np.int32)
+        self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+
+    def run(self) -> Int64Array:
+        """Nanoseconds in the drafter, of every step in which all rows are taken; the first is left out."""
+        nanoseconds: list[int] = []
+        while True:
+            ended = np.flatnonzero(self._levels >= self._ends)
+            if len(ended) > len(self._responses):
+                return np.array(nanoseconds[1:])
+            requests = [(int(row), *self._responses.pop()) for row in ended]
+            nums_new = self._verify()
+            begin = time.perf_counter_ns()
+            for row, name, prompt, response in requests:
+                if self._names[row]:
+                    self._drafter.close(self._names[row])
+                self._drafter.open(name, prompt, len(prompt) + len(response))
+            spent = time.perf_counter_ns() - begin
+            for row, name, prompt, response in requests:
+                self._admit(row, name, prompt, response)
+                nums_new[row] = 1
+            self._levels += nums_new
+            begin = time.perf_counter_ns()
+            self._drafts = self._drafter.step(self._names, nums_new, self._token_ids, self._levels)
+            nanoseconds.append(spent + time.perf_counter_ns() - begin)
+
+    def _admit(self, row: int, name: str, prompt: Int32Array, response: Int32Array) -> None:
+        end = len(prompt) + len(response)
+        self._token_ids[row, : len(prompt)], self._token_ids[row, len(prompt) : end] = prompt, response
+        self._names[row], self._levels[row], self._ends[row] = name, len(prompt), end
+
+    def _verify(self) -> Int32Array:
+        nums_new = np.ones(len(self._names), np.int32)
+        for row, draft in enumerate(self._drafts):
+            level, end = int(self._levels[row]), int(self._ends[row])
+            said = self._token_ids[row, level : min(end, level + len(draft))].tolist()
+            agrees = [a == b for a, b in zip(draft, said, strict=False)]
+            nums_new[row] = min([*agrees, False].index(False) + 1, max(0, end - level))
+        return nums_new
+
+
+def measure_steps(text: Int32Array, mode: str, repeats: int, num_rows: int = 64) -> dict[str, Any]:
+    """Steps of the whole drafter: requests that end and begin, groups evicted, history indexed.
+
+    step_p99_over_median: of the steps' times, each the least of `repeats` runs.
+    """
+    ms = np.stack([_Engine(text, mode, num_rows).run() for _ in range(repeats)]).min(axis=0) / 1e6
+    median, p99 = np.median(ms), np.quantile(ms, 0.99)
+    return {
+        "rows": num_rows,
+        "num_steps": len(ms),
+        "median_ms": float(median),
+        "p99_ms": float(p99),
+        "max_ms": float(ms.max()),
+        "step_p99_over_median": float(p99 / median),
     }
 
 
@@ -143,9 +255,14 @@ def measure(trace: Path | None, repeats: int, modes: Iterable[str] = MODES) -> d
 
 def _measure_mode(text: Int32Array, mode: str, repeats: int) -> dict[str, Any]:
     sizes = measure_sizes(text, mode, repeats)
-    costs = [size["us_per_token"] for size in sizes.values()]
+    flatness = {
+        cost: max(size[cost] for size in sizes.values()) / min(size[cost] for size in sizes.values())
+        for cost in ("us_per_token", "us_per_token_alone")
+    }
     return {
         "sizes": sizes,
-        "flatness": max(costs) / min(costs),
+        "flatness": flatness["us_per_token"],
+        "flatness_alone": flatness["us_per_token_alone"],
         "step": measure_step(text, mode, repeats),
+        "steps": measure_steps(text, mode, repeats),
     }

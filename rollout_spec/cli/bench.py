@@ -159,14 +159,17 @@ def _print(record: dict[str, Any]) -> None:
 
     console = Console()
     for mode, result in record["modes"].items():
-        step = result["step"]
-        table = Table(
-            title=f"mode {mode}, {record['text']} text",
-            caption=f"flat within {result['flatness']:.2f}x; one step of {step['rows']} rows, "
-            f"{step['share_of_rows_drafting']:.0%} drafting: {step['step_ms']:.3f} ms",
+        step, steps = result["step"], result["steps"]
+        caption = (
+            f"flat within {result['flatness']:.2f}x (alone {result['flatness_alone']:.2f}x); "
+            f"one step of {step['rows']} rows, {step['share_of_rows_drafting']:.0%} drafting: "
+            f"{step['step_ms']:.3f} ms; "
+            f"99th percentile of steps with evictions: {steps['step_p99_over_median']:.1f} x the median"
         )
-        for name in ("tokens", "us per token", "bytes per token"):
+        table = Table(title=f"mode {mode}, {record['text']} text", caption=caption)
+        for name in ("tokens", "us per token", "alone", "bytes per token"):
             table.add_column(name, justify="right")
         for size, row in result["sizes"].items():
-            table.add_row(f"{int(size):,}", f"{row['us_per_token']:.3f}", f"{row['bytes_per_token']:.1f}")
+            costs = (f"{row[name]:.3f}" for name in ("us_per_token", "us_per_token_alone"))
+            table.add_row(f"{int(size):,}", *costs, f"{row['bytes_per_token']:.1f}")
         console.print(table)
