@@ -213,6 +213,7 @@ def _serve(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
     command = [sys.executable, "-m", "rollout_spec.vllm_bench", str(task), str(result)]
+    load_average = os.getloadavg()[0]
     with started(command, log, env) as process:
         code = process.wait()
     if code:
@@ -220,7 +221,7 @@ def _serve(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     found = json.loads(result.read_text())
     for file in (task, result, log):
         file.unlink()
-    return found
+    return found | {"load_average": load_average}
 
 
 def _record(
@@ -238,7 +239,7 @@ def _record(
     runs: dict[str, list[dict[str, Any]]] = {
         method: [
             measure(line, args.tail_threshold)
-            | {name: one[name] for name in ("draft_s", "draft_cpu_s", "counters")}
+            | {name: one[name] for name in ("draft_s", "draft_cpu_s", "counters", "load_average")}
             | {"looping_share": sum(map(is_looping, one["responses"])) / len(one["responses"])}
             for line, one in zip(lines[method], served[method], strict=True)
         ]
