@@ -1,6 +1,6 @@
-"""vllm-ascend's rejection sampling: the source that 0.11.0 published, before and after it is replaced.
+"""The functions that `rollout_spec.verify` takes the place of: vLLM's, and vllm-ascend's as of 0.11.0.
 
-tests/data/vllm-ascend-0.11.0 is out of the package on PyPI, unchanged (Apache-2.0). It imports without an
+tests/data/vllm-ascend-0.11.0 is of the package on PyPI, unchanged (Apache-2.0). It imports without an
 NPU but for one function that vLLM has renamed since, `compute_probs`.
 """
 
@@ -70,8 +70,8 @@ class Batch:
         own = {i: torch.Generator().manual_seed(100 * self.seed + i) for i in range(len(self.counts))}
         return types.SimpleNamespace(
             temperature=self.temperature,
-            all_greedy=bool((self.temperature == GREEDY).all()),
-            all_random=bool((self.temperature != GREEDY).all()),
+            all_greedy=bool((self.temperature <= 0).all()),
+            all_random=bool((self.temperature > 0).all()),
             generators=own if generators is None else generators,
             top_k=None,
             top_p=None,
@@ -81,6 +81,33 @@ class Batch:
 def batches() -> Iterator[Batch]:
     for seed, (num_greedy, vocab_size) in enumerate(itertools.product((0, 3, 8), (3, 700))):
         yield Batch([3, 0, 1, 8, 2, 5, 0, 4], vocab_size, seed, num_greedy)
+
+
+@pytest.mark.parametrize("has_draft_probs", [False, True])
+def test_vllms_functions_give_the_same_tokens(has_draft_probs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its kernels for the CPU; the one for recovered tokens does not know an argument that it gets."""
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+
+    recovered = cpu_triton_utils._sample_recovered_tokens_kernel_impl
+
+    def without_dtype(*args: Any, **kwargs: Any) -> None:
+        recovered(*args, **{name: value for name, value in kwargs.items() if name != "USE_FP64_GUMBEL"})
+
+    for name in ("rejection_greedy_sample_kernel", "rejection_random_sample_kernel"):
+        monkeypatch.setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
+    wrapper = cpu_triton_utils._FuncWrapper(without_dtype)
+    monkeypatch.setattr(rejection_sampler, "sample_recovered_tokens_kernel", wrapper)
+    function = rejection_sampler.rejection_sample
+    while hasattr(function, "__rollout_spec_patch__"):
+        function = function.__rollout_spec_patch__[1]
+    assert function.__module__ == rejection_sampler.__name__
+    for batch in batches():
+        batch.temperature = batch.temperature.clamp(min=0)
+        given = (batch.drafts, batch.counts, max(batch.counts), batch.ends)
+        given += (batch.draft_probs if has_draft_probs else None, batch.probs.log(), batch.bonus)
+        one, other = (sample(*given, batch.metadata()) for sample in (function, verify.rejection_sample))
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("has_draft_probs", [False, True])
