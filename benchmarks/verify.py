@@ -169,7 +169,14 @@ def measure(published: types.SimpleNamespace, repeats: int, batch_sizes: list[in
                     "read": step.read,
                 }
                 times = times_ms(calls, repeats)
-                cells.append({"vocab_size": vocab_size, "batch_size": batch_size, "k": k, "ms": times})
+                ratios = {
+                    f"{name} / {other}": statistics.quantiles(
+                        [a / b for a, b in zip(times[name], times[other], strict=True)], n=4
+                    )
+                    for name, other in RATIOS
+                }
+                cell = {"vocab_size": vocab_size, "batch_size": batch_size, "k": k, "ratios": ratios}
+                cells.append(cell | {"ms": {name: statistics.median(ms) for name, ms in times.items()}})
                 print(_row(cells[-1]), flush=True)
     return {
         "machine": platform.processor() or platform.machine(),
@@ -183,12 +190,9 @@ def measure(published: types.SimpleNamespace, repeats: int, batch_sizes: list[in
 
 def _row(cell: dict[str, Any]) -> str:
     """A line of the record's table: the median time, and the ratios' medians and quartiles."""
-    times = cell["ms"]
     columns = [f"{cell['vocab_size']:,}", str(cell["batch_size"]), str(cell["k"])]
-    columns.append(f"{statistics.median(times['coupled']):.2f}")
-    for name, other in RATIOS:
-        ratios = [a / b for a, b in zip(times[name], times[other], strict=True)]
-        columns.append("{1:.1f}x ({0:.1f} to {2:.1f})".format(*statistics.quantiles(ratios, n=4)))
+    columns.append(f"{cell['ms']['coupled']:.2f}")
+    columns += ["{1:.1f} ({0:.1f}-{2:.1f})".format(*ratio) for ratio in cell["ratios"].values()]
     return f"| {' | '.join(columns)} |"
 
 
