@@ -11,7 +11,18 @@ from pathlib import Path
 from cffi import FFI
 
 HEADER = Path("native/rollout_spec_native.h")
-SOURCES = ("memory", "transitions", "automaton", "contexts", "evidence", "draft", "index", "step", "validate")
+SOURCES = (
+    "memory",
+    "transitions",
+    "automaton",
+    "contexts",
+    "evidence",
+    "corpus",
+    "draft",
+    "index",
+    "step",
+    "validate",
+)
 
 
 def read_cdef(header: Path = HEADER) -> str:

@@ -10,10 +10,6 @@ static uint32_t followed_suffix(const rs_automaton *a, uint32_t state) {
     return state;
 }
 
-int32_t rs_match_len(const rs_automaton *a, uint32_t last) {
-    return (int32_t)a->states[followed_suffix(a, last)].len;
-}
-
 static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 
 /* Move up to the longest suffix that has been followed. */
@@ -30,11 +26,27 @@ static void find_contexts(rs_walk *walk, const rs_index *index) {
     rs_contexts_fetch(&index->contexts, walk->tags, walk->buckets);
 }
 
+static bool corpus_match_is_longer(const rs_walk *walk, const rs_index *index, rs_cursor match) {
+    return match.len >= (uint64_t)walk->match_len + (uint32_t)index->options.corpus_margin;
+}
+
+/* Every mode but sam: into the corpus, if it has the longer match. */
+static void choose_automaton(rs_walk *walk, const rs_index *index) {
+    rs_cursor match = rs_cursor_followed(&index->corpus, walk->cursor);
+    if (corpus_match_is_longer(walk, index, match)) {
+        walk->in_corpus = true;
+        walk->cursor = match;
+        walk->match_len = match.len;
+    }
+}
+
 int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *sequence, int32_t max_draft_tokens,
                       double min_token_prob, rs_prediction *predictions) {
     const rs_options *options = &index->options;
     const rs_automaton *a = &index->groups[sequence->group].automaton;
     walk->automaton = a;
+    walk->cursor = sequence->cursor;
+    walk->in_corpus = false;
     walk->state = sequence->last;
     walk->match_len = a->states[sequence->last].len;
     walk->min_token_prob = min_token_prob;
@@ -50,6 +62,9 @@ int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *s
         walk->num_left = most;
         find_contexts(walk, index);
     } else {
+        if (index->corpus.states != NULL) {
+            choose_automaton(walk, index);
+        }
         double by_match = options->max_spec_factor * walk->match_len;
         bool too_short = walk->match_len < (uint32_t)options->min_match_len;
         walk->num_left = too_short ? 0 : by_match < most ? (int32_t)by_match : most;
@@ -108,6 +123,32 @@ static int32_t next_of_match(rs_walk *walk, const rs_options *options) {
     return token;
 }
 
+/* Every mode but sam. */
+static int32_t next_of_corpus(rs_walk *walk, const rs_corpus *corpus) {
+    uint32_t state = walk->cursor.state;
+    const rs_transition *next = rs_corpus_next(corpus, state);
+    if (next == NULL) {
+        return -1;
+    }
+    walk->probability *= corpus->states[next->target].count / (corpus->states[state].count + UNSEEN_COUNT);
+    if (walk->probability < walk->min_token_prob) {
+        return -1;
+    }
+    walk->cursor.state = next->target;
+    __builtin_prefetch(corpus->states + next->target);
+    return next->token;
+}
+
+static void ask_corpus(const rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
+    const rs_corpus *corpus = &index->corpus;
+    rs_cursor match = rs_cursor_followed(corpus, walk->cursor);
+    if (corpus_match_is_longer(walk, index, match)) {
+        const rs_transition *next = rs_corpus_next(corpus, match.state);
+        rs_prediction_add_match(index->calibration, prediction, RS_CORPUS_EXPERT, next->token, match.len,
+                                corpus->states[next->target].count, corpus->states[match.state].count);
+    }
+}
+
 static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
     const rs_automaton *a = walk->automaton;
     memset(prediction->tokens, -1, sizeof prediction->tokens);
@@ -131,6 +172,9 @@ static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *pre
             uint32_t confidence = slot->tag & RS_MAX_CONFIDENCE;
             rs_prediction_add_context(index->calibration, prediction, context, slot->token, confidence);
         }
+    }
+    if (index->corpus.states != NULL) {
+        ask_corpus(walk, index, prediction);
     }
 }
 
@@ -164,13 +208,23 @@ static int32_t next_of_experts(rs_walk *walk, const rs_index *index) {
         rs_recent_push(&walk->recent, prediction->token);
         find_contexts(walk, index);
         move_along(walk, prediction->token);
+        if (index->corpus.states != NULL) {
+            rs_cursor_move(&index->corpus, &walk->cursor, prediction->token);
+            __builtin_prefetch(index->corpus.states + walk->cursor.state);
+        }
     }
     return prediction->token;
 }
 
 int32_t rs_walk_next(rs_walk *walk, const rs_index *index) {
-    bool sam = index->options.mode == RS_MODE_SAM;
-    int32_t token = sam ? next_of_experts(walk, index) : next_of_match(walk, &index->options);
+    int32_t token;
+    if (index->options.mode == RS_MODE_SAM) {
+        token = next_of_experts(walk, index);
+    } else if (walk->in_corpus) {
+        token = next_of_corpus(walk, &index->corpus);
+    } else {
+        token = next_of_match(walk, &index->options);
+    }
     walk->num_left = token < 0 ? 0 : walk->num_left - 1;
     return token;
 }

@@ -11,6 +11,8 @@ typedef struct {
     uint32_t match_len; /* of the text and draft, at `state` */
     int32_t num_left;   /* tokens that may still be drafted */
     double min_token_prob;
+    rs_cursor cursor;   /* of the text and draft in the corpus, if there is one */
+    bool in_corpus;     /* the draft is the corpus's; not in mode sam */
     double probability; /* that the target accepts the draft so far */
     /* mode sam only */
     rs_recent recent;
@@ -29,9 +31,6 @@ int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *s
 
 /* The next draft token, -1: the draft ends here, and num_left is 0. */
 int32_t rs_walk_next(rs_walk *walk, const rs_index *index);
-
-/* The length of the longest suffix that has been followed. */
-int32_t rs_match_len(const rs_automaton *automaton, uint32_t last);
 
 /* The draft of mode suffix_policy, which is not made token by token; returns its length. Both outputs have
  * room for num_speculative_tokens. */

@@ -66,7 +66,8 @@ static void set_prior(rs_calibration *calibration, const rs_prediction *predicti
 void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token,
                              uint32_t match_len, uint32_t count, uint32_t total) {
     uint32_t share = count == total ? RS_NUM_SHARES - 1 : count * (RS_NUM_SHARES - 1) / total;
-    uint32_t cell = (((uint32_t)expert * RS_NUM_LENGTHS + length_bucket(match_len)) * RS_NUM_TOTALS +
+    uint32_t kind = expert == RS_CORPUS_EXPERT ? RS_NUM_MATCHES : (uint32_t)expert;
+    uint32_t cell = ((kind * RS_NUM_LENGTHS + length_bucket(match_len)) * RS_NUM_TOTALS +
                      total_bucket(total)) * RS_NUM_SHARES + share;
     if (!add(calibration, prediction, expert, token, cell)) {
         set_prior(calibration, prediction, expert,
@@ -85,10 +86,16 @@ void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *predi
     }
 }
 
+/* The corpus is most often none or not asked, and comes last. */
+static int num_asked(const rs_prediction *prediction) {
+    return prediction->tokens[RS_CORPUS_EXPERT] < 0 ? RS_CORPUS_EXPERT : RS_NUM_EXPERTS;
+}
+
 /* What each expert says for its own token, and for any other one: the mixer's inputs. */
 static void inputs_of(const rs_calibration *calibration, const rs_prediction *prediction,
                       double inputs[2][RS_NUM_EXPERTS]) {
-    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+    const int num = num_asked(prediction);
+    for (int e = 0; e < num; e++) {
         inputs[0][e] = inputs[1][e] = 0.0;
         if (prediction->tokens[e] >= 0) {
             double p = calibration->cells[prediction->cells[e]].probability;
@@ -101,7 +108,8 @@ static void inputs_of(const rs_calibration *calibration, const rs_prediction *pr
 static double mix(const rs_weights *weights, const rs_prediction *prediction, double inputs[2][RS_NUM_EXPERTS],
                   int32_t candidate) {
     double sum = weights->bias;
-    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+    const int num = num_asked(prediction);
+    for (int e = 0; e < num; e++) {
         int rival = prediction->tokens[e] != candidate;
         sum += weights->experts[rival][e] * inputs[rival][e];
     }
@@ -114,7 +122,8 @@ double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) 
     double best = 0.0;
     prediction->token = -1;
     inputs_of(calibration, prediction, inputs);
-    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+    const int num = num_asked(prediction);
+    for (int e = 0; e < num; e++) {
         int32_t candidate = prediction->tokens[e];
         if (candidate < 0 || candidate == prediction->token) {
             continue;
@@ -140,7 +149,8 @@ void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, 
     double score = mix(weights, prediction, inputs, prediction->token);
     double step = LEARNING_RATE * ((prediction->token == token) - squash(score));
     weights->bias = bounded(weights->bias + step);
-    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+    const int num = num_asked(prediction);
+    for (int e = 0; e < num; e++) {
         if (prediction->tokens[e] < 0) {
             continue;
         }

@@ -1,7 +1,7 @@
 /* From what several experts propose to one draft token and the probability that it is accepted.
  *
  * An expert is a place where the next token may be found: the longest match and the next shorter
- * one in the group's automaton, and the contexts of contexts.h. Each proposes one token. How often
+ * one in the group's automaton, the longest in the corpus, and the contexts of contexts.h. Each proposes one token. How often
  * an expert's proposals were right is counted in a cell, one for each kind of circumstance (match
  * length, count and share of the follower; confidence). The experts' probabilities are combined by
  * logistic mixing with weights that are learned online, as in the PAQ compressors (Mahoney, Adaptive
@@ -13,12 +13,13 @@
 #include "contexts.h"
 
 enum {
-    RS_NUM_MATCHES = 2, /* experts in the automaton */
-    RS_NUM_EXPERTS = RS_NUM_MATCHES + RS_NUM_CONTEXTS,
+    RS_NUM_MATCHES = 2, /* experts in the group's automaton */
+    RS_CORPUS_EXPERT = RS_NUM_MATCHES + RS_NUM_CONTEXTS,
+    RS_NUM_EXPERTS,
     RS_NUM_LENGTHS = 14,
     RS_NUM_TOTALS = 6,
     RS_NUM_SHARES = 9,
-    RS_NUM_MATCH_CELLS = RS_NUM_MATCHES * RS_NUM_LENGTHS * RS_NUM_TOTALS * RS_NUM_SHARES,
+    RS_NUM_MATCH_CELLS = (RS_NUM_MATCHES + 1) * RS_NUM_LENGTHS * RS_NUM_TOTALS * RS_NUM_SHARES,
     RS_NUM_CELLS = RS_NUM_MATCH_CELLS + RS_NUM_CONTEXTS * (RS_MAX_CONFIDENCE + 1),
     RS_NUM_WEIGHT_SETS = 17, /* by match length */
     RS_NUM_STRETCHED = 1024
@@ -51,7 +52,8 @@ typedef struct {
 
 void rs_calibration_init(rs_calibration *calibration);
 
-/* An expert in the automaton, 0 the longest match: its most frequent follower has this count. */
+/* An expert in an automaton, 0 the longest match in the group's, RS_CORPUS_EXPERT that in the corpus: its most
+ * frequent follower has this count. */
 void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token,
                              uint32_t match_len, uint32_t count, uint32_t total);
 

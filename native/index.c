@@ -51,6 +51,9 @@ static rs_status check_options(const rs_options *options, rs_error *error) {
     if (options->keep_texts != 0 && options->keep_texts != 1) {
         return rs_fail(error, RS_EINVAL, -1, "keep_texts=%" PRId32 ": must be 0 or 1", options->keep_texts);
     }
+    if (options->corpus != NULL && options->corpus_margin < 1) {
+        return rs_fail(error, RS_EINVAL, -1, "corpus_margin=%" PRId32 ": must be at least 1", options->corpus_margin);
+    }
     return RS_OK;
 }
 
@@ -92,6 +95,10 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     made->options = *options;
     made->memory = memory;
     made->free_groups = made->free_sequences = (rs_free_slots){.first = -1, .newest = -1};
+    if (options->corpus != NULL && !rs_corpus_open(&made->corpus, options->corpus, options->corpus_bytes)) {
+        rs_index_free(made);
+        return rs_fail(error, RS_EINVAL, -1, "corpus: %" PRIu64 " bytes that are no corpus", options->corpus_bytes);
+    }
     status = make_experience(made);
     if (status != RS_OK) {
         rs_memory_error(made, error, status, -1);
@@ -215,6 +222,9 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
         status = rs_extend(&opened.automaton, opened.prompt_last, prompt_token_ids[i], &extension);
         opened.prompt_last = extension.after;
         rs_recent_push(&opened.prompt_end, prompt_token_ids[i]);
+        if (index->corpus.states != NULL) {
+            rs_cursor_move(&index->corpus, &opened.prompt_cursor, prompt_token_ids[i]);
+        }
     }
     if (status != RS_OK) {
         if (opened.automaton.memory != NULL) {
@@ -275,6 +285,7 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
         opened.start = opened.last = found->prompt_last;
         opened.start_level = opened.level = found->prompt_len;
         opened.recent = found->prompt_end;
+        opened.cursor = found->prompt_cursor;
     }
     bool reused = index->free_sequences.first == slot;
     take_slot(&index->free_sequences, &index->num_sequences, slot, reused ? index->sequences[slot].next_free : -1);

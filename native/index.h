@@ -2,6 +2,7 @@
 #ifndef RS_INDEX_H
 #define RS_INDEX_H
 
+#include "corpus.h"
 #include "evidence.h"
 
 typedef struct {
@@ -11,6 +12,7 @@ typedef struct {
     int32_t num_sequences; /* open */
     uint32_t prompt_last;
     rs_recent prompt_end;
+    rs_cursor prompt_cursor;
     uint64_t num_tokens;
     rs_automaton automaton;
 } rs_group;
@@ -26,6 +28,7 @@ typedef struct {
     int32_t num_draft_tokens; /* of the draft that is not verified yet */
     int32_t num_predictions;  /* of the same */
     rs_recent recent;         /* the end of its text */
+    rs_cursor cursor;         /* of its text in the corpus */
     int32_t *text;            /* behind start_level, with keep_texts */
     uint32_t text_capacity;
     uint64_t serial;          /* of all sequences ever opened, from 1 */
@@ -60,6 +63,7 @@ struct rs_index {
     rs_extension *extensions; /* of the step that is running */
     uint32_t extensions_capacity;
     uint64_t num_steps;
+    rs_corpus corpus; /* states NULL: none */
     rs_stats totals; /* the counters of drafts and acceptance only */
 };
 

@@ -33,11 +33,20 @@
  *              it only in the RS_COUNTED_STATES longest classes of them. A class is a set of
  *              suffixes that end at the same positions: a state of the automaton.
  *
+ * corpus     What follows in a static text. Its match is the longest suffix of the sequence's text (the
+ *              prompt included) that has been followed in the corpus. It has a say only where it is at
+ *              least corpus_margin tokens longer than the match in the group (SAM-Decoding's choice between
+ *              its two automata): in mode sam, at every position, its most frequent follower is a further
+ *              expert's proposal; in the others the whole draft is the corpus's then, the most frequent
+ *              follower after each token with the probability count(wc) / (count(w) + 1/4), and ends before
+ *              the token with which the product falls below min_token_prob, or where a text of the corpus
+ *              ended. Counts of the corpus are exact; on a tie the follower counts that came first.
+ *
  * In earliest and frequent, where nothing has followed the text w + draft, the draft goes on from its longest suffix that
  * has been followed, if that is at least min_match_len long.
  *
  * No function is thread safe for one index; different indexes are independent.
- * Every function but rs_index_free, rs_index_stats and rs_abi_version returns a status; a call that
+ * Every function but the *_free, rs_index_stats, rs_corpus_num_bytes and rs_abi_version returns a status; a call that
  * fails changes nothing, except that reserved memory may stay reserved.
  * `error` may be NULL; when it is not, it is written on failure only.
  */
@@ -78,6 +87,10 @@ typedef struct {
     double min_token_prob;          /* 0 .. 1, every mode but earliest */
     int32_t share_contexts;         /* sam: 1: across all sequences of the index, 0: not at all */
     int32_t keep_texts;             /* 1: rs_sequence_text can be asked */
+    int32_t corpus_margin;          /* >= 1, tokens; with a corpus */
+    const void *corpus;             /* what rs_corpus_write wrote, aligned to 8 bytes; NULL: none. Read only, and
+                                       for as long as the index lives */
+    uint64_t corpus_bytes;
     uint64_t max_bytes;             /* of the whole index; 0: no limit */
 } rs_options;
 
@@ -103,7 +116,7 @@ typedef struct {
     float *survivals;                /* out [num_rows][K]: the probability that the draft up to and with this
                                         token is accepted, as the mode estimates it; 1 in earliest */
     int32_t *num_draft_tokens;       /* out [num_rows] */
-    int32_t *match_lens;             /* out [num_rows]; 0 where max_draft_tokens is 0 */
+    int32_t *match_lens;             /* out [num_rows]; 0 where max_draft_tokens is 0; in mode sam the group's */
 } rs_batch;
 
 typedef struct {
@@ -156,6 +169,23 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error);
 rs_status rs_index_clear(rs_index *index, rs_error *error);
 
 void rs_index_stats(const rs_index *index, rs_stats *stats);
+
+/* A static corpus: add every text, then write the block that rs_options.corpus takes. It holds no pointers and is
+ * in the byte order of this machine. Its first 16 bytes are the numbers of tokens (uint64_t), states and
+ * transitions (uint32_t). */
+typedef struct rs_corpus_builder rs_corpus_builder;
+
+rs_status rs_corpus_new(rs_corpus_builder **builder, rs_error *error);
+void rs_corpus_free(rs_corpus_builder *builder);
+
+/* After RS_ENOMEM only rs_corpus_free may follow. */
+rs_status rs_corpus_add(rs_corpus_builder *builder, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
+
+/* Of the block. */
+uint64_t rs_corpus_num_bytes(const rs_corpus_builder *builder);
+
+/* `content`, aligned to 8 bytes, has room for exactly rs_corpus_num_bytes. */
+rs_status rs_corpus_write(const rs_corpus_builder *builder, void *content, uint64_t num_bytes, rs_error *error);
 
 /* Check every invariant, in time linear in the size of the index times the length of its suffix
  * chains. RS_ECORRUPT names the first broken one. */

@@ -221,6 +221,20 @@ static void learn_row(rs_index *index, const rs_batch *batch, int32_t i, rs_less
     }
 }
 
+/* Move the sequence's place in the corpus along the new tokens of entry i. */
+static void follow_corpus(rs_index *index, const rs_batch *batch, int32_t i) {
+    rs_sequence *sequence = index->sequences + batch->sequences[i];
+    const int32_t *tokens = row_tokens(batch, i);
+    int32_t level = batch->levels[i];
+    if (level < sequence->level) {
+        const rs_group *group = index->groups + sequence->group;
+        sequence->cursor = sequence->start_level > 0 ? group->prompt_cursor : (rs_cursor){.len = 0};
+    }
+    for (int32_t position = first_new(sequence, level); position < level; position++) {
+        rs_cursor_move(&index->corpus, &sequence->cursor, tokens[position]);
+    }
+}
+
 static void commit_row(rs_index *index, const rs_batch *batch, int32_t i, uint64_t num_new) {
     int32_t id = batch->sequences[i];
     rs_sequence *sequence = index->sequences + id;
@@ -253,6 +267,9 @@ static void commit_rows(rs_index *index, const rs_batch *batch) {
         if (index->options.mode == RS_MODE_SAM) {
             learn_row(index, batch, i, &queue);
         }
+        if (index->corpus.states != NULL) {
+            follow_corpus(index, batch, i);
+        }
         commit_row(index, batch, i, num_new);
         if (num_new > 0) {
             extensions += num_new;
@@ -267,6 +284,15 @@ static void commit_rows(rs_index *index, const rs_batch *batch) {
 static double price(const rs_index *index, const rs_batch *batch) {
     return batch->min_token_prob > index->options.min_token_prob ? batch->min_token_prob
                                                                  : index->options.min_token_prob;
+}
+
+/* The draft of mode suffix_policy is not made token by token. */
+static void draft_row_by_suffix(rs_index *index, const rs_batch *batch, int32_t i) {
+    const rs_sequence *sequence = index->sequences + batch->sequences[i];
+    int64_t at = (int64_t)i * index->options.num_speculative_tokens;
+    batch->num_draft_tokens[i] = rs_suffix_policy(&index->groups[sequence->group].automaton, sequence->last,
+                                                  &index->options, batch->max_draft_tokens[i], price(index, batch),
+                                                  batch->draft_tokens + at, batch->survivals + at);
 }
 
 /* Draft for entries first .. end - 1, at most WALKS_AT_A_TIME, their walks taking turns. */
@@ -285,6 +311,10 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
                 index->predictions + (size_t)id * (size_t)rs_predictions_per_sequence(index);
             batch->match_lens[i] = rs_walk_start(walk, index, index->sequences + id, batch->max_draft_tokens[i],
                                                  price(index, batch), predictions);
+            if (index->options.mode == RS_MODE_SUFFIX_POLICY && !walk->in_corpus) {
+                walk->num_left = 0;
+                draft_row_by_suffix(index, batch, i);
+            }
         }
         num_walking += walk->num_left > 0;
     }
@@ -308,27 +338,7 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
     }
 }
 
-/* Mode suffix_policy. */
-static void draft_row_by_suffix(rs_index *index, const rs_batch *batch, int32_t i) {
-    const rs_sequence *sequence = index->sequences + batch->sequences[i];
-    const rs_automaton *automaton = &index->groups[sequence->group].automaton;
-    int64_t at = (int64_t)i * index->options.num_speculative_tokens;
-    batch->num_draft_tokens[i] = batch->match_lens[i] = 0;
-    if (batch->max_draft_tokens[i] > 0) {
-        batch->num_draft_tokens[i] = rs_suffix_policy(automaton, sequence->last, &index->options,
-                                                      batch->max_draft_tokens[i], price(index, batch),
-                                                      batch->draft_tokens + at, batch->survivals + at);
-        batch->match_lens[i] = rs_match_len(automaton, sequence->last);
-    }
-}
-
 static void draft_all(rs_index *index, const rs_batch *batch) {
-    if (index->options.mode == RS_MODE_SUFFIX_POLICY) {
-        for (int32_t i = 0; i < batch->num_rows; i++) {
-            draft_row_by_suffix(index, batch, i);
-        }
-        return;
-    }
     for (int32_t first = 0; first < batch->num_rows; first += WALKS_AT_A_TIME) {
         int32_t left = batch->num_rows - first;
         draft_rows(index, batch, first, first + (left < WALKS_AT_A_TIME ? left : WALKS_AT_A_TIME));

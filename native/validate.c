@@ -89,6 +89,17 @@ const char *rs_automaton_check(const rs_automaton *a) {
     return num_units == a->pool.top ? NULL : "pool: blocks are lost or used twice";
 }
 
+static bool cursor_holds(const rs_index *index, const rs_sequence *sequence) {
+    const rs_corpus *corpus = &index->corpus;
+    rs_cursor cursor = sequence->cursor;
+    if (cursor.state >= corpus->num_states || cursor.len > (uint32_t)sequence->level) {
+        return false;
+    }
+    const rs_corpus_state *state = corpus->states + cursor.state;
+    return cursor.state == RS_ROOT ? cursor.len == 0
+                                   : cursor.len <= state->len && cursor.len > corpus->states[state->link].len;
+}
+
 static const char *check_sequence(const rs_index *index, const rs_sequence *sequence) {
     const rs_group *group = rs_find_group(index, sequence->group);
     if (group == NULL) {
@@ -110,6 +121,9 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     }
     if (index->options.keep_texts && (uint32_t)(sequence->level - sequence->start_level) > sequence->text_capacity) {
         return "sequence: its text is longer than there is room for";
+    }
+    if (index->corpus.states != NULL && !cursor_holds(index, sequence)) {
+        return "sequence: its cursor is not in the corpus";
     }
     bool predictions_fit = sequence->num_predictions >= 0 &&
                            sequence->num_predictions <= rs_predictions_per_sequence(index);
@@ -186,7 +200,10 @@ rs_status rs_index_validate(const rs_index *index, rs_error *error) {
     if (index == NULL) {
         return rs_fail(error, RS_EINVAL, -1, "index: must not be null");
     }
-    const char *broken = check_tables(index);
+    const char *broken = index->corpus.states == NULL ? NULL : rs_corpus_check(&index->corpus);
+    if (broken == NULL) {
+        broken = check_tables(index);
+    }
     if (broken == NULL) {
         broken = rs_contexts_check(&index->contexts);
     }

@@ -50,6 +50,10 @@ class SpecConfig:
     history_dir: str = _option(
         "", "folder that keeps the history over a restart, a file per replica; none if empty"
     )
+    corpus: str = _option("", "file of `rollout-spec corpus build` that is drafted from too; none if empty")
+    corpus_margin: int = _option(
+        1, "heed the corpus where its match is at least this many tokens longer", 1, 1024
+    )
     batch_threshold: int | str = _option(
         8,
         "more decoding requests than this and no row drafts; auto: draft what is worth its cost",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mmap import mmap
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ import numpy.typing as npt
 
 from rollout_spec._native import ffi, lib
 from rollout_spec.config import AUTO, SpecConfig
+from rollout_spec.corpus import CONTENT_OFFSET, Corpus, open_corpus, write_corpus
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -114,6 +117,13 @@ def _check_vector(name: str, array: Any, length: int | None) -> None:
         raise InvalidArgument(f"{name}: has {len(array)} entries, sequences has {length}")
 
 
+def _check_status(status: int, native_error: Any) -> None:
+    if status != lib.RS_OK:
+        error = _EXCEPTIONS.get(status, NativeError)(ffi.string(native_error.message).decode())
+        error.row = int(native_error.row)
+        raise error
+
+
 class SuffixIndex:
     """Text of groups of sequences, and drafts from it. Not thread safe; one per engine.
 
@@ -127,6 +137,8 @@ class SuffixIndex:
         keep_texts: `text` can be asked.
         share_contexts: mode sam: what one sequence says is evidence for all of the index.
         max_bytes: budget of the whole index, 0: none.
+        corpus: drafted from too; it is not copied and not part of the budget.
+        corpus_margin: heed the corpus where its match is at least this many tokens longer.
 
     Raises:
         InvalidArgument: an option is out of range; OutOfMemory, BudgetExceeded.
@@ -143,6 +155,8 @@ class SuffixIndex:
         share_contexts: bool = SpecConfig.group_sharing,
         keep_texts: bool = False,
         max_bytes: int = 0,
+        corpus: Corpus | None = None,
+        corpus_margin: int = SpecConfig.corpus_margin,
     ) -> None:
         self._index = ffi.NULL
         self._error = ffi.new("rs_error *")
@@ -161,6 +175,12 @@ class SuffixIndex:
         options.share_contexts = bool(share_contexts)
         options.keep_texts = bool(keep_texts)
         options.max_bytes = max_bytes
+        options.corpus_margin = _int32("corpus_margin", corpus_margin)
+        # Held for as long as the index.
+        self._corpus = None if corpus is None else ffi.from_buffer("char[]", corpus.mapped)
+        if self._corpus is not None:
+            options.corpus = self._corpus + CONTENT_OFFSET
+            options.corpus_bytes = len(self._corpus) - CONTENT_OFFSET
         made = ffi.new("rs_index **")
         self._check(lib.rs_index_new(options, made, self._error))
         self._index = ffi.gc(made[0], lib.rs_index_free)
@@ -169,7 +189,11 @@ class SuffixIndex:
 
     @classmethod
     def from_config(cls, config: SpecConfig) -> SuffixIndex:
-        """The index that the options of `rollout.spec` describe."""
+        """The index that the options of `rollout.spec` describe.
+
+        Raises:
+            ConfigError: the corpus cannot be used.
+        """
         return cls(
             num_speculative_tokens=config.num_speculative_tokens,
             mode=config.mode,
@@ -180,6 +204,8 @@ class SuffixIndex:
             share_contexts=config.group_sharing,
             keep_texts=config.history > 0,
             max_bytes=config.max_index_mb << 20,
+            corpus=open_corpus(config.corpus) if config.corpus else None,
+            corpus_margin=config.corpus_margin,
         )
 
     def open_group(self, prompt_token_ids: Int32Array) -> int:
@@ -295,6 +321,7 @@ class SuffixIndex:
         if self._index != ffi.NULL:
             ffi.release(self._index)
             self._index = ffi.NULL
+            self._corpus = None
 
     def __enter__(self) -> SuffixIndex:
         return self
@@ -310,11 +337,7 @@ class SuffixIndex:
         return self._index
 
     def _check(self, status: int) -> None:
-        if status != lib.RS_OK:
-            message = ffi.string(self._error.message).decode()
-            error = _EXCEPTIONS.get(status, NativeError)(message)
-            error.row = int(self._error.row)
-            raise error
+        _check_status(status, self._error)
 
     def _make_buffers(self, num_rows: int) -> None:
         self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)
@@ -340,3 +363,33 @@ class SuffixIndex:
         batch.num_columns = num_columns
         batch.row_stride = row_bytes // 4
         batch.token_ids = ffi.cast("int32_t *", token_ids.__array_interface__["data"][0])
+
+
+class CorpusBuilder:
+    """Makes the file of a static corpus; in memory it takes about as much as an index of the same text.
+
+    Raises:
+        OutOfMemory
+    """
+
+    def __init__(self) -> None:
+        self._error = ffi.new("rs_error *")
+        made = ffi.new("rs_corpus_builder **")
+        _check_status(lib.rs_corpus_new(made, self._error), self._error)
+        self._builder = ffi.gc(made[0], lib.rs_corpus_free)
+
+    def add(self, token_ids: Int32Array) -> None:
+        """Index a text, int32 [n]. Raises InvalidArgument; OutOfMemory, after which nothing can be saved."""
+        _check_vector("token_ids", token_ids, None)
+        tokens = ffi.from_buffer("int32_t[]", token_ids)
+        _check_status(lib.rs_corpus_add(self._builder, tokens, len(token_ids), self._error), self._error)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file. Raises OSError."""
+        write_corpus(path, int(lib.rs_corpus_num_bytes(self._builder)), self._freeze)
+
+    def _freeze(self, mapped: mmap) -> None:
+        with ffi.from_buffer("char[]", mapped, require_writable=True) as buffer:
+            content, num_bytes = buffer + CONTENT_OFFSET, len(buffer) - CONTENT_OFFSET
+            status = lib.rs_corpus_write(self._builder, content, num_bytes, self._error)
+            _check_status(status, self._error)

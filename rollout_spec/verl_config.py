@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollout_spec import verl_plugin
 from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.corpus import check_corpus
 from rollout_spec.hydra_plugin import config_file
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`; see vllm_proposer
@@ -65,6 +66,8 @@ def check_config(config: DictConfig) -> SpecConfig:
     if spec.enabled:
         _check_trainer(config)
         _check_routing(config, spec)
+        if spec.corpus:
+            check_corpus(spec.corpus)
     return spec
 
 

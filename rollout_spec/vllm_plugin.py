@@ -69,8 +69,12 @@ def _bind(worker: Any) -> None:
 
 
 def _check(vllm_config: Any) -> None:
+    from rollout_spec.corpus import check_corpus
     from rollout_spec.vllm_proposer import engine_options, refuse_unsupported
 
     config = engine_options(vllm_config)
-    if config is not None:
-        refuse_unsupported(vllm_config, config)
+    if config is None:
+        return
+    refuse_unsupported(vllm_config, config)
+    if config.enabled and config.corpus:
+        check_corpus(config.corpus)

@@ -1,6 +1,6 @@
 """An obviously correct, slow model of the native index: dictionaries of substrings, no automaton.
 
-The words match, earliest, frequent, sam, suffix_policy and count are defined in
+The words match, earliest, frequent, sam, suffix_policy, corpus and count are defined in
 native/rollout_spec_native.h, what mode sam learns in native/contexts.h and native/evidence.h.
 """
 
@@ -33,6 +33,8 @@ class Options:
     max_spec_factor: float = 4.0
     min_token_prob: float = 0.1
     share_contexts: bool = True
+    corpus: CorpusOracle | None = None
+    corpus_margin: int = 1
 
 
 class ContextsOracle:
@@ -117,7 +119,7 @@ class Prediction:
 class Experience:
     """What mode sam learns in the life of an index: contexts, cells and weights."""
 
-    NUM_EXPERTS = 7
+    NUM_EXPERTS = 8
 
     def __init__(self, max_bytes: int = 0) -> None:
         self.contexts = ContextsOracle(max_bytes)
@@ -135,11 +137,13 @@ class Experience:
             if not context:
                 break
             token, count, total = group.most_frequent(context)
-            length, half = len(context), 0.5
-            cell = ("match", expert, length_bucket(length), total_bucket(total), count * 8 // total)
-            prior = count / (total + half) * (1.0 - half / (length + half))
-            self.add(prediction, expert, token, cell, prior)
+            self.add_match(prediction, expert, token, len(context), count, total)
             context = group.match(group.next_class(context))
+        found = group.corpus_match(text)
+        if found:
+            corpus = group.options.corpus
+            token, count, total = corpus.most_frequent(found)
+            self.add_match(prediction, 7, token, len(found), count, total)
         for key, identity in self.contexts.identities(text, salt, own_salt).items():
             slot = self.contexts.find(identity)
             if slot is not None:
@@ -152,6 +156,13 @@ class Experience:
                 best, prediction.token = score, candidate
         prediction.probability = squash(best) if prediction.tokens else 0.0
         return prediction
+
+    def add_match(
+        self, prediction: Prediction, expert: int, token: int, length: int, count: int, total: int
+    ) -> None:
+        cell = ("match", expert, length_bucket(length), total_bucket(total), count * 8 // total)
+        prior = count / (total + 0.5) * (1.0 - 0.5 / (length + 0.5))
+        self.add(prediction, expert, token, cell, prior)
 
     def add(self, prediction: Prediction, expert: int, token: int, cell: tuple, prior: float) -> None:
         self.cells.setdefault(cell, [prior, 2])
@@ -212,6 +223,42 @@ class Draft:
         self.survivals.append(survival)
 
 
+class CorpusOracle:
+    """A static corpus: how often every string occurs in its texts, and what followed it, the first first."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self.counts: dict[Text, int] = defaultdict(int)
+        self.followers: dict[Text, list[int]] = defaultdict(list)
+        for text in texts:
+            for end in range(len(text)):
+                for context in [*suffixes(tuple(text[:end])), ()]:
+                    if text[end] not in self.followers[context]:
+                        self.followers[context].append(text[end])
+                for suffix in suffixes(tuple(text[: end + 1])):
+                    self.counts[suffix] += 1
+
+    def match(self, text: Text) -> Text:
+        """The longest suffix of the text that has been followed."""
+        return next((suffix for suffix in suffixes(text) if self.followers[suffix]), ())
+
+    def most_frequent(self, context: Text) -> tuple[int, int, int]:
+        """The most frequent follower, its count, and that of the context."""
+        token = max(self.followers[context], key=lambda follower: self.counts[(*context, follower)])
+        return token, self.counts[(*context, token)], self.counts[context]
+
+    def draft(self, context: Text, most: int, price: float) -> Draft:
+        draft = Draft()
+        survival = 1.0
+        while len(draft.tokens) < most and self.followers[context]:
+            token, count, total = self.most_frequent(context)
+            survival *= count / (total + UNSEEN_COUNT)
+            if survival < price:
+                break
+            draft.append(token, survival)
+            context += (token,)
+        return draft
+
+
 class GroupOracle:
     """Everything that was indexed in one group."""
 
@@ -246,6 +293,22 @@ class GroupOracle:
     def match(self, text: Text) -> Text:
         """The longest suffix of the text that has been followed."""
         return next((suffix for suffix in suffixes(text) if self.followers[suffix]), ())
+
+    def corpus_match(self, text: Text) -> Text:
+        """The corpus's, where it is longer by at least the margin; empty where it is not."""
+        if self.options.corpus is None:
+            return ()
+        found = self.options.corpus.match(text)
+        return found if len(found) >= len(self.match(text)) + self.options.corpus_margin else ()
+
+    def draft_from_corpus(self, match: Text, max_draft_tokens: int, price: float) -> tuple[int, Draft]:
+        options = self.options
+        most = min(
+            options.num_speculative_tokens, max_draft_tokens, int(options.max_spec_factor * len(match))
+        )
+        if len(match) < options.min_match_len:
+            most = 0
+        return len(match), options.corpus.draft(match, most, price)
 
     def next_class(self, context: Text) -> Text:
         """The longest suffix of the context that ends at more positions."""
@@ -287,6 +350,9 @@ class GroupOracle:
         """The match length and the draft, in every mode but sam."""
         if max_draft_tokens == 0:
             return 0, Draft()
+        found = self.corpus_match(text)
+        if found:
+            return self.draft_from_corpus(found, max_draft_tokens, price)
         if self.options.mode == "suffix_policy":
             most = min(self.options.num_speculative_tokens, max_draft_tokens)
             return len(self.match(text)), self.suffix_policy(text, most, price)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pathlib
+import tempfile
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout_spec.index import BudgetExceeded, InvalidArgument, SuffixIndex, UnknownId
-from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
+from rollout_spec.corpus import Corpus, open_corpus
+from rollout_spec.index import BudgetExceeded, CorpusBuilder, InvalidArgument, SuffixIndex, UnknownId
+from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 
 NUM_COLUMNS = 160
-EXPERIENCE_BYTES = 45_000  # what mode sam learns with, empty
+EXPERIENCE_BYTES = 60_000  # what mode sam learns with, empty
 
 
 def texts(max_size: int) -> st.SearchStrategy[list[int]]:
@@ -28,6 +32,16 @@ def texts(max_size: int) -> st.SearchStrategy[list[int]]:
     return st.one_of(small, chain, repeat, wide)
 
 
+def build_corpus(given: list[list[int]]) -> Corpus:
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "corpus.sam")
+        builder = CorpusBuilder()
+        for text in given:
+            builder.add(np.array(text, np.int32))
+        builder.save(path)
+        return open_corpus(path)
+
+
 class IndexMachine(RuleBasedStateMachine):
     @initialize(
         num_speculative_tokens=st.integers(1, 6),
@@ -36,14 +50,18 @@ class IndexMachine(RuleBasedStateMachine):
         max_spec_factor=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
         min_token_prob=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
         share_contexts=st.booleans(),
+        corpus=st.none() | st.lists(texts(30), max_size=3),
+        corpus_margin=st.integers(1, 4),
         tight=st.sampled_from([0, 0, 6000, 12000]),
     )
-    def make(self, tight, **options):
-        self.options = Options(**options)
+    def make(self, tight, corpus, **options):
+        self.options = Options(**options, corpus=None if corpus is None else CorpusOracle(corpus))
+        self.corpus = corpus or [[]]
         sam = self.options.mode == "sam"
         self.max_bytes = tight + EXPERIENCE_BYTES if tight and sam else tight
         self.experience = Experience(self.max_bytes) if sam else None
-        self.index = SuffixIndex(**options, max_bytes=self.max_bytes, keep_texts=True)
+        mapped = None if corpus is None else build_corpus(corpus)
+        self.index = SuffixIndex(**options, corpus=mapped, max_bytes=self.max_bytes, keep_texts=True)
         self.groups: dict[int, GroupOracle] = {}
         self.sequences: dict[int, SequenceOracle] = {}
         self.sequence_group: dict[int, int] = {}
@@ -127,6 +145,8 @@ class IndexMachine(RuleBasedStateMachine):
         if oracle.last_draft and data.draw(st.booleans()):
             num_accepted = data.draw(st.integers(0, len(oracle.last_draft)))
             return [*oracle.last_draft[:num_accepted], data.draw(st.integers(0, 3))]
+        if self.options.corpus and data.draw(st.booleans()):
+            return data.draw(st.sampled_from(self.corpus))[-20:]
         return data.draw(texts(12))
 
     @precondition(lambda self: self.sequences)

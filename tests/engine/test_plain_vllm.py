@@ -137,6 +137,7 @@ def spec(**options: Any) -> dict[str, Any]:
     [
         ({}, {"num_speculative_tokens": 65}, r"num_speculative_tokens=65: must be between 1 and 64"),
         ({}, {"batch_treshold": 4}, r"rollout\.spec\.batch_treshold: unknown field"),
+        ({}, {"corpus": "/nowhere.sam"}, r"rollout\.spec\.corpus='/nowhere\.sam': No such file or directory"),
         ({}, {"method": "off"}, r"rollout\.spec\.method=off together with"),
         ({"override_generation_config": {"min_p": 0.1}}, {}, r"generation_config\.min_p"),
         ({"logits_processors": ["json.JSONDecoder"]}, {}, r"logits_processors"),

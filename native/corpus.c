@@ -1,0 +1,275 @@
+#include "corpus.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "index.h"
+
+struct rs_corpus_builder {
+    rs_memory memory;
+    rs_automaton automaton; /* the count of a state: how many texts or beginnings of texts end in it */
+    uint64_t num_tokens;
+};
+
+/* ---- reading ---- */
+
+static uint64_t content_bytes(uint64_t num_states, uint64_t num_transitions) {
+    return sizeof(rs_corpus_head) + (num_states + 1) * sizeof(rs_corpus_state) +
+           num_transitions * sizeof(rs_transition);
+}
+
+bool rs_corpus_open(rs_corpus *corpus, const void *content, uint64_t num_bytes) {
+    const rs_corpus_head *head = content;
+    if ((uintptr_t)content % _Alignof(rs_corpus_head) != 0 || num_bytes < content_bytes(1, 0) ||
+        num_bytes != content_bytes(head->num_states, head->num_transitions)) {
+        return false;
+    }
+    corpus->states = (const rs_corpus_state *)(head + 1);
+    corpus->transitions = (const rs_transition *)(corpus->states + head->num_states + 1);
+    corpus->num_states = head->num_states;
+    corpus->num_transitions = head->num_transitions;
+    return true;
+}
+
+static const rs_transition *find(const rs_corpus *corpus, uint32_t state, int32_t token) {
+    const rs_transition *low = corpus->transitions + corpus->states[state].first;
+    const rs_transition *end = corpus->transitions + corpus->states[state + 1].first;
+    if (low == end || low->token == token) {
+        return low == end ? NULL : low;
+    }
+    low++;
+    const rs_transition *high = end;
+    while (low < high) {
+        const rs_transition *middle = low + (high - low) / 2;
+        if (middle->token < token) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low < end && low->token == token ? low : NULL;
+}
+
+void rs_cursor_move(const rs_corpus *corpus, rs_cursor *cursor, int32_t token) {
+    const rs_transition *next;
+    while ((next = find(corpus, cursor->state, token)) == NULL && cursor->state != RS_ROOT) {
+        cursor->state = corpus->states[cursor->state].link;
+        cursor->len = corpus->states[cursor->state].len;
+    }
+    if (next != NULL) {
+        cursor->state = next->target;
+        cursor->len++;
+    }
+}
+
+rs_cursor rs_cursor_followed(const rs_corpus *corpus, rs_cursor cursor) {
+    while (rs_corpus_next(corpus, cursor.state) == NULL && cursor.state != RS_ROOT) {
+        cursor.state = corpus->states[cursor.state].link;
+        cursor.len = corpus->states[cursor.state].len;
+    }
+    return cursor;
+}
+
+/* ---- building ---- */
+
+rs_status rs_corpus_new(rs_corpus_builder **builder, rs_error *error) {
+    if (builder == NULL) {
+        return rs_fail(error, RS_EINVAL, -1, "builder: must not be null");
+    }
+    rs_memory memory = {.max_bytes = 0};
+    rs_corpus_builder *made = NULL;
+    uint32_t capacity = 0;
+    if (rs_resize(&memory, (void **)&made, &capacity, 1, sizeof *made) != RS_OK) {
+        return rs_fail(error, RS_ENOMEM, -1, "out of memory");
+    }
+    *made = (rs_corpus_builder){.memory = memory};
+    if (rs_automaton_init(&made->automaton, &made->memory, false) != RS_OK) {
+        rs_corpus_free(made);
+        return rs_fail(error, RS_ENOMEM, -1, "out of memory");
+    }
+    *builder = made;
+    return RS_OK;
+}
+
+void rs_corpus_free(rs_corpus_builder *builder) {
+    if (builder == NULL) {
+        return;
+    }
+    if (builder->automaton.memory != NULL) {
+        rs_automaton_free(&builder->automaton);
+    }
+    rs_memory memory = builder->memory;
+    void *block = builder;
+    uint32_t capacity = 1;
+    rs_resize(&memory, &block, &capacity, 0, sizeof *builder);
+}
+
+rs_status rs_corpus_add(rs_corpus_builder *builder, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
+    if (builder == NULL || (token_ids == NULL && num_tokens > 0)) {
+        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", builder == NULL ? "builder" : "token_ids");
+    }
+    if (num_tokens < 0 || num_tokens > INT32_MAX) {
+        return rs_fail(error, RS_EINVAL, -1, "num_tokens=%" PRId64 ": out of range", num_tokens);
+    }
+    for (int64_t i = 0; i < num_tokens; i++) {
+        if (token_ids[i] < 0) {
+            return rs_fail(error, RS_EINVAL, -1, "token_ids[%" PRId64 "]=%" PRId32 ": must not be negative", i,
+                           token_ids[i]);
+        }
+    }
+    rs_automaton *a = &builder->automaton;
+    uint32_t last = RS_ROOT;
+    for (int64_t i = 0; i < num_tokens; i++) {
+        rs_extension extension;
+        if (rs_extend(a, last, token_ids[i], &extension) != RS_OK) {
+            return rs_fail(error, RS_ENOMEM, -1, "out of memory");
+        }
+        if (extension.origin != RS_NO_STATE) {
+            a->states[a->states[extension.origin].link].count = 0; /* a clone; nothing ends in it yet */
+        }
+        last = extension.after;
+        a->states[last].count++;
+        builder->num_tokens++;
+    }
+    return RS_OK;
+}
+
+uint64_t rs_corpus_num_bytes(const rs_corpus_builder *builder) {
+    return content_bytes(builder->automaton.num_states, builder->automaton.num_transitions);
+}
+
+/* A string occurs where a beginning of a text ends in its state or in one that links to it. `first`
+ * counts the links to a state that are still to come. */
+static void sum_occurrences(rs_corpus_state *states, uint32_t num_states) {
+    const uint32_t done = UINT32_MAX;
+    for (uint32_t i = 1; i < num_states; i++) {
+        states[states[i].link].first++;
+    }
+    for (uint32_t i = 1; i < num_states; i++) {
+        for (uint32_t at = i; at != RS_ROOT && states[at].first == 0; at = states[at].link) {
+            rs_corpus_state *above = states + states[at].link;
+            above->count += states[at].count;
+            above->first--;
+            states[at].first = done;
+        }
+    }
+}
+
+static int by_token(const void *a, const void *b) {
+    int32_t left = ((const rs_transition *)a)->token;
+    int32_t right = ((const rs_transition *)b)->token;
+    return (left > right) - (left < right);
+}
+
+/* The transitions of a state in the order of the block; returns how many there are. */
+static uint32_t write_transitions(const rs_automaton *a, uint32_t at, const rs_corpus_state *states,
+                                  rs_transition *transitions) {
+    const rs_state *state = a->states + at;
+    if (state->token < 0) {
+        return 0;
+    }
+    uint32_t num = 0;
+    const rs_transition *others = state->block == 0 ? NULL : rs_block_entries(&a->pool, state->block, &num);
+    transitions[0] = (rs_transition){.token = state->token, .target = state->target};
+    if (num > 0) {
+        memcpy(transitions + 1, others, num * sizeof *others);
+    }
+    uint32_t best = 0;
+    for (uint32_t i = 1; i <= num; i++) {
+        if (states[transitions[i].target].count > states[transitions[best].target].count) {
+            best = i;
+        }
+    }
+    const rs_transition most_frequent = transitions[best];
+    transitions[best] = transitions[0];
+    transitions[0] = most_frequent;
+    qsort(transitions + 1, num, sizeof *transitions, by_token);
+    return num + 1;
+}
+
+rs_status rs_corpus_write(const rs_corpus_builder *builder, void *content, uint64_t num_bytes, rs_error *error) {
+    if (builder == NULL || content == NULL) {
+        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", builder == NULL ? "builder" : "content");
+    }
+    rs_corpus_head *head = content;
+    if ((uintptr_t)content % _Alignof(rs_corpus_head) != 0 || num_bytes != rs_corpus_num_bytes(builder)) {
+        return rs_fail(error, RS_EINVAL, -1, "content: must be aligned and have %" PRIu64 " bytes",
+                       rs_corpus_num_bytes(builder));
+    }
+    const rs_automaton *a = &builder->automaton;
+    if (a->num_transitions > UINT32_MAX) {
+        return rs_fail(error, RS_EINVAL, -1, "corpus: %" PRIu64 " transitions are too many", a->num_transitions);
+    }
+    *head = (rs_corpus_head){builder->num_tokens, a->num_states, (uint32_t)a->num_transitions};
+    rs_corpus_state *states = (rs_corpus_state *)(head + 1);
+    rs_transition *transitions = (rs_transition *)(states + a->num_states + 1);
+    for (uint32_t i = 0; i < a->num_states; i++) {
+        const rs_state *state = a->states + i;
+        states[i] = (rs_corpus_state){.len = state->len, .link = state->link, .count = state->count};
+    }
+    sum_occurrences(states, a->num_states);
+    uint32_t first = 0;
+    for (uint32_t i = 0; i < a->num_states; i++) {
+        states[i].first = first;
+        first += write_transitions(a, i, states, transitions + first);
+    }
+    states[a->num_states] = (rs_corpus_state){.link = RS_NO_STATE, .first = first};
+    return RS_OK;
+}
+
+/* ---- checking ---- */
+
+static const char *check_transitions(const rs_corpus *corpus, uint32_t at, uint32_t *num_solid) {
+    const rs_corpus_state *state = corpus->states + at;
+    uint32_t end = corpus->states[at + 1].first;
+    if (state->first > end || end > corpus->num_transitions) {
+        return "corpus: transitions out of range";
+    }
+    uint64_t total = 0;
+    for (uint32_t i = state->first; i < end; i++) {
+        const rs_transition *transition = corpus->transitions + i;
+        if (transition->token < 0 || transition->target == RS_ROOT || transition->target >= corpus->num_states) {
+            return "corpus: token or target out of range";
+        }
+        const rs_corpus_state *target = corpus->states + transition->target;
+        if (target->len < state->len + 1 || corpus->states[target->link].len > state->len) {
+            return "corpus: a target does not hold the string it is reached with";
+        }
+        if (target->count > corpus->states[corpus->transitions[state->first].target].count) {
+            return "corpus: the first transition is not on the most frequent follower";
+        }
+        if (i > state->first + 1 && transition->token <= transition[-1].token) {
+            return "corpus: transitions are not in the order of their tokens";
+        }
+        total += target->count;
+        *num_solid += target->len == state->len + 1;
+    }
+    return total > state->count ? "corpus: followers are more frequent than the state" : NULL;
+}
+
+const char *rs_corpus_check(const rs_corpus *corpus) {
+    if (corpus->states[0].first != 0 || corpus->states[corpus->num_states].first != corpus->num_transitions) {
+        return "corpus: transitions out of range";
+    }
+    for (uint32_t at = 0; at < corpus->num_states; at++) {
+        const rs_corpus_state *state = corpus->states + at;
+        if ((at == RS_ROOT) != (state->link == RS_NO_STATE) || (at == RS_ROOT) != (state->len == 0)) {
+            return "corpus: only the root has len 0 and no suffix link";
+        }
+        if (at != RS_ROOT && (state->link >= corpus->num_states || state->count == 0 ||
+                              corpus->states[state->link].len >= state->len)) {
+            return "corpus: link or count out of range";
+        }
+    }
+    uint32_t num_solid = 0;
+    for (uint32_t at = 0; at < corpus->num_states; at++) {
+        const char *broken = check_transitions(corpus, at, &num_solid);
+        if (broken != NULL) {
+            return broken;
+        }
+    }
+    return num_solid == corpus->num_states - 1
+               ? NULL
+               : "corpus: a state without exactly one transition from its longest string's prefix";
+}

@@ -1,0 +1,261 @@
+"""The static corpus: drafts equal the oracle's, a file that is not whole is refused, its pages are shared."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.corpus import CONTENT_OFFSET, check_corpus, open_corpus, write_corpus
+from rollout_spec.index import CorpusBuilder, InvalidArgument, SuffixIndex
+from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
+
+
+def int32(*values):
+    return np.array(values, np.int32)
+
+
+def save(path, texts):
+    builder = CorpusBuilder()
+    for text in texts:
+        builder.add(np.array(text, np.int32))
+    builder.save(path)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path):
+    return save(tmp_path / "corpus.sam", [range(100, 400), [100, 101, 7, 8]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("corpora")
+
+
+WORDS = [[1], [2, 3], [3, 2, 2], [1, 1, 1, 1], [4, 5, 6, 7]]
+SPOKEN = st.lists(st.sampled_from(WORDS), max_size=8).map(lambda words: list(chain(*words)))
+
+
+@given(
+    corpus=st.lists(SPOKEN, min_size=1, max_size=4),
+    prompt=SPOKEN,
+    pieces=st.lists(SPOKEN | st.lists(st.integers(0, 9), max_size=2), min_size=1, max_size=6),
+    mode=st.sampled_from(["sam", "earliest", "frequent", "suffix_policy"]),
+    min_token_prob=st.sampled_from([0.0, 0.3]),
+    margin=st.integers(1, 3),
+    after_prompt=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_drafts_equal_the_oracle(folder, corpus, prompt, pieces, mode, min_token_prob, margin, after_prompt):
+    options = {"num_speculative_tokens": 5, "mode": mode, "min_match_len": 2, "max_spec_factor": 1.5}
+    options |= {"min_token_prob": min_token_prob, "corpus_margin": margin}
+    experience = Experience() if mode == "sam" else None
+    slow = SequenceOracle(
+        GroupOracle(prompt, Options(**options, corpus=CorpusOracle(corpus))), after_prompt, experience
+    )
+    mapped = open_corpus(save(folder / "corpus.sam", corpus))
+    with SuffixIndex(**options, corpus=mapped) as index:
+        group = index.open_group(np.array(prompt, np.int32))
+        sequence = int32(index.open_sequence(group, after_prompt=after_prompt))
+        text = list(slow.start)
+        for piece in [*pieces[:-1], None, pieces[-1]]:  # None: the request starts again
+            text = list(slow.start) if piece is None else text + piece
+            row = np.array([*text, 0], np.int32)[None]
+            result = index.step(sequence, row, int32(0), int32(len(text)), int32(5))
+            slow.index(text)
+            match_len, draft = slow.draft(5)
+            num = int(result.num_draft_tokens[0])
+            assert (result.match_lens[0], result.draft_tokens[0, :num].tolist()) == (match_len, draft)
+            assert result.survivals[0, :num] == pytest.approx(slow.survivals, rel=1e-6)
+        index.validate()
+
+
+@pytest.mark.parametrize("mode", ["sam", "earliest", "frequent", "suffix_policy"])
+@pytest.mark.parametrize(("margin", "drafts"), [(1, True), (3, True), (4, False), (1024, False)])
+def test_the_corpus_has_a_say_where_its_match_is_longer_by_the_margin(path, mode, margin, drafts):
+    options = {"num_speculative_tokens": 3, "mode": mode, "min_token_prob": 0.0, "corpus_margin": margin}
+    with SuffixIndex(**options, corpus=open_corpus(path)) as index:
+        sequence = int32(index.open_sequence(index.open_group(int32(5, 200, 201))))
+        result = index.step(sequence, int32(5, 200, 201, 202)[None], int32(0), int32(4), int32(3))
+        expected = [203, 204, 205] if drafts else []
+        assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == expected
+        if drafts and mode != "sam":
+            assert result.match_lens.tolist() == [3]
+            assert result.survivals[0] == pytest.approx([0.8, 0.8**2, 0.8**3])
+
+
+def test_a_text_that_ended_is_not_followed(path):
+    options = {"num_speculative_tokens": 3, "mode": "frequent", "min_token_prob": 0.0}
+    with SuffixIndex(**options, corpus=open_corpus(path)) as index:
+        sequence = int32(index.open_sequence(index.open_group(int32())))
+        result = index.step(sequence, int32(101, 7)[None], int32(0), int32(2), int32(3))
+        assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == [8]
+        result = index.step(sequence, int32(101, 7, 8)[None], int32(0), int32(3), int32(3))
+        assert result.match_lens.tolist() == [0]
+
+
+def test_what_is_cleared_or_failed_leaves_the_corpus(path):
+    options = {"num_speculative_tokens": 3, "mode": "frequent", "min_token_prob": 0.0}
+    with SuffixIndex(**options, corpus=open_corpus(path)) as index:
+        for _ in range(2):
+            sequence = int32(index.open_sequence(index.open_group(int32())))
+            index.step(sequence, int32(300, 301)[None], int32(0), int32(2), int32(3))
+            with pytest.raises(InvalidArgument, match="must not be negative"):
+                index.step(sequence, int32(300, 301, 302, -1)[None], int32(0), int32(4), int32(3))
+            result = index.step(sequence, int32(300, 301, 302)[None], int32(0), int32(3), int32(3))
+            assert (result.match_lens[0], result.draft_tokens[0].tolist()) == (3, [303, 304, 305])
+            index.validate()
+            index.clear()
+
+
+def test_numbers_of_a_corpus(path):
+    corpus = open_corpus(path)
+    assert corpus.num_tokens == 304
+    # The root, 300 beginnings of the first text, 101 7 and 101 7 8 of the second.
+    assert (corpus.num_states, corpus.num_transitions) == (303, 302 + 299 + 2)
+    assert list(path.parent.iterdir()) == [path]
+    check_corpus(path)
+
+
+def test_an_empty_corpus_drafts_nothing(tmp_path):
+    path = save(tmp_path / "empty.sam", [])
+    with SuffixIndex(num_speculative_tokens=3, corpus=open_corpus(path)) as index:
+        sequence = int32(index.open_sequence(index.open_group(int32())))
+        assert index.step(sequence, int32(1, 2)[None], int32(0), int32(2), int32(3)).num_draft_tokens[0] == 0
+        index.validate()
+
+
+def test_many_followers_are_found(tmp_path):
+    """More than a page of transitions at the root, in no order."""
+    tokens = np.random.default_rng(0).permutation(50_000).astype(np.int32)
+    path = save(tmp_path / "wide.sam", [tokens])
+    options = {"num_speculative_tokens": 1, "mode": "frequent", "min_token_prob": 0.0}
+    with SuffixIndex(**options, corpus=open_corpus(path)) as index:
+        group = index.open_group(int32())
+        places = np.random.default_rng(1).choice(len(tokens) - 1, 200, replace=False)
+        sequences = np.array([index.open_sequence(group) for _ in places], np.int32)
+        rows = np.arange(len(places), dtype=np.int32)
+        ones = np.ones(len(places), np.int32)
+        result = index.step(sequences, tokens[places][:, None], rows, ones, ones)
+        assert result.match_lens.tolist() == ones.tolist()
+        assert result.draft_tokens[:, 0].tolist() == tokens[places + 1].tolist()
+
+
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "gone":
+        path.unlink()
+        return
+    if how == "a folder":
+        path.unlink()
+        path.mkdir()
+        return
+    if how == "another version":
+        content[20:21] = b"7"
+    elif how == "another byte order":
+        content[22:32] = b"middle\n".ljust(10, b"\0")
+    elif how == "foreign":
+        content[:8] = b"PK\x03\x04abcd"
+    elif how == "empty":
+        content.clear()
+    elif how == "cut in the header":
+        del content[50:]
+    elif how == "cut short":
+        del content[-1:]
+    elif how == "added to":
+        content += b"\0"
+    elif how == "damaged":
+        content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+REFUSALS = {
+    "gone": "No such file or directory",
+    "a folder": "Is a directory",
+    "another version": "of another version of rollout-spec or another byte order: build it again",
+    "another byte order": "of another version of rollout-spec or another byte order: build it again",
+    "foreign": "not a corpus of rollout-spec",
+    "empty": "not a corpus of rollout-spec",
+    "cut in the header": "cut short or added to",
+    "cut short": "cut short or added to",
+    "added to": "cut short or added to",
+    "damaged": "damaged, its checksum does not match",
+}
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_a_file_that_is_not_whole_is_refused(path, how):
+    damage(path, how)
+    with pytest.raises(ConfigError, match=rf"^rollout\.spec\.corpus='{path}': {REFUSALS[how]}"):
+        check_corpus(path)
+    if how != "damaged":
+        with pytest.raises(ConfigError, match=REFUSALS[how]):
+            SuffixIndex.from_config(SpecConfig(corpus=str(path)))
+
+
+def test_bytes_that_are_no_corpus_are_refused(path):
+    whole = open_corpus(path)
+    for num_bytes in (0, 8, 16, 31, 4096):
+        content = bytes(CONTENT_OFFSET + num_bytes)
+        with pytest.raises(InvalidArgument, match=rf"^corpus: {num_bytes} bytes that are no corpus"):
+            SuffixIndex(num_speculative_tokens=1, corpus=whole._replace(mapped=content))
+    with pytest.raises(InvalidArgument, match=r"^corpus_margin=0: must be at least 1"):
+        SuffixIndex(num_speculative_tokens=1, corpus=whole, corpus_margin=0)
+    with pytest.raises(InvalidArgument, match=r"token_ids\[1\]=-1: must not be negative"):
+        CorpusBuilder().add(int32(1, -1))
+
+
+def test_a_failed_write_leaves_the_older_file(path):
+    before = path.read_bytes()
+
+    def fill(mapped):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_corpus(path, 1000, fill)
+    with pytest.raises(OSError, match=r"File too large|No space left"):
+        write_corpus(path, 1 << 60, lambda mapped: None)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_is_replaced_stays_with_those_that_have_it_open(path):
+    corpus = open_corpus(path)
+    before = corpus.mapped[:]
+    save(path, [[1, 2, 3]])
+    assert corpus.mapped[:] == before
+    assert open_corpus(path).num_tokens == 3
+
+
+MAPS = """
+import re, sys
+from rollout_spec.corpus import open_corpus
+corpus = open_corpus(sys.argv[1])
+smaps = open("/proc/self/smaps").read()
+entry = next(part for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", smaps) if sys.argv[1] in part)
+print(entry.split()[1], re.search(r"Rss: +([0-9]+)", entry)[1])
+sum(corpus.mapped[::4096])
+smaps = open("/proc/self/smaps").read()
+entry = next(part for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", smaps) if sys.argv[1] in part)
+print(*(sum(map(int, re.findall(kind + ": +([0-9]+)", entry))) for kind in ("Rss", "Shared_[A-Z][a-z]+")))
+"""
+
+
+def test_processes_share_the_pages(tmp_path):
+    path = save(tmp_path / "large.sam", [np.random.default_rng(0).integers(0, 50_000, 100_000)])
+    num_kib = path.stat().st_size // 1024
+    corpus = open_corpus(path)
+    assert sum(corpus.mapped[::4096]) > 0  # this process has them too
+    done = subprocess.run([sys.executable, "-c", MAPS, path], capture_output=True, text=True, check=True)
+    (permissions, at_first), (rss, shared) = (line.split() for line in done.stdout.splitlines())
+    assert permissions == "r--s"
+    assert int(at_first) <= 256  # kB: opening reads the header only, the kernel a few pages around it
+    assert num_kib - 8 <= int(rss) == int(shared)
+    assert num_kib > 3000
