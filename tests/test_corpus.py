@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import subprocess
 import sys
 from itertools import chain
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout_spec.cli import main
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.corpus import CONTENT_OFFSET, check_corpus, open_corpus, write_corpus
 from rollout_spec.index import CorpusBuilder, InvalidArgument, SuffixIndex
@@ -259,3 +262,77 @@ def test_processes_share_the_pages(tmp_path):
     assert int(at_first) <= 256  # kB: opening reads the header only, the kernel a few pages around it
     assert num_kib - 8 <= int(rss) == int(shared)
     assert num_kib > 3000
+
+
+def write_trace(path, *lines):
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8") as file:
+        for responses in lines:
+            file.write(json.dumps({"group": "g", "prompt_token_ids": [1, 2], "responses": responses}) + "\n")
+    return path
+
+
+def command(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def test_build_takes_the_responses_of_traces(tmp_path, capsys):
+    first = write_trace(tmp_path / "a.jsonl", [[5, 6, 7, 8], [5, 6]], [[9]])
+    second = write_trace(tmp_path / "b.jsonl.gz", [[7, 8, 3]])
+    output = tmp_path / "corpus.sam"
+    assert command("corpus", "build", first, second, "-o", output, "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["output"] == str(output)
+    assert (values["num_files"], values["num_texts"], values["num_tokens"]) == (2, 4, 10)
+    assert values["num_bytes"] == output.stat().st_size == 10 * values["bytes_per_token"]
+    by_hand = save(tmp_path / "hand.sam", [[5, 6, 7, 8], [5, 6], [9], [7, 8, 3]])
+    assert output.read_bytes() == by_hand.read_bytes()
+    assert command("corpus", "build", first, "-o", output) == 0
+    assert "bytes per token" in capsys.readouterr().out
+    assert open_corpus(output).num_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("file", "output", "message"),
+    [
+        ("notes.txt", "corpus.sam", "notes.txt:1: not JSON"),
+        ("nowhere.jsonl", "corpus.sam", "nowhere.jsonl: No such file or directory"),
+        ("good.jsonl", "nowhere/corpus.sam", "nowhere/corpus.sam: must be a file in a folder that exists"),
+        ("good.jsonl", ".", "must be a file in a folder that exists"),
+        ("empty.jsonl", "corpus.sam", "no token in any response"),
+    ],
+)
+def test_what_cannot_be_built_is_one_line_and_leaves_nothing(tmp_path, capsys, file, output, message):
+    write_trace(tmp_path / "good.jsonl", [[1, 2]])
+    write_trace(tmp_path / "empty.jsonl", [[]])
+    (tmp_path / "notes.txt").write_text("plain text\n")
+    before = set(tmp_path.iterdir())
+    assert command("corpus", "build", tmp_path / file, "-o", tmp_path / output) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("rollout-spec corpus: ") and error.count("\n") == 1
+    assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("mode", ["sam", "frequent"])
+def test_replay_takes_a_corpus(tmp_path, capsys, mode):
+    text = list(range(10, 60))
+    trace = write_trace(tmp_path / "trace.jsonl", [text])
+    assert command("corpus", "build", trace, "-o", tmp_path / "corpus.sam") == 0
+    found = []
+    for options in ((), ("--corpus", tmp_path / "corpus.sam")):
+        capsys.readouterr()
+        assert command("replay", trace, "--json", "--mode", mode, "--min-token-prob", 0, *options) == 0
+        found.append(json.loads(capsys.readouterr().out)["tokens_per_step"])
+    assert found[0] == 1.0 and found[1] > 5
+    assert command("replay", trace, "--mode", mode, "--corpus", tmp_path / "corpus.sam") == 0
+    assert "corpus.sam" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_replay_refuses_a_damaged_corpus(path, tmp_path, capsys):
+    damage(path, "damaged")
+    trace = write_trace(tmp_path / "trace.jsonl", [[1, 2]])
+    assert command("replay", trace, "--corpus", path) == 2
+    assert capsys.readouterr().err == (
+        f"rollout-spec replay: rollout.spec.corpus='{path}': damaged, its checksum does not match\n"
+    )

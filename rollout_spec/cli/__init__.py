@@ -22,7 +22,7 @@ OPTIONAL = {
     "gguf": "demo",
     "pandas": "demo",
 }
-COMMANDS = ("demo", "replay", "compare", "certify", "bench", "simulate", "doctor")
+COMMANDS = ("demo", "replay", "corpus", "compare", "certify", "bench", "simulate", "doctor")
 
 
 class UserError(Exception):

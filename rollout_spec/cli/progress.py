@@ -24,7 +24,7 @@ def tracked(items: Iterable[T], text: str) -> Iterable[T]:
 
 
 @contextlib.contextmanager
-def counted(text: str, total: int) -> Iterator[Callable[[int], None]]:
+def counted(text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal; call what it yields with how much more is done."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

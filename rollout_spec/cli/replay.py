@@ -22,6 +22,8 @@ _OPTIONS = (
     "min_token_prob",
     "group_sharing",
     "history",
+    "corpus",
+    "corpus_margin",
 )
 
 
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = _FIELDS[name].default
         kind: dict[str, Any] = {
             "type": type(default),
-            "metavar": "K" if name == "num_speculative_tokens" else "N",
+            "metavar": {"num_speculative_tokens": "K", "corpus": "FILE"}.get(name, "N"),
         }
         if name == "mode":
             kind = {"choices": MODES}
@@ -41,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind = {"action": argparse.BooleanOptionalAction}
         flag = "--" + name.replace("_", "-")
         parser.add_argument(
-            flag, default=default, help=f"{_FIELDS[name].metadata['help']} ({default})", **kind
+            flag,
+            default=default,
+            help=f"{_FIELDS[name].metadata['help']} ({'none' if default == '' else default})",
+            **kind,
         )
     parser.add_argument(
         "--max-responses", type=int, metavar="N", help="only the first N responses of each line"
@@ -52,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli import UserError
+    from rollout_spec.cli.tables import print_values
+    from rollout_spec.corpus import check_corpus
     from rollout_spec.replay import TraceError, read_trace, replay
 
     config = SpecConfig(**{name: getattr(args, name) for name in _OPTIONS})
@@ -59,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')}={value}: must be at least 1")
+    if config.corpus:
+        check_corpus(config.corpus)
     try:
         with _progress() as progress:
             task = progress.add_task(args.trace.name, total=args.limit_groups)
@@ -74,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
-        _print_table(args.trace.name, config, result.to_dict())
+        print_values(_title(args.trace.name, config), result.to_dict())
     return 0
 
 
@@ -92,18 +101,7 @@ def _progress() -> Any:
     )
 
 
-def _print_table(title: str, config: SpecConfig, values: dict[str, float]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _title(trace: str, config: SpecConfig) -> str:
     sharing = "group sharing" if config.group_sharing else "no group sharing"
-    console = Console()
-    options = f"{config.mode}, {config.num_speculative_tokens} draft tokens, {sharing}"
-    console.print(f"{title}: {options}", soft_wrap=True)
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, value in values.items():
-        text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
-        table.add_row(name.removeprefix("num_").replace("_", " "), text)
-    console.print(table)
+    corpus = f", corpus {config.corpus}" if config.corpus else ""
+    return f"{trace}: {config.mode}, {config.num_speculative_tokens} draft tokens, {sharing}{corpus}"

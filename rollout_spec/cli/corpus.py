@@ -1,0 +1,86 @@
+"""`rollout-spec corpus`: a static corpus, for `rollout.spec.corpus`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+HELP = "build a static corpus that is drafted from too"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
+    build = kinds.add_parser("build", help="make the file from the responses of recorded rollouts")
+    build.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help=".jsonl or .jsonl.gz, token ids, as `replay` takes",
+    )
+    build.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="for example corpus.sam"
+    )
+    build.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli import UserError
+    from rollout_spec.cli.tables import print_values
+    from rollout_spec.index import OutOfMemory
+    from rollout_spec.replay import TraceError
+
+    if args.output.is_dir() or not args.output.parent.is_dir():
+        raise UserError(f"--output {args.output}: must be a file in a folder that exists")
+    try:
+        values = _build(args.files, args.output)
+    except TraceError as error:
+        raise UserError(f"{error} (a corpus is built from token ids)") from error
+    except OutOfMemory as error:
+        raise UserError(f"{error}: building takes about 45 bytes per token") from error
+    if args.json:
+        print(json.dumps(values, indent=2))
+    else:
+        print_values(values.pop("output"), values)
+    return 0
+
+
+def _build(files: list[Path], output: Path) -> dict[str, Any]:
+    from rollout_spec.cli import UserError
+    from rollout_spec.cli.progress import counted
+    from rollout_spec.corpus import open_corpus
+    from rollout_spec.index import CorpusBuilder
+    from rollout_spec.replay import read_trace
+
+    started = time.perf_counter()
+    builder = CorpusBuilder()
+    num_texts = num_tokens = 0
+    for file in files:
+        with counted(file.name) as advance:
+            for rollout in read_trace(file):
+                for response in rollout.responses:
+                    builder.add(response)
+                    num_tokens += len(response)
+                num_texts += len(rollout.responses)
+                advance(1)
+    if num_tokens == 0:
+        raise UserError("no token in any response")
+    try:
+        builder.save(output)
+    except OSError as error:
+        raise UserError(f"--output {output}: {error.strerror}") from error
+    corpus = open_corpus(output)
+    return {
+        "output": str(output),
+        "num_files": len(files),
+        "num_texts": num_texts,
+        "num_tokens": num_tokens,
+        "num_states": corpus.num_states,
+        "num_transitions": corpus.num_transitions,
+        "num_bytes": len(corpus.mapped),
+        "bytes_per_token": len(corpus.mapped) / num_tokens,
+        "seconds": time.perf_counter() - started,
+    }
