@@ -47,8 +47,8 @@ void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, 
         if (length <= 3) {
             tags[length - 1] = tag_of(hash, salt + (uint64_t)length);
         }
-        if (length == 2) {
-            tags[4] = tag_of(hash, own_salt);
+        if (length <= 2) {
+            tags[6 - length] = tag_of(hash, own_salt - (uint64_t)length);
         }
         if (length == RS_LONGEST_CONTEXT) {
             tags[3] = tag_of(hash, salt + (uint64_t)length);
@@ -80,7 +80,7 @@ static void learn_in(rs_contexts *contexts, uint32_t tag, int32_t token) {
     if (slot->token == token) {
         slot->tag += confidence < RS_MAX_CONFIDENCE;
     } else if (confidence > 1) {
-        slot->tag--;
+        slot->tag -= confidence - confidence / 2;
     } else {
         slot->token = token;
     }

@@ -11,7 +11,7 @@
 #include "memory.h"
 
 enum {
-    RS_NUM_CONTEXTS = 5,    /* the last 1, 2, 3, 6 tokens of any text; the last 2 of this sequence */
+    RS_NUM_CONTEXTS = 6,    /* the last 1, 2, 3, 6 tokens of any text; the last 2, 1 of this sequence */
     RS_LONGEST_CONTEXT = 6, /* tokens */
     RS_MAX_CONFIDENCE = 15,
     RS_CONTEXT_WAYS = 4, /* slots in which a context may be: a bucket */

@@ -151,8 +151,7 @@ static void ask_corpus(const rs_walk *walk, const rs_index *index, rs_prediction
 
 static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
     const rs_automaton *a = walk->automaton;
-    memset(prediction->tokens, -1, sizeof prediction->tokens);
-    prediction->weight_set = 0;
+    rs_prediction_init(prediction, walk->recent.num > 0 ? walk->recent.tokens[0] : -1);
     move_to_followed(walk);
     uint32_t state = walk->state;
     uint32_t match_len = walk->match_len;

@@ -4,25 +4,36 @@
 #include <string.h>
 
 /* The constants were chosen on recorded rollouts; a factor of two in any of them costs under 1 %. */
-static const double FIRST_WEIGHT = 0.3;
-static const double LEARNING_RATE = 0.04;
-static const double MAX_WEIGHT = 4.0;     /* no text, however adversarial, drives a weight beyond */
-static const double RIVAL_SHARE = 0.5;    /* of what an expert leaves open, for one other token */
+static const double FIRST_WEIGHT = 0.1;
+static const double LEARNING_RATE = 0.0133;
+static const double MAX_WEIGHT = 4.0 / 3.0; /* no text, however adversarial, drives a weight beyond */
+static const double RIVAL_SHARE = 0.2;      /* of what an expert leaves open, for one other token */
 static const double PRIOR_COUNT = 0.5;
 enum { PRIOR_OBSERVATIONS = 2, MAX_OBSERVATIONS = 250 };
 
+_Static_assert(RS_NUM_WEIGHT_SETS == 1 << RS_CORPUS_EXPERT, "a set for every choice of experts but the corpus");
+
 void rs_calibration_init(rs_calibration *calibration) {
     memset(calibration, 0, sizeof *calibration);
-    for (int set = 0; set < RS_NUM_WEIGHT_SETS; set++) {
-        rs_weights *weights = calibration->weights + set;
-        for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-            weights->experts[0][e] = weights->experts[1][e] = FIRST_WEIGHT;
+    for (int selector = 0; selector < RS_NUM_SELECTORS; selector++) {
+        for (int set = 0; set < RS_NUM_WEIGHT_SETS; set++) {
+            rs_weights *weights = calibration->weights[selector] + set;
+            for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+                weights->experts[0][e] = weights->experts[1][e] = FIRST_WEIGHT;
+            }
         }
     }
     for (int i = 0; i < RS_NUM_STRETCHED; i++) {
         double p = (i + 0.5) / RS_NUM_STRETCHED;
         calibration->stretched[i] = log(p / (1.0 - p));
     }
+}
+
+void rs_prediction_init(rs_prediction *prediction, int32_t previous) {
+    memset(prediction->tokens, -1, sizeof prediction->tokens);
+    memset(prediction->cells, 0, sizeof prediction->cells);
+    prediction->previous = previous;
+    prediction->token = -1;
 }
 
 static double stretch(const rs_calibration *calibration, double p) {
@@ -59,8 +70,16 @@ static bool add(rs_calibration *calibration, rs_prediction *prediction, int expe
     return calibration->cells[cell].num > 0;
 }
 
+static void set_probability(const rs_calibration *calibration, rs_cell *cell, double probability) {
+    cell->probability = probability;
+    cell->inputs[0] = stretch(calibration, probability);
+    cell->inputs[1] = stretch(calibration, (1.0 - probability) * RIVAL_SHARE);
+}
+
 static void set_prior(rs_calibration *calibration, const rs_prediction *prediction, int expert, double prior) {
-    calibration->cells[prediction->cells[expert]] = (rs_cell){.probability = prior, .num = PRIOR_OBSERVATIONS};
+    rs_cell *cell = calibration->cells + prediction->cells[expert];
+    cell->num = PRIOR_OBSERVATIONS;
+    set_probability(calibration, cell, prior);
 }
 
 void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token,
@@ -73,9 +92,6 @@ void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *predict
         set_prior(calibration, prediction, expert,
                   (double)count / (total + PRIOR_COUNT) * (1.0 - PRIOR_COUNT / (match_len + PRIOR_COUNT)));
     }
-    if (expert == 0) {
-        prediction->weight_set = (uint16_t)(match_len < RS_NUM_WEIGHT_SETS ? match_len : RS_NUM_WEIGHT_SETS - 1);
-    }
 }
 
 void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *prediction, int context, int32_t token,
@@ -86,49 +102,63 @@ void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *predi
     }
 }
 
-/* The corpus is most often none or not asked, and comes last. */
-static int num_asked(const rs_prediction *prediction) {
-    return prediction->tokens[RS_CORPUS_EXPERT] < 0 ? RS_CORPUS_EXPERT : RS_NUM_EXPERTS;
-}
-
-/* What each expert says for its own token, and for any other one: the mixer's inputs. */
+/* What each expert says for its own token, and for any other one; 0 where it says nothing. */
 static void inputs_of(const rs_calibration *calibration, const rs_prediction *prediction,
                       double inputs[2][RS_NUM_EXPERTS]) {
-    const int num = num_asked(prediction);
-    for (int e = 0; e < num; e++) {
-        inputs[0][e] = inputs[1][e] = 0.0;
-        if (prediction->tokens[e] >= 0) {
-            double p = calibration->cells[prediction->cells[e]].probability;
-            inputs[0][e] = stretch(calibration, p);
-            inputs[1][e] = stretch(calibration, (1.0 - p) * RIVAL_SHARE);
-        }
+    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+        const rs_cell *cell = calibration->cells + prediction->cells[e];
+        inputs[0][e] = prediction->tokens[e] < 0 ? 0.0 : cell->inputs[0];
+        inputs[1][e] = prediction->tokens[e] < 0 ? 0.0 : cell->inputs[1];
     }
 }
 
-static double mix(const rs_weights *weights, const rs_prediction *prediction, double inputs[2][RS_NUM_EXPERTS],
-                  int32_t candidate) {
-    double sum = weights->bias;
-    const int num = num_asked(prediction);
-    for (int e = 0; e < num; e++) {
-        int rival = prediction->tokens[e] != candidate;
-        sum += weights->experts[rival][e] * inputs[rival][e];
+/* A bit for every expert that proposes the candidate. */
+static uint32_t proposers(const rs_prediction *prediction, int32_t candidate) {
+    uint32_t found = 0;
+    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+        found |= (uint32_t)(prediction->tokens[e] == candidate) << e;
+    }
+    return found;
+}
+
+/* Fibonacci hashing (Knuth, The Art of Computer Programming, 6.4) to RS_NUM_WEIGHT_SETS. */
+static uint32_t token_hash(int32_t token) { return (uint32_t)token * 0x9E3779B1U >> 24; }
+
+static void select_weights(const rs_prediction *prediction, int32_t candidate, uint32_t proposed,
+                           uint32_t sets[RS_NUM_SELECTORS]) {
+    sets[0] = token_hash(prediction->previous);
+    sets[1] = token_hash(candidate);
+    sets[2] = proposed & (RS_NUM_WEIGHT_SETS - 1); /* without the corpus */
+}
+
+static double mix(const rs_calibration *calibration, const uint32_t sets[RS_NUM_SELECTORS], uint32_t proposed,
+                  double inputs[2][RS_NUM_EXPERTS]) {
+    const rs_weights *a = calibration->weights[0] + sets[0];
+    const rs_weights *b = calibration->weights[1] + sets[1];
+    const rs_weights *c = calibration->weights[2] + sets[2];
+    double sum = a->bias + b->bias + c->bias;
+    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+        int rival = !(proposed >> e & 1);
+        sum += (a->experts[rival][e] + b->experts[rival][e] + c->experts[rival][e]) * inputs[rival][e];
     }
     return sum;
 }
 
 double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) {
-    const rs_weights *weights = calibration->weights + prediction->weight_set;
     double inputs[2][RS_NUM_EXPERTS];
+    uint32_t sets[RS_NUM_SELECTORS];
+    uint32_t asked = 0; /* whose candidate has been mixed */
     double best = 0.0;
-    prediction->token = -1;
     inputs_of(calibration, prediction, inputs);
-    const int num = num_asked(prediction);
-    for (int e = 0; e < num; e++) {
+    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
         int32_t candidate = prediction->tokens[e];
-        if (candidate < 0 || candidate == prediction->token) {
+        if (candidate < 0 || (asked >> e & 1)) {
             continue;
         }
-        double score = mix(weights, prediction, inputs, candidate);
+        uint32_t proposed = proposers(prediction, candidate);
+        asked |= proposed;
+        select_weights(prediction, candidate, proposed, sets);
+        double score = mix(calibration, sets, proposed, inputs);
         if (prediction->token < 0 || score > best) {
             best = score;
             prediction->token = candidate;
@@ -137,28 +167,38 @@ double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) 
     return prediction->token < 0 ? 0.0 : squash(best);
 }
 
-static double bounded(double weight) { return fmax(-MAX_WEIGHT, fmin(MAX_WEIGHT, weight)); }
+static double bounded(double weight) {
+    return weight > MAX_WEIGHT ? MAX_WEIGHT : weight < -MAX_WEIGHT ? -MAX_WEIGHT : weight;
+}
+
+static void learn_weights(rs_weights *weights, double step, uint32_t proposed, double inputs[2][RS_NUM_EXPERTS]) {
+    weights->bias = bounded(weights->bias + step);
+    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+        int rival = !(proposed >> e & 1);
+        double *weight = weights->experts[rival] + e;
+        *weight = bounded(*weight + step * inputs[rival][e]);
+    }
+}
 
 void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, int32_t token) {
     if (prediction->token < 0) {
         return;
     }
-    rs_weights *weights = calibration->weights + prediction->weight_set;
     double inputs[2][RS_NUM_EXPERTS];
+    uint32_t sets[RS_NUM_SELECTORS];
+    uint32_t proposed = proposers(prediction, prediction->token);
     inputs_of(calibration, prediction, inputs);
-    double score = mix(weights, prediction, inputs, prediction->token);
-    double step = LEARNING_RATE * ((prediction->token == token) - squash(score));
-    weights->bias = bounded(weights->bias + step);
-    const int num = num_asked(prediction);
-    for (int e = 0; e < num; e++) {
-        if (prediction->tokens[e] < 0) {
-            continue;
+    select_weights(prediction, prediction->token, proposed, sets);
+    double error = (prediction->token == token) - squash(mix(calibration, sets, proposed, inputs));
+    for (int selector = 0; selector < RS_NUM_SELECTORS; selector++) {
+        learn_weights(calibration->weights[selector] + sets[selector], LEARNING_RATE * error, proposed, inputs);
+    }
+    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+        if (prediction->tokens[e] >= 0) {
+            rs_cell *cell = calibration->cells + prediction->cells[e];
+            cell->num += cell->num < MAX_OBSERVATIONS;
+            double surprise = (prediction->tokens[e] == token) - cell->probability;
+            set_probability(calibration, cell, cell->probability + surprise / cell->num);
         }
-        int rival = prediction->tokens[e] != prediction->token;
-        double *weight = weights->experts[rival] + e;
-        *weight = bounded(*weight + step * inputs[rival][e]);
-        rs_cell *cell = calibration->cells + prediction->cells[e];
-        cell->num += cell->num < MAX_OBSERVATIONS;
-        cell->probability += ((prediction->tokens[e] == token) - cell->probability) / cell->num;
     }
 }

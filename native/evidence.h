@@ -5,7 +5,9 @@
  * an expert's proposals were right is counted in a cell, one for each kind of circumstance (match
  * length, count and share of the follower; confidence). The experts' probabilities are combined by
  * logistic mixing with weights that are learned online, as in the PAQ compressors (Mahoney, Adaptive
- * weighing of context models, 2005). Everything is learned from what the target then said. */
+ * weighing of context models, 2005). A weight is the sum of three, looked up by the token before, by
+ * the candidate, and by which of the experts propose it: some tokens are more predictable than others,
+ * and so are some coalitions. Everything is learned from what the target then said. */
 #ifndef RS_EVIDENCE_H
 #define RS_EVIDENCE_H
 
@@ -21,13 +23,15 @@ enum {
     RS_NUM_SHARES = 9,
     RS_NUM_MATCH_CELLS = (RS_NUM_MATCHES + 1) * RS_NUM_LENGTHS * RS_NUM_TOTALS * RS_NUM_SHARES,
     RS_NUM_CELLS = RS_NUM_MATCH_CELLS + RS_NUM_CONTEXTS * (RS_MAX_CONFIDENCE + 1),
-    RS_NUM_WEIGHT_SETS = 17, /* by match length */
+    RS_NUM_SELECTORS = 3,    /* the token before, the candidate, who proposes it */
+    RS_NUM_WEIGHT_SETS = 256, /* of each selector: 1 << RS_CORPUS_EXPERT, and what tokens are hashed to */
     RS_NUM_STRETCHED = 1024
 };
 
 typedef struct {
     double probability;
-    uint32_t num; /* observations, up to a limit; 0: none yet */
+    double inputs[2]; /* to the mixer: for the expert's own token, and for any other one */
+    uint32_t num;     /* observations, up to a limit; 0: none yet */
 } rs_cell;
 
 /* Of the mixer: how much each expert counts for its own token, [0], and against any other, [1]. */
@@ -38,7 +42,7 @@ typedef struct {
 
 typedef struct {
     rs_cell cells[RS_NUM_CELLS];
-    rs_weights weights[RS_NUM_WEIGHT_SETS];
+    rs_weights weights[RS_NUM_SELECTORS][RS_NUM_WEIGHT_SETS];
     double stretched[RS_NUM_STRETCHED]; /* ln(p / (1 - p)) at p = (i + 0.5) / RS_NUM_STRETCHED */
 } rs_calibration;
 
@@ -46,11 +50,14 @@ typedef struct {
 typedef struct {
     int32_t tokens[RS_NUM_EXPERTS]; /* -1: nothing */
     uint16_t cells[RS_NUM_EXPERTS];
-    uint16_t weight_set;
-    int32_t token; /* the one chosen, -1: no expert had any */
+    int32_t previous; /* the token before, -1: none */
+    int32_t token;    /* the one chosen, -1: no expert had any */
 } rs_prediction;
 
 void rs_calibration_init(rs_calibration *calibration);
+
+/* No expert has said anything of the token behind `previous`. */
+void rs_prediction_init(rs_prediction *prediction, int32_t previous);
 
 /* An expert in an automaton, 0 the longest match in the group's, RS_CORPUS_EXPERT that in the corpus: its most
  * frequent follower has this count. */

@@ -19,8 +19,8 @@
  *              2411.04975).
  *   sam        Experts propose the next token: the longest match and the next shorter class above it,
  *              each with its most frequent follower, and what lately came after the last 1, 2, 3 and
- *              6 tokens in any text of the index, and after the last 2 in this sequence. The
- *              probability that a proposal is accepted is learned online, see native/evidence.h; a
+ *              6 tokens in any text of the index, and after the last 1 and 2 in this sequence.
+ *              The probability that a proposal is accepted is learned online, see native/evidence.h; a
  *              draft takes the best candidate at each position and ends before the token with which
  *              the product of the probabilities falls below min_token_prob. min_match_len and
  *              max_spec_factor do not apply.

@@ -17,6 +17,7 @@ COUNTED_STATES = 8
 MAX_BRANCHES = 64
 UNSEEN_COUNT = 0.25
 MAX_SUFFIX_CLASSES = 64
+CORPUS_EXPERT = 8
 BITS64 = (1 << 64) - 1
 
 
@@ -83,13 +84,13 @@ class ContextsOracle:
         elif slot[2] == token:
             slot[1] = min(slot[1] + 1, self.MAX_CONFIDENCE)
         elif slot[1] > 1:
-            slot[1] -= 1
+            slot[1] //= 2
         else:
             slot[2] = token
 
     @staticmethod
     def identities(text: Text, salt: int, own_salt: int) -> dict[int, int]:
-        """Of the contexts of the token that comes after the text; key 4 is the sequence's own."""
+        """Of the contexts of the token that comes after the text; keys 4 and 5 are the sequence's own."""
         found: dict[int, int] = {}
         value = 0
         for length, token in enumerate(reversed(text[-6:]), start=1):
@@ -98,9 +99,9 @@ class ContextsOracle:
             for key, wanted, of in ((0, 1, salt + 1), (1, 2, salt + 2), (2, 3, salt + 3), (3, 6, salt + 6)):
                 if length == wanted:
                     found[key] = identity_of(value, of)
-            if length == 2:
-                found[4] = identity_of(value, own_salt)
-        return found
+            if length <= 2:
+                found[6 - length] = identity_of(value, own_salt - length)
+        return dict(sorted(found.items()))
 
 
 def identity_of(value: int, salt: int) -> int:
@@ -111,7 +112,7 @@ def identity_of(value: int, salt: int) -> int:
 class Prediction:
     tokens: dict[int, int]  # expert: its proposal
     cells: dict[int, tuple]
-    weight_set: int
+    previous: int  # the token before, -1: none
     token: int = -1
     probability: float = 0.0
 
@@ -119,20 +120,21 @@ class Prediction:
 class Experience:
     """What mode sam learns in the life of an index: contexts, cells and weights."""
 
-    NUM_EXPERTS = 8
+    NUM_EXPERTS = 9
+    MAX_WEIGHT = 4.0 / 3.0
 
     def __init__(self, max_bytes: int = 0) -> None:
         self.contexts = ContextsOracle(max_bytes)
         self.cells: dict[tuple, list] = {}
-        # [bias, for an expert's own token, for another expert's]
-        self.weights: dict[int, list] = defaultdict(
-            lambda: [0.0, [0.3] * self.NUM_EXPERTS, [0.3] * self.NUM_EXPERTS]
+        # [bias, for an expert's own token, for another expert's] by selector and what it selects by
+        self.weights: dict[tuple, list] = defaultdict(
+            lambda: [0.0, [0.1] * self.NUM_EXPERTS, [0.1] * self.NUM_EXPERTS]
         )
         self.num_opened = 0
 
     def predict(self, group: GroupOracle, text: Text, salt: int, own_salt: int) -> Prediction:
         context = group.match(text)
-        prediction = Prediction({}, {}, min(len(context), 16))
+        prediction = Prediction({}, {}, text[-1] if text else -1)
         for expert in (0, 1):
             if not context:
                 break
@@ -143,7 +145,7 @@ class Experience:
         if found:
             corpus = group.options.corpus
             token, count, total = corpus.most_frequent(found)
-            self.add_match(prediction, 7, token, len(found), count, total)
+            self.add_match(prediction, CORPUS_EXPERT, token, len(found), count, total)
         for key, identity in self.contexts.identities(text, salt, own_salt).items():
             slot = self.contexts.find(identity)
             if slot is not None:
@@ -174,26 +176,41 @@ class Experience:
         p = self.cells[prediction.cells[expert]][0]
         if prediction.tokens[expert] == candidate:
             return 1, stretch(p)
-        return 2, stretch((1.0 - p) * 0.5)
+        return 2, stretch((1.0 - p) * 0.2)
+
+    def selected(self, prediction: Prediction, candidate: int) -> list[list]:
+        """The weights by the token before, by the candidate and by who proposes it, the corpus left out."""
+        who = frozenset(e for e, token in prediction.tokens.items() if token == candidate) - {CORPUS_EXPERT}
+        keys = (0, token_hash(prediction.previous)), (1, token_hash(candidate)), (2, who)
+        return [self.weights[key] for key in keys]
 
     def mix(self, prediction: Prediction, candidate: int) -> float:
-        weights = self.weights[prediction.weight_set]
-        total = weights[0]
+        a, b, c = self.selected(prediction, candidate)
+        total = a[0] + b[0] + c[0]
         for expert in sorted(prediction.tokens):
             side, value = self.input(prediction, expert, candidate)
-            total += weights[side][expert] * value
+            total += (a[side][expert] + b[side][expert] + c[side][expert]) * value
         return total
 
     def calibrate(self, prediction: Prediction, token: int) -> None:
         error = (prediction.token == token) - squash(self.mix(prediction, prediction.token))
-        weights = self.weights[prediction.weight_set]
-        weights[0] = max(-4.0, min(4.0, weights[0] + 0.04 * error))
+        step = 0.0133 * error
+        for weights in self.selected(prediction, prediction.token):
+            weights[0] = self.bounded(weights[0] + step)
+            for expert in prediction.tokens:
+                side, value = self.input(prediction, expert, prediction.token)
+                weights[side][expert] = self.bounded(weights[side][expert] + step * value)
         for expert, proposed in prediction.tokens.items():
-            side, value = self.input(prediction, expert, prediction.token)
-            weights[side][expert] = max(-4.0, min(4.0, weights[side][expert] + 0.04 * error * value))
             cell = self.cells[prediction.cells[expert]]
             cell[1] = min(cell[1] + 1, 250)
             cell[0] += ((proposed == token) - cell[0]) / cell[1]
+
+    def bounded(self, weight: float) -> float:
+        return max(-self.MAX_WEIGHT, min(self.MAX_WEIGHT, weight))
+
+
+def token_hash(token: int) -> int:
+    return (token * 0x9E3779B1 & 0xFFFFFFFF) >> 24
 
 
 def stretch(p: float) -> float:

@@ -234,7 +234,7 @@ def test_out_of_memory_has_its_own_exception(index, monkeypatch):
 
 
 def test_budget_is_kept_and_an_ordinary_error():
-    with SuffixIndex(num_speculative_tokens=4, max_bytes=200_000) as index:
+    with SuffixIndex(num_speculative_tokens=4, max_bytes=400_000) as index:
         group = index.open_group(int32())
         sequence = int32(index.open_sequence(group))
         tokens = np.random.default_rng(0).integers(0, 50, (1, 20_000)).astype(np.int32)
@@ -247,11 +247,11 @@ def test_budget_is_kept_and_an_ordinary_error():
                 index.step(sequence, tokens, int32(0), int32(level), int32(4))
             except BudgetExceeded as raised:
                 error = raised
-        assert str(error).startswith("max_bytes=200000: reached")
+        assert str(error).startswith("max_bytes=400000: reached")
         assert error.row == 0
         after = index.stats()
         assert after._replace(num_bytes=0) == before._replace(num_bytes=0)
-        assert after.num_bytes <= 200_000
+        assert after.num_bytes <= 400_000
         index.validate()
         # Room is made by closing; the same step passes then.
         index.close_sequence(int(sequence[0]))

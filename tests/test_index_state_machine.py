@@ -16,7 +16,7 @@ from rollout_spec.index import BudgetExceeded, CorpusBuilder, InvalidArgument, S
 from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 
 NUM_COLUMNS = 160
-EXPERIENCE_BYTES = 60_000  # what mode sam learns with, empty
+EXPERIENCE_BYTES = 210_000  # what mode sam learns with, empty
 
 
 def texts(max_size: int) -> st.SearchStrategy[list[int]]:
@@ -59,7 +59,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.corpus = corpus or [[]]
         sam = self.options.mode == "sam"
         self.max_bytes = tight + EXPERIENCE_BYTES if tight and sam else tight
-        self.experience = Experience(self.max_bytes) if sam else None
+        # A tight budget has no room for a larger table of contexts.
+        self.experience = Experience(max_bytes=tight) if sam else None
         mapped = None if corpus is None else build_corpus(corpus)
         self.index = SuffixIndex(**options, corpus=mapped, max_bytes=self.max_bytes, keep_texts=True)
         self.groups: dict[int, GroupOracle] = {}

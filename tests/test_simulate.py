@@ -171,7 +171,8 @@ def test_every_so_often_a_step_goes_without_drafts():
     for _ in range(300):
         engine.step()
     counters = engine.drafter.counters
-    assert 300 // (PROBE_EVERY + 1) - 2 <= counters.num_steps_off_probe <= 300 // PROBE_EVERY + 4
+    # A step in which no token is likely enough goes without drafts by itself, and puts the next probe off.
+    assert 300 // (2 * PROBE_EVERY) <= counters.num_steps_off_probe <= 300 // PROBE_EVERY + 4
     assert counters.num_steps == 300
 
 
