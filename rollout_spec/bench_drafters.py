@@ -27,11 +27,19 @@ SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
 SUFFIX_DEFAULTS = {"max_tree_depth": 24, "max_spec_factor": 1.0}  # vLLM's
 SUFFIX_TUNED = {"max_tree_depth": 64, "max_spec_factor": 4.0}
 SUFFIX_MIN_TOKEN_PROB = 0.1
+SUFFIX_MAX_CACHED_REQUESTS = 10_000  # vLLM's default
 NGRAM = (2, 5)
 FIGURES = (
     *("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step"),
     "acceptance_by_position",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    num_speculative_tokens: int
+    min_token_prob: float | None = None  # of our modes; None: their default
+    max_cached_requests: int = SUFFIX_MAX_CACHED_REQUESTS
 
 
 class MissingError(RuntimeError):
@@ -66,15 +74,18 @@ class Suffix:
     """vLLM's `suffix`, that is SuffixDecodingCache of ArcticInference, called as its proposer does.
 
     Args:
-        max_tree_depth, max_spec_factor: vLLM's suffix_decoding_* options.
+        max_tree_depth, max_spec_factor: vLLM's suffix_decoding_* options; max_cached_requests too.
         keep: one cache for all lines, as a server has; otherwise each line begins with an empty one and the
             earlier responses of its group.
     """
 
-    def __init__(self, k: int, max_tree_depth: int, max_spec_factor: float, keep: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, *, max_tree_depth: int, max_spec_factor: float, keep: bool = False
+    ) -> None:
         cache = suffix_cache_class()
-        self._make: Callable[[], Any] = lambda: cache(max_tree_depth, 10_000)
-        self._k, self._depth, self._factor, self._keep = k, max_tree_depth, max_spec_factor, keep
+        self._make: Callable[[], Any] = lambda: cache(max_tree_depth, settings.max_cached_requests)
+        self._k, self._keep = settings.num_speculative_tokens, keep
+        self._depth, self._factor = max_tree_depth, max_spec_factor
         self._num_requests = 0
         self.cache = self._make()
 
@@ -184,25 +195,30 @@ class Oracle:
     def finish(self) -> None: ...
 
 
-METHODS: dict[str, Callable[[int, float | None], Proposer]] = {
-    "off": lambda k, p: Off(),
-    "ngram": lambda k, p: Ngram(k),
-    "suffix": lambda k, p: Suffix(k, **SUFFIX_DEFAULTS),  # type: ignore[arg-type]
-    "suffix_tuned": lambda k, p: Suffix(k, **SUFFIX_TUNED),  # type: ignore[arg-type]
-    "suffix_server": lambda k, p: Suffix(k, **SUFFIX_DEFAULTS, keep=True),  # type: ignore[arg-type]
-    "earliest": lambda k, p: IndexProposer(_config("earliest", k, p)),
-    "frequent": lambda k, p: IndexProposer(_config("frequent", k, p)),
-    "sam": lambda k, p: IndexProposer(_config("sam", k, p)),
-    "suffix_policy": lambda k, p: IndexProposer(
-        dataclasses.replace(_config("suffix_policy", k, None), max_spec_factor=1.0, min_token_prob=0.1)
-    ),
-    "oracle": lambda k, p: Oracle(k),
+def _ours(mode: str, **options: Any) -> Callable[[Settings], Proposer]:
+    def make(settings: Settings) -> IndexProposer:
+        chosen = {"mode": mode, "num_speculative_tokens": settings.num_speculative_tokens, **options}
+        if settings.min_token_prob is not None:
+            chosen.setdefault("min_token_prob", settings.min_token_prob)
+        return IndexProposer(SpecConfig(**chosen))
+
+    return make
+
+
+METHODS: dict[str, Callable[[Settings], Proposer]] = {
+    "off": lambda settings: Off(),
+    "ngram": lambda settings: Ngram(settings.num_speculative_tokens),
+    "suffix": lambda settings: Suffix(settings, **SUFFIX_DEFAULTS),  # type: ignore[arg-type]
+    "suffix_tuned": lambda settings: Suffix(settings, **SUFFIX_TUNED),  # type: ignore[arg-type]
+    "suffix_server": lambda settings: Suffix(settings, **SUFFIX_DEFAULTS, keep=True),  # type: ignore[arg-type]
+    "earliest": _ours("earliest"),
+    "earliest_single": _ours("earliest", group_sharing=False),
+    "frequent": _ours("frequent"),
+    "sam": _ours("sam"),
+    "sam_single": _ours("sam", group_sharing=False),
+    "suffix_policy": _ours("suffix_policy", max_spec_factor=1.0, min_token_prob=0.1),
+    "oracle": lambda settings: Oracle(settings.num_speculative_tokens),
 }
-
-
-def _config(mode: str, k: int, min_token_prob: float | None) -> SpecConfig:
-    config = SpecConfig(mode=mode, num_speculative_tokens=k)
-    return config if min_token_prob is None else dataclasses.replace(config, min_token_prob=min_token_prob)
 
 
 def measure(
@@ -210,20 +226,29 @@ def measure(
     methods: Sequence[str],
     ks: Sequence[int],
     histories: Sequence[int],
+    *,
     min_token_prob: float | None = None,
+    max_cached_requests: int = SUFFIX_MAX_CACHED_REQUESTS,
+    max_index_mb: int = SpecConfig.max_index_mb,
 ) -> list[dict[str, Any]]:
     """Replay a trace with every method, K and history, line by line in turn.
 
+    Args:
+        min_token_prob: of our modes, instead of their default.
+        max_cached_requests: of the methods suffix*.
+        max_index_mb: budget of the history, which the methods that begin each line anew are given, MiB.
+
     Returns:
-        One result per combination, in the order of the arguments.
+        One result per combination, in the order of the arguments; history_mb is what the history held
+        at the end.
 
     Raises:
         MissingError: a method needs a package that is not installed.
     """
     runs = [(name, k, history) for history in histories for k in ks for name in methods]
-    drafters = [METHODS[name](k, min_token_prob) for name, k, _ in runs]
+    drafters = [METHODS[name](Settings(k, min_token_prob, max_cached_requests)) for name, k, _ in runs]
     results = [ReplayResult() for _ in runs]
-    memories = {history: History(history, 1 << 40) for history in histories}
+    memories = {history: History(history, max_index_mb << 20) for history in histories}
     for line in lines:
         key = group_key(line.group)
         for (_, k, history), drafter, result in zip(runs, drafters, results, strict=True):
@@ -233,6 +258,7 @@ def measure(
                 memory.add(key, response)
     return [
         {"method": name, "num_speculative_tokens": k, "history": history}
+        | {"history_mb": memories[history].num_bytes / (1 << 20)}
         | {figure: getattr(result, figure) for figure in FIGURES}
         for (name, k, history), result in zip(runs, results, strict=True)
     ]
@@ -272,7 +298,7 @@ def _time_steps(lines: Sequence[Rollout], method: str, k: int, batch: int, num_s
     for row in token_ids:
         begin = int(rng.integers(0, len(texts) - token_ids.shape[1]))
         row[:] = texts[begin : begin + token_ids.shape[1]]
-    drafter = METHODS[method](k, None)
+    drafter = METHODS[method](Settings(k))
     drafter.start(token_ids[0, :0], batch, ())
     rows = np.arange(batch, dtype=np.int32)
     budgets = np.full(batch, k, np.int32)
@@ -292,7 +318,7 @@ def measure_index(
     nanoseconds: dict[str, float] = {}
     num_bytes: dict[str, float] = {}
     for size in (size for size in sizes if size <= len(text)):
-        drafter = METHODS[method](1, None)
+        drafter = METHODS[method](Settings(1))
         if not isinstance(drafter, (IndexProposer, Suffix)):
             return {}
         drafter.start(text[:0], 1, ())

@@ -7,7 +7,8 @@ from typing import Any
 
 
 def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
-    """Per trace: tokens per step against draft tokens per step, and acceptance along the response."""
+    """Per trace: tokens per step against draft tokens per step, acceptance along the response, and tokens per
+    step against the history."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -15,9 +16,10 @@ def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
 
     traces = list(dict.fromkeys(result["trace"] for result in results))
     methods = list(dict.fromkeys(result["method"] for result in results))
+    max_k = max(result["num_speculative_tokens"] for result in results)
     colours = {method: f"C{i}" for i, method in enumerate(methods)}
-    figure, rows = pyplot.subplots(len(traces), 2, figsize=(11, 4 * len(traces)), squeeze=False)
-    for trace, (pareto, along) in zip(traces, rows, strict=True):
+    figure, rows = pyplot.subplots(len(traces), 3, figsize=(16, 4 * len(traces)), squeeze=False)
+    for trace, (pareto, along, by_history) in zip(traces, rows, strict=True):
         for result in (result for result in results if result["trace"] == trace):
             method, k, history = (result[key] for key in ("method", "num_speculative_tokens", "history"))
             pareto.scatter(
@@ -29,17 +31,29 @@ def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
             )
             pareto.annotate(str(k), (result["draft_tokens_per_step"], result["tokens_per_step"]), fontsize=7)
             curve = result["acceptance_by_position"]
-            if curve and k == max(other["num_speculative_tokens"] for other in results) and not history:
+            if curve and k == max_k and not history:
                 along.plot(
                     [max(1, int(start)) for start in curve],
                     list(curve.values()),
                     color=colours[method],
                     label=method,
                 )
+        for method in methods:
+            points = sorted(
+                (result["history"], result["tokens_per_step"])
+                for result in results
+                if (result["trace"], result["method"]) == (trace, method)
+                and result["num_speculative_tokens"] == max_k
+            )
+            by_history.plot(*zip(*points, strict=True), marker="o", color=colours[method], label=method)
         pareto.set(title=trace, xlabel="draft tokens per step", ylabel="tokens per step")
         along.set(title=trace, xlabel="position in the response", ylabel="acceptance rate", xscale="log")
+        by_history.set(
+            title=trace, xlabel="earlier responses of the prompt", ylabel=f"tokens per step, K = {max_k}"
+        )
         pareto.legend(fontsize=7)
         along.legend(fontsize=7)
+        by_history.legend(fontsize=7)
     figure.text(0.01, 0.002, "Numbers: K. Squares: with the responses of earlier steps.", fontsize=8)
     figure.tight_layout()
     figure.savefig(file, dpi=110)

@@ -34,6 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-token-prob", type=float, metavar="P", help="of our modes, instead of the default"
     )
     drafters.add_argument(
+        "--max-cached-requests",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="of the methods suffix* (%(default)s, vLLM's default)",
+    )
+    drafters.add_argument(
+        "--max-index-mb", type=int, default=1024, metavar="MB", help="budget of the history (%(default)s)"
+    )
+    drafters.add_argument(
         "--limit-groups", type=int, metavar="N", help="only the first N lines of each trace"
     )
     drafters.add_argument(
@@ -68,6 +78,8 @@ def _run_drafters(args: argparse.Namespace) -> int:
         ("--num-speculative-tokens", args.num_speculative_tokens, 1, bench.MAX_SPECULATIVE_TOKENS),
         ("--history", args.history, 0, 1 << 16),
         ("--limit-groups", [args.limit_groups or 1], 1, 1 << 30),
+        ("--max-cached-requests", [args.max_cached_requests], 1, 1 << 30),
+        ("--max-index-mb", [args.max_index_mb], 1, 1 << 20),
         ("--min-token-prob", [args.min_token_prob or 0.0], 0.0, 1.0),
     ):
         if not all(low <= value <= high for value in values):
@@ -81,7 +93,9 @@ def _run_drafters(args: argparse.Namespace) -> int:
                 methods,
                 args.num_speculative_tokens,
                 args.history,
-                args.min_token_prob,
+                min_token_prob=args.min_token_prob,
+                max_cached_requests=args.max_cached_requests,
+                max_index_mb=args.max_index_mb,
             )
             costs = {}
             if args.cost:
