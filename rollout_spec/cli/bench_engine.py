@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--natural-ends", action="store_true", help="let the model end its responses, up to --max-tokens"
     )
-    parser.add_argument("--temperature", type=float, metavar="T", help="(1.0, or 1.5 for random)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="(1.0; the demo's 0.7 for its prompts, 1.5 for random)"
+    )
     parser.add_argument("--num-speculative-tokens", type=int, default=8, metavar="K", help="%(default)s")
     parser.add_argument(
         "--spec", action="append", default=[], metavar="NAME=VALUE", help="an option of rollout.spec for sam"
@@ -92,12 +94,11 @@ def run(args: argparse.Namespace) -> int:
         args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rollout_spec_") as temporary:
         folder = args.output or Path(temporary)
-        served = _serve_all(job | {"spec": spec}, load, methods, args.repeats, folder)
-    record = _record(args, load, spec, methods, served)
-    if args.output:
-        _write(record, methods, served, args.tail_threshold, args.output)
-        for repeat, one in enumerate(served[methods[0]]):
-            _write_trace(load, one["responses"], args.output / f"rollouts-{repeat}.jsonl")
+        # What is complete is kept, if the session ends early.
+        for served in _serve_all(job | {"spec": spec}, load, methods, args.repeats, folder):
+            record = _record(args, load, spec, methods, served)
+            if args.output:
+                _write(record, load, served, args.output)
     if args.json:
         print(json.dumps(record, indent=2, allow_nan=False))
     else:
@@ -163,7 +164,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         prompts = tokenized(model, make_rows(args.num_prompts, args.seed, "bench"))
     temperature = args.temperature
     if temperature is None:
-        temperature = 1.5 if args.load == "random" else 1.0
+        temperature = 1.5 if args.load == "random" else 1.0 if args.prompts else 0.7
     load = Load(
         prompts=prompts, group_size=args.group_size, median_tokens=args.median_tokens, sigma=args.sigma,
         max_tokens=args.max_tokens, natural_ends=args.natural_ends, temperature=temperature, seed=args.seed,
@@ -180,8 +181,8 @@ def _load(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 def _serve_all(
     job: dict[str, Any], load: Any, methods: Sequence[str], repeats: int, folder: Path
-) -> dict[str, list[dict[str, Any]]]:
-    """Every method once a repeat, each time another one first."""
+) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """Every method once a repeat, each time another one first; after each repeat, what was served so far."""
     from rollout_spec.cli.progress import tracked
 
     turns = [
@@ -196,7 +197,8 @@ def _serve_all(
             "temperature": load.temperature, "natural_ends": load.natural_ends,
         }  # fmt: skip
         served[method].append(_serve(job | requests | {"method": method}, folder))
-    return served
+        if all(len(done) > repeat for done in served.values()):
+            yield served
 
 
 def _serve(job: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -254,11 +256,12 @@ def _record(
             "prompts": str(args.prompts) if args.prompts else None,
             "num_prompts": len(load.prompts),
             "temperature": load.temperature,
+            "repeats": len(served[methods[0]]),
             **{
                 name: getattr(args, name)
                 for name in (
                     *("group_size", "max_num_seqs", "median_tokens", "sigma", "max_tokens", "natural_ends"),
-                    *("seed", "dtype", "tail_threshold", "repeats"),
+                    *("seed", "dtype", "tail_threshold"),
                 )
             },
         },
@@ -269,19 +272,16 @@ def _record(
     }
 
 
-def _write(
-    record: dict[str, Any],
-    methods: Sequence[str],
-    served: dict[str, list[dict[str, Any]]],
-    threshold: int,
-    folder: Path,
-) -> None:
+def _write(record: dict[str, Any], load: Any, served: dict[str, list[dict[str, Any]]], folder: Path) -> None:
     from rollout_spec.plots import plot_rollouts
 
-    timelines = {method: [one["timeline"] for one in served[method]] for method in methods}
+    timelines = {method: [one["timeline"] for one in done] for method, done in served.items()}
     (folder / "engine.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
     (folder / "timelines.json").write_text(json.dumps(timelines) + "\n")
-    plot_rollouts({method: lines[0] for method, lines in timelines.items()}, threshold, folder / "engine.png")
+    first = {method: lines[0] for method, lines in timelines.items()}
+    plot_rollouts(first, record["load"]["tail_threshold"], folder / "engine.png")
+    for repeat, one in enumerate(next(iter(served.values()))):
+        _write_trace(load, one["responses"], folder / f"rollouts-{repeat}.jsonl")
 
 
 def _write_trace(load: Any, responses: Sequence[Sequence[int]], file: Path) -> None:
