@@ -46,8 +46,9 @@
  * has been followed, if that is at least min_match_len long.
  *
  * No function is thread safe for one index; different indexes are independent.
- * Every function but the *_free, rs_index_stats, rs_corpus_num_bytes and rs_abi_version returns a status; a call that
- * fails changes nothing, except that reserved memory may stay reserved.
+ * Every function but rs_index_free, rs_corpus_free, rs_index_stats, rs_corpus_num_bytes and
+ * rs_abi_version returns a status; a call that fails changes nothing, except that reserved memory may
+ * stay reserved, and but for rs_corpus_add.
  * `error` may be NULL; when it is not, it is written on failure only.
  */
 #ifndef ROLLOUT_SPEC_NATIVE_H
