@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,22 @@ def test_greedy_equals_plain(make_engine: Any, mode: str, num_speculative_tokens
     counters = proposer_of(llm).take_counters()
     assert counters.num_failed_steps == 0
     assert counters.num_steps_on == counters.num_steps < LENGTH
+
+
+def test_a_corpus_drafts_and_changes_no_token(make_engine: Any, tmp_path: pathlib.Path) -> None:
+    from rollout_spec.index import CorpusBuilder
+
+    plain = generate(make_engine())
+    builder = CorpusBuilder()
+    for text in plain:
+        builder.add(np.array(text, np.int32))
+    builder.save(tmp_path / "corpus.sam")
+    num_steps = []
+    for corpus in ("", str(tmp_path / "corpus.sam")):
+        llm = make_engine({"corpus": corpus, "group_sharing": False})
+        assert generate(llm) == plain
+        num_steps.append(proposer_of(llm).take_counters().num_steps)
+    assert num_steps[1] <= min(LENGTH // 4, num_steps[0] - 1)
 
 
 def test_requests_end_at_the_models_length(make_engine: Any) -> None:
