@@ -4,7 +4,7 @@
 #include <string.h>
 
 /* The constants were chosen on recorded rollouts; a factor of two in any of them costs under 1 %. */
-static const double FIRST_WEIGHT = 0.1;
+static const float FIRST_WEIGHT = 0.1F;
 static const double LEARNING_RATE = 0.0133;
 static const double MAX_WEIGHT = 4.0 / 3.0; /* no text, however adversarial, drives a weight beyond */
 static const double RIVAL_SHARE = 0.2;      /* of what an expert leaves open, for one other token */
@@ -25,7 +25,7 @@ void rs_calibration_init(rs_calibration *calibration) {
     }
     for (int i = 0; i < RS_NUM_STRETCHED; i++) {
         double p = (i + 0.5) / RS_NUM_STRETCHED;
-        calibration->stretched[i] = log(p / (1.0 - p));
+        calibration->stretched[i] = (float)log(p / (1.0 - p));
     }
 }
 
@@ -36,7 +36,7 @@ void rs_prediction_init(rs_prediction *prediction, int32_t previous) {
     prediction->token = -1;
 }
 
-static double stretch(const rs_calibration *calibration, double p) {
+static float stretch(const rs_calibration *calibration, double p) {
     int i = (int)(p * RS_NUM_STRETCHED);
     return calibration->stretched[i < RS_NUM_STRETCHED ? i : RS_NUM_STRETCHED - 1];
 }
@@ -71,9 +71,9 @@ static bool add(rs_calibration *calibration, rs_prediction *prediction, int expe
 }
 
 static void set_probability(const rs_calibration *calibration, rs_cell *cell, double probability) {
-    cell->probability = probability;
-    cell->inputs[0] = stretch(calibration, probability);
-    cell->inputs[1] = stretch(calibration, (1.0 - probability) * RIVAL_SHARE);
+    cell->probability = (float)probability;
+    cell->inputs[0] = stretch(calibration, cell->probability);
+    cell->inputs[1] = stretch(calibration, (1.0 - cell->probability) * RIVAL_SHARE);
 }
 
 static void set_prior(rs_calibration *calibration, const rs_prediction *prediction, int expert, double prior) {
@@ -104,11 +104,11 @@ void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *predi
 
 /* What each expert says for its own token, and for any other one; 0 where it says nothing. */
 static void inputs_of(const rs_calibration *calibration, const rs_prediction *prediction,
-                      double inputs[2][RS_NUM_EXPERTS]) {
+                      float inputs[2][RS_NUM_EXPERTS]) {
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
         const rs_cell *cell = calibration->cells + prediction->cells[e];
-        inputs[0][e] = prediction->tokens[e] < 0 ? 0.0 : cell->inputs[0];
-        inputs[1][e] = prediction->tokens[e] < 0 ? 0.0 : cell->inputs[1];
+        inputs[0][e] = prediction->tokens[e] < 0 ? 0.0F : cell->inputs[0];
+        inputs[1][e] = prediction->tokens[e] < 0 ? 0.0F : cell->inputs[1];
     }
 }
 
@@ -132,20 +132,20 @@ static void select_weights(const rs_prediction *prediction, int32_t candidate, u
 }
 
 static double mix(const rs_calibration *calibration, const uint32_t sets[RS_NUM_SELECTORS], uint32_t proposed,
-                  double inputs[2][RS_NUM_EXPERTS]) {
+                  float inputs[2][RS_NUM_EXPERTS]) {
     const rs_weights *a = calibration->weights[0] + sets[0];
     const rs_weights *b = calibration->weights[1] + sets[1];
     const rs_weights *c = calibration->weights[2] + sets[2];
-    double sum = a->bias + b->bias + c->bias;
+    double sum = (double)a->bias + b->bias + c->bias;
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
         int rival = !(proposed >> e & 1);
-        sum += (a->experts[rival][e] + b->experts[rival][e] + c->experts[rival][e]) * inputs[rival][e];
+        sum += ((double)a->experts[rival][e] + b->experts[rival][e] + c->experts[rival][e]) * inputs[rival][e];
     }
     return sum;
 }
 
 double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) {
-    double inputs[2][RS_NUM_EXPERTS];
+    float inputs[2][RS_NUM_EXPERTS];
     uint32_t sets[RS_NUM_SELECTORS];
     uint32_t asked = 0; /* whose candidate has been mixed */
     double best = 0.0;
@@ -167,15 +167,15 @@ double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) 
     return prediction->token < 0 ? 0.0 : squash(best);
 }
 
-static double bounded(double weight) {
-    return weight > MAX_WEIGHT ? MAX_WEIGHT : weight < -MAX_WEIGHT ? -MAX_WEIGHT : weight;
+static float bounded(double weight) {
+    return (float)(weight > MAX_WEIGHT ? MAX_WEIGHT : weight < -MAX_WEIGHT ? -MAX_WEIGHT : weight);
 }
 
-static void learn_weights(rs_weights *weights, double step, uint32_t proposed, double inputs[2][RS_NUM_EXPERTS]) {
+static void learn_weights(rs_weights *weights, double step, uint32_t proposed, float inputs[2][RS_NUM_EXPERTS]) {
     weights->bias = bounded(weights->bias + step);
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
         int rival = !(proposed >> e & 1);
-        double *weight = weights->experts[rival] + e;
+        float *weight = weights->experts[rival] + e;
         *weight = bounded(*weight + step * inputs[rival][e]);
     }
 }
@@ -184,7 +184,7 @@ void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, 
     if (prediction->token < 0) {
         return;
     }
-    double inputs[2][RS_NUM_EXPERTS];
+    float inputs[2][RS_NUM_EXPERTS];
     uint32_t sets[RS_NUM_SELECTORS];
     uint32_t proposed = proposers(prediction, prediction->token);
     inputs_of(calibration, prediction, inputs);
@@ -197,7 +197,7 @@ void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, 
         if (prediction->tokens[e] >= 0) {
             rs_cell *cell = calibration->cells + prediction->cells[e];
             cell->num += cell->num < MAX_OBSERVATIONS;
-            double surprise = (prediction->tokens[e] == token) - cell->probability;
+            double surprise = (prediction->tokens[e] == token) - (double)cell->probability;
             set_probability(calibration, cell, cell->probability + surprise / cell->num);
         }
     }

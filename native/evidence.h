@@ -29,22 +29,23 @@ enum {
     RS_NUM_STRETCHED = 1024
 };
 
+/* What is learned is kept in single precision, which halves its bytes, and computed in double. */
 typedef struct {
-    double probability;
-    double inputs[2]; /* to the mixer: for the expert's own token, and for any other one */
-    uint32_t num;     /* observations, up to a limit; 0: none yet */
+    float probability;
+    float inputs[2]; /* to the mixer: for the expert's own token, and for any other one */
+    uint32_t num;    /* observations, up to a limit; 0: none yet */
 } rs_cell;
 
 /* Of the mixer: how much each expert counts for its own token, [0], and against any other, [1]. */
 typedef struct {
-    double experts[2][RS_NUM_EXPERTS];
-    double bias;
+    float experts[2][RS_NUM_EXPERTS];
+    float bias;
 } rs_weights;
 
 typedef struct {
     rs_cell cells[RS_NUM_CELLS];
     rs_weights weights[RS_NUM_SELECTORS][RS_NUM_WEIGHT_SETS];
-    double stretched[RS_NUM_STRETCHED]; /* ln(p / (1 - p)) at p = (i + 0.5) / RS_NUM_STRETCHED */
+    float stretched[RS_NUM_STRETCHED]; /* ln(p / (1 - p)) at p = (i + 0.5) / RS_NUM_STRETCHED */
 } rs_calibration;
 
 /* What the experts said of one position. */

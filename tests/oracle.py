@@ -7,6 +7,7 @@ native/rollout_spec_native.h, what mode sam learns in native/contexts.h and nati
 from __future__ import annotations
 
 import math
+import struct
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -128,7 +129,7 @@ class Experience:
         self.cells: dict[tuple, list] = {}
         # [bias, for an expert's own token, for another expert's] by selector and what it selects by
         self.weights: dict[tuple, list] = defaultdict(
-            lambda: [0.0, [0.1] * self.NUM_EXPERTS, [0.1] * self.NUM_EXPERTS]
+            lambda: [0.0, [single(0.1)] * self.NUM_EXPERTS, [single(0.1)] * self.NUM_EXPERTS]
         )
         self.num_opened = 0
 
@@ -167,7 +168,7 @@ class Experience:
         self.add(prediction, expert, token, cell, prior)
 
     def add(self, prediction: Prediction, expert: int, token: int, cell: tuple, prior: float) -> None:
-        self.cells.setdefault(cell, [prior, 2])
+        self.cells.setdefault(cell, [single(prior), 2])
         prediction.tokens[expert] = token
         prediction.cells[expert] = cell
 
@@ -203,10 +204,15 @@ class Experience:
         for expert, proposed in prediction.tokens.items():
             cell = self.cells[prediction.cells[expert]]
             cell[1] = min(cell[1] + 1, 250)
-            cell[0] += ((proposed == token) - cell[0]) / cell[1]
+            cell[0] = single(cell[0] + ((proposed == token) - cell[0]) / cell[1])
 
     def bounded(self, weight: float) -> float:
-        return max(-self.MAX_WEIGHT, min(self.MAX_WEIGHT, weight))
+        return single(max(-self.MAX_WEIGHT, min(self.MAX_WEIGHT, weight)))
+
+
+def single(x: float) -> float:
+    """What is left of a number in single precision, in which all that is learned is kept."""
+    return struct.unpack("f", struct.pack("f", x))[0]
 
 
 def token_hash(token: int) -> int:
@@ -215,7 +221,7 @@ def token_hash(token: int) -> int:
 
 def stretch(p: float) -> float:
     centre = (min(int(p * 1024), 1023) + 0.5) / 1024
-    return math.log(centre / (1.0 - centre))
+    return single(math.log(centre / (1.0 - centre)))
 
 
 def squash(x: float) -> float:

@@ -16,7 +16,7 @@ from rollout_spec.index import BudgetExceeded, CorpusBuilder, InvalidArgument, S
 from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 
 NUM_COLUMNS = 160
-EXPERIENCE_BYTES = 210_000  # what mode sam learns with, empty
+EXPERIENCE_BYTES = 110_000  # what mode sam learns with, empty
 
 
 def texts(max_size: int) -> st.SearchStrategy[list[int]]:
