@@ -28,8 +28,8 @@ class HistoryError(ValueError):
     """A file that is damaged or not a history; the message names it."""
 
 
-class History:
-    """The last responses to every prompt.
+class Responses:
+    """The last responses to every prompt, within a budget.
 
     Args:
         num_responses: kept per prompt, the latest.
@@ -41,7 +41,6 @@ class History:
         self._max_bytes = max_bytes
         self._responses: OrderedDict[bytes, deque[Int32Array]] = OrderedDict()
         self.num_bytes = 0
-        self._opened: Path | None = None
 
     def __len__(self) -> int:
         """The number of prompts."""
@@ -68,6 +67,52 @@ class History:
         """The responses to a prompt, the earliest first."""
         return self._responses.get(prompt_key, ())
 
+    def pack(self) -> bytes:
+        """Everything, with a version and a checksum."""
+        keys = [key for key, responses in self._responses.items() for _ in responses]
+        texts = [tokens for responses in self._responses.values() for tokens in responses]
+        buffer = io.BytesIO()
+        np.savez(
+            buffer,
+            keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, _KEY_BYTES),
+            lengths=np.array([len(tokens) for tokens in texts], np.int64),
+            tokens=np.concatenate([np.empty(0, np.int32), *texts]),
+        )
+        content = buffer.getvalue()
+        return _MAGIC + hashlib.sha256(content).digest() + content
+
+
+class History(Responses):
+    """What was said to a prompt, here and in other engines; it can be saved and shared.
+
+    Args:
+        num_responses, max_bytes: as of Responses.
+    """
+
+    def __init__(self, num_responses: int, max_bytes: int) -> None:
+        super().__init__(num_responses, max_bytes)
+        self._new = Responses(num_responses, max_bytes)
+        self._opened: Path | None = None
+
+    def add(self, prompt_key: bytes, response: Int32Array) -> None:
+        """Keep a response (int32 [n]) of this engine as the latest of its prompt."""
+        super().add(prompt_key, response)
+        self._new.add(prompt_key, response)
+
+    def take_new(self) -> bytes:
+        """What `add` has kept since the last call, for `merge` of other engines' histories."""
+        taken, self._new = self._new, Responses(self._num_responses, self._max_bytes)
+        return taken.pack()
+
+    def merge(self, content: bytes) -> None:
+        """Keep what another history's `take_new` has given, as the latest of its prompts.
+
+        Raises:
+            HistoryError: it is of another version or damaged; nothing was added.
+        """
+        for key, tokens in _unpack(content, "history of another engine"):
+            super().add(key, tokens)
+
     def follow(self, path: str | Path) -> None:
         """Load the file, if there is one, at the first call; save to it at every later one.
 
@@ -85,21 +130,11 @@ class History:
         self._opened = path
 
     def save(self, path: str | Path) -> None:
-        """Write a file with a version and a checksum; an older one is replaced in one move."""
-        keys = [key for key, responses in self._responses.items() for _ in responses]
-        texts = [tokens for responses in self._responses.values() for tokens in responses]
-        buffer = io.BytesIO()
-        np.savez(
-            buffer,
-            keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, _KEY_BYTES),
-            lengths=np.array([len(tokens) for tokens in texts], np.int64),
-            tokens=np.concatenate([np.empty(0, np.int32), *texts]),
-        )
-        content = buffer.getvalue()
+        """Write everything to a file; an older one is replaced in one move."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_bytes(_MAGIC + hashlib.sha256(content).digest() + content)
+        partial.write_bytes(self.pack())
         partial.replace(path)
 
     def load(self, path: str | Path) -> None:
@@ -109,18 +144,21 @@ class History:
             OSError: the file cannot be read.
             HistoryError: it is not one of ours, of another version, or damaged; nothing was added.
         """
-        content = Path(path).read_bytes()
-        if not content.startswith(_MAGIC):
-            raise HistoryError(f"{path}: not a history of this version")
-        digest = content[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES]
-        content = content[len(_MAGIC) + _DIGEST_BYTES :]
-        if hashlib.sha256(content).digest() != digest:
-            raise HistoryError(f"{path}: damaged, its checksum does not match")
-        with np.load(io.BytesIO(content)) as arrays:
-            ends = np.cumsum(arrays["lengths"])
-            texts = np.split(arrays["tokens"], ends[:-1])
-            for key, tokens in zip(arrays["keys"], texts, strict=False):
-                self.add(key.tobytes(), tokens.copy())
+        for key, tokens in _unpack(Path(path).read_bytes(), str(path)):
+            super().add(key, tokens)
+
+
+def _unpack(content: bytes, where: str) -> list[tuple[bytes, Int32Array]]:
+    """Prompt keys and responses of what `pack` made. Raises HistoryError, beginning with `where`."""
+    if not content.startswith(_MAGIC):
+        raise HistoryError(f"{where}: not a history of this version")
+    digest = content[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES]
+    content = content[len(_MAGIC) + _DIGEST_BYTES :]
+    if hashlib.sha256(content).digest() != digest:
+        raise HistoryError(f"{where}: damaged, its checksum does not match")
+    with np.load(io.BytesIO(content)) as arrays:
+        texts = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
+        return [(key.tobytes(), tokens.copy()) for key, tokens in zip(arrays["keys"], texts, strict=False)]
 
 
 def prompt_key(prompt_token_ids: Int32Array) -> bytes:

@@ -57,6 +57,15 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
             # Every tensor-parallel rank has the same history; one of them writes it.
             proposer.end_step(history_file if self.rank == 0 else None)
 
+    def rollout_spec_take_history(self) -> bytes | None:
+        proposer = self._rollout_spec_proposer()
+        return None if proposer is None else proposer.take_history()
+
+    def rollout_spec_add_history(self, contents: Sequence[bytes]) -> None:
+        proposer = self._rollout_spec_proposer()
+        if proposer is not None:
+            proposer.add_history(contents)
+
     def _rollout_spec_proposer(self) -> SuffixProposer | None:
         proposer = getattr(getattr(self, "model_runner", None), "drafter", None)
         return proposer if isinstance(proposer, SuffixProposer) else None
@@ -114,6 +123,16 @@ class SpecHttpServer(vLLMHttpServer):
                 else None
             )
             await self.engine.collective_rpc("rollout_spec_end_step", args=(file,))
+
+    async def take_history(self) -> bytes | None:
+        """The responses that this replica has served since the last call, as its history keeps them."""
+        per_worker = await self.engine.collective_rpc("rollout_spec_take_history")
+        return next((content for content in per_worker if content is not None), None)
+
+    async def add_history(self, *contents: bytes | None) -> None:
+        """What other replicas' `take_history` gave."""
+        served = [content for content in contents if content is not None]
+        await self.engine.collective_rpc("rollout_spec_add_history", args=(served,))
 
     async def take_rollout_report(self) -> RolloutReport:
         """What was served since the last call.

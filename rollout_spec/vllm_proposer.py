@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,20 @@ class SuffixProposer:
                 self._drafter.history.follow(history_file)
             except (OSError, HistoryError) as error:
                 logger.warning("rollout_spec: training goes on without the saved history: %s", error)
+
+    def take_history(self) -> bytes | None:
+        """The responses that this engine has kept since the last call; None where the drafter is off."""
+        return None if self._drafter is None else self._drafter.history.take_new()
+
+    def add_history(self, contents: Sequence[bytes]) -> None:
+        """Keep what `take_history` of other engines gave."""
+        if self._drafter is None:
+            return
+        for content in contents:
+            try:
+                self._drafter.history.merge(content)
+            except HistoryError as error:
+                logger.warning("rollout_spec: training goes on without a part of the history: %s", error)
 
     def _follow_requests(self, drafter: Drafter, sampled_token_ids: list[list[int]]) -> list[str]:
         """Open what is new in the batch and close what has left the engine; returns the row's request ids."""
