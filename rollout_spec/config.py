@@ -40,7 +40,7 @@ class SpecConfig:
     min_match_len: int = _option(1, "shortest suffix match that is drafted from, in tokens", 1, 1024)
     max_spec_factor: float = _option(2.0, "draft at most this many tokens per matched token", 0.0, 1024.0)
     min_token_prob: float = _option(
-        0.15,
+        0.2,
         "stop a draft where its estimated survival falls below; batch_threshold=auto has prices of its own",
         0.0,
         1.0,
