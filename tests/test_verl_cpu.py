@@ -314,11 +314,9 @@ def test_a_recipe_is_the_demo_configuration_and_the_drafter(name):
         recipe = compose(name)
         plain = compose(name, overrides=["rollout.spec=off"])
     _validate(recipe)
-    from rollout_spec.demo.runner import CPU_DRAFTING, HISTORY
+    from rollout_spec.demo.runner import DRAFTING
 
-    assert recipe == _compose(
-        f"+rollout_spec_demo=[cpu,{name}]", "+rollout.spec=sam", *HISTORY, *CPU_DRAFTING
-    )
+    assert recipe == _compose(f"+rollout_spec_demo=[cpu,{name}]", "+rollout.spec=sam", *DRAFTING)
     assert plain.rollout.spec.method == "off"
 
 
