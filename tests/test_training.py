@@ -19,6 +19,7 @@ from rollout_spec.demo.data import make_data
 from rollout_spec.demo.model import make_model
 from rollout_spec.demo.processes import started
 from rollout_spec.demo.runner import METRICS_FILE, TRACE_FOLDER, environment
+from rollout_spec.history import History, group_key
 from rollout_spec.hydra_plugin import config_file
 from rollout_spec.replay import Rollout, read_trace, replay
 from tests.alternating_router import NUM_REQUESTS, AlternatingRouter
@@ -94,6 +95,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "+rollout_spec_demo=[cpu,grpo]",
         "+rollout.spec=sam",
         "rollout.spec.batch_threshold=64",
+        f"rollout.spec.history={NUM_SAMPLES}",
+        f"rollout.spec.history_dir={folder}/history",
         f"trainer.n_gpus_per_node={NUM_REPLICAS}",
         f"trainer.total_training_steps={NUM_STEPS}",
         f"trainer.default_local_dir={folder}",
@@ -145,6 +148,16 @@ def test_the_metrics_are_in_verls_stream(run: Run) -> None:
         assert metrics["rollout/spec_rollout_seconds"] > 0
         assert 1 <= metrics["rollout/spec_load_imbalance"] <= NUM_REPLICAS
         assert metrics["timing_s/gen"] > 0
+
+
+def test_every_engine_has_the_history_of_both(run: Run) -> None:
+    """In the first step each engine served half of each group; the second step's weight sync saved it all."""
+    groups = {rollout.group for served in run.served for rollout in served}
+    assert len(groups) == NUM_PROMPTS
+    for replica in range(NUM_REPLICAS):
+        history = History(NUM_SAMPLES, 1 << 30)
+        history.load(run.folder / "history" / f"replica-{replica}")
+        assert [len(history.get(group_key(group))) for group in groups] == [NUM_SAMPLES] * NUM_PROMPTS
 
 
 def test_siblings_are_served_by_one_engine(run: Run) -> None:
