@@ -180,15 +180,16 @@ def _table_rows(record: dict[str, Any]) -> list[list[str]]:
 
 
 def _print(record: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from rollout_spec.cli.tables import make_console
 
     table = Table(title=verdict(record))
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for row in _table_rows(record):
         table.add_row(*row)
-    console = Console()
+    console = make_console()
     console.print(table)
     for sentence in sentences(record):
         console.print(sentence, highlight=False)

@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
+    from rollout_spec.cli.tables import make_console
     from rollout_spec.demo.looping import is_looping
     from rollout_spec.publish import publish
     from rollout_spec.report import sentences, summary_table, write_report
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
         return 0
-    console = Console()
+    console = make_console()
     console.print(summary_table(comparison))
     for sentence in sentences(comparison):
         console.print(sentence, highlight=False)

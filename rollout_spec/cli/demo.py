@@ -48,9 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from rollout_spec.cli.progress import ConsoleWatcher
+    from rollout_spec.cli.tables import make_console
     from rollout_spec.demo.runner import RunFailedError, run_demo
     from rollout_spec.report import sentences, summary_table, write_report
 
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
         return 0
-    _print(Console(), comparison, paths, summary_table, sentences)
+    _print(make_console(), comparison, paths, summary_table, sentences)
     return 0
 
 

@@ -195,11 +195,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def _print(checks: list[Check]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
+    from rollout_spec.cli.tables import make_console
+
     colours = {OK: "green", WARN: "yellow", FAIL: "bold red"}
-    console = Console()
+    console = make_console()
     width = max(len(check.name) for check in checks)
     for check in checks:
         text = f"{check.name:<{width}}  {check.detail}" + (f"; {check.fix}" if check.fix else "")

@@ -117,8 +117,9 @@ def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, args: argparse
 
 
 def _print_table(title: str, results: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from rollout_spec.cli.tables import make_console
 
     table = Table(title=f"{title}: simulated rollouts, * the threshold to choose", title_justify="left")
     for name in ("engines", "rows", "group", "threshold", "makespan s", "x off", "tail share", "acceptance"):
@@ -137,4 +138,4 @@ def _print_table(title: str, results: list[dict[str, Any]]) -> None:
                 f"{figures['acceptance_rate']:.2f}",
             )
         table.add_section()
-    Console().print(table)
+    make_console().print(table)

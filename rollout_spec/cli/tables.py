@@ -1,15 +1,24 @@
-"""A table of named values on standard output."""
+"""Tables on standard output."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
 
+FILE_WIDTH = 120
+
+
+def make_console() -> Console:
+    """As wide as the terminal; a file has no width, and narrow columns would cut numbers."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=FILE_WIDTH)
+
 
 def print_values(title: str, values: Mapping[str, float]) -> None:
-    console = Console()
+    console = make_console()
     console.print(title, soft_wrap=True)
     table = Table(show_header=False)
     table.add_column()
