@@ -194,22 +194,19 @@ def _amounts(runs: Sequence[Mapping[str, float]], name: str) -> np.ndarray:
     return np.array([[run[amount] for run in runs] for amount in RATIOS[name]], float)
 
 
-def step_times(undrafted: Sequence[Timeline], drafted: Sequence[Timeline]) -> list[dict[str, Any]]:
+def step_times(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
     """Mean seconds of an engine step by what it had to do; steps with a prefill are left out.
 
     Args:
-        undrafted: rollouts of plain vLLM.
-        drafted: rollouts of our drafter, of which the steps with draft tokens count.
+        timelines: rollouts of plain vLLM and of our drafter.
 
     Returns:
-        Rows of `drafted`, `num_tokens` (verified: running requests and draft tokens), `seconds` and
-        `num_running` (means), `num_steps`; sorted.
+        Rows of `drafted` (the step verified draft tokens), `num_tokens` (verified: running requests and draft
+        tokens), `seconds` and `num_running` (means), `num_steps`; sorted.
     """
     found: dict[tuple[bool, int], list[tuple[float, int]]] = {}
-    for with_drafts, timelines in ((False, undrafted), (True, drafted)):
-        for seconds, rows, drafts in _decode_steps(timelines):
-            if with_drafts == bool(drafts):
-                found.setdefault((with_drafts, rows + drafts), []).append((seconds, rows))
+    for seconds, rows, drafts in _decode_steps(timelines):
+        found.setdefault((bool(drafts), rows + drafts), []).append((seconds, rows))
     table = []
     for (with_drafts, num_tokens), steps in sorted(found.items()):
         seconds, rows = np.mean(steps, axis=0).tolist()

@@ -85,7 +85,7 @@ def test_a_phase_that_never_was_has_no_rate():
 
 
 def test_step_times_leave_prefills_out_and_tell_drafted_steps():
-    rows = step_times([LINE], [LINE])
+    rows = step_times([LINE])
     assert rows == [
         {"drafted": False, "num_tokens": 1, "seconds": 0.25, "num_running": 1.0, "num_steps": 2},
         {"drafted": False, "num_tokens": 3, "seconds": 0.375, "num_running": 3.0, "num_steps": 2},

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="%(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and noise (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="%(default)s")
+    parser.add_argument("--dtype", help="(bfloat16; float32 on a CPU)")
     parser.add_argument(
         "--output",
         type=Path,
@@ -151,9 +151,16 @@ def _checked_methods(args: argparse.Namespace) -> tuple[list[str], dict[str, Any
 def _load(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The load, and what all jobs have in common."""
     from rollout_spec.bench_engine import Load, random_prompts
-    from rollout_spec.cli.inputs import device_arguments, model_folder, read_rows, tokenized
+    from rollout_spec.cli.inputs import (
+        default_dtype,
+        device_arguments,
+        model_folder,
+        read_rows,
+        tokenized,
+    )
     from rollout_spec.demo.data import make_rows
 
+    args.dtype = args.dtype or default_dtype()
     model = model_folder(args.model, args.dtype)
     if args.load == "random":
         vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
@@ -247,7 +254,10 @@ def _record(
         ]
         for method in methods
     }
-    ours = [line for method in methods if method.startswith("sam") for line in lines[method]]
+    # vLLM's other drafters take time of their own in each step.
+    comparable = [
+        line for method in methods if method.partition(":")[0] in ("off", "sam") for line in lines[method]
+    ]
     return {
         "environment": environment() | {"num_cores": len(os.sched_getaffinity(0))},
         "engines": {method: served[method][0]["settings"] for method in methods},
@@ -268,7 +278,7 @@ def _record(
         "num_speculative_tokens": args.num_speculative_tokens,
         "spec": spec,
         "results": summarise(runs),
-        "step_times": step_times(lines.get("off", []), ours),
+        "step_times": step_times(comparable),
     }
 
 
@@ -294,8 +304,9 @@ def _write_trace(load: Any, responses: Sequence[Sequence[int]], file: Path) -> N
 
 
 def _print(record: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from rollout_spec.cli.tables import make_console
 
     results, load = record["results"], record["load"]
     first = results[0]["method"]
@@ -313,7 +324,7 @@ def _print(record: dict[str, Any]) -> None:
         cells = [_cell(result[name], shape) for name, shape in COLUMNS.values()]
         table.add_row(result["method"], *cells)
         ratios.add_row(result["method"], *map(_ratio_cell, result["ratios"].values()))
-    console = Console()
+    console = make_console()
     console.print(table)
     console.print(ratios)
 

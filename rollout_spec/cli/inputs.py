@@ -7,8 +7,14 @@ from typing import Any
 
 from rollout_spec.cli import UserError
 
-# Small enough for a machine with little memory, and no warm-up with thousands of tokens.
-_CPU = {"kv_cache_memory_bytes": 1 << 29, "max_num_batched_tokens": 512, "enforce_eager": True}
+# Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
+# the samples of one short prompt share its prefill.
+_CPU = {
+    "kv_cache_memory_bytes": 1 << 29,
+    "max_num_batched_tokens": 512,
+    "enforce_eager": True,
+    "block_size": 32,
+}
 
 
 def model_folder(model: Path | None, dtype: str) -> str:
@@ -27,6 +33,13 @@ def device_arguments() -> dict[str, Any]:
     import torch
 
     return {} if torch.accelerator.is_available() else dict(_CPU)
+
+
+def default_dtype() -> str:
+    """bfloat16 as policies have it, float32 where there is no accelerator: most CPUs emulate bfloat16."""
+    import torch
+
+    return "bfloat16" if torch.accelerator.is_available() else "float32"
 
 
 def read_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:
