@@ -259,6 +259,29 @@ def test_requests_in_flight_go_on_after_a_weight_sync(make_engine: Any) -> None:
     proposer._drafter.index.validate()
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_requests_go_on_after_sleep(make_engine: Any, level: int) -> None:
+    """vLLM's own path. The CPU engine keeps its memory; it pauses, and level 1 recomputes, as everywhere."""
+    plain = generate(make_engine())
+    llm = make_engine({})
+    engine, proposer, finished = llm.llm_engine, proposer_of(llm), {}
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy())
+    for _ in range(5):
+        assert not any(output.finished for output in engine.step())
+    llm.sleep(level=level, mode="keep")
+    before = proposer._drafter.index.stats()
+    engine.step()
+    assert proposer._drafter.index.stats().num_tokens == before.num_tokens, "it must be asleep"
+    llm.wake_up()
+    for _ in range(LENGTH):
+        finished |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+    assert [finished[str(i)] for i in range(len(PROMPTS))] == plain
+    assert proposer._drafter.index.stats().num_accepted_tokens > before.num_accepted_tokens
+    assert proposer.take_counters().num_failed_steps == 0
+    proposer._drafter.index.validate()
+
+
 def test_a_full_index_costs_drafts_only(make_engine: Any) -> None:
     prompts = np.random.default_rng(0).integers(3, 120, (24, 1900)).tolist()
     arguments = {"max_model_len": 2048, "max_num_batched_tokens": 16384}
