@@ -27,7 +27,7 @@ DISTRIBUTION_TOKENS = 4  # of each sample in that test; the first, which comes f
 
 
 class CertifyError(RuntimeError):
-    """There is nothing to certify: no draft was made, or none was rejected."""
+    """There is nothing to certify: nothing was drafted, or no draft token was rejected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def certify(plan: Plan) -> dict[str, Any]:
         What `rollout-spec certify --json` prints.
 
     Raises:
-        CertifyError: a configuration drafted nothing or rejected nothing.
+        CertifyError: no configuration has rejected a draft token.
     """
     samples = [
         Sample(prompt, temperature, number)
@@ -113,7 +113,6 @@ def certify(plan: Plan) -> dict[str, Any]:
         with engine(plan, options) as llm:
             on, counters = generate(llm, plan, [sample for sample in samples if sample.number < size])
         where = {**options, "group_size": size}
-        _refuse_if_untested(counters, where)
         compared = identical = 0
         for sample, response in on.items():
             agreed = num_agreed(off[sample].token_ids, response.token_ids)
@@ -135,6 +134,7 @@ def certify(plan: Plan) -> dict[str, Any]:
                 "tokens_per_step": counters.num_decoded_tokens / max(counters.num_decode_steps, 1),
             }
         )
+    refuse_if_untested(configurations)
     differences = _explained(plan, found, off)
     all_gaps = np.concatenate(gaps)
     total = lambda key: sum(entry[key] for entry in configurations)  # noqa: E731
@@ -154,6 +154,7 @@ def certify(plan: Plan) -> dict[str, Any]:
         "mean_logprob_difference": float(all_gaps.mean()) if len(all_gaps) else 0.0,
         "max_logprob_difference": float(all_gaps.max()) if len(all_gaps) else 0.0,
         "configurations": configurations,
+        "untested": untested(configurations),
         "distribution": _distribution(plan, drawn_off),
         "texts": {"off": [off[sample].text for sample in on], "on": [on[sample].text for sample in on]},
         "prompt_of_text": [sample.prompt for sample in on],
@@ -223,12 +224,22 @@ def num_agreed(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
-def _refuse_if_untested(counters: RequestCounters, where: dict[str, Any]) -> None:
-    text = ", ".join(f"{name}={value}" for name, value in where.items())
-    if not counters.num_draft_tokens:
-        raise CertifyError(f"{text}: nothing was drafted, so there is nothing to certify")
-    if counters.num_accepted_tokens == counters.num_draft_tokens:
-        raise CertifyError(f"{text}: no draft token was rejected, so rejection was not tested")
+def untested(configurations: Sequence[dict[str, Any]]) -> list[str]:
+    """Of the configurations, those that say nothing: all of their draft tokens, if any, were accepted."""
+    return [
+        f"num_speculative_tokens={c['num_speculative_tokens']}, batch_threshold={c['batch_threshold']}, "
+        f"group_size={c['group_size']}: "
+        + ("no draft token was rejected" if c["num_draft_tokens"] else "nothing was drafted")
+        for c in configurations
+        if c["num_accepted_tokens"] == c["num_draft_tokens"]
+    ]
+
+
+def refuse_if_untested(configurations: Sequence[dict[str, Any]]) -> None:
+    """Raise CertifyError where not one configuration has tested a rejection."""
+    reasons = untested(configurations)
+    if len(reasons) == len(configurations):
+        raise CertifyError(f"there is nothing to certify: {'; '.join(reasons)}")
 
 
 def _difference(

@@ -154,6 +154,8 @@ def sentences(record: dict[str, Any]) -> list[str]:
         f"Log-probabilities differ by {record['max_logprob_difference']:.1e} at most, "
         f"{record['mean_logprob_difference']:.1e} on average.",
     ]
+    if record["untested"]:
+        text.append(f"Not tested: {'; '.join(record['untested'])}.")
     accuracy = record["accuracy"]
     if accuracy["off"] is not None:
         text.append(f"Mean reward: {accuracy['off']:.3f} without drafts, {accuracy['on']:.3f} with.")

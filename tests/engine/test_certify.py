@@ -79,14 +79,17 @@ def test_nothing_to_certify_is_refused(tiny_model: str) -> None:
 
 
 def test_a_run_that_rejected_nothing_is_refused() -> None:
-    from rollout_spec.metrics import RequestCounters
-    from rollout_spec.vllm_certify import CertifyError, _refuse_if_untested
+    from rollout_spec.vllm_certify import CertifyError, refuse_if_untested, untested
 
-    counters = RequestCounters(num_draft_tokens=5, num_accepted_tokens=4)
-    _refuse_if_untested(counters, {"group_size": 4})
-    counters.num_accepted_tokens = 5
+    where = {"num_speculative_tokens": 8, "batch_threshold": 8, "group_size": 4}
+    accepted = where | {"num_draft_tokens": 5, "num_accepted_tokens": 5}
+    rejected = where | {"num_draft_tokens": 5, "num_accepted_tokens": 4}
     with pytest.raises(CertifyError, match="group_size=4: no draft token was rejected"):
-        _refuse_if_untested(counters, {"group_size": 4})
+        refuse_if_untested([accepted])
+    # One that says nothing is told of, and costs the others nothing.
+    refuse_if_untested([accepted, rejected])
+    [reason] = untested([accepted, rejected])
+    assert "no draft token was rejected" in reason
 
 
 def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:
