@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -63,9 +65,10 @@ def check_config(config: DictConfig) -> SpecConfig:
     if spec.coupled:
         _check_coupled(config)
     _check_sampler(config)
+    _check_trainer(config)
+    _check_routing(config, spec)
     if spec.enabled:
-        _check_trainer(config)
-        _check_routing(config, spec)
+        _check_drafting(config)
         if spec.corpus:
             check_corpus(spec.corpus)
     return spec
@@ -106,9 +109,18 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
     if kwargs.get("logits_processors"):
         raise ConfigError(f"{_ENGINE}.logits_processors: vLLM runs none together with speculative decoding")
     for key in ("override_generation_config", "generation_config"):
-        value = kwargs.get(key)
+        value = _parsed(kwargs.get(key))
         if isinstance(value, Mapping) and value.get("min_p"):
             raise ConfigError(f"{_ENGINE}.{key}.min_p: vLLM refuses min_p together with speculative decoding")
+
+
+def _parsed(value: Any) -> Any:
+    """verl takes vLLM's dictionaries as JSON text too."""
+    if not isinstance(value, str):
+        return value
+    with contextlib.suppress(json.JSONDecodeError):  # else a path, or a mistake that vLLM names
+        return json.loads(value)
+    return value
 
 
 def _check_coupled(config: DictConfig) -> None:
@@ -119,8 +131,6 @@ def _check_coupled(config: DictConfig) -> None:
             f"{manager}={value}: rollout.spec sets it, because verify=coupled needs every sample's number; "
             "leave it alone or set rollout.spec.verify=standard"
         )
-    if not OmegaConf.select(config, "trainer.use_v1"):
-        raise ConfigError("trainer.use_v1=false: rollout.spec.verify=coupled supports verl's V1 trainer only")
 
 
 def _check_sampler(config: DictConfig) -> None:
@@ -149,6 +159,18 @@ def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
 
 
 def _check_trainer(config: DictConfig) -> None:
+    """What is measured in each step, with drafts and without, needs a trainer whose steps have their own."""
+    if not OmegaConf.select(config, "trainer.use_v1"):
+        raise ConfigError("trainer.use_v1=false: rollout.spec supports verl's V1 trainer only")
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    if mode not in (None, "sync"):
+        raise ConfigError(
+            f"trainer.v1.trainer_mode={mode}: rollout.spec supports sync only; the rollouts of an "
+            "asynchronous trainer overlap its steps, so that no step's counts would be its own"
+        )
+
+
+def _check_drafting(config: DictConfig) -> None:
     select = lambda key: OmegaConf.select(config, key)  # noqa: E731
     if select("actor_rollout_ref.model.mtp.enable_rollout") and select("actor_rollout_ref.model.mtp.enable"):
         raise ConfigError(
@@ -159,19 +181,11 @@ def _check_trainer(config: DictConfig) -> None:
             "actor_rollout_ref.rollout.disaggregation.enabled: disaggregated prefill is not supported "
             "with rollout.spec (the decode engine does not see the requests' groups)"
         )
-    mode = select("trainer.v1.trainer_mode")
-    if mode not in (None, "sync"):
-        raise ConfigError(
-            f"trainer.v1.trainer_mode={mode}: rollout.spec supports sync only; the rollouts of an "
-            "asynchronous trainer overlap its steps, so that no step's counts would be its own"
-        )
     if select("actor_rollout_ref.rollout.checkpoint_engine.backend") == "delta_sharded":
         raise ConfigError(
             "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded: verl's delta weight transfer "
             "refuses any speculative_config"
         )
-    if not select("trainer.use_v1"):
-        raise ConfigError("trainer.use_v1=false: rollout.spec supports verl's V1 trainer only")
     for name in ("pipeline_model_parallel_size", "data_parallel_size"):
         if select(f"actor_rollout_ref.rollout.{name}") not in (None, 1):
             raise ConfigError(f"actor_rollout_ref.rollout.{name}: must be 1 with rollout.spec")

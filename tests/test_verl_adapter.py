@@ -46,9 +46,14 @@ def test_the_yaml_holds_every_field_with_its_default() -> None:
     assert OmegaConf.to_container(composed("+rollout.spec=sam").rollout.spec) == SpecConfig().to_dict()
 
 
-def test_off_asks_for_no_drafter() -> None:
+def test_off_asks_for_no_drafter_and_takes_the_same_overrides() -> None:
     config = composed("+rollout.spec=off")
     assert check_config(config) == SpecConfig(method="off", verify="standard")
+    fields = OmegaConf.to_container(config.rollout.spec)
+    assert fields == SpecConfig(method="off", verify="standard").to_dict()
+    overrides = ("rollout.spec.num_speculative_tokens=4", "rollout.spec.routing=group")
+    config = composed("+rollout.spec=off", *overrides)
+    assert check_config(config).routing == "group"
     assert "speculative_config" not in config.actor_rollout_ref.rollout.engine_kwargs.vllm
 
 
@@ -83,6 +88,7 @@ CONFLICTS = {
     f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",
     f"+{ENGINE}.logits_processors=[my.Processor]": "logits_processors",
     f"+{ENGINE}.override_generation_config.min_p=0.1": "min_p",
+    f"+{ENGINE}.override_generation_config='{{\"min_p\":0.1}}'": "min_p",
     "actor_rollout_ref.rollout.name=sglang": "needs vllm",
     "+rollout_spec_sampler=bounded": "max_num_gen_batches=0: must be at least 1",
     "trainer.use_v1=false": "V1 trainer",
@@ -97,6 +103,12 @@ CONFLICTS = {
     "rollout.spec.corpus=/nowhere.sam": r"rollout\.spec\.corpus='/nowhere\.sam': No such file",
     "rollout.spec.verify=exact": "must be one of coupled, standard",
 }
+
+
+@pytest.mark.parametrize("override", [key for key in CONFLICTS if key.startswith("trainer.")])
+def test_the_reference_run_needs_a_trainer_with_steps_too(override: str) -> None:
+    with pytest.raises(ConfigError, match=CONFLICTS[override]):
+        check_config(composed("+rollout.spec=off", override))
 
 
 @pytest.mark.parametrize("override", CONFLICTS)
