@@ -39,7 +39,9 @@ ffibuilder.set_source(
     sources=[f"native/{name}.c" for name in SOURCES],
     include_dirs=["native"],
     depends=[str(path) for path in sorted(Path("native").glob("*.h"))],
-    extra_compile_args=["-O3", "-std=c11"],
+    # Functions are inlined across the files: only the module's init function is visible.
+    extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden", "-flto"],
+    extra_link_args=["-O3", "-flto"],
     py_limited_api=True,
 )
 

@@ -139,6 +139,44 @@ static int32_t next_of_corpus(rs_walk *walk, const rs_corpus *corpus) {
     return next->token;
 }
 
+/* The target of its first transition, and where the others are. Inlined for the reason that contexts.h gives. */
+__attribute__((always_inline)) static inline void fetch_transitions(const rs_automaton *a, uint32_t at) {
+    const rs_state *state = a->states + at;
+    __builtin_prefetch(a->states + state->target);
+    __builtin_prefetch(a->pool.units + rs_block_offset(state->block));
+}
+
+/* The targets of the others. */
+__attribute__((always_inline)) static inline void fetch_followers(const rs_automaton *a, uint32_t at) {
+    uint32_t num = 0;
+    uint32_t block = a->states[at].block;
+    const rs_transition *others = block == 0 ? NULL : rs_block_entries(&a->pool, block, &num);
+    for (uint32_t i = 0; i < num && i < RS_MAX_BRANCHES - 1; i++) {
+        __builtin_prefetch(a->states + others[i].target);
+    }
+}
+
+void rs_walk_fetch(rs_walk *walk, int stage) {
+    const rs_automaton *a = walk->automaton;
+    if (stage == 0) {
+        move_to_followed(walk);
+        walk->shorter = walk->state == RS_ROOT ? RS_ROOT : a->states[walk->state].link;
+        fetch_transitions(a, walk->state);
+        __builtin_prefetch(a->states + walk->shorter);
+    } else if (stage == 1) {
+        walk->shorter = followed_suffix(a, walk->shorter);
+        fetch_transitions(a, walk->shorter);
+    } else {
+        /* The root is not asked, and may have more followers than any. */
+        if (walk->state != RS_ROOT) {
+            fetch_followers(a, walk->state);
+        }
+        if (walk->shorter != RS_ROOT) {
+            fetch_followers(a, walk->shorter);
+        }
+    }
+}
+
 static void ask_corpus(const rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
     const rs_corpus *corpus = &index->corpus;
     rs_cursor match = rs_cursor_followed(corpus, walk->cursor);
@@ -152,17 +190,14 @@ static void ask_corpus(const rs_walk *walk, const rs_index *index, rs_prediction
 static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
     const rs_automaton *a = walk->automaton;
     rs_prediction_init(prediction, walk->recent.num > 0 ? walk->recent.tokens[0] : -1);
-    move_to_followed(walk);
-    uint32_t state = walk->state;
-    uint32_t match_len = walk->match_len;
-    for (int expert = 0; expert < RS_NUM_MATCHES && state != RS_ROOT; expert++) {
+    const uint32_t states[RS_NUM_MATCHES] = {walk->state, walk->shorter};
+    for (int expert = 0; expert < RS_NUM_MATCHES && states[expert] != RS_ROOT; expert++) {
+        uint32_t match_len = expert == 0 ? walk->match_len : a->states[states[expert]].len;
         int32_t token;
         uint32_t target;
         uint32_t total;
-        uint32_t count = most_frequent(a, a->states + state, &token, &target, &total);
+        uint32_t count = most_frequent(a, a->states + states[expert], &token, &target, &total);
         rs_prediction_add_match(index->calibration, prediction, expert, token, match_len, count, total);
-        state = followed_suffix(a, a->states[state].link);
-        match_len = a->states[state].len;
     }
     for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
         uint32_t tag = walk->tags[context];

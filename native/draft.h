@@ -5,6 +5,8 @@
 
 #include "index.h"
 
+enum { RS_NUM_FETCH_STAGES = 3 };
+
 typedef struct {
     const rs_automaton *automaton;
     uint32_t state;
@@ -18,6 +20,7 @@ typedef struct {
     rs_recent recent;
     uint64_t salt;
     uint64_t own_salt;
+    uint32_t shorter; /* the next class above `state` that has been followed */
     uint32_t tags[RS_NUM_CONTEXTS];
     rs_context_slot *buckets[RS_NUM_CONTEXTS]; /* of these tags */
     rs_prediction *predictions;
@@ -28,6 +31,10 @@ typedef struct {
  * short. `predictions` is where mode sam writes what it predicts at each position. */
 int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *sequence, int32_t max_draft_tokens,
                       double min_token_prob, rs_prediction *predictions);
+
+/* Mode sam, before each rs_walk_next: find the states that will be asked, and have fetched from memory what they
+ * will be asked for. Each stage reads what the one before has had fetched: in between it is the turn of other rows. */
+void rs_walk_fetch(rs_walk *walk, int stage);
 
 /* The next draft token, -1: the draft ends here, and num_left is 0. */
 int32_t rs_walk_next(rs_walk *walk, const rs_index *index);

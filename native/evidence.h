@@ -29,7 +29,7 @@ enum {
     RS_NUM_STRETCHED = 1024
 };
 
-/* What is learned is kept in single precision, which halves its bytes, and computed in double. */
+/* What is learned is kept in single precision, which halves its bytes, and learned in double. */
 typedef struct {
     float probability;
     float inputs[2]; /* to the mixer: for the expert's own token, and for any other one */
@@ -43,7 +43,7 @@ typedef struct {
 } rs_weights;
 
 typedef struct {
-    rs_cell cells[RS_NUM_CELLS];
+    rs_cell cells[RS_NUM_CELLS]; /* the first is never used: it stands for experts that say nothing */
     rs_weights weights[RS_NUM_SELECTORS][RS_NUM_WEIGHT_SETS];
     float stretched[RS_NUM_STRETCHED]; /* ln(p / (1 - p)) at p = (i + 0.5) / RS_NUM_STRETCHED */
 } rs_calibration;

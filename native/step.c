@@ -295,6 +295,16 @@ static void draft_row_by_suffix(rs_index *index, const rs_batch *batch, int32_t 
                                                   batch->draft_tokens + at, batch->survivals + at);
 }
 
+static void fetch_for_walks(rs_walk *walks, int32_t num) {
+    for (int stage = 0; stage < RS_NUM_FETCH_STAGES; stage++) {
+        for (int32_t i = 0; i < num; i++) {
+            if (walks[i].num_left > 0) {
+                rs_walk_fetch(walks + i, stage);
+            }
+        }
+    }
+}
+
 /* Draft for entries first .. end - 1, at most WALKS_AT_A_TIME, their walks taking turns. */
 static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, int32_t end) {
     const int32_t draft_len = index->options.num_speculative_tokens;
@@ -320,6 +330,9 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
     }
     while (num_walking > 0) {
         num_walking = 0;
+        if (index->options.mode == RS_MODE_SAM) {
+            fetch_for_walks(walks, end - first);
+        }
         for (int32_t i = first; i < end; i++) {
             rs_walk *walk = walks + (i - first);
             if (walk->num_left > 0) {
