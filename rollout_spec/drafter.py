@@ -30,6 +30,10 @@ _HISTORY_TOKENS_PER_ROW = 16
 _HISTORY_SHARE = 0.875  # of the byte budget: beyond it no group gets its history
 _BYTES_PER_TOKEN = 64  # about, of the index
 
+# Steps whose time can be compared, among the last ALIKE_MEMORY: with fewer, requests come and go all the time,
+# and any step is as good as another.
+ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
+
 _UNTRACKED = -1
 _Int32 = npt.NDArray[np.int32]
 _Key = tuple[str, Hashable]  # what the group is told by, and its value
@@ -69,6 +73,7 @@ class Drafter:
         self._clock = clock
         self._last_start = 0.0  # when the last step ended, and whether all its rows decoded
         self._all_decoded = False
+        self._share_alike = 1.0
         self._index = SuffixIndex.from_config(config)
         self.history = History(config.history, config.max_index_mb << 20)
         self._backlog = Backlog(self._index)
@@ -180,8 +185,9 @@ class Drafter:
         now = self._clock()
         # A step that prefills, or begins another batch, says nothing of what a decoding step costs.
         all_decode = bool(nums_new_tokens.all())
-        is_comparable = self._row_ids == request_ids and all_decode and self._all_decoded
-        seconds = now - self._last_start if is_comparable else None
+        is_alike = self._row_ids == request_ids and all_decode and self._all_decoded
+        self._share_alike += (is_alike - self._share_alike) / ALIKE_MEMORY
+        seconds = now - self._last_start if is_alike or self._share_alike < ALIKE_SHARE else None
         self._last_start, self._all_decoded = now, all_decode
         context = int(levels[: len(request_ids)][nums_new_tokens > 0].sum())
         return Step(int(np.count_nonzero(nums_new_tokens)), context, int(nums_new_tokens.sum()), seconds)

@@ -122,6 +122,18 @@ def test_auto_is_as_good_as_the_best_fixed_threshold(times):
     assert auto < min(fixed) / 0.97
 
 
+def test_auto_learns_where_requests_come_and_go_in_every_step():
+    """Then hardly two steps have the same rows, and none is without a prefill."""
+    rng = np.random.default_rng(5)
+    lengths = np.maximum(3, rng.exponential(30, (200, 8))).astype(int)
+    lines = [line(str(i), 10, *row, rng=np.random.default_rng([5, i])) for i, row in enumerate(lengths)]
+    fixed, auto = (
+        simulate(lines, Cluster(1, 128, None), SpecConfig(batch_threshold=threshold), FLAT, 8)["makespan_s"]
+        for threshold in (128, "auto")
+    )
+    assert auto < fixed / 0.85
+
+
 @pytest.mark.parametrize("times", [FLAT, STEPPED, DEAR], ids=["flat", "stepped", "dear"])
 def test_auto_loses_nothing_where_nothing_repeats(times):
     cluster = Cluster(1, 16, None)
