@@ -27,6 +27,7 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import numpy as np
 import torch
 import torch._inductor.config
 from vllm.utils import cpu_triton_utils
@@ -90,7 +91,7 @@ class Step:
         self.logits[torch.arange(num_tokens), best] += 12  # peaked, so that drafts are accepted
         self.counts, self.k = [k] * batch_size, k
         self.ends = torch.arange(k, num_tokens + 1, k, dtype=torch.int32)
-        self.keys, self.positions = torch.arange(batch_size), torch.full((batch_size,), 100)
+        self.keys, self.positions = np.arange(batch_size), np.full(batch_size, 100)
         self.metadata = types.SimpleNamespace(
             temperature=torch.ones(batch_size), all_greedy=False, all_random=True, generators={}
         )
@@ -99,10 +100,9 @@ class Step:
         return self.drafts, self.counts, self.k, self.ends
 
     def coupled(self) -> torch.Tensor:
-        bonus = verify.keyed_sample(self.bonus_logits, self.keys, self.positions + self.k)
-        return verify.coupled_sample(
-            *self.given(), self.logits, bonus.unsqueeze(-1), self.metadata, self.keys, self.positions
-        )
+        step = verify.KeyedStep(self.keys, self.positions, self.counts, self.logits.device)
+        bonus = step.sample_behind(self.bonus_logits).unsqueeze(-1)
+        return verify.coupled_sample(self.drafts, self.k, self.logits, bonus, self.metadata, step)
 
     def standard(self) -> torch.Tensor:
         bonus = compiled_random_sample(self.bonus_logits).unsqueeze(-1)
@@ -230,7 +230,8 @@ def share_of_decode_steps(model: str) -> dict[str, float]:
     messages = [row["prompt"] for row in make_rows(2, 0, "bench") for _ in range(8)]
     params = SamplingParams(temperature=0.7, max_tokens=96, ignore_eos=True)
     llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)  # the prompts, for the prefix cache
-    verify.coupled_sample, verify.keyed_sample = timed(verify.coupled_sample), timed(verify.keyed_sample)
+    verify.coupled_sample = timed(verify.coupled_sample)
+    verify.KeyedStep.sample_behind = timed(verify.KeyedStep.sample_behind)
     start = time.perf_counter()
     llm.chat(messages, params, use_tqdm=False)
     total = time.perf_counter() - start

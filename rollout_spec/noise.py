@@ -12,6 +12,7 @@ torch_npu has: add, arange, bitwise_and, bitwise_xor, clamp, flip, log1p, mul, n
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import torch
@@ -41,18 +42,27 @@ def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         key: int64 [2, ...], words of 32 bits; broadcast against a counter word.
 
     Returns:
-        int64 [4, ...], words of 32 bits.
+        int64 [..., 4], words of 32 bits.
     """
-    shape = (2,) + (1,) * (counter.dim() - 1)
-    multipliers = torch.tensor(_MULTIPLIERS, device=counter.device).view(shape)
-    weyl = torch.tensor(_WEYL, device=counter.device).view(shape)
-    rounds = torch.arange(_NUM_ROUNDS, device=counter.device).view(-1, *(1,) * counter.dim())
+    multipliers, weyl, word, half = _constants(_MULTIPLIERS, counter.dim(), counter.device)
     even, odd = counter[0::2], counter[1::2]
-    for round_key in (key + weyl * rounds) & _WORD:
+    for round_key in (key + weyl).bitwise_and_(word):
         product = (even * multipliers).flip(0)
-        even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(_WORD)
+        even = (product >> half).bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(word)
         odd = product  # its lower word counts: the upper one goes with the mask
-    return torch.stack([even[0], odd[0] & _WORD, even[1], odd[1] & _WORD])
+    (first, third), (second, fourth) = even, odd & word
+    return torch.stack([first, second, third, fourth], dim=-1)
+
+
+@functools.cache
+def _constants(
+    multipliers: tuple[int, int], dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The multipliers, what each round adds to the key, the mask and the shift: moved to the device once."""
+    shape = (2,) + (1,) * (dim - 1)
+    added = torch.tensor([[i * word for word in _WEYL] for i in range(_NUM_ROUNDS)], device=device)
+    word, half = (torch.tensor(value, device=device) for value in (_WORD, 32))
+    return torch.tensor(multipliers, device=device).view(shape), added.view(-1, *shape), word, half
 
 
 def check(device: torch.device) -> None:
@@ -62,7 +72,7 @@ def check(device: torch.device) -> None:
         RuntimeError: the device's int64 arithmetic does not give it.
     """
     one = torch.full((1,), _WORD, device=device)
-    words = philox(one.expand(4, 1), one.expand(2, 1)).squeeze(-1).tolist()
+    words = philox(one.expand(4, 1), one.expand(2, 1))[0].tolist()
     if words != [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]:
         raise RuntimeError(
             f"rollout_spec: int64 arithmetic on {device} gives {words} for a known answer of Philox4x32-10; "
@@ -85,7 +95,7 @@ def random_words(keys: torch.Tensor, positions: torch.Tensor, num: int) -> torch
     zero = torch.zeros_like(block)
     counter = torch.stack([block, positions.unsqueeze(-1).expand_as(block), zero, zero])
     key = torch.stack([keys & _WORD, keys >> 32]).unsqueeze(-1)
-    return philox(counter, key).movedim(0, -1).flatten(-2)[:, :num]
+    return philox(counter, key).flatten(-2)[:, :num]
 
 
 def exponential(keys: torch.Tensor, positions: torch.Tensor, num: int) -> torch.Tensor:
@@ -94,5 +104,5 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, num: int) -> torch.
     Values are finite and positive, from 2**-33 to 16.6; the small ones, which win races, are the finest: one
     word's 2**-32 apart.
     """
-    uniform = random_words(keys, positions, num).to(torch.float32).add_(0.5).mul_(2.0**-32)
-    return uniform.clamp_(max=_LARGEST_UNIFORM).neg_().log1p_().neg_()
+    minus_uniform = random_words(keys, positions, num).to(torch.float32).add_(0.5).mul_(-(2.0**-32))
+    return minus_uniform.clamp_(min=-_LARGEST_UNIFORM).log1p_().neg_()

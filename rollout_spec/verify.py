@@ -10,14 +10,16 @@ of request i's.
 
 Operations, views and copies apart, all of which torch_npu has, to which come those of `noise`: add, amax,
 arange, argmax, cat, clamp, cumprod, cumsum, div, eq, exp, exponential, floor_divide, full, gather, ge, gt,
-index, index_put, index_select, le, log, lt, mul, nonzero, ones, rand, remainder, repeat_interleave, scatter,
-softmax, sub, sum, uniform, where, zeros.
+index, index_put, index_select, le, log, lt, masked_fill, mul, nonzero, ones, rand, remainder,
+repeat_interleave, scatter, softmax, sub, sum, uniform, where, zeros.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rollout_spec import noise
@@ -52,13 +54,22 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     Memory: one temporary of a chunk's size (4 MiB on a CPU, 64 MiB elsewhere) or of the logits', whichever is
     less, and about 12 x (256 + vocab_size / 256) words a row.
     """
-    peaks = _peaks(logits)
-    drawn = noise.exponential(keys, positions, BLOCK_SIZE + peaks.shape[-1])
-    runners = drawn[:, BLOCK_SIZE:]
-    least = (peaks - peaks.amax(dim=-1, keepdim=True)).exp() / runners
-    can_win = (BLOCK_SIZE + 1) * least >= least.amax(dim=-1, keepdim=True)
-    block = (_masses(logits, peaks, can_win) / runners).argmax(dim=-1, keepdim=True)
-    return block.squeeze(-1) * BLOCK_SIZE + _race_inside(logits, block, drawn).argmax(dim=-1)
+    return _keyed_race(logits, _drawn(keys, positions, logits.shape[-1]))
+
+
+def _drawn(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The noise of both races: of the tokens inside a block, then of the blocks."""
+    return noise.exponential(keys, positions, BLOCK_SIZE + -(-vocab_size // BLOCK_SIZE))
+
+
+def _keyed_race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    blocks, runners = _split(logits), drawn[:, BLOCK_SIZE:]
+    peaks = _peaks(*blocks)
+    top = peaks.amax(dim=-1, keepdim=True)
+    least = (peaks - top).exp_().div_(runners)
+    can_win = least >= least.amax(dim=-1, keepdim=True) / (BLOCK_SIZE + 1)
+    block = _masses(*blocks, top, can_win).div_(runners).argmax(dim=-1, keepdim=True)
+    return _token(block, _race_inside(logits, block, drawn))
 
 
 def shortfall(
@@ -75,9 +86,10 @@ def shortfall(
     Returns:
         float32 [n]; inf for a token of probability 0.
     """
-    peaks = _peaks(logits)
-    drawn = noise.exponential(keys, positions, BLOCK_SIZE + peaks.shape[-1])
-    masses = _masses(logits, peaks, torch.ones_like(peaks, dtype=torch.bool))
+    blocks, drawn = _split(logits), _drawn(keys, positions, logits.shape[-1])
+    peaks = _peaks(*blocks)
+    top = peaks.amax(dim=-1, keepdim=True)
+    masses = _masses(*blocks, top, torch.ones_like(peaks, dtype=torch.bool))
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
     inside = _race_inside(logits, block, drawn)
     missed = torch.cat(
@@ -95,17 +107,15 @@ def _missed(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return reached.amax(dim=-1, keepdim=True) - reached.gather(-1, chosen)
 
 
-def _masses(logits: torch.Tensor, peaks: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _masses(whole: torch.Tensor, rest: torch.Tensor, top: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The sums of exp(logit - the row's largest) of the blocks that are wanted, [n, number of blocks], or 0.
 
     Args:
-        peaks: the largest logit of each block.
-        wanted: bool, of the same shape; a last block that is not whole is always summed.
+        top: the largest logit of each row, [n, 1].
+        wanted: bool, of the result's shape; a last block that is not whole is always summed.
     """
-    top = peaks.amax(dim=-1, keepdim=True)
-    whole, rest = _split(logits)
-    masses = torch.zeros_like(peaks)
-    for chunk in wanted[:, : whole.shape[1]].nonzero().split(_num_rows(logits.device, BLOCK_SIZE)):
+    masses = torch.zeros_like(wanted, dtype=top.dtype)
+    for chunk in wanted[:, : whole.shape[1]].nonzero().split(_num_rows(top.device, BLOCK_SIZE)):
         rows, blocks = chunk.unbind(-1)
         masses[rows, blocks] = whole[rows, blocks].sub_(top[rows]).exp_().sum(dim=-1)
     if rest.shape[-1]:
@@ -122,14 +132,20 @@ def _inside(values: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """One block's values a row, [n, BLOCK_SIZE]; -inf beyond the vocabulary."""
     token_ids = block * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=values.device)
     last = values.shape[-1] - 1
-    return torch.where(token_ids <= last, values.gather(-1, token_ids.clamp(max=last)), -torch.inf)
+    return values.gather(-1, token_ids.clamp(max=last)).masked_fill_(token_ids > last, -torch.inf)
 
 
-def _peaks(values: torch.Tensor) -> torch.Tensor:
+def _token(block: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The best token of one block a row, int64 [n]; `block` is int64 [n, 1]."""
+    return (block * BLOCK_SIZE).squeeze(-1).add_(scores.argmax(dim=-1))
+
+
+def _peaks(whole: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     """Each block's largest value, [n, number of blocks]."""
-    whole, rest = _split(values)
+    if not rest.shape[-1]:
+        return whole.amax(dim=-1)
     parts = [whole.amax(dim=-1)] if whole.shape[1] else []
-    return torch.cat([*parts, rest.amax(dim=-1, keepdim=True)] if rest.shape[-1] else parts, dim=-1)
+    return torch.cat([*parts, rest.amax(dim=-1, keepdim=True)], dim=-1)
 
 
 def _split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,8 +157,8 @@ def _split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _argmax(values: torch.Tensor) -> torch.Tensor:
     """The lowest index of each row's largest value, int64 [n]; torch's is slow on a CPU for long rows."""
-    block = _peaks(values).argmax(dim=-1, keepdim=True)
-    return block.squeeze(-1) * BLOCK_SIZE + _inside(values, block).argmax(dim=-1)
+    block = _peaks(*_split(values)).argmax(dim=-1, keepdim=True)
+    return _token(block, _inside(values, block))
 
 
 def _num_rows(device: torch.device, length: int) -> int:
@@ -150,16 +166,54 @@ def _num_rows(device: torch.device, length: int) -> int:
     return max(1, CHUNK_SIZES.get(device.type, CHUNK_SIZE) // length)
 
 
+class KeyedStep:
+    """A step's rows for keyed sampling: all draft positions, then those behind the drafts.
+
+    Their noise is drawn together, when the first logits come.
+
+    Args:
+        keys: int64 [batch_size], each request's.
+        positions: int64 [batch_size], of each request's first token in this step.
+        num_draft_tokens: per request, 0 included.
+    """
+
+    def __init__(
+        self,
+        keys: npt.ArrayLike,
+        positions: npt.ArrayLike,
+        num_draft_tokens: list[int],
+        device: torch.device,
+    ) -> None:
+        counts, requests = np.array(num_draft_tokens), np.arange(len(num_draft_tokens))
+        drafting = requests.repeat(counts)
+        offsets = np.arange(len(drafting)) - (counts.cumsum() - counts)[drafting]
+        rows, ahead = np.concatenate([drafting, requests]), np.concatenate([offsets, counts])
+        columns = np.stack([np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead, rows])
+        self._keys, self._positions, self.requests = torch.from_numpy(columns).to(device)
+        self._drawn: torch.Tensor | None = None
+        self.num_draft_tokens, self.num_tokens = num_draft_tokens, len(drafting)
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """`keyed_sample` at the draft positions, int64 [num_tokens]."""
+        return _keyed_race(logits, self._noise(logits.shape[-1])[: self.num_tokens])
+
+    def sample_behind(self, logits: torch.Tensor) -> torch.Tensor:
+        """`keyed_sample` behind the drafts, int64 [batch_size]."""
+        return _keyed_race(logits, self._noise(logits.shape[-1])[self.num_tokens :])
+
+    def _noise(self, vocab_size: int) -> torch.Tensor:
+        if self._drawn is None:
+            self._drawn = _drawn(self._keys, self._positions, vocab_size)
+        return self._drawn
+
+
 def coupled_sample(
     draft_token_ids: torch.Tensor,
-    num_draft_tokens: list[int],
     max_spec_len: int,
-    cu_num_draft_tokens: torch.Tensor,
     target_logits: torch.Tensor,
     bonus_token_ids: torch.Tensor,
     sampling_metadata: Any,
-    keys: torch.Tensor,
-    positions: torch.Tensor,
+    step: KeyedStep,
 ) -> torch.Tensor:
     """Draw the target's own tokens; keep them up to and with the first that differs from the draft.
 
@@ -168,50 +222,51 @@ def coupled_sample(
 
     Args:
         draft_token_ids: int [num_tokens].
-        num_draft_tokens: per request, 0 included.
-        max_spec_len: the largest of these, or more.
-        cu_num_draft_tokens: int [batch_size].
+        max_spec_len: the largest number of a request's draft tokens, or more.
         target_logits: float32 [num_tokens, vocab_size], temperature, top-k and top-p applied.
-        bonus_token_ids: int [batch_size, 1], drawn by `keyed_sample` behind the whole draft.
+        bonus_token_ids: int [batch_size, 1], drawn by `step.sample_behind`.
         sampling_metadata: vLLM's; `temperature`, `all_greedy` and `all_random` are read.
-        keys: int64 [batch_size], each request's.
-        positions: int64 [batch_size], of each request's first draft token.
 
     Returns:
         int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1.
 
     Memory: as `keyed_sample`; never more than one temporary of the ragged logits' size.
     """
-    device, batch_size = target_logits.device, len(num_draft_tokens)
-    lengths = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).long()
-    requests, offsets = _rows(lengths, draft_token_ids.shape[0])
-
     if sampling_metadata.all_greedy:
         own = _argmax(target_logits)
     else:
-        own = keyed_sample(target_logits, keys[requests], positions[requests] + offsets)
+        own = step.sample(target_logits)
         if not sampling_metadata.all_random:
-            greedy = _greedy_mask(sampling_metadata, batch_size, device)
-            own = torch.where(greedy[requests], _argmax(target_logits), own)
+            greedy = sampling_metadata.temperature <= GREEDY_TEMPERATURE
+            own = torch.where(greedy[step.requests[: step.num_tokens]], _argmax(target_logits), own)
 
-    agreed = torch.zeros(batch_size, max_spec_len + 1, dtype=torch.long, device=device)
-    agreed[requests, offsets] = (own == draft_token_ids).long()
-    num_accepted = agreed.cumprod(dim=-1).sum(dim=-1, keepdim=True)
-
-    output = torch.full_like(agreed, PLACEHOLDER_TOKEN_ID)
-    output[requests, offsets] = own
-    output.scatter_(-1, lengths.unsqueeze(-1), bonus_token_ids.long())
-    columns = torch.arange(max_spec_len + 1, device=device)
-    return torch.where(columns <= num_accepted, output, PLACEHOLDER_TOKEN_ID).int()
+    rows = _padded_rows(step.num_draft_tokens, max_spec_len, target_logits.device)
+    tokens = torch.cat([own, bonus_token_ids.view(-1).long()])[rows]
+    columns, num_accepted = _num_accepted(own == draft_token_ids, rows)
+    return torch.where(columns <= num_accepted, tokens, PLACEHOLDER_TOKEN_ID).int()
 
 
-def _rows(lengths: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each draft token its request and its place in that request's draft, int64 [num_tokens] each."""
-    requests = torch.repeat_interleave(
-        torch.arange(lengths.shape[0], device=lengths.device), lengths, output_size=num_tokens
-    )
-    starts = lengths.cumsum(0) - lengths
-    return requests, torch.arange(num_tokens, device=lengths.device) - starts[requests]
+def _padded_rows(num_draft_tokens: list[int], max_spec_len: int, device: torch.device) -> torch.Tensor:
+    """[batch_size, max_spec_len + 1]: where a request's draft tokens stand, then num_tokens + its number."""
+    counts, offsets = np.array(num_draft_tokens)[:, np.newaxis], np.arange(max_spec_len + 1)
+    ends = counts.cumsum(axis=0)
+    behind = ends[-1] + np.arange(len(counts))[:, np.newaxis]
+    return torch.from_numpy(np.where(offsets < counts, ends - counts + offsets, behind)).to(device)
+
+
+def _num_accepted(accepted: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers 0 to max_spec_len, and how many draft tokens come before a request's first that fails.
+
+    Args:
+        accepted: bool [num_tokens].
+        rows: `_padded_rows`.
+
+    Returns:
+        int64 [max_spec_len + 1] and [batch_size, 1].
+    """
+    verdicts = torch.cat([accepted, accepted.new_zeros(rows.shape[0])])[rows].long()
+    columns = torch.arange(rows.shape[1], device=rows.device)
+    return columns, verdicts.cumprod(dim=-1).sum(dim=-1, keepdim=True)
 
 
 def expand_batch_to_tokens(
@@ -274,41 +329,33 @@ def rejection_sample(
         raise ValueError(
             "rejection_sample_method=synthetic is not lossless and is not supported by rollout_spec"
         )
-    device, batch_size = target_logits.device, len(num_draft_tokens)
-    lengths = torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).long()
-    starts = cu_num_draft_tokens.long() - lengths
-    requests, offsets = _rows(lengths, draft_token_ids.shape[0])
+    device, num_tokens = target_logits.device, draft_token_ids.shape[0]
     drafts = draft_token_ids.long()
-    greedy = _greedy_mask(sampling_metadata, batch_size, device)
-
-    accepted = torch.zeros_like(drafts, dtype=torch.bool)
-    if not sampling_metadata.all_random:
+    if sampling_metadata.all_greedy:
         accepted = _argmax(target_logits) == drafts
-    if not sampling_metadata.all_greedy:
-        uniform = _uniform(drafts.shape[0], num_draft_tokens, sampling_metadata.generators, device)
+    else:
+        uniform = _uniform(num_tokens, num_draft_tokens, sampling_metadata.generators, device)
         chosen = drafts.unsqueeze(-1)
         ratio = _probs_of(target_logits, chosen, target_is_probs).squeeze(-1).double()
         if draft_probs is not None:
             proposed = draft_probs.gather(-1, chosen).squeeze(-1).double()
             ratio = torch.where(proposed > 0, ratio / proposed, torch.zeros_like(ratio))
         # uniform is in [0, 1): strictly less, so that a token of probability 0 is never accepted
-        accepted = torch.where(greedy[requests], accepted, uniform < ratio)
+        accepted = uniform < ratio
+        if not sampling_metadata.all_random:
+            greedy = sampling_metadata.temperature <= GREEDY_TEMPERATURE
+            greedy = expand_batch_to_tokens(greedy, cu_num_draft_tokens, num_tokens)
+            accepted = torch.where(greedy, _argmax(target_logits) == drafts, accepted)
 
-    verdicts = torch.zeros(batch_size, max_spec_len + 1, dtype=torch.long, device=device)
-    verdicts[requests, offsets] = accepted.long()
-    num_accepted = verdicts.cumprod(dim=-1).sum(dim=-1)
-
-    output = torch.full(
-        (batch_size, max_spec_len + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=device
-    )
-    kept = offsets < num_accepted[requests]
-    output[requests[kept], offsets[kept]] = drafts[kept].int()
-    last = bonus_token_ids.view(-1).to(torch.int32).clone()
-    rejected = torch.nonzero(num_accepted < lengths).squeeze(-1)
-    at = (starts + num_accepted)[rejected]
+    rows = _padded_rows(num_draft_tokens, max_spec_len, device)
+    columns, num_accepted = _num_accepted(accepted, rows)
+    last = bonus_token_ids.to(torch.int32).view(-1, 1).clone()
+    at = rows.gather(-1, num_accepted).squeeze(-1)
+    rejected = (at < num_tokens).nonzero().squeeze(-1)
+    at = at[rejected]
     size = _num_rows(device, 4 * target_logits.shape[-1])  # logits, probabilities, noise, a margin
     chunks = zip(rejected.split(size), at.split(size), strict=True)
-    last[rejected] = torch.cat(
+    last[rejected, 0] = torch.cat(
         [
             _own_tokens(
                 chunk, target_logits[rows], None if draft_probs is None else draft_probs[rows], drafts[rows],
@@ -317,8 +364,8 @@ def rejection_sample(
             for chunk, rows in chunks
         ]
     )  # fmt: skip
-    output[torch.arange(batch_size, device=device), num_accepted] = last
-    return output
+    tokens = torch.cat([draft_token_ids.int(), last.view(-1)])[rows]
+    return torch.where(columns < num_accepted, tokens, PLACEHOLDER_TOKEN_ID).scatter_(-1, num_accepted, last)
 
 
 def _probs_of(logits: torch.Tensor, token_ids: torch.Tensor, is_probs: bool) -> torch.Tensor:
@@ -396,12 +443,6 @@ def _race(
     if draft_probs is not None:
         return _argmax((target_probs - draft_probs).clamp_(min=0).div_(drawn))
     return _argmax((target_probs / drawn).scatter_(-1, drafts.unsqueeze(-1), -1.0))
-
-
-def _greedy_mask(sampling_metadata: Any, batch_size: int, device: torch.device) -> torch.Tensor:
-    if sampling_metadata.all_greedy:
-        return torch.ones(batch_size, dtype=torch.bool, device=device)
-    return sampling_metadata.temperature <= GREEDY_TEMPERATURE
 
 
 def _uniform(

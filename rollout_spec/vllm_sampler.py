@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.sample import rejection_sampler
@@ -61,21 +60,18 @@ class RowGenerators(dict[int, torch.Generator]):
     """A batch's generators, and what vLLM's samplers are not told about its rows.
 
     Attributes:
-        request_keys: int64 [batch_size], the rows' noise keys; None where vLLM's own noise is used.
-        positions: int64 [batch_size], where each row's first token of this step stands in its sequence.
+        step: the rows' keyed sampling; None where vLLM's own noise is used.
         num_draft_tokens: per row; all 0 in a step without drafts.
     """
 
     def __init__(
         self,
         generators: dict[int, torch.Generator],
-        request_keys: torch.Tensor | None,
-        positions: torch.Tensor,
+        step: verify.KeyedStep | None,
         num_draft_tokens: list[int],
     ) -> None:
         super().__init__(generators)
-        self.request_keys = request_keys
-        self.positions = positions
+        self.step = step
         self.num_draft_tokens = num_draft_tokens
 
 
@@ -124,7 +120,7 @@ class RowSampling:
         self._coupled = coupled
         self._keys = RequestKeys(runner.model_config.seed)
         self._request_ids: list[str] = []
-        self._row_keys: torch.Tensor | None = None
+        self._row_keys: list[int] = []
 
     def install(self) -> None:
         """Hook the runner's samplers; once in a runner's life."""
@@ -177,21 +173,17 @@ class RowSampling:
                 f"rollout_spec: {len(num_draft_tokens)} rows are sampled, the batch has {batch.num_reqs}; "
                 "set rollout.spec.verify=standard and run `rollout-spec doctor`"
             )
-        positions = torch.from_numpy(batch.num_tokens_no_spec[: batch.num_reqs].astype(np.int64)).to(device)
-        keys = self._keys_of(batch.req_ids, device) if self._coupled else None
-        if self._coupled:
-            # Nothing draws from them, and on the CPU vLLM fails on a seeded request whose prompt comes in
-            # chunks: it sets the generator back, and a CPU generator has no offset.
-            batch.generators.clear()
-            generators = {}
-        return RowGenerators(generators, keys, positions, num_draft_tokens)
-
-    def _keys_of(self, request_ids: list[str], device: torch.device) -> torch.Tensor:
-        if self._row_keys is None or request_ids != self._request_ids:
-            self._request_ids = list(request_ids)
-            keys = self._keys.rows(request_ids, self._runner.requests)
-            self._row_keys = torch.tensor(keys, dtype=torch.int64, device=device)
-        return self._row_keys
+        if not self._coupled:
+            return RowGenerators(generators, None, num_draft_tokens)
+        if batch.req_ids != self._request_ids:
+            self._request_ids = list(batch.req_ids)
+            self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests)
+        positions = batch.num_tokens_no_spec[: batch.num_reqs]
+        # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt comes
+        # in chunks: it sets the generator back, and a CPU generator has no offset.
+        batch.generators.clear()
+        step = verify.KeyedStep(self._row_keys, positions, num_draft_tokens, device)
+        return RowGenerators({}, step, num_draft_tokens)
 
 
 class KeyedTopKTopPSampler(torch.nn.Module):
@@ -209,7 +201,7 @@ class KeyedTopKTopPSampler(torch.nn.Module):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not isinstance(generators, RowGenerators) or generators.request_keys is None:
+        if not isinstance(generators, RowGenerators) or generators.step is None:
             return self.plain(logits, generators, k, p)
         logits = apply_top_k_top_p(logits, k, p)
         processed = None
@@ -217,8 +209,7 @@ class KeyedTopKTopPSampler(torch.nn.Module):
             processed = logits
         elif self.logprobs_mode == "processed_logprobs":
             processed = logits.log_softmax(dim=-1, dtype=torch.float32)
-        behind = torch.tensor(generators.num_draft_tokens, device=logits.device)
-        return verify.keyed_sample(logits, generators.request_keys, generators.positions + behind), processed
+        return generators.step.sample_behind(logits), processed
 
 
 def let_rejection_sample_be_coupled(module: Any) -> None:
@@ -248,11 +239,15 @@ def let_rejection_sample_be_coupled(module: Any) -> None:
         **kwargs: Any,
     ) -> torch.Tensor:
         rows = sampling_metadata.generators
-        if isinstance(rows, RowGenerators) and rows.request_keys is not None:
+        if isinstance(rows, RowGenerators) and rows.step is not None:
             return verify.coupled_sample(
-                draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, to_logits(target),
-                bonus_token_ids, sampling_metadata, rows.request_keys, rows.positions,
-            )  # fmt: skip
+                draft_token_ids,
+                max_spec_len,
+                to_logits(target),
+                bonus_token_ids,
+                sampling_metadata,
+                rows.step,
+            )
         return standard(
             draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target,
             bonus_token_ids, sampling_metadata, *args, **kwargs,

@@ -51,7 +51,7 @@ def test_philox_gives_the_known_answers(counter: str, key: str, expected: str) -
     def words(text: str) -> torch.Tensor:
         return tensor([[int(text[i : i + 8], 16)] for i in range(0, len(text), 8)])
 
-    assert torch.equal(noise.philox(words(counter), words(key)), words(expected))
+    assert torch.equal(noise.philox(words(counter), words(key)).T, words(expected))
 
 
 def philox_by_loop(counter: list[int], key: list[int]) -> list[int]:
@@ -190,9 +190,10 @@ def test_neighbouring_positions_and_samples_are_independent() -> None:
 @pytest.mark.parametrize("draft", range(4))
 def test_a_draft_token_is_accepted_as_often_as_by_rejection_sampling(draft: int) -> None:
     probs, n = torch.tensor([0.4, 0.3, 0.2, 0.1]), NUM_SAMPLES
+    step = verify.KeyedStep(range(n), [9] * n, [1] * n, probs.device)
     output = verify.coupled_sample(
-        torch.full((n,), draft), [1] * n, 1, torch.arange(1, n + 1), probs.log().expand(n, -1),
-        torch.zeros(n, 1, dtype=torch.int32), sampling([1.0] * n), torch.arange(n), torch.full((n,), 9),
+        torch.full((n,), draft), 1, probs.log().expand(n, -1), torch.zeros(n, 1, dtype=torch.int32),
+        sampling([1.0] * n), step,
     )  # fmt: skip
     accepted = int((output[:, 1] == 0).sum())
     share = probs[draft].item()
@@ -246,21 +247,23 @@ def verified(
     drafts: list[list[int]],
 ) -> list[list[int]]:
     """One step of a batch: the tokens that each request gets."""
-    keys = tensor([key for key, _, _ in requests])
     temperature = torch.tensor([t for _, t, _ in requests])
     scale = torch.where(temperature == 0, 1.0, temperature)
-    levels, counts = tensor([len(row) for row in rows]), [len(draft) for draft in drafts]
+    counts = [len(draft) for draft in drafts]
+    step = verify.KeyedStep(
+        [key for key, _, _ in requests], [len(row) for row in rows], counts, temperature.device
+    )
     last = tensor([(row + draft)[-1] for row, draft in zip(rows, drafts, strict=True)])
     bonus_logits = table[last] / scale.unsqueeze(-1)
-    own = verify.keyed_sample(bonus_logits, keys, levels + tensor(counts))
+    own = step.sample_behind(bonus_logits)
     bonus = torch.where(temperature == 0, bonus_logits.argmax(-1), own).int().unsqueeze(-1)
     before = [
         token for row, draft in zip(rows, drafts, strict=True) for token in [row[-1], *draft][: len(draft)]
     ]
     logits = table[tensor(before)] / scale.repeat_interleave(tensor(counts)).unsqueeze(-1)
     output = verify.coupled_sample(
-        tensor([token for draft in drafts for token in draft]), counts, max(counts), tensor(counts).cumsum(0),
-        logits, bonus, sampling(temperature.tolist()), keys, levels,
+        tensor([token for draft in drafts for token in draft]), max(counts), logits, bonus,
+        sampling(temperature.tolist()), step,
     )  # fmt: skip
     return [[token for token in row if token >= 0] for row in output.tolist()]
 
@@ -392,18 +395,9 @@ def test_memory_is_at_most_one_temporary_of_the_logits_size(
     counts = [8] + [1] * 15
     logits = torch.randn(sum(counts), 151_936) * 0.01
     drafts = torch.zeros(sum(counts), dtype=torch.int64)
-    bonus, keys = torch.zeros(16, 1, dtype=torch.int32), torch.arange(16)
+    bonus = torch.zeros(16, 1, dtype=torch.int32)
     with PeakMemory() as memory:
-        verify.coupled_sample(
-            drafts,
-            counts,
-            8,
-            tensor(counts).cumsum(0),
-            logits,
-            bonus,
-            sampling([1.0] * 8 + [0.0] * 8),
-            keys,
-            keys,
-        )
+        step = verify.KeyedStep(range(16), range(16), counts, logits.device)
+        verify.coupled_sample(drafts, 8, logits, bonus, sampling([1.0] * 8 + [0.0] * 8), step)
     temporary = min(logits.nbytes, 4 * chunk_size)
     assert 0.9 * temporary <= memory.peak < temporary + 0.1 * logits.nbytes

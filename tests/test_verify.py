@@ -265,8 +265,8 @@ class Operations(TorchDispatchMode):
 
 
 VIEWS_AND_COPIES = {
-    "clone", "copy", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select", "slice", "split",
-    "squeeze", "to_copy", "unbind", "unsafe_view", "unsqueeze", "view",
+    "clone", "copy", "detach", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select", "slice",
+    "split", "squeeze", "to_copy", "unbind", "unsafe_view", "unsqueeze", "view",
 }  # fmt: skip
 
 
@@ -276,7 +276,8 @@ def test_the_operations_are_those_that_are_listed() -> None:
     logits, probs = torch.randn(5, 600), torch.rand(5, 600).softmax(-1)
     sampling = metadata([1.0, 0.0, 0.7], {0: torch.Generator()})
     with Operations() as operations:
-        verify.coupled_sample(drafts, counts, 3, ends, logits, bonus, sampling, keys, keys)
+        step = verify.KeyedStep(keys, keys, counts, logits.device)
+        verify.coupled_sample(drafts, 3, logits, bonus, sampling, step)
         verify.shortfall(logits, drafts, drafts, drafts)
         for draft_probs in (None, probs):
             verify.rejection_sample(drafts, counts, 3, ends, draft_probs, logits, bonus, sampling)

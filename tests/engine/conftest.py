@@ -22,6 +22,7 @@ ENVIRONMENT = {
 }
 
 VOCAB_SIZE = 128
+EOS_TOKEN_ID = 2
 PROPOSER = "rollout_spec.vllm_proposer.SuffixProposer"
 
 
@@ -48,7 +49,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=4096,
-        bos_token_id=1, eos_token_id=2,
+        bos_token_id=1, eos_token_id=EOS_TOKEN_ID,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     with torch.no_grad():

@@ -185,14 +185,12 @@ def test_rows_with_keys_are_coupled(loops: Any) -> None:
 
     let_rejection_sample_be_coupled(loops.module)
     batch = Batch([2, 4, 0, 3], 600, 5, num_greedy=1)
-    keys = torch.tensor([noise.make_key(i) for i in range(4)])
-    positions = torch.tensor([7, 8, 9, 10])
+    keys = [noise.make_key(i) for i in range(4)]
+    step = verify.KeyedStep(keys, [7, 8, 9, 10], batch.counts, batch.probs.device)
     given = (batch.drafts, batch.counts, 4, batch.ends)
-    rows = RowGenerators({}, keys, positions, batch.counts)
+    rows = RowGenerators({}, step, batch.counts)
     tokens = loops.module.rejection_sample(*given, None, batch.probs, batch.bonus, batch.metadata(rows))
-    expected = verify.coupled_sample(
-        *given, batch.probs.log(), batch.bonus, batch.metadata(), keys, positions
-    )
+    expected = verify.coupled_sample(batch.drafts, 4, batch.probs.log(), batch.bonus, batch.metadata(), step)
     assert torch.equal(tokens, expected)
     plain = loops.module.rejection_sample(*given, None, batch.probs, batch.bonus, batch.metadata())
     assert torch.equal(
@@ -214,7 +212,8 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
         module.rejection_sample = scope["rejection_sample"]
         return module
 
-    rows = RowGenerators({}, torch.arange(2), torch.arange(2), batch.counts)
+    step = verify.KeyedStep(range(2), range(2), batch.counts, batch.probs.device)
+    rows = RowGenerators({}, step, batch.counts)
     later = module_with("target_logits_or_tuple")
     let_rejection_sample_be_coupled(later)
     given = (batch.drafts, batch.counts, 2, batch.ends, None)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.conftest import proposer_of, token_ids
+from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, proposer_of, token_ids
+from tests.engine.test_coupled import BAD_WORDS, assert_drafts_were_accepted_and_rejected, params
 
 GROUP_KEY = "rollout_spec_group"  # what a user writes; importing it would import vllm too early
 LENGTH = 60
@@ -201,20 +202,60 @@ def test_no_row_drafts_above_the_batch_threshold(make_engine: Any) -> None:
     assert proposer_of(llm).take_counters().num_drafts > 0
 
 
-def test_logprobs_and_penalties(make_engine: Any) -> None:
-    for mode in ("raw_logprobs", "processed_logprobs"):
-        params = greedy(logprobs=2, repetition_penalty=1.02, presence_penalty=0.05, frequency_penalty=0.02)
-        inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        plain = make_engine(logprobs_mode=mode).generate(inputs, params, use_tqdm=False)
-        llm = make_engine({}, logprobs_mode=mode)
-        drafted = llm.generate(inputs, params, use_tqdm=False)
-        assert token_ids(drafted) == token_ids(plain)
-        assert proposer_of(llm)._drafter.index.stats().num_accepted_tokens > 0
-        for one, other in zip(plain, drafted, strict=True):
-            for left, right in zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
-                assert left.keys() & right.keys()
-                for token in left.keys() & right.keys():
-                    np.testing.assert_allclose(left[token].logprob, right[token].logprob, atol=2e-4)
+# With `verify=standard`, greedy and sampled rows of each in one batch.
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"top_k": 5},
+    {"allowed_token_ids": list(range(3, VOCAB_SIZE, 2))},
+    {"min_tokens": 30, "stop_token_ids": list(range(3, 60))},
+    {BAD_WORDS: [[3 + i] for i in range(40)] + [[i, i] for i in range(50, VOCAB_SIZE)]},
+]
+
+
+def processed(raw: np.ndarray, setting: dict[str, Any], before: list[int]) -> np.ndarray:
+    """The definition of a setting: the logprobs that follow from the model's, behind some output tokens."""
+    logits, counts = raw.copy(), np.bincount(before, minlength=VOCAB_SIZE)
+    allowed = setting.get("allowed_token_ids", range(VOCAB_SIZE))
+    logits[[token for token in range(VOCAB_SIZE) if token not in allowed]] = -np.inf
+    for *words, last in setting.get(BAD_WORDS, ()):
+        if before[len(before) - len(words) :] == words:
+            logits[last] = -np.inf
+    if len(before) < setting.get("min_tokens", 0):
+        logits[[EOS_TOKEN_ID, *setting["stop_token_ids"]]] = -np.inf
+    logits -= setting.get("frequency_penalty", 0) * counts + setting.get("presence_penalty", 0) * (counts > 0)
+    logits /= setting["temperature"] or 1
+    if "top_k" in setting and setting["temperature"]:
+        logits[logits < np.sort(logits)[-setting["top_k"]]] = -np.inf
+    return logits - np.logaddexp.reduce(logits)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_constraints_and_logprobs_with_standard_verification(make_engine: Any, mode: str) -> None:
+    from vllm import SamplingParams
+
+    plain = make_engine(logprobs_mode=mode, max_logprobs=VOCAB_SIZE)
+    drafting = make_engine({"verify": "standard"}, logprobs_mode=mode)
+    settings = [{"temperature": t, "logprobs": 0} | kind for kind in CONSTRAINTS for t in (0.0, 0.8, 0.8)]
+    sampling = [params(setting) for setting in settings]
+    prompts = [{"prompt_token_ids": PROMPTS[0]}] * len(settings)
+    expected = token_ids(plain.generate(prompts, sampling, use_tqdm=False))
+    outputs = [request.outputs[0] for request in drafting.generate(prompts, sampling, use_tqdm=False)]
+    assert_drafts_were_accepted_and_rejected(drafting)
+
+    texts = [{"prompt_token_ids": [*PROMPTS[0], *output.token_ids]} for output in outputs]
+    scoring = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE, detokenize=False)
+    scored = plain.generate(texts, scoring, use_tqdm=False)
+    for i, (setting, output) in enumerate(zip(settings, outputs, strict=True)):
+        tokens = list(output.token_ids)
+        assert setting["temperature"] or tokens == expected[i], setting
+        assert len(tokens) > setting.get("min_tokens", 0)
+        for j, (token, given) in enumerate(zip(tokens, output.logprobs, strict=True)):
+            of_model = scored[i].prompt_logprobs[len(PROMPTS[0]) + j]
+            raw = np.array([of_model[k].logprob for k in range(VOCAB_SIZE)])
+            allowed = processed(raw, setting, tokens[:j])
+            assert np.isfinite(allowed[token]), setting
+            wanted = raw if mode == "raw_logprobs" else allowed
+            np.testing.assert_allclose(given[token].logprob, wanted[token], atol=2e-4, err_msg=str(setting))
 
 
 def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
