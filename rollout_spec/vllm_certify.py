@@ -102,11 +102,12 @@ def certify(plan: Plan) -> dict[str, Any]:
     ]
     with engine(plan, None) as llm:
         off, _ = generate(llm, plan, samples)
-        drawn_off = _draw(llm, plan) if plan.distribution_samples else []
+        drawn_off = _draw(llm, plan)[0] if plan.distribution_samples else []
     found: list[tuple[Difference, Sample]] = []
     configurations: list[dict[str, Any]] = []
     gaps = []
-    on: dict[Sample, Response] = {}
+    texts: dict[str, list[str]] = {"off": [], "on": []}
+    prompts: list[int] = []
     combinations = itertools.product(plan.nums_speculative_tokens, plan.batch_thresholds, plan.group_sizes)
     for k, threshold, size in combinations:
         options = {"num_speculative_tokens": k, "batch_threshold": threshold}
@@ -115,6 +116,9 @@ def certify(plan: Plan) -> dict[str, Any]:
         where = {**options, "group_size": size}
         compared = identical = 0
         for sample, response in on.items():
+            texts["off"].append(off[sample].text)
+            texts["on"].append(response.text)
+            prompts.append(sample.prompt)
             agreed = num_agreed(off[sample].token_ids, response.token_ids)
             identical += agreed
             compared += agreed
@@ -156,8 +160,8 @@ def certify(plan: Plan) -> dict[str, Any]:
         "configurations": configurations,
         "untested": untested(configurations),
         "distribution": _distribution(plan, drawn_off),
-        "texts": {"off": [off[sample].text for sample in on], "on": [on[sample].text for sample in on]},
-        "prompt_of_text": [sample.prompt for sample in on],
+        "texts": texts,
+        "prompt_of_text": prompts,
     }
 
 
@@ -207,15 +211,23 @@ def generate(
         for sample in samples
     ]  # fmt: skip
     inputs = [{"prompt_token_ids": list(plan.prompts[sample.prompt])} for sample in samples]
-    responses, counters = {}, RequestCounters()
-    for sample, output in zip(samples, llm.generate(inputs, params, use_tqdm=False), strict=True):
+    responses = {}
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    for sample, output in zip(samples, outputs, strict=True):
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
         responses[sample] = Response(tokens, logprobs, completion.text)
+    return responses, _counted(outputs)
+
+
+def _counted(outputs: Sequence[Any]) -> RequestCounters:
+    """What our scheduler counted of the requests; zeros in an engine without drafts."""
+    counters = RequestCounters()
+    for output in outputs:
         for name, count in (output.kv_transfer_params or {}).get(COUNTERS_KEY, {}).items():
             setattr(counters, name, getattr(counters, name) + count)
-    return responses, counters
+    return counters
 
 
 def num_agreed(one: Sequence[int], other: Sequence[int]) -> int:
@@ -332,7 +344,7 @@ def _boundaries(logits: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.T
     return (distances == 0) & (beyond == 0), torch.maximum(distances, beyond)
 
 
-def _draw(llm: Any, plan: Plan) -> list[list[int]]:
+def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
     """Samples of the first prompt for the distribution test, each with noise of its own."""
     from vllm import SamplingParams
 
@@ -341,7 +353,8 @@ def _draw(llm: Any, plan: Plan) -> list[list[int]]:
         max_tokens=DISTRIBUTION_TOKENS, ignore_eos=True, detokenize=False,
     )  # fmt: skip
     inputs = [{"prompt_token_ids": list(plan.prompts[0])}] * plan.distribution_samples
-    return [list(output.outputs[0].token_ids) for output in llm.generate(inputs, params, use_tqdm=False)]
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs], _counted(outputs)
 
 
 def _distribution(plan: Plan, off: list[list[int]]) -> dict[str, Any] | None:
@@ -350,10 +363,14 @@ def _distribution(plan: Plan, off: list[list[int]]) -> dict[str, Any] | None:
         return None
     options = {"num_speculative_tokens": plan.nums_speculative_tokens[0], "batch_threshold": 1 << 20}
     with engine(plan, options, "standard") as llm:
-        on = _draw(llm, plan)
+        on, counters = _draw(llm, plan)
+    if counters.num_accepted_tokens == counters.num_draft_tokens:
+        raise CertifyError("distribution_samples: no draft token was rejected, so there is nothing to test")
     values = p_values(off, on)
     return {
         "num_samples": len(off),
+        "num_draft_tokens": counters.num_draft_tokens,
+        "num_accepted_tokens": counters.num_accepted_tokens,
         "num_tests": len(values),
         "smallest_p_value": min(values, default=1.0),
         "false_alarm_rate": FALSE_ALARM_RATE,

@@ -55,7 +55,9 @@ def test_several_configurations_top_k_top_p_and_the_distribution_test(tiny_model
     assert len(record["configurations"]) == 4
     assert record["tokens_identical"] > 0.99 * record["tokens_compared"] > 3000
     assert record["unexplained_differences"] == 0
-    assert record["distribution"]["passed"] and record["distribution"]["num_tests"] == 3
+    distribution = record["distribution"]
+    assert distribution["passed"] and distribution["num_tests"] == 3
+    assert 0 < distribution["num_accepted_tokens"] < distribution["num_draft_tokens"]
 
 
 def test_a_wrong_sampler_is_not_certified(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +70,21 @@ def test_a_wrong_sampler_is_not_certified(tiny_model: str, monkeypatch: pytest.M
     monkeypatch.setattr(verify, "coupled_sample", lambda *args: right(*args[:-1], args[-1] + 1))
     record = certify(tiny_plan(tiny_model))
     assert record["unexplained_differences"] > 0
+    assert not passed(record)
+
+
+def test_a_wrong_distribution_is_not_certified(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard verification that takes the draft where it should recover: right tokens, wrong frequencies."""
+    from rollout_spec import verify
+    from rollout_spec.cli.certify import passed
+    from rollout_spec.vllm_certify import certify
+
+    monkeypatch.setattr(
+        verify, "sample_recovered_tokens", lambda *args, **kwargs: args[3].clone().to(torch.int32)
+    )
+    record = certify(tiny_plan(tiny_model, temperatures=[0.8], distribution_samples=400))
+    assert record["unexplained_differences"] == 0
+    assert not record["distribution"]["passed"]
     assert not passed(record)
 
 
