@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_drafters(args: argparse.Namespace) -> int:
+    # Of the method ngram: the answer is on standard output.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from itertools import islice
 
     from rollout_spec import bench_drafters as bench
