@@ -16,7 +16,7 @@ def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
 
     traces = list(dict.fromkeys(result["trace"] for result in results))
     methods = list(dict.fromkeys(result["method"] for result in results))
-    colours = {method: f"C{i}" for i, method in enumerate(methods)}
+    colours = {method: pyplot.get_cmap("tab20")(i) for i, method in enumerate(methods)}
     figure, rows = pyplot.subplots(len(traces), 3, figsize=(16, 4 * len(traces)), squeeze=False)
     for trace, (pareto, along, by_history) in zip(traces, rows, strict=True):
         of_trace = [result for result in results if result["trace"] == trace]
@@ -31,7 +31,7 @@ def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
     pyplot.close(figure)
 
 
-def _plot_pareto(axis: Any, results: list[dict[str, Any]], colours: dict[str, str]) -> None:
+def _plot_pareto(axis: Any, results: list[dict[str, Any]], colours: dict[str, Any]) -> None:
     prices_of: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
     for result in results:
         series = (result["method"], result["num_speculative_tokens"], result["history"])
@@ -51,26 +51,26 @@ def _plot_pareto(axis: Any, results: list[dict[str, Any]], colours: dict[str, st
     axis.set(xlabel="draft tokens per step", ylabel="tokens per step")
 
 
-def _plot_curves(along: Any, by_history: Any, results: list[dict[str, Any]], colours: dict[str, str]) -> None:
-    max_k = max(result["num_speculative_tokens"] for result in results)
-    first: dict[tuple[str, int], dict[str, Any]] = {}
+def _plot_curves(along: Any, by_history: Any, results: list[dict[str, Any]], colours: dict[str, Any]) -> None:
+    first: dict[tuple[str, int, int], dict[str, Any]] = {}
     for result in results:
-        if result["num_speculative_tokens"] == max_k:
-            first.setdefault((result["method"], result["history"]), result)
-    for (method, history), result in first.items():
+        first.setdefault((result["method"], result["num_speculative_tokens"], result["history"]), result)
+    max_k = max(k for _, k, _ in first)
+    history_k = max((k for _, k, history in first if history), default=max_k)
+    for (method, k, history), result in first.items():
         curve = result["acceptance_by_position"]
-        if curve and not history:
+        if curve and k == max_k and not history:
             starts = [max(1, int(start)) for start in curve]
             along.plot(starts, list(curve.values()), color=colours[method], label=method)
-    for method in dict.fromkeys(method for method, _ in first):
+    for method in dict.fromkeys(method for method, k, _ in first if k == history_k):
         points = sorted(
             (history, result["tokens_per_step"])
-            for (name, history), result in first.items()
-            if name == method
+            for (name, k, history), result in first.items()
+            if (name, k) == (method, history_k)
         )
         by_history.plot(*zip(*points, strict=True), marker="o", color=colours[method], label=method)
-    along.set(xlabel="position in the response", ylabel="acceptance rate", xscale="log")
-    by_history.set(xlabel="earlier responses of the prompt", ylabel=f"tokens per step, K = {max_k}")
+    along.set(xlabel="position in the response", ylabel=f"acceptance rate, K = {max_k}", xscale="log")
+    by_history.set(xlabel="earlier responses of the prompt", ylabel=f"tokens per step, K = {history_k}")
 
 
 def plot_rollouts(timelines: dict[str, dict[str, list]], threshold: int, file: Path) -> None:
