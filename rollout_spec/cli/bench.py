@@ -163,7 +163,7 @@ def _table(title: str, *columns: str) -> Any:
 
     table = Table(title=title)
     for name in ("method", "P", "K", "history", *columns):
-        table.add_column(name, justify="left" if name == "method" else "right")
+        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     return table
 
 
