@@ -28,6 +28,7 @@ SUFFIX_DEFAULTS = {"max_tree_depth": 24, "max_spec_factor": 1.0}  # vLLM's
 SUFFIX_TUNED = {"max_tree_depth": 64, "max_spec_factor": 4.0}
 SUFFIX_MIN_TOKEN_PROB = 0.1
 SUFFIX_MAX_CACHED_REQUESTS = 10_000  # vLLM's default
+BASELINES = ("suffix", "suffix_tuned")
 NGRAM = (2, 5)
 FIGURES = (
     *("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step"),
@@ -38,7 +39,7 @@ FIGURES = (
 @dataclasses.dataclass(frozen=True)
 class Settings:
     num_speculative_tokens: int
-    min_token_prob: float | None = None  # of our modes; None: their default
+    min_token_prob: float = SpecConfig.min_token_prob  # of the methods in PRICED
     max_cached_requests: int = SUFFIX_MAX_CACHED_REQUESTS
 
 
@@ -195,12 +196,24 @@ class Oracle:
     def finish(self) -> None: ...
 
 
-def _ours(mode: str, **options: Any) -> Callable[[Settings], Proposer]:
+# Our modes, with the options that make them; those in PRICED take a price, the others have none or their own.
+OURS: dict[str, dict[str, Any]] = {
+    "earliest": {"mode": "earliest"},
+    "earliest_single": {"mode": "earliest", "group_sharing": False},
+    "frequent": {"mode": "frequent"},
+    "sam": {"mode": "sam"},
+    "sam_single": {"mode": "sam", "group_sharing": False},
+    "suffix_policy": {"mode": "suffix_policy", "max_spec_factor": 1.0, "min_token_prob": 0.1},
+}
+PRICED = ("frequent", "sam", "sam_single")
+
+
+def _ours(name: str) -> Callable[[Settings], Proposer]:
     def make(settings: Settings) -> IndexProposer:
-        chosen = {"mode": mode, "num_speculative_tokens": settings.num_speculative_tokens, **options}
-        if settings.min_token_prob is not None:
-            chosen.setdefault("min_token_prob", settings.min_token_prob)
-        return IndexProposer(SpecConfig(**chosen))
+        options = OURS[name] | {"num_speculative_tokens": settings.num_speculative_tokens}
+        if name in PRICED:
+            options["min_token_prob"] = settings.min_token_prob
+        return IndexProposer(SpecConfig(**options))
 
     return make
 
@@ -211,12 +224,7 @@ METHODS: dict[str, Callable[[Settings], Proposer]] = {
     "suffix": lambda settings: Suffix(settings, **SUFFIX_DEFAULTS),  # type: ignore[arg-type]
     "suffix_tuned": lambda settings: Suffix(settings, **SUFFIX_TUNED),  # type: ignore[arg-type]
     "suffix_server": lambda settings: Suffix(settings, **SUFFIX_DEFAULTS, keep=True),  # type: ignore[arg-type]
-    "earliest": _ours("earliest"),
-    "earliest_single": _ours("earliest", group_sharing=False),
-    "frequent": _ours("frequent"),
-    "sam": _ours("sam"),
-    "sam_single": _ours("sam", group_sharing=False),
-    "suffix_policy": _ours("suffix_policy", max_spec_factor=1.0, min_token_prob=0.1),
+    **{name: _ours(name) for name in OURS},
     "oracle": lambda settings: Oracle(settings.num_speculative_tokens),
 }
 
@@ -227,41 +235,70 @@ def measure(
     ks: Sequence[int],
     histories: Sequence[int],
     *,
-    min_token_prob: float | None = None,
+    min_token_probs: Sequence[float] = (SpecConfig.min_token_prob,),
     max_cached_requests: int = SUFFIX_MAX_CACHED_REQUESTS,
     max_index_mb: int = SpecConfig.max_index_mb,
 ) -> list[dict[str, Any]]:
-    """Replay a trace with every method, K and history, line by line in turn.
+    """Replay a trace with every method, K, history and price, line by line in turn.
 
     Args:
-        min_token_prob: of our modes, instead of their default.
+        min_token_probs: the prices of the methods in PRICED; the others run once.
         max_cached_requests: of the methods suffix*.
         max_index_mb: budget of the history, which the methods that begin each line anew are given, MiB.
 
     Returns:
-        One result per combination, in the order of the arguments; history_mb is what the history held
-        at the end.
+        One result per combination, in the order of the arguments, prices innermost; min_token_prob is None
+        where the method takes none, history_mb is what the history held at the end.
 
     Raises:
         MissingError: a method needs a package that is not installed.
     """
-    runs = [(name, k, history) for history in histories for k in ks for name in methods]
-    drafters = [METHODS[name](Settings(k, min_token_prob, max_cached_requests)) for name, k, _ in runs]
+    runs = [
+        (name, k, history, price)
+        for history in histories
+        for k in ks
+        for name in methods
+        for price in (min_token_probs if name in PRICED else (None,))
+    ]
+    drafters = [
+        METHODS[name](Settings(k, SpecConfig.min_token_prob if price is None else price, max_cached_requests))
+        for name, k, _, price in runs
+    ]
     results = [ReplayResult() for _ in runs]
     memories = {history: History(history, max_index_mb << 20) for history in histories}
     for line in lines:
         key = group_key(line.group)
-        for (_, k, history), drafter, result in zip(runs, drafters, results, strict=True):
+        for (_, k, history, _), drafter, result in zip(runs, drafters, results, strict=True):
             replay_line(drafter, line, memories[history].get(key), k, result)
         for history, memory in memories.items():
             for response in line.responses if history else ():
                 memory.add(key, response)
     return [
-        {"method": name, "num_speculative_tokens": k, "history": history}
+        {"method": name, "num_speculative_tokens": k, "history": history, "min_token_prob": price}
         | {"history_mb": memories[history].num_bytes / (1 << 20)}
         | {figure: getattr(result, figure) for figure in FIGURES}
-        for (name, k, history), result in zip(runs, results, strict=True)
+        for (name, k, history, price), result in zip(runs, results, strict=True)
     ]
+
+
+def over_baselines(
+    result: dict[str, Any], results: Sequence[dict[str, Any]]
+) -> dict[str, tuple[float, float]]:
+    """Tokens and draft tokens per step of a result over those of each baseline with the same K and history.
+
+    Args:
+        results: of one trace; a baseline that is not among them has no ratios.
+    """
+    return {
+        other["method"]: (
+            result["tokens_per_step"] / other["tokens_per_step"],
+            result["draft_tokens_per_step"] / other["draft_tokens_per_step"],
+        )
+        for other in results
+        if other["method"] in BASELINES
+        and all(other[key] == result[key] for key in ("num_speculative_tokens", "history"))
+        and other["draft_tokens_per_step"]
+    }
 
 
 def measure_cost(

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_spec.bench_drafters import Oracle, measure, measure_cost, measure_index
+from rollout_spec.bench_drafters import Oracle, measure, measure_cost, measure_index, over_baselines
 from rollout_spec.cli import main
+from rollout_spec.cli.bench import _print_drafters
 from rollout_spec.replay import read_trace
 
 TRACE = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
@@ -68,13 +69,55 @@ def test_vllms_ngram_runs_beside_ours(lines):
 
 def test_the_command_writes_json_and_picture(tmp_path, capsys):
     options = ["--methods", "off,sam", "--num-speculative-tokens", "4", "--limit-groups", "2"]
+    options += ["--min-token-prob", "0.2", "0.05"]
     assert main(["bench", "drafters", str(TRACE), *options, "--output", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "drafters.json").read_text())
-    assert [result["method"] for result in printed["results"]] == ["off", "sam"]
+    assert [result["method"] for result in printed["results"]] == ["off", "sam", "sam"]
+    assert [result["min_token_prob"] for result in printed["results"]] == [None, 0.2, 0.05]
     assert (tmp_path / "drafters.png").stat().st_size > 10_000
     assert main(["bench", "drafters", str(TRACE), *options]) == 0
     assert "sam" in capsys.readouterr().out
+
+
+def test_every_price_is_a_result_of_its_own(lines, results):
+    found = measure(lines, ["earliest", "sam"], [4], [0], min_token_probs=[0.6, 0.2, 0.05])
+    assert [(result["method"], result["min_token_prob"]) for result in found] == [
+        *[("earliest", None), ("sam", 0.6), ("sam", 0.2), ("sam", 0.05)]
+    ]
+    drafted = [result["draft_tokens_per_step"] for result in found[1:]]
+    assert drafted == sorted(set(drafted))
+    assert found[2] == results["sam", 0]  # the default, as in a run of its own
+
+
+def test_ratios_are_to_the_baselines_of_the_same_setting():
+    def result(method, k, tokens, drafted):
+        figures = {"tokens_per_step": tokens, "draft_tokens_per_step": drafted}
+        return {"method": method, "num_speculative_tokens": k, "history": 0, **figures}
+
+    sam = result("sam", 8, 3.0, 2.0)
+    others = [result("suffix", 8, 2.0, 4.0), result("suffix", 3, 1.0, 1.0), result("ngram", 8, 1.0, 1.0)]
+    assert over_baselines(sam, [sam, *others]) == {"suffix": (1.5, 0.5)}
+    tuned = result("suffix_tuned", 8, 4.0, 8.0)
+    assert over_baselines(sam, [*others, tuned]) == {"suffix": (1.5, 0.5), "suffix_tuned": (0.75, 0.25)}
+    assert over_baselines(sam, [result("suffix", 8, 1.0, 0.0)]) == {}
+
+
+def test_the_command_compares_with_suffix_below_its_table(capsys):
+    record = {"tail_tokens_per_step": 1.0, "acceptance_rate": 0.5, "trace": "t", "history": 0}
+    record |= {"num_speculative_tokens": 8, "min_token_prob": None}
+    suffix = record | {"method": "suffix", "tokens_per_step": 2.0, "draft_tokens_per_step": 4.0}
+    sam = record | {
+        "method": "sam",
+        "tokens_per_step": 2.5,
+        "draft_tokens_per_step": 3.0,
+        "min_token_prob": 0.3,
+    }
+    _print_drafters([suffix, sam])
+    printed = capsys.readouterr().out
+    assert "1.250" in printed and "0.750" in printed
+    _print_drafters([sam])
+    assert "over" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -83,7 +126,7 @@ def test_the_command_writes_json_and_picture(tmp_path, capsys):
         (["--methods", "magic"], "--methods magic: must be one of off, ngram"),
         (["--num-speculative-tokens", "65"], "--num-speculative-tokens 65: must be between 1 and 64"),
         (["--history", "-1"], "--history -1: must be between 0"),
-        (["--min-token-prob", "2"], "--min-token-prob 2.0: must be between 0 and 1"),
+        (["--min-token-prob", "0.1", "2"], "--min-token-prob 0.1 2.0: must be between 0 and 1"),
     ],
 )
 def test_bad_options_are_one_line(options, message, capsys):

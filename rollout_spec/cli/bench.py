@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import bench_engine
+from rollout_spec.config import SpecConfig
 
 HELP = "measure on this machine: the native core, drafters side by side, whole rollouts"
 
@@ -31,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--history", type=int, nargs="+", default=[0], metavar="N", help="earlier responses per group (0)"
     )
     drafters.add_argument(
-        "--min-token-prob", type=float, metavar="P", help="of our modes, instead of the default"
+        "--min-token-prob",
+        type=float,
+        nargs="+",
+        default=[SpecConfig.min_token_prob],
+        metavar="P",
+        help="prices of our modes that have one, a line each (%(default)s)",
     )
     drafters.add_argument(
         "--max-cached-requests",
@@ -63,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_drafters(args: argparse.Namespace) -> int:
+    # Of the method ngram: the answer is on standard output.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from itertools import islice
 
     from rollout_spec import bench_drafters as bench
@@ -80,7 +90,7 @@ def _run_drafters(args: argparse.Namespace) -> int:
         ("--limit-groups", [args.limit_groups or 1], 1, 1 << 30),
         ("--max-cached-requests", [args.max_cached_requests], 1, 1 << 30),
         ("--max-index-mb", [args.max_index_mb], 1, 1 << 20),
-        ("--min-token-prob", [args.min_token_prob or 0.0], 0.0, 1.0),
+        ("--min-token-prob", args.min_token_prob, 0.0, 1.0),
     ):
         if not all(low <= value <= high for value in values):
             raise UserError(f"{name} {' '.join(map(str, values))}: must be between {low:g} and {high:g}")
@@ -93,7 +103,7 @@ def _run_drafters(args: argparse.Namespace) -> int:
                 methods,
                 args.num_speculative_tokens,
                 args.history,
-                min_token_prob=args.min_token_prob,
+                min_token_probs=args.min_token_prob,
                 max_cached_requests=args.max_cached_requests,
                 max_index_mb=args.max_index_mb,
             )
@@ -128,21 +138,55 @@ def _print_drafters(results: list[dict[str, Any]]) -> None:
     from itertools import groupby
 
     from rich.console import Console
+
+    console = Console()
+    for trace, rows in groupby(results, key=lambda result: result["trace"]):
+        of_trace = list(rows)
+        console.print(_drafters_table(trace, of_trace))
+        ratios = _ratios_table(of_trace)
+        if ratios.row_count:
+            console.print(ratios)
+
+
+def _setting(row: dict[str, Any]) -> tuple[str, ...]:
+    price = row["min_token_prob"]
+    return (
+        row["method"],
+        "" if price is None else f"{price:g}",
+        str(row["num_speculative_tokens"]),
+        str(row["history"]),
+    )
+
+
+def _table(title: str, *columns: str) -> Any:
     from rich.table import Table
 
-    for trace, rows in groupby(results, key=lambda result: result["trace"]):
-        table = Table(title=trace)
-        for name in ("method", "K", "history", "tokens/step", "drafted/step", "acceptance", "tail"):
-            table.add_column(name, justify="left" if name == "method" else "right")
-        for row in rows:
-            figures = ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step")
-            table.add_row(
-                row["method"],
-                str(row["num_speculative_tokens"]),
-                str(row["history"]),
-                *(f"{row[figure]:.3f}" for figure in figures),
-            )
-        Console().print(table)
+    table = Table(title=title)
+    for name in ("method", "P", "K", "history", *columns):
+        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    return table
+
+
+def _drafters_table(trace: str, results: list[dict[str, Any]]) -> Any:
+    table = _table(trace, "tokens/step", "drafted/step", "acceptance", "tail")
+    figures = ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step")
+    for row in results:
+        table.add_row(*_setting(row), *(f"{row[figure]:.3f}" for figure in figures))
+    return table
+
+
+def _ratios_table(results: list[dict[str, Any]]) -> Any:
+    from rollout_spec.bench_drafters import BASELINES, OURS, over_baselines
+
+    columns = [f"{figure} / {baseline}" for baseline in BASELINES for figure in ("tokens", "drafted")]
+    table = _table("ours over vLLM's suffix, per step", *columns)
+    for row in (row for row in results if row["method"] in OURS):
+        found = over_baselines(row, results)
+        if found:
+            ratios = [found.get(baseline, (None, None)) for baseline in BASELINES]
+            cells = ("" if ratio is None else f"{ratio:.3f}" for pair in ratios for ratio in pair)
+            table.add_row(*_setting(row), *cells)
+    return table
 
 
 def _run_native(args: argparse.Namespace) -> int:
