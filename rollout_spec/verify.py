@@ -393,6 +393,9 @@ def sample_recovered_tokens(
     The distribution is max(target - draft, 0), normalised; for a point-mass draft the target's without the
     draft token. An exponential race decides: argmax of probability / Exp(1) noise.
 
+    For callers of the counterparts; `rejection_sample` draws for the requests that reject only. The peak is a
+    float32 [batch, vocab_size] of noise, as theirs, whose random stream it follows.
+
     Args:
         target_probs: float32 [num_tokens, vocab_size]; the other arguments as in `rejection_sample`.
 
