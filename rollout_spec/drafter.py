@@ -30,8 +30,8 @@ _HISTORY_TOKENS_PER_ROW = 16
 _HISTORY_SHARE = 0.875  # of the byte budget: beyond it no group gets its history
 _BYTES_PER_TOKEN = 64  # about, of the index
 
-# The share of steps, of about the last ALIKE_MEMORY, whose time can be compared: below it requests come and go
-# all the time, and any step is as good as another.
+# The share of steps, of about the last ALIKE_MEMORY, whose time can be compared: below it requests come and
+# go all the time, and any step is as good as another.
 ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 
 _UNTRACKED = -1

@@ -137,9 +137,9 @@ def _run_drafters(args: argparse.Namespace) -> int:
 def _print_drafters(results: list[dict[str, Any]]) -> None:
     from itertools import groupby
 
-    from rich.console import Console
+    from rollout_spec.cli.tables import make_console
 
-    console = Console()
+    console = make_console()
     for trace, rows in groupby(results, key=lambda result: result["trace"]):
         of_trace = list(rows)
         console.print(_drafters_table(trace, of_trace))
@@ -212,10 +212,11 @@ def _run_native(args: argparse.Namespace) -> int:
 
 
 def _print(record: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from rollout_spec.cli.tables import make_console
+
+    console = make_console()
     for mode, result in record["modes"].items():
         step, steps = result["step"], result["steps"]
         caption = (
