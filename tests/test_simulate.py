@@ -178,6 +178,18 @@ def test_drafting_stops_within_200_steps_where_it_has_become_slow_and_comes_back
     assert delayed.drafts_of(200) > 300
 
 
+def test_the_guard_alone_stops_drafting_within_200_steps(monkeypatch):
+    """With a model of the costs that learns nothing of the delay."""
+    delayed = Delayed()
+    delayed.drafts_of(200)
+    assert delayed.counters.num_guard_stops == 0
+    monkeypatch.setattr(delayed.engine.drafter._gate._drafted, "learn", lambda *step: None)
+    delayed.times.delay = 1.0
+    delayed.drafts_of(200)
+    assert delayed.counters.num_guard_stops >= 1
+    assert delayed.counters.num_steps_off_guard > 100
+
+
 def test_every_so_often_a_step_goes_without_drafts():
     engine = started(requests_of([line("0", 10, 4000, 4000)], None), FLAT, 2)
     for _ in range(300):
