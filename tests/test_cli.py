@@ -49,6 +49,8 @@ def test_version():
         (["compare", "/nowhere", "/nowhere"], "/nowhere: no such file"),
         (["demo", "--output", __file__], f"{__file__}: File exists"),
         (["demo", "--output", f"{__file__}/demo"], f"{__file__}/demo: Not a directory"),
+        (["certify", "--train-file", "/nowhere"], "--train-file /nowhere: no such file"),
+        (["certify", "--train-file", __file__], f"--train-file {__file__}: cannot be read as parquet"),
         (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["demo", "--steps", "0"], "--steps 0: must be at least 1"),
         (["simulate", "/nowhere.jsonl", "--step-times", "1:0.1"], "/nowhere.jsonl"),
