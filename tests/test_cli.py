@@ -54,6 +54,7 @@ def test_version():
         (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["demo", "--steps", "0"], "--steps 0: must be at least 1"),
         (["simulate", "/nowhere.jsonl", "--step-times", "1:0.1"], "/nowhere.jsonl"),
+        (["simulate", TRACE, "--step-times", "nan:1"], "tokens from 1 and seconds above 0"),
         (["simulate", TRACE, "--step-times", "/nowhere.json"], "neither a file nor tokens:seconds"),
         (["simulate", TRACE, "--step-times", "1:0.1", "--replicas", "1", "0"], "--replicas [1, 0]: must be"),
         (
@@ -71,6 +72,15 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
     assert message in error
     assert error.startswith(f"rollout-spec {arguments[0]}: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", '{"group": "a", "prompt_token_ids": [1], "responses": [[], [2]]}\n'])
+def test_a_trace_without_a_token_is_not_simulated(text, tmp_path, capsys):
+    """Of the second trace's line only the first response is asked for."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(text)
+    assert main(["simulate", str(trace), "--step-times", "1:0.1", "--group-size", "1"]) == 2
+    assert capsys.readouterr().err == f"rollout-spec simulate: {trace}: no token in any response\n"
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
