@@ -51,6 +51,12 @@ def test_version():
         (["demo", "--output", f"{__file__}/demo"], f"{__file__}/demo: Not a directory"),
         (["certify", "--train-file", "/nowhere"], "--train-file /nowhere: no such file"),
         (["certify", "--train-file", __file__], f"--train-file {__file__}: cannot be read as parquet"),
+        (["certify", "--top-k", "-5"], "--top-k -5: must be at least 0"),
+        (["certify", "--top-p", "2"], "--top-p 2.0: must be above 0 and at most 1"),
+        (["certify", "--top-p", "nan"], "--top-p nan: must be above 0 and at most 1"),
+        (["certify", "--temperatures", "1", "nan"], "--temperatures nan: must be at least 0, and finite"),
+        (["certify", "--temperatures", "inf"], "--temperatures inf: must be at least 0, and finite"),
+        (["certify", "--distribution-samples", "-3"], "--distribution-samples -3: must be at least 0"),
         (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["demo", "--steps", "0"], "--steps 0: must be at least 1"),
         (["simulate", "/nowhere.jsonl", "--step-times", "1:0.1"], "/nowhere.jsonl"),
@@ -81,6 +87,12 @@ def test_a_trace_without_a_token_is_not_simulated(text, tmp_path, capsys):
     trace.write_text(text)
     assert main(["simulate", str(trace), "--step-times", "1:0.1", "--group-size", "1"]) == 2
     assert capsys.readouterr().err == f"rollout-spec simulate: {trace}: no token in any response\n"
+
+
+def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")  # no model: an engine would say so
+    assert main(["certify", "--model", str(tmp_path), "--output", __file__]) == 2
+    assert f"{__file__}: File exists" in capsys.readouterr().err
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
