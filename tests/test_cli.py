@@ -95,6 +95,21 @@ def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts
     assert f"{__file__}: File exists" in capsys.readouterr().err
 
 
+def test_the_certificates_page_tells_no_gap_from_no_finite_gap():
+    from rollout_spec.cli.certify import render_html
+
+    difference = {"prompt": 0, "number": 0, "temperature": 0.0, "position": 5, "explained": True}
+    record = {
+        "tokens_compared": 9, "tokens_identical": 7, "dtype": "float32", "temperatures": [0.0],
+        "differences": [difference | {"logit_gap": 0.0}, difference | {"logit_gap": None}],
+        "unexplained_differences": 0, "tolerance": 1e-3, "num_draft_tokens": 4, "num_accepted_tokens": 2,
+        "max_logprob_difference": 0.0, "mean_logprob_difference": 0.0, "untested": [],
+        "accuracy": {"off": None, "on": None}, "distribution": None, "configurations": [],
+    }  # fmt: skip
+    page = render_html(record)
+    assert page.count("<td>0.00e+00</td>") == page.count("<td>inf</td>") == 1
+
+
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(doctor, "diagnose", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -213,6 +213,9 @@ def render_html(record: dict[str, Any]) -> str:
         .from_string(template)
         .render(
             verdict=verdict(record), sentences=sentences(record), columns=COLUMNS, rows=_table_rows(record),
-            differences=[d | {"logit_gap": d["logit_gap"] or math.inf} for d in record["differences"]],
+            differences=[
+                d | {"logit_gap": math.inf if d["logit_gap"] is None else d["logit_gap"]}
+                for d in record["differences"]
+            ],
         )
     )  # fmt: skip
