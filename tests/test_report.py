@@ -120,7 +120,8 @@ def test_the_first_steps_tokens_are_compared_sample_by_sample(comparison, tmp_pa
     assert agreement == Agreement(num_tokens=2 + 2 + 2, num_identical=1 + 2 + 1)
     text = " ".join(sentences(dataclasses.replace(comparison, agreement=agreement)))
     assert "In the first step 4 of 6 tokens were the same in both runs" in text
-    assert "not the same tokens" not in text
+    assert "not recorded" not in text
+    assert "Which tokens agree was not recorded" in " ".join(sentences(comparison))
     assert first_step_agreement(tmp_path / "off", tmp_path / "nothing") is None
 
 
