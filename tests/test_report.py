@@ -227,6 +227,18 @@ def test_compare_takes_the_logger_file_itself(runs, tmp_path, capsys):
         ("not json\n", "metrics.jsonl:1: not a line"),
         ("[1, 2]\n", "metrics.jsonl:1: not a line"),
         ("", "no step has rollout/spec_rollout_seconds"),
+        (
+            '{"step": 3, "data": {"rollout/spec_rollout_seconds": 1.0, "rollout/spec_num_drafts": null}}\n',
+            "metrics.jsonl: step 3: rollout/spec_num_drafts is no finite number",
+        ),
+        (
+            '{"step": 3, "data": {"rollout/spec_rollout_seconds": "soon"}}\n',
+            "metrics.jsonl: step 3: rollout/spec_rollout_seconds is no number: 'soon'",
+        ),
+        (
+            '{"step": 3, "data": {"rollout/spec_rollout_seconds": 1.0, "critic/rewards/mean": "good"}}\n',
+            "metrics.jsonl: step 3: critic/rewards/mean is no number: 'good'",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_read_is_one_clear_line(runs, tmp_path, capsys, text, message):
