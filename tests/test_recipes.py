@@ -110,6 +110,7 @@ def run_script(*arguments: object, **env: str) -> subprocess.CompletedProcess:
     [
         (["qwen3_9b"], "size 'qwen3_9b': must be cpu, qwen3_8b, qwen3_32b or qwen3_235b"),
         (["qwen3_8b", "tpu"], "device 'tpu': must be gpu or npu"),
+        (["cpu", "npu"], "device 'npu': size cpu takes none"),
         (["qwen3_8b", "npu", "a=b"], "train.parquet: not found; make it: python recipes/dapo/prepare.py"),
     ],
 )
