@@ -40,28 +40,58 @@ def main(train: Source, val: Source, folder: str, help_: str) -> None:
     try:
         # Both before either is written.
         tables = {"train": rows(train, args.train, "--train"), "val": rows(val, args.val, "--val")}
+        args.output.mkdir(parents=True, exist_ok=True)
+        for name, table in tables.items():
+            path = args.output / f"{name}.parquet"
+            write(table, path)
+            print(f"{path}: {len(table)} prompts")
     except SourceError as error:
-        print(f"prepare.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    args.output.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        path = args.output / f"{name}.parquet"
-        write(table, path)
-        print(f"{path}: {len(table)} prompts")
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"--output {args.output}: {error.strerror or error}")
+
+
+def _fail(message: str) -> None:
+    print(f"prepare.py: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def rows(source: Source, copy: Path | None, option: str) -> list[Row]:
     """The source's rows in verl's columns, each prompt once.
 
     Raises:
-        SourceError: it cannot be reached, read, or lacks a column.
+        SourceError: it cannot be reached, read, lacks a column or a value, or a prompt is no chat.
     """
     data = _load(source, copy, option)
+    where = copy or source.name
     missing = [column for column in source.columns if column not in data.column_names]
     if missing:
-        where = copy or source.name
         raise SourceError(f"{where}: no column {', '.join(missing)} (found: {', '.join(data.column_names)})")
-    return list(_unique(source.convert(row, index) for index, row in enumerate(data)))
+    return list(
+        _unique(_converted(source, row, index, f"{where}: row {index}") for index, row in enumerate(data))
+    )
+
+
+def _converted(source: Source, row: Row, index: int, where: str) -> Row:
+    for column in source.columns:
+        if row[column] is None:
+            raise SourceError(f"{where}: {column} is null")
+    converted = source.convert(row, index)
+    if not _is_chat(converted["prompt"]):
+        raise SourceError(f"{where}: prompt must be a list of messages, each with role and content")
+    return converted
+
+
+def _is_chat(prompt: Any) -> bool:
+    return (
+        bool(prompt)
+        and isinstance(prompt, list)
+        and all(
+            isinstance(message, dict) and isinstance(message.get(key), str)
+            for message in prompt
+            for key in ("role", "content")
+        )
+    )
 
 
 def _load(source: Source, copy: Path | None, option: str) -> Any:

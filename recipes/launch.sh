@@ -1,11 +1,13 @@
 # Sourced by the recipes' run.sh: launch RECIPE [SIZE [DEVICE]] [HYDRA OVERRIDES...]
 launch() {
-    local recipe=$1 size=cpu device=gpu here
+    local recipe=$1 size=cpu device= here
     shift
     here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/$recipe
     if [[ $# -gt 0 && $1 != *=* && $1 != [+~]* ]]; then size=$1; shift; fi
     if [[ $# -gt 0 && $1 != *=* && $1 != [+~]* ]]; then device=$1; shift; fi
     [[ $size == cpu || -f $here/$size.yaml ]] || fail "size '$size': must be cpu, qwen3_8b, qwen3_32b or qwen3_235b"
+    [[ $size != cpu || -z $device ]] || fail "device '$device': size cpu takes none"
+    device=${device:-gpu}
     [[ $device == gpu || $device == npu ]] || fail "device '$device': must be gpu or npu"
     # Without byte code every process of the run compiles its imports again.
     unset PYTHONDONTWRITEBYTECODE

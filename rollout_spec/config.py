@@ -124,4 +124,4 @@ def _check(field: dataclasses.Field, value: Any) -> None:
         raise ConfigError(f"rollout.spec.{field.name}={value!r}: must be of type {expected.__name__}")
     low, high = field.metadata["low"], field.metadata["high"]
     if low is not None and not (low <= value <= high and math.isfinite(value)):
-        raise ConfigError(f"rollout.spec.{field.name}={value!r}: must be between {low:g} and {high:g}")
+        raise ConfigError(f"rollout.spec.{field.name}={value!r}: must be between {low:g} and {high:,.9g}")

@@ -94,8 +94,8 @@ def sentences(comparison: Comparison) -> list[str]:
         )
     if comparison.agreement is None:
         text.append(
-            "Both runs sample from the same distribution but not the same tokens, "
-            "so reward and response length differ by chance."
+            "Which tokens agree was not recorded; where they do not, reward and response length differ "
+            "by chance."
         )
     else:
         same, compared = comparison.agreement.num_identical, comparison.agreement.num_tokens

@@ -209,10 +209,10 @@ def read_run(path: str | Path, name: str, is_looping: Callable[[Sequence[int]], 
         is_looping: told a response's token ids; without it `looping_share` stays NaN.
 
     Raises:
-        RunError: nothing there, or no step carries rollout times.
+        RunError: nothing there, no step carries rollout times, or a value is no number.
     """
     log = read_log(path)
-    steps = tuple(_steps(log.records))
+    steps = tuple(_steps(log.records, log.source))
     if not steps:
         raise RunError(
             f"{log.source}: no step has {PREFIX}rollout_seconds; was the run started with "
@@ -226,31 +226,37 @@ def read_run(path: str | Path, name: str, is_looping: Callable[[Sequence[int]], 
 
 def read_steps(file: Path) -> Iterator[Step]:
     """The steps that the file logger has written so far."""
-    return _steps(read_json_lines(file))
+    return _steps(read_json_lines(file), str(file))
 
 
-def _steps(records: Iterable[Record]) -> Iterator[Step]:
+def _steps(records: Iterable[Record], source: str) -> Iterator[Step]:
     """Records without rollout times (a validation) are passed over."""
-    return (_step(step, data) for step, data in records if data.get(PREFIX + "rollout_seconds"))
+    return (_step(step, data, source) for step, data in records if data.get(PREFIX + "rollout_seconds"))
 
 
-def _step(step: int, data: Mapping[str, Any]) -> Step:
+def _step(step: int, data: Mapping[str, Any], source: str) -> Step:
+    def number(name: str, default: float | None = None) -> float:
+        value = data.get(name, default)
+        try:
+            # The file logger writes NaN as null.
+            return math.nan if value is None else float(value)
+        except (TypeError, ValueError):
+            raise RunError(f"{source}: step {step}: {name} is no number: {value!r}") from None
+
     def spec(name: str, default: float = 0.0) -> float:
-        return float(data.get(PREFIX + name, default))
-
-    def verl(name: str) -> float:
-        # The file logger writes NaN as null.
-        value = data.get(name)
-        return math.nan if value is None else float(value)
+        value = number(PREFIX + name, default)
+        if not math.isfinite(value):
+            raise RunError(f"{source}: step {step}: {PREFIX}{name} is no finite number")
+        return value
 
     return Step(
         step=step,
         rollout_seconds=spec("rollout_seconds"),
-        step_seconds=verl("timing_s/step"),
+        step_seconds=number("timing_s/step"),
         generated_tokens=int(spec("generated_tokens")),
-        reward=verl("critic/rewards/mean"),
-        response_length=verl("response_length/mean"),
-        entropy=verl("actor/entropy"),
+        reward=number("critic/rewards/mean"),
+        response_length=number("response_length/mean"),
+        entropy=number("actor/entropy"),
         # A run that does not draft takes one decode step a token.
         tokens_per_step=spec("tokens_per_step", 1.0),
         num_drafts=spec("num_drafts"),

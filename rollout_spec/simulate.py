@@ -84,8 +84,9 @@ class StepTimes:
 
 
 def _curve(points: Iterable[_Point]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    at, seconds, weights = np.array(sorted(points), float).reshape(-1, 3).T
-    if not len(at) or at[0] < 1 or not (seconds > 0).all() or not np.isfinite(seconds).all():
+    table = np.array(sorted(points), float).reshape(-1, 3)
+    at, seconds, weights = table.T
+    if not len(at) or not np.isfinite(table).all() or at[0] < 1 or min(*seconds, *weights) <= 0:
         raise StepTimesError("step times: need at least one point, tokens from 1 and seconds above 0")
     return at, never_falling(seconds, weights)
 
@@ -120,11 +121,15 @@ def rollouts_of(lines: Iterable[Rollout]) -> list[list[Rollout]]:
 
 
 def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Request]:
-    """One rollout: the first `group_size` responses of every line, in the order of the lines."""
+    """One rollout: the first `group_size` responses of every line, in the order of the lines.
+
+    A response without a token takes no step.
+    """
     return [
         Request(f"{i}.{j}", line.group, line.prompt_token_ids, response)
         for i, line in enumerate(lines)
         for j, response in enumerate(line.responses[:group_size])
+        if len(response)
     ]
 
 
@@ -271,6 +276,8 @@ def simulate(
     Returns:
         makespan_s, of all rollouts; tail_share, of the time that engines work, with at most tail_rows
         requests running; tokens_per_s; acceptance_rate (0 without drafts).
+
+    The trace must have a response with a token in it.
     """
     engines = [Engine(config, times, cluster.max_num_seqs, tail_rows) for _ in range(cluster.num_replicas)]
     makespan = 0.0

@@ -103,7 +103,8 @@ class SpecHttpServer(vLLMHttpServer):
         self._num_generated_tokens += len(output.token_ids)
         self._take_request_counters(output)
         if self._trace is not None and output.token_ids:
-            self._trace.add(prompt_ids, output.token_ids, extra_args.get(KEY))
+            group = self._first_turns.group(prompt_ids)
+            self._trace.add(prompt_ids, output.token_ids, group, extra_args.get(KEY))
         return output
 
     def _name_unnamed(self, prompt_ids: Sequence[int]) -> list[Any]:
@@ -255,17 +256,24 @@ class TraceWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / f"rollouts-{replica_rank}.jsonl"
         self._responses: dict[tuple[int, ...], list[tuple[list[int], Any]]] = defaultdict(list)
+        self._groups: dict[tuple[int, ...], str] = {}
 
-    def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int], name: Any = None) -> None:
-        """Record a response; `name`, the sample's own, tells it from its siblings in another run as well."""
-        self._responses[tuple(prompt_ids)].append((list(token_ids), name))
+    def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int], group: str, name: Any = None) -> None:
+        """Record a response.
+
+        Args:
+            group: the same for the prompts of all turns.
+            name: the sample's own; it tells it from its siblings in another run as well.
+        """
+        prompt = tuple(prompt_ids)
+        self._groups[prompt] = group
+        self._responses[prompt].append((list(token_ids), name))
 
     def flush(self, step: int | None) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             for prompt, responses in self._responses.items():
-                group = hashlib.sha256(np.asarray(prompt, np.int32).tobytes()).hexdigest()[:16]
                 line: Mapping[str, Any] = {
-                    "group": group,
+                    "group": self._groups[prompt],
                     "step": step,
                     "prompt_token_ids": prompt,
                     "responses": [response for response, _ in responses],
@@ -273,3 +281,4 @@ class TraceWriter:
                 }
                 file.write(json.dumps(line) + "\n")
         self._responses.clear()
+        self._groups.clear()

@@ -139,6 +139,8 @@ def test_methods_pass_their_threshold_on():
         (["--spec", "depth=3"], "rollout.spec.depth: unknown field"),
         (["--spec", "num_speculative_tokens=3"], "--spec num_speculative_tokens"),
         (["--load", "random", "--prompts", "x.parquet"], "--prompts: --load random makes prompts of its own"),
+        (["--prompts", "nowhere"], "--prompts nowhere: no such file"),
+        (["--prompts", __file__, "--model", "nowhere"], f"--prompts {__file__}: cannot be read as parquet"),
         (["--model", "nowhere"], "--model nowhere: no Hugging Face folder"),
     ],
 )

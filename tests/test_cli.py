@@ -47,9 +47,20 @@ def test_version():
     ("arguments", "message"),
     [
         (["compare", "/nowhere", "/nowhere"], "/nowhere: no such file"),
+        (["demo", "--output", __file__], f"{__file__}: File exists"),
+        (["demo", "--output", f"{__file__}/demo"], f"{__file__}/demo: Not a directory"),
+        (["certify", "--train-file", "/nowhere"], "--train-file /nowhere: no such file"),
+        (["certify", "--train-file", __file__], f"--train-file {__file__}: cannot be read as parquet"),
+        (["certify", "--top-k", "-5"], "--top-k -5: must be at least 0"),
+        (["certify", "--top-p", "2"], "--top-p 2.0: must be above 0 and at most 1"),
+        (["certify", "--top-p", "nan"], "--top-p nan: must be above 0 and at most 1"),
+        (["certify", "--temperatures", "1", "nan"], "--temperatures nan: must be at least 0, and finite"),
+        (["certify", "--temperatures", "inf"], "--temperatures inf: must be at least 0, and finite"),
+        (["certify", "--distribution-samples", "-3"], "--distribution-samples -3: must be at least 0"),
         (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["demo", "--steps", "0"], "--steps 0: must be at least 1"),
         (["simulate", "/nowhere.jsonl", "--step-times", "1:0.1"], "/nowhere.jsonl"),
+        (["simulate", TRACE, "--step-times", "nan:1"], "tokens from 1 and seconds above 0"),
         (["simulate", TRACE, "--step-times", "/nowhere.json"], "neither a file nor tokens:seconds"),
         (["simulate", TRACE, "--step-times", "1:0.1", "--replicas", "1", "0"], "--replicas [1, 0]: must be"),
         (
@@ -67,6 +78,36 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
     assert message in error
     assert error.startswith(f"rollout-spec {arguments[0]}: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", '{"group": "a", "prompt_token_ids": [1], "responses": [[], [2]]}\n'])
+def test_a_trace_without_a_token_is_not_simulated(text, tmp_path, capsys):
+    """Of the second trace's line only the first response is asked for."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(text)
+    assert main(["simulate", str(trace), "--step-times", "1:0.1", "--group-size", "1"]) == 2
+    assert capsys.readouterr().err == f"rollout-spec simulate: {trace}: no token in any response\n"
+
+
+def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")  # no model: an engine would say so
+    assert main(["certify", "--model", str(tmp_path), "--output", __file__]) == 2
+    assert f"{__file__}: File exists" in capsys.readouterr().err
+
+
+def test_the_certificates_page_tells_no_gap_from_no_finite_gap():
+    from rollout_spec.cli.certify import render_html
+
+    difference = {"prompt": 0, "number": 0, "temperature": 0.0, "position": 5, "explained": True}
+    record = {
+        "tokens_compared": 9, "tokens_identical": 7, "dtype": "float32", "temperatures": [0.0],
+        "differences": [difference | {"logit_gap": 0.0}, difference | {"logit_gap": None}],
+        "unexplained_differences": 0, "tolerance": 1e-3, "num_draft_tokens": 4, "num_accepted_tokens": 2,
+        "max_logprob_difference": 0.0, "mean_logprob_difference": 0.0, "untested": [],
+        "accuracy": {"off": None, "on": None}, "distribution": None, "configurations": [],
+    }  # fmt: skip
+    page = render_html(record)
+    assert page.count("<td>0.00e+00</td>") == page.count("<td>inf</td>") == 1
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):

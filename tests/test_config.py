@@ -45,6 +45,8 @@ def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
         ({"method": "ngram"}, "must be one of sam, off"),
         ({"batch_threshold": "fast"}, "rollout.spec.batch_threshold='fast': must be a number or auto"),
         ({"batch_threshold": 1.5}, "rollout.spec.batch_threshold=1.5: must be of type int"),
+        ({"max_index_mb": 0}, "rollout.spec.max_index_mb=0: must be between 1 and 1,048,576"),
+        ({"max_spec_factor": 1025}, "must be between 0 and 1,024"),
         ({"routing": "random"}, "rollout.spec.routing='random': must be one of default, group"),
     ],
 )

@@ -110,6 +110,7 @@ def run_script(*arguments: object, **env: str) -> subprocess.CompletedProcess:
     [
         (["qwen3_9b"], "size 'qwen3_9b': must be cpu, qwen3_8b, qwen3_32b or qwen3_235b"),
         (["qwen3_8b", "tpu"], "device 'tpu': must be gpu or npu"),
+        (["cpu", "npu"], "device 'npu': size cpu takes none"),
         (["qwen3_8b", "npu", "a=b"], "train.parquet: not found; make it: python recipes/dapo/prepare.py"),
     ],
 )
@@ -191,7 +192,11 @@ def test_a_copy_becomes_rows_that_verl_scores(recipe: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('{"question": "?"}\n', "no column problem, answer (found: question)"), ("{", "--train ")],
+    [
+        ('{"question": "?"}\n', "no column problem, answer (found: question)"),
+        ("{", "--train "),
+        ('{"problem": "?", "answer": "2"}\n{"problem": null, "answer": "2"}\n', "row 1: problem is null"),
+    ],
 )
 def test_a_wrong_copy_is_one_line(text: str, message: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy.jsonl"
@@ -201,6 +206,35 @@ def test_a_wrong_copy_is_one_line(text: str, message: str, tmp_path: Path) -> No
     )
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("prompt", ["1 + 1?", [], [{"role": "user", "content": None}], ["1 + 1?"]])
+def test_a_prompt_must_be_a_chat(prompt: Any, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.json"
+    copy.write_text(json.dumps([COPIES["dapo"] | {"prompt": prompt}]))
+    done = run_script(
+        sys.executable, ROOT / "recipes/dapo/prepare.py", "--train", copy, HF_HOME=str(tmp_path)
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"prepare.py: {copy}: row 0: prompt must be a list of messages, each with role and content"
+    )
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("below", "reason"), [("", "File exists"), ("data", "Not a directory")])
+def test_an_output_that_is_a_file_is_one_line(below: str, reason: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text(json.dumps(COPIES["grpo"]) + "\n")
+    output = copy / below
+    done = run_script(
+        sys.executable, ROOT / "recipes/grpo/prepare.py", "--train", copy, "--val", copy, "--output", output,
+        HF_HOME=str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"prepare.py: --output {output}: {reason}"
+    assert "Traceback" not in done.stderr
 
 
 class Queue:

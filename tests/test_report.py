@@ -120,7 +120,8 @@ def test_the_first_steps_tokens_are_compared_sample_by_sample(comparison, tmp_pa
     assert agreement == Agreement(num_tokens=2 + 2 + 2, num_identical=1 + 2 + 1)
     text = " ".join(sentences(dataclasses.replace(comparison, agreement=agreement)))
     assert "In the first step 4 of 6 tokens were the same in both runs" in text
-    assert "not the same tokens" not in text
+    assert "not recorded" not in text
+    assert "Which tokens agree was not recorded" in " ".join(sentences(comparison))
     assert first_step_agreement(tmp_path / "off", tmp_path / "nothing") is None
 
 
@@ -226,6 +227,18 @@ def test_compare_takes_the_logger_file_itself(runs, tmp_path, capsys):
         ("not json\n", "metrics.jsonl:1: not a line"),
         ("[1, 2]\n", "metrics.jsonl:1: not a line"),
         ("", "no step has rollout/spec_rollout_seconds"),
+        (
+            '{"step": 3, "data": {"rollout/spec_rollout_seconds": 1.0, "rollout/spec_num_drafts": null}}\n',
+            "metrics.jsonl: step 3: rollout/spec_num_drafts is no finite number",
+        ),
+        (
+            '{"step": 3, "data": {"rollout/spec_rollout_seconds": "soon"}}\n',
+            "metrics.jsonl: step 3: rollout/spec_rollout_seconds is no number: 'soon'",
+        ),
+        (
+            '{"step": 3, "data": {"rollout/spec_rollout_seconds": 1.0, "critic/rewards/mean": "good"}}\n',
+            "metrics.jsonl: step 3: critic/rewards/mean is no number: 'good'",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_read_is_one_clear_line(runs, tmp_path, capsys, text, message):

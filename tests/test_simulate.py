@@ -76,6 +76,14 @@ def test_a_rollout_without_drafts_by_hand():
     assert both.tail_seconds == 1.0
 
 
+def test_a_response_without_a_token_takes_no_step():
+    empty, full = line("0", 5, 0, 0), line("1", 5, 3, 0, 2)
+    cluster, on = Cluster(2, 4, None), SpecConfig(batch_threshold=8)
+    assert simulate([empty, full], cluster, on, STEPPED, 1) == simulate(
+        [line("1", 5, 3, 2)], cluster, on, STEPPED, 1
+    )
+
+
 def test_drafts_change_the_time_and_nothing_else():
     lines = rollouts()
     requests = requests_of(lines, None)
@@ -229,7 +237,7 @@ def test_step_times_are_read_from_text_and_from_the_bench(tmp_path):
     assert (times.seconds(7, False), times.seconds(7, True)) == (0.1, 0.3)
 
 
-@pytest.mark.parametrize("text", ["", "8", "8:x", "8:-1", "0:1", "8:inf"])
+@pytest.mark.parametrize("text", ["", "8", "8:x", "8:-1", "0:1", "8:inf", "nan:1", "8:1,nan:1", "inf:1"])
 def test_step_times_that_cannot_be(text):
     with pytest.raises(StepTimesError, match="step times"):
         StepTimes.parse(text)
@@ -237,7 +245,9 @@ def test_step_times_that_cannot_be(text):
 
 def test_a_file_that_is_no_table(tmp_path):
     file = tmp_path / "x.json"
-    for content in ("", "[]", "{}", '{"step_times": [{"num_tokens": 1}]}', '{"step_times": []}'):
+    never = '{"num_tokens": 1, "seconds": 0.1, "num_steps": 0, "drafted": false}'
+    for content in ("", "[]", "{}", '{"step_times": [{"num_tokens": 1}]}', '{"step_times": []}',
+                    f'{{"step_times": [{never}]}}'):  # fmt: skip
         file.write_text(content)
         with pytest.raises(StepTimesError, match="step"):
             StepTimes.parse(str(file))

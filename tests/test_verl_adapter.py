@@ -343,9 +343,9 @@ def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:
     from rollout_spec.verl_server import TraceWriter
 
     writer = TraceWriter(tmp_path / "traces", replica_rank=1)
-    writer.add([1, 2], [3])
-    writer.add([5], [6, 7])
-    writer.add([1, 2], [4, 4], [7, 1, "train"])
+    writer.add([1, 2], [3], "first")
+    writer.add([5], [6, 7], "second")
+    writer.add([1, 2], [4, 4], "first", [7, 1, "train"])
     writer.flush(step=3)
     writer.flush(step=4)
     lines = [json.loads(line) for line in (tmp_path / "traces/rollouts-1.jsonl").read_text().splitlines()]
@@ -353,7 +353,47 @@ def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:
         (3, [1, 2], [[3], [4, 4]]),
         (3, [5], [[6, 7]]),
     ]
+    assert [line["group"] for line in lines] == ["first", "second"]
     assert lines[0]["names"] == [None, [7, 1, "train"]]
+
+
+@pytest.mark.parametrize("method", ["off", "sam"])
+def test_the_turns_of_a_prompt_are_recorded_as_one_group(
+    method: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our server around upstream's, which would need an engine."""
+    import asyncio
+    import hashlib
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from rollout_spec import verl_server
+
+    def init(self: Any) -> None:
+        options = {"vllm": {"additional_config": {"rollout_spec": {"method": method}}}}
+        self.config = OmegaConf.create({"engine_kwargs": options, "seed": 0})
+        self.replica_rank, self.global_steps = 0, 1
+
+    async def generate(self: Any, *_: Any) -> Any:
+        return SimpleNamespace(token_ids=[8, 9], extra_fields={})
+
+    monkeypatch.setattr(verl_server.vLLMHttpServer, "__init__", init)
+    monkeypatch.setattr(verl_server.vLLMHttpServer, "generate", generate)
+    monkeypatch.setenv("ROLLOUT_SPEC_TRACE_DIR", str(tmp_path))
+    server = verl_server.SpecHttpServer()
+    for prompt in ([1, 2], [1, 2], [3, 4], [1, 2, 8, 9, 5]):
+        asyncio.run(server.generate(prompt, {}, "id"))
+    server._trace.flush(1)
+    lines = [json.loads(line) for line in (tmp_path / "rollouts-0.jsonl").read_text().splitlines()]
+    first, second = (
+        hashlib.sha256(np.array(prompt, np.int32).tobytes()).hexdigest()[:16] for prompt in ([1, 2], [3, 4])
+    )
+    assert [(line["group"], len(line["responses"])) for line in lines] == [
+        (first, 2),
+        (second, 1),
+        (first, 1),
+    ]
 
 
 def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:

@@ -22,6 +22,7 @@ OPTIONAL = {
     "gguf": "demo",
     "pandas": "demo",
 }
+_FILE_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 COMMANDS = ("demo", "replay", "corpus", "compare", "certify", "bench", "simulate", "doctor")
 
 
@@ -74,8 +75,8 @@ def _user_error(error: Exception) -> str | None:
 
     if isinstance(error, (UserError, ConfigError, RunError)):
         return str(error)
-    if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)):
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, _FILE_ERRORS):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
         return f"needs {error.name}: pip install 'rollout-spec[{OPTIONAL[error.name]}]'"
     return None

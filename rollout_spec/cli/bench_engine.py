@@ -160,15 +160,15 @@ def _load(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     )
     from rollout_spec.demo.data import make_rows
 
+    # Before the model is made, which takes longer.
+    given = read_rows("--prompts", args.prompts, args.num_prompts) if args.prompts else []
     args.dtype = args.dtype or default_dtype()
     model = model_folder(args.model, args.dtype)
     if args.load == "random":
         vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
         prompts = random_prompts(args.num_prompts, vocab_size, args.seed)
-    elif args.prompts:
-        prompts = tokenized(model, read_rows("--prompts", args.prompts, args.num_prompts))
     else:
-        prompts = tokenized(model, make_rows(args.num_prompts, args.seed, "bench"))
+        prompts = tokenized(model, given or make_rows(args.num_prompts, args.seed, "bench"))
     temperature = args.temperature
     if temperature is None:
         temperature = 1.5 if args.load == "random" else 1.0 if args.prompts else 0.7

@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     rows, plan_of = _rows(args), _checked(args)
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the answer is on standard output
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -65,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
             difference["logit_gap"] = None
     rendered = json.dumps(record, indent=2, allow_nan=False)
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "certificate.json").write_text(rendered + "\n")
         (args.output / "certificate.html").write_text(render_html(record))
     if args.json:
@@ -83,17 +84,22 @@ def passed(record: dict[str, Any]) -> bool:
 def _checked(args: argparse.Namespace) -> dict[str, Any]:
     """The plan's arguments, but for the prompts."""
     lists = {
-        "--num-speculative-tokens": args.num_speculative_tokens,
-        "--group-sizes": args.group_sizes,
-        "--num-prompts": [args.num_prompts],
-        "--max-tokens": [args.max_tokens],
-        "--max-num-seqs": [args.max_num_seqs],
+        "--num-speculative-tokens": (1, args.num_speculative_tokens),
+        "--group-sizes": (1, args.group_sizes),
+        "--num-prompts": (1, [args.num_prompts]),
+        "--max-tokens": (1, [args.max_tokens]),
+        "--max-num-seqs": (1, [args.max_num_seqs]),
+        "--top-k": (0, [args.top_k]),
+        "--distribution-samples": (0, [args.distribution_samples]),
     }
-    for name, values in lists.items():
-        if min(values) < 1:
-            raise UserError(f"{name} {min(values)}: must be at least 1")
-    if min(args.temperatures) < 0:
-        raise UserError(f"--temperatures {min(args.temperatures)}: must be at least 0")
+    for name, (low, values) in lists.items():
+        if min(values) < low:
+            raise UserError(f"{name} {min(values)}: must be at least {low}")
+    for temperature in args.temperatures:
+        if not 0 <= temperature < math.inf:
+            raise UserError(f"--temperatures {temperature}: must be at least 0, and finite")
+    if not 0 < args.top_p <= 1:
+        raise UserError(f"--top-p {args.top_p}: must be above 0 and at most 1")
     for k in args.num_speculative_tokens:
         for threshold in args.batch_thresholds:
             SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)
@@ -207,6 +213,9 @@ def render_html(record: dict[str, Any]) -> str:
         .from_string(template)
         .render(
             verdict=verdict(record), sentences=sentences(record), columns=COLUMNS, rows=_table_rows(record),
-            differences=[d | {"logit_gap": d["logit_gap"] or math.inf} for d in record["differences"]],
+            differences=[
+                d | {"logit_gap": math.inf if d["logit_gap"] is None else d["logit_gap"]}
+                for d in record["differences"]
+            ],
         )
     )  # fmt: skip

@@ -46,7 +46,12 @@ def read_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:
     """The first rows of a verl parquet file of prompts."""
     import pandas
 
-    records = pandas.read_parquet(file).to_dict("records")
+    if not file.is_file():
+        raise UserError(f"{option} {file}: no such file")
+    try:
+        records = pandas.read_parquet(file).to_dict("records")
+    except (ValueError, OSError) as error:
+        raise UserError(f"{option} {file}: cannot be read as parquet: {error}") from error
     rows = [{str(name): value for name, value in record.items()} for record in records]
     if not rows or "prompt" not in rows[0]:
         raise UserError(f"{option} {file}: no column `prompt`, or no row")

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli import UserError
     from rollout_spec.replay import TraceError, read_trace
-    from rollout_spec.simulate import Cluster, StepTimes, StepTimesError
+    from rollout_spec.simulate import Cluster, StepTimes, StepTimesError, requests_of
 
     for name in ("replicas", "max_num_seqs", "group_size", "limit_groups", "tail_rows"):
         value = getattr(args, name)
@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         lines = list(itertools.islice(read_trace(args.trace), args.limit_groups))
     except (StepTimesError, TraceError) as error:
         raise UserError(str(error)) from error
+    if not all(requests_of(lines, cluster.group_size) for cluster in clusters):
+        raise UserError(f"{args.trace}: no token in any response")
     results = [_simulate(lines, cluster, configs, times, args) for cluster in clusters]
     if args.json:
         print(json.dumps({"results": results}, indent=2, allow_nan=False))

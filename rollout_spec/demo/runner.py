@@ -94,8 +94,8 @@ def prepare(plan: Plan, watcher: Watcher) -> tuple[Path, Path]:
     """The model folder and the training file, made in the output folder unless the plan names others."""
     from rollout_spec.demo.data import make_data
 
-    watcher.phase("making the model and the data")
     plan.output.mkdir(parents=True, exist_ok=True)
+    watcher.phase("making the model and the data")
     train_file = plan.train_file or make_data(plan.output, num_train=num_prompts(plan), seed=plan.seed)[0]
     return (plan.model or _make_model(plan.output)).absolute(), train_file.absolute()
 
