@@ -20,7 +20,8 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
 
 from rollout_spec import noise, verify
 from rollout_spec.noise import make_key
@@ -54,6 +55,40 @@ _MIN_TOKENS = Patch(
 )
 # What an engine's processes apply to themselves: all but the last with rollout.spec.verify=coupled only.
 ENGINE_PATCHES = (_KEYED, _COUPLED, _MIN_TOKENS)
+
+
+# What hooks and our top-k-top-p sampler take vLLM's calls to pass on.
+_PARAMETERS = {
+    _KEYED: (
+        (Sampler, "forward", ("logits", "sampling_metadata")),
+        (TopKTopPSampler, "forward_native", ("logits", "generators", "k", "p")),
+    ),
+    _MIN_TOKENS: (
+        (Sampler, "forward", ("logits", "sampling_metadata", "predict_bonus_token")),
+        (rejection_sampler.RejectionSampler, "forward",
+         ("metadata", "draft_probs", "logits", "sampling_metadata")),
+    ),
+}  # fmt: skip
+
+
+def check_engine_patches() -> None:
+    """See, without an engine, that `ENGINE_PATCHES` fit the installed packages.
+
+    Raises:
+        PatchError: one of them does not.
+    """
+    for patch in _PARAMETERS:
+        _check_parameters(patch)
+    for module in _rejection_samplers():
+        _checked_to_logits(module)
+
+
+def _check_parameters(patch: Patch) -> None:
+    for owner, name, expected in _PARAMETERS[patch]:
+        names = tuple(inspect.signature(getattr(owner, name)).parameters)[1:]
+        if names[: len(expected)] != expected:
+            where = f"{owner.__name__}.{name}"
+            raise PatchError(f"patch {patch.name!r} does not fit: {where} takes {', '.join(names)}")
 
 
 class RowGenerators(dict[int, torch.Generator]):
@@ -126,15 +161,16 @@ class RowSampling:
         """Hook the runner's samplers; once in a runner's life."""
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
         if verifier is not None:
+            _check_parameters(_MIN_TOKENS)
             verifier.register_forward_pre_hook(self._before_verification, with_kwargs=True)
             sampler.register_forward_pre_hook(_before_bonus_token, with_kwargs=True)
             record(_MIN_TOKENS)
         if not self._coupled:
             return
+        _check_parameters(_KEYED)
         noise.check(self._runner.device)
-        let_rejection_sample_be_coupled(rejection_sampler)
-        if ASCEND in sys.modules:  # its sampler calls its own function
-            let_rejection_sample_be_coupled(sys.modules[ASCEND])
+        for module in _rejection_samplers():
+            let_rejection_sample_be_coupled(module)
         sampler.topk_topp_sampler = KeyedTopKTopPSampler(sampler.topk_topp_sampler, sampler.logprobs_mode)
         sampler.register_forward_pre_hook(self._before_plain_step, with_kwargs=True)
         record(_KEYED)
@@ -212,18 +248,18 @@ class KeyedTopKTopPSampler(torch.nn.Module):
         return generators.step.sample_behind(logits), processed
 
 
+def _rejection_samplers() -> list[Any]:
+    """The modules whose `rejection_sample` is called: vLLM's, and vllm-ascend's sampler calls its own."""
+    return [rejection_sampler, *([sys.modules[ASCEND]] if ASCEND in sys.modules else [])]
+
+
 def let_rejection_sample_be_coupled(module: Any) -> None:
     """Let a module's `rejection_sample` be coupled verification in steps whose rows have keys.
 
     Raises:
         PatchError: it takes other arguments than vLLM's or vllm-ascend's that are known here.
     """
-    where = f"{module.__name__}.rejection_sample"
-    standard = module.rejection_sample
-    names = tuple(inspect.signature(standard).parameters)[: len(_ARGUMENTS)]
-    to_logits = _TO_LOGITS.get(names[_TARGET]) if len(names) > _TARGET else None
-    if to_logits is None or names != (*_ARGUMENTS[:_TARGET], names[_TARGET], *_ARGUMENTS[_TARGET + 1 :]):
-        raise PatchError(f"patch {_COUPLED.name!r} does not fit: {where} takes {', '.join(names)}")
+    standard, to_logits = module.rejection_sample, _checked_to_logits(module)
 
     @functools.wraps(standard)
     def rejection_sample(
@@ -254,6 +290,16 @@ def let_rejection_sample_be_coupled(module: Any) -> None:
         )  # fmt: skip
 
     replace_function(module, "rejection_sample", rejection_sample, patch=_COUPLED)
+
+
+def _checked_to_logits(module: Any) -> Callable[[Any], torch.Tensor]:
+    """What makes logits of that which a module's `rejection_sample` takes for the target."""
+    names = tuple(inspect.signature(module.rejection_sample).parameters)[: len(_ARGUMENTS)]
+    to_logits = _TO_LOGITS.get(names[_TARGET]) if len(names) > _TARGET else None
+    if to_logits is None or names != (*_ARGUMENTS[:_TARGET], names[_TARGET], *_ARGUMENTS[_TARGET + 1 :]):
+        where = f"{module.__name__}.rejection_sample"
+        raise PatchError(f"patch {_COUPLED.name!r} does not fit: {where} takes {', '.join(names)}")
+    return to_logits
 
 
 def _whole(target: Any) -> torch.Tensor:

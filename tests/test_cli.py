@@ -150,6 +150,23 @@ def test_doctor_fails_where_torch_cannot_be_imported():
     assert any(line.split()[1] == "device" for line in lines)
 
 
+def test_doctor_fails_on_a_native_module_of_another_version():
+    code = (
+        "import sys; from types import SimpleNamespace; from rollout_spec import _native;"
+        "from rollout_spec.cli import doctor, main;"
+        "lib = SimpleNamespace(rs_abi_version=lambda: 1);"
+        "sys.modules['rollout_spec._native'] = SimpleNamespace(ffi=_native.ffi, lib=lib);"
+        "doctor.PROBES = [pair for pair in doctor.PROBES if pair[0] == 'native module'];"
+        "sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    [line] = done.stdout.splitlines()
+    assert line.startswith("fail  native module")
+    assert "version 1 of its interface" in line
+    assert "build it again" in line
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "fails"),
     [

@@ -159,7 +159,6 @@ def _patches() -> Iterator[Check]:
     from rollout_spec import verl_metrics, vllm_plugin
     from rollout_spec.patches import applied
     from rollout_spec.vllm_ascend_patches import MODULE
-    from rollout_spec.vllm_sampler import ENGINE_PATCHES
 
     vllm_plugin.register()
     if importlib.util.find_spec(MODULE.partition(".")[0]):
@@ -167,6 +166,13 @@ def _patches() -> Iterator[Check]:
     verl_metrics.install()
     for patch in applied():
         yield Check(f"patch {patch.name}", OK, f"{patch.reason} (until {patch.until})")
+
+
+def _engine_patches() -> Iterator[Check]:
+    """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
+    from rollout_spec.vllm_sampler import ENGINE_PATCHES, check_engine_patches
+
+    check_engine_patches()
     for patch in ENGINE_PATCHES:
         yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")
 
@@ -179,6 +185,7 @@ PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
     ("entry points", _entry_points),
     ("rollout.spec", _hydra_group),
     ("patches", _patches),
+    ("engine patches", _engine_patches),
 )
 
 

@@ -179,3 +179,26 @@ def test_the_distribution_is_plain_vllms(make_engine: Any) -> None:
 def test_what_cannot_be_coupled_is_refused(make_engine: Any, arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_engine(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("where", "patch"),
+    [
+        ("sampler.Sampler.forward", "vllm-keyed-sampler"),
+        ("ops.topk_topp_sampler.TopKTopPSampler.forward_native", "vllm-keyed-sampler"),
+        ("rejection_sampler.RejectionSampler.forward", "vllm-min-tokens-bonus"),
+        ("rejection_sampler.rejection_sample", "vllm-coupled-verification"),
+    ],
+)
+def test_doctor_fails_where_an_engine_patch_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, patch: str
+) -> None:
+    from rollout_spec.cli import doctor, main
+
+    monkeypatch.setattr(doctor, "PROBES", [("engine patches", doctor._engine_patches)])
+    assert main(["doctor"]) == 0
+    monkeypatch.setattr(f"vllm.v1.sample.{where}", lambda self, other: None)
+    capsys.readouterr()
+    assert main(["doctor"]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"fail  engine patches  PatchError: patch '{patch}' does not fit")

@@ -128,8 +128,21 @@ def request(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return json.load(answer)
 
 
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import core_client
+
+    def launch(*_: Any, **__: Any) -> None:
+        pytest.fail("an engine was launched")
+
+    monkeypatch.setattr(core_client.EngineCoreClient, "make_client", launch)
+
+
 def spec(**options: Any) -> dict[str, Any]:
     return {"batch_threshold": 8, **options}
+
+
+SPECULATIVE = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 8}
 
 
 @pytest.mark.parametrize(
@@ -141,25 +154,35 @@ def spec(**options: Any) -> dict[str, Any]:
         ({}, {"method": "off"}, r"rollout\.spec\.method=off together with"),
         ({"override_generation_config": {"min_p": 0.1}}, {}, r"generation_config\.min_p"),
         ({"logits_processors": ["json.JSONDecoder"]}, {}, r"logits_processors"),
+        (
+            {"speculative_config": SPECULATIVE | {"num_speculative_tokens_per_batch_size": [[1, 64, 8]]}},
+            {},
+            r"num_speculative_tokens_per_batch_size: the drafter has its own gate",
+        ),
     ],
 )
 def test_refused_before_an_engine_process_is_launched(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, arguments: dict, options: dict, message: str
+    make_engine: Any, no_launch: None, arguments: dict, options: dict, message: str
 ) -> None:
-    from vllm.v1.engine import core_client
-
-    def launch(*_: Any, **__: Any) -> None:
-        pytest.fail("an engine was launched")
-
-    monkeypatch.setattr(core_client.EngineCoreClient, "make_client", launch)
     with pytest.raises(ValueError, match=message):
         make_engine(spec(**options), **arguments)
 
 
+def test_coupled_verification_refuses_model_runner_v2(
+    make_engine: Any, no_launch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import VllmConfig
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    # As where vLLM's own conditions hold: here it refuses for want of Triton.
+    monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
+    with pytest.raises(ValueError, match=r"verify=coupled needs .* set VLLM_USE_V2_MODEL_RUNNER=0"):
+        make_engine(additional_config={"rollout_spec": {"method": "off", "verify": "coupled"}})
+
+
 def test_two_numbers_of_draft_tokens_are_refused(make_engine: Any) -> None:
-    speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4}
-    with pytest.raises(ValueError, match="num_speculative_tokens=8 differs from"):
-        make_engine(spec(num_speculative_tokens=8), speculative_config=speculative)
+    with pytest.raises(ValueError, match="num_speculative_tokens=4 differs from"):
+        make_engine(spec(num_speculative_tokens=4), speculative_config=SPECULATIVE)
 
 
 def test_without_the_plugin_the_engine_does_not_start(

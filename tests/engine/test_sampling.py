@@ -19,6 +19,11 @@ PENALTIES = {
     "temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.6,
 }  # fmt: skip
 
+cpu_only = pytest.mark.skipif(
+    "not __import__('vllm').platforms.current_platform.is_cpu()",
+    reason="only vLLM's CPU engine has these defects: elsewhere nothing is mended and nothing can fail",
+)
+
 
 def sample(llm: Any, seed: int, **settings: Any) -> list[list[int]]:
     import torch
@@ -55,26 +60,30 @@ def settings() -> list[dict[str, Any]]:
 
 
 def test_drafts_leave_the_distribution(make_engine: Any, settings: list[dict[str, Any]]) -> None:
+    """Also by vLLM's own way of verification, where the CPU engine needs the mend of `rejection_sample`."""
     plain = make_engine(max_num_seqs=64)
-    drafting = make_engine({"min_match_len": 1, "num_speculative_tokens": 3}, max_num_seqs=64)
+    coupled, standard = (
+        make_engine({"min_match_len": 1, "num_speculative_tokens": 3, "verify": verify}, max_num_seqs=64)
+        for verify in ("coupled", "standard")
+    )
     values: list[float] = []
     for i, setting in enumerate(settings):
-        values += p_values(sample(plain, i, **setting), sample(drafting, 100 + i, **setting))
-    stats = proposer_of(drafting)._drafter.index.stats()
-    assert 0.05 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95, (
-        "drafts must be accepted and rejected"
-    )
+        expected = sample(plain, i, **setting)
+        values += p_values(expected, sample(coupled, 100 + i, **setting))
+    values += p_values(expected, sample(standard, 200, **setting))
+    for llm in (coupled, standard):
+        stats = proposer_of(llm)._drafter.index.stats()
+        assert 0.05 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95, (
+            "drafts must be accepted and rejected"
+        )
     assert min(values) > FALSE_ALARM_RATE / len(values), values
     # The comparison would notice penalties that are lost or that do not see the draft's own tokens.
     for lost in (("repetition_penalty",), ("presence_penalty", "frequency_penalty")):
         kept = {name: value for name, value in PENALTIES.items() if name not in lost}
-        assert min(p_values(sample(plain, 7, **PENALTIES), sample(drafting, 8, **kept))) < 1e-8
+        assert min(p_values(sample(plain, 7, **PENALTIES), sample(coupled, 8, **kept))) < 1e-8
 
 
-@pytest.mark.skipif(
-    "not __import__('vllm').platforms.current_platform.is_cpu()",
-    reason="only vLLM's CPU engine has this defect: elsewhere nothing is mended and nothing can fail",
-)
+@cpu_only
 def test_the_comparison_fails_on_the_upstream_bug(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the mend of `expand_batch_to_tokens` the same comparison finds the wrong distribution."""
     from vllm.v1.sample import rejection_sampler
@@ -87,6 +96,49 @@ def test_the_comparison_fails_on_the_upstream_bug(make_engine: Any, monkeypatch:
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", original)
     plain = sample(make_engine(max_num_seqs=64), 1, temperature=0.6)
     assert min(p_values(plain, sample(drafting, 2, temperature=0.6))) < 1e-12
+
+
+def right_expand(
+    output: Any, values: Any, cu_num_tokens: Any, replace_from: int, replace_to: int, **_: Any
+) -> None:
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
+
+
+def right_recovery(
+    output: Any, cu_num_tokens: Any, draft: Any, draft_probs: Any, probs: Any, inv_q: Any, *_: Any, **__: Any
+) -> None:
+    """For drafts without probabilities, one token each."""
+    output.copy_((probs * inv_q).scatter(1, draft.unsqueeze(1), 0).argmax(dim=1))
+
+
+@cpu_only
+@pytest.mark.parametrize("right", [(), ("expand",), ("recovery",), ("expand", "recovery")], ids="+".join)
+def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tuple[str, ...]) -> None:
+    """The day upstream is right its functions stay: here its kernels are exchanged for right ones."""
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+
+    from rollout_spec import patches, verify, vllm_patches
+
+    kernels = {
+        "expand": ("_expand_kernel_impl", right_expand),
+        "recovery": ("_sample_recovered_tokens_kernel_impl", right_recovery),
+    }
+    for name in right:
+        monkeypatch.setattr(cpu_triton_utils, *kernels[name])
+    replaced = {"expand": "expand_batch_to_tokens", "recovery": "rejection_sample"}
+    for owner in (rejection_sampler, verify):  # not those that this process may have mended already
+        for function in replaced.values():
+            monkeypatch.setattr(owner, function, lambda *_: None)
+    monkeypatch.setattr(patches, "_applied", {})
+    before = {name: getattr(rejection_sampler, function) for name, function in replaced.items()}
+    assert vllm_patches.expand_is_right() == ("expand" in right)
+    assert vllm_patches.recovery_is_right() == ("recovery" in right)
+    vllm_patches.mend_cpu_sampling()
+    kept = {name for name in replaced if getattr(rejection_sampler, replaced[name]) is before[name]}
+    assert kept == set(right)
+    assert len(patches.applied()) == len(replaced) - len(right)
 
 
 def test_seeded_requests_repeat(make_engine: Any) -> None:

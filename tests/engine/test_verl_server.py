@@ -154,6 +154,25 @@ def test_a_server_reports_its_rollout_and_a_weight_sync_ends_it(make_server: Any
     assert (empty.requests, empty.num_generated_tokens, empty.engine.num_steps) == ([], 0, 0)
 
 
+def test_the_turns_of_a_trajectory_and_of_its_siblings_are_one_group(make_server: Any) -> None:
+    server = make_server({})
+    index = proposer_of(server.engine.llm)._drafter.index
+
+    def respond(prompt: list[int]) -> list[int]:
+        params = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        return list(asyncio.run(server.generate(prompt, params, "id")).token_ids)
+
+    response = respond(PROMPTS[0])
+    before = index.stats()
+    respond(PROMPTS[0] + response + [9, 10, 11])
+    respond(PROMPTS[0] + response[:7] + [12] + response[8:] + [9, 10])
+    after = index.stats()
+    assert after.num_groups == before.num_groups == 1
+    assert after.num_accepted_tokens > before.num_accepted_tokens
+    respond(PROMPTS[1])
+    assert index.stats().num_groups == 2
+
+
 def test_siblings_differ_though_full_determinism_gives_them_one_seed(make_server: Any) -> None:
     """Requests as verl's agent loops send them, with names, and others without."""
     from rollout_spec.verl_agent_loop import sample_name
