@@ -6,6 +6,8 @@ repository root, where setuptools runs this file.
 
 from __future__ import annotations
 
+import os
+import sysconfig
 from pathlib import Path
 
 from cffi import FFI
@@ -23,6 +25,8 @@ SOURCES = (
     "step",
     "validate",
 )
+# Functions are inlined across the files (a tenth of a draft step); clang's linker may lack the plugin for it.
+INLINED = ["-flto"] if "gcc" in (os.environ.get("CC") or sysconfig.get_config_var("CC") or "") else []
 
 
 def read_cdef(header: Path = HEADER) -> str:
@@ -39,9 +43,8 @@ ffibuilder.set_source(
     sources=[f"native/{name}.c" for name in SOURCES],
     include_dirs=["native"],
     depends=[str(path) for path in sorted(Path("native").glob("*.h"))],
-    # Functions are inlined across the files: only the module's init function is visible.
-    extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden", "-flto"],
-    extra_link_args=["-O3", "-flto"],
+    extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden", *INLINED],
+    extra_link_args=["-O3", *INLINED],
     py_limited_api=True,
 )
 
