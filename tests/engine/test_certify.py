@@ -66,8 +66,11 @@ def test_a_wrong_sampler_is_not_certified(tiny_model: str, monkeypatch: pytest.M
     from rollout_spec.cli.certify import passed
     from rollout_spec.vllm_certify import certify
 
-    right = verify.coupled_sample
-    monkeypatch.setattr(verify, "coupled_sample", lambda *args: right(*args[:-1], args[-1] + 1))
+    def of_the_next_position(step: verify.KeyedStep, logits: torch.Tensor) -> torch.Tensor:
+        keys, positions = step._keys[: step.num_tokens], step._positions[: step.num_tokens]
+        return verify.keyed_sample(logits, keys, positions + 1)
+
+    monkeypatch.setattr(verify.KeyedStep, "sample", of_the_next_position)
     record = certify(tiny_plan(tiny_model))
     assert record["unexplained_differences"] > 0
     assert not passed(record)
