@@ -143,7 +143,6 @@ def certify(plan: Plan) -> dict[str, Any]:
     all_gaps = np.concatenate(gaps)
     total = lambda key: sum(entry[key] for entry in configurations)  # noqa: E731
     return {
-        "model": plan.model,
         "dtype": plan.dtype,
         "temperatures": list(plan.temperatures),
         "top_k": plan.top_k,

@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         record = certify(Plan(**plan_of, prompts=tokenized(plan_of["model"], rows)))
     except CertifyError as error:
         raise UserError(str(error)) from error
+    record["model"] = str(args.model or "SmolLM2-135M-Instruct")
     texts, prompts = record.pop("texts"), record.pop("prompt_of_text")
     record["accuracy"] = {
         name: _accuracy([rows[prompt] for prompt in prompts], texts[name]) for name in ("off", "on")

@@ -31,6 +31,15 @@ def generate(llm: Any, prompts: list[list[int]] = PROMPTS, params: Any = None) -
     return token_ids(llm.generate(inputs, params or greedy(), use_tqdm=False))
 
 
+def begun(llm: Any) -> Any:
+    """The engine, five steps into PROMPTS."""
+    for i, prompt in enumerate(PROMPTS):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy())
+    for _ in range(5):
+        assert not any(output.finished for output in llm.llm_engine.step())
+    return llm
+
+
 def assert_same_as_plain(
     make_engine: Callable[..., Any],
     arguments: dict[str, Any],
@@ -283,12 +292,8 @@ def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
 def test_requests_in_flight_go_on_after_a_weight_sync(make_engine: Any) -> None:
     """The index forgets them, the engine recomputes them, and both start from what they have written."""
     plain = generate(make_engine())
-    llm = make_engine({})
+    llm = begun(make_engine({}))
     engine, proposer, finished = llm.llm_engine, proposer_of(llm), {}
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy())
-    for _ in range(5):
-        assert not any(output.finished for output in engine.step())
     before = proposer._drafter.index.stats()
     proposer.end_step()
     assert llm.reset_prefix_cache(reset_running_requests=True)
@@ -307,12 +312,8 @@ def test_requests_in_flight_go_on_after_a_weight_sync(make_engine: Any) -> None:
 def test_requests_go_on_after_sleep(make_engine: Any, level: int) -> None:
     """vLLM's own path. The CPU engine keeps its memory; it pauses, and level 1 recomputes, as everywhere."""
     plain = generate(make_engine())
-    llm = make_engine({})
+    llm = begun(make_engine({}))
     engine, proposer, finished = llm.llm_engine, proposer_of(llm), {}
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy())
-    for _ in range(5):
-        assert not any(output.finished for output in engine.step())
     llm.sleep(level=level, mode="keep")
     before = proposer._drafter.index.stats()
     engine.step()
