@@ -4,9 +4,10 @@ side.
     python benchmarks/verify.py --output FILE
 
 Each is timed from the logits of a step, temperature applied, to its tokens, bonus tokens included; no top-k,
-no top-p. The clock is the thread's processor time, on one thread, so that other work on the machine counts
-little; the four take turns. vllm-ascend's functions are taken from its source as they stand. vLLM's kernel
-for recovered tokens fails on the CPU for an argument it does not know; here it does not get it.
+no top-p. K = 0 is a plain step, one token a request, as while the gate is shut. The clock is the thread's
+processor time, on one thread, so that other work on the machine counts little; the four take turns.
+vllm-ascend's functions are taken from its source as they stand. vLLM's kernel for recovered tokens fails on
+the CPU for an argument it does not know; here it does not get it.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import compiled_random_sample, random_sample
 
-from rollout_spec import verify
+from rollout_spec import keyed, verify
 
 PUBLISHED = (
     Path(__file__).parents[1] / "tests/data/vllm-ascend-0.11.0/vllm_ascend/sample/rejection_sampler.py"
 )
 VOCAB_SIZES = (32_000, 151_936)
 BATCH_SIZES = (1, 8, 64, 256)
-NUMS_SPECULATIVE_TOKENS = (3, 8)
+NUMS_SPECULATIVE_TOKENS = (0, 3, 8)
 TARGETS = {"vllm-ascend / coupled": 10.0, "vllm / coupled": 1.0}
 # The columns behind the time of `coupled`.
 RATIOS = (
@@ -100,7 +101,7 @@ class Step:
         return self.drafts, self.counts, self.k, self.ends
 
     def coupled(self) -> torch.Tensor:
-        step = verify.KeyedStep(self.keys, self.positions, self.counts, self.logits.device)
+        step = keyed.KeyedStep(self.keys, self.positions, self.counts, self.logits.device)
         bonus = step.sample_behind(self.bonus_logits).unsqueeze(-1)
         return verify.coupled_sample(self.drafts, self.k, self.logits, bonus, self.metadata, step)
 
@@ -123,6 +124,31 @@ class Step:
         )
         probs = self.logits.div_(temperature.unsqueeze(-1)).softmax(dim=-1)
         return published.rejection_sample(*self.given(), None, probs, bonus, self.metadata)
+
+
+class PlainStep:
+    """One step without drafts: a token for every request."""
+
+    def __init__(self, batch_size: int, vocab_size: int) -> None:
+        torch.manual_seed(0)
+        self.logits = torch.randn(batch_size, vocab_size).mul_(3)
+        self.counts = [0] * batch_size
+        self.keys, self.positions = np.arange(batch_size), np.full(batch_size, 100)
+
+    def coupled(self) -> torch.Tensor:
+        step = keyed.KeyedStep(self.keys, self.positions, self.counts, self.logits.device)
+        return step.sample_behind(self.logits)
+
+    def vllm(self) -> torch.Tensor:
+        return compiled_random_sample(self.logits)
+
+    standard = vllm
+
+    def read(self) -> torch.Tensor:
+        return self.logits.amax(dim=-1)
+
+    def ascend(self, published: types.SimpleNamespace) -> torch.Tensor:
+        return random_sample(self.logits.softmax(dim=-1), {})
 
 
 def same_tokens(published: types.SimpleNamespace) -> bool:
@@ -160,7 +186,7 @@ def measure(published: types.SimpleNamespace, repeats: int, batch_sizes: list[in
     for vocab_size in VOCAB_SIZES:
         for batch_size in batch_sizes:
             for k in NUMS_SPECULATIVE_TOKENS:
-                step = Step(batch_size, k, vocab_size)
+                step = Step(batch_size, k, vocab_size) if k else PlainStep(batch_size, vocab_size)
                 calls: dict[str, Callable[[], Any]] = {
                     "coupled": step.coupled,
                     "standard": step.standard,
@@ -197,7 +223,7 @@ def _row(cell: dict[str, Any]) -> str:
 
 
 def share_of_decode_steps(model: str) -> dict[str, float]:
-    """The share of an engine's time that goes into drawing tokens, 16 drafting rows of the demo's policy."""
+    """The share of an engine's time that goes into drawing tokens, with the demo's policy and options."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -209,29 +235,27 @@ def share_of_decode_steps(model: str) -> dict[str, float]:
         speculative_config={
             "method": "custom_class",
             "model": "rollout_spec.vllm_proposer.SuffixProposer",
-            "num_speculative_tokens": 4,
+            "num_speculative_tokens": 8,
         },
-        additional_config={"rollout_spec": {"batch_threshold": 16}},
+        additional_config={"rollout_spec": {"batch_threshold": "auto"}},
     )  # fmt: skip
-    spent = {"verification": 0.0, "depth": 0}
+    spent = {"verification": 0.0}
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             start = time.perf_counter()
-            spent["depth"] += 1
             result = function(*args)
-            spent["depth"] -= 1
-            if not spent["depth"]:  # one of them calls the other
-                spent["verification"] += time.perf_counter() - start
+            spent["verification"] += time.perf_counter() - start
             return result
 
         return call
 
     messages = [row["prompt"] for row in make_rows(2, 0, "bench") for _ in range(8)]
-    params = SamplingParams(temperature=0.7, max_tokens=96, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, max_tokens=256)
     llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)  # the prompts, for the prefix cache
     verify.coupled_sample = timed(verify.coupled_sample)
-    verify.KeyedStep.sample_behind = timed(verify.KeyedStep.sample_behind)
+    keyed.KeyedStep.__init__ = timed(keyed.KeyedStep.__init__)
+    keyed.KeyedStep.sample_behind = timed(keyed.KeyedStep.sample_behind)
     start = time.perf_counter()
     llm.chat(messages, params, use_tqdm=False)
     total = time.perf_counter() - start

@@ -135,6 +135,11 @@ def _guard(
         raise PatchError(_message(patch, detail))
 
 
+def misfit(patch: Patch, detail: str) -> PatchError:
+    """The error of a patch that is not a replaced function: `detail` is what was found instead."""
+    return PatchError(_message(patch, detail))
+
+
 def _message(patch: Patch, detail: str) -> str:
     return (
         f"patch {patch.name!r} does not fit the installed packages: {detail}. "

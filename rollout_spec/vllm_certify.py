@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_spec import verify
+from rollout_spec import keyed
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm_proposer import CLASS_PATH, OPTIONS_KEY
 from rollout_spec.vllm_sampler import KEY, key_of_name
@@ -92,8 +92,9 @@ def certify(plan: Plan) -> dict[str, Any]:
         What `rollout-spec certify --json` prints.
 
     Raises:
-        CertifyError: no configuration has rejected a draft token.
+        CertifyError: no configuration has rejected a draft token, or the distribution test has none.
     """
+    distribution = _distribution(plan)
     samples = [
         Sample(prompt, temperature, number)
         for temperature in plan.temperatures
@@ -102,7 +103,6 @@ def certify(plan: Plan) -> dict[str, Any]:
     ]
     with engine(plan, None) as llm:
         off, _ = generate(llm, plan, samples)
-        drawn_off = _draw(llm, plan)[0] if plan.distribution_samples else []
     found: list[tuple[Difference, Sample]] = []
     configurations: list[dict[str, Any]] = []
     gaps = []
@@ -141,7 +141,8 @@ def certify(plan: Plan) -> dict[str, Any]:
     refuse_if_untested(configurations)
     differences = _explained(plan, found, off)
     all_gaps = np.concatenate(gaps)
-    total = lambda key: sum(entry[key] for entry in configurations)  # noqa: E731
+    tested = [entry for entry in configurations if is_tested(entry)]
+    total = lambda key: sum(entry[key] for entry in tested)  # noqa: E731
     return {
         "dtype": plan.dtype,
         "temperatures": list(plan.temperatures),
@@ -158,7 +159,7 @@ def certify(plan: Plan) -> dict[str, Any]:
         "max_logprob_difference": float(all_gaps.max()) if len(all_gaps) else 0.0,
         "configurations": configurations,
         "untested": untested(configurations),
-        "distribution": _distribution(plan, drawn_off),
+        "distribution": distribution,
         "texts": texts,
         "prompt_of_text": prompts,
     }
@@ -235,14 +236,19 @@ def num_agreed(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
+def is_tested(configuration: dict[str, Any]) -> bool:
+    """Whether a configuration says anything: some of its draft tokens were rejected."""
+    return bool(configuration["num_accepted_tokens"] < configuration["num_draft_tokens"])
+
+
 def untested(configurations: Sequence[dict[str, Any]]) -> list[str]:
-    """Of the configurations, those that say nothing: all of their draft tokens, if any, were accepted."""
+    """The configurations that say nothing, and why."""
     return [
         f"num_speculative_tokens={c['num_speculative_tokens']}, batch_threshold={c['batch_threshold']}, "
         f"group_size={c['group_size']}: "
         + ("no draft token was rejected" if c["num_draft_tokens"] else "nothing was drafted")
         for c in configurations
-        if c["num_accepted_tokens"] == c["num_draft_tokens"]
+        if not is_tested(c)
     ]
 
 
@@ -309,7 +315,7 @@ def explain(
         token_ids: the tokens that were drawn; -1, no token at all, has no explanation.
 
     Returns:
-        The largest of their shortfalls (`verify.shortfall`) in units of logit / temperature + noise; for a
+        The largest of their shortfalls (`keyed.shortfall`) in units of logit / temperature + noise; for a
         token that top-k or top-p excludes, the distance to that boundary in logits / temperature or
         probability.
     """
@@ -321,7 +327,7 @@ def explain(
     kept, distances = _boundaries(logits, top_k, top_p)
     masked = torch.where(kept, logits, -torch.inf).unsqueeze(0)
     shortfalls = [
-        float(verify.shortfall(masked, *(torch.tensor([x]) for x in (key, position, token))))
+        float(keyed.shortfall(masked, *(torch.tensor([x]) for x in (key, position, token))))
         if kept[token]
         else float(distances[token])
         for token in token_ids
@@ -356,24 +362,31 @@ def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
     return [list(output.outputs[0].token_ids) for output in outputs], _counted(outputs)
 
 
-def _distribution(plan: Plan, off: list[list[int]]) -> dict[str, Any] | None:
-    """Whether `verify=standard` samples as the engine without drafts does: chi-square tests by position."""
-    if not off:
+def _distribution(plan: Plan) -> dict[str, Any] | None:
+    """Whether `verify=standard` samples as plain vLLM does: chi-square tests by position."""
+    if not plan.distribution_samples:
         return None
+    with engine(plan, None, "standard") as llm:
+        off, _ = _draw(llm, plan)
     options = {"num_speculative_tokens": plan.nums_speculative_tokens[0], "batch_threshold": 1 << 20}
     with engine(plan, options, "standard") as llm:
         on, counters = _draw(llm, plan)
     if counters.num_accepted_tokens == counters.num_draft_tokens:
         raise CertifyError("distribution_samples: no draft token was rejected, so there is nothing to test")
     values = p_values(off, on)
+    if not values:
+        raise CertifyError(
+            f"distribution_samples={plan.distribution_samples}: too few, or at temperature 0, so there is "
+            "nothing to test"
+        )
     return {
         "num_samples": len(off),
         "num_draft_tokens": counters.num_draft_tokens,
         "num_accepted_tokens": counters.num_accepted_tokens,
         "num_tests": len(values),
-        "smallest_p_value": min(values, default=1.0),
+        "smallest_p_value": min(values),
         "false_alarm_rate": FALSE_ALARM_RATE,
-        "passed": min(values, default=1.0) > FALSE_ALARM_RATE / max(len(values), 1),
+        "passed": min(values) > FALSE_ALARM_RATE / len(values),
     }
 
 

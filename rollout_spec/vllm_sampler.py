@@ -23,9 +23,9 @@ from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from rollout_spec import noise, verify
+from rollout_spec import keyed, noise, verify
 from rollout_spec.noise import make_key
-from rollout_spec.patches import Patch, PatchError, record, replace_function
+from rollout_spec.patches import Patch, misfit, record, replace_function
 from rollout_spec.vllm_ascend_patches import MODULE as ASCEND
 
 KEY = "rollout_spec_key"  # in `SamplingParams.extra_args`
@@ -83,12 +83,14 @@ def check_engine_patches() -> None:
         _checked_to_logits(module)
 
 
-def _check_parameters(patch: Patch) -> None:
-    for owner, name, expected in _PARAMETERS[patch]:
+def _check_parameters(patch: Patch, *modules: torch.nn.Module) -> None:
+    """See that a patch fits the modules, or vLLM's own classes where none is given."""
+    for base, name, expected in _PARAMETERS[patch]:
+        # A platform may have a class of its own.
+        owner = next((type(module) for module in modules if isinstance(module, base)), base)
         names = tuple(inspect.signature(getattr(owner, name)).parameters)[1:]
         if names[: len(expected)] != expected:
-            where = f"{owner.__name__}.{name}"
-            raise PatchError(f"patch {patch.name!r} does not fit: {where} takes {', '.join(names)}")
+            raise misfit(patch, f"{owner.__name__}.{name} takes {', '.join(names)}")
 
 
 class RowGenerators(dict[int, torch.Generator]):
@@ -102,7 +104,7 @@ class RowGenerators(dict[int, torch.Generator]):
     def __init__(
         self,
         generators: dict[int, torch.Generator],
-        step: verify.KeyedStep | None,
+        step: keyed.KeyedStep | None,
         num_draft_tokens: list[int],
     ) -> None:
         super().__init__(generators)
@@ -161,13 +163,13 @@ class RowSampling:
         """Hook the runner's samplers; once in a runner's life."""
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
         if verifier is not None:
-            _check_parameters(_MIN_TOKENS)
+            _check_parameters(_MIN_TOKENS, sampler, verifier)
             verifier.register_forward_pre_hook(self._before_verification, with_kwargs=True)
             sampler.register_forward_pre_hook(_before_bonus_token, with_kwargs=True)
             record(_MIN_TOKENS)
         if not self._coupled:
             return
-        _check_parameters(_KEYED)
+        _check_parameters(_KEYED, sampler, sampler.topk_topp_sampler)
         noise.check(self._runner.device)
         for module in _rejection_samplers():
             let_rejection_sample_be_coupled(module)
@@ -218,7 +220,7 @@ class RowSampling:
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt comes
         # in chunks: it sets the generator back, and a CPU generator has no offset.
         batch.generators.clear()
-        step = verify.KeyedStep(self._row_keys, positions, num_draft_tokens, device)
+        step = keyed.KeyedStep(self._row_keys, positions, num_draft_tokens, device)
         return RowGenerators({}, step, num_draft_tokens)
 
 
@@ -297,8 +299,7 @@ def _checked_to_logits(module: Any) -> Callable[[Any], torch.Tensor]:
     names = tuple(inspect.signature(module.rejection_sample).parameters)[: len(_ARGUMENTS)]
     to_logits = _TO_LOGITS.get(names[_TARGET]) if len(names) > _TARGET else None
     if to_logits is None or names != (*_ARGUMENTS[:_TARGET], names[_TARGET], *_ARGUMENTS[_TARGET + 1 :]):
-        where = f"{module.__name__}.rejection_sample"
-        raise PatchError(f"patch {_COUPLED.name!r} does not fit: {where} takes {', '.join(names)}")
+        raise misfit(_COUPLED, f"{module.__name__}.rejection_sample takes {', '.join(names)}")
     return to_logits
 
 

@@ -19,7 +19,7 @@ from scipy.stats import chi2_contingency, chisquare, kstest
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rollout_spec import noise, verify
+from rollout_spec import blocks, keyed, noise, verify
 
 FALSE_ALARM_RATE = 1e-6
 NUM_SAMPLES = 40_000
@@ -152,7 +152,7 @@ def draw(logits: torch.Tensor, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
     """Samples over keys and positions, in portions that fit into the cache."""
     rows = torch.arange(num_samples)
     portions = [
-        verify.keyed_sample(logits.expand(len(part), -1), part // 50 + 1, part % 50)
+        keyed.keyed_sample(logits.expand(len(part), -1), part // 50 + 1, part % 50)
         for part in rows.split(2000)
     ]
     return torch.cat(portions)
@@ -173,7 +173,7 @@ def test_the_distribution_test_fails_on_wrong_samplers(monkeypatch: pytest.Monke
     exponential = noise.exponential
 
     def reused(keys: torch.Tensor, positions: torch.Tensor, num: int) -> torch.Tensor:
-        return exponential(keys, positions, verify.BLOCK_SIZE).repeat(1, 2)[:, :num]
+        return exponential(keys, positions, blocks.BLOCK_SIZE).repeat(1, 2)[:, :num]
 
     monkeypatch.setattr(noise, "exponential", reused)
     assert p_value(draw(logits), probs) < FALSE_ALARM_RATE, "the blocks' noise used again inside the block"
@@ -190,7 +190,7 @@ def test_neighbouring_positions_and_samples_are_independent() -> None:
 @pytest.mark.parametrize("draft", range(4))
 def test_a_draft_token_is_accepted_as_often_as_by_rejection_sampling(draft: int) -> None:
     probs, n = torch.tensor([0.4, 0.3, 0.2, 0.1]), NUM_SAMPLES
-    step = verify.KeyedStep(range(n), [9] * n, [1] * n, probs.device)
+    step = keyed.KeyedStep(range(n), [9] * n, [1] * n, probs.device)
     output = verify.coupled_sample(
         torch.full((n,), draft), 1, probs.log().expand(n, -1), torch.zeros(n, 1, dtype=torch.int32),
         sampling([1.0] * n), step,
@@ -217,7 +217,7 @@ def plain(table: torch.Tensor, key: int, temperature: float, start: int, length:
     tokens = [start]
     for position in range(1, length):
         logits = table[tokens[-1]].unsqueeze(0)
-        own = verify.keyed_sample(logits / (temperature or 1), tensor([key]), tensor([position]))
+        own = keyed.keyed_sample(logits / (temperature or 1), tensor([key]), tensor([position]))
         tokens.append(int(own if temperature else logits.argmax()))
     return tokens
 
@@ -250,7 +250,7 @@ def verified(
     temperature = torch.tensor([t for _, t, _ in requests])
     scale = torch.where(temperature == 0, 1.0, temperature)
     counts = [len(draft) for draft in drafts]
-    step = verify.KeyedStep(
+    step = keyed.KeyedStep(
         [key for key, _, _ in requests], [len(row) for row in rows], counts, temperature.device
     )
     last = tensor([(row + draft)[-1] for row, draft in zip(rows, drafts, strict=True)])
@@ -291,22 +291,22 @@ def test_tokens_are_the_same_whatever_was_drafted(requests: list[tuple[int, floa
 def test_a_rows_token_does_not_depend_on_the_others(num_rows: int, vocab_size: int, seed: int) -> None:
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
     keys, positions = torch.arange(num_rows) * 7919 + seed, torch.arange(num_rows) % 5
-    together = verify.keyed_sample(logits, keys, positions)
+    together = keyed.keyed_sample(logits, keys, positions)
     alone = [
-        verify.keyed_sample(logits[i : i + 1], keys[i : i + 1], positions[i : i + 1]) for i in range(num_rows)
+        keyed.keyed_sample(logits[i : i + 1], keys[i : i + 1], positions[i : i + 1]) for i in range(num_rows)
     ]
     assert torch.equal(together, torch.cat(alone))
-    assert torch.equal(verify.keyed_sample(logits.flip(0), keys.flip(0), positions.flip(0)).flip(0), together)
+    assert torch.equal(keyed.keyed_sample(logits.flip(0), keys.flip(0), positions.flip(0)).flip(0), together)
     assert set(together.tolist()) <= set(range(vocab_size))
 
 
 def test_chunks_of_memory_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(37, 700, generator=torch.Generator().manual_seed(3)) * 3
     keys, positions = torch.arange(37), torch.arange(37) + 9
-    whole = verify.keyed_sample(logits, keys, positions)
+    whole = keyed.keyed_sample(logits, keys, positions)
     for size in (1, 700 * 4, 700 * 36):
-        monkeypatch.setattr(verify, "CHUNK_SIZES", {"cpu": size})
-        assert torch.equal(verify.keyed_sample(logits, keys, positions), whole)
+        monkeypatch.setattr(blocks, "CHUNK_SIZES", {"cpu": size})
+        assert torch.equal(keyed.keyed_sample(logits, keys, positions), whole)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 4.0, 30.0])
@@ -316,8 +316,8 @@ def test_the_blocks_that_are_left_out_could_not_have_won(scale: float) -> None:
     logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(7)) * scale
     logits[: n // 2, 1024:3000] = -torch.inf
     keys, positions = torch.arange(n) * 31, torch.arange(n)
-    tokens = verify.keyed_sample(logits, keys, positions)
-    assert bool((verify.shortfall(logits, keys, positions, tokens) == 0).all())
+    tokens = keyed.keyed_sample(logits, keys, positions)
+    assert bool((keyed.shortfall(logits, keys, positions, tokens) == 0).all())
 
 
 def test_a_device_with_other_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,32 +332,32 @@ def test_ties_go_to_the_lowest_token_id(monkeypatch: pytest.MonkeyPatch) -> None
     logits = torch.zeros(1, 700)
     logits[0, :3] = -torch.inf
     logits[0, 256] = -torch.inf  # the third block is not whole, the first and second tie or lose
-    assert int(verify.keyed_sample(logits, tensor([1]), tensor([1]))) == 257
+    assert int(keyed.keyed_sample(logits, tensor([1]), tensor([1]))) == 257
     logits[0, 257:259] = -torch.inf
-    assert int(verify.keyed_sample(logits, tensor([1]), tensor([1]))) == 3
+    assert int(keyed.keyed_sample(logits, tensor([1]), tensor([1]))) == 3
 
 
 def test_masked_tokens_are_never_drawn() -> None:
     logits = torch.full((2000, 600), -torch.inf)
     logits[:, 599] = -200.0  # alone in its block, whatever its noise
-    assert set(verify.keyed_sample(logits, torch.arange(2000), torch.arange(2000)).tolist()) == {599}
+    assert set(keyed.keyed_sample(logits, torch.arange(2000), torch.arange(2000)).tolist()) == {599}
 
 
 def test_shortfall_is_the_error_that_would_have_made_a_token_win() -> None:
     logits = target(600).repeat(300, 1)
     keys, positions = torch.arange(300), torch.full((300,), 4)
-    own = verify.keyed_sample(logits, keys, positions)
-    assert verify.shortfall(logits, keys, positions, own).abs().max() == 0
+    own = keyed.keyed_sample(logits, keys, positions)
+    assert keyed.shortfall(logits, keys, positions, own).abs().max() == 0
     other = logits.argmax(-1)
-    missed = verify.shortfall(logits, keys, positions, other)
+    missed = keyed.shortfall(logits, keys, positions, other)
     assert bool((missed[other != own] > 0).all())
-    assert bool(verify.shortfall(logits, keys, positions, torch.zeros_like(own)).isinf().all())
+    assert bool(keyed.shortfall(logits, keys, positions, torch.zeros_like(own)).isinf().all())
     # Raised by a little more than it missed, a token of the winning block wins.
     same = (other // 256 == own // 256) & (other != own)
     assert int(same.sum()) > 20
     raised = logits.clone()
     raised[torch.arange(300), other] += missed + 1e-4
-    assert torch.equal(verify.keyed_sample(raised, keys, positions)[same], other[same])
+    assert torch.equal(keyed.keyed_sample(raised, keys, positions)[same], other[same])
 
 
 class PeakMemory(TorchDispatchMode):
@@ -390,14 +390,14 @@ def test_memory_is_at_most_one_temporary_of_the_logits_size(
 
     Equal noise and logits as flat as these leave every block able to win, so that all of them are summed.
     """
-    monkeypatch.setattr(verify, "CHUNK_SIZES", {"cpu": chunk_size})
+    monkeypatch.setattr(blocks, "CHUNK_SIZES", {"cpu": chunk_size})
     monkeypatch.setattr(noise, "exponential", lambda keys, _, num: torch.ones(len(keys), num))
     counts = [8] + [1] * 15
     logits = torch.randn(sum(counts), 151_936) * 0.01
     drafts = torch.zeros(sum(counts), dtype=torch.int64)
     bonus = torch.zeros(16, 1, dtype=torch.int32)
     with PeakMemory() as memory:
-        step = verify.KeyedStep(range(16), range(16), counts, logits.device)
+        step = keyed.KeyedStep(range(16), range(16), counts, logits.device)
         verify.coupled_sample(drafts, 8, logits, bonus, sampling([1.0] * 8 + [0.0] * 8), step)
     temporary = min(logits.nbytes, 4 * chunk_size)
     assert 0.9 * temporary <= memory.peak < temporary + 0.1 * logits.nbytes

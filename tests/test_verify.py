@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout_spec import noise, verify
+from rollout_spec import keyed, noise, verify
 from tests.test_coupled import PeakMemory
 
 FALSE_ALARM_RATE = 1e-6
@@ -276,9 +276,9 @@ def test_the_operations_are_those_that_are_listed() -> None:
     logits, probs = torch.randn(5, 600), torch.rand(5, 600).softmax(-1)
     sampling = metadata([1.0, 0.0, 0.7], {0: torch.Generator()})
     with Operations() as operations:
-        step = verify.KeyedStep(keys, keys, counts, logits.device)
+        step = keyed.KeyedStep(keys, keys, counts, logits.device)
         verify.coupled_sample(drafts, 3, logits, bonus, sampling, step)
-        verify.shortfall(logits, drafts, drafts, drafts)
+        keyed.shortfall(logits, drafts, drafts, drafts)
         for draft_probs in (None, probs):
             verify.rejection_sample(drafts, counts, 3, ends, draft_probs, logits, bonus, sampling)
             verify.sample_recovered_tokens(

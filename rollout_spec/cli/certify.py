@@ -16,6 +16,7 @@ from rollout_spec.config import SpecConfig, parse_threshold
 
 HELP = "run a model with and without drafts and compare every token"
 COLUMNS = ("K", "threshold", "group", "tokens compared", "identical", "draft tokens", "accepted", "per step")
+DIFFERENCE_COLUMNS = ("prompt", "sample", "temperature", "K", "threshold", "position", "gap", "explained")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +163,7 @@ def sentences(record: dict[str, Any]) -> list[str]:
         f"{record['mean_logprob_difference']:.1e} on average.",
     ]
     if record["untested"]:
-        text.append(f"Not tested: {'; '.join(record['untested'])}.")
+        text.append(f"Not tested, and not counted: {'; '.join(record['untested'])}.")
     accuracy = record["accuracy"]
     if accuracy["off"] is not None:
         text.append(f"Mean reward: {accuracy['off']:.3f} without drafts, {accuracy['on']:.3f} with.")
@@ -193,15 +194,31 @@ def _print(record: dict[str, Any]) -> None:
 
     from rollout_spec.cli.tables import make_console
 
-    table = Table(title=verdict(record))
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for row in _table_rows(record):
-        table.add_row(*row)
     console = make_console()
-    console.print(table)
+    for title, columns, rows in (
+        (verdict(record), COLUMNS, _table_rows(record)),
+        ("first differences", DIFFERENCE_COLUMNS, _difference_rows(record)),
+    ):
+        table = Table(title=title)
+        for name in columns:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        if rows:
+            console.print(table)
     for sentence in sentences(record):
         console.print(sentence, highlight=False)
+
+
+def _difference_rows(record: dict[str, Any]) -> list[list[str]]:
+    return [
+        [
+            str(d["prompt"]), str(d["number"]), str(d["temperature"]), str(d["num_speculative_tokens"]),
+            str(d["batch_threshold"]), str(d["position"]),
+            "inf" if d["logit_gap"] is None else f"{d['logit_gap']:.1e}", "yes" if d["explained"] else "no",
+        ]
+        for d in record["differences"]
+    ]  # fmt: skip
 
 
 def render_html(record: dict[str, Any]) -> str:
@@ -214,9 +231,6 @@ def render_html(record: dict[str, Any]) -> str:
         .from_string(template)
         .render(
             verdict=verdict(record), sentences=sentences(record), columns=COLUMNS, rows=_table_rows(record),
-            differences=[
-                d | {"logit_gap": math.inf if d["logit_gap"] is None else d["logit_gap"]}
-                for d in record["differences"]
-            ],
+            difference_columns=DIFFERENCE_COLUMNS, differences=_difference_rows(record),
         )
     )  # fmt: skip

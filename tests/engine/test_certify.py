@@ -12,6 +12,7 @@ import torch
 from tests.engine.conftest import VOCAB_SIZE
 
 TINY = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 16}
+WHERE = {"num_speculative_tokens": 8, "batch_threshold": 8, "group_size": 4}
 SMALL = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
 
 
@@ -53,6 +54,8 @@ def test_several_configurations_top_k_top_p_and_the_distribution_test(tiny_model
     )  # fmt: skip
     record = certify(plan)
     assert len(record["configurations"]) == 4
+    tested = [c for c in record["configurations"] if c["num_accepted_tokens"] < c["num_draft_tokens"]]
+    assert record["tokens_compared"] == sum(c["tokens_compared"] for c in tested)
     assert record["tokens_identical"] > 0.99 * record["tokens_compared"] > 3000
     assert record["unexplained_differences"] == 0
     distribution = record["distribution"]
@@ -62,15 +65,15 @@ def test_several_configurations_top_k_top_p_and_the_distribution_test(tiny_model
 
 def test_a_wrong_sampler_is_not_certified(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise of the next position at verified tokens: right in distribution, but other tokens than without."""
-    from rollout_spec import verify
+    from rollout_spec import keyed
     from rollout_spec.cli.certify import passed
     from rollout_spec.vllm_certify import certify
 
-    def of_the_next_position(step: verify.KeyedStep, logits: torch.Tensor) -> torch.Tensor:
+    def of_the_next_position(step: keyed.KeyedStep, logits: torch.Tensor) -> torch.Tensor:
         keys, positions = step._keys[: step.num_tokens], step._positions[: step.num_tokens]
-        return verify.keyed_sample(logits, keys, positions + 1)
+        return keyed.keyed_sample(logits, keys, positions + 1)
 
-    monkeypatch.setattr(verify.KeyedStep, "sample", of_the_next_position)
+    monkeypatch.setattr(keyed.KeyedStep, "sample", of_the_next_position)
     record = certify(tiny_plan(tiny_model))
     assert record["unexplained_differences"] > 0
     assert not passed(record)
@@ -89,6 +92,45 @@ def test_a_wrong_distribution_is_not_certified(tiny_model: str, monkeypatch: pyt
     assert not passed(record)
 
 
+def test_the_exit_code_is_the_verdict(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """1: not certified; 2: nothing to certify. What `certify` finds is the subject of the other tests."""
+    from rollout_spec import vllm_certify
+    from rollout_spec.cli import main
+
+    difference = {
+        "prompt": 0, "temperature": 1.0, "number": 3, "num_speculative_tokens": 8, "batch_threshold": 8,
+        "group_size": 4, "position": 17, "token_id_off": 5, "token_id_on": 6, "logit_gap": float("inf"),
+        "explained": False,
+    }  # fmt: skip
+    found = {
+        "dtype": "float32", "temperatures": [1.0], "top_k": 0, "top_p": 1.0, "tokens_compared": 20,
+        "tokens_identical": 19, "num_draft_tokens": 4, "num_accepted_tokens": 2, "differences": [difference],
+        "unexplained_differences": 1, "tolerance": 1e-4, "mean_logprob_difference": 0.0,
+        "max_logprob_difference": 0.0, "configurations": [], "untested": [], "distribution": None,
+        "texts": {"off": [""], "on": [""]}, "prompt_of_text": [0],
+    }  # fmt: skip
+    monkeypatch.setattr(vllm_certify, "certify", lambda plan: dict(found))
+    assert main(["certify", "--model", policy]) == 1
+    shown = capsys.readouterr().out
+    assert "not certified" in shown and "first differences" in shown and "17" in shown
+    monkeypatch.setattr(vllm_certify, "certify", lambda plan: found | {"unexplained_differences": 0})
+    assert main(["certify", "--model", policy, "--json"]) == 0
+
+    def refuse(plan: Any) -> None:
+        vllm_certify.refuse_if_untested([WHERE | {"num_draft_tokens": 0, "num_accepted_tokens": 0}])
+
+    monkeypatch.setattr(vllm_certify, "certify", refuse)
+    assert main(["certify", "--model", policy]) == 2
+    assert "there is nothing to certify" in capsys.readouterr().err
+
+
+def test_a_distribution_test_without_a_test_is_refused(tiny_model: str) -> None:
+    from rollout_spec.vllm_certify import CertifyError, certify
+
+    with pytest.raises(CertifyError, match="distribution_samples=12: too few, or at temperature 0"):
+        certify(tiny_plan(tiny_model, distribution_samples=12))
+
+
 def test_nothing_to_certify_is_refused(tiny_model: str) -> None:
     from rollout_spec.vllm_certify import CertifyError, certify
 
@@ -97,21 +139,21 @@ def test_nothing_to_certify_is_refused(tiny_model: str) -> None:
 
 
 def test_a_run_that_rejected_nothing_is_refused() -> None:
-    from rollout_spec.vllm_certify import CertifyError, refuse_if_untested, untested
+    from rollout_spec.vllm_certify import CertifyError, is_tested, refuse_if_untested, untested
 
-    where = {"num_speculative_tokens": 8, "batch_threshold": 8, "group_size": 4}
-    accepted = where | {"num_draft_tokens": 5, "num_accepted_tokens": 5}
-    rejected = where | {"num_draft_tokens": 5, "num_accepted_tokens": 4}
+    accepted = WHERE | {"num_draft_tokens": 5, "num_accepted_tokens": 5}
+    rejected = WHERE | {"num_draft_tokens": 5, "num_accepted_tokens": 4}
     with pytest.raises(CertifyError, match="group_size=4: no draft token was rejected"):
         refuse_if_untested([accepted])
     # One that says nothing is told of, and costs the others nothing.
     refuse_if_untested([accepted, rejected])
+    assert [is_tested(one) for one in (accepted, rejected)] == [False, True]
     [reason] = untested([accepted, rejected])
     assert "no draft token was rejected" in reason
 
 
 def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:
-    from rollout_spec.verify import keyed_sample
+    from rollout_spec.keyed import keyed_sample
     from rollout_spec.vllm_certify import explain
 
     logprobs = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)).mul(2).log_softmax(0)

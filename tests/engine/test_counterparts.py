@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_spec import noise, patches, verify
+from rollout_spec import keyed, noise, patches, verify
 
 SOURCE = pathlib.Path(__file__).parents[1] / "data" / "vllm-ascend-0.11.0"
 MODULE = "vllm_ascend.sample.rejection_sampler"
@@ -83,9 +83,13 @@ def batches() -> Iterator[Batch]:
         yield Batch([3, 0, 1, 8, 2, 5, 0, 4], vocab_size, seed, num_greedy)
 
 
-@pytest.mark.parametrize("has_draft_probs", [False, True])
-def test_vllms_functions_give_the_same_tokens(has_draft_probs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its kernels for the CPU; the one for recovered tokens does not know an argument that it gets."""
+@pytest.fixture
+def vllms(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """vLLM's own functions, whatever this process has put in their place, with its kernels for the CPU.
+
+    The one for recovered tokens does not know an argument that it gets; the one that expands keeps integers
+    only.
+    """
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
 
@@ -94,20 +98,46 @@ def test_vllms_functions_give_the_same_tokens(has_draft_probs: bool, monkeypatch
     def without_dtype(*args: Any, **kwargs: Any) -> None:
         recovered(*args, **{name: value for name, value in kwargs.items() if name != "USE_FP64_GUMBEL"})
 
-    for name in ("rejection_greedy_sample_kernel", "rejection_random_sample_kernel"):
+    for name in ("rejection_greedy_sample_kernel", "rejection_random_sample_kernel", "expand_kernel"):
         monkeypatch.setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
     wrapper = cpu_triton_utils._FuncWrapper(without_dtype)
     monkeypatch.setattr(rejection_sampler, "sample_recovered_tokens_kernel", wrapper)
-    function = rejection_sampler.rejection_sample
-    while hasattr(function, "__rollout_spec_patch__"):
-        function = function.__rollout_spec_patch__[1]
-    assert function.__module__ == rejection_sampler.__name__
+    functions = {name: getattr(rejection_sampler, name) for name in FUNCTIONS}
+    for name in FUNCTIONS:
+        while hasattr(functions[name], "__rollout_spec_patch__"):
+            functions[name] = functions[name].__rollout_spec_patch__[1]
+        assert functions[name].__module__ == rejection_sampler.__name__
+    return types.SimpleNamespace(**functions)
+
+
+@pytest.mark.parametrize("has_draft_probs", [False, True])
+def test_vllms_functions_give_the_same_tokens(has_draft_probs: bool, vllms: types.SimpleNamespace) -> None:
     for batch in batches():
         batch.temperature = batch.temperature.clamp(min=0)
-        given = (batch.drafts, batch.counts, max(batch.counts), batch.ends)
-        given += (batch.draft_probs if has_draft_probs else None, batch.probs.log(), batch.bonus)
-        one, other = (sample(*given, batch.metadata()) for sample in (function, verify.rejection_sample))
-        assert torch.equal(one, other)
+        draft_probs = batch.draft_probs if has_draft_probs else None
+        given = (batch.drafts, batch.counts, max(batch.counts), batch.ends, draft_probs)
+        given += (batch.probs.log(), batch.bonus)
+        recovering = (max(batch.counts), batch.counts, batch.ends, batch.drafts, draft_probs, batch.probs)
+        expanding = (torch.arange(len(batch.counts)), batch.ends, len(batch.drafts), 0, 7)
+        outputs = [
+            (
+                functions.rejection_sample(*given, batch.metadata()),
+                functions.sample_recovered_tokens(*recovering, batch.metadata(), batch.probs.device),
+                functions.expand_batch_to_tokens(*expanding),
+            )
+            for functions in (vllms, verify)
+        ]
+        for theirs, ours in zip(*outputs, strict=True):
+            assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_signatures_are_vllms(name: str, vllms: types.SimpleNamespace) -> None:
+    """So that ours can take the place in any call; what only ours takes comes last and may be left out."""
+    theirs = list(inspect.signature(getattr(vllms, name)).parameters.values())
+    ours = list(inspect.signature(getattr(verify, name)).parameters.values())
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    assert all(p.default is not p.empty for p in ours[len(theirs) :])
 
 
 @pytest.mark.parametrize("has_draft_probs", [False, True])
@@ -186,7 +216,7 @@ def test_rows_with_keys_are_coupled(loops: Any) -> None:
     let_rejection_sample_be_coupled(loops.module)
     batch = Batch([2, 4, 0, 3], 600, 5, num_greedy=1)
     keys = [noise.make_key(i) for i in range(4)]
-    step = verify.KeyedStep(keys, [7, 8, 9, 10], batch.counts, batch.probs.device)
+    step = keyed.KeyedStep(keys, [7, 8, 9, 10], batch.counts, batch.probs.device)
     given = (batch.drafts, batch.counts, 4, batch.ends)
     rows = RowGenerators({}, step, batch.counts)
     tokens = loops.module.rejection_sample(*given, None, batch.probs, batch.bonus, batch.metadata(rows))
@@ -212,7 +242,7 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
         module.rejection_sample = scope["rejection_sample"]
         return module
 
-    step = verify.KeyedStep(range(2), range(2), batch.counts, batch.probs.device)
+    step = keyed.KeyedStep(range(2), range(2), batch.counts, batch.probs.device)
     rows = RowGenerators({}, step, batch.counts)
     later = module_with("target_logits_or_tuple")
     let_rejection_sample_be_coupled(later)

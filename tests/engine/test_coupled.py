@@ -201,4 +201,24 @@ def test_doctor_fails_where_an_engine_patch_does_not_fit(
     capsys.readouterr()
     assert main(["doctor"]) == 1
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"fail  engine patches  PatchError: patch '{patch}' does not fit")
+    assert line.startswith(
+        f"fail  engine patches  PatchError: patch '{patch}' does not fit the installed packages"
+    )
+
+
+def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engine: Any) -> None:
+    """A platform's own class in the place of vLLM's, as vllm-ascend has them."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    from rollout_spec.patches import PatchError
+    from rollout_spec.vllm_sampler import RowSampling
+
+    class Another(RejectionSampler):
+        def forward(self, metadata, draft_probs, logits, bonus_token_ids, sampling_metadata):  # type: ignore
+            raise AssertionError("must not be called")
+
+    runner = proposer_of(make_engine({}))._runner
+    runner.rejection_sampler = Another(runner.sampler)
+    message = "'vllm-min-tokens-bonus' does not fit the installed packages: Another.forward takes metadata, "
+    with pytest.raises(PatchError, match=message):
+        RowSampling(runner, coupled=True).install()

@@ -218,6 +218,7 @@ def test_no_row_drafts_above_the_batch_threshold(make_engine: Any) -> None:
 CONSTRAINTS: list[dict[str, Any]] = [
     {"presence_penalty": 0.5, "frequency_penalty": 0.2},
     {"top_k": 5},
+    {"top_p": 0.8},
     {"allowed_token_ids": list(range(3, VOCAB_SIZE, 2))},
     {"min_tokens": 30, "stop_token_ids": list(range(3, 60))},
     {BAD_WORDS: [[3 + i] for i in range(40)] + [[i, i] for i in range(50, VOCAB_SIZE)]},
@@ -238,6 +239,10 @@ def processed(raw: np.ndarray, setting: dict[str, Any], before: list[int]) -> np
     logits /= setting["temperature"] or 1
     if "top_k" in setting and setting["temperature"]:
         logits[logits < np.sort(logits)[-setting["top_k"]]] = -np.inf
+    if "top_p" in setting and setting["temperature"]:
+        order = np.argsort(logits)[::-1]
+        shares = np.exp(logits[order] - np.logaddexp.reduce(logits))
+        logits[order[shares.cumsum() - shares >= setting["top_p"]]] = -np.inf
     return logits - np.logaddexp.reduce(logits)
 
 

@@ -141,11 +141,12 @@ def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tu
     assert len(patches.applied()) == len(replaced) - len(right)
 
 
-def test_seeded_requests_repeat(make_engine: Any) -> None:
+@pytest.mark.parametrize("method", ["coupled", "standard"])
+def test_seeded_requests_repeat(make_engine: Any, method: str) -> None:
     from vllm import SamplingParams
 
     def run(engine_seed: int) -> list[list[int]]:
-        llm = make_engine({}, seed=engine_seed)
+        llm = make_engine({"verify": method}, seed=engine_seed)
         params = [
             SamplingParams(temperature=1.0, seed=i, max_tokens=30, ignore_eos=True, detokenize=False)
             for i in range(8)

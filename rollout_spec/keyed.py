@@ -1,0 +1,153 @@
+"""Drawing tokens with noise that is a function of the request and the position, never of the drafts."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollout_spec import noise
+from rollout_spec.blocks import (
+    BLOCK_SIZE,
+    best_token,
+    block_peaks,
+    block_values,
+    rows_at_a_time,
+    split_blocks,
+)
+
+
+def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Draw one token a row, by noise that depends on the row's key and position only.
+
+    Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 256
+    tokens, by their sums, one between the tokens of the block that won. A race is won in proportion to the
+    masses that run, so a token is drawn with (its block's share) x (its share of the block), the softmax; and
+    a row needs noise for vocab_size / 256 + 256 runners instead of one for every token. A block's sum lies
+    between its largest probability and 256 times that, so most blocks cannot win and are not summed. Ties go
+    to the lowest token id.
+
+    Args:
+        logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
+        keys: int64 [n], not negative (`noise.make_key`).
+        positions: int64 [n], the token's place in its sequence, prompt included.
+
+    Returns:
+        int64 [n]. A row's token does not depend on the other rows.
+
+    Memory: one temporary of a chunk's size (4 MiB on a CPU, 64 MiB elsewhere) or of the logits', whichever is
+    less, and about 12 x (256 + vocab_size / 256) words a row.
+    """
+    return _keyed_race(logits, _drawn(keys, positions, logits.shape[-1]))
+
+
+def _drawn(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The noise of both races: of the tokens inside a block, then of the blocks."""
+    return noise.exponential(keys, positions, BLOCK_SIZE + -(-vocab_size // BLOCK_SIZE))
+
+
+def _keyed_race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    blocks, runners = split_blocks(logits), drawn[:, BLOCK_SIZE:]
+    peaks = block_peaks(*blocks)
+    top = peaks.amax(dim=-1, keepdim=True)
+    least = (peaks - top).exp_().div_(runners)
+    can_win = least >= least.amax(dim=-1, keepdim=True) / (BLOCK_SIZE + 1)
+    block = _masses(*blocks, top, can_win).div_(runners).argmax(dim=-1, keepdim=True)
+    return best_token(block, _race_inside(logits, block, drawn))
+
+
+def shortfall(
+    logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """By how much a token missed being drawn: 0 for the token that `keyed_sample` draws.
+
+    The larger of its block's and its own distance to the winner, in units of (logit + Gumbel noise): about
+    the least error of a logit that could have made it win.
+
+    Args:
+        token_ids: int64 [n]; the other arguments as in `keyed_sample`.
+
+    Returns:
+        float32 [n]; inf for a token of probability 0.
+    """
+    blocks, drawn = split_blocks(logits), _drawn(keys, positions, logits.shape[-1])
+    peaks = block_peaks(*blocks)
+    top = peaks.amax(dim=-1, keepdim=True)
+    masses = _masses(*blocks, top, torch.ones_like(peaks, dtype=torch.bool))
+    block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
+    inside = _race_inside(logits, block, drawn)
+    missed = torch.cat(
+        [
+            _missed(masses / drawn[:, BLOCK_SIZE:], block),
+            _missed(inside, (token_ids % BLOCK_SIZE).unsqueeze(-1)),
+        ],
+        dim=-1,
+    )
+    return missed.amax(dim=-1)
+
+
+def _missed(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    reached = scores.log()
+    return reached.amax(dim=-1, keepdim=True) - reached.gather(-1, chosen)
+
+
+def _masses(whole: torch.Tensor, rest: torch.Tensor, top: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The sums of exp(logit - the row's largest) of the blocks that are wanted, [n, number of blocks], or 0.
+
+    Args:
+        top: the largest logit of each row, [n, 1].
+        wanted: bool, of the result's shape; a last block that is not whole is always summed.
+    """
+    masses = torch.zeros_like(wanted, dtype=top.dtype)
+    for chunk in wanted[:, : whole.shape[1]].nonzero().split(rows_at_a_time(top.device, BLOCK_SIZE)):
+        rows, blocks = chunk.unbind(-1)
+        masses[rows, blocks] = whole[rows, blocks].sub_(top[rows]).exp_().sum(dim=-1)
+    if rest.shape[-1]:
+        masses[:, -1] = (rest - top).exp_().sum(dim=-1)
+    return masses
+
+
+def _race_inside(logits: torch.Tensor, block: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """The scores of the tokens of one block a row, [n, BLOCK_SIZE]; `block` is int64 [n, 1]."""
+    return block_values(logits, block).softmax(dim=-1, dtype=torch.float32) / drawn[:, :BLOCK_SIZE]
+
+
+class KeyedStep:
+    """A step's rows for keyed sampling: all draft positions, then those behind the drafts.
+
+    Their noise is drawn together, when the first logits come.
+
+    Args:
+        keys: int64 [batch_size], each request's.
+        positions: int64 [batch_size], of each request's first token in this step.
+        num_draft_tokens: per request, 0 included.
+    """
+
+    def __init__(
+        self,
+        keys: npt.ArrayLike,
+        positions: npt.ArrayLike,
+        num_draft_tokens: list[int],
+        device: torch.device,
+    ) -> None:
+        counts, requests = np.array(num_draft_tokens), np.arange(len(num_draft_tokens))
+        drafting = requests.repeat(counts)
+        offsets = np.arange(len(drafting)) - (counts.cumsum() - counts)[drafting]
+        rows, ahead = np.concatenate([drafting, requests]), np.concatenate([offsets, counts])
+        columns = np.stack([np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead, rows])
+        self._keys, self._positions, self.requests = torch.from_numpy(columns).to(device)
+        self._drawn: torch.Tensor | None = None
+        self.num_draft_tokens, self.num_tokens = num_draft_tokens, len(drafting)
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """`keyed_sample` at the draft positions, int64 [num_tokens]."""
+        return _keyed_race(logits, self._noise(logits.shape[-1])[: self.num_tokens])
+
+    def sample_behind(self, logits: torch.Tensor) -> torch.Tensor:
+        """`keyed_sample` behind the drafts, int64 [batch_size]."""
+        return _keyed_race(logits, self._noise(logits.shape[-1])[self.num_tokens :])
+
+    def _noise(self, vocab_size: int) -> torch.Tensor:
+        if self._drawn is None:
+            self._drawn = _drawn(self._keys, self._positions, vocab_size)
+        return self._drawn
