@@ -28,6 +28,8 @@ GAIN_MEMORY = 128  # steps after which gain and calibration have mostly forgotte
 PRIOR_TOKENS = 8.0  # the weight of the belief that what is promised comes true
 GUARD_STEPS = 48  # steps with drafts that the guard judges by
 GUARD_LOSS = 0.02  # the share of time lost to drafting at which the guard acts
+GUARD_WINDOW = 8  # steps without drafts in which it then sees whether plain steps take what they did
+MIN_FORGET_STEPS = 64  # without drafts, in which two thirds of the belief in what they cost are lost
 MIN_PAUSE, MAX_PAUSE = 128, 1024  # steps; a pause is twice as long as the one before until drafting wins
 
 _Int32 = npt.NDArray[np.int32]
@@ -103,8 +105,9 @@ class AutoGate:
     time would give elsewhere: seconds of the token x tokens per second. So a step's budget goes, over all
     rows, to the tokens most likely to be accepted. What a draft promises is corrected by what came true.
 
-    A guard stands beside the model: every PROBE_EVERY-th step goes without drafts, and where the steps with
-    drafts took longer than plain ones would have for the same tokens, drafting pauses.
+    A guard stands beside the model: where the steps with drafts took longer than plain ones would have for
+    the same tokens, a window of plain steps tells whether the whole engine has become slower; if it has not,
+    drafting pauses.
     """
 
     def __init__(self) -> None:
@@ -123,13 +126,21 @@ class AutoGate:
         # likewise: draft tokens promised to be accepted, and accepted
         self._num_promised = self._num_accepted = PRIOR_TOKENS
         self._guard: list[tuple[float, float]] = []  # (seconds, seconds of plain steps) with drafts
+        self._suspicion: tuple[float, float] | None = None  # their sums, where they say that drafting loses
+        self._window: list[float] = []  # the plain steps since: seconds over those expected
+        self._num_window_steps = 0
         self._pause, self._pause_steps, self._pause_rows = 0, MIN_PAUSE, 0
+        self._forget_steps = MIN_FORGET_STEPS
+        self._since_open = (0.0, 0.0)  # seconds of steps with drafts, and of plain steps for the same tokens
 
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         self._learn(step, counters)
         self._last, self._num_chosen = step, 0
         self._steps_since_plain += 1
         self._steps_since_draft += 1
+        if self._suspicion is not None and not self._has_judged(counters):
+            counters.num_steps_off_guard += 1
+            return None
         if self._pause > 0:
             # With a quarter fewer rows what lost may win.
             self._pause = self._pause - 1 if 4 * step.num_rows > 3 * self._pause_rows else 0
@@ -138,13 +149,13 @@ class AutoGate:
         if self._num_plain < NUM_FIRST_STEPS or self._steps_since_plain > PROBE_EVERY:
             counters.num_steps_off_probe += 1
             return None
-        if self._closed_at is not None and self._steps_since_draft >= self._pause_steps:
-            self._begin_anew()
-        # With more rows a token costs more, so what was too dear is so still.
-        is_closed = self._closed_at is not None and 10 * step.num_rows >= 9 * self._closed_at
-        if is_closed and self._steps_since_draft % LOOK_EVERY:
-            counters.num_steps_off_cost += 1
-            return None
+        if self._closed_at is not None:
+            # What made drafts dear may be over.
+            self._drafted.forget(1.0 / self._forget_steps)
+            # With more rows a token costs more, so what was too dear is so still.
+            if 10 * step.num_rows >= 9 * self._closed_at and self._steps_since_draft % LOOK_EVERY:
+                counters.num_steps_off_cost += 1
+                return None
         return max(MIN_PRICE, self._price / 2)
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
@@ -157,7 +168,7 @@ class AutoGate:
         if num == 0:
             self._num_unworthy += 1
             if self._num_unworthy >= HYSTERESIS_STEPS:
-                self._closed_at = self._last.num_rows
+                self._close(self._last.num_rows)
             counters.num_steps_off_cost += 1
             self._price = max(MIN_PRICE, self._price / 2)
             return np.zeros_like(numbers)
@@ -171,6 +182,15 @@ class AutoGate:
         self._promised = float(sorted_survivals[: self._num_chosen].sum())
         self._expected_seconds = float(self._costs(np.array([num_rows + self._num_chosen]), num_context)[0])
         return chosen
+
+    def _close(self, num_rows: int) -> None:
+        """Draft no more, until a look says that it would pay."""
+        self._closed_at = num_rows
+        taken, plain = self._since_open
+        if taken > 0.0:
+            # The more often drafts have lost, the longer that is remembered.
+            self._forget_steps = min(2 * self._forget_steps, MAX_PAUSE) if taken > plain else MIN_FORGET_STEPS
+        self._since_open = (0.0, 0.0)
 
     @property
     def _calibration(self) -> float:
@@ -201,9 +221,8 @@ class AutoGate:
         """Seconds of steps with drafts, never less than a plain one."""
         assert self._last is not None
         plain = float(self._plain.seconds(self._last.num_rows, num_context))
-        curve = self._drafted if self._drafted.is_known else self._plain
-        costs: npt.NDArray[np.float64] = np.maximum(curve.seconds(nums_tokens, num_context), plain)
-        return costs
+        costs = self._drafted.seconds_from(self._last.num_rows, plain, nums_tokens, num_context)
+        return np.maximum(costs, plain)
 
     def _learn(self, step: Step, counters: EngineCounters) -> None:
         """From the step that has ended, which verified what was chosen after the one before."""
@@ -212,6 +231,8 @@ class AutoGate:
             return
         num_rows, num_context = step.num_rows, last.num_context
         if self._num_chosen == 0:
+            if self._suspicion is not None:
+                self._window.append(step.seconds / float(self._plain.seconds(num_rows, num_context)))
             self._plain.learn(num_rows, num_context, step.seconds)
             self._num_plain += 1
             self._steps_since_plain = 0
@@ -226,7 +247,8 @@ class AutoGate:
         counters.gate_expected_plain_seconds += seconds_per_token * expected_tokens
         self._drafted.learn(num_rows + self._num_chosen, num_context, step.seconds)
         self._remember(step.seconds, plain_seconds, self._promised, step.num_new_tokens - num_rows)
-        self._watch(step.seconds, plain_seconds, counters)
+        self._since_open = (self._since_open[0] + step.seconds, self._since_open[1] + plain_seconds)
+        self._watch(step.seconds, plain_seconds)
 
     def _remember(self, seconds: float, plain_seconds: float, promised: float, num_accepted: int) -> None:
         forgotten = 1.0 / GAIN_MEMORY
@@ -237,21 +259,36 @@ class AutoGate:
         self._num_promised = keep * self._num_promised + forgotten * PRIOR_TOKENS + promised
         self._num_accepted = keep * self._num_accepted + forgotten * PRIOR_TOKENS + num_accepted
 
-    def _watch(self, seconds: float, plain_seconds: float, counters: EngineCounters) -> None:
-        """The guard: pause where the last steps with drafts have lost time."""
+    def _watch(self, seconds: float, plain_seconds: float) -> None:
+        """The guard: suspect drafting where the last steps with drafts seem to have lost time."""
         # A pause of the process must not pass for a loss.
         self._guard.append((min(seconds, 3.0 * self._expected_seconds), plain_seconds))
         if len(self._guard) < GUARD_STEPS:
             return
         taken, plain = (sum(column) for column in zip(*self._guard, strict=True))
+        self._guard.clear()
         if taken <= plain * (1.0 + GUARD_LOSS):
             self._pause_steps = MIN_PAUSE
-            self._guard.clear()
             return
-        self._pause = self._pause_steps
-        self._pause_rows = self._last.num_rows if self._last else 0
-        counters.num_guard_stops += 1
-        self._begin_anew()
+        self._suspicion, self._num_window_steps = (taken, plain), 0
+        self._window.clear()
+
+    def _has_judged(self, counters: EngineCounters) -> bool:
+        """Whether the window of plain steps is over; drafting pauses if they have borne the suspicion out."""
+        assert self._suspicion is not None
+        self._num_window_steps += 1
+        # Where hardly a step can be compared, the window must end all the same.
+        if len(self._window) < GUARD_WINDOW and self._num_window_steps < 4 * GUARD_WINDOW:
+            return False
+        taken, plain = self._suspicion
+        self._suspicion = None
+        slowdown = float(np.median(self._window)) if self._window else 1.0
+        if taken > slowdown * plain * (1.0 + GUARD_LOSS):
+            self._pause = self._pause_steps
+            self._pause_rows = self._last.num_rows if self._last else 0
+            counters.num_guard_stops += 1
+            self._begin_anew()
+        return True
 
     def _begin_anew(self) -> None:
         """What made drafts dear may be over: forget what they cost, and try."""

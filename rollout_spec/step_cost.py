@@ -9,6 +9,7 @@ import numpy.typing as npt
 KNOTS = np.array(sorted({1, 2, 3} | {2**i for i in range(2, 16)} | {3 * 2**i for i in range(1, 14)}), float)
 ENOUGH = 4  # measurements that make a knot known
 MEMORY = 64  # measurements after which a knot has mostly forgotten what it was
+LEAST_WEIGHT = 0.25  # with less, of forgotten measurements, a knot is not known any more
 UNKNOWN_GROWTH = 0.5  # twice the tokens cost sqrt(2) times as long, until they are measured
 
 _Floats = npt.NDArray[np.float64]
@@ -53,7 +54,13 @@ class StepCost:
         left = min(int(position), len(KNOTS) - 2)
         for knot, share in ((left, left + 1 - position), (left + 1, position - left)):
             if share > 0.0:
-                self._learn_knot(knot, float(share), num_context, seconds)
+                # Fewer tokens than these take less; more may take as long.
+                there = seconds * min(1.0, KNOTS[knot] / num_tokens) ** UNKNOWN_GROWTH
+                self._learn_knot(knot, float(share), num_context, there)
+
+    def forget(self, share: float) -> None:
+        """Believe what was measured so far less, by this share: for where nothing is measured any more."""
+        self._weights *= 1.0 - share
 
     def _learn_knot(self, knot: int, share: float, num_context: int, seconds: float) -> None:
         if self._weights[knot] > 0.0:
@@ -71,13 +78,49 @@ class StepCost:
     def seconds(self, nums_tokens: npt.ArrayLike, num_context: int) -> _Floats:
         """float64, the shape of `nums_tokens`. At least one step must have been learned."""
         known = self._weights > 0.0
+        times = never_falling(self._at_knots(num_context)[known], self._weights[known])
+        return _interpolated(nums_tokens, KNOTS[known], times)
+
+    def seconds_from(
+        self, num_tokens: int, seconds: float, nums_tokens: npt.ArrayLike, num_context: int
+    ) -> _Floats:
+        """As `seconds`, of steps of at least `num_tokens`, which take at least so many seconds.
+
+        What was measured once is believed by half, the other half is a guess from fewer tokens; what was never
+        lies between its neighbours.
+        """
+        below = int(np.searchsorted(KNOTS, num_tokens, side="right")) - 1
+        measured, weights = self._at_knots(num_context), self._weights
+        at: list[float] = []
+        times: list[float] = []
+        masses: list[float] = []
+        for knot in range(below, len(KNOTS)):
+            if at and weights[knot] < LEAST_WEIGHT:
+                continue
+            tokens = float(KNOTS[knot]) if at else float(num_tokens)
+            guess = times[-1] * _growth(tokens / at[-1]) if at else seconds
+            share = 1.0 / (1.0 + weights[knot] ** 2)
+            times.append(share * guess + (1.0 - share) * measured[knot] * _growth(tokens / KNOTS[knot]))
+            at.append(tokens)
+            masses.append(weights[knot] + 1.0)
+        return _interpolated(nums_tokens, at, never_falling(times, masses))
+
+    def _at_knots(self, num_context: int) -> _Floats:
+        """Seconds at each knot with that much context; without meaning where the knot has no weight."""
         slope = max(0.0, self._covariance / self._variance) if self._variance > 0.0 else 0.0
-        of_context = slope * (num_context - self._contexts[known])
-        times = np.maximum(self._seconds[known] + of_context, 0.1 * self._seconds[known])
-        at, times = np.log(KNOTS[known]), np.log(never_falling(times, self._weights[known]))
-        wanted = np.log(np.asarray(nums_tokens, float))
-        outside = np.minimum(wanted - at[0], 0.0) + np.maximum(wanted - at[-1], 0.0)
-        return np.exp(np.interp(wanted, at, times) + UNKNOWN_GROWTH * outside)
+        of_context = slope * (num_context - self._contexts)
+        return np.maximum(self._seconds + of_context, 0.1 * self._seconds)
+
+
+def _growth(times_the_tokens: float) -> float:
+    return float(times_the_tokens**UNKNOWN_GROWTH)
+
+
+def _interpolated(nums_tokens: npt.ArrayLike, at: npt.ArrayLike, times: npt.ArrayLike) -> _Floats:
+    """In logarithms, and beyond the points as UNKNOWN_GROWTH says."""
+    points, values, wanted = (np.log(np.asarray(x, float)) for x in (at, times, nums_tokens))
+    outside = np.minimum(wanted - points[0], 0.0) + np.maximum(wanted - points[-1], 0.0)
+    return np.exp(np.interp(wanted, points, values) + UNKNOWN_GROWTH * outside)
 
 
 def never_falling(values: npt.ArrayLike, weights: npt.ArrayLike) -> _Floats:

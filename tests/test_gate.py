@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_spec.gate import GUARD_STEPS, HYSTERESIS_STEPS, MIN_PAUSE, AutoGate, FixedGate, Step, make_gate
+from rollout_spec.gate import (
+    GUARD_STEPS,
+    GUARD_WINDOW,
+    HYSTERESIS_STEPS,
+    MIN_PAUSE,
+    AutoGate,
+    FixedGate,
+    Step,
+    make_gate,
+)
 from rollout_spec.metrics import EngineCounters
 
 NUM_ROWS, K = 4, 8
@@ -98,6 +107,18 @@ def test_the_guard_pauses_before_the_model_has_learned_a_loss():
     machine.steps(4 * GUARD_STEPS)
     assert machine.counters.num_guard_stops == 1
     assert machine.counters.num_steps_off_guard > MIN_PAUSE // 2
+
+
+def test_the_guard_tells_a_slower_engine_from_a_loss():
+    """All steps take twice as long, from one to the next: what a draft gains is the same."""
+    scale = {"all": 1.0}
+    machine = Machine([0.9], lambda drafted: scale["all"] * (0.15 if drafted else 0.1))
+    machine.steps(300)
+    scale["all"] = 2.0
+    slowed = machine.steps(4 * GUARD_STEPS)
+    assert machine.counters.num_steps_off_guard >= GUARD_WINDOW  # it has looked
+    assert machine.counters.num_guard_stops == 0
+    assert sum(numbers is not None for numbers in slowed) > 3 * GUARD_STEPS
 
 
 def test_promises_that_do_not_come_true_are_corrected():

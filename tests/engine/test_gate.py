@@ -5,46 +5,78 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from rollout_spec.metrics import EngineCounters
 from tests.engine.conftest import proposer_of
 
 LENGTH = 440
 PROMPTS = [[5, 6, 7, 8 + i] for i in range(4)]
+WITHIN = 200  # steps in which drafting must have stopped
 
 
-def run(llm: Any, num_steps: int) -> EngineCounters:
-    """Generate for at least so many steps; what the drafter counted."""
-    from vllm import SamplingParams
+class Watched:
+    """An engine whose verification can be delayed, and what each of its steps drafted."""
 
-    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
-    counters = EngineCounters()
-    while counters.num_steps < num_steps:
-        llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-        counters.add(proposer_of(llm).take_counters())
-    return counters
+    def __init__(self, make_engine: Any) -> None:
+        self.llm = make_engine({"batch_threshold": "auto", "num_speculative_tokens": 2})
+        self.proposer = proposer_of(self.llm)
+        self.gate = self.proposer._drafter._gate
+        self.seconds = 0.0
+        self.num_drafts: list[int] = []  # of each engine step
+        sampler = self.proposer._runner.rejection_sampler
+        sampler.register_forward_pre_hook(lambda *_: time.sleep(self.seconds))
+        propose = self.proposer.propose
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            drafts = propose(*args, **kwargs)
+            self.num_drafts.append(sum(map(bool, drafts)))
+            return drafts
+
+        self.proposer.propose = counted
+
+    def run(self, num_steps: int) -> tuple[list[int], EngineCounters]:
+        """Generate for at least so many steps: the drafts of each, and what the drafter counted."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+        begin, counters = len(self.num_drafts), EngineCounters()
+        while counters.num_steps < num_steps:
+            self.llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+            counters.add(self.proposer.take_counters())
+        return self.num_drafts[begin:], counters
 
 
 def test_drafting_stops_where_verification_turns_slow_and_comes_back(make_engine: Any) -> None:
-    llm = make_engine({"batch_threshold": "auto", "num_speculative_tokens": 2})
-    seconds = 0.0
-    sampler = proposer_of(llm)._runner.rejection_sampler
-    sampler.register_forward_pre_hook(lambda *_: time.sleep(seconds))
-
-    before = run(llm, 300)
+    engine = Watched(make_engine)
+    _, before = engine.run(300)
     assert before.num_drafts > 2 * before.num_steps  # of 4 rows, most draft
     assert before.gate_plain_seconds > 1.2 * before.gate_seconds
     assert before.num_steps_off_probe > 0
 
-    seconds = 0.2
-    turning = run(llm, 200)
-    # A rollout without drafts is a few hundred steps; the loss was seen in its first 200.
-    assert turning.num_drafts < 4 * 200
-    slow = run(llm, 200)
+    engine.seconds = 0.2
+    drafts, _ = engine.run(2 * WITHIN)
+    # What is left are the few steps in which the gate looks whether it has changed again.
+    assert sum(map(bool, drafts[WITHIN:])) < 0.1 * len(drafts[WITHIN:])
+    _, slow = engine.run(WITHIN)
     assert slow.num_drafts < 0.1 * slow.num_steps
     assert slow.num_steps_off_cost + slow.num_steps_off_guard > 0.8 * slow.num_steps
 
-    seconds = 0.0
-    run(llm, 1200)
-    after = run(llm, 200)
+    engine.seconds = 0.0
+    engine.run(1200)
+    _, after = engine.run(200)
     assert after.num_drafts > 2 * after.num_steps
     assert after.num_failed_steps == 0
+
+
+def test_the_guard_alone_stops_drafting(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model of the costs that learns nothing of the delay."""
+    engine = Watched(make_engine)
+    _, before = engine.run(300)
+    assert before.num_guard_stops == 0
+    monkeypatch.setattr(engine.gate._drafted, "learn", lambda *step: None)
+    engine.seconds = 0.05
+    drafts, turning = engine.run(2 * WITHIN)
+    assert turning.num_guard_stops >= 1
+    stopped = next(i for i in range(len(drafts)) if not any(drafts[i : i + 100]))
+    assert stopped < WITHIN
