@@ -162,8 +162,8 @@ def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[st
 
     Returns:
         Means of the seconds, ratios of the sums, `ratios` to the first method with their 95 % intervals (see
-        `runs.paired`), and `front_lost_s`: how much longer the front phase took than the first method would
-        have needed for the same tokens.
+        `runs.paired`), `tokens_per_s_over` every other method likewise, and `front_lost_s`: how much longer
+        the front phase took than the first method would have needed for the same tokens.
     """
     first = next(iter(runs.values()))
     results = []
@@ -186,6 +186,11 @@ def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[st
         result["tokens_per_step"] = plain(ratio(total("num_decoded_tokens"), total("num_row_steps")))
         result["share_on"] = plain(ratio(total("num_steps_on"), total("num_steps")))
         result["ratios"] = {name: change.to_dict() for name, (_, _, change) in changes.items()}
+        result["tokens_per_s_over"] = {
+            other: paired(_amounts(theirs, "tokens_per_s"), _amounts(mine, "tokens_per_s"))[2].to_dict()
+            for other, theirs in runs.items()
+            if other != method
+        }
         results.append(result | {"repeats": list(mine)})
     return results
 

@@ -78,6 +78,18 @@ def test_methods_are_compared_repeat_by_repeat():
     assert (second["acceptance_rate"], second["tokens_per_step"], second["share_on"]) == (0.5, 1.4, 1.0)
 
 
+def test_every_method_is_compared_with_every_other_in_pairs():
+    """Rollouts of 120 tokens; the other's second repeat is as fast as the first method's."""
+    off = [run((2, 100), (2, 20)), run((4, 100), (4, 20))]
+    sam = [run((1, 100), (1, 20)), run((2, 100), (2, 20))]
+    other = [run((1, 100), (1, 20)), run((4, 100), (4, 20))]
+    results = {r["method"]: r["tokens_per_s_over"] for r in summarise({"off": off, "sam": sam, "x": other})}
+    assert results["sam"]["off"]["ci95"] == pytest.approx([2.0, 2.0])
+    assert results["sam"]["x"] == {"value": pytest.approx(10 / 6), "ci95": pytest.approx([1.0, 2.0])}
+    assert results["off"]["sam"]["value"] == pytest.approx(0.5)
+    assert results["sam"].keys() == {"off", "x"}
+
+
 def test_a_phase_that_never_was_has_no_rate():
     [only] = summarise({"off": [run((0, 0), (2, 20)), run((0, 0), (4, 20))]})
     assert only["front_tokens_per_s"] is None and only["front_lost_s"] is None

@@ -320,13 +320,21 @@ def _print(record: dict[str, Any]) -> None:
         grid.add_column("method")
         for name in names:
             grid.add_column(name, justify="right")
+    pairs = Table(title="tokens/s of a row's method over a column's, with 95 % intervals")
+    for name in ("method", *(result["method"] for result in results[1:])):
+        pairs.add_column(name, justify="left" if name == "method" else "right")
     for result in results:
         cells = [_cell(result[name], shape) for name, shape in COLUMNS.values()]
         table.add_row(result["method"], *cells)
         ratios.add_row(result["method"], *map(_ratio_cell, result["ratios"].values()))
+        over = result["tokens_per_s_over"]
+        others = (_ratio_cell(over[r["method"]]) if r["method"] in over else "" for r in results[1:])
+        pairs.add_row(result["method"], *others)
     console = make_console()
     console.print(table)
     console.print(ratios)
+    if len(results) > 2:
+        console.print(pairs)
 
 
 def _cell(value: float | None, shape: str) -> str:
