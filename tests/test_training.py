@@ -69,6 +69,13 @@ class Run(NamedTuple):
         rates = [metrics["rollout/spec_tokens_per_step"] for metrics in chosen]
         return sum(tokens) / sum(count / rate for count, rate in zip(tokens, rates, strict=True))
 
+    def acceptance_rate(self, steps: tuple[int, ...]) -> float:
+        drafted, accepted = (
+            sum(self.metrics[step][f"rollout/spec_num_{kind}_tokens"] for step in steps)
+            for kind in ("draft", "accepted")
+        )
+        return accepted / drafted
+
     def groups(self, steps: tuple[int, ...]) -> Iterator[list[Rollout]]:
         """Of each group in these steps, the part that each engine served."""
         parts: dict[tuple[str, int | None], list[Rollout]] = defaultdict(list)
@@ -191,13 +198,16 @@ def test_siblings_together_draft_better(run: Run) -> None:
     replayed_apart, replayed_together = (
         replay(trace, SpecConfig(mode="frequent")).tokens_per_step for trace in (split, whole)
     )
+    accepted_apart, accepted_together = run.acceptance_rate(APART), run.acceptance_rate(TOGETHER)
     imbalance = [run.metrics[step]["rollout/spec_load_imbalance"] for step in range(1, NUM_STEPS + 1)]
     print(
         f"tokens per step, apart and together: engines {apart:.3f}, {together:.3f}; "
-        f"the same text {replayed_apart:.3f}, {replayed_together:.3f}; load imbalance by step {imbalance}"
+        f"the same text {replayed_apart:.3f}, {replayed_together:.3f}; "
+        f"acceptance {accepted_apart:.3f}, {accepted_together:.3f}; load imbalance by step {imbalance}"
     )
     assert replayed_together > 1.02 * replayed_apart
     assert together > 0.8 * apart
+    assert accepted_together > 0.8 * accepted_apart
 
 
 def test_samples_are_named_and_siblings_differ(run: Run) -> None:

@@ -74,8 +74,10 @@ def test_the_default_routing_leaves_a_users_router_alone() -> None:
         check_config(composed("+rollout.spec=sam", "rollout.spec.routing=group", own))
 
 
-def test_group_routing_and_full_determinism_are_refused() -> None:
+def test_full_determinism_goes_with_drafts_but_not_with_group_routing() -> None:
     override = "actor_rollout_ref.rollout.full_determinism=true"
+    for options in (["+rollout.spec=sam"], ["+rollout.spec=off", "rollout.spec.verify=coupled"]):
+        assert check_config(composed(*options, override)).coupled
     with pytest.raises(ConfigError, match=r"full_determinism needs rollout\.spec\.routing=default"):
         check_config(composed("+rollout.spec=sam", "rollout.spec.routing=group", override))
 

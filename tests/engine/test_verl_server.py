@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -194,7 +195,9 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(make_server
     assert [respond(number) for number in (3, 0)] == [named[3], named[0]]
 
 
-def test_history_outlives_weight_syncs_and_a_restart(make_server: Any, tmp_path: Any) -> None:
+def test_history_outlives_weight_syncs_and_a_restart(
+    make_server: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = {"history": 2, "history_dir": str(tmp_path)}
     for num_known in (0, 2):
         server = make_server(spec)
@@ -205,7 +208,12 @@ def test_history_outlives_weight_syncs_and_a_restart(make_server: Any, tmp_path:
         asyncio.run(server.set_global_steps(1))
         assert len(history) == 2
     (tmp_path / "replica-3").write_bytes(b"damaged")
-    asyncio.run(make_server(spec).set_global_steps(0))
+    server = make_server(spec)
+    logging.getLogger("vllm.rollout_spec.vllm_proposer").addHandler(caplog.handler)
+    asyncio.run(server.set_global_steps(0))
+    assert "training goes on without the saved history" in caplog.text
+    assert "replica-3" in caplog.text
+    serve(server)  # and it does, drafts and all: `serve` fails where an engine does not draft
     assert (tmp_path / "replica-3").read_bytes() == b"damaged"
 
 
