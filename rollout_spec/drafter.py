@@ -73,6 +73,7 @@ class Drafter:
         self._clock = clock
         self._last_start = 0.0  # when the last step ended, and whether all its rows decoded
         self._all_decoded = False
+        self._last_ids: list[str] = []  # the rows of that step
         self._share_alike = 1.0
         self._index = SuffixIndex.from_config(config)
         self.history = History(config.history, config.max_index_mb << 20)
@@ -183,14 +184,21 @@ class Drafter:
 
     def _ended_step(self, request_ids: Sequence[str], nums_new_tokens: _Int32, levels: _Int32) -> Step:
         now = self._clock()
-        # A step that prefills, or begins another batch, says nothing of what a decoding step costs.
+        # A step that prefills, or that new rows have come to, says nothing of what a decoding step costs.
         all_decode = bool(nums_new_tokens.all())
-        is_alike = self._row_ids == request_ids and all_decode and self._all_decoded
+        is_alike = self._had_rows(request_ids) and all_decode and self._all_decoded
         self._share_alike += (is_alike - self._share_alike) / ALIKE_MEMORY
         seconds = now - self._last_start if is_alike or self._share_alike < ALIKE_SHARE else None
         self._last_start, self._all_decoded = now, all_decode
         context = int(levels[: len(request_ids)][nums_new_tokens > 0].sum())
         return Step(int(np.count_nonzero(nums_new_tokens)), context, int(nums_new_tokens.sum()), seconds)
+
+    def _had_rows(self, request_ids: Sequence[str]) -> bool:
+        """Whether all were rows of the step before, of which some may have ended; asked once a step."""
+        if self._last_ids == request_ids:
+            return True
+        last, self._last_ids = self._last_ids, list(request_ids)
+        return set(last).issuperset(request_ids)
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
@@ -207,6 +215,7 @@ class Drafter:
         self._requests.clear()
         self._groups.clear()
         self._row_ids = None
+        self._last_ids = []  # the time until the next step is no step's
 
     def _remember(self, request: _Request, group: _Group) -> None:
         if self.config.history and request.after_prompt:

@@ -10,6 +10,7 @@ KNOTS = np.array(sorted({1, 2, 3} | {2**i for i in range(2, 16)} | {3 * 2**i for
 ENOUGH = 4  # measurements that make a knot known
 MEMORY = 64  # measurements after which a knot has mostly forgotten what it was
 LEAST_WEIGHT = 0.25  # with less, of forgotten measurements, a knot is not known any more
+LEAST_SHARE = 0.75  # of a knot's time, whatever the context
 UNKNOWN_GROWTH = 0.5  # twice the tokens cost sqrt(2) times as long, until they are measured
 
 _Floats = npt.NDArray[np.float64]
@@ -86,8 +87,8 @@ class StepCost:
     ) -> _Floats:
         """As `seconds`, of steps of at least `num_tokens`, which take at least so many seconds.
 
-        What was measured once is believed by half, the other half is a guess from fewer tokens; what was never
-        lies between its neighbours.
+        What was measured once is believed by half, the other half is a guess from fewer tokens; what was
+        never lies between its neighbours.
         """
         below = int(np.searchsorted(KNOTS, num_tokens, side="right")) - 1
         measured, weights = self._at_knots(num_context), self._weights
@@ -106,10 +107,14 @@ class StepCost:
         return _interpolated(nums_tokens, at, never_falling(times, masses))
 
     def _at_knots(self, num_context: int) -> _Floats:
-        """Seconds at each knot with that much context; without meaning where the knot has no weight."""
+        """Seconds at each knot with that much context; without meaning where the knot has no weight.
+
+        With far less context than a knot has seen, as when most rows have ended, the slope is extrapolated
+        and would promise steps that take no time: a step keeps LEAST_SHARE of the knot's.
+        """
         slope = max(0.0, self._covariance / self._variance) if self._variance > 0.0 else 0.0
         of_context = slope * (num_context - self._contexts)
-        return np.maximum(self._seconds + of_context, 0.1 * self._seconds)
+        return np.maximum(self._seconds + of_context, LEAST_SHARE * self._seconds)
 
 
 def _growth(times_the_tokens: float) -> float:

@@ -108,12 +108,15 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
     batch.step([[13], []])
     batch.step([[14], [10]])
     batch.step([[15], [11]])
+    batch.drafter.close(batch.request_ids.pop())
+    batch.step([[16]])
     assert gate.steps == [
         Step(num_rows=1, num_context=5, num_new_tokens=1, seconds=None),
         Step(num_rows=1, num_context=7, num_new_tokens=2, seconds=2.0),
         Step(num_rows=1, num_context=8, num_new_tokens=1, seconds=None),  # another batch, and a prefill in it
         Step(num_rows=2, num_context=14, num_new_tokens=2, seconds=None),
         Step(num_rows=2, num_context=16, num_new_tokens=2, seconds=8.0),
+        Step(num_rows=1, num_context=11, num_new_tokens=1, seconds=16.0),  # one has ended, none is new
     ]
 
 

@@ -109,6 +109,22 @@ def test_the_guard_pauses_before_the_model_has_learned_a_loss():
     assert machine.counters.num_steps_off_guard > MIN_PAUSE // 2
 
 
+def test_one_slow_step_does_not_shut_the_gate_for_long():
+    """The first with drafts, of which nothing else is known."""
+    slow = {"left": 1}
+
+    def seconds(drafted):
+        if drafted and slow["left"]:
+            slow["left"] = 0
+            return 0.6
+        return 0.1 + 0.002 * drafted
+
+    machine = Machine([0.9, 0.6], seconds)
+    machine.steps(100)  # fewer than after a loss that many steps have shown
+    assert not slow["left"]
+    assert np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(40)]) > 0.9
+
+
 def test_the_guard_tells_a_slower_engine_from_a_loss():
     """All steps take twice as long, from one to the next: what a draft gains is the same."""
     scale = {"all": 1.0}

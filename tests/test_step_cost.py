@@ -43,6 +43,28 @@ def test_context_has_a_price_of_its_own():
         assert curve.seconds(n, context) == pytest.approx(0.02 + 0.001 * n + 1e-6 * context, rel=0.1)
 
 
+def test_much_less_context_than_was_ever_seen_is_not_free():
+    """A slope that noise has made too steep."""
+    curve, rng = StepCost(), np.random.default_rng(2)
+    for context in rng.integers(20_000, 25_000, 200).tolist():
+        curve.learn(256, context, 0.02 + 1e-5 * (context - 20_000))
+    assert curve.seconds(256, 1000) > 0.7 * curve.seconds(256, 22_500)
+
+
+def test_what_was_hardly_measured_is_half_a_guess_from_fewer_tokens():
+    curve = StepCost()
+    assert curve.seconds_from(16, 0.1, [16, 64], 0) == pytest.approx([0.1, 0.2])  # nothing known but the base
+    curve.learn(64, 0, 1.0)
+    assert curve.seconds_from(16, 0.1, [64], 0) == pytest.approx([0.6])
+    for _ in range(20):
+        curve.learn(64, 0, 1.0)
+    assert curve.seconds_from(16, 0.1, [64], 0) == pytest.approx([1.0], rel=0.01)
+    assert 0.1 < curve.seconds_from(16, 0.1, [32], 0)[0] < 1.0  # between its neighbours
+    for _ in range(50):
+        curve.forget(0.1)
+    assert curve.seconds_from(16, 0.1, [64], 0) == pytest.approx([0.2])
+
+
 def test_what_was_never_measured_is_guessed_safely():
     curve = learned(lambda n, c: 0.1, [8])
     assert curve.seconds([2, 8, 32, 128], 1000) == pytest.approx([0.05, 0.1, 0.2, 0.4])
