@@ -102,11 +102,16 @@ def test_the_exit_code_is_the_verdict(policy: str, monkeypatch: pytest.MonkeyPat
         "group_size": 4, "position": 17, "token_id_off": 5, "token_id_on": 6, "logit_gap": float("inf"),
         "explained": False,
     }  # fmt: skip
+    configuration = WHERE | {
+        "tokens_compared": 20, "tokens_identical": 19, "num_draft_tokens": 4, "num_accepted_tokens": 2,
+        "tokens_per_step": 1.2,
+    }  # fmt: skip
     found = {
         "dtype": "float32", "temperatures": [1.0], "top_k": 0, "top_p": 1.0, "tokens_compared": 20,
         "tokens_identical": 19, "num_draft_tokens": 4, "num_accepted_tokens": 2, "differences": [difference],
         "unexplained_differences": 1, "tolerance": 1e-4, "mean_logprob_difference": 0.0,
-        "max_logprob_difference": 0.0, "configurations": [], "untested": [], "distribution": None,
+        "max_logprob_difference": 0.0, "configurations": [configuration], "untested": [],
+        "distribution": None,
         "texts": {"off": [""], "on": [""]}, "prompt_of_text": [0],
     }  # fmt: skip
     monkeypatch.setattr(vllm_certify, "certify", lambda plan: dict(found))
