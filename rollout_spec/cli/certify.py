@@ -64,9 +64,10 @@ def run(args: argparse.Namespace) -> int:
         name: _accuracy([rows[prompt] for prompt in prompts], texts[name]) for name in ("off", "on")
     }
     # JSON has no infinity.
-    for difference in record["differences"]:
-        if math.isinf(difference["logit_gap"]):
-            difference["logit_gap"] = None
+    record["differences"] = [
+        d | {"logit_gap": None if math.isinf(d["logit_gap"]) else d["logit_gap"]}
+        for d in record["differences"]
+    ]
     rendered = json.dumps(record, indent=2, allow_nan=False)
     if args.output:
         (args.output / "certificate.json").write_text(rendered + "\n")
