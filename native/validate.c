@@ -207,8 +207,8 @@ rs_status rs_index_validate(const rs_index *index, rs_error *error) {
     if (broken == NULL) {
         broken = rs_contexts_check(&index->contexts);
     }
-    if (broken == NULL && index->calibration != NULL && index->calibration->cells[0].num != 0) {
-        broken = "calibration: the cell of no expert was used";
+    if (broken == NULL && index->calibration != NULL) {
+        broken = rs_calibration_check(index->calibration);
     }
     if (broken != NULL) {
         return rs_fail(error, RS_ECORRUPT, -1, "%s", broken);
