@@ -131,7 +131,8 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
 }
 
 static uint64_t num_bytes_of(const rs_index *index) {
-    uint64_t num_bytes = sizeof *index + (uint64_t)index->groups_capacity * sizeof *index->groups +
+    uint64_t num_bytes = sizeof *index + rs_num_discarded(&index->memory) +
+                         (uint64_t)index->groups_capacity * sizeof *index->groups +
                          (uint64_t)index->sequences_capacity * sizeof *index->sequences +
                          (uint64_t)index->drafts_capacity * sizeof *index->drafts +
                          (uint64_t)index->predictions_capacity * sizeof *index->predictions +
