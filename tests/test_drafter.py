@@ -197,3 +197,26 @@ def test_rows_that_do_not_fit_together_go_one_by_one() -> None:
     assert batch.step([[7, 8], [7] * 190_000]) == [[], []]
     assert batch.drafter.counters.num_untracked_rows == 1
     assert batch.step([[7, 8], []])[0][:2] == [7, 8]
+
+
+def test_a_step_that_needs_the_room_of_many_groups_is_tried_a_few_times() -> None:
+    random = np.random.default_rng(0)
+    drafter = Drafter(SpecConfig(mode="frequent", max_index_mb=2))
+    for i in range(MAX_IDLE_GROUPS):
+        drafter.open(str(i), random.integers(0, 50_000, 1000, dtype=np.int32), 2000)
+        drafter.close(str(i))
+    attempts: list[int] = []
+    step = drafter.index.step
+
+    def counted(*args: object) -> object:
+        attempts.append(drafter.index.stats().num_groups - 1)
+        return step(*args)  # type: ignore[arg-type]
+
+    drafter.index.step = counted  # type: ignore[method-assign, assignment]
+    batch = Batch(drafter, num_rows=1, length=20_000)
+    batch.open("long", max_level=20_000)
+    batch.step([random.integers(0, 50_000, 15_000).tolist()])
+    assert drafter.counters.num_untracked_rows == 0
+    assert attempts[0] - attempts[-1] > 10
+    assert len(attempts) <= 6
+    drafter.index.validate()
