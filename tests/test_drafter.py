@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollout_spec.bench_native import measure_evictions, synthetic_text
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import MAX_IDLE_GROUPS, Drafter
 from rollout_spec.gate import HYSTERESIS_STEPS, Step
@@ -220,3 +221,21 @@ def test_a_step_that_needs_the_room_of_many_groups_is_tried_a_few_times() -> Non
     assert attempts[0] - attempts[-1] > 10
     assert len(attempts) <= 6
     drafter.index.validate()
+
+
+def test_eviction_keeps_no_step_waiting() -> None:
+    """The bound is far above what is promised, a millisecond, for machines that do other things too."""
+    result = measure_evictions(
+        synthetic_text(1 << 16),
+        "sam",
+        num_prompts=12,
+        group_size=8,
+        max_response=4096,
+        max_index_mb=8,
+        num_rows=16,
+    )
+    assert result["num_untracked_rows"] == 0
+    assert result["num_groups_evicted"] > 8
+    assert result["num_attempts_failed"] > 0
+    assert result["max_ms"] < 20
+    assert result["release_max_ms"] < 20
