@@ -197,7 +197,7 @@ def test_bench_native_measures_as_json_and_keeps_a_record(tmp_path):
         assert result["step"]["share_of_rows_drafting"] > 0.95
         assert result["steps"]["p99_ms"] >= result["steps"]["median_ms"] > 0
         assert result["evictions"]["max_ms"] >= result["evictions"]["p99_ms"] > 0
-        assert result["evictions"]["num_groups_evicted"] > 10
+        assert result["evictions"]["num_groups_evicted"] > 0
 
 
 def test_simulate_compares_thresholds_on_clusters():
