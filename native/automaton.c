@@ -25,6 +25,12 @@ void rs_automaton_free(rs_automaton *a) {
     memset(a, 0, sizeof *a);
 }
 
+void rs_automaton_discard(rs_automaton *a) {
+    rs_discard(a->memory, (void **)&a->states, &a->capacity, sizeof *a->states);
+    rs_discard(a->memory, (void **)&a->pool.units, &a->pool.capacity, sizeof *a->pool.units);
+    memset(a, 0, sizeof *a);
+}
+
 static rs_status add_transition(rs_automaton *a, uint32_t state, int32_t token, uint32_t target) {
     rs_state *from = a->states + state;
     if (from->token < 0) {

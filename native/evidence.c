@@ -214,3 +214,44 @@ void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, 
         }
     }
 }
+
+/* False for what is no number, too. */
+static bool within(float value, float low, float high) { return value >= low && value <= high; }
+
+static bool weights_hold(const rs_weights *weights) {
+    const float most = (float)MAX_WEIGHT;
+    bool hold = within(weights->bias, -most, most);
+    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+        hold = hold && within(weights->experts[0][e], -most, most) && within(weights->experts[1][e], -most, most);
+    }
+    return hold;
+}
+
+static bool cell_holds(const rs_calibration *calibration, const rs_cell *cell) {
+    const float low = calibration->stretched[0];
+    const float high = calibration->stretched[RS_NUM_STRETCHED - 1];
+    if (cell->num == 0) {
+        return cell->probability == 0.0F && cell->inputs[0] == 0.0F && cell->inputs[1] == 0.0F;
+    }
+    return cell->num >= PRIOR_OBSERVATIONS && cell->num <= MAX_OBSERVATIONS && within(cell->probability, 0.0F, 1.0F) &&
+           within(cell->inputs[0], low, high) && within(cell->inputs[1], low, high);
+}
+
+const char *rs_calibration_check(const rs_calibration *calibration) {
+    if (calibration->cells[0].num != 0) {
+        return "calibration: the cell of no expert was used";
+    }
+    for (int i = 0; i < RS_NUM_CELLS; i++) {
+        if (!cell_holds(calibration, calibration->cells + i)) {
+            return "calibration: a probability out of bounds";
+        }
+    }
+    for (int selector = 0; selector < RS_NUM_SELECTORS; selector++) {
+        for (int set = 0; set < RS_NUM_WEIGHT_SETS; set++) {
+            if (!weights_hold(calibration->weights[selector] + set)) {
+                return "calibration: a weight out of bounds";
+            }
+        }
+    }
+    return NULL;
+}

@@ -119,6 +119,7 @@ static void forget_everything(rs_index *index) {
         free_text(index, index->sequences + i);
     }
     rs_memory *memory = &index->memory;
+    rs_release(memory, UINT64_MAX);
     rs_resize(memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
     rs_resize(memory, (void **)&index->sequences, &index->sequences_capacity, 0, sizeof *index->sequences);
     rs_resize(memory, (void **)&index->drafts, &index->drafts_capacity, 0, sizeof *index->drafts);
@@ -252,7 +253,7 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
         return rs_fail(error, RS_EINVAL, -1, "group=%" PRId32 ": %" PRId32 " of its sequences are open", group,
                        found->num_sequences);
     }
-    rs_automaton_free(&found->automaton);
+    rs_automaton_discard(&found->automaton);
     *found = (rs_group){.next_free = -1};
     if (index->free_groups.newest >= 0) {
         index->groups[index->free_groups.newest].next_free = group;

@@ -3,7 +3,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
-enum { LARGE_BYTES = 1 << 18 };
+enum { LARGE_BYTES = 1 << 18, PIECE_BYTES = 1 << 21 };
 
 #ifdef RS_TEST
 static int64_t allocations_until_failure;
@@ -20,6 +20,69 @@ static void *resize_block(void *pointer, size_t num_bytes) {
 #define resize_block realloc
 #endif
 
+/* At the beginning of the array that it is about. */
+struct rs_discarded {
+    rs_discarded *next;
+    uint64_t num_bytes;
+};
+
+void rs_discard(rs_memory *memory, void **pointer, uint32_t *capacity, size_t element_size) {
+    uint64_t num_bytes = (uint64_t)*capacity * element_size;
+    if (num_bytes <= LARGE_BYTES) {
+        rs_resize(memory, pointer, capacity, 0, element_size);
+        return;
+    }
+    rs_discarded *block = *pointer;
+    *block = (rs_discarded){.next = memory->discarded, .num_bytes = num_bytes};
+    memory->discarded = block;
+    *pointer = NULL;
+    *capacity = 0;
+}
+
+/* Free a piece from the end of the block that was discarded last; returns its size. */
+static uint64_t release_piece(rs_memory *memory) {
+    rs_discarded *block = memory->discarded;
+    const rs_discarded old = *block;
+    rs_discarded *shrunk = NULL;
+    if (old.num_bytes > PIECE_BYTES) {
+        shrunk = realloc(block, (size_t)(old.num_bytes - PIECE_BYTES));
+    }
+    if (shrunk == NULL) { /* it is small enough, or the allocator refuses */
+        free(block);
+        memory->discarded = old.next;
+        return old.num_bytes;
+    }
+    shrunk->num_bytes -= PIECE_BYTES;
+    memory->discarded = shrunk;
+    return PIECE_BYTES;
+}
+
+void rs_release(rs_memory *memory, uint64_t num_bytes) {
+    uint64_t released = 0;
+    while (memory->discarded != NULL && released < num_bytes) {
+        uint64_t piece = release_piece(memory);
+        memory->num_bytes -= piece;
+        released += piece;
+    }
+}
+
+uint64_t rs_num_discarded(const rs_memory *memory) {
+    uint64_t num_bytes = 0;
+    for (const rs_discarded *block = memory->discarded; block != NULL; block = block->next) {
+        num_bytes += block->num_bytes;
+    }
+    return num_bytes;
+}
+
+static bool has_room(rs_memory *memory, uint64_t num_bytes) {
+    uint64_t room = memory->max_bytes - memory->num_bytes;
+    if (memory->max_bytes != 0 && num_bytes > room) {
+        rs_release(memory, num_bytes - room);
+        room = memory->max_bytes - memory->num_bytes;
+    }
+    return memory->max_bytes == 0 || num_bytes <= room;
+}
+
 rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size,
                     size_t element_size) {
     uint64_t old_bytes = (uint64_t)*capacity * element_size;
@@ -34,8 +97,7 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
         return RS_ENOMEM;
     }
     uint64_t new_bytes = new_size * element_size;
-    if (new_bytes > old_bytes && memory->max_bytes != 0 &&
-        new_bytes - old_bytes > memory->max_bytes - memory->num_bytes) {
+    if (new_bytes > old_bytes && !has_room(memory, new_bytes - old_bytes)) {
         return RS_EBUDGET;
     }
     void *moved = resize_block(*pointer, (size_t)new_bytes);

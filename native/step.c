@@ -404,5 +404,6 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
         rs_resize(&index->memory, (void **)&index->extensions, &index->extensions_capacity, 0,
                   sizeof *index->extensions);
     }
+    rs_release(&index->memory, 1);
     return status;
 }

@@ -131,7 +131,8 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
 }
 
 static uint64_t num_bytes_of(const rs_index *index) {
-    uint64_t num_bytes = sizeof *index + (uint64_t)index->groups_capacity * sizeof *index->groups +
+    uint64_t num_bytes = sizeof *index + rs_num_discarded(&index->memory) +
+                         (uint64_t)index->groups_capacity * sizeof *index->groups +
                          (uint64_t)index->sequences_capacity * sizeof *index->sequences +
                          (uint64_t)index->drafts_capacity * sizeof *index->drafts +
                          (uint64_t)index->predictions_capacity * sizeof *index->predictions +
@@ -207,8 +208,8 @@ rs_status rs_index_validate(const rs_index *index, rs_error *error) {
     if (broken == NULL) {
         broken = rs_contexts_check(&index->contexts);
     }
-    if (broken == NULL && index->calibration != NULL && index->calibration->cells[0].num != 0) {
-        broken = "calibration: the cell of no expert was used";
+    if (broken == NULL && index->calibration != NULL) {
+        broken = rs_calibration_check(index->calibration);
     }
     if (broken != NULL) {
         return rs_fail(error, RS_ECORRUPT, -1, "%s", broken);

@@ -1,14 +1,15 @@
 """Time and memory of the native index, seen from Python.
 
-Every time is the least of several runs of the same step: on a shared machine the least is what the code
-costs. Without a trace the text is synthetic: tokens by Zipf's law, between runs of earlier text.
+Every time but that of evictions is the least of several runs of the same step: on a shared machine the least
+is what the code costs. Without a trace the text is synthetic: tokens by Zipf's law, between runs of earlier
+text.
 """
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import Drafter
+from rollout_spec.history import History
 from rollout_spec.index import Int32Array, SuffixIndex
 from rollout_spec.replay import read_trace
 
@@ -25,8 +27,7 @@ Int64Array = npt.NDArray[np.int64]
 NUM_SPECULATIVE_TOKENS = 8
 SIZES = (2048, 8192, 32768, 131072)
 GROUP_SIZE = 8
-# Of measure_steps: more prompts than idle groups are kept.
-NUM_PROMPTS, PROMPT_LENGTH, MAX_RESPONSE = 48, 200, 1024
+PROMPT_LENGTH = 200
 MODES = ("sam", "frequent", "earliest")
 TARGETS = {
     "us_per_token at 32768": 0.2,
@@ -34,6 +35,7 @@ TARGETS = {
     "flatness 2048..131072": 1.5,
     "step_ms": 0.5,
     "step_p99_over_median": 5.0,
+    "eviction max_ms": 1.0,
 }
 
 
@@ -148,57 +150,73 @@ def measure_step(text: Int32Array, mode: str, repeats: int, tokens_per_row: int 
     }
 
 
+_Request = tuple[str, Int32Array, Int32Array]
+
+
+def make_requests(text: Int32Array, num_prompts: int, group_size: int, max_response: int) -> list[_Request]:
+    """Names, prompts and responses, of siblings one after the other: passages of the same part of the text.
+
+    Every prompt comes twice, with all others in between.
+    """
+    rng = np.random.default_rng(0)
+    width = 4 * max_response
+    windows = rng.integers(0, len(text) - width, num_prompts)
+    return [
+        (f"{epoch}.{prompt}.{i}", text[begin : begin + PROMPT_LENGTH], text[first : first + length])
+        for epoch in range(2)
+        for prompt, begin in enumerate(windows)
+        for i, (first, length) in enumerate(
+            zip(
+                begin + rng.integers(0, width - max_response, group_size),
+                rng.integers(max_response // 4, max_response, group_size),
+                strict=True,
+            )
+        )
+    ]
+
+
 class _Engine:
     """What an engine asks of its drafter: rows are filled from a queue, take what agrees with the recorded
-    response of every draft, and end. Every prompt comes twice, with more others in between than idle groups
-    are kept, so that groups are evicted and history is indexed.
+    response of every draft, and end.
     """
 
-    def __init__(self, text: Int32Array, mode: str, num_rows: int, seed: int = 0) -> None:
-        self._drafter = Drafter(SpecConfig(mode=mode, history=GROUP_SIZE, batch_threshold=num_rows))
-        rng = np.random.default_rng(seed)
-        width = 4 * MAX_RESPONSE
-        windows = rng.integers(0, len(text) - width, NUM_PROMPTS)
-        self._responses = [
-            (f"{epoch}.{prompt}.{i}", text[begin : begin + PROMPT_LENGTH], text[first : first + length])
-            for epoch in range(2)
-            for prompt, begin in enumerate(windows)
-            for i, (first, length) in enumerate(
-                zip(
-                    begin + rng.integers(0, width - MAX_RESPONSE, GROUP_SIZE),
-                    rng.integers(MAX_RESPONSE // 4, MAX_RESPONSE, GROUP_SIZE),
-                    strict=True,
-                )
-            )
-        ]
-        self._responses.reverse()
+    def __init__(
+        self,
+        drafter: Drafter,
+        requests: list[_Request],
+        num_rows: int,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._drafter = drafter
+        self._clock = clock
+        self._requests = requests[::-1]
         self._names = [""] * num_rows
         self._drafts: list[list[int]] = [[] for _ in self._names]
-        self._token_ids = np.zeros((num_rows, PROMPT_LENGTH + MAX_RESPONSE), np.int32)
+        longest = max(len(prompt) + len(response) for _, prompt, response in requests)
+        self._token_ids = np.zeros((num_rows, longest), np.int32)
         self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
 
-    def run(self) -> Int64Array:
-        """Nanoseconds in the drafter, of every step in which all rows are taken; the first is left out."""
-        nanoseconds: list[int] = []
+    def steps(self) -> Iterator[int]:
+        """Nanoseconds in the drafter by `clock`, of every step in which all rows are taken."""
         while True:
             ended = np.flatnonzero(self._levels >= self._ends)
-            if len(ended) > len(self._responses):
-                return np.array(nanoseconds[1:])
-            requests = [(int(row), *self._responses.pop()) for row in ended]
+            if len(ended) > len(self._requests):
+                return
+            requests = [(int(row), *self._requests.pop()) for row in ended]
             nums_new = self._verify()
-            begin = time.perf_counter_ns()
+            begin = self._clock()
             for row, name, prompt, response in requests:
                 if self._names[row]:
                     self._drafter.close(self._names[row])
                 self._drafter.open(name, prompt, len(prompt) + len(response))
-            spent = time.perf_counter_ns() - begin
+            spent = self._clock() - begin
             for row, name, prompt, response in requests:
                 self._admit(row, name, prompt, response)
                 nums_new[row] = 1
             self._levels += nums_new
-            begin = time.perf_counter_ns()
+            begin = self._clock()
             self._drafts = self._drafter.step(self._names, nums_new, self._token_ids, self._levels)
-            nanoseconds.append(spent + time.perf_counter_ns() - begin)
+            yield spent + self._clock() - begin
 
     def _admit(self, row: int, name: str, prompt: Int32Array, response: Int32Array) -> None:
         end = len(prompt) + len(response)
@@ -218,9 +236,13 @@ class _Engine:
 def measure_steps(text: Int32Array, mode: str, repeats: int, num_rows: int = 64) -> dict[str, Any]:
     """Steps of the whole drafter: requests that end and begin, groups evicted, history indexed.
 
-    step_p99_over_median: of the steps' times, each the least of `repeats` runs.
+    step_p99_over_median: of the steps' times, each the least of `repeats` runs; the first step is left out.
     """
-    ms = np.stack([_Engine(text, mode, num_rows).run() for _ in range(repeats)]).min(axis=0) / 1e6
+    # More prompts than idle groups are kept.
+    requests = make_requests(text, num_prompts=48, group_size=GROUP_SIZE, max_response=1024)
+    config = SpecConfig(mode=mode, history=GROUP_SIZE, batch_threshold=num_rows)
+    runs = [list(_Engine(Drafter(config), requests, num_rows).steps()) for _ in range(repeats)]
+    ms = np.array(runs).min(axis=0)[1:] / 1e6
     median, p99 = np.median(ms), np.quantile(ms, 0.99)
     return {
         "rows": num_rows,
@@ -230,6 +252,95 @@ def measure_steps(text: Int32Array, mode: str, repeats: int, num_rows: int = 64)
         "max_ms": float(ms.max()),
         "step_p99_over_median": float(p99 / median),
     }
+
+
+class _Stopwatch:
+    """Processor time of the thread in some methods of some objects."""
+
+    def __init__(self) -> None:
+        self.nanoseconds = 0
+
+    def watch(self, owner: object, name: str, only_failures: bool = False) -> list[int]:
+        """Returns the list that the time of every call is added to."""
+        method = getattr(owner, name)
+        calls: list[int] = []
+
+        def watched(*args: Any) -> Any:
+            begin, failed = time.thread_time_ns(), True
+            try:
+                result = method(*args)
+                failed = False
+            finally:
+                if failed or not only_failures:
+                    calls.append(time.thread_time_ns() - begin)
+                    self.nanoseconds += calls[-1]
+            return result
+
+        setattr(owner, name, watched)
+        return calls
+
+
+def measure_evictions(
+    text: Int32Array,
+    mode: str,
+    num_prompts: int = 16,
+    group_size: int = 16,
+    max_response: int = 8192,
+    max_index_mb: int = 64,
+    num_rows: int = 64,
+) -> dict[str, Any]:
+    """What eviction adds to a step, in processor time of the thread; one run, every step counts as it was.
+
+    Both budgets are below what there is to keep. max_ms, p99_ms: of the steps that evict, the time of closing
+    groups, of attempts that found no room and of the history, which drops its earliest responses. Of a closed
+    group what is large is freed in the steps that follow: release_max_ms, see measure_release.
+    """
+    drafter = Drafter(
+        SpecConfig(mode=mode, history=group_size, batch_threshold=num_rows, max_index_mb=max_index_mb)
+    )
+    drafter.history = History(group_size, max_index_mb << 14)
+    watch = _Stopwatch()
+    evicted = watch.watch(drafter, "_evict")
+    failed = watch.watch(drafter.index, "step", only_failures=True)
+    watch.watch(drafter.index, "open_group", only_failures=True)
+    watch.watch(drafter.history, "add")
+    requests = make_requests(text, num_prompts, group_size, max_response)
+    engine = _Engine(drafter, requests, num_rows, time.thread_time_ns)
+    steps, totals = np.array([(step, watch.nanoseconds) for step in engine.steps()]).T / 1e6
+    added = np.diff(totals, prepend=0)
+    evicting = added[added > 0]
+    return {
+        "rows": num_rows,
+        "group_size": group_size,
+        "max_response": max_response,
+        "max_index_mb": max_index_mb,
+        "num_steps": len(added),
+        "num_groups_evicted": len(evicted),
+        "num_attempts_failed": len(failed),
+        "num_untracked_rows": drafter.counters.num_untracked_rows,
+        "p99_ms": float(np.quantile(evicting, 0.99)),
+        "max_ms": float(evicting.max()),
+        "release_max_ms": measure_release(text, mode),
+        "step_median_ms": float(np.median(steps)),
+        "step_p99_ms": float(np.quantile(steps, 0.99)),
+    }
+
+
+def measure_release(text: Int32Array, mode: str) -> float:
+    """The most milliseconds that a step of one token takes while a closed group, the text, is freed."""
+    sequence, zero = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    with SuffixIndex(num_speculative_tokens=NUM_SPECULATIVE_TOKENS, mode=mode) as index:
+        group = index.open_group(text)
+        sequence[0] = index.open_sequence(index.open_group(text[:0]))
+        index.close_group(group)
+        num_bytes, most = [index.stats().num_bytes, 0], 0
+        while num_bytes[-1] != num_bytes[-2]:
+            levels = np.array([len(num_bytes)], np.int32)
+            begin = time.thread_time_ns()
+            index.step(sequence, text[None], zero, levels, zero)
+            most = max(most, time.thread_time_ns() - begin)
+            num_bytes.append(index.stats().num_bytes)
+    return most / 1e6
 
 
 def cpu_name() -> str:
@@ -265,4 +376,5 @@ def _measure_mode(text: Int32Array, mode: str, repeats: int) -> dict[str, Any]:
         "flatness_alone": flatness["us_per_token_alone"],
         "step": measure_step(text, mode, repeats),
         "steps": measure_steps(text, mode, repeats),
+        "evictions": measure_evictions(text, mode),
     }

@@ -10,6 +10,9 @@ import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +39,7 @@ ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 
 _UNTRACKED = -1
 _Int32 = npt.NDArray[np.int32]
+_T = TypeVar("_T")
 _Key = tuple[str, Hashable]  # what the group is told by, and its value
 
 
@@ -79,8 +83,9 @@ class Drafter:
         self.history = History(config.history, config.max_index_mb << 20)
         self._backlog = Backlog(self._index)
         self._requests: dict[str, _Request] = {}
-        # Least recently used first; a group without live requests may be evicted.
-        self._groups: OrderedDict[_Key, _Group] = OrderedDict()
+        self._groups: dict[_Key, _Group] = {}
+        # The groups without live requests, which may be evicted; the one that has been idle longest first.
+        self._idle: OrderedDict[_Key, None] = OrderedDict()
         self._row_ids: list[str] | None = None  # None: the batch must be mapped anew
         self._row_sequences: _Int32 = np.empty(0, np.int32)
         self._row_max_levels: _Int32 = np.empty(0, np.int32)
@@ -131,8 +136,8 @@ class Drafter:
         if not self.config.group_sharing:
             self._evict(request.group_key)
         elif group.num_live == 0:
-            self._groups.move_to_end(request.group_key)
-            self._evict_oldest_idle(keep=MAX_IDLE_GROUPS)
+            self._idle[request.group_key] = None
+            self._evict_idle(len(self._idle) - MAX_IDLE_GROUPS)
 
     def step(
         self,
@@ -154,8 +159,8 @@ class Drafter:
             The draft tokens of each row, most often empty.
 
         Raises:
-            NativeError: out of memory, or an argument is wrong; nothing has changed then. A full index raises
-                nothing: idle groups leave it, then the requests that do not fit.
+            NativeError: out of memory, or an argument is wrong; nothing but idle groups has gone then. A full
+                index raises nothing: idle groups leave it, then the requests that do not fit.
         """
         started = time.perf_counter()
         counters = self.counters
@@ -214,6 +219,7 @@ class Drafter:
         self._backlog.clear()
         self._requests.clear()
         self._groups.clear()
+        self._idle.clear()
         self._row_ids = None
         self._last_ids = []  # the time until the next step is no step's
 
@@ -234,11 +240,10 @@ class Drafter:
             room = np.clip(self._row_max_levels[rows] - row_levels - 1, 0, self.config.num_speculative_tokens)
             room = np.zeros_like(room) if price is None else room
             sequences = self._row_sequences[rows]
+            attempt = partial(self._index.step, sequences, token_ids, rows, row_levels, room, price or 0.0)
             try:
-                return rows, self._index.step(sequences, token_ids, rows, row_levels, room, price or 0.0)
+                return rows, self._evicting(attempt)
             except BudgetExceeded as error:
-                if self._evict_oldest_idle():
-                    continue
                 # What was too much may be all rows' together; then the longest goes.
                 entry = error.row if error.row >= 0 else int(np.argmax(row_levels))
                 self._untrack_row(rows[entry])
@@ -272,25 +277,24 @@ class Drafter:
         except (BudgetExceeded, OutOfMemory):
             return _UNTRACKED, False
         group.num_live += 1
+        self._idle.pop(key, None)
         return sequence, after_prompt
 
     def _group(self, key: _Key, prompt: _Int32) -> _Group | None:
         """The group of `key`, opened if it is new; None where no slot or no memory is left for it."""
         group = self._groups.get(key)
         if group is not None:
-            self._groups.move_to_end(key)
             return group
-        if len(self._groups) >= self.config.max_groups and not self._evict_oldest_idle():
+        if len(self._groups) >= self.config.max_groups and not self._evict_idle(1):
             return None
         try:
-            handle = self._index.open_group(prompt)
+            handle = self._evicting(partial(self._index.open_group, prompt))
         except (BudgetExceeded, OutOfMemory):
-            if not self._evict_oldest_idle():
-                return None
-            return self._group(key, prompt)
+            return None
         kind, name = key
         history_key = group_key(name) if kind == "group" else prompt_key(prompt)
         self._groups[key] = group = _Group(handle, prompt.copy(), history_key)
+        self._idle[key] = None
         self._add_history(handle, len(prompt), self.history.get(history_key))
         return group
 
@@ -305,15 +309,32 @@ class Drafter:
         with contextlib.suppress(BudgetExceeded, OutOfMemory):
             self._backlog.index(_HISTORY_TOKENS + num_rows * _HISTORY_TOKENS_PER_ROW)
 
-    def _evict_oldest_idle(self, keep: int = 0) -> bool:
-        """Close one idle group, the least recently used, where there are more than `keep`."""
-        idle = [key for key, group in self._groups.items() if group.num_live == 0]
-        if len(idle) <= keep:
-            return False
-        self._evict(idle[0])
-        return True
+    def _evicting(self, attempt: Callable[[], _T]) -> _T:
+        """What `attempt` returns, after as many idle groups are closed as it takes to give it room.
+
+        An attempt costs as much as a step: each that fails has twice as many closed as the one before.
+
+        Raises:
+            BudgetExceeded, OutOfMemory: no idle group is left.
+        """
+        num = 1
+        while True:
+            try:
+                return attempt()
+            except (BudgetExceeded, OutOfMemory):
+                if not self._evict_idle(num):
+                    raise
+                num *= 2
+
+    def _evict_idle(self, num: int) -> bool:
+        """Close up to `num` idle groups, those idle longest; False if none was closed."""
+        evicted = list(islice(self._idle, max(0, num)))
+        for key in evicted:
+            self._evict(key)
+        return bool(evicted)
 
     def _evict(self, key: _Key) -> None:
         handle = self._groups.pop(key).handle
+        self._idle.pop(key, None)
         self._backlog.drop(handle)
         self._index.close_group(handle)

@@ -33,7 +33,8 @@ class Responses:
 
     Args:
         num_responses: kept per prompt, the latest.
-        max_bytes: of everything; beyond it the prompts that were met longest ago are dropped whole.
+        max_bytes: of everything; beyond it the earliest responses to the prompt that was met longest ago go
+            first, so that no call drops more than it takes the place of.
     """
 
     def __init__(self, num_responses: int, max_bytes: int) -> None:
@@ -60,8 +61,11 @@ class Responses:
         if len(responses) > self._num_responses:
             self.num_bytes -= responses.popleft().nbytes + _OVERHEAD_BYTES
         while self.num_bytes > self._max_bytes:
-            _, dropped = self._responses.popitem(last=False)
-            self.num_bytes -= _OVERHEAD_BYTES + sum(tokens.nbytes + _OVERHEAD_BYTES for tokens in dropped)
+            oldest_key, responses = next(iter(self._responses.items()))
+            self.num_bytes -= responses.popleft().nbytes + _OVERHEAD_BYTES
+            if not responses:
+                del self._responses[oldest_key]
+                self.num_bytes -= _OVERHEAD_BYTES
 
     def get(self, prompt_key: bytes) -> Sequence[Int32Array]:
         """The responses to a prompt, the earliest first."""

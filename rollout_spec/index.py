@@ -217,7 +217,8 @@ class SuffixIndex:
         return int(self._id[0])
 
     def close_group(self, group: int) -> None:
-        """Forget a group's text.
+        """Forget a group's text, in constant time: what is large of it is freed in the steps that follow, or
+        where its bytes are needed, and counts in `stats` until then.
 
         Raises:
             UnknownId: no such group; InvalidArgument: one of its sequences is open.

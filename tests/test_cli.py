@@ -191,12 +191,14 @@ def test_bench_native_measures_as_json_and_keeps_a_record(tmp_path):
     done = run("bench", "native", "--json", "--repeats", 1, "--output", tmp_path / "record.json")
     record = json.loads(done.stdout)
     assert json.loads((tmp_path / "record.json").read_text()) == record
-    for mode in ("frequent", "earliest"):
-        result = record["modes"][mode]
+    assert list(record["modes"]) == ["sam", "frequent", "earliest"]
+    for result in record["modes"].values():
         assert list(result["sizes"]) == ["2048", "8192", "32768", "131072"]
         assert result["step"]["rows"] == 256
         assert result["step"]["share_of_rows_drafting"] > 0.95
         assert result["steps"]["p99_ms"] >= result["steps"]["median_ms"] > 0
+        assert result["evictions"]["max_ms"] >= result["evictions"]["p99_ms"] > 0
+        assert result["evictions"]["num_groups_evicted"] > 0
 
 
 def test_simulate_compares_thresholds_on_clusters():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollout_spec.bench_native import measure_evictions, synthetic_text
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import MAX_IDLE_GROUPS, Drafter
 from rollout_spec.gate import HYSTERESIS_STEPS, Step
@@ -200,3 +201,44 @@ def test_rows_that_do_not_fit_together_go_one_by_one() -> None:
     assert batch.step([[7, 8], [7] * 190_000]) == [[], []]
     assert batch.drafter.counters.num_untracked_rows == 1
     assert batch.step([[7, 8], []])[0][:2] == [7, 8]
+
+
+def test_a_step_that_needs_the_room_of_many_groups_is_tried_a_few_times() -> None:
+    random = np.random.default_rng(0)
+    drafter = Drafter(SpecConfig(mode="frequent", max_index_mb=2))
+    for i in range(MAX_IDLE_GROUPS):
+        drafter.open(str(i), random.integers(0, 50_000, 1000, dtype=np.int32), 2000)
+        drafter.close(str(i))
+    attempts: list[int] = []
+    step = drafter.index.step
+
+    def counted(*args: object) -> object:
+        attempts.append(drafter.index.stats().num_groups - 1)
+        return step(*args)  # type: ignore[arg-type]
+
+    drafter.index.step = counted  # type: ignore[method-assign, assignment]
+    batch = Batch(drafter, num_rows=1, length=20_000)
+    batch.open("long", max_level=20_000)
+    batch.step([random.integers(0, 50_000, 15_000).tolist()])
+    assert drafter.counters.num_untracked_rows == 0
+    assert attempts[0] - attempts[-1] > 10
+    assert len(attempts) <= 6
+    drafter.index.validate()
+
+
+def test_eviction_keeps_no_step_waiting() -> None:
+    """The bound is far above what is promised, a millisecond, for machines that do other things too."""
+    result = measure_evictions(
+        synthetic_text(1 << 16),
+        "sam",
+        num_prompts=12,
+        group_size=8,
+        max_response=4096,
+        max_index_mb=8,
+        num_rows=16,
+    )
+    assert result["num_untracked_rows"] == 0
+    assert result["num_groups_evicted"] > 8
+    assert result["num_attempts_failed"] > 0
+    assert result["max_ms"] < 20
+    assert result["release_max_ms"] < 20

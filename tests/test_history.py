@@ -31,17 +31,30 @@ def test_the_last_responses_of_every_prompt_are_kept():
     assert len(history) == 2
 
 
-def test_the_budget_drops_the_prompts_met_longest_ago():
-    history = History(8, 10_000)
-    for step in range(30):
-        for prompt in range(6):
-            history.add(bytes([prompt]) * 16, np.full(300, step, np.int32))
-            assert history.num_bytes <= 10_000
-    assert 0 < len(history) < 6
-    assert not history.get(bytes([0]) * 16)
-    assert texts(history, bytes([5]) * 16)[-1][0] == 29
+def test_the_budget_drops_the_earliest_responses_to_the_prompt_met_longest_ago():
+    keys = [bytes([prompt]) * 16 for prompt in range(6)]
+    history = History(8, 12_000)
+    for prompt in (5, 0, 1, 2, 3, 4, 5):
+        for step in range(3):
+            history.add(keys[prompt], np.full(300, step, np.int32))
+            assert history.num_bytes <= 12_000
+    kept = [[int(tokens[0]) for tokens in history.get(key)] for key in keys]
+    assert kept == [[], [], [], [1, 2], [0, 1, 2], [0, 1, 2]]
     history.add(b"huge" * 4, np.zeros(9000, np.int32))
     assert (len(history), history.num_bytes) == (0, 0)
+
+
+def test_no_response_drops_more_than_it_takes_the_place_of():
+    """However many responses a prompt has: they would be dropped in the middle of a step."""
+    history = History(1 << 16, 2_000_000)
+    while history.num_bytes < 1_990_000:
+        history.add(b"a" * 16, int32(1))
+    num_kept = len(history.get(b"a" * 16))
+    assert num_kept > 9_000
+    for _ in range(1000):
+        history.add(b"b" * 16, int32(2))
+    assert num_kept - 1000 <= len(history.get(b"a" * 16)) < num_kept
+    assert len(history.get(b"b" * 16)) == 1000
 
 
 def test_keys_tell_prompts_and_groups_apart():

@@ -401,3 +401,38 @@ def test_counts_and_probabilities_equal_the_oracle(period, min_token_prob):
                 match_len, draft = oracle.draft(8)
                 assert result.match_lens[0] == match_len
                 assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == draft
+
+
+def index_text(index, text, chunk=4096):
+    """Index a text as a group of its own, closed but for its text; returns the group."""
+    group = index.open_group(text[:0])
+    sequence = int32(index.open_sequence(group))
+    for level in range(chunk, len(text) + 1, chunk):
+        index.step(sequence, text[None], int32(0), int32(level), int32(0))
+    index.close_sequence(int(sequence[0]))
+    return group
+
+
+def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once():
+    """Freeing all of it would make one step wait for milliseconds."""
+    text = np.random.default_rng(0).integers(0, 50_000, 1 << 18).astype(np.int32)
+    with SuffixIndex(num_speculative_tokens=2, mode="frequent", max_bytes=20 << 20) as index:
+        sequence = int32(index.open_sequence(index.open_group(text[:0])))
+        small = index.stats().num_bytes
+        group = index_text(index, text)
+        full = index.stats().num_bytes
+        assert full > 10 << 20
+        index.close_group(group)
+        assert index.stats().num_bytes == full
+        num_bytes = [full]
+        for level in range(1, 10):
+            index.step(sequence, text[None], int32(0), int32(level), int32(0))
+            num_bytes.append(index.stats().num_bytes)
+            index.validate()
+        assert max(-np.diff(num_bytes)) <= 2 << 20
+        assert num_bytes[-1] < small + (1 << 18)
+        for _ in range(3):
+            index.close_group(index_text(index, text))
+        assert index.stats().num_groups == 1
+        index.clear()
+        assert index.stats().num_bytes < small

@@ -1,9 +1,10 @@
 /* Tests of what Python cannot reach: an allocator that fails, null pointers, the exact undo. */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "index.h"
+#include "fingerprint.h"
 
 #define CHECK(condition)                                                                   \
     do {                                                                                   \
@@ -22,46 +23,6 @@ static uint32_t random_below(uint32_t n) {
     return (random_state >> 8) % n;
 }
 
-/* ---- a whole index as one number: every field but capacities and step stamps ---- */
-
-static uint64_t mix(uint64_t hash, uint64_t value) { return (hash ^ value) * 1099511628211ULL; }
-
-static uint64_t automaton_fingerprint(const rs_automaton *a) {
-    uint64_t hash = mix(a->num_states, a->num_transitions);
-    for (uint32_t i = 0; i < a->num_states; i++) {
-        const rs_state *state = a->states + i;
-        hash = mix(mix(mix(hash, state->len), state->link), state->count);
-        hash = state->token < 0 ? mix(hash, 7) : mix(mix(hash, (uint64_t)state->token), state->target);
-        uint32_t num = 0;
-        const rs_transition *others = state->block == 0 ? NULL : rs_block_entries(&a->pool, state->block, &num);
-        for (uint32_t j = 0; j < num; j++) {
-            hash = mix(mix(hash, (uint64_t)others[j].token), others[j].target);
-        }
-    }
-    return hash;
-}
-
-static uint64_t fingerprint(const rs_index *index) {
-    uint64_t hash = mix(index->num_groups, index->num_sequences);
-    hash = mix(mix(hash, (uint64_t)index->free_groups.first), (uint64_t)index->free_sequences.first);
-    for (uint32_t i = 0; i < index->num_groups; i++) {
-        const rs_group *group = index->groups + i;
-        hash = mix(mix(hash, group->open), (uint64_t)group->num_sequences);
-        hash = mix(mix(hash, group->num_tokens), (uint64_t)group->next_free);
-        hash = mix(mix(hash, group->prompt_last), automaton_fingerprint(&group->automaton));
-        hash = mix(mix(hash, group->prompt_cursor.state), group->prompt_cursor.len);
-    }
-    for (uint32_t i = 0; i < index->num_sequences; i++) {
-        const rs_sequence *sequence = index->sequences + i;
-        hash = mix(mix(hash, sequence->open), (uint64_t)sequence->next_free);
-        hash = mix(mix(hash, (uint64_t)sequence->level), sequence->last);
-        hash = mix(mix(hash, (uint64_t)sequence->num_draft_tokens), (uint64_t)sequence->group);
-        hash = mix(mix(hash, sequence->cursor.state), sequence->cursor.len);
-    }
-    hash = mix(hash, index->totals.num_drafts);
-    return mix(hash, index->totals.num_accepted_tokens);
-}
-
 /* ---- helpers ---- */
 
 static rs_options default_options(void) {
@@ -69,7 +30,8 @@ static rs_options default_options(void) {
                         .mode = RS_MODE_FREQUENT,
                         .min_match_len = 1,
                         .max_spec_factor = 4.0,
-                        .min_token_prob = 0.0};
+                        .min_token_prob = 0.0,
+                        .corpus_margin = 1};
 }
 
 /* A corpus of one random text, to be freed. */
@@ -135,96 +97,157 @@ static fixture *new_fixture(int32_t num_rows) {
 }
 
 /* One call of some kind, so that the same call can be tried again after it failed. */
+typedef enum { OPEN_GROUP, OPEN_SEQUENCE, STEP, CLOSE_SEQUENCE, CLOSE_GROUP, CLEAR } call;
+
 typedef struct {
     rs_index *index;
     fixture *f;
-    int32_t group, sequence;
+    int32_t group, sequence; /* the ids to call with, and those that were opened */
     int64_t num_prompt_tokens;
-    int kind;
-} operation;
+    int64_t num_failures; /* so far */
+} caller;
 
-static rs_status perform(operation *op, rs_error *error) {
-    int32_t id;
-    switch (op->kind) {
-    case 0:
-        return rs_group_open(op->index, op->f->token_ids[0], op->num_prompt_tokens, &id, error);
-    case 1:
-        return rs_sequence_open(op->index, op->group, 1, &id, error);
-    case 2:
-        return rs_step(op->index, &op->f->batch, error);
+static rs_status perform(caller *c, call kind, rs_error *error) {
+    switch (kind) {
+    case OPEN_GROUP:
+        return rs_group_open(c->index, c->f->token_ids[0], c->num_prompt_tokens, &c->group, error);
+    case OPEN_SEQUENCE:
+        return rs_sequence_open(c->index, c->group, 1, &c->sequence, error);
+    case STEP:
+        return rs_step(c->index, &c->f->batch, error);
+    case CLOSE_SEQUENCE:
+        return rs_sequence_close(c->index, c->sequence, error);
+    case CLOSE_GROUP:
+        return rs_group_close(c->index, c->group, error);
     default:
-        return rs_index_clear(op->index, error);
+        return rs_index_clear(c->index, error);
     }
 }
 
-/* Fail at the first, second, ... allocation of the operation until it passes. */
-static int64_t perform_with_failures(operation *op) {
-    uint64_t before = fingerprint(op->index);
+/* Fail at the first, second, ... allocation of the call until it passes. A call that frees cannot fail. */
+static void perform_with_failures(caller *c, call kind) {
+    uint64_t before = fingerprint(c->index);
     for (int64_t nth = 1;; nth++) {
         rs_error error = {.message = ""};
         rs_test_fail_allocation(nth);
-        rs_status status = perform(op, &error);
+        rs_status status = perform(c, kind, &error);
         rs_test_fail_allocation(0);
-        check_valid(op->index);
+        check_valid(c->index);
         if (status == RS_OK) {
-            return nth - 1;
+            CHECK(fingerprint(c->index) != before);
+            return;
         }
-        CHECK(status == RS_ENOMEM);
+        CHECK(status == RS_ENOMEM && kind <= STEP);
         CHECK(strcmp(error.message, "out of memory") == 0);
-        CHECK(fingerprint(op->index) == before);
+        CHECK(fingerprint(c->index) == before);
+        c->num_failures++;
     }
 }
 
 /* ---- tests ---- */
 
-static void test_allocation_failures(rs_mode mode, uint32_t alphabet) {
-    enum { NUM_SEQUENCES = 4 };
-    rs_options options = default_options();
-    options.mode = (int32_t)mode;
+enum { NUM_SEQUENCES = 4, PROMPT_LEN = 50 };
+
+static void open_row(caller *c, int32_t row) {
+    perform_with_failures(c, OPEN_SEQUENCE);
+    CHECK(c->sequence == row); /* the slot that was closed, where one was */
+    c->f->levels[row] = PROMPT_LEN;
+}
+
+/* Every row goes on, and now and then begins again. */
+static void step_rows(caller *c, int num_steps) {
+    fixture *f = c->f;
+    for (int step = 0; step < num_steps; step++) {
+        for (int i = 0; i < NUM_SEQUENCES; i++) {
+            bool again = random_below(40) == 0;
+            f->levels[i] = again ? PROMPT_LEN + (int32_t)random_below(20) : f->levels[i] + (int32_t)random_below(30);
+        }
+        perform_with_failures(c, STEP);
+    }
+}
+
+static void check_texts(const rs_index *index, const fixture *f) {
+    static int32_t text[NUM_COLUMNS];
+    for (int32_t i = 0; i < NUM_SEQUENCES; i++) {
+        int64_t num = 0;
+        rs_status status = rs_sequence_text(index, i, text, NUM_COLUMNS, &num, NULL);
+        CHECK(status == (index->options.keep_texts ? RS_OK : RS_EINVAL));
+        if (status == RS_OK) {
+            CHECK(num == f->levels[i] - PROMPT_LEN);
+            CHECK(memcmp(text, f->token_ids[i] + PROMPT_LEN, (size_t)num * sizeof *text) == 0);
+        }
+    }
+}
+
+/* A group from its beginning to its end, one of its sequences closed and opened in between. */
+static void live(caller *c) {
+    perform_with_failures(c, OPEN_GROUP);
+    CHECK(c->group == 0);
+    for (int32_t row = 0; row < NUM_SEQUENCES; row++) {
+        open_row(c, row);
+    }
+    step_rows(c, 20);
+    check_texts(c->index, c->f);
+    uint64_t before = fingerprint(c->index);
+    CHECK(rs_group_close(c->index, c->group, NULL) == RS_EINVAL && fingerprint(c->index) == before);
+    c->sequence = 1;
+    perform_with_failures(c, CLOSE_SEQUENCE);
+    open_row(c, 1);
+    step_rows(c, 10);
+    check_texts(c->index, c->f);
+}
+
+static rs_index *new_index_with_failures(const rs_options *options) {
+    rs_index *index = NULL;
+    for (int64_t nth = 1; index == NULL; nth++) {
+        rs_test_fail_allocation(nth);
+        rs_status status = rs_index_new(options, &index, NULL);
+        rs_test_fail_allocation(0);
+        CHECK(status == (index == NULL ? RS_ENOMEM : RS_OK));
+        CHECK(index == NULL || nth == (options->mode == RS_MODE_SAM ? 4 : 2));
+    }
+    return index;
+}
+
+static void test_allocation_failures(rs_options options, uint32_t alphabet) {
     void *content = new_corpus(2000, alphabet, &options.corpus_bytes);
     options.corpus = content;
-    rs_index *index = NULL;
-    CHECK(rs_index_new(&options, &index, NULL) == RS_EINVAL && index == NULL); /* corpus_margin 0 */
-    options.corpus_margin = 1;
-    rs_test_fail_allocation(1);
-    CHECK(rs_index_new(&options, &index, NULL) == RS_ENOMEM && index == NULL);
-    rs_test_fail_allocation(0);
-    index = new_index(options);
+    rs_index *index = new_index_with_failures(&options);
     fixture *f = new_fixture(NUM_SEQUENCES);
     for (int32_t row = 0; row < NUM_SEQUENCES; row++) {
         for (int32_t i = 0; i < NUM_COLUMNS; i++) {
             f->token_ids[row][i] = (int32_t)random_below(alphabet);
         }
-        memcpy(f->token_ids[row], f->token_ids[0], 50 * sizeof(int32_t));
+        memcpy(f->token_ids[row], f->token_ids[0], PROMPT_LEN * sizeof(int32_t));
     }
-    int64_t num_failures = 0;
-    operation op = {.index = index, .f = f, .num_prompt_tokens = 50};
-    num_failures += perform_with_failures(&op);
-    op.kind = 1;
-    for (int i = 0; i < NUM_SEQUENCES; i++) {
-        num_failures += perform_with_failures(&op);
-        f->levels[i] = 50;
+    caller c = {.index = index, .f = f, .num_prompt_tokens = PROMPT_LEN};
+    live(&c);
+    for (c.sequence = 0; c.sequence < NUM_SEQUENCES; c.sequence++) {
+        perform_with_failures(&c, CLOSE_SEQUENCE);
     }
-    op.kind = 2;
-    for (int step = 0; step < 60; step++) {
-        for (int i = 0; i < NUM_SEQUENCES; i++) {
-            f->levels[i] += (int32_t)random_below(30);
-            if (random_below(40) == 0) {
-                f->levels[i] = 50 + (int32_t)random_below(20);
-            }
-        }
-        num_failures += perform_with_failures(&op);
-    }
-    CHECK(num_failures > 20);
-    op.kind = 3;
-    CHECK(perform_with_failures(&op) == 0);
+    perform_with_failures(&c, CLOSE_GROUP);
+    live(&c);
+    CHECK(c.num_failures > 20);
+    perform_with_failures(&c, CLEAR);
     rs_stats stats;
     rs_index_stats(index, &stats);
-    CHECK(stats.num_groups == 0);
-    CHECK(stats.num_bytes == sizeof *index || mode == RS_MODE_SAM); /* which keeps what it has learned */
+    CHECK(stats.num_groups == 0 && stats.num_drafts > 0);
+    /* Mode sam keeps what it has learned. */
+    CHECK(stats.num_bytes == sizeof *index || options.mode == RS_MODE_SAM);
     rs_index_free(index);
     free(content);
     free(f);
+}
+
+static void test_allocation_failures_in_every_mode(void) {
+    const uint32_t alphabets[] = {1, 4, 16, 64};
+    for (int32_t i = 0; i < 4 * 4 * 2 * 2; i++) {
+        rs_options options = default_options();
+        options.mode = i % 4; /* rs_mode */
+        options.keep_texts = i / 4 % 2;
+        options.share_contexts = i / 8 % 2;
+        test_allocation_failures(options, alphabets[i / 16]);
+    }
 }
 
 static void test_budget(void) {
@@ -257,6 +280,39 @@ static void test_budget(void) {
     CHECK(rs_index_new(&options, &none, NULL) == RS_EBUDGET && none == NULL);
     rs_index_free(index);
     free(f);
+}
+
+/* An array that is large keeps its content when it grows and shrinks, and is freed bit by bit. */
+static void test_large_arrays(void) {
+    enum { MIB = 1 << 20 };
+    rs_memory memory = {.max_bytes = 8 * MIB};
+    void *text = NULL;
+    uint32_t capacity = 0;
+    const uint32_t sizes[] = {1000, MIB + 5, 5 * MIB + 7, 2 * MIB, 1000, 5 * MIB + 1};
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        uint32_t num_kept = capacity < sizes[i] ? capacity : sizes[i];
+        CHECK(rs_resize(&memory, &text, &capacity, sizes[i], 1) == RS_OK && capacity == sizes[i]);
+        for (uint32_t at = 0; at < num_kept; at += 999) {
+            CHECK(((char *)text)[at] == (char)(at % 127));
+        }
+        for (uint32_t at = 0; at < capacity; at++) {
+            ((char *)text)[at] = (char)(at % 127);
+        }
+        rs_test_fail_allocation(1);
+        CHECK(rs_resize(&memory, &text, &capacity, 6 * MIB, 1) == RS_ENOMEM && memory.num_bytes == sizes[i]);
+        rs_test_fail_allocation(0);
+    }
+    rs_discard(&memory, &text, &capacity, 1);
+    CHECK(text == NULL && capacity == 0);
+    CHECK(memory.num_bytes == 5 * MIB + 1 && rs_num_discarded(&memory) == memory.num_bytes);
+    rs_release(&memory, 2);
+    CHECK(memory.num_bytes == 3 * MIB + 1);
+    CHECK(rs_resize(&memory, &text, &capacity, 6 * MIB, 1) == RS_OK); /* for which there is room now */
+    CHECK(memory.num_bytes == 7 * MIB + 1 && rs_num_discarded(&memory) == MIB + 1);
+    rs_discard(&memory, &text, &capacity, 1);
+    CHECK(rs_resize(&memory, &text, &capacity, 9 * MIB, 1) == RS_EBUDGET && text == NULL);
+    rs_release(&memory, UINT64_MAX);
+    CHECK(memory.num_bytes == 0 && memory.discarded == NULL);
 }
 
 /* A state with more transitions than a list holds: found, in order, taken back, split. */
@@ -353,9 +409,14 @@ static void test_null_pointers(void) {
     rs_index *index = new_index(options);
     fixture *f = new_fixture(1);
     int32_t id;
+    int64_t num_tokens;
     rs_error error = {.message = ""};
     CHECK(rs_index_new(NULL, &index, &error) == RS_EINVAL && strncmp(error.message, "options", 7) == 0);
     CHECK(rs_index_new(&options, NULL, NULL) == RS_EINVAL);
+    rs_options no_margin = options;
+    no_margin.corpus_margin = 0;
+    no_margin.corpus = f;
+    CHECK(rs_index_new(&no_margin, &index, &error) == RS_EINVAL && strncmp(error.message, "corpus_margin=0", 15) == 0);
     CHECK(rs_group_open(NULL, NULL, 0, &id, NULL) == RS_EINVAL);
     CHECK(rs_group_open(index, NULL, 0, NULL, NULL) == RS_EINVAL);
     CHECK(rs_group_open(index, NULL, 1, &id, &error) == RS_EINVAL);
@@ -365,6 +426,9 @@ static void test_null_pointers(void) {
     CHECK(rs_sequence_open(NULL, 0, 0, &id, NULL) == RS_EINVAL);
     CHECK(rs_sequence_open(index, 0, 2, &id, NULL) == RS_EINVAL);
     CHECK(rs_sequence_close(NULL, 0, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_text(NULL, 0, NULL, 0, &num_tokens, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_text(index, 0, NULL, 1, &num_tokens, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_text(index, 0, NULL, 0, NULL, NULL) == RS_EINVAL);
     CHECK(rs_step(NULL, &f->batch, NULL) == RS_EINVAL);
     CHECK(rs_step(index, NULL, NULL) == RS_EINVAL);
     CHECK(rs_index_clear(NULL, NULL) == RS_EINVAL);
@@ -441,6 +505,55 @@ static void test_validator(void) {
     rs_index_free(index);
 }
 
+/* And so it does in what mode sam has learned. */
+static void test_validator_of_the_calibration(void) {
+    rs_options options = default_options();
+    options.mode = RS_MODE_SAM;
+    rs_index *index = new_index(options);
+    rs_cell *cell = index->calibration->cells + 1;
+    *cell = (rs_cell){.probability = 1.0F, .num = 2};
+    check_valid(index);
+    rs_weights *weights = index->calibration->weights[RS_NUM_SELECTORS - 1] + RS_NUM_WEIGHT_SETS - 1;
+    float *fields[] = {&cell->probability, &cell->inputs[0], &cell->inputs[1], &weights->bias,
+                       &weights->experts[0][0], &weights->experts[1][RS_NUM_EXPERTS - 1]};
+    const float wrong[] = {NAN, INFINITY, -INFINITY, 8.0F, -8.0F};
+    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
+        for (size_t j = 0; j < sizeof wrong / sizeof wrong[0]; j++) {
+            const float kept = *fields[i];
+            *fields[i] = wrong[j];
+            CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
+            *fields[i] = kept;
+        }
+    }
+    const uint32_t nums[] = {0, 1, 251};
+    for (size_t i = 0; i < sizeof nums / sizeof nums[0]; i++) {
+        cell->num = nums[i];
+        CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
+    }
+    cell->num = 250;
+    check_valid(index);
+    rs_index_free(index);
+}
+
+static void test_corpus_allocation_failures(uint32_t alphabet) {
+    enum { NUM = 500 };
+    int32_t text[NUM];
+    for (int i = 0; i < NUM; i++) {
+        text[i] = (int32_t)random_below(alphabet);
+    }
+    rs_status status = RS_ENOMEM;
+    int64_t nth = 0;
+    while (status == RS_ENOMEM) {
+        rs_corpus_builder *builder = NULL;
+        CHECK(rs_corpus_new(&builder, NULL) == RS_OK);
+        rs_test_fail_allocation(++nth);
+        status = rs_corpus_add(builder, text, NUM, NULL);
+        rs_test_fail_allocation(0);
+        rs_corpus_free(builder); /* all that may follow */
+    }
+    CHECK(status == RS_OK && nth > 10);
+}
+
 static void test_corpus_builder(void) {
     rs_corpus_builder *builder = NULL;
     const int32_t text[] = {1, 2, 1, 3, 1, 2, 4, 1, 5};
@@ -451,11 +564,6 @@ static void test_corpus_builder(void) {
     }
     rs_test_fail_allocation(0);
     CHECK(rs_corpus_new(NULL, NULL) == RS_EINVAL);
-    CHECK(rs_corpus_new(&builder, NULL) == RS_OK);
-    rs_test_fail_allocation(1);
-    CHECK(rs_corpus_add(builder, text, num, NULL) == RS_ENOMEM);
-    rs_test_fail_allocation(0);
-    rs_corpus_free(builder);
     rs_corpus_free(NULL);
     CHECK(rs_corpus_new(&builder, NULL) == RS_OK);
     CHECK(rs_corpus_add(NULL, text, num, NULL) == RS_EINVAL);
@@ -493,17 +601,17 @@ static void test_corpus_builder(void) {
 }
 
 int main(void) {
-    for (uint32_t alphabet = 1; alphabet <= 64; alphabet *= 4) {
-        test_allocation_failures(RS_MODE_FREQUENT, alphabet);
-        test_allocation_failures(RS_MODE_EARLIEST, alphabet);
-        test_allocation_failures(RS_MODE_SAM, alphabet);
-    }
+    test_allocation_failures_in_every_mode();
     test_budget();
+    test_large_arrays();
     test_many_branches();
     test_wide_blocks();
     test_max_branches();
     test_null_pointers();
     test_validator();
+    test_validator_of_the_calibration();
+    test_corpus_allocation_failures(2);
+    test_corpus_allocation_failures(100);
     test_corpus_builder();
     puts("native tests passed");
     return 0;

@@ -218,12 +218,14 @@ def _print(record: dict[str, Any]) -> None:
 
     console = make_console()
     for mode, result in record["modes"].items():
-        step, steps = result["step"], result["steps"]
+        step, steps, evictions = result["step"], result["steps"], result["evictions"]
         caption = (
             f"flat within {result['flatness']:.2f}x (alone {result['flatness_alone']:.2f}x); "
             f"one step of {step['rows']} rows, {step['share_of_rows_drafting']:.0%} drafting: "
             f"{step['step_ms']:.3f} ms; "
-            f"99th percentile of steps with evictions: {steps['step_p99_over_median']:.1f} x the median"
+            f"99th percentile of steps with evictions: {steps['step_p99_over_median']:.1f} x the median; "
+            f"evictions add at most {evictions['max_ms']:.2f} ms to a step (99th percentile "
+            f"{evictions['p99_ms']:.2f} ms), and {evictions['release_max_ms']:.2f} ms to those that follow"
         )
         table = Table(title=f"mode {mode}, {record['text']} text", caption=caption)
         for name in ("tokens", "us per token", "alone", "bytes per token"):
