@@ -11,6 +11,7 @@ import pytest
 from rollout_spec.bench_drafters import Oracle, measure, measure_cost, measure_index, over_baselines
 from rollout_spec.cli import main
 from rollout_spec.cli.bench import _print_drafters
+from rollout_spec.plots import plot_drafters
 from rollout_spec.replay import read_trace
 
 TRACE = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
@@ -118,6 +119,46 @@ def test_the_command_compares_with_suffix_below_its_table(capsys):
     assert "1.250" in printed and "0.750" in printed
     _print_drafters([sam])
     assert "over" not in capsys.readouterr().out
+
+
+def drawn(results, tmp_path, monkeypatch):
+    """The axes of the picture, by what they show."""
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    plot_drafters(results, tmp_path / "drafters.png")
+    axes = pyplot.gcf().axes
+    monkeypatch.undo()
+    pyplot.close("all")
+    return {(axis.get_xlabel(), axis.get_ylabel()): axis for axis in axes}
+
+
+def test_acceptance_is_drawn_against_the_history(lines, tmp_path, monkeypatch):
+    found = measure(lines, ["off", "earliest", "sam"], [4], [0, 8], min_token_probs=[0.2, 0.05])
+    axes = drawn([{"trace": "t", **result} for result in found], tmp_path, monkeypatch)
+    curves = {}
+    for figure in ("acceptance rate", "tokens per step"):
+        axis = axes["earlier responses of the prompt", f"{figure}, K = 4"]
+        curves[figure] = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+    for name, method, price in (
+        ("earliest",) * 2 + (None,),
+        ("sam 0.2", "sam", 0.2),
+        ("sam 0.05", "sam", 0.05),
+    ):
+        for figure, curve in curves.items():
+            assert curve[name] == [
+                [result["history"], result[figure.replace(" ", "_")]]
+                for result in found
+                if (result["method"], result["min_token_prob"]) == (method, price)
+            ]
+    assert set(curves["acceptance rate"]) - {"off"} == {"earliest", "sam 0.2", "sam 0.05"}
+
+
+def test_one_size_of_the_history_is_no_curve(lines, tmp_path, monkeypatch):
+    found = measure(lines, ["sam"], [4], [8])
+    axes = drawn([{"trace": "t", **result} for result in found], tmp_path, monkeypatch)
+    assert [x for x, _ in axes] == ["draft tokens per step", "position in the response"]
+    assert all(axis.lines for axis in axes.values())
 
 
 @pytest.mark.parametrize(
