@@ -37,11 +37,19 @@ class SpecConfig:
         "coupled", "coupled: the same tokens with and without drafts; standard: the same distribution"
     )
     num_speculative_tokens: int = _option(8, "most draft tokens per row and step", 1, MAX_SPECULATIVE_TOKENS)
-    min_match_len: int = _option(1, "shortest suffix match that is drafted from, in tokens", 1, 1024)
-    max_spec_factor: float = _option(2.0, "draft at most this many tokens per matched token", 0.0, 1024.0)
+    min_match_len: int = _option(
+        1, "shortest suffix match that is drafted from, in tokens; mode sam does not heed it", 1, 1024
+    )
+    max_spec_factor: float = _option(
+        2.0,
+        "draft at most this many tokens per matched token; mode sam does not heed it",
+        0.0,
+        1024.0,
+    )
     min_token_prob: float = _option(
         0.2,
-        "stop a draft where its estimated survival falls below; batch_threshold=auto has prices of its own",
+        "stop a draft where its estimated survival falls below; mode earliest does not heed it, "
+        "batch_threshold=auto has prices of its own",
         0.0,
         1.0,
     )

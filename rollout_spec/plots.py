@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 
 def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
     """Per trace: tokens per step against draft tokens per step, with a line through the prices of a method;
-    acceptance along the response, and tokens per step against the history, both at the first price."""
+    acceptance along the response; and, if there are several, acceptance and tokens per step against the
+    sizes of the history. All but the first are of the largest K, with a line for each price."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -17,12 +20,19 @@ def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
     traces = list(dict.fromkeys(result["trace"] for result in results))
     methods = list(dict.fromkeys(result["method"] for result in results))
     colours = {method: pyplot.get_cmap("tab20")(i) for i, method in enumerate(methods)}
-    figure, rows = pyplot.subplots(len(traces), 3, figsize=(16, 4 * len(traces)), squeeze=False)
-    for trace, (pareto, along, by_history) in zip(traces, rows, strict=True):
+    has_histories = len({result["history"] for result in results}) > 1
+    num_columns = 4 if has_histories else 2
+    figure, rows = pyplot.subplots(
+        len(traces), num_columns, figsize=(5.4 * num_columns, 4 * len(traces)), squeeze=False
+    )
+    for trace, axes in zip(traces, rows, strict=True):
         of_trace = [result for result in results if result["trace"] == trace]
-        _plot_pareto(pareto, of_trace, colours)
-        _plot_curves(along, by_history, of_trace, colours)
-        for axis in (pareto, along, by_history):
+        _plot_pareto(axes[0], of_trace, colours)
+        _plot_along(axes[1], of_trace, colours)
+        if has_histories:
+            _plot_by_history(axes[2], of_trace, "acceptance_rate", colours)
+            _plot_by_history(axes[3], of_trace, "tokens_per_step", colours)
+        for axis in axes:
             axis.set_title(trace)
             axis.legend(fontsize=7)
     figure.text(0.01, 0.002, "Numbers: K. Squares: with the responses of earlier steps.", fontsize=8)
@@ -51,26 +61,39 @@ def _plot_pareto(axis: Any, results: list[dict[str, Any]], colours: dict[str, An
     axis.set(xlabel="draft tokens per step", ylabel="tokens per step")
 
 
-def _plot_curves(along: Any, by_history: Any, results: list[dict[str, Any]], colours: dict[str, Any]) -> None:
-    first: dict[tuple[str, int, int], dict[str, Any]] = {}
-    for result in results:
-        first.setdefault((result["method"], result["num_speculative_tokens"], result["history"]), result)
-    max_k = max(k for _, k, _ in first)
-    history_k = max((k for _, k, history in first if history), default=max_k)
-    for (method, k, history), result in first.items():
-        curve = result["acceptance_by_position"]
-        if curve and k == max_k and not history:
-            starts = [max(1, int(start)) for start in curve]
-            along.plot(starts, list(curve.values()), color=colours[method], label=method)
-    for method in dict.fromkeys(method for method, k, _ in first if k == history_k):
-        points = sorted(
-            (history, result["tokens_per_step"])
-            for (name, k, history), result in first.items()
-            if (name, k) == (method, history_k)
-        )
-        by_history.plot(*zip(*points, strict=True), marker="o", color=colours[method], label=method)
-    along.set(xlabel="position in the response", ylabel=f"acceptance rate, K = {max_k}", xscale="log")
-    by_history.set(xlabel="earlier responses of the prompt", ylabel=f"tokens per step, K = {history_k}")
+def _plot_along(axis: Any, results: list[dict[str, Any]], colours: dict[str, Any]) -> None:
+    """With the least history that there is."""
+    k = max(result["num_speculative_tokens"] for result in results)
+    history = min(result["history"] for result in results)
+    for style, series in _series(results, k, colours):
+        for result in series:
+            curve = result["acceptance_by_position"]
+            if curve and result["history"] == history:
+                axis.plot([max(1, int(start)) for start in curve], list(curve.values()), **style)
+    axis.set(xlabel="position in the response", ylabel=f"acceptance rate, K = {k}", xscale="log")
+
+
+def _plot_by_history(axis: Any, results: list[dict[str, Any]], figure: str, colours: dict[str, Any]) -> None:
+    k = max(result["num_speculative_tokens"] for result in results)
+    for style, series in _series(results, k, colours):
+        drafting = [result for result in series if result["draft_tokens_per_step"]]
+        points = sorted((result["history"], result[figure]) for result in drafting)
+        axis.plot(*zip(*points, strict=True), marker="o", **style)
+    axis.set(xlabel="earlier responses of the prompt", ylabel=f"{figure.replace('_', ' ')}, K = {k}")
+
+
+def _series(
+    results: list[dict[str, Any]], k: int, colours: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """The results with this K, by method and price, and how each such line looks."""
+    of_k = [result for result in results if result["num_speculative_tokens"] == k]
+    for method in dict.fromkeys(result["method"] for result in of_k):
+        of_method = [result for result in of_k if result["method"] == method]
+        prices = list(dict.fromkeys(result["min_token_prob"] for result in of_method))
+        for price, line in zip(prices, cycle(("-", "--", "-.", ":")), strict=False):
+            label = method if len(prices) == 1 else f"{method} {price:g}"
+            style = {"color": colours[method], "linestyle": line, "label": label}
+            yield style, [result for result in of_method if result["min_token_prob"] == price]
 
 
 def plot_rollouts(timelines: dict[str, dict[str, list]], threshold: int, file: Path) -> None:

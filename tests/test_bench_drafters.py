@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import json
+import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rollout_spec.bench_drafters import Oracle, measure, measure_cost, measure_index, over_baselines
+from rollout_spec.bench_costs import (
+    NUM_STEPS,
+    Row,
+    endless,
+    engine_call,
+    long_text,
+    make_batch,
+    measure_index,
+    measure_steps,
+    rows_of,
+)
+from rollout_spec.bench_drafters import Oracle, Settings, measure, over_baselines
 from rollout_spec.cli import main
-from rollout_spec.cli.bench import _print_drafters
-from rollout_spec.replay import read_trace
+from rollout_spec.cli.bench import DEFAULT_METHODS, _print_drafters
+from rollout_spec.plots import plot_drafters
+from rollout_spec.replay import Rollout, read_trace
 
 TRACE = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
 OURS = ("earliest", "frequent", "sam")
+BATCHES = ["1", "8", "64", "256"]
+SIZES = ["2048", "32768", "131072"]
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +67,73 @@ def test_the_oracles_grams_are_those_of_the_text():
     assert numbers.tolist() == [0]
 
 
-def test_costs_are_measured_for_every_batch(lines):
-    cost = measure_cost(lines, "sam", 4, (1, 8), repeats=1, num_steps=8)
-    assert set(cost["us_per_row"]) == {"1", "8"}
-    assert all(value > 0 for value in (*cost["us_per_row"].values(), *cost["p99_over_median"].values()))
-    index = measure_index(lines, "frequent", sizes=(1024,))
-    assert 0 < index["bytes_per_token"]["1024"] < 200
-    assert index["ns_per_indexed_token"]["1024"] > 0
-    assert measure_index(lines, "off", sizes=(1024,)) == {}
+def test_a_step_is_timed_for_every_batch_and_method(lines):
+    sam, off = measure_steps(lines, [("sam", Settings(4)), ("off", Settings(4))], batches=(1, 8))
+    for name in ("us_per_row", "p99_over_median"):
+        assert list(sam[name]) == list(off[name]) == ["1", "8"]
+        assert all(value > 0 for value in sam[name].values())
+        assert set(off[name].values()) == {None}
+    assert sam["suffix_over_us_per_row"] == {"1": None, "8": None}  # without `suffix` there is no ratio
+
+
+def test_rows_are_siblings_and_no_text_comes_twice(lines):
+    num_responses = sum(len(response) > NUM_STEPS for line in lines for response in line.responses)
+    rows = list(islice(rows_of(lines), 2 * num_responses))
+    first, *_ = lines
+    long = [response for response in first.responses if len(response) > NUM_STEPS]
+    texts = [np.concatenate([first.prompt_token_ids, response]) for response in long]
+    for row, text in zip(rows, texts, strict=False):
+        assert (row.line, row.num_prompt_tokens) == (0, len(first.prompt_token_ids))
+        assert np.array_equal(row.token_ids, text)
+    for row, later in zip(rows, rows[num_responses:], strict=False):
+        assert len(row.token_ids) == len(later.token_ids)
+        assert (row.token_ids == later.token_ids).mean() < 0.1
+        # Other tokens, but as repetitive: each occurs as often as the one that it stands for.
+        counts = [np.sort(np.unique(r.token_ids, return_counts=True)[1]) for r in (row, later)]
+        assert np.array_equal(*counts)
+
+
+def test_siblings_stay_alike_where_tokens_are_permuted():
+    prompt, response = np.array([5, 6], np.int32), np.array([7, 8, 7, 9], np.int32)
+    line = Rollout("g", None, prompt, [response, response[:3]])
+    _, again = islice(endless([line]), 2)
+    assert np.array_equal(again.responses[0][:3], again.responses[1])
+    assert again.responses[0][0] == again.responses[0][2]
+    assert set(again.prompt_token_ids) | set(again.responses[0]) == {5, 6, 7, 8, 9}
+
+
+@pytest.mark.parametrize("method", ["ngram", "earliest", "frequent", "sam", "suffix_policy"])
+def test_what_is_timed_are_drafts(method):
+    period = np.arange(10, 20, dtype=np.int32)
+    rows = [Row(0, 3, np.concatenate([period[:3], np.tile(period, 8)])) for _ in range(3)]
+    batch = make_batch(rows)
+    propose = engine_call(method, Settings(4), batch, rows)
+    batch.num_tokens_no_spec[:] = 63
+    drafts = propose(batch, [row.token_ids[3:63].tolist() for row in rows])
+    assert drafts == [[10, 11, 12, 13]] * 3
+    batch.num_tokens_no_spec[:] = 64
+    assert propose(batch, [[10]] * 3) == [[11, 12, 13, 14]] * 3
+
+
+def test_a_token_in_the_index_costs_time_and_bytes_at_every_size(lines):
+    cost = measure_index(lines, ["off", "ngram", "frequent", "sam"], sizes=(1024, 8192))
+    num_tokens = sum(len(response) for line in lines for response in line.responses)
+    assert num_tokens < 8192  # so that text is made
+    for method in ("frequent", "sam"):
+        assert all(value > 0 for value in cost[method]["ns_per_indexed_token"].values())
+    of_frequent, of_sam = (list(cost[method]["bytes_per_token"].values()) for method in ("frequent", "sam"))
+    assert 16 < of_frequent[1] <= of_frequent[0] < 200
+    assert of_sam[0] - of_frequent[0] > 100  # what is fixed, 172 kB, over 1024 tokens
+    for method in ("off", "ngram"):
+        nothing = dict.fromkeys(["1024", "8192"])
+        assert cost[method] == {"ns_per_indexed_token": nothing, "bytes_per_token": nothing}
+
+
+def test_made_text_does_not_repeat():
+    line = Rollout("g", None, np.zeros(1, np.int32), [np.arange(1000, dtype=np.int32)])
+    text = long_text([line], 65536)
+    assert len(text) == 65536 and np.array_equal(text[:1000], line.responses[0])
+    assert len(np.unique(np.stack([text[:-1], text[1:]]), axis=1).T) > 0.9 * len(text)
 
 
 def test_vllms_ngram_runs_beside_ours(lines):
@@ -67,17 +142,89 @@ def test_vllms_ngram_runs_beside_ours(lines):
     assert ngram["tokens_per_step"] > 1
 
 
-def test_the_command_writes_json_and_picture(tmp_path, capsys):
-    options = ["--methods", "off,sam", "--num-speculative-tokens", "4", "--limit-groups", "2"]
-    options += ["--min-token-prob", "0.2", "0.05"]
+def test_every_result_has_every_key(tmp_path, capsys):
+    methods = ["off", "ngram", "earliest", "sam", "oracle"]
+    options = ["--methods", ",".join(methods), "--num-speculative-tokens", "4", "--limit-groups", "2"]
+    options += ["--history", "0", "8", "--min-token-prob", "0.2", "0.05"]
     assert main(["bench", "drafters", str(TRACE), *options, "--output", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "drafters.json").read_text())
-    assert [result["method"] for result in printed["results"]] == ["off", "sam", "sam"]
-    assert [result["min_token_prob"] for result in printed["results"]] == [None, 0.2, 0.05]
+    results = printed["results"]
+    assert [result["method"] for result in results] == 2 * [
+        "off",
+        "ngram",
+        "earliest",
+        "sam",
+        "sam",
+        "oracle",
+    ]
+    assert [result["min_token_prob"] for result in results[:6]] == [None, None, None, 0.2, 0.05, None]
+    for result in results:
+        assert isinstance(result["num_speculative_tokens"], int) and isinstance(result["history"], int)
+        for name in ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step"):
+            assert isinstance(result[name], float)
+        is_called, is_index = result["method"] not in ("off", "oracle"), result["method"] in OURS
+        for name, keys, is_measured in (
+            ("us_per_row", BATCHES, is_called),
+            ("ns_per_indexed_token", SIZES, is_index),
+            ("bytes_per_token", SIZES, is_index),
+        ):
+            assert list(result[name]) == keys
+            assert all(isinstance(value, float) == is_measured for value in result[name].values())
     assert (tmp_path / "drafters.png").stat().st_size > 10_000
+
+
+def test_tables_are_printed_and_costs_can_be_left_out(capsys):
+    command = ["bench", "drafters", str(TRACE), "--num-speculative-tokens", "4", "--limit-groups", "2"]
+    assert main([*command, "--methods", "off,sam"]) == 0
+    printed = capsys.readouterr().out
+    assert "microseconds per row" in printed and "131 k" not in printed and "bytes, 128 k" in printed
+    assert main([*command, "--methods", "off,sam", "--no-cost"]) == 0
+    printed = capsys.readouterr().out
+    assert "sam" in printed and "microseconds" not in printed
+
+
+@pytest.fixture
+def without_arctic_inference(monkeypatch):
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
+    monkeypatch.delitem(sys.modules, "arctic_inference.suffix_decoding", raising=False)
+
+
+def test_by_default_what_is_not_installed_is_left_out_with_one_line(without_arctic_inference, capsys):
+    options = ["--num-speculative-tokens", "4", "--limit-groups", "1", "--no-cost", "--json"]
     assert main(["bench", "drafters", str(TRACE), *options]) == 0
-    assert "sam" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    [line] = [line for line in err.splitlines() if "suffix" in line]
+    assert line.startswith("rollout-spec bench drafters: without suffix, suffix_tuned: ")
+    assert "arctic-inference==0.1.1" in line
+    found = [result["method"] for result in json.loads(out)["results"]]
+    assert found == [method for method in DEFAULT_METHODS if method not in ("suffix", "suffix_tuned")]
+
+
+def test_without_vllm_its_methods_are_left_out(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm.v1.spec_decode.ngram_proposer", None)
+    monkeypatch.delitem(sys.modules, "rollout_spec.vllm_drafters", raising=False)
+    options = ["--num-speculative-tokens", "4", "--limit-groups", "1", "--no-cost", "--json"]
+    assert main(["bench", "drafters", str(TRACE), *options]) == 0
+    out, err = capsys.readouterr()
+    assert "without ngram" in err and "pip install vllm" in err
+    assert not any(result["method"] == "ngram" for result in json.loads(out)["results"])
+
+
+@pytest.mark.parametrize("method", ["suffix", "suffix_tuned", "suffix_server"])
+def test_what_is_named_must_be_installed(method, without_arctic_inference, capsys):
+    assert main(["bench", "drafters", str(TRACE), "--methods", f"off,{method}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "arctic-inference==0.1.1" in line
+
+
+def test_a_trace_too_short_for_costs_is_one_line(tmp_path, capsys):
+    trace = tmp_path / "short.jsonl"
+    trace.write_text(json.dumps({"group": "g", "prompt_token_ids": [1], "responses": [[1, 2, 3]]}) + "\n")
+    command = ["bench", "drafters", str(trace), "--methods", "sam", "--num-speculative-tokens", "4"]
+    assert main(command) == 2
+    assert f"no response has the {NUM_STEPS + 1} tokens" in capsys.readouterr().err
+    assert main([*command, "--no-cost"]) == 0
 
 
 def test_every_price_is_a_result_of_its_own(lines, results):
@@ -118,6 +265,46 @@ def test_the_command_compares_with_suffix_below_its_table(capsys):
     assert "1.250" in printed and "0.750" in printed
     _print_drafters([sam])
     assert "over" not in capsys.readouterr().out
+
+
+def drawn(results, tmp_path, monkeypatch):
+    """The axes of the picture, by what they show."""
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    plot_drafters(results, tmp_path / "drafters.png")
+    axes = pyplot.gcf().axes
+    monkeypatch.undo()
+    pyplot.close("all")
+    return {(axis.get_xlabel(), axis.get_ylabel()): axis for axis in axes}
+
+
+def test_acceptance_is_drawn_against_the_history(lines, tmp_path, monkeypatch):
+    found = measure(lines, ["off", "earliest", "sam"], [4], [0, 8], min_token_probs=[0.2, 0.05])
+    axes = drawn([{"trace": "t", **result} for result in found], tmp_path, monkeypatch)
+    curves = {}
+    for figure in ("acceptance rate", "tokens per step"):
+        axis = axes["earlier responses of the prompt", f"{figure}, K = 4"]
+        curves[figure] = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+    for name, method, price in (
+        ("earliest",) * 2 + (None,),
+        ("sam 0.2", "sam", 0.2),
+        ("sam 0.05", "sam", 0.05),
+    ):
+        for figure, curve in curves.items():
+            assert curve[name] == [
+                [result["history"], result[figure.replace(" ", "_")]]
+                for result in found
+                if (result["method"], result["min_token_prob"]) == (method, price)
+            ]
+    assert set(curves["acceptance rate"]) - {"off"} == {"earliest", "sam 0.2", "sam 0.05"}
+
+
+def test_one_size_of_the_history_is_no_curve(lines, tmp_path, monkeypatch):
+    found = measure(lines, ["sam"], [4], [8])
+    axes = drawn([{"trace": "t", **result} for result in found], tmp_path, monkeypatch)
+    assert [x for x, _ in axes] == ["draft tokens per step", "position in the response"]
+    assert all(axis.lines for axis in axes.values())
 
 
 @pytest.mark.parametrize(

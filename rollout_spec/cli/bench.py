@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from rollout_spec.cli import bench_engine
 from rollout_spec.config import SpecConfig
 
 HELP = "measure on this machine: the native core, drafters side by side, whole rollouts"
+DEFAULT_METHODS = (
+    *("off", "ngram", "suffix", "suffix_tuned"),
+    *("earliest", "frequent", "sam", "suffix_policy", "oracle"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafters = kinds.add_parser("drafters", help="drafters side by side on recorded rollouts")
     drafters.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help=".jsonl or .jsonl.gz")
     drafters.add_argument(
-        "--methods", default="off,ngram,earliest,frequent,sam,suffix_policy,oracle", help="(%(default)s)"
+        "--methods",
+        metavar="M,M",
+        help=f"by commas ({','.join(DEFAULT_METHODS)}, without what is not installed)",
     )
-    drafters.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[3, 8, 16], metavar="K")
+    drafters.add_argument(
+        "--num-speculative-tokens", type=int, nargs="+", default=[3, 8, 16], metavar="K", help="(3 8 16)"
+    )
     drafters.add_argument(
         "--history", type=int, nargs="+", default=[0], metavar="N", help="earlier responses per group (0)"
     )
@@ -54,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit-groups", type=int, metavar="N", help="only the first N lines of each trace"
     )
     drafters.add_argument(
-        "--cost", action="store_true", help="also time steps of 1, 8, 64 and 256 rows, and indexing"
+        "--no-cost",
+        action="store_true",
+        help="do not time steps of 1, 8, 64 and 256 rows, and indexing",
     )
     drafters.add_argument(
         "--output", type=Path, metavar="DIR", help="write drafters.json and drafters.png there"
@@ -70,20 +81,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_drafters(args: argparse.Namespace) -> int:
-    # Of the method ngram: the answer is on standard output.
+    # Of vLLM's methods: the answer is on standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    from itertools import islice
-
     from rollout_spec import bench_drafters as bench
     from rollout_spec.cli import UserError
-    from rollout_spec.cli.progress import tracked
-    from rollout_spec.replay import TraceError, read_trace
+    from rollout_spec.replay import TraceError
 
-    methods = args.methods.split(",")
-    for method in methods:
-        if method not in bench.METHODS:
-            raise UserError(f"--methods {method}: must be one of {', '.join(bench.METHODS)}")
+    methods = _methods(args)
     for name, values, low, high in (
         ("--num-speculative-tokens", args.num_speculative_tokens, 1, bench.MAX_SPECULATIVE_TOKENS),
         ("--history", args.history, 0, 1 << 16),
@@ -97,28 +102,7 @@ def _run_drafters(args: argparse.Namespace) -> int:
     record: dict[str, Any] = {"environment": bench.environment(), "results": []}
     try:
         for trace in args.traces:
-            lines = list(islice(read_trace(trace), args.limit_groups))
-            results = bench.measure(
-                tracked(lines, trace.name),
-                methods,
-                args.num_speculative_tokens,
-                args.history,
-                min_token_probs=args.min_token_prob,
-                max_cached_requests=args.max_cached_requests,
-                max_index_mb=args.max_index_mb,
-            )
-            costs = {}
-            if args.cost:
-                costs = {
-                    (method, k): bench.measure_cost(lines, method, k, (1, 8, 64, 256))
-                    | bench.measure_index(lines, method)
-                    for method in methods
-                    for k in args.num_speculative_tokens
-                    if method not in ("off", "oracle")
-                }
-            for result in results:
-                cost = costs.get((result["method"], result["num_speculative_tokens"]), {})
-                record["results"].append({"trace": trace.name, **result, **cost})
+            record["results"] += _of_trace(args, trace, methods)
     except (TraceError, bench.MissingError) as error:
         raise UserError(str(error)) from error
     if args.output:
@@ -134,6 +118,55 @@ def _run_drafters(args: argparse.Namespace) -> int:
     return 0
 
 
+def _methods(args: argparse.Namespace) -> list[str]:
+    """The methods asked for; by default those of DEFAULT_METHODS whose packages are installed."""
+    from rollout_spec.bench_drafters import METHODS, MissingError, require
+    from rollout_spec.cli import UserError
+
+    if args.methods is not None:
+        methods = args.methods.split(",")
+        for method in methods:
+            if method not in METHODS:
+                raise UserError(f"--methods {method}: must be one of {', '.join(METHODS)}")
+        return methods
+    found: list[str] = []
+    left_out: dict[str, list[str]] = {}
+    for method in DEFAULT_METHODS:
+        try:
+            require(method)
+            found.append(method)
+        except MissingError as error:
+            left_out.setdefault(" ".join(str(error).split()), []).append(method)
+    for reason, names in left_out.items():
+        print(f"rollout-spec bench drafters: without {', '.join(names)}: {reason}", file=sys.stderr)
+    return found
+
+
+def _of_trace(args: argparse.Namespace, trace: Path, methods: list[str]) -> list[dict[str, Any]]:
+    from itertools import islice
+
+    from rollout_spec import bench_costs
+    from rollout_spec import bench_drafters as bench
+    from rollout_spec.cli.progress import tracked
+    from rollout_spec.replay import read_trace
+
+    lines = list(islice(read_trace(trace), args.limit_groups))
+    if not args.no_cost:
+        bench_costs.check(lines)
+    results = bench.measure(
+        tracked(lines, trace.name),
+        methods,
+        args.num_speculative_tokens,
+        args.history,
+        min_token_probs=args.min_token_prob,
+        max_cached_requests=args.max_cached_requests,
+        max_index_mb=args.max_index_mb,
+    )
+    if not args.no_cost:
+        bench_costs.add_costs(lines, results, tracked(args.num_speculative_tokens, f"{trace.name}: costs"))
+    return [{"trace": trace.name, **result} for result in results]
+
+
 def _print_drafters(results: list[dict[str, Any]]) -> None:
     from itertools import groupby
 
@@ -143,9 +176,9 @@ def _print_drafters(results: list[dict[str, Any]]) -> None:
     for trace, rows in groupby(results, key=lambda result: result["trace"]):
         of_trace = list(rows)
         console.print(_drafters_table(trace, of_trace))
-        ratios = _ratios_table(of_trace)
-        if ratios.row_count:
-            console.print(ratios)
+        for table in (_ratios_table(of_trace), _steps_table(of_trace), _index_table(of_trace)):
+            if table.row_count:
+                console.print(table)
 
 
 def _setting(row: dict[str, Any]) -> tuple[str, ...]:
@@ -158,10 +191,10 @@ def _setting(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _table(title: str, *columns: str) -> Any:
+def _table(title: str, *columns: str, caption: str | None = None) -> Any:
     from rich.table import Table
 
-    table = Table(title=title)
+    table = Table(title=title, caption=caption)
     for name in ("method", "P", "K", "history", *columns):
         table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     return table
@@ -176,16 +209,54 @@ def _drafters_table(trace: str, results: list[dict[str, Any]]) -> Any:
 
 
 def _ratios_table(results: list[dict[str, Any]]) -> Any:
-    from rollout_spec.bench_drafters import BASELINES, OURS, over_baselines
+    from rollout_spec.bench_drafters import OURS, SUFFIX, over_baselines
 
-    columns = [f"{figure} / {baseline}" for baseline in BASELINES for figure in ("tokens", "drafted")]
+    baselines = [name for name in SUFFIX if any(row["method"] == name for row in results)]
+    columns = [f"{figure} / {baseline}" for baseline in baselines for figure in ("tokens", "drafted")]
     table = _table("ours over vLLM's suffix, per step", *columns)
     for row in (row for row in results if row["method"] in OURS):
         found = over_baselines(row, results)
         if found:
-            ratios = [found.get(baseline, (None, None)) for baseline in BASELINES]
+            ratios = [found.get(baseline, (None, None)) for baseline in baselines]
             cells = ("" if ratio is None else f"{ratio:.3f}" for pair in ratios for ratio in pair)
             table.add_row(*_setting(row), *cells)
+    return table
+
+
+def _steps_table(results: list[dict[str, Any]]) -> Any:
+    """Of the first history: what a step costs does not depend on it."""
+    rows = [row for row in results if "us_per_row" in row and row["history"] == results[0]["history"]]
+    batches = list(rows[0]["us_per_row"]) if rows else []
+    table = _table(
+        "microseconds per row of a step, by the rows of a batch",
+        *batches,
+        *(f"suffix over it, {batch}" for batch in batches[-2:]),
+        caption="suffix over it: of the same steps, median and 10th to 90th percentile",
+    )
+    for row in rows:
+        if row["us_per_row"][batches[0]] is not None:
+            costs = (f"{row['us_per_row'][batch]:.2f}" for batch in batches)
+            ratios = (_spread(row["suffix_over_us_per_row"][batch]) for batch in batches[-2:])
+            table.add_row(*_setting(row), *costs, *ratios)
+    return table
+
+
+def _spread(ratio: dict[str, float] | None) -> str:
+    return "" if ratio is None else f"{ratio['median']:.1f} ({ratio['p10']:.1f} to {ratio['p90']:.1f})"
+
+
+def _index_table(results: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    rows = {row["method"]: row for row in results if "bytes_per_token" in row}
+    sizes = list(next(iter(rows.values()))["bytes_per_token"]) if rows else []
+    table = Table(title="a token in the index, by the tokens of the text")
+    for name in ("method", *(f"{unit}, {int(size) >> 10} k" for unit in ("ns", "bytes") for size in sizes)):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for method, row in rows.items():
+        costs = [row[name][size] for name in ("ns_per_indexed_token", "bytes_per_token") for size in sizes]
+        if None not in costs:
+            table.add_row(method, *(f"{cost:.0f}" for cost in costs))
     return table
 
 

@@ -123,7 +123,7 @@ def _checked_methods(args: argparse.Namespace) -> tuple[list[str], dict[str, Any
     """The methods' labels, and the options of ours."""
     import yaml
 
-    from rollout_spec.bench_drafters import suffix_cache_class
+    from rollout_spec.bench_drafters import require_arctic_inference
     from rollout_spec.bench_engine import Method
     from rollout_spec.config import SpecConfig
 
@@ -144,7 +144,7 @@ def _checked_methods(args: argparse.Namespace) -> tuple[list[str], dict[str, Any
         if method.name == "sam":
             method.options(spec)
         if method.name == "suffix":
-            suffix_cache_class()
+            require_arctic_inference()
     return labels, spec
 
 

@@ -1,0 +1,177 @@
+"""vLLM's `suffix` beside ours, where ArcticInference is installed (README, next to `bench drafters`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_spec.bench_costs import Row, engine_call, make_batch, measure_index, measure_steps
+from rollout_spec.bench_drafters import Settings, Suffix, make_proposer, measure
+from rollout_spec.replay import Rollout, read_trace
+
+SuffixDecodingCache = pytest.importorskip(
+    "arctic_inference.suffix_decoding", reason="arctic-inference is not installed"
+).SuffixDecodingCache
+
+TRACE = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
+PROMPT = np.array([1, 2, 3], np.int32)
+EARLIER = np.array([4, 5, 6, 7, 8, 9], np.int32)
+
+
+@pytest.fixture(scope="module")
+def lines():
+    return list(read_trace(TRACE))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What the cache is called with; it does its work."""
+    seen = []
+    for name in ("start_request", "add_active_response", "speculate", "stop_request"):
+        original = getattr(SuffixDecodingCache, name)
+
+        def spy(cache, request, *args, _name=name, _original=original, **kwargs):
+            tokens = [list(map(int, args[0]))] if args else []
+            seen.append((_name, request, *tokens))
+            return _original(cache, request, *args, **kwargs)
+
+        monkeypatch.setattr(SuffixDecodingCache, name, spy)
+    return seen
+
+
+def step(suffix, rows, token_ids, levels, budget=4):
+    budgets = [budget] * len(rows)
+    drafts, numbers = suffix.step(
+        *(np.array(value, np.int32) for value in (rows, token_ids, levels, budgets))
+    )
+    return [draft[:number].tolist() for draft, number in zip(drafts, numbers, strict=True)]
+
+
+def test_the_cache_is_called_as_vllms_proposer_does(calls):
+    suffix = Suffix("suffix", Settings(4))
+    suffix.start(PROMPT, 2, [EARLIER])
+    assert calls == [
+        ("start_request", "1", [1, 2, 3]),
+        ("add_active_response", "1", [4, 5, 6, 7, 8, 9]),
+        ("stop_request", "1"),
+    ]
+    calls.clear()
+    token_ids = [[1, 2, 3, 4, 5, -1], [1, 2, 3, 6, 7, 8]]
+    step(suffix, [0, 1], token_ids, [4, 4])
+    step(suffix, [1], token_ids, [6])
+    assert calls == [
+        ("start_request", "2", [1, 2, 3]),
+        ("add_active_response", "2", [4]),
+        ("speculate", "2", [1, 2, 3, 4]),
+        ("start_request", "3", [1, 2, 3]),
+        ("add_active_response", "3", [6]),
+        ("speculate", "3", [1, 2, 3, 6]),
+        ("add_active_response", "3", [7, 8]),
+        ("speculate", "3", [1, 2, 3, 6, 7, 8]),
+    ]
+    calls.clear()
+    suffix.finish()
+    assert sorted(calls) == [("stop_request", "2"), ("stop_request", "3")]
+    assert not suffix.cache.active_requests
+
+
+def drafts_after_a_match(method, settings, lines_before=(), earlier=()):
+    """What two tokens of EARLIER are followed by, after other lines."""
+    suffix = Suffix(method, settings)
+    for response in lines_before:
+        suffix.start(PROMPT, 1, ())
+        step(suffix, [0], [[*PROMPT, *response]], [len(PROMPT) + len(response)])
+        suffix.finish()
+    suffix.start(PROMPT, 1, earlier)
+    [draft] = step(suffix, [0], [[1, 2, 3, 5, 6]], [5])
+    return draft
+
+
+def test_earlier_responses_are_in_the_cache():
+    # As many tokens as are matched: max_spec_factor is 1; 4 times as many in the tuned setting.
+    assert drafts_after_a_match("suffix", Settings(4), earlier=[EARLIER]) == [7, 8]
+    assert drafts_after_a_match("suffix_tuned", Settings(4), earlier=[EARLIER]) == [7, 8, 9]
+    assert drafts_after_a_match("suffix", Settings(1), earlier=[EARLIER]) == [7]
+    assert drafts_after_a_match("suffix", Settings(4)) == []
+
+
+def test_only_a_server_keeps_the_lines_before_and_a_full_cache_forgets():
+    before = [EARLIER]
+    assert drafts_after_a_match("suffix", Settings(4), before) == []
+    assert drafts_after_a_match("suffix_server", Settings(4), before) == [7, 8]
+    before = [EARLIER, np.array([20, 21], np.int32)]
+    assert drafts_after_a_match("suffix_server", Settings(4, max_cached_requests=3), before) == [7, 8]
+    assert drafts_after_a_match("suffix_server", Settings(4, max_cached_requests=2), before) == []
+
+
+def drafts_of_both(prompt, responses):
+    """Pairs of drafts of `suffix` and of mode suffix_policy, at every token of the responses, up to the
+    shortest one's end; where neither drafts there is none."""
+    proposers = [make_proposer(method, Settings(8)) for method in ("suffix", "suffix_policy")]
+    for proposer in proposers:
+        proposer.start(prompt, len(responses), ())
+    length = min(map(len, responses))
+    token_ids = np.stack([np.concatenate([prompt, response[:length]]) for response in responses])
+    rows = list(range(len(responses)))
+    pairs = []
+    for level in range(len(prompt) + 1, token_ids.shape[1] + 1):
+        of_both = [step(proposer, rows, token_ids, [level] * len(rows), 8) for proposer in proposers]
+        pairs += [pair for pair in zip(*of_both, strict=True) if any(pair)]
+    return pairs
+
+
+def share_of_equals(pairs):
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def test_mode_suffix_policy_drafts_the_same(lines):
+    """One text: but where followers are equally frequent. With siblings also where one automaton of all
+    text says something else than the better of two trees, own text and all responses."""
+    own: list = []
+    together: list = []
+    for line in lines:
+        together += drafts_of_both(line.prompt_token_ids, line.responses)
+        for response in line.responses:
+            own += drafts_of_both(
+                line.prompt_token_ids[:0], [np.concatenate([line.prompt_token_ids, response])]
+            )
+    assert len(own) > 2000 and len(together) > 1500
+    assert share_of_equals(own) > 0.98
+    assert share_of_equals(together) > 0.8
+
+
+def test_counts_are_those_of_mode_suffix_policy(lines):
+    suffix, policy = measure(lines, ["suffix", "suffix_policy"], [8], [0])
+    for figure in ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate"):
+        assert suffix[figure] == pytest.approx(policy[figure], rel=0.05)
+    assert (suffix["max_cached_requests"], policy["max_cached_requests"]) == (10_000, None)
+
+
+def test_what_is_timed_are_drafts():
+    period = np.arange(10, 20, dtype=np.int32)
+    rows = [Row(0, 3, np.concatenate([period[:3], np.tile(period, 8)])) for _ in range(3)]
+    batch = make_batch(rows)
+    propose = engine_call("suffix", Settings(4), batch, rows)
+    batch.num_tokens_no_spec[:] = 63
+    assert propose(batch, [row.token_ids[3:63].tolist() for row in rows]) == [[10, 11, 12, 13]] * 3
+
+
+def test_ratios_are_of_the_same_steps(lines):
+    runs = [(method, Settings(4)) for method in ("suffix", "sam")]
+    suffix, sam = measure_steps(lines, runs, batches=(8,))
+    assert suffix["suffix_over_us_per_row"]["8"] == {"median": 1.0, "p10": 1.0, "p90": 1.0}
+    ratio = sam["suffix_over_us_per_row"]["8"]
+    assert ratio["p10"] <= ratio["median"] <= ratio["p90"]
+    medians = suffix["us_per_row"]["8"] / sam["us_per_row"]["8"]
+    assert medians == pytest.approx(ratio["median"], rel=0.5)
+
+
+def test_bytes_are_of_both_trees():
+    line = Rollout("g", None, PROMPT, [np.arange(1024, dtype=np.int32)])
+    cost = measure_index([line], ["suffix"], sizes=(1024,))["suffix"]["bytes_per_token"]["1024"]
+    tree = SuffixDecodingCache(24, 1)
+    tree.start_request("0", np.arange(1024, dtype=np.int32))
+    one = tree._local_trees["0"].estimate_memory() / 1024
+    assert cost == pytest.approx(2 * one, rel=0.05)
