@@ -209,6 +209,7 @@ def test_history_outlives_weight_syncs_and_a_restart(
         assert len(history) == 2
     (tmp_path / "replica-3").write_bytes(b"damaged")
     server = make_server(spec)
+    caplog.set_level(logging.WARNING)
     logging.getLogger("vllm.rollout_spec.vllm_proposer").addHandler(caplog.handler)
     asyncio.run(server.set_global_steps(0))
     assert "training goes on without the saved history" in caplog.text
