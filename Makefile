@@ -32,6 +32,7 @@ UV := $(BIN)/uv
 NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 BUILT := $(VENV)/.built
+SUFFIX := $(VENV)/.suffix-$(ENGINE)
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
 SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
 
@@ -43,7 +44,7 @@ help: ## show this list
 demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARGS=--quick)
 	$(BIN)/rollout-spec demo $(DEMO_ARGS)
 
-test: dev ## run the test suite (TEST_ARGS='-k name')
+test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name')
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 check: dev ## format, lint, types, C warnings as errors
@@ -73,6 +74,14 @@ $(INSTALLED): requirements/$(ENGINE).txt | $(UV)
 	@echo "Installing the $(ENGINE) engine into $(VENV); the first time this downloads several GB."
 	$(UV) pip install --python $(BIN)/python --no-deps --compile-bytecode -r $<
 	@rm -f $(VENV)/.installed-* && touch $@
+
+# What vLLM's `suffix` runs on, for the tests that compare with it: C++20, built with the torch that is here (by
+# itself it would fetch another one). Without it these tests are skipped.
+$(SUFFIX): $(INSTALLED)
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps nanobind==2.9.2 cmake ninja wheel
+	PATH="$(abspath $(BIN)):$$PATH" $(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation \
+		arctic-inference==0.1.1 || echo "arctic-inference cannot be built here: its tests are skipped" >&2
+	@touch $@
 
 $(UV):
 	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or 3.12 with venv and its headers (Python.h) was found." \
