@@ -11,8 +11,9 @@ et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318) with the names and sign
 Layout, as there: the draft tokens of all requests stand in one flat row, `cu_num_draft_tokens[i]` is the end
 of request i's.
 
-Operations of this module, `blocks` and `keyed`, views and copies apart, all of which torch_npu has, to which
-come those of `noise`: add, amax, arange, argmax, cat, clamp, cumprod, cumsum, div, eq, exp, exponential,
+Operations of this module, `blocks` and `keyed`, views and copies apart, all of which torch_npu has (read in
+its op-plugin's list, op_plugin/config/op_plugin_functions.yaml, for torch 2.1 to 2.8; not run), to which come
+those of `noise`: add, amax, arange, argmax, cat, clamp, cumprod, cumsum, div, eq, exp, exponential,
 floor_divide, full, gather, ge, gt, index, index_put, index_select, le, log, lt, masked_fill, mul, nonzero,
 ones, rand, remainder, repeat_interleave, scatter, softmax, sub, sum, uniform, where, zeros.
 """
