@@ -189,7 +189,11 @@ def _load(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 def _serve_all(
     job: dict[str, Any], load: Any, methods: Sequence[str], repeats: int, folder: Path
 ) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """Every method once a repeat, each time another one first; after each repeat, what was served so far."""
+    """Every method once a repeat, each time another one first; after each repeat, what was served so far.
+
+    Before that, the first method serves the first load once for nothing: what comes first may find the
+    machine cold.
+    """
     from rollout_spec.cli.progress import tracked
 
     turns = [
@@ -198,12 +202,15 @@ def _serve_all(
         for i in range(len(methods))
     ]
     served: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
-    for repeat, method in tracked(turns, "serving"):
+    for i, (repeat, method) in enumerate(tracked([turns[0], *turns], "serving")):
         requests = {
             "prompts": load.prompts, "requests": load.requests(repeat), "seed": load.seed + repeat,
             "temperature": load.temperature, "natural_ends": load.natural_ends,
         }  # fmt: skip
-        served[method].append(_serve(job | requests | {"method": method}, folder))
+        result = _serve(job | requests | {"method": method}, folder)
+        if i == 0:
+            continue
+        served[method].append(result)
         if all(len(done) > repeat for done in served.values()):
             yield served
 
