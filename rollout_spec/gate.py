@@ -29,7 +29,8 @@ PRIOR_TOKENS = 8.0  # the weight of the belief that what is promised comes true
 GUARD_STEPS = 48  # steps with drafts that the guard judges by
 GUARD_LOSS = 0.02  # the share of time lost to drafting at which the guard acts
 GUARD_WINDOW = 8  # steps without drafts in which it then sees whether plain steps take what they did
-MIN_FORGET_STEPS = 64  # without drafts, in which two thirds of the belief in what they cost are lost
+# Without drafts, steps in which two thirds of the belief in what they cost are lost.
+MIN_FORGET_STEPS, MAX_FORGET_STEPS = 64, 256
 MIN_PAUSE, MAX_PAUSE = 128, 1024  # steps; a pause is twice as long as the one before until drafting wins
 
 _Int32 = npt.NDArray[np.int32]
@@ -189,7 +190,9 @@ class AutoGate:
         taken, plain = self._since_open
         if taken > 0.0:
             # The more often drafts have lost, the longer that is remembered.
-            self._forget_steps = min(2 * self._forget_steps, MAX_PAUSE) if taken > plain else MIN_FORGET_STEPS
+            self._forget_steps = (
+                min(2 * self._forget_steps, MAX_FORGET_STEPS) if taken > plain else MIN_FORGET_STEPS
+            )
         self._since_open = (0.0, 0.0)
 
     @property

@@ -61,7 +61,8 @@ class StepCost:
 
     def forget(self, share: float) -> None:
         """Believe what was measured so far less, by this share: for where nothing is measured any more."""
-        self._weights *= 1.0 - share
+        # However much was measured, ENOUGH is: it must not take a thousand steps to be doubted.
+        self._weights = np.minimum(self._weights, ENOUGH) * (1.0 - share)
 
     def _learn_knot(self, knot: int, share: float, num_context: int, seconds: float) -> None:
         if self._weights[knot] > 0.0:

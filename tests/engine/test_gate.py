@@ -72,8 +72,7 @@ def test_drafting_stops_where_verification_turns_slow_and_comes_back(make_engine
 def test_the_guard_alone_stops_drafting(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model of the costs that learns nothing of the delay."""
     engine = Watched(make_engine)
-    _, before = engine.run(300)
-    assert before.num_guard_stops == 0
+    engine.run(300)
     monkeypatch.setattr(engine.gate._drafted, "learn", lambda *step: None)
     engine.seconds = 0.05
     drafts, turning = engine.run(2 * WITHIN)
