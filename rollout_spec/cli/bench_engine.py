@@ -191,8 +191,8 @@ def _serve_all(
 ) -> Iterator[dict[str, list[dict[str, Any]]]]:
     """Every method once a repeat, each time another one first; after each repeat, what was served so far.
 
-    Before that, the first method serves the first load once for nothing: what comes first may find the
-    machine cold.
+    Before that, the first method serves the first load once for nothing: the first rollout of a session
+    was found slow.
     """
     from rollout_spec.cli.progress import tracked
 
