@@ -28,6 +28,9 @@ def block_peaks(whole: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
 
 def block_values(values: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """One block's values a row, [n, BLOCK_SIZE]; -inf beyond the vocabulary."""
+    whole, rest = split_blocks(values)
+    if not rest.shape[-1]:
+        return whole.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK_SIZE)).squeeze(1)
     token_ids = block * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=values.device)
     last = values.shape[-1] - 1
     return values.gather(-1, token_ids.clamp(max=last)).masked_fill_(token_ids > last, -torch.inf)
