@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rollout_spec.bench_native import cpu_name
-from rollout_spec.config import SpecConfig
+from rollout_spec.config import MIN_TOKEN_PROB, SpecConfig
 from rollout_spec.history import History, group_key
 from rollout_spec.index import Int32Array
 from rollout_spec.replay import IndexProposer, Proposer, ReplayResult, Rollout, replay_line
@@ -41,7 +41,7 @@ FIGURES = (
 @dataclasses.dataclass(frozen=True)
 class Settings:
     num_speculative_tokens: int
-    min_token_prob: float = SpecConfig.min_token_prob  # of the methods in PRICED
+    min_token_prob: float = MIN_TOKEN_PROB  # of the methods in PRICED
     max_cached_requests: int = SUFFIX_MAX_CACHED_REQUESTS  # of those in SUFFIX
 
 
@@ -272,14 +272,14 @@ def measure(
     ks: Sequence[int],
     histories: Sequence[int],
     *,
-    min_token_probs: Sequence[float] = (SpecConfig.min_token_prob,),
+    min_token_probs: Sequence[float] = (),
     max_cached_requests: int = SUFFIX_MAX_CACHED_REQUESTS,
     max_index_mb: int = SpecConfig.max_index_mb,
 ) -> list[dict[str, Any]]:
     """Replay a trace with every method, K, history and price, line by line in turn.
 
     Args:
-        min_token_probs: the prices of the methods in PRICED; the others run once.
+        min_token_probs: the prices of the methods in PRICED, by default rollout.spec's; the others run once.
         max_cached_requests: of the methods in SUFFIX.
         max_index_mb: budget of the history, which the methods that begin each line anew are given, MiB.
 
@@ -302,7 +302,7 @@ def measure(
         for history in histories
         for k in ks
         for method in methods
-        for price in (min_token_probs if method in PRICED else (None,))
+        for price in (_prices(min_token_probs, history) if method in PRICED else (None,))
     ]
     drafters = [make_proposer(run["method"], settings_of(run)) for run in runs]
     results = [ReplayResult() for _ in runs]
@@ -321,6 +321,10 @@ def measure(
         | {figure: getattr(result, figure) for figure in FIGURES}
         for run, result in zip(runs, results, strict=True)
     ]
+
+
+def _prices(given: Sequence[float], history: int) -> Sequence[float]:
+    return given or (SpecConfig(history=history).least_survival,)
 
 
 def over_baselines(

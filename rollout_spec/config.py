@@ -12,15 +12,21 @@ MODES = ("sam", "earliest", "frequent", "suffix_policy")
 VERIFY = ("coupled", "standard")
 ROUTINGS = ("default", "group")
 MAX_SPECULATIVE_TOKENS = 64
-AUTO = "auto"  # of batch_threshold
+AUTO = "auto"  # of batch_threshold and min_token_prob
+# What min_token_prob=auto is, without and with history (benchmarks/record/drafters.md).
+MIN_TOKEN_PROB, MIN_TOKEN_PROB_WITH_HISTORY = 0.24, 0.055
 
 
 class ConfigError(ValueError):
     """An option that is unknown, of the wrong type or out of range. The message names the field."""
 
 
-def _option(default: Any, help_: str, low: float | None = None, high: float | None = None) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help_, "low": low, "high": high})
+def _option(
+    default: Any, help_: str, low: float | None = None, high: float | None = None, or_auto: type | None = None
+) -> Any:
+    """A field; one of type `or_auto` takes AUTO as well."""
+    metadata = {"help": help_, "low": low, "high": high, "or_auto": or_auto}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,12 +52,14 @@ class SpecConfig:
         0.0,
         1024.0,
     )
-    min_token_prob: float = _option(
-        0.2,
-        "stop a draft where its estimated survival falls below; mode earliest does not heed it, "
+    min_token_prob: float | str = _option(
+        AUTO,
+        "stop a draft where its estimated survival falls below; auto: "
+        f"{MIN_TOKEN_PROB}, with history {MIN_TOKEN_PROB_WITH_HISTORY}; mode earliest does not heed it, "
         "batch_threshold=auto has prices of its own",
         0.0,
         1.0,
+        float,
     )
     group_sharing: bool = _option(True, "samples of one prompt share one index")
     history: int = _option(0, "responses of earlier steps kept per prompt, 0: none", 0, 1 << 16)
@@ -67,6 +75,7 @@ class SpecConfig:
         "more decoding requests than this and no row drafts; auto: draft what is worth its cost",
         0,
         1 << 20,
+        int,
     )
     routing: str = _option("default", "group: siblings to one engine while load allows; default: verl's own")
     max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)
@@ -96,6 +105,13 @@ class SpecConfig:
     def coupled(self) -> bool:
         return self.verify == "coupled"
 
+    @property
+    def least_survival(self) -> float:
+        """What `min_token_prob` comes to."""
+        if not isinstance(self.min_token_prob, str):
+            return self.min_token_prob
+        return MIN_TOKEN_PROB_WITH_HISTORY if self.history else MIN_TOKEN_PROB
+
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SpecConfig:
         """Build from a plain mapping (YAML, JSON); an unknown key is an error, a missing one its default."""
@@ -114,17 +130,25 @@ def parse_threshold(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdecimal() else text
 
 
+def parse_price(text: str) -> float | str:
+    """A `min_token_prob` of the command line; whether it can be one is SpecConfig's to say."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"rollout.spec.{name}={value!r}: must be one of {', '.join(choices)}")
 
 
 def _check(field: dataclasses.Field, value: Any) -> None:
-    if field.name == "batch_threshold" and isinstance(value, str):
+    if field.metadata["or_auto"] and isinstance(value, str):
         if value == AUTO:
             return
-        raise ConfigError(f"rollout.spec.batch_threshold={value!r}: must be a number or {AUTO}")
-    expected = type(field.default)
+        raise ConfigError(f"rollout.spec.{field.name}={value!r}: must be a number or {AUTO}")
+    expected = field.metadata["or_auto"] or type(field.default)
     # bool is an int to Python, but `num_speculative_tokens=true` is a mistake.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = is_number if expected is float else type(value) is expected

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec._native import ffi, lib
-from rollout_spec.config import AUTO, SpecConfig
+from rollout_spec.config import AUTO, MIN_TOKEN_PROB, SpecConfig
 from rollout_spec.corpus import CONTENT_OFFSET, Corpus, open_corpus, write_corpus
 
 Int32Array = npt.NDArray[np.int32]
@@ -151,7 +151,7 @@ class SuffixIndex:
         mode: str = SpecConfig.mode,
         min_match_len: int = SpecConfig.min_match_len,
         max_spec_factor: float = SpecConfig.max_spec_factor,
-        min_token_prob: float = SpecConfig.min_token_prob,
+        min_token_prob: float = MIN_TOKEN_PROB,
         share_contexts: bool = SpecConfig.group_sharing,
         keep_texts: bool = False,
         max_bytes: int = 0,
@@ -200,7 +200,7 @@ class SuffixIndex:
             min_match_len=config.min_match_len,
             max_spec_factor=config.max_spec_factor,
             # The automatic gate has prices of its own.
-            min_token_prob=0.0 if config.batch_threshold == AUTO else config.min_token_prob,
+            min_token_prob=0.0 if config.batch_threshold == AUTO else config.least_survival,
             share_contexts=config.group_sharing,
             keep_texts=config.history > 0,
             max_bytes=config.max_index_mb << 20,

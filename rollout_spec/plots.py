@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -85,15 +86,22 @@ def _plot_by_history(axis: Any, results: list[dict[str, Any]], figure: str, colo
 def _series(
     results: list[dict[str, Any]], k: int, colours: dict[str, Any]
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """The results with this K, by method and price, and how each such line looks."""
+    """The results with this K, by method and price, and how each such line looks.
+
+    A method with one price for each history is one line, whether they are the same or not.
+    """
     of_k = [result for result in results if result["num_speculative_tokens"] == k]
     for method in dict.fromkeys(result["method"] for result in of_k):
         of_method = [result for result in of_k if result["method"] == method]
-        prices = list(dict.fromkeys(result["min_token_prob"] for result in of_method))
-        for price, line in zip(prices, cycle(("-", "--", "-.", ":")), strict=False):
-            label = method if len(prices) == 1 else f"{method} {price:g}"
-            style = {"color": colours[method], "linestyle": line, "label": label}
-            yield style, [result for result in of_method if result["min_token_prob"] == price]
+        lines: dict[int, list[dict[str, Any]]] = {}
+        seen: Counter[tuple[str, int]] = Counter()
+        for result in of_method:
+            setting = result["trace"], result["history"]
+            lines.setdefault(seen[setting], []).append(result)
+            seen[setting] += 1
+        for series, line in zip(lines.values(), cycle(("-", "--", "-.", ":")), strict=False):
+            label = method if len(lines) == 1 else f"{method} {series[0]['min_token_prob']:g}"
+            yield {"color": colours[method], "linestyle": line, "label": label}, series
 
 
 def plot_rollouts(timelines: dict[str, dict[str, list]], threshold: int, file: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import MIN_TOKEN_PROB, MIN_TOKEN_PROB_WITH_HISTORY, ConfigError, SpecConfig
 
 
 def test_defaults_are_valid_and_survive_a_round_trip() -> None:
@@ -21,7 +21,7 @@ NUMBERS = [field for field in dataclasses.fields(SpecConfig) if field.metadata["
 @pytest.mark.parametrize("field", NUMBERS, ids=lambda field: field.name)
 @pytest.mark.parametrize("end", ["low", "high"])
 def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
-    number = type(field.default)
+    number = field.metadata["or_auto"] or type(field.default)
     limit = field.metadata[end]
     inside, outside = number(limit), number(limit + (1 if end == "high" else -1))
     assert getattr(SpecConfig(**{field.name: inside}), field.name) == inside
@@ -44,6 +44,7 @@ def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
         ),
         ({"method": "ngram"}, "must be one of sam, off"),
         ({"batch_threshold": "fast"}, "rollout.spec.batch_threshold='fast': must be a number or auto"),
+        ({"min_token_prob": "low"}, "rollout.spec.min_token_prob='low': must be a number or auto"),
         ({"batch_threshold": 1.5}, "rollout.spec.batch_threshold=1.5: must be of type int"),
         ({"max_index_mb": 0}, "rollout.spec.max_index_mb=0: must be between 1 and 1,048,576"),
         ({"max_spec_factor": 1025}, "must be between 0 and 1,024"),
@@ -53,6 +54,12 @@ def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
 def test_bad_options_name_the_field(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         SpecConfig.from_mapping(options)
+
+
+def test_the_price_follows_the_history_unless_it_is_given() -> None:
+    assert SpecConfig().least_survival == MIN_TOKEN_PROB
+    assert SpecConfig(history=1).least_survival == MIN_TOKEN_PROB_WITH_HISTORY < MIN_TOKEN_PROB
+    assert SpecConfig(history=1, min_token_prob=0.3).least_survival == 0.3
 
 
 def test_the_threshold_may_be_automatic() -> None:

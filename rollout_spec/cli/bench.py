@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import bench_engine
-from rollout_spec.config import SpecConfig
 
 HELP = "measure on this machine: the native core, drafters side by side, whole rollouts"
 DEFAULT_METHODS = (
@@ -45,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-token-prob",
         type=float,
         nargs="+",
-        default=[SpecConfig.min_token_prob],
+        default=[],
         metavar="P",
-        help="prices of our modes that have one, a line each (%(default)s)",
+        help="prices of our modes that have one, a line each (as rollout.spec.min_token_prob=auto)",
     )
     drafters.add_argument(
         "--max-cached-requests",

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.config import MODES, SpecConfig
+from rollout_spec.config import MODES, SpecConfig, parse_price
 
 HELP = "replay recorded rollouts through the drafter, without a model"
 
@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "type": type(default),
             "metavar": {"num_speculative_tokens": "K", "corpus": "FILE"}.get(name, "N"),
         }
-        if name == "mode":
+        if name == "min_token_prob":
+            kind["type"] = parse_price
+        elif name == "mode":
             kind = {"choices": MODES}
         elif name == "group_sharing":
             kind = {"action": argparse.BooleanOptionalAction}
