@@ -11,8 +11,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
-from itertools import islice
-from typing import TypeVar
+from itertools import compress, islice
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,17 @@ class _Request:
     after_prompt: bool  # its text in the index is what comes after the group's prompt
 
 
+class _Rows(NamedTuple):
+    """Rows of the batch that have a place in the index, int32 [n] each."""
+
+    numbers: _Int32
+    sequences: _Int32
+    last_levels: _Int32  # those at which drafts end at the latest
+
+    def among(self, decoding: npt.NDArray[np.bool_]) -> _Rows:
+        return _Rows._make(array[decoding[self.numbers]] for array in self)
+
+
 class Drafter:
     """Drafts for the rows of an engine's batch.
 
@@ -77,7 +88,6 @@ class Drafter:
         self._clock = clock
         self._last_start = 0.0  # when the last step ended, and whether all its rows decoded
         self._all_decoded = False
-        self._last_ids: list[str] = []  # the rows of that step
         self._share_alike = 1.0
         self._index = SuffixIndex.from_config(config)
         self.history = History(config.history, config.max_index_mb << 20)
@@ -86,9 +96,8 @@ class Drafter:
         self._groups: dict[_Key, _Group] = {}
         # The groups without live requests, which may be evicted; the one that has been idle longest first.
         self._idle: OrderedDict[_Key, None] = OrderedDict()
-        self._row_ids: list[str] | None = None  # None: the batch must be mapped anew
-        self._row_sequences: _Int32 = np.empty(0, np.int32)
-        self._row_max_levels: _Int32 = np.empty(0, np.int32)
+        self._row_ids: list[str] = []  # the rows of the last step
+        self._rows: _Rows | None = None  # of these; None: they must be mapped anew
 
     @property
     def index(self) -> SuffixIndex:
@@ -118,14 +127,14 @@ class Drafter:
             key = ("group", group) if group is not None else ("prompt", prompt_token_ids.tobytes())
         sequence, after_prompt = self._open_sequence(key, prompt_token_ids)
         self._requests[request_id] = _Request(sequence, key, max_level, after_prompt)
-        self._row_ids = None
+        self._rows = None
 
     def close(self, request_id: str) -> None:
         """End a request; its text stays in its group until the group is evicted."""
         self._untrack(self._requests.pop(request_id))
 
     def _untrack(self, request: _Request) -> None:
-        self._row_ids = None
+        self._rows = None
         if request.sequence == _UNTRACKED:
             return
         group = self._groups[request.group_key]
@@ -164,46 +173,61 @@ class Drafter:
         """
         started = time.perf_counter()
         counters = self.counters
-        drafts: list[list[int]] = [[] for _ in request_ids]
-        decoding = nums_new_tokens > 0
-        step = self._ended_step(request_ids, nums_new_tokens, levels)
-        self._map_rows(request_ids)
+        step = self._ended_step(request_ids, nums_new_tokens.tolist(), levels)
         self._index_history(len(request_ids))
         if step.num_rows == 0:
-            return drafts
+            return [[] for _ in request_ids]
         price = self._gate.begin(step, counters)
+        decoding = None if step.num_rows == len(request_ids) else nums_new_tokens > 0
         rows, result = self._step_index(decoding, token_ids, levels, price)
         counters.num_steps += 1
         counters.num_row_steps += step.num_rows
         counters.num_untracked_rows += step.num_rows - len(rows)
+        drafts: list[list[int]] = []
         if result is not None and price is not None:
-            chosen = self._gate.choose(result.survivals, result.num_draft_tokens, counters)
-            drafted = np.flatnonzero(chosen)
-            for i in drafted:
-                drafts[rows[i]] = result.draft_tokens[i, : chosen[i]].tolist()
-            counters.num_steps_on += len(drafted) > 0 or not result.num_draft_tokens.any()
-            counters.num_drafts += len(drafted)
-            counters.num_draft_tokens += int(chosen.sum())
+            drafts = self._chosen_drafts(result)
+        if len(drafts) < len(request_ids):
+            drafts = _spread(drafts, rows, len(request_ids))
         counters.draft_seconds += time.perf_counter() - started
         return drafts
 
-    def _ended_step(self, request_ids: Sequence[str], nums_new_tokens: _Int32, levels: _Int32) -> Step:
+    def _chosen_drafts(self, result: StepResult) -> list[list[int]]:
+        """What the gate takes of each draft."""
+        counters = self.counters
+        numbers = self._gate.choose(result.survivals, result.num_draft_tokens, counters).tolist()
+        num_drafts = len(numbers) - numbers.count(0)
+        counters.num_steps_on += num_drafts > 0 or not result.num_draft_tokens.any()
+        counters.num_drafts += num_drafts
+        counters.num_draft_tokens += sum(numbers)
+        return [tokens[:n] for tokens, n in zip(result.draft_tokens.tolist(), numbers, strict=True)]
+
+    def _ended_step(self, request_ids: Sequence[str], nums_new_tokens: list[int], levels: _Int32) -> Step:
         now = self._clock()
         # A step that prefills, or that new rows have come to, says nothing of what a decoding step costs.
-        all_decode = bool(nums_new_tokens.all())
-        is_alike = self._had_rows(request_ids) and all_decode and self._all_decoded
+        num_rows = len(nums_new_tokens) - nums_new_tokens.count(0)
+        all_decode = num_rows == len(nums_new_tokens)
+        is_alike = self._map_rows(request_ids) and all_decode and self._all_decoded
         self._share_alike += (is_alike - self._share_alike) / ALIKE_MEMORY
         seconds = now - self._last_start if is_alike or self._share_alike < ALIKE_SHARE else None
         self._last_start, self._all_decoded = now, all_decode
-        context = int(levels[: len(request_ids)][nums_new_tokens > 0].sum())
-        return Step(int(np.count_nonzero(nums_new_tokens)), context, int(nums_new_tokens.sum()), seconds)
+        # For so few numbers lists are faster than numpy.
+        context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
+        return Step(num_rows, context, sum(nums_new_tokens), seconds)
 
-    def _had_rows(self, request_ids: Sequence[str]) -> bool:
-        """Whether all were rows of the step before, of which some may have ended; asked once a step."""
-        if self._last_ids == request_ids:
+    def _map_rows(self, request_ids: Sequence[str]) -> bool:
+        """Whether all were rows of the step before, of which some may have ended; called once a step."""
+        # Batches change seldom; comparing two lists of the same string objects is cheap.
+        if self._rows is not None and self._row_ids == request_ids:
             return True
-        last, self._last_ids = self._last_ids, list(request_ids)
+        self._rows = self._tracked_rows(request_ids)
+        last, self._row_ids = self._row_ids, list(request_ids)
         return set(last).issuperset(request_ids)
+
+    def _tracked_rows(self, request_ids: Sequence[str]) -> _Rows:
+        rows = enumerate(self._requests[request_id] for request_id in request_ids)
+        # The target adds a token of its own, so a draft that ends one short of the limit is enough.
+        tracked = [(row, r.sequence, r.max_level - 1) for row, r in rows if r.sequence != _UNTRACKED]
+        return _Rows._make(np.array(tracked, np.int32).reshape(-1, 3).T.copy())
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
@@ -220,26 +244,28 @@ class Drafter:
         self._requests.clear()
         self._groups.clear()
         self._idle.clear()
-        self._row_ids = None
-        self._last_ids = []  # the time until the next step is no step's
+        self._row_ids = []  # the time until the next step is no step's
+        self._rows = None
 
     def _remember(self, request: _Request, group: _Group) -> None:
         if self.config.history and request.after_prompt:
             self.history.add(group.history_key, self._index.text(request.sequence))
 
     def _step_index(
-        self, decoding: npt.NDArray[np.bool_], token_ids: _Int32, levels: _Int32, price: float | None
+        self, decoding: npt.NDArray[np.bool_] | None, token_ids: _Int32, levels: _Int32, price: float | None
     ) -> tuple[_Int32, StepResult | None]:
-        """Index and draft for the decoding rows that have a place in the index; returns these rows too."""
+        """Index and draft for the decoding rows (None: all) that have a place in the index.
+
+        Returns:
+            These rows, and the result unless there are none.
+        """
         while True:
-            rows = np.flatnonzero(decoding & (self._row_sequences != _UNTRACKED)).astype(np.int32)
+            assert self._rows is not None
+            rows, sequences, last_levels = self._rows if decoding is None else self._rows.among(decoding)
             if not len(rows):
                 return rows, None
-            row_levels = levels[rows]
-            # The target adds a token of its own, so a draft that ends one short of the limit is enough.
-            room = np.clip(self._row_max_levels[rows] - row_levels - 1, 0, self.config.num_speculative_tokens)
-            room = np.zeros_like(room) if price is None else room
-            sequences = self._row_sequences[rows]
+            row_levels = levels.take(rows)
+            room = np.zeros_like(rows) if price is None else np.maximum(last_levels - row_levels, 0)
             attempt = partial(self._index.step, sequences, token_ids, rows, row_levels, room, price or 0.0)
             try:
                 return rows, self._evicting(attempt)
@@ -249,19 +275,8 @@ class Drafter:
                 self._untrack_row(rows[entry])
 
     def _untrack_row(self, row: int) -> None:
-        assert self._row_ids is not None
-        request_ids = self._row_ids
-        self._untrack(self._requests[request_ids[row]])
-        self._map_rows(request_ids)
-
-    def _map_rows(self, request_ids: Sequence[str]) -> None:
-        # Batches change seldom; comparing two lists of the same string objects is cheap.
-        if self._row_ids == request_ids:
-            return
-        requests = [self._requests[request_id] for request_id in request_ids]
-        self._row_sequences = np.array([request.sequence for request in requests], np.int32)
-        self._row_max_levels = np.array([request.max_level for request in requests], np.int32)
-        self._row_ids = list(request_ids)
+        self._untrack(self._requests[self._row_ids[row]])
+        self._rows = self._tracked_rows(self._row_ids)
 
     def _open_sequence(self, key: _Key, prompt: _Int32) -> tuple[int, bool]:
         """A new sequence in the group of `key`, and whether it comes after the group's prompt.
@@ -306,8 +321,9 @@ class Drafter:
             self._backlog.add(handle, num_prompt_tokens, responses)
 
     def _index_history(self, num_rows: int) -> None:
-        with contextlib.suppress(BudgetExceeded, OutOfMemory):
-            self._backlog.index(_HISTORY_TOKENS + num_rows * _HISTORY_TOKENS_PER_ROW)
+        if self._backlog:
+            with contextlib.suppress(BudgetExceeded, OutOfMemory):
+                self._backlog.index(_HISTORY_TOKENS + num_rows * _HISTORY_TOKENS_PER_ROW)
 
     def _evicting(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns, after as many idle groups are closed as it takes to give it room.
@@ -338,3 +354,11 @@ class Drafter:
         self._idle.pop(key, None)
         self._backlog.drop(handle)
         self._index.close_group(handle)
+
+
+def _spread(drafts: list[list[int]], rows: _Int32, num_rows: int) -> list[list[int]]:
+    """The draft of each of num_rows rows: of `rows` the given ones, if any; of the others an empty one."""
+    spread: list[list[int]] = [[] for _ in range(num_rows)]
+    for row, draft in zip(rows.tolist(), drafts, strict=False):
+        spread[row] = draft
+    return spread

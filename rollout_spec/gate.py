@@ -6,8 +6,7 @@ token is worth proposing (None: no drafts in this step); `choose` then keeps the
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +36,7 @@ _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """An engine step that has ended."""
 
     num_rows: int

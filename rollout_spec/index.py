@@ -162,6 +162,9 @@ class SuffixIndex:
         self._error = ffi.new("rs_error *")
         self._batch = ffi.new("rs_batch *")
         self._id = ffi.new("int32_t *")
+        self._matrix: Int32Array | None = (
+            None  # of the latest step, whose place the batch has; held: so it stays there
+        )
         if mode not in _MODES:
             raise InvalidArgument(f"mode={mode!r}: must be one of {', '.join(_MODES)}")
         if not 0 <= max_bytes < 2**64:
@@ -296,7 +299,8 @@ class SuffixIndex:
         batch.levels = ffi.from_buffer("int32_t[]", levels)
         batch.max_draft_tokens = ffi.from_buffer("int32_t[]", max_draft_tokens)
         batch.min_token_prob = min_token_prob
-        self._set_matrix(token_ids)
+        if token_ids is not self._matrix:
+            self._set_matrix(token_ids)
         status = lib.rs_step(index, batch, self._error)
         if status != lib.RS_OK:
             self._check(status)
@@ -322,7 +326,7 @@ class SuffixIndex:
         if self._index != ffi.NULL:
             ffi.release(self._index)
             self._index = ffi.NULL
-            self._corpus = None
+            self._corpus = self._matrix = None
 
     def __enter__(self) -> SuffixIndex:
         return self
@@ -364,6 +368,7 @@ class SuffixIndex:
         batch.num_columns = num_columns
         batch.row_stride = row_bytes // 4
         batch.token_ids = ffi.cast("int32_t *", token_ids.__array_interface__["data"][0])
+        self._matrix = token_ids
 
 
 class CorpusBuilder:

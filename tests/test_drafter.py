@@ -121,6 +121,17 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
     ]
 
 
+def test_a_request_that_is_not_open_changes_nothing() -> None:
+    batch = make()
+    batch.open("a")
+    batch.open("b")
+    batch.step([[10, 11, 12, 13], [10]])
+    for _ in range(2):
+        with pytest.raises(KeyError, match="stranger"):
+            batch.drafter.step(["b", "stranger"], np.ones(2, np.int32), batch.token_ids, batch.levels)
+    assert batch.step([[], [11]])[1][:1] == [12]
+
+
 def test_a_resumed_request_continues_behind_the_groups_prompt() -> None:
     batch = make()
     batch.open("a", group="g")
