@@ -14,7 +14,7 @@ ROUTINGS = ("default", "group")
 MAX_SPECULATIVE_TOKENS = 64
 AUTO = "auto"  # of batch_threshold and min_token_prob
 # What min_token_prob=auto is, without and with history (benchmarks/record/drafters.md).
-MIN_TOKEN_PROB, MIN_TOKEN_PROB_WITH_HISTORY = 0.24, 0.055
+MIN_TOKEN_PROB, MIN_TOKEN_PROB_WITH_HISTORY = 0.2, 0.055
 
 
 class ConfigError(ValueError):

@@ -42,11 +42,10 @@ def options_table() -> str:
     for field in dataclasses.fields(SpecConfig):
         low, high = field.metadata["low"], field.metadata["high"]
         span = ", ".join(CHOICES.get(field.name, ()))
-        if not span and isinstance(field.default, str):
-            span = "a path"
+        if not span and low is not None:
+            span = f"{_plain(low)} to {_plain(high)}" + (f", {AUTO}" if field.metadata["or_auto"] else "")
         elif not span:
-            span = "true, false" if low is None else f"{_plain(low)} to {_plain(high)}"
-            span += f", {AUTO}" if field.name == "batch_threshold" else ""
+            span = "true, false" if isinstance(field.default, bool) else "a path"
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
         default = default or "none"
         lines.append(f"| `{field.name}` | {default} | {span} | {field.metadata['help']} |")
