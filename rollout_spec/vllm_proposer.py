@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.corpus import open_corpus
 from rollout_spec.drafter import Drafter
 from rollout_spec.history import HistoryError
 from rollout_spec.index import NativeError
@@ -214,6 +215,13 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
             "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; "
             "set rollout.spec.batch_threshold instead"
         )
+    if config.corpus:
+        largest, vocab_size = open_corpus(config.corpus).largest_token, model.get_vocab_size()
+        if largest >= vocab_size:
+            raise ConfigError(
+                f"rollout.spec.corpus={config.corpus!r}: has the token {largest}, the model's vocabulary "
+                f"is of {vocab_size}: build it from texts of the model's own tokenizer"
+            )
     if model.logits_processors:
         raise ConfigError(
             "logits_processors: vLLM does not run custom logits processors with speculative decoding"

@@ -127,6 +127,12 @@ def test_numbers_of_a_corpus(path):
     check_corpus(path)
 
 
+@settings(deadline=None)
+@given(texts=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=6), max_size=6))
+def test_the_largest_token(folder, texts):
+    assert open_corpus(save(folder / "corpus.sam", texts)).largest_token == max(chain([-1], *texts))
+
+
 def test_an_empty_corpus_drafts_nothing(tmp_path):
     path = save(tmp_path / "empty.sam", [])
     with SuffixIndex(num_speculative_tokens=3, corpus=open_corpus(path)) as index:

@@ -17,8 +17,10 @@ import time
 import urllib.request
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rollout_spec.index import CorpusBuilder
 from tests.engine.conftest import PROPOSER
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
@@ -178,6 +180,16 @@ def test_coupled_verification_refuses_model_runner_v2(
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
     with pytest.raises(ValueError, match=r"verify=coupled needs .* set VLLM_USE_V2_MODEL_RUNNER=0"):
         make_engine(additional_config={"rollout_spec": {"method": "off", "verify": "coupled"}})
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(
+    make_engine: Any, no_launch: None, tmp_path: pathlib.Path
+) -> None:
+    builder = CorpusBuilder()
+    builder.add(np.array([1, 2, 10**6], np.int32))
+    builder.save(tmp_path / "other.sam")
+    with pytest.raises(ValueError, match=r"other\.sam': has the token 1000000, the model's vocabulary is of"):
+        make_engine(spec(corpus=str(tmp_path / "other.sam")))
 
 
 def test_two_numbers_of_draft_tokens_are_refused(make_engine: Any) -> None:
