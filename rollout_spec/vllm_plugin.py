@@ -21,11 +21,19 @@ _CHECK = Patch(
     upstream="vllm/engine/arg_utils.py, EngineArgs.create_engine_config",
     until="vLLM lets a custom proposer validate its configuration",
 )
+_NUMBER = Patch(
+    name="vllm-number-samples",
+    reason="vLLM copies `extra_args` to each of a request's n samples: all of them would have one noise key "
+    "and come out alike",
+    upstream="vllm/v1/engine/parallel_sampling.py, ParentRequest.get_child_info",
+    until="vLLM tells an engine a sample's number in its request",
+)
 
 
 def register() -> None:
     """Connect the proposer with the engine, and mend sampling on the CPU and on NPUs. Idempotent."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     from rollout_spec.vllm_ascend_patches import mend_ascend_sampling
@@ -46,10 +54,20 @@ def register() -> None:
         _check(vllm_config)
         return vllm_config
 
+    get_child_info = ParentRequest.get_child_info
+
+    @functools.wraps(get_child_info)
+    def get_numbered_child_info(self: Any, index: int) -> tuple[str, Any]:
+        from rollout_spec.vllm_sampler import with_numbered_key
+
+        request_id, params = get_child_info(self, index)
+        return request_id, with_numbered_key(params, index)
+
     replace_function(
         WorkerWrapperBase, "init_device", init_device_and_bind, patch=_BIND, expected_signature="(self)"
     )
     replace_function(EngineArgs, "create_engine_config", create_checked_engine_config, patch=_CHECK)
+    replace_function(ParentRequest, "get_child_info", get_numbered_child_info, patch=_NUMBER)
     mend_cpu_sampling()
     mend_ascend_sampling()
 

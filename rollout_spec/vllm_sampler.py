@@ -117,6 +117,16 @@ def key_of_name(name: Any) -> int:
     return make_key("key", json.dumps(name, sort_keys=True, default=str))
 
 
+def with_numbered_key(params: Any, index: int) -> Any:
+    """The sampling parameters of one of a request's n samples: its key is [the request's key, its number]."""
+    extra_args = params.extra_args or {}
+    if KEY not in extra_args:
+        return params
+    params = copy.copy(params)  # vLLM hands the same one to all samples
+    params.extra_args = {**extra_args, KEY: [extra_args[KEY], index]}
+    return params
+
+
 class RequestKeys:
     """The noise key of every request in an engine."""
 

@@ -145,6 +145,20 @@ def test_a_key_names_its_tokens(make_engine: Any) -> None:
     assert again == [*first[::-1], first[0]]
 
 
+def test_the_samples_of_one_request_differ(make_engine: Any) -> None:
+    """With a key and `n` sample i is that of a request with the key [key, i], drafted or not."""
+    four = params({"temperature": 1.0, "n": 4})
+    ones = [params({"temperature": 1.0, "extra_args": {KEY: [four.extra_args[KEY], i]}}) for i in range(4)]
+    drafting = make_engine({})
+    samples = []
+    for llm in (make_engine(**OFF), drafting):
+        [together, *alone] = generate(llm, [four, *ones], PROMPTS[:1] * 5)
+        samples += [[list(output.token_ids) for output in together.outputs], token_ids(alone)]
+    assert_drafts_were_accepted_and_rejected(drafting)
+    assert len({tuple(tokens) for tokens in samples[0]}) == 4
+    assert all(tokens == samples[0] for tokens in samples)
+
+
 def test_a_resumed_request_goes_on_with_its_noise(make_engine: Any) -> None:
     llm = make_engine({})
     sampling = params({"temperature": 1.0})
