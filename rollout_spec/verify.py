@@ -147,8 +147,10 @@ def rejection_sample(
     Raises:
         ValueError: synthetic acceptance is asked for; it is a benchmark's mode and not lossless.
 
-    Memory: one temporary of a chunk's size, as in `keyed.keyed_sample`, of the logits' or of four rows', and
-    of two more rows with `draft_probs`.
+    Memory: chunks of rows, 4 x vocab_size bytes a row for the acceptance and 8 x vocab_size (12 with
+    `use_fp64_gumbel`) for the recovered tokens. At most the logits' size or a chunk's, as in
+    `keyed.keyed_sample`, whichever is less, but one row. For 8 requests with one draft token each
+    and a vocabulary of 32,000 that is 1.0 MB, as the logits; with eight each 4.2 MB on a CPU, the logits 8.2.
     """
     if synthetic_mode or synthetic_conditional_rates is not None:
         raise ValueError(
@@ -156,8 +158,9 @@ def rejection_sample(
         )
     device, num_tokens = target_logits.device, draft_token_ids.shape[0]
     drafts = draft_token_ids.long()
+    best = None if sampling_metadata.all_random else argmax(target_logits)
     if sampling_metadata.all_greedy:
-        accepted = argmax(target_logits) == drafts
+        accepted = best == drafts
     else:
         uniform = _uniform(num_tokens, num_draft_tokens, sampling_metadata.generators, device)
         chosen = drafts.unsqueeze(-1)
@@ -167,10 +170,10 @@ def rejection_sample(
             ratio = torch.where(proposed > 0, ratio / proposed, torch.zeros_like(ratio))
         # uniform is in [0, 1): strictly less, so that a token of probability 0 is never accepted
         accepted = uniform < ratio
-        if not sampling_metadata.all_random:
+        if best is not None:
             greedy = sampling_metadata.temperature <= GREEDY_TEMPERATURE
             greedy = expand_batch_to_tokens(greedy, cu_num_draft_tokens, num_tokens)
-            accepted = torch.where(greedy, argmax(target_logits) == drafts, accepted)
+            accepted = torch.where(greedy, best == drafts, accepted)
 
     rows = _padded_rows(num_draft_tokens, max_spec_len, device)
     columns, num_accepted = _num_accepted(accepted, rows)
@@ -178,17 +181,24 @@ def rejection_sample(
     at = rows.gather(-1, num_accepted).squeeze(-1)
     rejected = (at < num_tokens).nonzero().squeeze(-1)
     at = at[rejected]
-    size = rows_at_a_time(device, 4 * target_logits.shape[-1])  # logits, probabilities, noise, a margin
-    chunks = zip(rejected.split(size), at.split(size), strict=True)
-    last[rejected, 0] = torch.cat(
-        [
-            _own_tokens(
-                chunk, target_logits[rows], None if draft_probs is None else draft_probs[rows], drafts[rows],
-                sampling_metadata, use_fp64_gumbel, target_is_probs,
-            )
-            for chunk, rows in chunks
-        ]
-    )  # fmt: skip
+    if best is not None and sampling_metadata.all_greedy:
+        own = best[at]
+    else:
+        vocab_size = target_logits.shape[-1]
+        parts = 3 if use_fp64_gumbel else 2  # probabilities, and the logits they come from or the noise
+        size = max(1, min(rows_at_a_time(device, parts * vocab_size), num_tokens // parts))
+        own = torch.cat(
+            [
+                _recovered(
+                    requests, places, target_logits, draft_probs, drafts, sampling_metadata.generators,
+                    use_fp64_gumbel, target_is_probs,
+                )
+                for requests, places in zip(rejected.split(size), at.split(size), strict=True)
+            ]
+        )  # fmt: skip
+        if best is not None:
+            own = torch.where(greedy[at], best[at], own)
+    last[rejected, 0] = own.int()
     tokens = torch.cat([draft_token_ids.int(), last.view(-1)])[rows]
     return torch.where(columns < num_accepted, tokens, PLACEHOLDER_TOKEN_ID).scatter_(-1, num_accepted, last)
 
@@ -218,8 +228,12 @@ def sample_recovered_tokens(
     The distribution is max(target - draft, 0), normalised; for a point-mass draft the target's without the
     draft token. An exponential race decides: argmax of probability / Exp(1) noise.
 
-    For callers of the counterparts; `rejection_sample` draws for the requests that reject only. The peak is a
-    float32 [batch, vocab_size] of noise, as theirs, whose random stream it follows.
+    For callers of the counterparts; `rejection_sample` draws for the requests that reject only. All draft
+    tokens of a request race with the same noise, as theirs do.
+
+    Memory: noise for a chunk of requests, 4 x vocab_size bytes each (8 with `use_fp64_gumbel`), and for a
+    chunk of rows their probabilities and noise, 8 (12) x vocab_size bytes each. At most the size of
+    `target_probs` or a chunk's, as in `rejection_sample`, whichever is less, but one request and one row.
 
     Args:
         target_probs: float32 [num_tokens, vocab_size]; the other arguments as in `rejection_sample`.
@@ -227,50 +241,61 @@ def sample_recovered_tokens(
     Returns:
         [num_tokens], of draft_token_ids' dtype.
     """
-    generators = {i: g for i, g in sampling_metadata.generators.items() if num_draft_tokens[i]}
-    requests = torch.arange(len(num_draft_tokens), device=device)
-    drawn = _noise(requests, target_probs.shape[-1], generators, use_fp64_gumbel)
-    requests = expand_batch_to_tokens(requests, cu_num_draft_tokens, draft_token_ids.shape[0])
-    chunks = torch.arange(draft_token_ids.shape[0], device=device).split(
-        rows_at_a_time(device, target_probs.shape[-1])
-    )
-    tokens = [
-        _race(
-            target_probs[rows], None if draft_probs is None else draft_probs[rows],
-            draft_token_ids[rows].long(), drawn[requests[rows]],
+    counts, vocab_size = np.array(num_draft_tokens), target_probs.shape[-1]
+    ends, drafting = counts.cumsum(), counts.nonzero()[0]
+    room = min(rows_at_a_time(device, vocab_size), len(target_probs)) // (2 if use_fp64_gumbel else 1)
+    num_requests, num_rows = max(1, room // 2), max(1, room // 4)
+    tokens = torch.empty_like(draft_token_ids)
+    for first in range(0, len(drafting), num_requests):
+        requests = drafting[first : first + num_requests]
+        drawn = _noise(
+            torch.from_numpy(requests).to(device), vocab_size, sampling_metadata.generators, use_fp64_gumbel
         )
-        for rows in chunks
-    ]  # fmt: skip
-    return torch.cat(tokens).to(draft_token_ids.dtype)
+        rows = torch.arange(ends[requests[0]] - counts[requests[0]], ends[requests[-1]], device=device)
+        owners = torch.from_numpy(np.arange(len(requests)).repeat(counts[requests])).to(device)
+        for at, owner in zip(rows.split(num_rows), owners.split(num_rows), strict=True):
+            own = _race(
+                _without_draft(
+                    target_probs[at], None if draft_probs is None else draft_probs[at],
+                    draft_token_ids[at].long(),
+                ),
+                drawn[owner],
+            )  # fmt: skip
+            tokens[at] = own.to(tokens.dtype)
+        del drawn  # before the next requests' is made
+    return tokens
 
 
-def _own_tokens(
+def _recovered(
     requests: torch.Tensor,
+    rows: torch.Tensor,
     logits: torch.Tensor,
     draft_probs: torch.Tensor | None,
     drafts: torch.Tensor,
-    sampling_metadata: Any,
-    use_fp64_gumbel: bool,
+    generators: dict[int, torch.Generator],
+    use_fp64: bool,
     is_probs: bool,
 ) -> torch.Tensor:
-    """The target's own tokens, int32 [n], of n requests at their first rejected draft tokens."""
-    if sampling_metadata.all_greedy:
-        return argmax(logits).int()
-    drawn = _noise(requests, logits.shape[-1], sampling_metadata.generators, use_fp64_gumbel)
-    target_probs = logits if is_probs else logits.softmax(dim=-1)
-    recovered = _race(target_probs, draft_probs, drafts, drawn)
-    if not sampling_metadata.all_random:
-        greedy = sampling_metadata.temperature[requests] <= GREEDY_TEMPERATURE
-        recovered = torch.where(greedy, argmax(logits), recovered)
-    return recovered.int()
+    """The target's own tokens, int64 [n], of n requests at their first rejected draft tokens, `rows`."""
+    probs = logits[rows]
+    if not is_probs:
+        probs = probs.softmax(dim=-1)
+    masses = _without_draft(probs, None if draft_probs is None else draft_probs[rows], drafts[rows])
+    return _race(masses, _noise(requests, logits.shape[-1], generators, use_fp64))
 
 
-def _race(
-    target_probs: torch.Tensor, draft_probs: torch.Tensor | None, drafts: torch.Tensor, drawn: torch.Tensor
+def _without_draft(
+    target_probs: torch.Tensor, draft_probs: torch.Tensor | None, drafts: torch.Tensor
 ) -> torch.Tensor:
-    if draft_probs is not None:
-        return argmax((target_probs - draft_probs).clamp_(min=0).div_(drawn))
-    return argmax((target_probs / drawn).scatter_(-1, drafts.unsqueeze(-1), -1.0))
+    """max(target - draft, 0), in the place of `target_probs`; below 0 for a point-mass draft's token."""
+    if draft_probs is None:
+        return target_probs.scatter_(-1, drafts.unsqueeze(-1), -1.0)
+    return target_probs.sub_(draft_probs).clamp_(min=0)
+
+
+def _race(masses: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """The winner of each row's exponential race, int64 [n]; `drawn`, the noise, is overwritten."""
+    return argmax(torch.div(masses, drawn, out=drawn))
 
 
 def _uniform(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout_spec import keyed, noise, verify
+from rollout_spec import blocks, keyed, noise, verify
 from tests.test_coupled import PeakMemory
 
 FALSE_ALARM_RATE = 1e-6
@@ -48,6 +48,15 @@ def run(
         logits,
         torch.tensor(bonus, dtype=torch.int32).unsqueeze(-1),
         sampling,
+    )
+
+
+def recovered(
+    counts: list[int], drafts: torch.Tensor, draft_probs, probs: torch.Tensor, sampling
+) -> torch.Tensor:
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return verify.sample_recovered_tokens(
+        max(counts), counts, ends, drafts, draft_probs, probs, sampling, probs.device
     )
 
 
@@ -97,16 +106,8 @@ def test_the_distribution_test_fails_on_a_wrong_sampler() -> None:
 def test_recovered_tokens_follow_the_residual() -> None:
     torch.manual_seed(1)
     draft = 5
-    tokens = verify.sample_recovered_tokens(
-        1,
-        [1] * NUM_SAMPLES,
-        torch.arange(1, NUM_SAMPLES + 1, dtype=torch.int32),
-        torch.full((NUM_SAMPLES,), draft, dtype=torch.int32),
-        None,
-        TARGET.repeat(NUM_SAMPLES, 1),
-        metadata([1.0]),
-        torch.device("cpu"),
-    )
+    drafts = torch.full((NUM_SAMPLES,), draft, dtype=torch.int32)
+    tokens = recovered([1] * NUM_SAMPLES, drafts, None, TARGET.repeat(NUM_SAMPLES, 1), metadata([1.0]))
     residual = TARGET.clone()
     residual[draft] = 0
     assert_distribution(tokens.long(), residual)
@@ -238,18 +239,32 @@ def test_expand_equals_the_loop(counts: list[int], dtype: torch.dtype) -> None:
     assert expanded.tolist() == [i if i else 9 for i, n in enumerate(counts) for _ in range(n)]
 
 
+@pytest.mark.parametrize("chunk_size", [1 << 24, 1 << 20])
+@pytest.mark.parametrize("vocab_size", [32_000, 151_936])
+@pytest.mark.parametrize("counts", [[8] + [1] * 15, [1] * 8], ids=["ragged", "small"])
 @pytest.mark.parametrize("has_draft_probs", [False, True])
-def test_memory_is_at_most_one_temporary_of_the_logits_size(has_draft_probs: bool) -> None:
-    """Ragged drafts, none of them accepted, so that every request needs a token of the target's own."""
-    drafts = [[0] * 8] + [[0]] * 15
-    logits = torch.randn(sum(map(len, drafts)), 151_936)
+def test_memory_is_at_most_one_temporary_of_the_logits_size(
+    monkeypatch: pytest.MonkeyPatch,
+    has_draft_probs: bool,
+    counts: list[int],
+    vocab_size: int,
+    chunk_size: int,
+) -> None:
+    """No draft token is accepted, so that every request needs a token of the target's own."""
+    monkeypatch.setattr(blocks, "CHUNK_SIZES", {"cpu": chunk_size})
+    logits = torch.randn(sum(counts), vocab_size)
     logits[:, 0] = -torch.inf
-    draft_probs = logits.roll(1).softmax(dim=-1) if has_draft_probs else None
+    probs = logits.softmax(dim=-1)
+    draft_probs = probs.roll(1) if has_draft_probs else None
+    sampling = metadata([1.0] * len(counts))
+    temporary = min(logits.nbytes, 4 * chunk_size)
     with PeakMemory() as memory:
-        output = run(drafts, logits, [1] * 16, metadata([1.0] * 16), draft_probs)
-    assert bool((output[:, 1] == verify.PLACEHOLDER_TOKEN_ID).all())
-    row = logits[0].nbytes
-    assert 3 * row < memory.peak < 8 * row < logits.nbytes
+        output = run([[0] * n for n in counts], logits, [1] * len(counts), sampling, draft_probs)
+    assert bool((output[:, 1:] == verify.PLACEHOLDER_TOKEN_ID).all())
+    assert 0.8 * temporary < memory.peak < 1.05 * temporary
+    with PeakMemory() as memory:
+        recovered(counts, torch.zeros(sum(counts), dtype=torch.int32), draft_probs, probs, sampling)
+    assert 0.6 * temporary < memory.peak < 1.05 * temporary
 
 
 class Operations(TorchDispatchMode):
