@@ -60,9 +60,11 @@ def replace_loops(module: Any) -> None:
 def _in_place_of(published: Any, name: str) -> Any:
     function = getattr(verify, name)
     given = {"target_is_probs": True} if name == "rejection_sample" else {}
+    signature = inspect.signature(published or function)
 
     @functools.wraps(published or function)
     def replacement(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return function(*args, **kwargs, **given)
+        bound = signature.bind(*args, **kwargs)  # the order is ours, a name may be another
+        return function(*bound.args, **bound.kwargs, **given)
 
     return replacement

@@ -272,34 +272,23 @@ def let_rejection_sample_be_coupled(module: Any) -> None:
         PatchError: it takes other arguments than vLLM's or vllm-ascend's that are known here.
     """
     standard, to_logits = module.rejection_sample, _checked_to_logits(module)
+    signature = inspect.signature(standard)
+    target = list(signature.parameters)[_TARGET]
 
     @functools.wraps(standard)
-    def rejection_sample(
-        draft_token_ids: torch.Tensor,
-        num_draft_tokens: list[int],
-        max_spec_len: int,
-        cu_num_draft_tokens: torch.Tensor,
-        draft_probs: torch.Tensor | None,
-        target: Any,
-        bonus_token_ids: torch.Tensor,
-        sampling_metadata: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        rows = sampling_metadata.generators
-        if isinstance(rows, RowGenerators) and rows.step is not None:
-            return verify.coupled_sample(
-                draft_token_ids,
-                max_spec_len,
-                to_logits(target),
-                bonus_token_ids,
-                sampling_metadata,
-                rows.step,
-            )
-        return standard(
-            draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target,
-            bonus_token_ids, sampling_metadata, *args, **kwargs,
-        )  # fmt: skip
+    def rejection_sample(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        rows = given["sampling_metadata"].generators
+        if not isinstance(rows, RowGenerators) or rows.step is None:
+            return standard(*args, **kwargs)
+        return verify.coupled_sample(
+            given["draft_token_ids"],
+            given["max_spec_len"],
+            to_logits(given[target]),
+            given["bonus_token_ids"],
+            given["sampling_metadata"],
+            rows.step,
+        )
 
     replace_function(module, "rejection_sample", rejection_sample, patch=_COUPLED)
 

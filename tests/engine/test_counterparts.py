@@ -169,6 +169,20 @@ def test_the_replacement_gives_the_same_tokens(loops: Any, has_draft_probs: bool
     assert num_accepted > 0
 
 
+def test_the_published_keywords_are_taken(loops: Any) -> None:
+    """With the plugin's two replacements in force, the second of which is of rows with keys."""
+    from rollout_spec.vllm_sampler import let_rejection_sample_be_coupled
+
+    batch = Batch([2, 3], 50, 1)
+    names = list(inspect.signature(loops.rejection_sample).parameters)
+    given = (batch.drafts, batch.counts, 3, batch.ends, None, batch.probs, batch.bonus)
+    expected = loops.rejection_sample(*given, batch.metadata())
+    for _ in range(2):
+        keywords = dict(zip(names, (*given, batch.metadata()), strict=True))
+        assert torch.equal(loops.module.rejection_sample(**keywords), expected)
+        let_rejection_sample_be_coupled(loops.module)
+
+
 def test_the_published_sampler_uses_the_replacement(loops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch([2, 3], 50, 1)
     expected = loops.rejection_sample(
