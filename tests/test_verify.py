@@ -1,12 +1,14 @@
 """The vectorised verification against its definition: a loop over requests, and the exact distribution.
 
-Chi-square tests run at a false-alarm rate of 1e-6 each, with a fixed seed.
+Chi-square tests of 60,000 samples each, with fixed seeds, so they pass or fail for good; for a choice of
+other seeds the false-alarm rate is 1e-6 each. Samplers that are wrong in one place each fail them.
 """
 
 from __future__ import annotations
 
 import re
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -68,11 +70,28 @@ def assert_distribution(tokens: torch.Tensor, probs: torch.Tensor) -> None:
     assert chisquare(counts[kept], expected[kept]).pvalue > FALSE_ALARM_RATE
 
 
-@pytest.mark.parametrize("draft", range(len(TARGET)))
-def test_point_mass_drafts_leave_the_targets_distribution(draft: int) -> None:
+def verify_one_token(draft: int) -> torch.Tensor:
     torch.manual_seed(draft)
     logits = TARGET.log().repeat(NUM_SAMPLES, 1)
-    output = run([[draft]] * NUM_SAMPLES, logits, [0] * NUM_SAMPLES, metadata([1.0] * NUM_SAMPLES))
+    return run([[draft]] * NUM_SAMPLES, logits, [0] * NUM_SAMPLES, metadata([1.0] * NUM_SAMPLES))
+
+
+def verify_proposals() -> torch.Tensor:
+    torch.manual_seed(0)
+    proposal = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+    drafts = torch.multinomial(proposal, NUM_SAMPLES, replacement=True)
+    return run(
+        [[int(draft)] for draft in drafts],
+        TARGET.log().repeat(NUM_SAMPLES, 1),
+        [0] * NUM_SAMPLES,
+        metadata([1.0] * NUM_SAMPLES),
+        proposal.repeat(NUM_SAMPLES, 1),
+    )
+
+
+@pytest.mark.parametrize("draft", range(len(TARGET)))
+def test_point_mass_drafts_leave_the_targets_distribution(draft: int) -> None:
+    output = verify_one_token(draft)
     assert_distribution(output[:, 0], TARGET)
     accepted = output[:, 0] == draft
     # only behind an accepted draft token comes the bonus token
@@ -80,27 +99,29 @@ def test_point_mass_drafts_leave_the_targets_distribution(draft: int) -> None:
 
 
 def test_full_draft_distributions_leave_the_targets_distribution() -> None:
-    torch.manual_seed(0)
-    proposal = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
-    drafts = torch.multinomial(proposal, NUM_SAMPLES, replacement=True)
-    output = run(
-        [[int(draft)] for draft in drafts],
-        TARGET.log().repeat(NUM_SAMPLES, 1),
-        [0] * NUM_SAMPLES,
-        metadata([1.0] * NUM_SAMPLES),
-        proposal.repeat(NUM_SAMPLES, 1),
-    )
-    assert_distribution(output[:, 0], TARGET)
+    assert_distribution(verify_proposals()[:, 0], TARGET)
 
 
-def test_the_distribution_test_fails_on_a_wrong_sampler() -> None:
-    """Always accepting is the error that a broken verifier makes; the test above must see it."""
-    tokens = torch.full((NUM_SAMPLES,), 1)
-    with pytest.raises(AssertionError):
-        assert_distribution(tokens, TARGET)
-    hotter = torch.multinomial((TARGET + 1e-9).pow(0.9) * (TARGET > 0), NUM_SAMPLES, replacement=True)
-    with pytest.raises(AssertionError):
-        assert_distribution(hotter, TARGET)
+WRONG = {
+    "every draft token is accepted": ("_uniform", lambda num_tokens, *_: torch.zeros(num_tokens)),
+    "two in three are tried": ("_uniform", lambda num_tokens, *_: torch.rand(num_tokens) * 1.5),
+    "a rejected token is drawn again": ("_without_draft", lambda probs, *_: probs),
+    "no noise": ("_noise", lambda requests, length, *_: torch.ones(len(requests), length)),
+    "recovered at temperature 1.2": (
+        "_race",
+        lambda masses, drawn: (masses.clamp(min=0) ** (1 / 1.2) / drawn).argmax(dim=-1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "wrong"), WRONG.values(), ids=list(WRONG))
+def test_the_distribution_test_fails_on_a_wrong_sampler(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., torch.Tensor]
+) -> None:
+    monkeypatch.setattr(verify, name, wrong)
+    for output in (verify_one_token(3), verify_proposals()):
+        with pytest.raises(AssertionError):
+            assert_distribution(output[:, 0], TARGET)
 
 
 def test_recovered_tokens_follow_the_residual() -> None:
