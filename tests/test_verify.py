@@ -150,6 +150,19 @@ def greedy_by_loop(drafts: list[list[int]], logits: torch.Tensor, bonus: list[in
     return result
 
 
+def test_greedy_ties_go_to_the_lowest_token_id() -> None:
+    """Of drafted rows by `blocks.argmax`, as of plain ones by torch's; most rows tie across blocks."""
+    logits = torch.randint(0, 60, (300, 1300), generator=torch.Generator().manual_seed(1)).float()
+    lowest = [row.index(max(row)) for row in logits.tolist()]
+    ties = (logits == logits.amax(dim=-1, keepdim=True)).nonzero()
+    assert len(set(map(tuple, torch.stack([ties[:, 0], ties[:, 1] // 256], dim=-1).tolist()))) > 3 * len(
+        logits
+    )
+    assert blocks.argmax(logits).tolist() == logits.argmax(dim=-1).tolist() == lowest
+    output = run([[token] for token in lowest], logits, [7] * len(lowest), metadata([0.0] * len(lowest)))
+    assert output.tolist() == [[token, 7] for token in lowest]
+
+
 drafts_strategy = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6).filter(any)
 
 
