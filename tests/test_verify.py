@@ -340,6 +340,30 @@ def test_the_operations_are_those_that_are_listed() -> None:
     assert operations.names - VIEWS_AND_COPIES == names
 
 
+@pytest.mark.parametrize("has_draft_probs", [False, True])
+def test_deterministic_algorithms_give_the_same_tokens(has_draft_probs: bool) -> None:
+    """verl's full_determinism asks torch for them; an operation that has none would raise."""
+    counts, keys = [2, 0, 3, 1], torch.arange(4)
+    logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0)) * 3
+    drafts = logits.argmax(dim=-1)
+    draft_probs = logits.roll(1).softmax(dim=-1) if has_draft_probs else None
+    sampling = metadata([1.0, 0.0, 0.7, 1.0])
+    outputs = []
+    try:
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            torch.manual_seed(5)
+            step = keyed.KeyedStep(keys, keys, counts, logits.device)
+            coupled = verify.coupled_sample(drafts, 3, logits, torch.zeros(4, 1).int(), sampling, step)
+            rows = [rows.tolist() for rows in drafts.split(counts)]
+            outputs.append((coupled, run(rows, logits, [1] * 4, sampling, draft_probs)))
+            outputs[-1] += (recovered(counts, drafts, draft_probs, logits.softmax(dim=-1), sampling),)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for plain, deterministic in zip(*outputs, strict=True):
+        assert torch.equal(plain, deterministic)
+
+
 def test_synthetic_acceptance_is_refused() -> None:
     with pytest.raises(ValueError, match="synthetic"):
         verify.rejection_sample(
