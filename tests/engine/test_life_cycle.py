@@ -214,8 +214,10 @@ def test_no_row_drafts_above_the_batch_threshold(make_engine: Any) -> None:
     assert proposer_of(llm).take_counters().num_drafts > 0
 
 
-# With `verify=standard`, greedy and sampled rows of each in one batch.
+# Greedy and sampled rows of each in one batch.
 CONSTRAINTS: list[dict[str, Any]] = [
+    {"seed": 7},
+    {"repetition_penalty": 1.3},
     {"presence_penalty": 0.5, "frequency_penalty": 0.2},
     {"top_k": 5},
     {"top_p": 0.8},
@@ -225,8 +227,8 @@ CONSTRAINTS: list[dict[str, Any]] = [
 ]
 
 
-def processed(raw: np.ndarray, setting: dict[str, Any], before: list[int]) -> np.ndarray:
-    """The definition of a setting: the logprobs that follow from the model's, behind some output tokens."""
+def processed(raw: np.ndarray, setting: dict[str, Any], prompt: list[int], before: list[int]) -> np.ndarray:
+    """The definition of a setting: the logits that follow from the model's, behind some output tokens."""
     logits, counts = raw.copy(), np.bincount(before, minlength=VOCAB_SIZE)
     allowed = setting.get("allowed_token_ids", range(VOCAB_SIZE))
     logits[[token for token in range(VOCAB_SIZE) if token not in allowed]] = -np.inf
@@ -235,6 +237,8 @@ def processed(raw: np.ndarray, setting: dict[str, Any], before: list[int]) -> np
             logits[last] = -np.inf
     if len(before) < setting.get("min_tokens", 0):
         logits[[EOS_TOKEN_ID, *setting["stop_token_ids"]]] = -np.inf
+    repeated, factor = list({*prompt, *before}), setting.get("repetition_penalty", 1)
+    logits[repeated] = np.where(logits > 0, logits / factor, logits * factor)[repeated]
     logits -= setting.get("frequency_penalty", 0) * counts + setting.get("presence_penalty", 0) * (counts > 0)
     logits /= setting["temperature"] or 1
     if "top_k" in setting and setting["temperature"]:
@@ -243,35 +247,44 @@ def processed(raw: np.ndarray, setting: dict[str, Any], before: list[int]) -> np
         order = np.argsort(logits)[::-1]
         shares = np.exp(logits[order] - np.logaddexp.reduce(logits))
         logits[order[shares.cumsum() - shares >= setting["top_p"]]] = -np.inf
-    return logits - np.logaddexp.reduce(logits)
+    return logits
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_constraints_and_logprobs_with_standard_verification(make_engine: Any, mode: str) -> None:
-    from vllm import SamplingParams
+@pytest.mark.parametrize(
+    ("verify", "mode"),
+    [
+        ("standard", "raw_logprobs"),
+        ("standard", "processed_logprobs"),
+        ("standard", "raw_logits"),
+        ("standard", "processed_logits"),
+        ("coupled", "raw_logits"),  # test_coupled has the other two, against plain steps
+        ("coupled", "processed_logits"),
+    ],
+)
+def test_constraints_and_logprobs(make_engine: Any, tiny_model: str, verify: str, mode: str) -> None:
+    """Against what the model's logits, as transformers computes them, and the settings' definitions give."""
+    import torch
+    from transformers import LlamaForCausalLM
 
-    plain = make_engine(logprobs_mode=mode, max_logprobs=VOCAB_SIZE)
-    drafting = make_engine({"verify": "standard"}, logprobs_mode=mode)
+    llm, model = (
+        make_engine({"verify": verify}, logprobs_mode=mode),
+        LlamaForCausalLM.from_pretrained(tiny_model),
+    )
     settings = [{"temperature": t, "logprobs": 0} | kind for kind in CONSTRAINTS for t in (0.0, 0.8, 0.8)]
-    sampling = [params(setting) for setting in settings]
     prompts = [{"prompt_token_ids": PROMPTS[0]}] * len(settings)
-    expected = token_ids(plain.generate(prompts, sampling, use_tqdm=False))
-    outputs = [request.outputs[0] for request in drafting.generate(prompts, sampling, use_tqdm=False)]
-    assert_drafts_were_accepted_and_rejected(drafting)
-
-    texts = [{"prompt_token_ids": [*PROMPTS[0], *output.token_ids]} for output in outputs]
-    scoring = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE, detokenize=False)
-    scored = plain.generate(texts, scoring, use_tqdm=False)
-    for i, (setting, output) in enumerate(zip(settings, outputs, strict=True)):
+    outputs = llm.generate(prompts, [params(setting) for setting in settings], use_tqdm=False)
+    assert_drafts_were_accepted_and_rejected(llm)
+    for setting, output in zip(settings, [request.outputs[0] for request in outputs], strict=True):
         tokens = list(output.token_ids)
-        assert setting["temperature"] or tokens == expected[i], setting
         assert len(tokens) > setting.get("min_tokens", 0)
+        with torch.no_grad():
+            of_model = model(torch.tensor([PROMPTS[0] + tokens])).logits[0, len(PROMPTS[0]) - 1 :].numpy()
         for j, (token, given) in enumerate(zip(tokens, output.logprobs, strict=True)):
-            of_model = scored[i].prompt_logprobs[len(PROMPTS[0]) + j]
-            raw = np.array([of_model[k].logprob for k in range(VOCAB_SIZE)])
-            allowed = processed(raw, setting, tokens[:j])
+            allowed = processed(of_model[j], setting, PROMPTS[0], tokens[:j])
             assert np.isfinite(allowed[token]), setting
-            wanted = raw if mode == "raw_logprobs" else allowed
+            assert setting["temperature"] or allowed[token] > allowed.max() - 1e-4, setting
+            scores = of_model[j] if mode.startswith("raw") else allowed
+            wanted = scores - (np.logaddexp.reduce(scores) if mode.endswith("logprobs") else 0)
             np.testing.assert_allclose(given[token].logprob, wanted[token], atol=2e-4, err_msg=str(setting))
 
 
