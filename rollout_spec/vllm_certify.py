@@ -8,7 +8,7 @@ import gc
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,13 @@ from rollout_spec.vllm_scheduler import COUNTERS_KEY
 TOLERANCE = 1e-4  # of a perturbed score (logit / temperature + noise), or of a top-k or top-p boundary
 FALSE_ALARM_RATE = 1e-6  # of the whole distribution test
 DISTRIBUTION_TOKENS = 4  # of each sample in that test; the first, which comes from the prefill, is left out
+
+
+# Of a configuration and of all of them; num_rejected_tokens are the draft tokens that were not accepted.
+COUNTS = (
+    "tokens_compared", "tokens_identical", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
+    "num_rejected_tokens",
+)  # fmt: skip
 
 
 class CertifyError(RuntimeError):
@@ -66,6 +73,7 @@ class Response:
     token_ids: list[int]
     logprobs: list[float]
     text: str
+    counters: RequestCounters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +91,14 @@ class Difference:
     token_id_on: int
     logit_gap: float
     explained: bool
+
+    @property
+    def sample(self) -> Sample:
+        return Sample(self.prompt, self.temperature, self.number)
+
+
+# A configuration is a number of draft tokens, a threshold, a group size and a temperature: by their names.
+Configuration = dict[str, Any]
 
 
 def certify(plan: Plan) -> dict[str, Any]:
@@ -102,66 +118,35 @@ def certify(plan: Plan) -> dict[str, Any]:
         for number in range(max(plan.group_sizes))
     ]
     with engine(plan, None) as llm:
-        off, _ = generate(llm, plan, samples)
-    found: list[tuple[Difference, Sample]] = []
-    configurations: list[dict[str, Any]] = []
-    gaps = []
-    texts: dict[str, list[str]] = {"off": [], "on": []}
-    prompts: list[int] = []
+        off = generate(llm, plan, samples)
+    runs: list[tuple[Configuration, dict[Sample, Response]]] = []
     combinations = itertools.product(plan.nums_speculative_tokens, plan.batch_thresholds, plan.group_sizes)
     for k, threshold, size in combinations:
         options = {"num_speculative_tokens": k, "batch_threshold": threshold}
         with engine(plan, options) as llm:
-            on, counters = generate(llm, plan, [sample for sample in samples if sample.number < size])
-        where = {**options, "group_size": size}
-        compared = identical = 0
-        for sample, response in on.items():
-            texts["off"].append(off[sample].text)
-            texts["on"].append(response.text)
-            prompts.append(sample.prompt)
-            agreed = num_agreed(off[sample].token_ids, response.token_ids)
-            identical += agreed
-            compared += agreed
-            left, right = off[sample].logprobs[:agreed], response.logprobs[:agreed]
-            gaps.append(np.abs(np.subtract(left, right)))
-            if agreed < max(len(off[sample].token_ids), len(response.token_ids)):
-                compared += 1
-                found.append((_difference(sample, where, agreed, off[sample], response), sample))
-        configurations.append(
-            {
-                **where,
-                "tokens_compared": compared,
-                "tokens_identical": identical,
-                "num_drafts": counters.num_drafts,
-                "num_draft_tokens": counters.num_draft_tokens,
-                "num_accepted_tokens": counters.num_accepted_tokens,
-                "tokens_per_step": counters.num_decoded_tokens / max(counters.num_decode_steps, 1),
-            }
-        )
+            on = generate(llm, plan, [sample for sample in samples if sample.number < size])
+        for temperature in plan.temperatures:
+            where = {**options, "group_size": size, "temperature": temperature}
+            runs.append((where, {sample: on[sample] for sample in on if sample.temperature == temperature}))
+    configurations = [where | _counts(off, on) for where, on in runs]
     refuse_if_untested(configurations)
-    differences = _explained(plan, found, off)
-    all_gaps = np.concatenate(gaps)
-    tested = [entry for entry in configurations if is_tested(entry)]
-    total = lambda key: sum(entry[key] for entry in tested)  # noqa: E731
+    differences = _explained(plan, [found for run in runs for found in _differences(*run, off)], off)
+    tested = [pair for pair in zip(configurations, runs, strict=True) if is_tested(pair[0])]
+    pairs = [pair for _, (_, on) in tested for pair in on.items()]
     return {
-        "dtype": plan.dtype,
-        "temperatures": list(plan.temperatures),
-        "top_k": plan.top_k,
-        "top_p": plan.top_p,
-        "tokens_compared": total("tokens_compared"),
-        "tokens_identical": total("tokens_identical"),
-        "num_draft_tokens": total("num_draft_tokens"),
-        "num_accepted_tokens": total("num_accepted_tokens"),
+        **_totals(plan, off, configurations, pairs),
         "differences": [dataclasses.asdict(difference) for difference in differences],
         "unexplained_differences": sum(not difference.explained for difference in differences),
         "tolerance": TOLERANCE,
-        "mean_logprob_difference": float(all_gaps.mean()) if len(all_gaps) else 0.0,
-        "max_logprob_difference": float(all_gaps.max()) if len(all_gaps) else 0.0,
+        **_logprob_differences(off, pairs),
         "configurations": configurations,
         "untested": untested(configurations),
         "distribution": distribution,
-        "texts": texts,
-        "prompt_of_text": prompts,
+        "texts": {
+            "off": [off[sample].text for sample, _ in pairs],
+            "on": [response.text for _, response in pairs],
+        },
+        "prompt_of_text": [sample.prompt for sample, _ in pairs],
     }
 
 
@@ -192,14 +177,8 @@ def engine(plan: Plan, options: dict[str, Any] | None, method: str = "coupled", 
         gc.collect()
 
 
-def generate(
-    llm: Any, plan: Plan, samples: Sequence[Sample]
-) -> tuple[dict[Sample, Response], RequestCounters]:
-    """Serve the samples.
-
-    Returns:
-        Each sample's response, and the counts of all requests added up.
-    """
+def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Response]:
+    """Serve the samples."""
     from vllm import SamplingParams
 
     params = [
@@ -217,17 +196,20 @@ def generate(
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
-        responses[sample] = Response(tokens, logprobs, completion.text)
-    return responses, _counted(outputs)
+        responses[sample] = Response(tokens, logprobs, completion.text, _counters(output))
+    return responses
 
 
-def _counted(outputs: Sequence[Any]) -> RequestCounters:
-    """What our scheduler counted of the requests; zeros in an engine without drafts."""
-    counters = RequestCounters()
-    for output in outputs:
-        for name, count in (output.kv_transfer_params or {}).get(COUNTERS_KEY, {}).items():
-            setattr(counters, name, getattr(counters, name) + count)
-    return counters
+def _counters(output: Any) -> RequestCounters:
+    """What our scheduler counted of a request."""
+    return RequestCounters(**output.kv_transfer_params[COUNTERS_KEY])
+
+
+def _sum(counters: Iterable[RequestCounters]) -> RequestCounters:
+    total = RequestCounters()
+    for one in counters:
+        total.add(one)
+    return total
 
 
 def num_agreed(one: Sequence[int], other: Sequence[int]) -> int:
@@ -236,65 +218,126 @@ def num_agreed(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
-def is_tested(configuration: dict[str, Any]) -> bool:
+def _num_compared(off: Response, on: Response) -> int:
+    """The common beginning and the first difference behind it, if there is one."""
+    longest = max(len(off.token_ids), len(on.token_ids))
+    return min(num_agreed(off.token_ids, on.token_ids) + 1, longest)
+
+
+def _counts(off: dict[Sample, Response], on: dict[Sample, Response]) -> dict[str, Any]:
+    counters = _sum(response.counters for response in on.values())
+    return {
+        "tokens_compared": sum(_num_compared(off[sample], on[sample]) for sample in on),
+        "tokens_identical": sum(num_agreed(off[sample].token_ids, on[sample].token_ids) for sample in on),
+        "num_drafts": counters.num_drafts,
+        "num_draft_tokens": counters.num_draft_tokens,
+        "num_accepted_tokens": counters.num_accepted_tokens,
+        "num_rejected_tokens": counters.num_draft_tokens - counters.num_accepted_tokens,
+        "tokens_per_step": counters.num_decoded_tokens / max(counters.num_decode_steps, 1),
+    }
+
+
+def _totals(
+    plan: Plan,
+    off: dict[Sample, Response],
+    configurations: Sequence[Configuration],
+    pairs: Sequence[tuple[Sample, Response]],
+) -> dict[str, Any]:
+    """The counts of the configurations that are tested, together and by temperature.
+
+    `reference_tokens` are the tokens of the run without drafts that were compared, in one configuration or in
+    several; `pairs` are what was compared.
+    """
+    reached: dict[Sample, int] = {}
+    for sample, on in pairs:
+        compared = min(_num_compared(off[sample], on), len(off[sample].token_ids))
+        reached[sample] = max(reached.get(sample, 0), compared)
+
+    def total(temperatures: Collection[float]) -> dict[str, int]:
+        entries = [c for c in configurations if is_tested(c) and c["temperature"] in temperatures]
+        reference = sum(n for sample, n in reached.items() if sample.temperature in temperatures)
+        return {"reference_tokens": reference} | {name: sum(c[name] for c in entries) for name in COUNTS}
+
+    by_temperature = [{"temperature": one} | total([one]) for one in plan.temperatures]
+    return total(plan.temperatures) | {"temperatures": by_temperature}
+
+
+def _logprob_differences(
+    off: dict[Sample, Response], pairs: Sequence[tuple[Sample, Response]]
+) -> dict[str, float]:
+    gaps = []
+    for sample, on in pairs:
+        agreed = num_agreed(off[sample].token_ids, on.token_ids)
+        gaps.append(np.abs(np.subtract(off[sample].logprobs[:agreed], on.logprobs[:agreed])))
+    found = np.concatenate(gaps)
+    return {
+        "mean_logprob_difference": float(found.mean()) if len(found) else 0.0,
+        "max_logprob_difference": float(found.max()) if len(found) else 0.0,
+    }
+
+
+def is_tested(configuration: Configuration) -> bool:
     """Whether a configuration says anything: some of its draft tokens were rejected."""
-    return bool(configuration["num_accepted_tokens"] < configuration["num_draft_tokens"])
+    return bool(configuration["num_rejected_tokens"])
 
 
-def untested(configurations: Sequence[dict[str, Any]]) -> list[str]:
+def untested(configurations: Sequence[Configuration]) -> list[str]:
     """The configurations that say nothing, and why."""
     return [
         f"num_speculative_tokens={c['num_speculative_tokens']}, batch_threshold={c['batch_threshold']}, "
-        f"group_size={c['group_size']}: "
+        f"group_size={c['group_size']}, temperature={c['temperature']}: "
         + ("no draft token was rejected" if c["num_draft_tokens"] else "nothing was drafted")
         for c in configurations
         if not is_tested(c)
     ]
 
 
-def refuse_if_untested(configurations: Sequence[dict[str, Any]]) -> None:
+def refuse_if_untested(configurations: Sequence[Configuration]) -> None:
     """Raise CertifyError where not one configuration has tested a rejection."""
     reasons = untested(configurations)
     if len(reasons) == len(configurations):
         raise CertifyError(f"there is nothing to certify: {'; '.join(reasons)}")
 
 
-def _difference(
-    sample: Sample, where: dict[str, Any], position: int, off: Response, on: Response
-) -> Difference:
+def _differences(
+    where: Configuration, on: dict[Sample, Response], off: dict[Sample, Response]
+) -> Iterator[Difference]:
+    """The responses that differ, without explanations."""
+
     def at(response: Response) -> int:
         return response.token_ids[position] if position < len(response.token_ids) else -1
 
-    return Difference(
-        **dataclasses.asdict(sample), **where, position=position, token_id_off=at(off), token_id_on=at(on),
-        logit_gap=math.inf, explained=False,
-    )  # fmt: skip
+    for sample, response in on.items():
+        position = num_agreed(off[sample].token_ids, response.token_ids)
+        if position < _num_compared(off[sample], response):
+            yield Difference(
+                **dataclasses.asdict(sample) | where, position=position, token_id_off=at(off[sample]),
+                token_id_on=at(response), logit_gap=math.inf, explained=False,
+            )  # fmt: skip
 
 
-def _explained(
-    plan: Plan, found: Sequence[tuple[Difference, Sample]], off: dict[Sample, Response]
-) -> list[Difference]:
+def _explained(plan: Plan, found: Sequence[Difference], off: dict[Sample, Response]) -> list[Difference]:
     """The differences with their gaps, from one more step of a plain engine at each of them."""
     from vllm import SamplingParams
 
     if not found:
         return []
-    inputs = []
-    for difference, sample in found:
-        before = off[sample].token_ids[: difference.position]
-        inputs.append({"prompt_token_ids": [*plan.prompts[sample.prompt], *before]})
+    inputs = [
+        [*plan.prompts[difference.prompt], *off[difference.sample].token_ids[: difference.position]]
+        for difference in found
+    ]
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
     with engine(plan, None, logprobs_mode="raw_logprobs") as llm:
-        outputs = llm.generate(inputs, params, use_tqdm=False)
+        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in inputs], params, use_tqdm=False)
     result = []
-    for (difference, sample), given, output in zip(found, inputs, outputs, strict=True):
+    for difference, before, output in zip(found, inputs, outputs, strict=True):
         step = output.outputs[0].logprobs[0]
         logprobs = torch.tensor([step[token].logprob for token in range(len(step))])
-        tokens = (difference.token_id_off, difference.token_id_on)
-        key = key_of_name(sample.name(plan.seed))
         gap = explain(
-            logprobs, sample.temperature, plan.top_k, plan.top_p, key, len(given["prompt_token_ids"]), tokens
-        )
+            logprobs, difference.temperature, plan.top_k, plan.top_p,
+            key_of_name(difference.sample.name(plan.seed)), len(before),
+            (difference.token_id_off, difference.token_id_on),
+        )  # fmt: skip
         result.append(dataclasses.replace(difference, logit_gap=gap, explained=gap < TOLERANCE))
     return result
 
@@ -359,7 +402,7 @@ def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
     )  # fmt: skip
     inputs = [{"prompt_token_ids": list(plan.prompts[0])}] * plan.distribution_samples
     outputs = llm.generate(inputs, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs], _counted(outputs)
+    return [list(output.outputs[0].token_ids) for output in outputs], _sum(map(_counters, outputs))
 
 
 def _distribution(plan: Plan) -> dict[str, Any] | None:

@@ -101,9 +101,9 @@ def test_the_certificates_page_tells_no_gap_from_no_finite_gap():
     difference = {"prompt": 0, "number": 0, "temperature": 0.0, "position": 5, "explained": True}
     difference |= {"num_speculative_tokens": 8, "batch_threshold": 8}
     record = {
-        "tokens_compared": 9, "tokens_identical": 7, "dtype": "float32", "temperatures": [0.0],
+        "tokens_compared": 9, "tokens_identical": 7, "reference_tokens": 9, "temperatures": [],
         "differences": [difference | {"logit_gap": 0.0}, difference | {"logit_gap": None}],
-        "unexplained_differences": 0, "tolerance": 1e-3, "num_draft_tokens": 4, "num_accepted_tokens": 2,
+        "unexplained_differences": 0, "tolerance": 1e-3, "num_draft_tokens": 4, "num_rejected_tokens": 2,
         "max_logprob_difference": 0.0, "mean_logprob_difference": 0.0, "untested": [],
         "accuracy": {"off": None, "on": None}, "distribution": None, "configurations": [],
     }  # fmt: skip

@@ -15,7 +15,9 @@ from rollout_spec.cli.inputs import device_arguments, model_folder, read_rows, t
 from rollout_spec.config import SpecConfig, parse_threshold
 
 HELP = "run a model with and without drafts and compare every token"
-COLUMNS = ("K", "threshold", "group", "tokens compared", "identical", "draft tokens", "accepted", "per step")
+COUNT_COLUMNS = ("tokens compared", "identical", "drafts", "draft tokens", "rejected")
+TEMPERATURE_COLUMNS = ("temperature", "reference tokens", *COUNT_COLUMNS)
+COLUMNS = ("K", "threshold", "group", "temperature", *COUNT_COLUMNS, "per step")
 DIFFERENCE_COLUMNS = ("prompt", "sample", "temperature", "K", "threshold", "position", "gap", "explained")
 
 
@@ -154,13 +156,13 @@ def verdict(record: dict[str, Any]) -> str:
 def sentences(record: dict[str, Any]) -> list[str]:
     compared, identical = record["tokens_compared"], record["tokens_identical"]
     text = [
-        f"{identical:,} of {compared:,} tokens are the same with drafts and without "
-        f"({record['dtype']}, temperatures {', '.join(map(str, record['temperatures']))}); a response is "
-        "compared up to its first difference.",
+        f"{identical:,} of {compared:,} tokens are the same with drafts and without; a response is compared "
+        f"up to its first difference. The run without drafts gave {record['reference_tokens']:,} of these "
+        "tokens; each is compared with those of several configurations, if there are several.",
         f"{len(record['differences'])} responses differ; {record['unexplained_differences']} of the "
         f"differences are not explained by scores within {record['tolerance']:g} of each other.",
-        f"{record['num_draft_tokens']:,} tokens were drafted, {record['num_accepted_tokens']:,} accepted. "
-        f"Log-probabilities differ by {record['max_logprob_difference']:.1e} at most, "
+        f"{record['num_draft_tokens']:,} tokens were drafted, {record['num_rejected_tokens']:,} of them "
+        f"rejected. Log-probabilities differ by {record['max_logprob_difference']:.1e} at most, "
         f"{record['mean_logprob_difference']:.1e} on average.",
     ]
     if record["untested"]:
@@ -179,15 +181,35 @@ def sentences(record: dict[str, Any]) -> list[str]:
     return text
 
 
+def _count_cells(counts: dict[str, Any]) -> list[str]:
+    names = ("tokens_compared", "tokens_identical", "num_drafts", "num_draft_tokens", "num_rejected_tokens")
+    return [f"{counts[name]:,}" for name in names]
+
+
+def _temperature_rows(record: dict[str, Any]) -> list[list[str]]:
+    return [
+        [str(one["temperature"]), f"{one['reference_tokens']:,}", *_count_cells(one)]
+        for one in record["temperatures"]
+    ]
+
+
 def _table_rows(record: dict[str, Any]) -> list[list[str]]:
     return [
         [
             str(c["num_speculative_tokens"]), str(c["batch_threshold"]), str(c["group_size"]),
-            f"{c['tokens_compared']:,}", f"{c['tokens_identical']:,}", f"{c['num_draft_tokens']:,}",
-            f"{c['num_accepted_tokens']:,}", f"{c['tokens_per_step']:.2f}",
+            str(c["temperature"]), *_count_cells(c), f"{c['tokens_per_step']:.2f}",
         ]
         for c in record["configurations"]
     ]  # fmt: skip
+
+
+def _tables(record: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
+    """Titles, columns and rows, of the terminal and of the page."""
+    return [
+        ("By temperature", TEMPERATURE_COLUMNS, _temperature_rows(record)),
+        ("By configuration", COLUMNS, _table_rows(record)),
+        ("First differences", DIFFERENCE_COLUMNS, _difference_rows(record)),
+    ]
 
 
 def _print(record: dict[str, Any]) -> None:
@@ -196,10 +218,8 @@ def _print(record: dict[str, Any]) -> None:
     from rollout_spec.cli.tables import make_console
 
     console = make_console()
-    for title, columns, rows in (
-        (verdict(record), COLUMNS, _table_rows(record)),
-        ("first differences", DIFFERENCE_COLUMNS, _difference_rows(record)),
-    ):
+    console.print(verdict(record), style="bold")
+    for title, columns, rows in _tables(record):
         table = Table(title=title)
         for name in columns:
             table.add_column(name, justify="right")
@@ -231,7 +251,6 @@ def render_html(record: dict[str, Any]) -> str:
         Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         .from_string(template)
         .render(
-            verdict=verdict(record), sentences=sentences(record), columns=COLUMNS, rows=_table_rows(record),
-            difference_columns=DIFFERENCE_COLUMNS, differences=_difference_rows(record),
+            verdict=verdict(record), sentences=sentences(record), tables=_tables(record),
         )
     )  # fmt: skip

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.conftest import VOCAB_SIZE
+from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE
 
 TINY = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 16}
-WHERE = {"num_speculative_tokens": 8, "batch_threshold": 8, "group_size": 4}
+WHERE = {"num_speculative_tokens": 8, "batch_threshold": 8, "group_size": 4, "temperature": 0.6}
 SMALL = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
 
 
@@ -25,6 +26,22 @@ def tiny_plan(model: str, **changes: Any) -> Any:
         "engine": TINY | SMALL,
     }  # fmt: skip
     return Plan(model, prompts, **settings | changes)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model with a tokenizer, a token a character, so that the command can run it."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    characters = Tokenizer(models.BPE({chr(i): i for i in range(VOCAB_SIZE)}, []))
+    characters.decoder = decoders.Fuse()
+    path = tmp_path_factory.mktemp("models") / "chat"
+    shutil.copytree(tiny_model, path)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token=chr(EOS_TOKEN_ID))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(path)
+    return str(path)
 
 
 def test_the_policys_rollouts_are_identical(policy: str, tmp_path: pathlib.Path) -> None:
@@ -92,41 +109,14 @@ def test_a_wrong_distribution_is_not_certified(tiny_model: str, monkeypatch: pyt
     assert not passed(record)
 
 
-def test_the_exit_code_is_the_verdict(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """1: not certified; 2: nothing to certify. What `certify` finds is the subject of the other tests."""
-    from rollout_spec import vllm_certify
+def test_nothing_to_certify_is_exit_code_2(chat_model: str, capfd: Any) -> None:
     from rollout_spec.cli import main
 
-    difference = {
-        "prompt": 0, "temperature": 1.0, "number": 3, "num_speculative_tokens": 8, "batch_threshold": 8,
-        "group_size": 4, "position": 17, "token_id_off": 5, "token_id_on": 6, "logit_gap": float("inf"),
-        "explained": False,
-    }  # fmt: skip
-    configuration = WHERE | {
-        "tokens_compared": 20, "tokens_identical": 19, "num_draft_tokens": 4, "num_accepted_tokens": 2,
-        "tokens_per_step": 1.2,
-    }  # fmt: skip
-    found = {
-        "dtype": "float32", "temperatures": [1.0], "top_k": 0, "top_p": 1.0, "tokens_compared": 20,
-        "tokens_identical": 19, "num_draft_tokens": 4, "num_accepted_tokens": 2, "differences": [difference],
-        "unexplained_differences": 1, "tolerance": 1e-4, "mean_logprob_difference": 0.0,
-        "max_logprob_difference": 0.0, "configurations": [configuration], "untested": [],
-        "distribution": None,
-        "texts": {"off": [""], "on": [""]}, "prompt_of_text": [0],
-    }  # fmt: skip
-    monkeypatch.setattr(vllm_certify, "certify", lambda plan: dict(found))
-    assert main(["certify", "--model", policy]) == 1
-    shown = capsys.readouterr().out
-    assert "not certified" in shown and "first differences" in shown and "17" in shown
-    monkeypatch.setattr(vllm_certify, "certify", lambda plan: found | {"unexplained_differences": 0})
-    assert main(["certify", "--model", policy, "--json"]) == 0
-
-    def refuse(plan: Any) -> None:
-        vllm_certify.refuse_if_untested([WHERE | {"num_draft_tokens": 0, "num_accepted_tokens": 0}])
-
-    monkeypatch.setattr(vllm_certify, "certify", refuse)
-    assert main(["certify", "--model", policy]) == 2
-    assert "there is nothing to certify" in capsys.readouterr().err
+    arguments = ["--num-prompts", "1", "--batch-thresholds", "0", "--max-tokens", "8"]
+    assert main(["certify", "--model", chat_model, *arguments, "--distribution-samples", "0"]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    for temperature in ("1.0", "0.6", "0.0"):
+        assert f"batch_threshold=0, group_size=4, temperature={temperature}: nothing was drafted" in error
 
 
 def test_a_distribution_test_without_a_test_is_refused(tiny_model: str) -> None:
@@ -136,19 +126,12 @@ def test_a_distribution_test_without_a_test_is_refused(tiny_model: str) -> None:
         certify(tiny_plan(tiny_model, distribution_samples=12))
 
 
-def test_nothing_to_certify_is_refused(tiny_model: str) -> None:
-    from rollout_spec.vllm_certify import CertifyError, certify
-
-    with pytest.raises(CertifyError, match="batch_threshold=0, group_size=4: nothing was drafted"):
-        certify(tiny_plan(tiny_model, batch_thresholds=[0]))
-
-
-def test_a_run_that_rejected_nothing_is_refused() -> None:
+def test_a_configuration_that_rejected_nothing_says_nothing() -> None:
     from rollout_spec.vllm_certify import CertifyError, is_tested, refuse_if_untested, untested
 
-    accepted = WHERE | {"num_draft_tokens": 5, "num_accepted_tokens": 5}
-    rejected = WHERE | {"num_draft_tokens": 5, "num_accepted_tokens": 4}
-    with pytest.raises(CertifyError, match="group_size=4: no draft token was rejected"):
+    accepted = WHERE | {"num_draft_tokens": 5, "num_rejected_tokens": 0}
+    rejected = WHERE | {"num_draft_tokens": 5, "num_rejected_tokens": 1}
+    with pytest.raises(CertifyError, match="temperature=0[.]6: no draft token was rejected"):
         refuse_if_untested([accepted])
     # One that says nothing is told of, and costs the others nothing.
     refuse_if_untested([accepted, rejected])
