@@ -21,7 +21,9 @@ from rollout_spec.vllm_sampler import KEY, key_of_name
 from rollout_spec.vllm_scheduler import CLASS_PATH as SCHEDULER
 from rollout_spec.vllm_scheduler import COUNTERS_KEY
 
-TOLERANCE = 1e-4  # of a perturbed score (logit / temperature + noise), or of a top-k or top-p boundary
+TOLERANCE = (
+    1e-4  # in float32: of a perturbed score (logit / temperature + noise) or a top-k or top-p boundary
+)
 FALSE_ALARM_RATE = 1e-6  # of the whole distribution test
 DISTRIBUTION_TOKENS = 4  # of each sample in that test; the first, which comes from the prefill, is left out
 
@@ -52,8 +54,14 @@ class Plan:
     top_p: float = 1.0
     seed: int = 0
     dtype: str = "float32"
+    tolerance: float | None = None  # None: see `tolerance`
     distribution_samples: int = 0
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)  # further arguments of vLLM's
+
+    @property
+    def fixed_tolerance(self) -> float | None:
+        """None: it goes by the logits."""
+        return TOLERANCE if self.tolerance is None and self.dtype == "float32" else self.tolerance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +86,10 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first token of a response that is another one with drafts. `logit_gap`: see `explain`."""
+    """The first token of a response that is another one with drafts.
+
+    Explained are gaps (`explain`) below the tolerance (`tolerance`).
+    """
 
     prompt: int
     temperature: float
@@ -89,8 +100,12 @@ class Difference:
     position: int  # in the response
     token_id_off: int
     token_id_on: int
-    logit_gap: float
-    explained: bool
+    logit_gap: float = math.inf
+    tolerance: float = 0.0
+
+    @property
+    def explained(self) -> bool:
+        return self.logit_gap < self.tolerance
 
     @property
     def sample(self) -> Sample:
@@ -135,9 +150,11 @@ def certify(plan: Plan) -> dict[str, Any]:
     pairs = [pair for _, (_, on) in tested for pair in on.items()]
     return {
         **_totals(plan, off, configurations, pairs),
-        "differences": [dataclasses.asdict(difference) for difference in differences],
+        "differences": [
+            dataclasses.asdict(difference) | {"explained": difference.explained} for difference in differences
+        ],
         "unexplained_differences": sum(not difference.explained for difference in differences),
-        "tolerance": TOLERANCE,
+        "tolerance": plan.fixed_tolerance,
         **_logprob_differences(off, pairs),
         "configurations": configurations,
         "untested": untested(configurations),
@@ -312,7 +329,7 @@ def _differences(
         if position < _num_compared(off[sample], response):
             yield Difference(
                 **dataclasses.asdict(sample) | where, position=position, token_id_off=at(off[sample]),
-                token_id_on=at(response), logit_gap=math.inf, explained=False,
+                token_id_on=at(response),
             )  # fmt: skip
 
 
@@ -327,23 +344,35 @@ def _explained(plan: Plan, found: Sequence[Difference], off: dict[Sample, Respon
         for difference in found
     ]
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
-    with engine(plan, None, logprobs_mode="raw_logprobs") as llm:
+    with engine(plan, None, logprobs_mode="raw_logits") as llm:
         outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in inputs], params, use_tqdm=False)
     result = []
     for difference, before, output in zip(found, inputs, outputs, strict=True):
         step = output.outputs[0].logprobs[0]
-        logprobs = torch.tensor([step[token].logprob for token in range(len(step))])
+        logits = torch.tensor([step[token].logprob for token in range(len(step))])
         gap = explain(
-            logprobs, difference.temperature, plan.top_k, plan.top_p,
+            logits, difference.temperature, plan.top_k, plan.top_p,
             key_of_name(difference.sample.name(plan.seed)), len(before),
             (difference.token_id_off, difference.token_id_on),
         )  # fmt: skip
-        result.append(dataclasses.replace(difference, logit_gap=gap, explained=gap < TOLERANCE))
+        allowed = tolerance(plan, logits, difference.temperature)
+        result.append(dataclasses.replace(difference, logit_gap=gap, tolerance=allowed))
     return result
 
 
+def tolerance(plan: Plan, logits: torch.Tensor, temperature: float) -> float:
+    """The gap up to which numerics explain a difference: the plan's, or by its dtype.
+
+    In bfloat16 and float16 the logits themselves are rounded, each by up to half the dtype's epsilon times
+    its size, so that two of them change places within an epsilon of the largest; the temperature divides it.
+    """
+    if plan.fixed_tolerance is not None:
+        return plan.fixed_tolerance
+    return torch.finfo(getattr(torch, plan.dtype)).eps * float(logits.abs().max()) / (temperature or 1.0)
+
+
 def explain(
-    logprobs: torch.Tensor,
+    logits: torch.Tensor,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -354,7 +383,7 @@ def explain(
     """How wrong the logits must have been for each of the tokens to be drawn.
 
     Args:
-        logprobs: float32 [vocab_size], the target's, before temperature, top-k and top-p.
+        logits: float32 [vocab_size], the target's, before temperature, top-k and top-p.
         token_ids: the tokens that were drawn; -1, no token at all, has no explanation.
 
     Returns:
@@ -365,8 +394,8 @@ def explain(
     if min(token_ids) < 0:
         return math.inf
     if not temperature:
-        return max(float(logprobs.max() - logprobs[token]) for token in token_ids)
-    logits = logprobs / temperature
+        return max(float(logits.max() - logits[token]) for token in token_ids)
+    logits = logits / temperature
     kept, distances = _boundaries(logits, top_k, top_p)
     masked = torch.where(kept, logits, -torch.inf).unsqueeze(0)
     shortfalls = [
@@ -392,37 +421,30 @@ def _boundaries(logits: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.T
     return (distances == 0) & (beyond == 0), torch.maximum(distances, beyond)
 
 
-def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
-    """Samples of the first prompt for the distribution test, each with noise of its own."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=max(plan.temperatures), top_k=plan.top_k, top_p=plan.top_p,
-        max_tokens=DISTRIBUTION_TOKENS, ignore_eos=True, detokenize=False,
-    )  # fmt: skip
-    inputs = [{"prompt_token_ids": list(plan.prompts[0])}] * plan.distribution_samples
-    outputs = llm.generate(inputs, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs], _sum(map(_counters, outputs))
-
-
 def _distribution(plan: Plan) -> dict[str, Any] | None:
-    """Whether `verify=standard` samples as plain vLLM does: chi-square tests by position."""
-    if not plan.distribution_samples:
+    """Whether `verify=standard` samples as plain vLLM does: chi-square tests by position.
+
+    Returns:
+        None where it is not asked for, or nothing is random.
+
+    Raises:
+        CertifyError: it is asked for, but there is nothing to test.
+    """
+    if not plan.distribution_samples or not max(plan.temperatures):
         return None
     with engine(plan, None, "standard") as llm:
         off, _ = _draw(llm, plan)
     options = {"num_speculative_tokens": plan.nums_speculative_tokens[0], "batch_threshold": 1 << 20}
-    with engine(plan, options, "standard") as llm:
+    with engine(plan, options, "standard", seed=plan.seed + 1) as llm:  # independent of the others
         on, counters = _draw(llm, plan)
+    asked = f"distribution_samples={plan.distribution_samples}"
     if counters.num_accepted_tokens == counters.num_draft_tokens:
-        raise CertifyError("distribution_samples: no draft token was rejected, so there is nothing to test")
+        raise CertifyError(f"{asked}: no draft token was rejected, so there is nothing to test (0: no test)")
     values = p_values(off, on)
     if not values:
-        raise CertifyError(
-            f"distribution_samples={plan.distribution_samples}: too few, or at temperature 0, so there is "
-            "nothing to test"
-        )
+        raise CertifyError(f"{asked}: too few, or hardly random, so there is nothing to test (0: no test)")
     return {
+        "temperature": max(plan.temperatures),
         "num_samples": len(off),
         "num_draft_tokens": counters.num_draft_tokens,
         "num_accepted_tokens": counters.num_accepted_tokens,
@@ -433,10 +455,24 @@ def _distribution(plan: Plan) -> dict[str, Any] | None:
     }
 
 
+def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
+    """Samples of the first prompt for the distribution test, each with noise of its own."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=max(plan.temperatures), top_k=plan.top_k, top_p=plan.top_p,
+        max_tokens=DISTRIBUTION_TOKENS, ignore_eos=True, detokenize=False,
+    )  # fmt: skip
+    # One token behind whole blocks, which the samples share: all but one of them computes one token only.
+    prompt, block_size = list(plan.prompts[0]), llm.llm_engine.vllm_config.cache_config.block_size
+    shared = (len(prompt) - 1) // block_size * block_size
+    inputs = [{"prompt_token_ids": prompt[: shared + 1] if shared else prompt}] * plan.distribution_samples
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs], _sum(map(_counters, outputs))
+
+
 def p_values(one: list[list[int]], other: list[list[int]]) -> list[float]:
     """A chi-square test of homogeneity for each position but the first; rare tokens are one class."""
-    from scipy.stats import chi2_contingency  # type: ignore[import-untyped]
-
     values = []
     for position in range(1, DISTRIBUTION_TOKENS):
         counts = [Counter(tokens[position] for tokens in run) for run in (one, other)]
@@ -445,5 +481,13 @@ def p_values(one: list[list[int]], other: list[list[int]]) -> list[float]:
         table = np.array([[*row, len(one) - sum(row)] for row in rows])
         table = table[:, table.sum(axis=0) > 0]
         if table.shape[1] > 1:
-            values.append(float(chi2_contingency(table).pvalue))
+            values.append(_chi_square(table))
     return values
+
+
+def _chi_square(table: np.ndarray[Any, Any]) -> float:
+    """The p-value of homogeneity: two rows of counts, no column empty."""
+    expected = table.sum(axis=1, keepdims=True) * table.sum(axis=0) / table.sum()
+    statistic = ((table - expected) ** 2 / expected).sum()
+    degrees = torch.tensor(table.shape[1] - 1, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees / 2, torch.tensor(statistic / 2)))

@@ -14,6 +14,7 @@ import pytest
 
 from rollout_spec import __version__
 from rollout_spec.cli import COMMANDS, doctor, main
+from rollout_spec.cli.certify import render_html, verdict
 from rollout_spec.demo import processes
 from rollout_spec.demo.runner import Plan, last_error, overrides
 
@@ -56,6 +57,12 @@ def test_version():
         (["certify", "--top-p", "nan"], "--top-p nan: must be above 0 and at most 1"),
         (["certify", "--temperatures", "1", "nan"], "--temperatures nan: must be at least 0, and finite"),
         (["certify", "--temperatures", "inf"], "--temperatures inf: must be at least 0, and finite"),
+        (["certify", "--seed", "-1"], "--seed -1: must be at least 0 and below 2147483647"),
+        (["certify", "--seed", "2147483647"], "--seed 2147483647: must be at least 0 and below 2147483647"),
+        (["certify", "--dtype", "int8"], "--dtype int8: must be one of float32, bfloat16, float16"),
+        (["certify", "--tolerance", "0"], "--tolerance 0.0: must be above 0 and at most 1"),
+        (["certify", "--tolerance", "1.5"], "--tolerance 1.5: must be above 0 and at most 1"),
+        (["certify", "--tolerance", "nan"], "--tolerance nan: must be above 0 and at most 1"),
         (["certify", "--distribution-samples", "-3"], "--distribution-samples -3: must be at least 0"),
         (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["demo", "--steps", "0"], "--steps 0: must be at least 1"),
@@ -95,20 +102,36 @@ def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts
     assert f"{__file__}: File exists" in capsys.readouterr().err
 
 
-def test_the_certificates_page_tells_no_gap_from_no_finite_gap():
-    from rollout_spec.cli.certify import render_html
-
+def certificate(**changes):
     difference = {"prompt": 0, "number": 0, "temperature": 0.0, "position": 5, "explained": True}
-    difference |= {"num_speculative_tokens": 8, "batch_threshold": 8}
-    record = {
+    difference |= {"num_speculative_tokens": 8, "batch_threshold": 8, "tolerance": 1e-3}
+    return {
         "tokens_compared": 9, "tokens_identical": 7, "reference_tokens": 9, "temperatures": [],
         "differences": [difference | {"logit_gap": 0.0}, difference | {"logit_gap": None}],
-        "unexplained_differences": 0, "tolerance": 1e-3, "num_draft_tokens": 4, "num_rejected_tokens": 2,
+        "unexplained_differences": 0, "tolerance": None, "num_draft_tokens": 4, "num_rejected_tokens": 2,
         "max_logprob_difference": 0.0, "mean_logprob_difference": 0.0, "untested": [],
         "accuracy": {"off": None, "on": None}, "distribution": None, "configurations": [],
-    }  # fmt: skip
-    page = render_html(record)
+        "plan": {"model": "a <small> one", "dtype": "bfloat16", "distribution_samples": 0, "engine": {}},
+        "environment": {"device": "cpu", "cpu": "a processor", "num_cores": 2, "date": "today", "torch": "2"},
+    } | changes  # fmt: skip
+
+
+def test_the_certificates_page_tells_no_gap_from_no_finite_gap():
+    page = render_html(certificate())
     assert page.count("<td>0.0e+00</td>") == page.count("<td>inf</td>") == 1
+    assert "its distribution was not tested (0 samples)" in page
+    assert "scores within bfloat16&#39;s epsilon times the largest |logit| / T there" in page
+    for name, value in {"model": "a &lt;small&gt; one", "versions": "torch 2", "date": "today"}.items():
+        assert f"<dt>{name}</dt><dd>{value}</dd>" in page
+
+
+def test_the_verdict_says_what_was_not_tested_and_what_differs():
+    assert verdict(certificate()) == "identical up to numerics"
+    assert verdict(certificate(differences=[])) == "identical"
+    assert verdict(certificate(unexplained_differences=1)) == "not certified"
+    assert verdict(certificate(distribution={"passed": False})) == "not certified"
+    part = certificate(differences=[], untested=["this one"], configurations=[{}, {}, {}])
+    assert verdict(part) == "certified in part: 2 of 3 configurations, identical"
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
