@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
+from rollout_spec.cli import certify
 from rollout_spec.config import AUTO, METHODS, MODES, ROUTINGS, VERIFY, SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport, rollout_metrics
 
@@ -115,3 +117,10 @@ def test_links_inside_the_repository_lead_somewhere():
 
 if __name__ == "__main__":
     README.write_text(with_table(README.read_text()))
+
+
+def test_every_option_of_certify_is_explained():
+    parser = argparse.ArgumentParser(add_help=False)
+    certify.add_arguments(parser)
+    for action in parser._actions:
+        assert f"`{action.option_strings[0]}" in README.read_text()

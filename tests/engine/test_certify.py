@@ -185,6 +185,36 @@ def test_a_configuration_that_rejected_nothing_says_nothing() -> None:
     assert "no draft token was rejected" in reason
 
 
+def test_counts_are_by_temperature_and_of_what_was_tested() -> None:
+    """Two samples each; the second configuration differs once, and rejects at one temperature only."""
+    from rollout_spec.metrics import RequestCounters
+    from rollout_spec.vllm_certify import Plan, Response, Sample, _counts, _totals, is_tested
+
+    def response(token_ids: list[int], num_rejected: int) -> Response:
+        counters = RequestCounters(num_drafts=1, num_draft_tokens=3, num_accepted_tokens=3 - num_rejected)
+        return Response(token_ids, [0.0] * len(token_ids), "", counters)
+
+    plan = Plan("", [], temperatures=[1.0, 0.0])
+    off = {Sample(0, t, number): response([1, 2, 3, 4], 0) for t in (1.0, 0.0) for number in (0, 1)}
+    runs = []
+    for first, rejected in (([1, 2, 3, 4], {1.0: 2, 0.0: 1}), ([1, 9, 9], {1.0: 1, 0.0: 0})):
+        for t in plan.temperatures:
+            on = {Sample(0, t, 0): response(first, rejected[t]), Sample(0, t, 1): response([1, 2, 3, 4], 0)}
+            runs.append(({"temperature": t}, on))
+    configurations = [where | _counts(off, on) for where, on in runs]
+    assert [is_tested(entry) for entry in configurations] == [True, True, True, False]
+    pairs = [pair for _, on in runs[:3] for pair in on.items()]
+    total = _totals(plan, off, configurations, pairs)
+    warm, cold = total["temperatures"]
+    shown = ("temperature", "reference_tokens", "tokens_compared", "tokens_identical", "num_rejected_tokens")
+    assert [warm[name] for name in shown] == [1.0, 8, 8 + 6, 8 + 5, 2 + 1]
+    assert [cold[name] for name in shown] == [0.0, 8, 8, 8, 1]
+    assert [total[name] for name in shown[1:]] == [16, 22, 21, 4]
+    assert (total["num_drafts"], total["num_draft_tokens"], total["num_accepted_tokens"]) == (6, 18, 14)
+    # What is reached in one configuration only is not reached further in another.
+    assert _totals(plan, off, configurations[2:3], list(runs[2][1].items()))["reference_tokens"] == 2 + 4
+
+
 def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:
     from rollout_spec.keyed import keyed_sample
     from rollout_spec.vllm_certify import explain
