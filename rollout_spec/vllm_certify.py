@@ -364,11 +364,13 @@ def tolerance(plan: Plan, logits: torch.Tensor, temperature: float) -> float:
     """The gap up to which numerics explain a difference: the plan's, or by its dtype.
 
     In bfloat16 and float16 the logits themselves are rounded, each by up to half the dtype's epsilon times
-    its size, so that two of them change places within an epsilon of the largest; the temperature divides it.
+    its size, so that two of them change places within an epsilon of the largest; once more as much for what
+    was rounded on the way to them. The temperature divides it.
     """
     if plan.fixed_tolerance is not None:
         return plan.fixed_tolerance
-    return torch.finfo(getattr(torch, plan.dtype)).eps * float(logits.abs().max()) / (temperature or 1.0)
+    epsilon = torch.finfo(getattr(torch, plan.dtype)).eps
+    return 2 * epsilon * float(logits.abs().max()) / (temperature or 1.0)
 
 
 def explain(

@@ -120,7 +120,7 @@ def test_the_certificates_page_tells_no_gap_from_no_finite_gap():
     page = render_html(certificate())
     assert page.count("<td>0.0e+00</td>") == page.count("<td>inf</td>") == 1
     assert "its distribution was not tested (0 samples)" in page
-    assert "scores within bfloat16&#39;s epsilon times the largest |logit| / T there" in page
+    assert "scores within 2 x bfloat16&#39;s epsilon x the largest |logit| / T there" in page
     for name, value in {"model": "a &lt;small&gt; one", "versions": "torch 2", "date": "today"}.items():
         assert f"<dt>{name}</dt><dd>{value}</dd>" in page
 

@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=float, metavar="X",
         help="the gap between the scores logit / T + noise of two tokens, or to the top-k or top-p boundary, "
-        "below which numerics explain a difference (float32: 1e-4; else the dtype's epsilon x the largest "
-        "|logit| / T there)",
+        "below which numerics explain a difference (float32: 1e-4; else 2 x the dtype's epsilon x the "
+        "largest |logit| / T there)",
     )  # fmt: skip
     parser.add_argument(
         "--distribution-samples", type=int, default=1000, metavar="N",
@@ -225,8 +225,8 @@ def sentences(record: dict[str, Any]) -> list[str]:
     compared, identical = record["tokens_compared"], record["tokens_identical"]
     text = [
         f"{identical:,} of {compared:,} tokens are the same with drafts and without; a response is compared "
-        f"up to its first difference. The run without drafts gave {record['reference_tokens']:,} of these "
-        "tokens; each is compared with those of several configurations, if there are several.",
+        f"up to its first difference. {record['reference_tokens']:,} different tokens of the run without "
+        "drafts were compared, each in one configuration or several.",
         f"{len(record['differences'])} responses differ, untested configurations included; "
         f"{record['unexplained_differences']} of the differences are not explained by numerics: "
         f"{_tolerance(record)}.",
@@ -248,7 +248,7 @@ def sentences(record: dict[str, Any]) -> list[str]:
 def _tolerance(record: dict[str, Any]) -> str:
     if record["tolerance"] is not None:
         return f"scores within {record['tolerance']:g} of each other"
-    return f"scores within {record['plan']['dtype']}'s epsilon times the largest |logit| / T there"
+    return f"scores within 2 x {record['plan']['dtype']}'s epsilon x the largest |logit| / T there"
 
 
 def _distribution_sentence(distribution: dict[str, Any] | None, plan: dict[str, Any]) -> str:

@@ -259,8 +259,8 @@ def test_the_tolerance_is_the_plans_or_the_dtypes() -> None:
     logits = torch.tensor([3.0, -16.0, 0.5])
     of = lambda temperature, **plan: tolerance(Plan("", [], **plan), logits, temperature)  # noqa: E731
     assert of(1.0) == of(0.25) == 1e-4
-    assert of(1.0, dtype="bfloat16") == of(0.0, dtype="bfloat16") == 16 * 2**-7
-    assert of(0.5, dtype="float16") == 2 * 16 * 2**-10
+    assert of(1.0, dtype="bfloat16") == of(0.0, dtype="bfloat16") == 2 * 16 * 2**-7
+    assert of(0.5, dtype="float16") == 2 * 2 * 16 * 2**-10
     assert of(0.5, dtype="bfloat16", tolerance=0.01) == of(1.0, tolerance=0.01) == 0.01
 
 
