@@ -28,6 +28,7 @@ PRIOR_TOKENS = 8.0  # the weight of the belief that what is promised comes true
 GUARD_STEPS = 48  # steps with drafts that the guard judges by
 GUARD_LOSS = 0.02  # the share of time lost to drafting at which the guard acts
 GUARD_WINDOW = 8  # steps without drafts in which it then sees whether plain steps take what they did
+GUARD_EVERY = 8  # times it judges of which one has such a window, whatever the plain steps before took
 # Without drafts, steps in which two thirds of the belief in what they cost are lost.
 MIN_FORGET_STEPS, MAX_FORGET_STEPS = 64, 256
 MIN_PAUSE, MAX_PAUSE = 128, 1024  # steps; a pause is twice as long as the one before until drafting wins
@@ -106,7 +107,8 @@ class AutoGate:
 
     A guard stands beside the model: where the steps with drafts took longer than plain ones would have for
     the same tokens, a window of plain steps tells whether the whole engine has become slower; if it has not,
-    drafting pauses.
+    drafting pauses. Now and then, and the first time, it looks without a suspicion: what is known of plain
+    steps may be too high, as after a cold start.
     """
 
     def __init__(self) -> None:
@@ -127,7 +129,8 @@ class AutoGate:
         self._guard: list[tuple[float, float]] = []  # (seconds, seconds of plain steps) with drafts
         self._suspicion: tuple[float, float] | None = None  # their sums, where they say that drafting loses
         self._window: list[float] = []  # the plain steps since: seconds over those expected
-        self._num_window_steps = 0
+        self._window_left = 0  # steps that it lasts at most
+        self._num_judged = 0
         self._pause, self._pause_steps, self._pause_rows = 0, MIN_PAUSE, 0
         self._forget_steps = MIN_FORGET_STEPS
         self._since_open = (0.0, 0.0)  # seconds of steps with drafts, and of plain steps for the same tokens
@@ -268,18 +271,22 @@ class AutoGate:
             return
         taken, plain = (sum(column) for column in zip(*self._guard, strict=True))
         self._guard.clear()
+        self._num_judged += 1
+        # Where hardly a step can be compared, a window must end all the same.
+        self._window_left = 4 * GUARD_WINDOW
         if taken <= plain * (1.0 + GUARD_LOSS):
             self._pause_steps = MIN_PAUSE
-            return
-        self._suspicion, self._num_window_steps = (taken, plain), 0
+            if self._num_judged % GUARD_EVERY != 1:
+                return
+            self._window_left = GUARD_WINDOW
+        self._suspicion = taken, plain
         self._window.clear()
 
     def _has_judged(self, counters: EngineCounters) -> bool:
         """Whether the window of plain steps is over; drafting pauses if they have borne the suspicion out."""
         assert self._suspicion is not None
-        self._num_window_steps += 1
-        # Where hardly a step can be compared, the window must end all the same.
-        if len(self._window) < GUARD_WINDOW and self._num_window_steps < 4 * GUARD_WINDOW:
+        self._window_left -= 1
+        if len(self._window) < GUARD_WINDOW and self._window_left > 0:
             return False
         taken, plain = self._suspicion
         self._suspicion = None

@@ -10,6 +10,7 @@ from rollout_spec.gate import (
     GUARD_WINDOW,
     HYSTERESIS_STEPS,
     MIN_PAUSE,
+    NUM_FIRST_STEPS,
     AutoGate,
     FixedGate,
     Step,
@@ -122,7 +123,7 @@ def test_one_slow_step_does_not_shut_the_gate_for_long():
     machine = Machine([0.9, 0.6], seconds)
     machine.steps(100)  # fewer than after a loss that many steps have shown
     assert not slow["left"]
-    assert np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(40)]) > 0.9
+    assert np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(80)]) > 0.85
 
 
 def test_the_guard_tells_a_slower_engine_from_a_loss():
@@ -135,6 +136,21 @@ def test_the_guard_tells_a_slower_engine_from_a_loss():
     assert machine.counters.num_steps_off_guard >= GUARD_WINDOW  # it has looked
     assert machine.counters.num_guard_stops == 0
     assert sum(numbers is not None for numbers in slowed) > 3 * GUARD_STEPS
+
+
+def test_plain_steps_that_were_slow_at_first_hide_no_loss():
+    """A cold start: by the first plain steps drafts would gain, by all later ones they lose a quarter."""
+    cold = {"left": NUM_FIRST_STEPS + 1}
+
+    def seconds(drafted):
+        if drafted:
+            return 0.1 * 2 * 1.25
+        cold["left"] -= 1
+        return 0.3 if cold["left"] >= 0 else 0.1
+
+    machine = Machine([0.9], seconds)
+    machine.steps(200)
+    assert sum(budgets(machine.steps(100))) < 10 * NUM_ROWS
 
 
 def test_promises_that_do_not_come_true_are_corrected():
