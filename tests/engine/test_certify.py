@@ -147,7 +147,7 @@ def test_a_wrong_distribution_is_not_certified(tiny_model: str, monkeypatch: pyt
     from rollout_spec.cli.certify import passed
     from rollout_spec.vllm_certify import certify
 
-    monkeypatch.setattr(verify, "_own_tokens", lambda *args: args[3].int())
+    monkeypatch.setattr(verify, "_recovered", lambda requests, rows, *args: args[2][rows])
     record = certify(tiny_plan(tiny_model, temperatures=[0.8], distribution_samples=400))
     assert record["unexplained_differences"] == 0
     assert not record["distribution"]["passed"]
