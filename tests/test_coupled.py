@@ -154,19 +154,19 @@ def target(vocab_size: int) -> torch.Tensor:
 
 def draw(logits: torch.Tensor, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
     """Samples over keys and positions, in portions that fit into the cache."""
-    rows = torch.arange(num_samples)
+    rows = torch.arange(num_samples, device=logits.device)
     portions = [
         keyed.keyed_sample(logits.expand(len(part), -1), part // 50 + 1, part % 50)
         for part in rows.split(2000)
     ]
-    return torch.cat(portions)
+    return torch.cat(portions).cpu()
 
 
 @pytest.mark.parametrize("vocab_size", [5, 600, 1024])
-def test_the_distribution_is_the_targets(vocab_size: int) -> None:
+def test_the_distribution_is_the_targets(vocab_size: int, device: str) -> None:
     """40,000 samples each, with a vocabulary below one block, of whole blocks, and with a remainder."""
     logits = target(vocab_size)
-    assert p_value(draw(logits), logits.softmax(-1)) > FALSE_ALARM_RATE
+    assert p_value(draw(logits.to(device)), logits.softmax(-1)) > FALSE_ALARM_RATE
 
 
 def test_the_distribution_test_fails_on_wrong_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +292,12 @@ def test_tokens_are_the_same_whatever_was_drafted(requests: list[tuple[int, floa
 
 @settings(deadline=None, max_examples=40)
 @given(num_rows=st.integers(1, 40), vocab_size=st.integers(1, 1500), seed=st.integers(0, 10_000))
-def test_a_rows_token_does_not_depend_on_the_others(num_rows: int, vocab_size: int, seed: int) -> None:
-    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
-    keys, positions = torch.arange(num_rows) * 7919 + seed, torch.arange(num_rows) % 5
+def test_a_rows_token_does_not_depend_on_the_others(
+    device: str, num_rows: int, vocab_size: int, seed: int
+) -> None:
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)).to(device) * 3
+    rows = torch.arange(num_rows, device=device)
+    keys, positions = rows * 7919 + seed, rows % 5
     together = keyed.keyed_sample(logits, keys, positions)
     alone = [
         keyed.keyed_sample(logits[i : i + 1], keys[i : i + 1], positions[i : i + 1]) for i in range(num_rows)

@@ -40,26 +40,31 @@ def metadata(temperature: list[float], generators: dict | None = None) -> types.
 def run(
     drafts: list[list[int]], logits: torch.Tensor, bonus: list[int], sampling, draft_probs=None
 ) -> torch.Tensor:
-    counts = [len(draft) for draft in drafts]
+    """`verify.rejection_sample` on the logits' device; what it gives, on the CPU."""
+    device, counts = logits.device, [len(draft) for draft in drafts]
     return verify.rejection_sample(
-        torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32),
+        torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32, device=device),
         counts,
         max(counts),
-        torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32),
         draft_probs,
         logits,
-        torch.tensor(bonus, dtype=torch.int32).unsqueeze(-1),
-        sampling,
-    )
+        torch.tensor(bonus, dtype=torch.int32, device=device).unsqueeze(-1),
+        moved(sampling, device),
+    ).cpu()
 
 
 def recovered(
     counts: list[int], drafts: torch.Tensor, draft_probs, probs: torch.Tensor, sampling
 ) -> torch.Tensor:
-    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(probs.device)
     return verify.sample_recovered_tokens(
-        max(counts), counts, ends, drafts, draft_probs, probs, sampling, probs.device
-    )
+        max(counts), counts, ends, drafts.to(probs.device), draft_probs, probs, sampling, probs.device
+    ).cpu()
+
+
+def moved(sampling: types.SimpleNamespace, device: torch.device) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**vars(sampling) | {"temperature": sampling.temperature.to(device)})
 
 
 def assert_distribution(tokens: torch.Tensor, probs: torch.Tensor) -> None:
@@ -70,36 +75,36 @@ def assert_distribution(tokens: torch.Tensor, probs: torch.Tensor) -> None:
     assert chisquare(counts[kept], expected[kept]).pvalue > FALSE_ALARM_RATE
 
 
-def verify_one_token(draft: int) -> torch.Tensor:
+def verify_one_token(draft: int, device: str = "cpu") -> torch.Tensor:
     torch.manual_seed(draft)
-    logits = TARGET.log().repeat(NUM_SAMPLES, 1)
+    logits = TARGET.log().to(device).repeat(NUM_SAMPLES, 1)
     return run([[draft]] * NUM_SAMPLES, logits, [0] * NUM_SAMPLES, metadata([1.0] * NUM_SAMPLES))
 
 
-def verify_proposals() -> torch.Tensor:
+def verify_proposals(device: str = "cpu") -> torch.Tensor:
     torch.manual_seed(0)
     proposal = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
     drafts = torch.multinomial(proposal, NUM_SAMPLES, replacement=True)
     return run(
         [[int(draft)] for draft in drafts],
-        TARGET.log().repeat(NUM_SAMPLES, 1),
+        TARGET.log().to(device).repeat(NUM_SAMPLES, 1),
         [0] * NUM_SAMPLES,
         metadata([1.0] * NUM_SAMPLES),
-        proposal.repeat(NUM_SAMPLES, 1),
+        proposal.to(device).repeat(NUM_SAMPLES, 1),
     )
 
 
 @pytest.mark.parametrize("draft", range(len(TARGET)))
-def test_point_mass_drafts_leave_the_targets_distribution(draft: int) -> None:
-    output = verify_one_token(draft)
+def test_point_mass_drafts_leave_the_targets_distribution(draft: int, device: str) -> None:
+    output = verify_one_token(draft, device)
     assert_distribution(output[:, 0], TARGET)
     accepted = output[:, 0] == draft
     # only behind an accepted draft token comes the bonus token
     assert torch.equal(output[:, 1], torch.where(accepted, 0, verify.PLACEHOLDER_TOKEN_ID).int())
 
 
-def test_full_draft_distributions_leave_the_targets_distribution() -> None:
-    assert_distribution(verify_proposals()[:, 0], TARGET)
+def test_full_draft_distributions_leave_the_targets_distribution(device: str) -> None:
+    assert_distribution(verify_proposals(device)[:, 0], TARGET)
 
 
 WRONG = {
@@ -124,11 +129,13 @@ def test_the_distribution_test_fails_on_a_wrong_sampler(
             assert_distribution(output[:, 0], TARGET)
 
 
-def test_recovered_tokens_follow_the_residual() -> None:
+def test_recovered_tokens_follow_the_residual(device: str) -> None:
     torch.manual_seed(1)
     draft = 5
     drafts = torch.full((NUM_SAMPLES,), draft, dtype=torch.int32)
-    tokens = recovered([1] * NUM_SAMPLES, drafts, None, TARGET.repeat(NUM_SAMPLES, 1), metadata([1.0]))
+    tokens = recovered(
+        [1] * NUM_SAMPLES, drafts, None, TARGET.to(device).repeat(NUM_SAMPLES, 1), metadata([1.0])
+    )
     residual = TARGET.clone()
     residual[draft] = 0
     assert_distribution(tokens.long(), residual)
@@ -150,7 +157,7 @@ def greedy_by_loop(drafts: list[list[int]], logits: torch.Tensor, bonus: list[in
     return result
 
 
-def test_greedy_ties_go_to_the_lowest_token_id() -> None:
+def test_greedy_ties_go_to_the_lowest_token_id(device: str) -> None:
     """Of drafted rows by `blocks.argmax`, as of plain ones by torch's; most rows tie across blocks."""
     logits = torch.randint(0, 60, (300, 1300), generator=torch.Generator().manual_seed(1)).float()
     lowest = [row.index(max(row)) for row in logits.tolist()]
@@ -158,6 +165,7 @@ def test_greedy_ties_go_to_the_lowest_token_id() -> None:
     assert len(set(map(tuple, torch.stack([ties[:, 0], ties[:, 1] // 256], dim=-1).tolist()))) > 3 * len(
         logits
     )
+    logits = logits.to(device)
     assert blocks.argmax(logits).tolist() == logits.argmax(dim=-1).tolist() == lowest
     output = run([[token] for token in lowest], logits, [7] * len(lowest), metadata([0.0] * len(lowest)))
     assert output.tolist() == [[token, 7] for token in lowest]
@@ -279,14 +287,15 @@ def test_expand_equals_the_loop(counts: list[int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("has_draft_probs", [False, True])
 def test_memory_is_at_most_one_temporary_of_the_logits_size(
     monkeypatch: pytest.MonkeyPatch,
+    device: str,
     has_draft_probs: bool,
     counts: list[int],
     vocab_size: int,
     chunk_size: int,
 ) -> None:
     """No draft token is accepted, so that every request needs a token of the target's own."""
-    monkeypatch.setattr(blocks, "CHUNK_SIZES", {"cpu": chunk_size})
-    logits = torch.randn(sum(counts), vocab_size)
+    monkeypatch.setattr(blocks, "CHUNK_SIZES", {device: chunk_size})
+    logits = torch.randn(sum(counts), vocab_size, device=device)
     logits[:, 0] = -torch.inf
     probs = logits.softmax(dim=-1)
     draft_probs = probs.roll(1) if has_draft_probs else None
@@ -341,20 +350,21 @@ def test_the_operations_are_those_that_are_listed() -> None:
 
 
 @pytest.mark.parametrize("has_draft_probs", [False, True])
-def test_deterministic_algorithms_give_the_same_tokens(has_draft_probs: bool) -> None:
+def test_deterministic_algorithms_give_the_same_tokens(device: str, has_draft_probs: bool) -> None:
     """verl's full_determinism asks torch for them; an operation that has none would raise."""
     counts, keys = [2, 0, 3, 1], torch.arange(4)
-    logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0)) * 3
+    logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0)).to(device) * 3
     drafts = logits.argmax(dim=-1)
     draft_probs = logits.roll(1).softmax(dim=-1) if has_draft_probs else None
-    sampling = metadata([1.0, 0.0, 0.7, 1.0])
+    sampling = moved(metadata([1.0, 0.0, 0.7, 1.0]), logits.device)
+    bonus = torch.zeros(4, 1, dtype=torch.int32, device=device)
     outputs = []
     try:
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
             torch.manual_seed(5)
             step = keyed.KeyedStep(keys, keys, counts, logits.device)
-            coupled = verify.coupled_sample(drafts, 3, logits, torch.zeros(4, 1).int(), sampling, step)
+            coupled = verify.coupled_sample(drafts, 3, logits, bonus, sampling, step)
             rows = [rows.tolist() for rows in drafts.split(counts)]
             outputs.append((coupled, run(rows, logits, [1] * 4, sampling, draft_probs)))
             outputs[-1] += (recovered(counts, drafts, draft_probs, logits.softmax(dim=-1), sampling),)
