@@ -287,13 +287,15 @@ class _Index:
             self._cache = None
             self._drafter = Drafter(dataclasses.replace(our_config(method, Settings(1)), batch_threshold=0))
             self._drafter.open("0", text[:0], len(text))
+            # What an engine has at hand.
+            self._matrix, self._level, self._number = text[None], np.zeros(1, np.int32), np.zeros(1, np.int32)
 
     def add(self, begin: int, end: int) -> None:
         if self._cache is not None:
             self._cache.add_active_response("0", self._text[begin:end])
         else:
-            numbers, levels = np.array([end - begin], np.int32), np.array([end], np.int32)
-            self._drafter.step(["0"], numbers, self._text[None], levels)
+            self._level[0], self._number[0] = end, end - begin
+            self._drafter.step(["0"], self._number, self._matrix, self._level)
 
     @property
     def num_bytes(self) -> int:
