@@ -67,23 +67,43 @@ static rs_context_slot *weakest(rs_context_slot *bucket) {
     return found;
 }
 
+/* Without a branch: those of learning could not be foreseen. */
+static uint32_t choose(bool condition, uint32_t one, uint32_t other) {
+    return other ^ ((one ^ other) & (0U - (uint32_t)condition));
+}
+
+/* Half a bucket, in one of the vectors that gcc and clang have for every machine: tag, token, tag, token. */
+typedef int32_t lanes __attribute__((vector_size(2 * sizeof(rs_context_slot)), aligned(sizeof(int32_t)), may_alias));
+
+/* In the tags' lanes: the number of the way, plus RS_CONTEXT_WAYS times the confidence + 1 if it is not the tag's. */
+static lanes ranks(lanes slots, uint32_t tag, int32_t first_way) {
+    const lanes ways = {first_way, 0, first_way + 1, 0};
+    lanes others = (slots & ~RS_MAX_CONFIDENCE) != (int32_t)tag;
+    return (((slots & RS_MAX_CONFIDENCE) + 1) & others) * RS_CONTEXT_WAYS + ways;
+}
+
+/* The context's slot in its bucket, or the weakest; *confidence is 0 then. */
+static rs_context_slot *find_or_take(rs_context_slot *bucket, uint32_t tag, uint32_t *confidence) {
+    const lanes *halves = (const lanes *)bucket;
+    lanes low = ranks(halves[0], tag, 0);
+    lanes high = ranks(halves[1], tag, 2);
+    lanes lower = low < high;
+    lanes both = (low & lower) | (high & ~lower);
+    uint32_t least = (uint32_t)(both[0] < both[2] ? both[0] : both[2]);
+    rs_context_slot *slot = bucket + least % RS_CONTEXT_WAYS;
+    *confidence = choose(least < RS_CONTEXT_WAYS, slot->tag & RS_MAX_CONFIDENCE, 0);
+    return slot;
+}
+
+/* A successor that comes again is believed more, one that does not half as much, and gives way in the end. */
 static void learn_in(rs_contexts *contexts, uint32_t tag, int32_t token) {
-    rs_context_slot *bucket = rs_context_bucket(contexts, tag);
-    rs_context_slot *slot = rs_context_find(bucket, tag);
-    if (slot == NULL) {
-        slot = weakest(bucket);
-        contexts->num_used += slot->tag == 0;
-        *slot = (rs_context_slot){.tag = tag | 1, .token = token};
-        return;
-    }
-    uint32_t confidence = slot->tag & RS_MAX_CONFIDENCE;
-    if (slot->token == token) {
-        slot->tag += confidence < RS_MAX_CONFIDENCE;
-    } else if (confidence > 1) {
-        slot->tag -= confidence - confidence / 2;
-    } else {
-        slot->token = token;
-    }
+    uint32_t confidence;
+    rs_context_slot *slot = find_or_take(rs_context_bucket(contexts, tag), tag, &confidence);
+    contexts->num_used += slot->tag == 0;
+    uint32_t grown = confidence + (confidence < RS_MAX_CONFIDENCE);
+    uint32_t shrunk = choose(confidence > 1, confidence / 2, 1);
+    slot->tag = tag | choose(slot->token == token, grown, shrunk);
+    slot->token = (int32_t)choose(confidence > 1, (uint32_t)slot->token, (uint32_t)token);
 }
 
 static void double_slots(rs_contexts *contexts, rs_memory *memory) {
