@@ -11,8 +11,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`device`: the CPU, and a GPU where there is one, so that nothing is left out where there is none."""
-    if "device" in metafunc.fixturenames:
+    """`torch_device`: the CPU, and a GPU where there is one; nothing is left out where there is none."""
+    if "torch_device" in metafunc.fixturenames:
         import torch
 
-        metafunc.parametrize("device", ["cpu", "cuda"][: 1 + torch.cuda.is_available()])
+        metafunc.parametrize("torch_device", ["cpu", "cuda"][: 1 + torch.cuda.is_available()])

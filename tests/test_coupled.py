@@ -163,10 +163,10 @@ def draw(logits: torch.Tensor, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("vocab_size", [5, 600, 1024])
-def test_the_distribution_is_the_targets(vocab_size: int, device: str) -> None:
+def test_the_distribution_is_the_targets(vocab_size: int, torch_device: str) -> None:
     """40,000 samples each, with a vocabulary below one block, of whole blocks, and with a remainder."""
     logits = target(vocab_size)
-    assert p_value(draw(logits.to(device)), logits.softmax(-1)) > FALSE_ALARM_RATE
+    assert p_value(draw(logits.to(torch_device)), logits.softmax(-1)) > FALSE_ALARM_RATE
 
 
 def test_the_distribution_test_fails_on_wrong_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,10 +293,11 @@ def test_tokens_are_the_same_whatever_was_drafted(requests: list[tuple[int, floa
 @settings(deadline=None, max_examples=40)
 @given(num_rows=st.integers(1, 40), vocab_size=st.integers(1, 1500), seed=st.integers(0, 10_000))
 def test_a_rows_token_does_not_depend_on_the_others(
-    device: str, num_rows: int, vocab_size: int, seed: int
+    torch_device: str, num_rows: int, vocab_size: int, seed: int
 ) -> None:
-    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)).to(device) * 3
-    rows = torch.arange(num_rows, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_rows, vocab_size, generator=generator).to(torch_device) * 3
+    rows = torch.arange(num_rows, device=torch_device)
     keys, positions = rows * 7919 + seed, rows % 5
     together = keyed.keyed_sample(logits, keys, positions)
     alone = [

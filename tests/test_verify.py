@@ -95,16 +95,16 @@ def verify_proposals(device: str = "cpu") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("draft", range(len(TARGET)))
-def test_point_mass_drafts_leave_the_targets_distribution(draft: int, device: str) -> None:
-    output = verify_one_token(draft, device)
+def test_point_mass_drafts_leave_the_targets_distribution(draft: int, torch_device: str) -> None:
+    output = verify_one_token(draft, torch_device)
     assert_distribution(output[:, 0], TARGET)
     accepted = output[:, 0] == draft
     # only behind an accepted draft token comes the bonus token
     assert torch.equal(output[:, 1], torch.where(accepted, 0, verify.PLACEHOLDER_TOKEN_ID).int())
 
 
-def test_full_draft_distributions_leave_the_targets_distribution(device: str) -> None:
-    assert_distribution(verify_proposals(device)[:, 0], TARGET)
+def test_full_draft_distributions_leave_the_targets_distribution(torch_device: str) -> None:
+    assert_distribution(verify_proposals(torch_device)[:, 0], TARGET)
 
 
 WRONG = {
@@ -129,12 +129,12 @@ def test_the_distribution_test_fails_on_a_wrong_sampler(
             assert_distribution(output[:, 0], TARGET)
 
 
-def test_recovered_tokens_follow_the_residual(device: str) -> None:
+def test_recovered_tokens_follow_the_residual(torch_device: str) -> None:
     torch.manual_seed(1)
     draft = 5
     drafts = torch.full((NUM_SAMPLES,), draft, dtype=torch.int32)
     tokens = recovered(
-        [1] * NUM_SAMPLES, drafts, None, TARGET.to(device).repeat(NUM_SAMPLES, 1), metadata([1.0])
+        [1] * NUM_SAMPLES, drafts, None, TARGET.to(torch_device).repeat(NUM_SAMPLES, 1), metadata([1.0])
     )
     residual = TARGET.clone()
     residual[draft] = 0
@@ -157,7 +157,7 @@ def greedy_by_loop(drafts: list[list[int]], logits: torch.Tensor, bonus: list[in
     return result
 
 
-def test_greedy_ties_go_to_the_lowest_token_id(device: str) -> None:
+def test_greedy_ties_go_to_the_lowest_token_id(torch_device: str) -> None:
     """Of drafted rows by `blocks.argmax`, as of plain ones by torch's; most rows tie across blocks."""
     logits = torch.randint(0, 60, (300, 1300), generator=torch.Generator().manual_seed(1)).float()
     lowest = [row.index(max(row)) for row in logits.tolist()]
@@ -165,7 +165,7 @@ def test_greedy_ties_go_to_the_lowest_token_id(device: str) -> None:
     assert len(set(map(tuple, torch.stack([ties[:, 0], ties[:, 1] // 256], dim=-1).tolist()))) > 3 * len(
         logits
     )
-    logits = logits.to(device)
+    logits = logits.to(torch_device)
     assert blocks.argmax(logits).tolist() == logits.argmax(dim=-1).tolist() == lowest
     output = run([[token] for token in lowest], logits, [7] * len(lowest), metadata([0.0] * len(lowest)))
     assert output.tolist() == [[token, 7] for token in lowest]
@@ -287,15 +287,15 @@ def test_expand_equals_the_loop(counts: list[int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("has_draft_probs", [False, True])
 def test_memory_is_at_most_one_temporary_of_the_logits_size(
     monkeypatch: pytest.MonkeyPatch,
-    device: str,
+    torch_device: str,
     has_draft_probs: bool,
     counts: list[int],
     vocab_size: int,
     chunk_size: int,
 ) -> None:
     """No draft token is accepted, so that every request needs a token of the target's own."""
-    monkeypatch.setattr(blocks, "CHUNK_SIZES", {device: chunk_size})
-    logits = torch.randn(sum(counts), vocab_size, device=device)
+    monkeypatch.setattr(blocks, "CHUNK_SIZES", {torch_device: chunk_size})
+    logits = torch.randn(sum(counts), vocab_size, device=torch_device)
     logits[:, 0] = -torch.inf
     probs = logits.softmax(dim=-1)
     draft_probs = probs.roll(1) if has_draft_probs else None
@@ -350,14 +350,14 @@ def test_the_operations_are_those_that_are_listed() -> None:
 
 
 @pytest.mark.parametrize("has_draft_probs", [False, True])
-def test_deterministic_algorithms_give_the_same_tokens(device: str, has_draft_probs: bool) -> None:
+def test_deterministic_algorithms_give_the_same_tokens(torch_device: str, has_draft_probs: bool) -> None:
     """verl's full_determinism asks torch for them; an operation that has none would raise."""
     counts, keys = [2, 0, 3, 1], torch.arange(4)
-    logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0)).to(device) * 3
+    logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0)).to(torch_device) * 3
     drafts = logits.argmax(dim=-1)
     draft_probs = logits.roll(1).softmax(dim=-1) if has_draft_probs else None
     sampling = moved(metadata([1.0, 0.0, 0.7, 1.0]), logits.device)
-    bonus = torch.zeros(4, 1, dtype=torch.int32, device=device)
+    bonus = torch.zeros(4, 1, dtype=torch.int32, device=torch_device)
     outputs = []
     try:
         for deterministic in (False, True):
