@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import Drafter
+from rollout_spec.history import History
 from rollout_spec.index import Int32Array
 from rollout_spec.replay import Rollout
 from rollout_spec.step_cost import never_falling
@@ -118,6 +119,12 @@ def rollouts_of(lines: Iterable[Rollout]) -> list[list[Rollout]]:
     for line in lines:
         rollouts.setdefault(line.step, []).append(line)
     return list(rollouts.values())
+
+
+def comes_back(lines: Iterable[Rollout]) -> bool:
+    """Whether any group has lines in more than one rollout."""
+    groups = [group for rollout in rollouts_of(lines) for group in {line.group for line in rollout}]
+    return len(set(groups)) < len(groups)
 
 
 def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Request]:
@@ -273,6 +280,8 @@ def simulate(
 ) -> dict[str, Any]:
     """The rollouts of a trace on a cluster, one after the other; each takes as long as its slowest replica.
 
+    With config.history the replicas share what they have served after each rollout, as verl's do.
+
     Returns:
         makespan_s, of all rollouts; tail_share, of the time that engines work, with at most tail_rows
         requests running; tokens_per_s; acceptance_rate (0 without drafts).
@@ -284,6 +293,8 @@ def simulate(
     for rollout in rollouts_of(lines):
         parts = assign(requests_of(rollout, cluster.group_size), cluster.num_replicas, cluster.by_group)
         makespan += max(engine.rollout(part, on_tokens) for engine, part in zip(engines, parts, strict=True))
+        if config.history:
+            _share_history([engine.drafter.history for engine in engines if engine.drafter is not None])
     totals = {
         field.name: sum(getattr(engine.total, field.name) for engine in engines)
         for field in dataclasses.fields(EngineRun)
@@ -294,3 +305,10 @@ def simulate(
         "tokens_per_s": totals["num_tokens"] / makespan,
         "acceptance_rate": totals["num_accepted_tokens"] / max(1, totals["num_draft_tokens"]),
     }
+
+
+def _share_history(histories: Sequence[History]) -> None:
+    taken = [history.take_new() for history in histories]
+    for i, history in enumerate(histories):
+        for content in taken[:i] + taken[i + 1 :]:
+            history.merge(content)

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollout_spec import __version__
@@ -73,6 +74,21 @@ def test_version():
         (
             ["simulate", TRACE, "--step-times", "1:0.1", "--batch-thresholds", "few"],
             "rollout.spec.batch_threshold='few': must be a number or auto",
+        ),
+        (["simulate", TRACE, "--step-times", "1:0.1", "--spec", "mode"], "--spec mode: must be NAME=VALUE"),
+        (
+            ["simulate", TRACE, "--step-times", "1:0.1", "--spec", "depth=3"],
+            "rollout.spec.depth: unknown field",
+        ),
+        (["simulate", TRACE, "--step-times", "1:0.1", "--spec", "mode=magic"], "rollout.spec.mode='magic'"),
+        (["simulate", TRACE, "--step-times", "1:0.1", "--spec", "corpus=/nowhere"], "corpus='/nowhere'"),
+        (
+            ["simulate", TRACE, "--step-times", "1:0.1", "--spec", "batch_threshold=4"],
+            "--spec batch_threshold=4: --batch-thresholds sets it",
+        ),
+        (
+            ["simulate", TRACE, "--step-times", "1:0.1", "--spec", "history=8", "--limit-groups", "2"],
+            f"--spec history: no group of {TRACE} comes back in a later step",
         ),
         (["demo", "--model", "/nowhere"], "--model /nowhere: not found"),
         (["demo", "--train-file", "/nowhere"], "--train-file /nowhere: not found"),
@@ -235,6 +251,28 @@ def test_simulate_compares_thresholds_on_clusters():
     assert max(run["speedup"] for run in one["runs"]) > 1.1
     shown = run("simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, "--tail-rows", 2)
     assert f"{one['best_threshold']} *" in shown.stdout
+
+
+def test_simulate_takes_options_of_the_drafter(tmp_path, capsys):
+    """The first line's text is random; the second step says it again."""
+    response = np.random.default_rng(1).integers(0, 50_000, 200).tolist()
+    lines = [
+        {"group": "a", "step": step, "prompt_token_ids": [1], "responses": [response]} for step in (1, 2)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def speedup(*spec):
+        options = ["--step-times", "1:0.02,64:0.02", "--batch-thresholds", "4", "--json"]
+        assert main(["simulate", str(trace), *options, *spec]) == 0
+        record = json.loads(capsys.readouterr().out)
+        return record["spec"], record["results"][0]["runs"][1]["speedup"]
+
+    spec, with_history = speedup("--spec", "history=1", "--spec", "mode=frequent")
+    assert spec == {"history": 1, "mode": "frequent"}
+    # A token a step in the first rollout, up to nine in the second.
+    assert 1.5 < with_history < 2
+    assert speedup("--spec", "mode=frequent") == ({"mode": "frequent"}, 1.0)
 
 
 def test_the_plans_own_overrides_come_last(tmp_path):

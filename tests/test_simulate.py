@@ -17,6 +17,7 @@ from rollout_spec.simulate import (
     StepTimes,
     StepTimesError,
     assign,
+    comes_back,
     requests_of,
     rollouts_of,
     simulate,
@@ -116,6 +117,22 @@ def test_the_lines_of_a_step_are_one_rollout():
     on = SpecConfig(batch_threshold="auto")
     apart = [simulate(lines[i : i + 2], Cluster(1, 64, None), on, FLAT, 8)["makespan_s"] for i in (0, 2)]
     assert simulate(lines, Cluster(1, 64, None), on, FLAT, 8)["makespan_s"] < sum(apart)
+
+
+def test_replicas_share_their_history():
+    """In the second step each serves the random text that the other has served in the first."""
+    swapped = [dataclasses.replace(one, responses=one.responses[::-1]) for one in noise()]
+    lines = [
+        dataclasses.replace(one, step=step) for step, part in enumerate((noise(), swapped)) for one in part
+    ]
+    makespans = [
+        simulate(lines, Cluster(2, 64, None), SpecConfig(batch_threshold=64, history=history), FLAT, 8)[
+            "makespan_s"
+        ]
+        for history in (0, 8)
+    ]
+    assert makespans[1] < 0.7 * makespans[0]
+    assert (comes_back(lines), comes_back(noise())) == (True, False)
 
 
 @pytest.mark.parametrize("times", [FLAT, STEPPED, DEAR], ids=["flat", "stepped", "dear"])

@@ -12,6 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import UserError
+from rollout_spec.cli.inputs import (
+    add_spec_argument,
+    default_dtype,
+    device_arguments,
+    model_folder,
+    read_rows,
+    spec_options,
+    tokenized,
+)
 
 HELP = "whole rollouts in real engines: without drafts, with vLLM's drafters, with ours"
 COLUMNS = {  # of the table: what is shown of a result, and how
@@ -62,9 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, metavar="T", help="(1.0; the demo's 0.7 for its prompts, 1.5 for random)"
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=8, metavar="K", help="%(default)s")
-    parser.add_argument(
-        "--spec", action="append", default=[], metavar="NAME=VALUE", help="an option of rollout.spec for sam"
-    )
+    add_spec_argument(parser, "an option of rollout.spec for sam")
     parser.add_argument(
         "--tail-threshold", type=int, default=8, metavar="N",
         help="the tail is what comes after the last step with more running requests (%(default)s)",
@@ -121,20 +128,12 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 def _checked_methods(args: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """The methods' labels, and the options of ours."""
-    import yaml
-
     from rollout_spec.bench_drafters import require_arctic_inference
     from rollout_spec.bench_engine import Method
     from rollout_spec.config import SpecConfig
 
-    spec = {}
-    for option in args.spec:
-        name, sign, value = option.partition("=")
-        if not sign:
-            raise UserError(f"--spec {option}: must be NAME=VALUE")
-        if name == "num_speculative_tokens":
-            raise UserError(f"--spec {option}: the same for every method, --num-speculative-tokens")
-        spec[name] = yaml.safe_load(value)
+    refused = {"num_speculative_tokens": "the same for every method, --num-speculative-tokens"}
+    spec = spec_options(args.spec, refused)
     SpecConfig.from_mapping({**spec, "num_speculative_tokens": args.num_speculative_tokens})
     labels = args.methods.split(",")
     if len(set(labels)) < len(labels):
@@ -151,13 +150,6 @@ def _checked_methods(args: argparse.Namespace) -> tuple[list[str], dict[str, Any
 def _load(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The load, and what all jobs have in common."""
     from rollout_spec.bench_engine import Load, random_prompts
-    from rollout_spec.cli.inputs import (
-        default_dtype,
-        device_arguments,
-        model_folder,
-        read_rows,
-        tokenized,
-    )
     from rollout_spec.demo.data import make_rows
 
     # Before the model is made, which takes longer.

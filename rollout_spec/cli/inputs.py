@@ -1,7 +1,10 @@
-"""What the commands that run engines have in common: the model, the prompts, the device."""
+"""What several commands take: options of `rollout.spec`; a model, prompts, the device."""
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,35 @@ _CPU = {
     "enforce_eager": True,
     "block_size": 32,
 }
+
+
+def add_spec_argument(parser: argparse.ArgumentParser, help_: str) -> None:
+    parser.add_argument("--spec", action="append", default=[], metavar="NAME=VALUE", help=help_)
+
+
+def spec_options(given: Sequence[str], refused: Mapping[str, str]) -> dict[str, Any]:
+    """What `--spec` names; whether it can be is SpecConfig's to say.
+
+    Args:
+        refused: names that the command does not take, each with what to say of it.
+    """
+    spec = {}
+    for option in given:
+        name, sign, value = option.partition("=")
+        if not sign:
+            raise UserError(f"--spec {option}: must be NAME=VALUE")
+        if name in refused:
+            raise UserError(f"--spec {option}: {refused[name]}")
+        spec[name] = _parsed(value)
+    return spec
+
+
+def _parsed(value: str) -> Any:
+    """Numbers, true and false as JSON has them; anything else is text."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def model_folder(model: Path | None, dtype: str) -> str:

@@ -8,9 +8,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.cli.inputs import add_spec_argument, spec_options
 from rollout_spec.config import AUTO, SpecConfig, parse_threshold
 
 HELP = "recorded rollouts through drafter and gate under a table of step times: makespan, threshold to choose"
+REFUSED = {  # as --spec, and why
+    "method": "off and sam are both simulated",
+    "num_speculative_tokens": "--num-speculative-tokens sets it",
+    "batch_threshold": "--batch-thresholds sets it",
+    "routing": "--routing sets it",
+    "history_dir": "a simulation begins without history and keeps none",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-speculative-tokens", type=int, default=SpecConfig.num_speculative_tokens, metavar="K"
     )
+    add_spec_argument(
+        parser,
+        "another option of rollout.spec: mode, min_token_prob, corpus, ... history=N: a line drafts from the "
+        "last N responses of its `group` in earlier steps of the trace, whichever engine gave them",
+    )
     parser.add_argument("--routing", choices=("default", "group"), default="default", help="(%(default)s)")
     parser.add_argument("--limit-groups", type=int, metavar="N", help="only the first N lines of the trace")
     parser.add_argument(
@@ -53,15 +66,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli import UserError
+    from rollout_spec.corpus import check_corpus
     from rollout_spec.replay import TraceError, read_trace
-    from rollout_spec.simulate import Cluster, StepTimes, StepTimesError, requests_of
+    from rollout_spec.simulate import Cluster, StepTimes, StepTimesError, comes_back, requests_of
 
     for name in ("replicas", "max_num_seqs", "group_size", "limit_groups", "tail_rows"):
         value = getattr(args, name)
         numbers = value if isinstance(value, list) else [] if value is None else [value]
         if any(number < 1 for number in numbers):
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    configs = [_config(args, threshold) for threshold in ("off", *args.batch_thresholds)]
+    spec = spec_options(args.spec, REFUSED)
+    configs = [_config(args, spec, threshold) for threshold in ("off", *args.batch_thresholds)]
+    if spec.get("corpus"):
+        check_corpus(spec["corpus"])
     clusters = [
         Cluster(replicas, max_num_seqs, group_size, args.routing == "group")
         for replicas, max_num_seqs, group_size in itertools.product(
@@ -75,20 +92,24 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(str(error)) from error
     if not all(requests_of(lines, cluster.group_size) for cluster in clusters):
         raise UserError(f"{args.trace}: no token in any response")
+    if spec.get("history") and not comes_back(lines):
+        raise UserError(f"--spec history: no group of {args.trace} comes back in a later step")
     results = [_simulate(lines, cluster, configs, times, args) for cluster in clusters]
     if args.json:
-        print(json.dumps({"results": results}, indent=2, allow_nan=False))
+        print(json.dumps({"spec": spec, "results": results}, indent=2, allow_nan=False))
     else:
         _print_table(args.trace.name, results)
     return 0
 
 
-def _config(args: argparse.Namespace, threshold: str) -> SpecConfig:
+def _config(args: argparse.Namespace, spec: dict[str, Any], threshold: str) -> SpecConfig:
     if threshold == "off":
         return SpecConfig(method="off")
-    return SpecConfig(
-        batch_threshold=parse_threshold(threshold), num_speculative_tokens=args.num_speculative_tokens
-    )
+    fixed = {
+        "batch_threshold": parse_threshold(threshold),
+        "num_speculative_tokens": args.num_speculative_tokens,
+    }
+    return SpecConfig.from_mapping(spec | fixed)
 
 
 def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, args: argparse.Namespace) -> dict[str, Any]:
