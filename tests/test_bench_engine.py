@@ -11,6 +11,7 @@ import pytest
 
 from rollout_spec.bench_engine import Load, Method, Timeline, measure, random_prompts, step_times, summarise
 from rollout_spec.cli import main
+from rollout_spec.cli.inputs import default_dtype, device_arguments
 from rollout_spec.config import ConfigError
 
 
@@ -160,6 +161,25 @@ def test_bad_options_are_one_line(options: list[str], message: str, capsys: pyte
     assert main(["bench", "engine", *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("has_accelerator", [True, False])
+def test_plain_vllm_decides_where_there_is_an_accelerator(
+    has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """CUDA graphs and asynchronous scheduling are its defaults; a CPU gets a small engine without graphs."""
+    import torch
+    from vllm import EngineArgs
+
+    from rollout_spec.vllm_bench import _method_arguments
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
+    default = EngineArgs(model="model")
+    assert not default.enforce_eager and default.async_scheduling is not False
+    made = EngineArgs(model="model", **device_arguments(), **_method_arguments({"method": "off"}))
+    assert (made == default) == has_accelerator
+    assert made.enforce_eager != has_accelerator
+    assert default_dtype() == ("bfloat16" if has_accelerator else "float32")
 
 
 def test_the_plot_is_drawn(tmp_path: Path):
