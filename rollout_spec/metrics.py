@@ -28,6 +28,7 @@ class EngineCounters(_Counters):
     num_row_steps: int = 0  # decoding rows, summed over steps
     num_drafts: int = 0  # rows given at least one draft token
     num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # as the proposer sees it, bonus tokens excluded
     num_untracked_rows: int = 0  # decoding rows without a place in the index
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
@@ -101,17 +102,29 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
         }
         values |= _ratio("tokens_per_step", total.num_decoded_tokens, total.num_decode_steps)
         values |= _ratio("acceptance_rate", total.num_accepted_tokens, total.num_draft_tokens)
-        values |= _ratio("share_on", engine.num_steps_on, engine.num_steps)
-        values |= _ratio("draft_ms", engine.draft_seconds * 1e3, engine.num_steps)
-        values |= _ratio("budget", engine.num_draft_tokens, engine.num_steps_on)
-        values |= _ratio("achieved_gain", engine.gate_plain_seconds, engine.gate_seconds)
-        values |= _ratio("expected_gain", engine.gate_expected_plain_seconds, engine.gate_expected_seconds)
-        for reason in ("threshold", "cost", "guard", "probe"):
-            values |= _ratio(
-                f"share_off_{reason}", getattr(engine, f"num_steps_off_{reason}"), engine.num_steps
-            )
-        values["num_guard_stops"] = engine.num_guard_stops
+        values |= _engine_metrics(engine)
     return {PREFIX + name: float(value) for name, value in values.items()}
+
+
+def engine_summary(engine: EngineCounters) -> str:
+    """The same metrics of one engine's steps, in one line for its log."""
+    values = _ratio("acceptance_rate", engine.num_accepted_tokens, engine.num_draft_tokens)
+    values |= _engine_metrics(engine)
+    return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+
+
+def _engine_metrics(engine: EngineCounters) -> dict[str, float]:
+    """What the gate did."""
+    values = _ratio("share_on", engine.num_steps_on, engine.num_steps)
+    values |= _ratio("draft_ms", engine.draft_seconds * 1e3, engine.num_steps)
+    values |= _ratio("budget", engine.num_draft_tokens, engine.num_steps_on)
+    values |= _ratio("achieved_gain", engine.gate_plain_seconds, engine.gate_seconds)
+    values |= _ratio("expected_gain", engine.gate_expected_plain_seconds, engine.gate_expected_seconds)
+    for reason in ("threshold", "cost", "guard", "probe"):
+        num_steps_off = getattr(engine, f"num_steps_off_{reason}")
+        values |= _ratio(f"share_off_{reason}", num_steps_off, engine.num_steps)
+    values["num_guard_stops"] = engine.num_guard_stops
+    return values
 
 
 def _ratio(name: str, numerator: float, denominator: float) -> dict[str, float]:

@@ -15,11 +15,12 @@ from rollout_spec.corpus import open_corpus
 from rollout_spec.drafter import Drafter
 from rollout_spec.history import HistoryError
 from rollout_spec.index import NativeError
-from rollout_spec.metrics import EngineCounters
+from rollout_spec.metrics import EngineCounters, engine_summary
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 GROUP_KEY = "rollout_spec_group"  # in `SamplingParams.extra_args`
 CLASS_PATH = "rollout_spec.vllm_proposer.SuffixProposer"
+LOG_EVERY = 1000  # engine steps in which rows decoded
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -40,7 +41,9 @@ class SuffixProposer:
         self._drafter: Drafter | None = Drafter(self.config)
         self._runner: Any = None
         self._said: set[str] = set()
-        self._counters = EngineCounters()  # of steps in which the drafter could not count itself
+        # Not taken yet, and no longer the drafter's: of steps that failed, or were logged.
+        self._counters = EngineCounters()
+        self._is_first_rank = vllm_config.parallel_config.rank == 0
 
     def bind(self, runner: Any) -> None:
         """Give the proposer the model runner, whose batch names the rows' requests (see vllm_plugin)."""
@@ -84,7 +87,9 @@ class SuffixProposer:
         try:
             request_ids = self._follow_requests(self._drafter, sampled_token_ids)
             nums_new_tokens = np.fromiter(map(len, sampled_token_ids), np.int32, len(sampled_token_ids))
-            return self._drafter.step(request_ids, nums_new_tokens, token_ids_cpu, num_tokens_no_spec)
+            drafts = self._drafter.step(request_ids, nums_new_tokens, token_ids_cpu, num_tokens_no_spec)
+            self._log(self._drafter, nums_new_tokens)
+            return drafts
         except NativeError as error:  # the index is as it was before the step
             self._warn("step", f"this step goes without drafts: {error}")
         except Exception as error:
@@ -154,6 +159,16 @@ class SuffixProposer:
         if not isinstance(group, (str, int, type(None))):
             group = repr(group)  # whatever a caller sends, it must not cost the engine its drafter
         drafter.open(request_id, prompt, max_level, group)
+
+    def _log(self, drafter: Drafter, nums_new_tokens: npt.NDArray[np.int32]) -> None:
+        """Say every so often how drafting does, unless the counters are taken before (as with verl)."""
+        counters = drafter.counters
+        counters.num_accepted_tokens += int(np.maximum(nums_new_tokens - 1, 0).sum())
+        if counters.num_steps < LOG_EVERY:
+            return
+        self._counters.add(drafter.take_counters())
+        if self._is_first_rank:
+            logger.info("rollout_spec: the last %d steps: %s", counters.num_steps, engine_summary(counters))
 
     def _warn(self, kind: str, message: str) -> None:
         if kind in self._said:

@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport, rollout_metrics
+from rollout_spec.metrics import (
+    EngineCounters,
+    RequestCounters,
+    RolloutReport,
+    engine_summary,
+    rollout_metrics,
+)
 
 
 def test_the_metrics_of_two_servers_by_hand() -> None:
@@ -47,6 +53,19 @@ def test_the_metrics_of_two_servers_by_hand() -> None:
             "rollout/spec_share_off_probe": 0.05,
             "rollout/spec_num_guard_stops": 1,
         }
+    )
+
+
+def test_an_engines_line_by_hand() -> None:
+    engine = EngineCounters(
+        num_steps=1000, num_steps_on=800, num_draft_tokens=4000, num_accepted_tokens=3000, draft_seconds=0.25,
+        num_steps_off_cost=150, num_steps_off_probe=50, gate_seconds=4.0, gate_plain_seconds=5.0,
+        gate_expected_seconds=4.0, gate_expected_plain_seconds=6.0,
+    )  # fmt: skip
+    assert engine_summary(engine) == (
+        "acceptance_rate 0.75, share_on 0.8, draft_ms 0.25, budget 5, achieved_gain 1.25, expected_gain 1.5, "
+        "share_off_threshold 0, share_off_cost 0.15, share_off_guard 0, share_off_probe 0.05, "
+        "num_guard_stops 0"
     )
 
 

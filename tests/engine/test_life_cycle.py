@@ -202,6 +202,23 @@ def test_more_groups_than_the_limit(make_engine: Any) -> None:
     assert counters.num_failed_steps == 0
 
 
+def test_an_engine_logs_what_drafting_does(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout_spec import vllm_proposer
+
+    said: list[str] = []
+    monkeypatch.setattr(vllm_proposer, "LOG_EVERY", 10)
+    monkeypatch.setattr(vllm_proposer.logger, "info", lambda form, *values: said.append(form % values))
+    llm = make_engine({})
+    generate(llm)
+    # What was logged is still counted; each token is a row's own in a step, or an accepted one.
+    counters = proposer_of(llm).take_counters()
+    assert counters.num_row_steps + counters.num_accepted_tokens == len(PROMPTS) * LENGTH
+    assert 0 < counters.num_accepted_tokens <= counters.num_draft_tokens
+    lines = [line for line in said if "the last 10 steps: acceptance_rate" in line]
+    assert len(lines) == counters.num_steps // 10 > 0
+    assert all(", share_on 1, " in line for line in lines)
+
+
 def test_no_row_drafts_above_the_batch_threshold(make_engine: Any) -> None:
     llm = make_engine({"batch_threshold": 3})
     generate(llm)
