@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import pytest
 
-from rollout_spec.config import SpecConfig
 from rollout_spec.demo.data import make_data
 from rollout_spec.demo.model import make_model
 from rollout_spec.demo.processes import started
 from rollout_spec.demo.runner import METRICS_FILE, TRACE_FOLDER, environment
 from rollout_spec.history import History, group_key
 from rollout_spec.hydra_plugin import config_file
-from rollout_spec.replay import Rollout, read_trace, replay
+from rollout_spec.replay import Rollout, read_trace
 from tests.alternating_router import NUM_REQUESTS, AlternatingRouter
+from tests.text import tokens_per_step
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_STEPS = 2
@@ -181,23 +181,23 @@ def test_siblings_are_served_by_one_engine(run: Run) -> None:
 def test_siblings_together_draft_better(run: Run) -> None:
     """On the text that the engines made, with its groups split and whole: there nothing is chance.
 
-    In mode frequent, which has the text of its group only; mode sam learns from the other half as well.
-
     Between two steps of real sampling a difference of a few percent is; benchmarks/record/routing.md has it.
     """
-    split, whole = [], []
+    split: list[list[Rollout]] = [[] for _ in range(NUM_REPLICAS)]
+    whole: list[list[Rollout]] = [[] for _ in range(NUM_REPLICAS)]
+    homes: dict[str, int] = {}
     for parts in (*run.groups(APART), *run.groups(TOGETHER)):
         responses = [response for part in parts for response in part.responses]
         half = len(responses) // 2
         halves = (
             [responses[:half], responses[half:]] if len(parts) == 1 else [part.responses for part in parts]
         )
-        split += [dataclasses.replace(parts[0], responses=part) for part in halves]
-        whole.append(dataclasses.replace(parts[0], responses=responses))
+        for engine, part in zip(split, halves, strict=True):
+            engine.append(dataclasses.replace(parts[0], responses=part))
+        home = homes.setdefault(parts[0].group, len(homes))
+        whole[home].append(dataclasses.replace(parts[0], responses=responses))
+    replayed_apart, replayed_together = tokens_per_step(split), tokens_per_step(whole)
     apart, together = run.tokens_per_step(APART), run.tokens_per_step(TOGETHER)
-    replayed_apart, replayed_together = (
-        replay(trace, SpecConfig(mode="frequent")).tokens_per_step for trace in (split, whole)
-    )
     accepted_apart, accepted_together = run.acceptance_rate(APART), run.acceptance_rate(TOGETHER)
     imbalance = [run.metrics[step]["rollout/spec_load_imbalance"] for step in range(1, NUM_STEPS + 1)]
     print(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,9 @@ from verl.workers.rollout import router as verls
 
 from rollout_spec import verl_router
 from rollout_spec.hydra_plugin import config_file
+from rollout_spec.replay import Rollout
 from rollout_spec.verl_router import GroupRouter
+from tests.text import tokens_per_step
 
 
 def make(num_servers: int = 2, max_imbalance: Any = 16) -> GroupRouter:
@@ -55,6 +59,34 @@ def test_interleaved_siblings_go_together() -> None:
             placed[prompt].add(router.acquire_server(f"{prompt}-{i}", prompt_ids=[prompt])[0])
     assert [len(servers) for servers in placed.values()] == [1, 1]
     assert placed[0] != placed[1]
+
+
+def test_siblings_together_draft_better() -> None:
+    """In the default mode, with a drafter per server, on text whose wording is its prompt's own."""
+    lines = [wording(prompt) for prompt in range(6)]
+    apart = tokens_per_step(served(lines, verls.GlobalRequestLoadBalancer({"s0": 0, "s1": 1})))
+    assert tokens_per_step(served(lines, make(num_servers=2))) > 1.05 * apart
+
+
+def wording(prompt: int, num_samples: int = 8, num_words: int = 150) -> Rollout:
+    rng = np.random.default_rng(prompt)
+    words = rng.integers(0, 5_000, (40, 4)).astype(np.int32)
+    said = [words[np.minimum(rng.zipf(1.3, num_words), 40) - 1].reshape(-1) for _ in range(num_samples)]
+    return Rollout(str(prompt), None, np.array([prompt, 7], np.int32), said)
+
+
+def served(lines: list[Rollout], router: Any) -> list[list[Rollout]]:
+    """What every server gets of the lines' samples, which arrive in turn."""
+    parts: dict[str, list[list[Any]]] = {server: [[] for _ in lines] for server in router.get_all_servers()}
+    for sample in range(len(lines[0].responses)):
+        for prompt, line in enumerate(lines):
+            extra = dict.fromkeys(router.require_acquire_fields(), line.prompt_token_ids)
+            server, _ = router.acquire_server(f"{prompt}-{sample}", **extra)
+            parts[server][prompt].append(line.responses[sample])
+    return [
+        [dataclasses.replace(line, responses=own) for line, own in zip(lines, owns, strict=True) if own]
+        for owns in parts.values()
+    ]
 
 
 def test_a_group_larger_than_the_limit_splits_into_large_parts() -> None:

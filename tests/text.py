@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.replay import Rollout, replay
 
 
 def speak(rng, length, num_words=400, alphabet=300):
@@ -10,3 +15,9 @@ def speak(rng, length, num_words=400, alphabet=300):
     words = np.random.default_rng(5).integers(0, alphabet, (num_words, 4))
     chosen = words[np.minimum(rng.zipf(1.3, length), num_words) - 1]
     return chosen.reshape(-1)[:length].astype(np.int32)
+
+
+def tokens_per_step(engines: Iterable[Sequence[Rollout]]) -> float:
+    """Of what each engine has served, replayed by a drafter of its own with the default options."""
+    results = [replay(lines, SpecConfig()) for lines in engines]
+    return sum(r.num_decoded_tokens for r in results) / sum(r.num_steps for r in results)
