@@ -217,6 +217,13 @@ def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Re
     return responses
 
 
+def device_name() -> str:
+    """Of what vLLM runs on here."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name())
+
+
 def _counters(output: Any) -> RequestCounters:
     """What our scheduler counted of a request."""
     return RequestCounters(**output.kv_transfer_params[COUNTERS_KEY])

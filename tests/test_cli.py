@@ -379,7 +379,13 @@ def test_ctrl_c_ends_the_demo_and_all_it_started(tmp_path):
     train_file = tmp_path / "train.parquet"
     train_file.touch()
     arguments = ("demo", "--output", tmp_path / "demo", "--model", tmp_path, "--train-file", train_file)
-    process = subprocess.Popen([*COMMAND, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+        # As in a terminal: what a shell's background job starts, as these tests may be, ignores it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 60
     while not processes.descendants(process.pid):
         assert time.monotonic() < deadline

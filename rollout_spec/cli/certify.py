@@ -121,13 +121,13 @@ def _record(
 
 def _environment() -> dict[str, Any]:
     import torch
-    from vllm.platforms import current_platform
 
     from rollout_spec.bench_drafters import environment
+    from rollout_spec.vllm_certify import device_name
 
     return environment() | {
         "torch": torch.__version__,
-        "device": current_platform.get_device_name(),
+        "device": device_name(),
         "num_cores": len(os.sched_getaffinity(0)),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
