@@ -108,7 +108,7 @@ class AutoGate:
     A guard stands beside the model: where the steps with drafts took longer than plain ones would have for
     the same tokens, a window of plain steps tells whether the whole engine has become slower; if it has not,
     drafting pauses. Now and then, and the first time, it looks without a suspicion: what is known of plain
-    steps may be too high, as after a cold start.
+    steps may be too high, as after a cold start, and drafting pauses where the window says so.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class AutoGate:
         # likewise: draft tokens promised to be accepted, and accepted
         self._num_promised = self._num_accepted = PRIOR_TOKENS
         self._guard: list[tuple[float, float]] = []  # (seconds, seconds of plain steps) with drafts
-        self._suspicion: tuple[float, float] | None = None  # their sums, where they say that drafting loses
+        self._suspicion: tuple[float, float] | None = None  # their sums, while a window judges them
         self._window: list[float] = []  # the plain steps since: seconds over those expected
         self._window_left = 0  # steps that it lasts at most
         self._num_judged = 0
@@ -273,12 +273,12 @@ class AutoGate:
         self._guard.clear()
         self._num_judged += 1
         # Where hardly a step can be compared, a window must end all the same.
-        self._window_left = 4 * GUARD_WINDOW
+        self._window_left = 4 * GUARD_WINDOW + 1  # the step that opens it is none of its own
         if taken <= plain * (1.0 + GUARD_LOSS):
             self._pause_steps = MIN_PAUSE
             if self._num_judged % GUARD_EVERY != 1:
                 return
-            self._window_left = GUARD_WINDOW
+            self._window_left = GUARD_WINDOW + 1
         self._suspicion = taken, plain
         self._window.clear()
 
@@ -290,7 +290,8 @@ class AutoGate:
             return False
         taken, plain = self._suspicion
         self._suspicion = None
-        slowdown = float(np.median(self._window)) if self._window else 1.0
+        # A step or two could be the fast ones.
+        slowdown = float(np.median(self._window)) if 2 * len(self._window) >= GUARD_WINDOW else 1.0
         if taken > slowdown * plain * (1.0 + GUARD_LOSS):
             self._pause = self._pause_steps
             self._pause_rows = self._last.num_rows if self._last else 0

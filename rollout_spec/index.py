@@ -162,9 +162,8 @@ class SuffixIndex:
         self._error = ffi.new("rs_error *")
         self._batch = ffi.new("rs_batch *")
         self._id = ffi.new("int32_t *")
-        self._matrix: Int32Array | None = (
-            None  # of the latest step, whose place the batch has; held: so it stays there
-        )
+        # Of the latest step: the batch has its place, and it stays there for being held.
+        self._matrix: Int32Array | None = None
         if mode not in _MODES:
             raise InvalidArgument(f"mode={mode!r}: must be one of {', '.join(_MODES)}")
         if not 0 <= max_bytes < 2**64:

@@ -74,7 +74,7 @@ def shortfall(
         token_ids: int64 [n]; the other arguments as in `keyed_sample`.
 
     Returns:
-        float32 [n]; inf for a token of probability 0.
+        float32 [n]; inf for a token of probability 0 in a block with any that is more, NaN in one without.
     """
     blocks, drawn = split_blocks(logits), _drawn(keys, positions, logits.shape[-1])
     peaks = block_peaks(*blocks)

@@ -35,7 +35,7 @@ class EngineCounters(_Counters):
     # Steps without drafts, by what decided so
     num_steps_off_threshold: int = 0  # more rows than batch_threshold
     num_steps_off_cost: int = 0  # no draft was worth its cost
-    num_steps_off_guard: int = 0  # a pause after drafting had lost
+    num_steps_off_guard: int = 0  # to compare with plain steps, or a pause after a loss
     num_steps_off_probe: int = 0  # to measure a step without drafts
     num_guard_stops: int = 0
     # Over the steps with drafts that the automatic gate could compare

@@ -3,12 +3,13 @@
 The bits are SplitMix64's (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014;
 the generator of Java's SplittableRandom), whose i-th output is a mix of seed + i x gamma and needs none of
 those before. The request's key seeds one whose outputs, one for each position, seed those that the words of
-a row come from. It passes TestU01's BigCrush, and takes a quarter of the tensor operations of a Philox,
-each of which is a launch on an accelerator.
+a row come from. SplitMix64 passes TestU01's BigCrush; what dieharder says of these words is in
+benchmarks/record/noise.md. It takes a quarter of the tensor operations of a Philox, each of which is a launch
+on an accelerator.
 
 Words are int64 and every device gives the same bits: sums and products are meant to wrap, and `check` says
 whether a device's arithmetic does. Operations, views and copies apart, all of which torch_npu has: add,
-arange, bitwise_and, bitwise_xor, clamp, log1p, mul, neg, rshift.
+arange, bitwise_and, bitwise_xor, clamp, log1p, mul, neg, rshift, sub.
 """
 
 from __future__ import annotations
@@ -89,6 +90,6 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, num: int) -> torch.
     Values are finite and positive, from 2**-33 to 16.6; the small ones, which win races, are the finest: one
     word's 2**-32 apart.
     """
-    # Half a word more than 0, of 2**32; the product is float32 and exact.
-    minus_uniform = (random_words(keys, positions, num) * -(2.0**-32)).sub_(2.0**-33)
+    words = random_words(keys, positions, num).to(torch.float32)
+    minus_uniform = words.mul_(-(2.0**-32)).sub_(2.0**-33)  # half a word more than 0, of 2**32
     return minus_uniform.clamp_(min=-_LARGEST_UNIFORM).log1p_().neg_()

@@ -100,7 +100,8 @@ def _series(
             lines.setdefault(seen[setting], []).append(result)
             seen[setting] += 1
         for series, line in zip(lines.values(), cycle(("-", "--", "-.", ":")), strict=False):
-            label = method if len(lines) == 1 else f"{method} {series[0]['min_token_prob']:g}"
+            price = series[0]["min_token_prob"]
+            label = method if len(lines) == 1 or price is None else f"{method} {price:g}"
             yield {"color": colours[method], "linestyle": line, "label": label}, series
 
 

@@ -1,9 +1,10 @@
 """Lossless verification of draft tokens, vectorised in plain torch, without a kernel of its own.
 
-There is no loop over positions, and none over requests but over those with a generator of their own, which
-can draw for no other. What would take as much memory as the logits goes in chunks of rows as large as
+No loop over positions or requests but over those with a generator of their own, which can draw for no
+other. What would take as much memory as the logits goes in chunks of rows as large as
 `blocks.rows_at_a_time` has them: of 2**20 values on a CPU, whose cache holds that, 6 rows of a vocabulary
-of 152 k and 32 of one of 32 k, or half as many where two values a token are held; elsewhere 16 times that.
+of 152 k and 32 of one of 32 k, or half as many where two values a token are held, and down to one in
+`sample_recovered_tokens`, which holds more; elsewhere 16 times that.
 
 Two methods. *Coupled* (`coupled_sample`) draws the target's own token at every position with noise that is a
 function of the request and the position, and keeps the draft as far as it is the same: what comes out does

@@ -377,7 +377,7 @@ def tolerance(plan: Plan, logits: torch.Tensor, temperature: float) -> float:
     if plan.fixed_tolerance is not None:
         return plan.fixed_tolerance
     epsilon = torch.finfo(getattr(torch, plan.dtype)).eps
-    return 2 * epsilon * float(logits.abs().max()) / (temperature or 1.0)
+    return 2 * epsilon * float(logits[logits.isfinite()].abs().max()) / (temperature or 1.0)
 
 
 def explain(
@@ -397,8 +397,7 @@ def explain(
 
     Returns:
         The largest of their shortfalls (`keyed.shortfall`) in units of logit / temperature + noise; for a
-        token that top-k or top-p excludes, the distance to that boundary in logits / temperature or
-        probability.
+        token that top-k or top-p excludes, by how many logits / temperature it misses that boundary.
     """
     if min(token_ids) < 0:
         return math.inf
@@ -424,9 +423,11 @@ def _boundaries(logits: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.T
     if top_k > 0:
         distances[order] = (sorted_logits[min(top_k, len(logits)) - 1] - sorted_logits).clamp(min=0)
         sorted_logits = torch.where(distances[order] > 0, -torch.inf, sorted_logits)
-    before = sorted_logits.softmax(0).cumsum(0) - sorted_logits.softmax(0)
-    beyond = torch.empty_like(distances)
-    beyond[order] = (before - top_p).clamp(min=0)
+    beyond = torch.zeros_like(distances)
+    if top_p < 1.0:
+        before = sorted_logits.softmax(0).cumsum(0) - sorted_logits.softmax(0)
+        # Lower by so much, the logits of the tokens before it would have left it.
+        beyond[order] = (torch.logit(before.clamp(0, 1)) - math.log(top_p / (1.0 - top_p))).clamp(min=0)
     return (distances == 0) & (beyond == 0), torch.maximum(distances, beyond)
 
 

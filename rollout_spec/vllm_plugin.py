@@ -93,6 +93,6 @@ def _check(vllm_config: Any) -> None:
     config = engine_options(vllm_config)
     if config is None:
         return
-    refuse_unsupported(vllm_config, config)
     if config.enabled and config.corpus:
         check_corpus(config.corpus)
+    refuse_unsupported(vllm_config, config)

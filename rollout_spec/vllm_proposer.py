@@ -43,7 +43,8 @@ class SuffixProposer:
         self._said: set[str] = set()
         # Not taken yet, and no longer the drafter's: of steps that failed, or were logged.
         self._counters = EngineCounters()
-        self._is_first_rank = vllm_config.parallel_config.rank == 0
+        parallel = vllm_config.parallel_config  # with pipeline parallelism the last stage drafts
+        self._is_first_rank = parallel.rank % parallel.tensor_parallel_size == 0
 
     def bind(self, runner: Any) -> None:
         """Give the proposer the model runner, whose batch names the rows' requests (see vllm_plugin)."""

@@ -120,7 +120,7 @@ def key_of_name(name: Any) -> int:
 def with_numbered_key(params: Any, index: int) -> Any:
     """The sampling parameters of one of a request's n samples: its key is [the request's key, its number]."""
     extra_args = params.extra_args or {}
-    if KEY not in extra_args:
+    if extra_args.get(KEY) is None:
         return params
     params = copy.copy(params)  # vLLM hands the same one to all samples
     params.extra_args = {**extra_args, KEY: [extra_args[KEY], index]}

@@ -312,6 +312,12 @@ def test_a_price_that_follows_the_history_is_one_curve(lines, tmp_path, monkeypa
     assert [(line.get_label(), len(line.get_xydata())) for line in curves] == [("earliest", 2), ("sam", 2)]
 
 
+def test_traces_of_one_name_are_drawn(lines, tmp_path, monkeypatch):
+    found = measure(lines, ["off", "earliest"], [4], [0])
+    axes = drawn([{"trace": "rollouts-0.jsonl", **result} for result in found * 2], tmp_path, monkeypatch)
+    assert len(axes["position in the response", "acceptance rate, K = 4"].lines) == 2
+
+
 def test_one_size_of_the_history_is_no_curve(lines, tmp_path, monkeypatch):
     found = measure(lines, ["sam"], [4], [8])
     axes = drawn([{"trace": "t", **result} for result in found], tmp_path, monkeypatch)

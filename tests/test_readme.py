@@ -115,12 +115,14 @@ def test_links_inside_the_repository_lead_somewhere():
         assert (ROOT / target).exists(), target
 
 
-if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
-
-
 def test_every_option_of_certify_is_explained():
+    section = README.read_text().split("Are the tokens really the same")[1].split("What would other")[0]
     parser = argparse.ArgumentParser(add_help=False)
     certify.add_arguments(parser)
     for action in parser._actions:
-        assert f"`{action.option_strings[0]}" in README.read_text()
+        if action.option_strings != ["--json"]:  # every command has it
+            assert f"`{action.option_strings[0]}" in section, action
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text()))

@@ -239,7 +239,7 @@ def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:
     )
     distance = float(logprobs[order[3]] - logprobs[order[4]]) / 0.5
     assert explain(logprobs, 0.5, 4, 1.0, 7, 3, [inside, order[4]]) == pytest.approx(distance, rel=1e-4)
-    # The first token that top_p=0.5 excludes: what those before it have beyond it.
+    # The first token that top_p=0.5 excludes: by as much lower, the logits before it have half of the whole.
     ahead = logprobs.exp()[order].cumsum(0)
     excluded = int((ahead < 0.5).sum()) + 1
     assert 1 < excluded < 20
@@ -247,10 +247,10 @@ def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:
     nucleus[order[:excluded]] = logprobs[order[:excluded]]
     inside = int(keyed_sample(nucleus[None], torch.tensor([7]), torch.tensor([3])))
     assert explain(logprobs, 1.0, 0, 0.5, 7, 3, [inside, inside]) == 0
-    distance = float(ahead[excluded - 1]) - 0.5
-    assert explain(logprobs, 1.0, 0, 0.5, 7, 3, [inside, order[excluded]]) == pytest.approx(
-        distance, rel=1e-4
-    )
+    distance = explain(logprobs, 1.0, 0, 0.5, 7, 3, [inside, order[excluded]])
+    lower = logprobs.clone()
+    lower[order[:excluded]] -= distance
+    assert float(lower.softmax(0)[order[:excluded]].sum()) == pytest.approx(0.5, rel=1e-4)
 
 
 def test_the_tolerance_is_the_plans_or_the_dtypes() -> None:
@@ -259,6 +259,7 @@ def test_the_tolerance_is_the_plans_or_the_dtypes() -> None:
     logits = torch.tensor([3.0, -16.0, 0.5])
     of = lambda temperature, **plan: tolerance(Plan("", [], **plan), logits, temperature)  # noqa: E731
     assert of(1.0) == of(0.25) == 1e-4
+    logits[2] = -torch.inf  # a token that the model never says
     assert of(1.0, dtype="bfloat16") == of(0.0, dtype="bfloat16") == 2 * 16 * 2**-7
     assert of(0.5, dtype="float16") == 2 * 2 * 16 * 2**-10
     assert of(0.5, dtype="bfloat16", tolerance=0.01) == of(1.0, tolerance=0.01) == 0.01
