@@ -216,8 +216,8 @@ def test_counts_are_by_temperature_and_of_what_was_tested() -> None:
 
 
 def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:
+    from rollout_spec.certify_numerics import explain
     from rollout_spec.keyed import keyed_sample
-    from rollout_spec.vllm_certify import explain
 
     logprobs = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)).mul(2).log_softmax(0)
     order = logprobs.argsort(descending=True).tolist()
@@ -268,7 +268,7 @@ def test_the_tolerance_is_the_plans_or_the_dtypes() -> None:
 def test_the_chi_square_test_is_scipys() -> None:
     from scipy.stats import chi2_contingency  # type: ignore[import-untyped]
 
-    from rollout_spec.vllm_certify import _chi_square
+    from rollout_spec.certify_numerics import _chi_square
 
     for rows in ([[300, 500], [450, 350]], [[30, 50, 20], [45, 40, 15]], [[90, 20, 7, 3], [60, 30, 20, 10]]):
         table = np.array(rows)
@@ -278,7 +278,8 @@ def test_the_chi_square_test_is_scipys() -> None:
 
 def test_what_a_thousand_samples_find() -> None:
     """A temperature 30 % off, not one 10 % off; of Zipf's law here, DESIGN.md has the demo's policy."""
-    from rollout_spec.vllm_certify import DISTRIBUTION_TOKENS, FALSE_ALARM_RATE, p_values
+    from rollout_spec.certify_numerics import FALSE_ALARM_RATE, p_values
+    from rollout_spec.vllm_certify import DISTRIBUTION_TOKENS
 
     rng, logits = np.random.default_rng(0), -np.log(np.arange(1, 201))
 
