@@ -3,21 +3,26 @@
 #include <stdbool.h>
 #include <string.h>
 
-enum { FIRST_NUM_SLOTS = 1 << 10, BUDGET_SHARE = 8, SPLITS_PER_LESSON = 8 };
+enum { LEAST_BUCKETS = 1 << 8, FIRST_BUCKETS = 1 << 12, BUDGET_SHARE = 8, SPLITS_PER_LESSON = 8 };
+
+static bool fits(const rs_memory *memory, uint64_t num_buckets) {
+    return memory->max_bytes == 0 || num_buckets * sizeof(rs_context_bucket) <= memory->max_bytes / BUDGET_SHARE;
+}
 
 rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
     memset(contexts, 0, sizeof *contexts);
-    rs_status status = rs_resize(memory, (void **)&contexts->slots, &contexts->num_slots, FIRST_NUM_SLOTS,
-                                 sizeof *contexts->slots);
+    uint32_t num_buckets = fits(memory, FIRST_BUCKETS) ? FIRST_BUCKETS : LEAST_BUCKETS;
+    rs_status status = rs_resize(memory, (void **)&contexts->buckets, &contexts->capacity, num_buckets,
+                                 sizeof *contexts->buckets);
     if (status == RS_OK) {
-        memset(contexts->slots, 0, FIRST_NUM_SLOTS * sizeof *contexts->slots);
-        contexts->num_buckets = FIRST_NUM_SLOTS / RS_CONTEXT_WAYS;
+        memset(contexts->buckets, 0, num_buckets * sizeof *contexts->buckets);
+        contexts->num_buckets = num_buckets;
     }
     return status;
 }
 
 void rs_contexts_free(rs_contexts *contexts, rs_memory *memory) {
-    rs_resize(memory, (void **)&contexts->slots, &contexts->num_slots, 0, sizeof *contexts->slots);
+    rs_resize(memory, (void **)&contexts->buckets, &contexts->capacity, 0, sizeof *contexts->buckets);
     contexts->num_buckets = contexts->num_used = 0;
 }
 
@@ -56,87 +61,72 @@ void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, 
     }
 }
 
-/* The slot to give to a new context: a free one, or else the least confident. */
-static rs_context_slot *weakest(rs_context_slot *bucket) {
-    rs_context_slot *found = bucket;
-    for (int way = 0; way < RS_CONTEXT_WAYS; way++) {
-        if ((bucket[way].tag & RS_MAX_CONFIDENCE) < (found->tag & RS_MAX_CONFIDENCE)) {
-            found = bucket + way;
-        }
-    }
-    return found;
-}
-
 /* Without a branch: those of learning could not be foreseen. */
 static uint32_t choose(bool condition, uint32_t one, uint32_t other) {
     return other ^ ((one ^ other) & (0U - (uint32_t)condition));
 }
 
-/* Half a bucket, in one of the vectors that gcc and clang have for every machine: tag, token, tag, token. */
-typedef int32_t lanes __attribute__((vector_size(2 * sizeof(rs_context_slot)), aligned(sizeof(int32_t)), may_alias));
+/* One of the vectors that gcc and clang have for every machine. */
+typedef int32_t lanes __attribute__((vector_size(RS_CONTEXT_WAYS * sizeof(int32_t)), may_alias));
 
-/* In the tags' lanes: the number of the way, plus RS_CONTEXT_WAYS times the confidence + 1 if it is not the tag's. */
-static lanes ranks(lanes slots, uint32_t tag, int32_t first_way) {
-    const lanes ways = {first_way, 0, first_way + 1, 0};
-    lanes others = (slots & ~RS_MAX_CONFIDENCE) != (int32_t)tag;
-    return (((slots & RS_MAX_CONFIDENCE) + 1) & others) * RS_CONTEXT_WAYS + ways;
-}
-
-/* The context's slot in its bucket, or the weakest; *confidence is 0 then. */
-static rs_context_slot *find_or_take(rs_context_slot *bucket, uint32_t tag, uint32_t *confidence) {
-    const lanes *halves = (const lanes *)bucket;
-    lanes low = ranks(halves[0], tag, 0);
-    lanes high = ranks(halves[1], tag, 2);
-    lanes lower = low < high;
-    lanes both = (low & lower) | (high & ~lower);
-    uint32_t least = (uint32_t)(both[0] < both[2] ? both[0] : both[2]);
-    rs_context_slot *slot = bucket + least % RS_CONTEXT_WAYS;
-    *confidence = choose(least < RS_CONTEXT_WAYS, slot->tag & RS_MAX_CONFIDENCE, 0);
-    return slot;
+/* The slots' ranks: the number of the way, plus RS_CONTEXT_WAYS times the confidence + 1 if it is not the tag's. The
+ * least is the context's slot, or the one to give to it: a free one, or else the least confident. */
+static uint32_t least_rank(const rs_context_bucket *bucket, uint32_t tag) {
+    const lanes ways = {0, 1, 2, 3};
+    lanes tags;
+    memcpy(&tags, bucket->tags, sizeof tags);
+    lanes others = (tags & ~RS_MAX_CONFIDENCE) != (int32_t)tag;
+    lanes ranks = (((tags & RS_MAX_CONFIDENCE) * RS_CONTEXT_WAYS + RS_CONTEXT_WAYS) & others) | ways;
+    int32_t low = ranks[0] < ranks[1] ? ranks[0] : ranks[1];
+    int32_t high = ranks[2] < ranks[3] ? ranks[2] : ranks[3];
+    return (uint32_t)(low < high ? low : high);
 }
 
 /* A successor that comes again is believed more, one that does not half as much, and gives way in the end. */
 static void learn_in(rs_contexts *contexts, uint32_t tag, int32_t token) {
-    uint32_t confidence;
-    rs_context_slot *slot = find_or_take(rs_context_bucket(contexts, tag), tag, &confidence);
-    contexts->num_used += slot->tag == 0;
+    rs_context_bucket *bucket = rs_context_bucket_of(contexts, tag);
+    uint32_t rank = least_rank(bucket, tag);
+    uint32_t way = rank % RS_CONTEXT_WAYS;
+    uint32_t old = bucket->tags[way];
+    contexts->num_used += old == 0;
+    uint32_t confidence = choose(rank < RS_CONTEXT_WAYS, old & RS_MAX_CONFIDENCE, 0);
     uint32_t grown = confidence + (confidence < RS_MAX_CONFIDENCE);
-    uint32_t shrunk = choose(confidence > 1, confidence / 2, 1);
-    slot->tag = tag | choose(slot->token == token, grown, shrunk);
-    slot->token = (int32_t)choose(confidence > 1, (uint32_t)slot->token, (uint32_t)token);
+    uint32_t shrunk = confidence / 2 | (confidence < 2);
+    bucket->tags[way] = tag | choose(bucket->tokens[way] == token, grown, shrunk);
+    bucket->tokens[way] = (int32_t)choose(confidence > 1, (uint32_t)bucket->tokens[way], (uint32_t)token);
 }
 
-static void double_slots(rs_contexts *contexts, rs_memory *memory) {
-    uint64_t num_slots = 2 * (uint64_t)contexts->num_slots;
-    bool fits = memory->max_bytes == 0 ||
-                num_slots * sizeof *contexts->slots <= memory->max_bytes / BUDGET_SHARE;
-    if (fits && num_slots <= RS_MAX_CONTEXT_SLOTS) {
+static void double_capacity(rs_contexts *contexts, rs_memory *memory) {
+    uint64_t capacity = 2 * (uint64_t)contexts->capacity;
+    if (fits(memory, capacity) && capacity <= RS_MAX_CONTEXT_BUCKETS) {
         /* Where there is no memory for it, the table stays as it is. */
-        rs_resize(memory, (void **)&contexts->slots, &contexts->num_slots, num_slots, sizeof *contexts->slots);
+        rs_resize(memory, (void **)&contexts->buckets, &contexts->capacity, capacity, sizeof *contexts->buckets);
     }
 }
 
 /* Take one bucket more into use and move to it what belongs there. */
 static void split_bucket(rs_contexts *contexts) {
-    uint32_t half = contexts->num_slots / 2;
-    rs_context_slot *added = contexts->slots + contexts->num_buckets * RS_CONTEXT_WAYS;
-    rs_context_slot kept[RS_CONTEXT_WAYS];
-    memcpy(kept, added - half, sizeof kept);
-    memset(added - half, 0, sizeof kept);
-    memset(added, 0, sizeof kept);
+    rs_context_bucket *added = contexts->buckets + contexts->num_buckets;
+    rs_context_bucket *parent = added - contexts->capacity / 2;
+    const rs_context_bucket kept = *parent;
+    memset(parent, 0, sizeof *parent);
+    memset(added, 0, sizeof *added);
     contexts->num_buckets++;
-    for (int way = 0; way < RS_CONTEXT_WAYS && kept[way].tag != 0; way++) {
-        *weakest(rs_context_bucket(contexts, kept[way].tag)) = kept[way]; /* free: there is room for all in each */
+    for (int way = 0; way < RS_CONTEXT_WAYS && kept.tags[way] != 0; way++) {
+        rs_context_bucket *bucket = rs_context_bucket_of(contexts, kept.tags[way]);
+        int free_way = rs_context_find(bucket, 0); /* there is room for all in each */
+        bucket->tags[free_way] = kept.tags[way];
+        bucket->tokens[free_way] = kept.tokens[way];
     }
 }
 
 static void grow(rs_contexts *contexts, rs_memory *memory) {
-    uint32_t num_buckets = contexts->num_slots / RS_CONTEXT_WAYS;
-    for (int i = 0; i < SPLITS_PER_LESSON && contexts->num_buckets < num_buckets; i++) {
+    for (int i = 0; i < SPLITS_PER_LESSON && contexts->num_buckets < contexts->capacity; i++) {
         split_bucket(contexts);
     }
-    if (contexts->num_buckets == num_buckets && contexts->num_used >= contexts->num_slots / 8 * 7) {
-        double_slots(contexts, memory);
+    uint64_t num_slots = (uint64_t)contexts->num_buckets * RS_CONTEXT_WAYS;
+    if (contexts->num_buckets == contexts->capacity && contexts->num_used >= num_slots / 8 * 7) {
+        double_capacity(contexts, memory);
     }
 }
 
@@ -152,12 +142,15 @@ void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const rs_lesson
 const char *rs_contexts_check(const rs_contexts *contexts) {
     uint32_t num_used = 0;
     for (uint32_t i = 0; i < contexts->num_buckets * RS_CONTEXT_WAYS; i++) {
-        const rs_context_slot *slot = contexts->slots + i;
-        if (slot->tag == 0) {
+        const rs_context_bucket *bucket = contexts->buckets + i / RS_CONTEXT_WAYS;
+        int way = (int)(i % RS_CONTEXT_WAYS);
+        uint32_t tag = bucket->tags[way];
+        if (tag == 0) {
             continue;
         }
         num_used++;
-        if ((slot->tag & RS_MAX_CONFIDENCE) == 0 || slot->token < 0 || rs_context_find(rs_context_bucket(contexts, slot->tag), slot->tag) != slot) {
+        if ((tag & RS_MAX_CONFIDENCE) == 0 || bucket->tokens[way] < 0 ||
+            rs_context_bucket_of(contexts, tag) != bucket || rs_context_find(bucket, tag) != way) {
             return "contexts: a slot that is neither free nor in its place";
         }
     }

@@ -14,16 +14,16 @@ enum {
     RS_NUM_CONTEXTS = 6,    /* the last 1, 2, 3, 6 tokens of any text; the last 2, 1 of this sequence */
     RS_LONGEST_CONTEXT = 6, /* tokens */
     RS_MAX_CONFIDENCE = 15,
-    RS_CONTEXT_WAYS = 4, /* slots in which a context may be: a bucket */
-    RS_MAX_CONTEXT_SLOTS = 1 << 22
+    RS_CONTEXT_WAYS = 4, /* slots of a bucket */
+    RS_MAX_CONTEXT_BUCKETS = 1 << 20
 };
 
-/* tag: the upper 28 bits identify the context and are not 0, the lower 4 are the confidence, >= 1. A free slot is
- * all zeros. */
+/* The slots in which a context may be. Of a tag the upper 28 bits identify the context and are not 0, the lower 4 are
+ * the confidence, >= 1. A free slot is all zeros. */
 typedef struct {
-    uint32_t tag;
-    int32_t token;
-} rs_context_slot;
+    uint32_t tags[RS_CONTEXT_WAYS];
+    int32_t tokens[RS_CONTEXT_WAYS];
+} rs_context_bucket;
 
 /* The end of a text. */
 typedef struct {
@@ -37,12 +37,12 @@ typedef struct {
     int32_t token;
 } rs_lesson;
 
-/* When the slots double, buckets are split off one by one, a few with every lesson (linear hashing, Litwin 1980),
+/* When the capacity doubles, buckets are split off one by one, a few with every lesson (linear hashing, Litwin 1980),
  * so that no step waits for all of them. */
 typedef struct {
-    rs_context_slot *slots;
-    uint32_t num_slots;   /* a power of two, or 0 */
-    uint32_t num_buckets; /* in use, of num_slots / RS_CONTEXT_WAYS */
+    rs_context_bucket *buckets;
+    uint32_t capacity;    /* buckets, a power of two, or 0 */
+    uint32_t num_buckets; /* in use */
     uint32_t num_used;    /* slots */
 } rs_contexts;
 
@@ -55,38 +55,37 @@ void rs_recent_push(rs_recent *recent, int32_t token);
  * own_salt does the same for the own contexts. */
 void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, uint32_t tags[RS_NUM_CONTEXTS]);
 
-/* Twice the slots when most are used, at most an eighth of the byte budget; where there is no memory for
+/* Twice the buckets when most slots are used, at most an eighth of the byte budget; where there is no memory for
  * it, the table stays as it is. */
 void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const rs_lesson *lesson);
 
-/* The RS_CONTEXT_WAYS slots for this tag. */
-static inline rs_context_slot *rs_context_bucket(const rs_contexts *contexts, uint32_t tag) {
-    uint32_t mask = contexts->num_slots / RS_CONTEXT_WAYS - 1;
+/* The bucket for this tag. */
+static inline rs_context_bucket *rs_context_bucket_of(const rs_contexts *contexts, uint32_t tag) {
+    uint32_t mask = contexts->capacity - 1;
     uint32_t bucket = (tag >> 4) & mask;
     /* A bucket that is not split off yet is still part of the one in the lower half. */
     bucket &= bucket < contexts->num_buckets ? mask : mask >> 1;
-    return contexts->slots + bucket * RS_CONTEXT_WAYS;
+    return contexts->buckets + bucket;
 }
 
-/* The slots for each tag, on their way from memory. gcc takes a function that only prefetches for one without effect
+/* The bucket for each tag, on its way from memory. gcc takes a function that only prefetches for one without effect
  * and drops the calls that it does not inline. */
 __attribute__((always_inline)) static inline void rs_contexts_fetch(const rs_contexts *contexts,
                                                                     const uint32_t tags[RS_NUM_CONTEXTS],
-                                                                    rs_context_slot *buckets[RS_NUM_CONTEXTS]) {
+                                                                    rs_context_bucket *buckets[RS_NUM_CONTEXTS]) {
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
-        buckets[i] = rs_context_bucket(contexts, tags[i]);
+        buckets[i] = rs_context_bucket_of(contexts, tags[i]);
         __builtin_prefetch(buckets[i]);
     }
 }
 
-/* The context's slot in its bucket, NULL: it has none. */
-static inline rs_context_slot *rs_context_find(rs_context_slot *bucket, uint32_t tag) {
-    for (int way = 0; way < RS_CONTEXT_WAYS; way++) {
-        if (((bucket[way].tag ^ tag) >> 4) == 0) {
-            return bucket + way;
-        }
+/* The context's slot in its bucket; RS_CONTEXT_WAYS: it has none. */
+static inline int rs_context_find(const rs_context_bucket *bucket, uint32_t tag) {
+    int way = 0;
+    while (way < RS_CONTEXT_WAYS && (bucket->tags[way] ^ tag) >> 4 != 0) {
+        way++;
     }
-    return NULL;
+    return way;
 }
 
 const char *rs_contexts_check(const rs_contexts *contexts);

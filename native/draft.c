@@ -201,10 +201,11 @@ static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *pre
     }
     for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
         uint32_t tag = walk->tags[context];
-        const rs_context_slot *slot = tag == 0 ? NULL : rs_context_find(walk->buckets[context], tag);
-        if (slot != NULL) {
-            uint32_t confidence = slot->tag & RS_MAX_CONFIDENCE;
-            rs_prediction_add_context(index->calibration, prediction, context, slot->token, confidence);
+        const rs_context_bucket *bucket = walk->buckets[context];
+        int way = tag == 0 ? RS_CONTEXT_WAYS : rs_context_find(bucket, tag);
+        if (way < RS_CONTEXT_WAYS) {
+            uint32_t confidence = bucket->tags[way] & RS_MAX_CONFIDENCE;
+            rs_prediction_add_context(index->calibration, prediction, context, bucket->tokens[way], confidence);
         }
     }
     if (index->corpus.states != NULL) {

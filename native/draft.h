@@ -22,7 +22,7 @@ typedef struct {
     uint64_t own_salt;
     uint32_t shorter; /* the next class above `state` that has been followed */
     uint32_t tags[RS_NUM_CONTEXTS];
-    rs_context_slot *buckets[RS_NUM_CONTEXTS]; /* of these tags */
+    rs_context_bucket *buckets[RS_NUM_CONTEXTS]; /* of these tags */
     rs_prediction *predictions;
     int32_t num_predictions;
 } rs_walk;

@@ -177,7 +177,7 @@ static void calibrate(rs_index *index, int32_t id, const int32_t *new_tokens, in
     }
 }
 
-/* Learns a few tokens late, so that their slots have arrived from memory by then. */
+/* Learns a few tokens late, so that their buckets have arrived from memory by then. */
 typedef struct {
     rs_lesson lessons[NUM_WAITING_LESSONS];
     uint32_t num;
@@ -189,7 +189,7 @@ static void learn(rs_index *index, rs_sequence *sequence, int32_t token, rs_less
         rs_contexts_learn(&index->contexts, &index->memory, lesson);
     }
     rs_context_tags(&sequence->recent, rs_salt(index, sequence), rs_own_salt(sequence), lesson->tags);
-    rs_context_slot *buckets[RS_NUM_CONTEXTS];
+    rs_context_bucket *buckets[RS_NUM_CONTEXTS];
     rs_contexts_fetch(&index->contexts, lesson->tags, buckets); /* until then some may be split */
     lesson->token = token;
     queue->num++;

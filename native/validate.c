@@ -137,7 +137,7 @@ static uint64_t num_bytes_of(const rs_index *index) {
                          (uint64_t)index->drafts_capacity * sizeof *index->drafts +
                          (uint64_t)index->predictions_capacity * sizeof *index->predictions +
                          (uint64_t)index->calibration_capacity * sizeof *index->calibration +
-                         (uint64_t)index->contexts.num_slots * sizeof *index->contexts.slots +
+                         (uint64_t)index->contexts.capacity * sizeof *index->contexts.buckets +
                          (uint64_t)index->extensions_capacity * sizeof *index->extensions;
     for (uint32_t i = 0; i < index->num_sequences; i++) {
         num_bytes += (uint64_t)index->sequences[i].text_capacity * sizeof *index->sequences[i].text;

@@ -72,8 +72,8 @@ static uint64_t fingerprint(const rs_index *index) {
         hash = mix(hash, sequence_fingerprint(index, i));
     }
     const rs_contexts *contexts = &index->contexts;
-    hash = mix(mix(mix(hash, contexts->num_slots), contexts->num_buckets), contexts->num_used);
-    hash = mix_words(hash, contexts->slots, contexts->num_buckets * RS_CONTEXT_WAYS * sizeof *contexts->slots);
+    hash = mix(mix(mix(hash, contexts->capacity), contexts->num_buckets), contexts->num_used);
+    hash = mix_words(hash, contexts->buckets, contexts->num_buckets * sizeof *contexts->buckets);
     hash = mix_words(hash, index->calibration, index->calibration == NULL ? 0 : sizeof *index->calibration);
     return mix_words(hash, &index->totals, sizeof index->totals);
 }
