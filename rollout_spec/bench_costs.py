@@ -36,7 +36,7 @@ NUM_STEPS = 32  # timed, each with one new token a row
 NUM_ROUNDS = 5  # with rows of their own; more for small batches, whose rows are few
 MIN_ROWS = 12  # in all rounds together
 SIZES = (2048, 32768, 131072)
-CHUNK = 512  # tokens indexed at a time
+CHUNK = 2048  # tokens indexed at a time, as of a prompt
 BASELINE = "suffix"
 
 Float64Array = npt.NDArray[np.float64]
@@ -229,24 +229,26 @@ def engine_call(method: str, settings: Settings, batch: Batch, rows: Sequence[Ro
 def measure_index(
     lines: Sequence[Rollout], methods: Sequence[str], sizes: Sequence[int] = SIZES
 ) -> dict[str, dict[str, Any]]:
-    """Nanoseconds and bytes of an indexed token, by method and by the tokens of one text; methods take turns.
+    """Nanoseconds and bytes of an indexed token, by method and by the length of the texts.
 
-    The text is the trace's responses, one after the other as one response; behind them the same with the
-    tokens permuted (see `endless`), as often as it takes. Times are medians of NUM_ROUNDS runs.
+    The tokens are the trace's responses, one after the other; behind them the same with the tokens permuted
+    (see `endless`), as often as it takes. Every size indexes all of them, as the responses of as many
+    requests, each of its own group, in one engine. Methods take turns; times are medians of NUM_ROUNDS runs.
     """
     text = long_text(lines, max(sizes))
-    costs: dict[str, dict[str, Any]] = {
-        method: {name: dict.fromkeys(map(str, sizes)) for name in ("ns_per_indexed_token", "bytes_per_token")}
-        for method in methods
-    }
     kept = [method for method in methods if method in SUFFIX or method in OURS]
-    found: dict[str, list[list[tuple[float, float]]]] = {method: [] for method in kept}
-    for number in range(NUM_ROUNDS):
-        for i in _turns(len(kept), number):
-            found[kept[i]].append(_index_text(kept[i], text, sizes))
-    for method in kept:
-        medians = np.median(found[method], axis=0)
-        for size, (nanoseconds, num_bytes) in zip(sizes, medians.tolist(), strict=True):
+    nothing: dict[str, float | None] = dict.fromkeys(map(str, sizes))
+    costs: dict[str, dict[str, Any]] = {
+        method: {"ns_per_indexed_token": {**nothing}, "bytes_per_token": {**nothing}} for method in methods
+    }
+    for size in sizes:
+        texts = text[: len(text) // size * size].reshape(-1, size)
+        found: dict[str, list[tuple[float, float]]] = {method: [] for method in kept}
+        for number in range(NUM_ROUNDS):
+            for i in _turns(len(kept), number):
+                found[kept[i]].append(_index_texts(kept[i], texts))
+        for method in kept:
+            nanoseconds, num_bytes = np.median(found[method], axis=0).tolist()
             costs[method]["ns_per_indexed_token"][str(size)] = nanoseconds
             costs[method]["bytes_per_token"][str(size)] = num_bytes
     return costs
@@ -262,40 +264,38 @@ def long_text(lines: Sequence[Rollout], num_tokens: int) -> Int32Array:
     return np.concatenate(responses)[:num_tokens]
 
 
-def _index_text(method: str, text: Int32Array, sizes: Sequence[int]) -> list[tuple[float, float]]:
-    """Nanoseconds and bytes per token after so many tokens."""
-    index = _Index(method, text)
-    nanoseconds, found = 0, []
-    for end in range(CHUNK, len(text) + 1, CHUNK):
-        begin = time.perf_counter_ns()
-        index.add(end - CHUNK, end)
-        nanoseconds += time.perf_counter_ns() - begin
-        if end in sizes:
-            found.append((nanoseconds / end, index.num_bytes / end))
-    return found
+def _index_texts(method: str, texts: Int32Array) -> tuple[float, float]:
+    """Nanoseconds and bytes per token of texts, int32 [n, length]."""
+    index = _Index(method, texts)
+    start = time.perf_counter_ns()
+    for i in range(len(texts)):
+        for begin in range(0, texts.shape[1], CHUNK):
+            index.add(i, begin, min(begin + CHUNK, texts.shape[1]))
+    return (time.perf_counter_ns() - start) / texts.size, index.num_bytes / texts.size
 
 
 class _Index:
-    """The index of one request, which takes in parts of a text in turn; of a method in SUFFIX or OURS."""
+    """The index of n requests that take in their texts, int32 [n, length], in parts."""
 
-    def __init__(self, method: str, text: Int32Array) -> None:
-        self._text = text
-        if method in SUFFIX:
-            self._cache = Suffix(method, Settings(1)).cache
-            self._cache.start_request("0", text[:0])
-        else:
-            self._cache = None
-            self._drafter = Drafter(dataclasses.replace(our_config(method, Settings(1)), batch_threshold=0))
-            self._drafter.open("0", text[:0], len(text))
-            # What an engine has at hand.
-            self._matrix, self._level, self._number = text[None], np.zeros(1, np.int32), np.zeros(1, np.int32)
-
-    def add(self, begin: int, end: int) -> None:
+    def __init__(self, method: str, texts: Int32Array) -> None:
+        self._texts = texts
+        self._names = [str(i) for i in range(len(texts))]
+        self._cache = Suffix(method, Settings(1)).cache if method in SUFFIX else None
         if self._cache is not None:
-            self._cache.add_active_response("0", self._text[begin:end])
+            for name in self._names:
+                self._cache.start_request(name, texts[0, :0])
+            return
+        self._drafter = Drafter(dataclasses.replace(our_config(method, Settings(1)), batch_threshold=0))
+        for name in self._names:
+            self._drafter.open(name, texts[0, :0], texts.shape[1], group=name)
+        self._level, self._number = np.zeros(1, np.int32), np.zeros(1, np.int32)  # what an engine has at hand
+
+    def add(self, i: int, begin: int, end: int) -> None:
+        if self._cache is not None:
+            self._cache.add_active_response(self._names[i], self._texts[i, begin:end])
         else:
             self._level[0], self._number[0] = end, end - begin
-            self._drafter.step(["0"], self._number, self._matrix, self._level)
+            self._drafter.step([self._names[i]], self._number, self._texts[i : i + 1], self._level)
 
     @property
     def num_bytes(self) -> int:

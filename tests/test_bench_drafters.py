@@ -124,7 +124,7 @@ def test_a_token_in_the_index_costs_time_and_bytes_at_every_size(lines):
         assert all(value > 0 for value in cost[method]["ns_per_indexed_token"].values())
     of_frequent, of_sam = (list(cost[method]["bytes_per_token"].values()) for method in ("frequent", "sam"))
     assert 16 < of_frequent[1] <= of_frequent[0] < 200
-    assert of_sam[0] - of_frequent[0] > 100  # what is fixed, 172 kB, over 1024 tokens
+    assert of_sam[0] - of_frequent[0] > 25  # what is fixed, 240 kB, over 8192 tokens
     for method in ("off", "ngram"):
         nothing = dict.fromkeys(["1024", "8192"])
         assert cost[method] == {"ns_per_indexed_token": nothing, "bytes_per_token": nothing}
