@@ -67,7 +67,13 @@ def register() -> None:
         WorkerWrapperBase, "init_device", init_device_and_bind, patch=_BIND, expected_signature="(self)"
     )
     replace_function(EngineArgs, "create_engine_config", create_checked_engine_config, patch=_CHECK)
-    replace_function(ParentRequest, "get_child_info", get_numbered_child_info, patch=_NUMBER)
+    replace_function(
+        ParentRequest,
+        "get_child_info",
+        get_numbered_child_info,
+        patch=_NUMBER,
+        expected_signature="(self, index: int) -> tuple[str, vllm.sampling_params.SamplingParams]",
+    )
     mend_cpu_sampling()
     mend_ascend_sampling()
 
