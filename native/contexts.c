@@ -3,20 +3,15 @@
 #include <stdbool.h>
 #include <string.h>
 
-enum { LEAST_BUCKETS = 1 << 8, FIRST_BUCKETS = 1 << 12, BUDGET_SHARE = 8, SPLITS_PER_LESSON = 8 };
-
-static bool fits(const rs_memory *memory, uint64_t num_buckets) {
-    return memory->max_bytes == 0 || num_buckets * sizeof(rs_context_bucket) <= memory->max_bytes / BUDGET_SHARE;
-}
+enum { FIRST_NUM_BUCKETS = 1 << 8, BUDGET_SHARE = 8, SPLITS_PER_LESSON = 8 };
 
 rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
     memset(contexts, 0, sizeof *contexts);
-    uint32_t num_buckets = fits(memory, FIRST_BUCKETS) ? FIRST_BUCKETS : LEAST_BUCKETS;
-    rs_status status = rs_resize(memory, (void **)&contexts->buckets, &contexts->capacity, num_buckets,
+    rs_status status = rs_resize(memory, (void **)&contexts->buckets, &contexts->capacity, FIRST_NUM_BUCKETS,
                                  sizeof *contexts->buckets);
     if (status == RS_OK) {
-        memset(contexts->buckets, 0, num_buckets * sizeof *contexts->buckets);
-        contexts->num_buckets = num_buckets;
+        memset(contexts->buckets, 0, FIRST_NUM_BUCKETS * sizeof *contexts->buckets);
+        contexts->num_buckets = FIRST_NUM_BUCKETS;
     }
     return status;
 }
@@ -98,7 +93,9 @@ static void learn_in(rs_contexts *contexts, uint32_t tag, int32_t token) {
 
 static void double_capacity(rs_contexts *contexts, rs_memory *memory) {
     uint64_t capacity = 2 * (uint64_t)contexts->capacity;
-    if (fits(memory, capacity) && capacity <= RS_MAX_CONTEXT_BUCKETS) {
+    bool fits =
+        memory->max_bytes == 0 || capacity * sizeof *contexts->buckets <= memory->max_bytes / BUDGET_SHARE;
+    if (fits && capacity <= RS_MAX_CONTEXT_BUCKETS) {
         /* Where there is no memory for it, the table stays as it is. */
         rs_resize(memory, (void **)&contexts->buckets, &contexts->capacity, capacity, sizeof *contexts->buckets);
     }

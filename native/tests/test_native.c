@@ -246,7 +246,6 @@ static void test_allocation_failures_in_every_mode(void) {
         options.mode = i % 4; /* rs_mode */
         options.keep_texts = i / 4 % 2;
         options.share_contexts = i / 8 % 2;
-        options.max_bytes = 1 << 19; /* so little that the table of contexts begins small and grows */
         test_allocation_failures(options, alphabets[i / 16]);
     }
 }
