@@ -36,7 +36,7 @@ NUM_STEPS = 32  # timed, each with one new token a row
 NUM_ROUNDS = 5  # with rows of their own; more for small batches, whose rows are few
 MIN_ROWS = 12  # in all rounds together
 SIZES = (2048, 32768, 131072)
-CHUNK = 2048  # tokens indexed at a time, as of a prompt
+TOKENS_PER_STEP = 512  # of all requests, to be indexed
 BASELINE = "suffix"
 
 Float64Array = npt.NDArray[np.float64]
@@ -59,7 +59,7 @@ def add_costs(lines: Sequence[Rollout], results: Sequence[dict[str, Any]], ks: I
 
     tokens_per_row, us_per_row, p99_over_median: of a step, by the rows of the batch.
     suffix_over_us_per_row: the time of `suffix` over that of the same step: median, 10th and 90th percentile.
-    ns_per_indexed_token, bytes_per_token: by the tokens of one text.
+    ns_per_indexed_token, bytes_per_token: by the tokens of a text.
     A value is None where there is nothing to measure: of off and oracle, which no engine could call, of ngram
     which keeps no index, and the ratio without the method `suffix`.
 
@@ -233,7 +233,8 @@ def measure_index(
 
     The tokens are the trace's responses, one after the other; behind them the same with the tokens permuted
     (see `endless`), as often as it takes. Every size indexes all of them, as the responses of as many
-    requests, each of its own group, in one engine. Methods take turns; times are medians of NUM_ROUNDS runs.
+    requests, each of its own group, that run at once: a step brings TOKENS_PER_STEP tokens, to all requests
+    alike. The methods take turns; times are medians of NUM_ROUNDS runs.
     """
     text = long_text(lines, max(sizes))
     kept = [method for method in methods if method in SUFFIX or method in OURS]
@@ -267,15 +268,15 @@ def long_text(lines: Sequence[Rollout], num_tokens: int) -> Int32Array:
 def _index_texts(method: str, texts: Int32Array) -> tuple[float, float]:
     """Nanoseconds and bytes per token of texts, int32 [n, length]."""
     index = _Index(method, texts)
+    num_new = TOKENS_PER_STEP // len(texts)
     start = time.perf_counter_ns()
-    for i in range(len(texts)):
-        for begin in range(0, texts.shape[1], CHUNK):
-            index.add(i, begin, min(begin + CHUNK, texts.shape[1]))
+    for level in range(num_new, texts.shape[1] + 1, num_new):
+        index.step(level - num_new, level)
     return (time.perf_counter_ns() - start) / texts.size, index.num_bytes / texts.size
 
 
 class _Index:
-    """The index of n requests that take in their texts, int32 [n, length], in parts."""
+    """The index of an engine whose n requests say texts, int32 [n, length]; of a method in SUFFIX or OURS."""
 
     def __init__(self, method: str, texts: Int32Array) -> None:
         self._texts = texts
@@ -288,14 +289,15 @@ class _Index:
         self._drafter = Drafter(dataclasses.replace(our_config(method, Settings(1)), batch_threshold=0))
         for name in self._names:
             self._drafter.open(name, texts[0, :0], texts.shape[1], group=name)
-        self._level, self._number = np.zeros(1, np.int32), np.zeros(1, np.int32)  # what an engine has at hand
 
-    def add(self, i: int, begin: int, end: int) -> None:
+    def step(self, begin: int, end: int) -> None:
+        """Every request has said its tokens from `begin` to `end`."""
         if self._cache is not None:
-            self._cache.add_active_response(self._names[i], self._texts[i, begin:end])
+            for name, text in zip(self._names, self._texts, strict=True):
+                self._cache.add_active_response(name, text[begin:end])
         else:
-            self._level[0], self._number[0] = end, end - begin
-            self._drafter.step([self._names[i]], self._number, self._texts[i : i + 1], self._level)
+            numbers, levels = (np.full(len(self._names), x, np.int32) for x in (end - begin, end))
+            self._drafter.step(self._names, numbers, self._texts, levels)
 
     @property
     def num_bytes(self) -> int:
