@@ -86,7 +86,7 @@ class Drafter:
         self.counters = EngineCounters()
         self._gate = make_gate(config.batch_threshold)
         self._clock = clock
-        self._last_start = 0.0  # when the last step ended, and whether all its rows decoded
+        self._last_start: float | None = None  # when the last step ended, and whether all its rows decoded
         self._all_decoded = False
         self._share_alike = 1.0
         self._index = SuffixIndex.from_config(config)
@@ -208,7 +208,9 @@ class Drafter:
         all_decode = num_rows == len(nums_new_tokens)
         is_alike = self._map_rows(request_ids) and all_decode and self._all_decoded
         self._share_alike += (is_alike - self._share_alike) / ALIKE_MEMORY
-        seconds = now - self._last_start if is_alike or self._share_alike < ALIKE_SHARE else None
+        seconds = None
+        if self._last_start is not None and (is_alike or self._share_alike < ALIKE_SHARE):
+            seconds = now - self._last_start
         self._last_start, self._all_decoded = now, all_decode
         # For so few numbers lists are faster than numpy.
         context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
@@ -244,8 +246,9 @@ class Drafter:
         self._requests.clear()
         self._groups.clear()
         self._idle.clear()
-        self._row_ids = []  # the time until the next step is no step's
+        self._row_ids = []
         self._rows = None
+        self._last_start = None  # the time until the next step is no step's
 
     def _remember(self, request: _Request, group: _Group) -> None:
         if self.config.history and request.after_prompt:

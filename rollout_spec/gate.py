@@ -24,6 +24,9 @@ LOOK_EVERY = 8  # steps without drafts after which one is drafted for, to see wh
 NUM_FIRST_STEPS = 4  # measured without drafts before the first draft
 MIN_PRICE = 0.02  # a draft token less likely than this is never proposed
 GAIN_MEMORY = 128  # steps after which gain and calibration have mostly forgotten what was
+MAX_SLOWNESS = (
+    3.0  # times the expected time that a step counts at most: the engine or the process may have paused
+)
 PRIOR_TOKENS = 8.0  # the weight of the belief that what is promised comes true
 GUARD_STEPS = 48  # steps with drafts that the guard judges by
 GUARD_LOSS = 0.02  # the share of time lost to drafting at which the guard acts
@@ -240,19 +243,21 @@ class AutoGate:
             self._plain.learn(num_rows, num_context, step.seconds)
             self._num_plain += 1
             self._steps_since_plain = 0
-            self._remember(step.seconds, step.seconds, 0.0, 0)
+            seconds = min(step.seconds, MAX_SLOWNESS * float(self._plain.seconds(num_rows, num_context)))
+            self._remember(seconds, seconds, 0.0, 0)
             return
+        self._drafted.learn(num_rows + self._num_chosen, num_context, step.seconds)
+        seconds = min(step.seconds, MAX_SLOWNESS * self._expected_seconds)
         seconds_per_token = float(self._plain.seconds(num_rows, num_context)) / num_rows
         plain_seconds = seconds_per_token * step.num_new_tokens
-        counters.gate_seconds += step.seconds
+        counters.gate_seconds += seconds
         counters.gate_plain_seconds += plain_seconds
         counters.gate_expected_seconds += self._expected_seconds
         expected_tokens = num_rows + self._promised * self._calibration
         counters.gate_expected_plain_seconds += seconds_per_token * expected_tokens
-        self._drafted.learn(num_rows + self._num_chosen, num_context, step.seconds)
-        self._remember(step.seconds, plain_seconds, self._promised, step.num_new_tokens - num_rows)
-        self._since_open = (self._since_open[0] + step.seconds, self._since_open[1] + plain_seconds)
-        self._watch(step.seconds, plain_seconds)
+        self._remember(seconds, plain_seconds, self._promised, step.num_new_tokens - num_rows)
+        self._since_open = (self._since_open[0] + seconds, self._since_open[1] + plain_seconds)
+        self._watch(seconds, plain_seconds)
 
     def _remember(self, seconds: float, plain_seconds: float, promised: float, num_accepted: int) -> None:
         forgotten = 1.0 / GAIN_MEMORY
@@ -265,8 +270,7 @@ class AutoGate:
 
     def _watch(self, seconds: float, plain_seconds: float) -> None:
         """The guard: suspect drafting where the last steps with drafts seem to have lost time."""
-        # A pause of the process must not pass for a loss.
-        self._guard.append((min(seconds, 3.0 * self._expected_seconds), plain_seconds))
+        self._guard.append((seconds, plain_seconds))
         if len(self._guard) < GUARD_STEPS:
             return
         taken, plain = (sum(column) for column in zip(*self._guard, strict=True))

@@ -126,6 +126,16 @@ def test_one_slow_step_does_not_shut_the_gate_for_long():
     assert np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(80)]) > 0.85
 
 
+def test_an_engine_without_requests_passes_for_no_step():
+    """A minute would outweigh a hundred steps, and their gain: at 1x the third token would be worth it."""
+    idle = {"seconds": 0.0}
+    machine = Machine([0.95, 0.8, 0.5, 0.1], lambda drafted: 0.1 + 0.01 * drafted + idle.pop("seconds", 0))
+    machine.steps(200)
+    idle["seconds"] = 60.0
+    machine.step()
+    assert set(budgets(machine.steps(50))) == {2 * NUM_ROWS}
+
+
 def test_the_guard_tells_a_slower_engine_from_a_loss():
     """All steps take twice as long, from one to the next: what a draft gains is the same."""
     scale = {"all": 1.0}
