@@ -94,6 +94,7 @@ class SuffixProposer:
         except NativeError as error:  # the index is as it was before the step
             self._warn("step", f"this step goes without drafts: {error}")
         except Exception as error:
+            self._counters.add(self._drafter.take_counters())
             self._drafter = None
             self._warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
         self._counters.num_failed_steps += 1
@@ -119,8 +120,8 @@ class SuffixProposer:
         if history_file is not None:
             try:
                 self._drafter.history.follow(history_file)
-            except (OSError, HistoryError) as error:
-                logger.warning("rollout_spec: training goes on without the saved history: %s", error)
+            except (OSError, MemoryError, HistoryError) as error:
+                logger.warning("rollout_spec: training goes on without the saved history: %r", error)
 
     def take_history(self) -> bytes | None:
         """The responses that this engine has kept since the last call; None where the drafter is off."""

@@ -114,7 +114,11 @@ class RowGenerators(dict[int, torch.Generator]):
 
 def key_of_name(name: Any) -> int:
     """The noise key of a request whose `extra_args["rollout_spec_key"]` is `name`, any JSON value."""
-    return make_key("key", json.dumps(name, sort_keys=True, default=str))
+    try:
+        text = json.dumps(name, sort_keys=True, default=str)
+    except (TypeError, ValueError):
+        text = repr(name)  # whatever a caller sends, it must not cost the engine its life
+    return make_key("key", text)
 
 
 def with_numbered_key(params: Any, index: int) -> Any:

@@ -16,6 +16,13 @@ LENGTH = 60
 PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(5) for _ in range(3)][:13]
 
 
+def test_any_key_is_a_key() -> None:
+    from rollout_spec.vllm_sampler import key_of_name
+
+    assert key_of_name({1: 0, "a": 1}) == key_of_name({1: 0, "a": 1}) != key_of_name({1: 0, "a": 2})
+    assert key_of_name({(1, 2): 0}) >= 0
+
+
 def params(settings: dict[str, Any], i: int = 0, max_tokens: int = LENGTH) -> Any:
     from vllm import SamplingParams
 
