@@ -72,7 +72,10 @@ def register() -> None:
         "get_child_info",
         get_numbered_child_info,
         patch=_NUMBER,
-        expected_signature="(self, index: int) -> tuple[str, vllm.sampling_params.SamplingParams]",
+        expected_signature=(
+            "(self, index: int) -> tuple[str, vllm.sampling_params.SamplingParams]",
+            "(self, index: int) -> 'tuple[str, SamplingParams]'",
+        ),
     )
     mend_cpu_sampling()
     mend_ascend_sampling()
