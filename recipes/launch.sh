@@ -15,13 +15,17 @@ launch() {
         prepare_demo
         exec python -m verl.trainer.main_ppo --config-path "$here" --config-name "$recipe" "$@"
     fi
-    export ROLLOUT_SPEC_DATA_DIR=${ROLLOUT_SPEC_DATA_DIR:-$PWD/data/$recipe}
+    local data=${ROLLOUT_SPEC_DATA_DIR:-$PWD/data/$recipe}
     export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$PWD/outputs/$recipe-$size/metrics.jsonl}
     mkdir -p "$(dirname "$VERL_FILE_LOGGER_PATH")"
-    [[ -f $ROLLOUT_SPEC_DATA_DIR/train.parquet ]] ||
-        fail "$ROLLOUT_SPEC_DATA_DIR/train.parquet: not found; make it: python recipes/$recipe/prepare.py"
+    [[ -f $data/train.parquet ]] ||
+        fail "$data/train.parquet: not found; make it: python recipes/$recipe/prepare.py"
+    # The processes of a Ray that runs already do not have this shell's variables.
+    local given=("data.train_files='$data/train.parquet'" "data.val_files='$data/val.parquet'")
+    [[ -z ${MODEL_PATH:-} ]] || given+=("actor_rollout_ref.model.path='$MODEL_PATH'")
+    given+=("+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH='$VERL_FILE_LOGGER_PATH'")
     exec python -m verl.trainer.main_ppo --config-path "$here" --config-name "$size" \
-        rollout_spec_device="$device" "$@"
+        rollout_spec_device="$device" "${given[@]}" "$@"
 }
 
 fail() {

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rollout_spec import verl_plugin
 from rollout_spec.config import ConfigError, SpecConfig
@@ -20,11 +20,20 @@ from rollout_spec.hydra_plugin import config_file
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`; see vllm_proposer
 SAMPLER = "pkg://rollout_spec.verl_sampler"
 _ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+_VARIABLES = "ray_kwargs.ray_init.runtime_env.env_vars"
 _ROUTER = "actor_rollout_ref.rollout.router_config_path"
 
 
 class CheckConfig(Callback):
     """Hydra's callback, named by the `rollout.spec` group: it runs where the group is used, only there."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Tells a Ray that runs already what is asked for: its processes have not this one's environment."""
+        method = OmegaConf.select(config, "rollout.spec.method")
+        with open_dict(config):
+            OmegaConf.update(
+                config, f"{_VARIABLES}.{verl_plugin.ASKED_VARIABLE}", str(method), force_add=True
+            )
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         # Hydra turns an Exception in a callback into a warning; SystemExit it lets through.

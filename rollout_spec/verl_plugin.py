@@ -9,9 +9,7 @@ from typing import Any
 
 from rollout_spec.patches import when_imported
 
-ASKED_VARIABLE = (
-    "ROLLOUT_SPEC_METHOD"  # set by the driver's check of `rollout.spec`, inherited by Ray's processes
-)
+ASKED_VARIABLE = "ROLLOUT_SPEC_METHOD"  # set by the driver's check of `rollout.spec`, for Ray's processes
 failure: str | None = None  # why this process has no plugin
 
 

@@ -137,12 +137,21 @@ def test_launch_reaches_verl_with_the_size_and_the_device(tmp_path: Path) -> Non
         "rollout.spec.min_token_prob=2",
         f"hydra.run.dir={tmp_path}",
         ROLLOUT_SPEC_DATA_DIR=str(tmp_path),
+        MODEL_PATH="/models/one, two",
         VERL_FILE_LOGGER_PATH=str(tmp_path / "metrics.jsonl"),
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("rollout_spec: rollout.spec.min_token_prob=2")
     config = OmegaConf.load(tmp_path / ".hydra/config.yaml")
     assert (config.trainer.device, config.trainer.nnodes) == ("npu", 8)
+    # What a Ray that runs already could not read off this environment.
+    assert config.data.train_files == f"{tmp_path}/train.parquet"
+    assert config.data.val_files == f"{tmp_path}/val.parquet"
+    assert config.actor_rollout_ref.model.path == "/models/one, two"
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars == {
+        "VERL_FILE_LOGGER_PATH": f"{tmp_path}/metrics.jsonl",
+        "ROLLOUT_SPEC_METHOD": "sam",
+    }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
