@@ -358,7 +358,7 @@ def measure(trace: Path | None, repeats: int, modes: Iterable[str] = MODES) -> d
         "cpu": cpu_name(),
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "targets": TARGETS,
         "modes": {mode: _measure_mode(text, mode, repeats) for mode in modes},
     }

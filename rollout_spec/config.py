@@ -80,7 +80,10 @@ class SpecConfig:
     routing: str = _option("default", "group: siblings to one engine while load allows; default: verl's own")
     max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)
     max_index_mb: int = _option(
-        1024, "byte budget of the index and of the history of one engine, MiB each", 1, 1 << 20
+        1024,
+        "byte budget of the index and of the history, MiB each, in every worker of an engine",
+        1,
+        1 << 20,
     )
 
     def __post_init__(self) -> None:

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rollout_spec_") as temporary:
         folder = args.output or Path(temporary)
-        # What is complete is kept, if the session ends early.
+        # What is complete is kept, if the command is stopped early.
         for served in _serve_all(job | {"spec": spec}, load, methods, args.repeats, folder):
             record = _record(args, load, spec, methods, served)
             if args.output:
@@ -183,7 +183,7 @@ def _serve_all(
 ) -> Iterator[dict[str, list[dict[str, Any]]]]:
     """Every method once a repeat, each time another one first; after each repeat, what was served so far.
 
-    Before that, the first method serves the first load once for nothing: the first rollout of a session
+    Before that, the first method serves the first load once for nothing: the first rollout of a run
     was found slow.
     """
     from rollout_spec.cli.progress import tracked
