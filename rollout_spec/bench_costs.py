@@ -289,6 +289,7 @@ class _Index:
         self._drafter = Drafter(dataclasses.replace(our_config(method, Settings(1)), batch_threshold=0))
         for name in self._names:
             self._drafter.open(name, texts[0, :0], texts.shape[1], group=name)
+        self._numbers, self._levels = np.zeros((2, len(texts)), np.int32)  # what an engine has at hand
 
     def step(self, begin: int, end: int) -> None:
         """Every request has said its tokens from `begin` to `end`."""
@@ -296,8 +297,9 @@ class _Index:
             for name, text in zip(self._names, self._texts, strict=True):
                 self._cache.add_active_response(name, text[begin:end])
         else:
-            numbers, levels = (np.full(len(self._names), x, np.int32) for x in (end - begin, end))
-            self._drafter.step(self._names, numbers, self._texts, levels)
+            self._numbers.fill(end - begin)
+            self._levels.fill(end)
+            self._drafter.step(self._names, self._numbers, self._texts, self._levels)
 
     @property
     def num_bytes(self) -> int:
