@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.metrics import EngineCounters
-from rollout_spec.step_cost import StepCost
+from rollout_spec.step_cost import MAX_SLOWNESS, StepCost
 
 # A gate moves after this many steps in a row that say so: one arrival is none.
 HYSTERESIS_STEPS = 4
@@ -24,9 +24,6 @@ LOOK_EVERY = 8  # steps without drafts after which one is drafted for, to see wh
 NUM_FIRST_STEPS = 4  # measured without drafts before the first draft
 MIN_PRICE = 0.02  # a draft token less likely than this is never proposed
 GAIN_MEMORY = 128  # steps after which gain and calibration have mostly forgotten what was
-MAX_SLOWNESS = (
-    3.0  # times the expected time that a step counts at most: the engine or the process may have paused
-)
 PRIOR_TOKENS = 8.0  # the weight of the belief that what is promised comes true
 GUARD_STEPS = 48  # steps with drafts that the guard judges by
 GUARD_LOSS = 0.02  # the share of time lost to drafting at which the guard acts
@@ -240,10 +237,9 @@ class AutoGate:
         if self._num_chosen == 0:
             if self._suspicion is not None:
                 self._window.append(step.seconds / float(self._plain.seconds(num_rows, num_context)))
-            self._plain.learn(num_rows, num_context, step.seconds)
+            seconds = self._plain.learn(num_rows, num_context, step.seconds)
             self._num_plain += 1
             self._steps_since_plain = 0
-            seconds = min(step.seconds, MAX_SLOWNESS * float(self._plain.seconds(num_rows, num_context)))
             self._remember(seconds, seconds, 0.0, 0)
             return
         self._drafted.learn(num_rows + self._num_chosen, num_context, step.seconds)

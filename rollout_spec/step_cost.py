@@ -10,6 +10,7 @@ KNOTS = np.array(sorted({1, 2, 3} | {2**i for i in range(2, 16)} | {3 * 2**i for
 ENOUGH = 4  # measurements that make a knot known
 MEMORY = 64  # measurements after which a knot has mostly forgotten what it was
 LEAST_WEIGHT = 0.25  # with less, of forgotten measurements, a knot is not known any more
+MAX_SLOWNESS = 3.0  # times the expected time that a step counts at most: the engine may have paused
 LEAST_SHARE = 0.75  # of a knot's time, whatever the context
 UNKNOWN_GROWTH = 0.5  # twice the tokens cost sqrt(2) times as long, until they are measured
 
@@ -41,16 +42,19 @@ class StepCost:
         hardly = knot < len(KNOTS) and self._weights[knot] < ENOUGH
         return int(KNOTS[knot]) if hardly else None
 
-    def learn(self, num_tokens: int, num_context: int, seconds: float) -> None:
+    def learn(self, num_tokens: int, num_context: int, seconds: float) -> float:
         """One step took this long.
 
         Args:
             num_tokens: tokens verified, draft tokens included.
             num_context: tokens in all rows of the step.
+
+        Returns:
+            The seconds that count: a pause must not pass for the cost of a step, a lasting change comes
+            through.
         """
         if self.is_known:
-            # A pause of the process must not pass for the cost of a step; a lasting change comes through.
-            seconds = min(seconds, 3.0 * self.seconds(np.array([num_tokens]), num_context)[0])
+            seconds = min(seconds, MAX_SLOWNESS * self.seconds(np.array([num_tokens]), num_context)[0])
         position = np.interp(num_tokens, KNOTS, np.arange(len(KNOTS)))
         left = min(int(position), len(KNOTS) - 2)
         for knot, share in ((left, left + 1 - position), (left + 1, position - left)):
@@ -58,6 +62,7 @@ class StepCost:
                 # Fewer tokens than these take less; more may take as long.
                 there = seconds * min(1.0, KNOTS[knot] / num_tokens) ** UNKNOWN_GROWTH
                 self._learn_knot(knot, float(share), num_context, there)
+        return float(seconds)
 
     def forget(self, share: float) -> None:
         """Believe what was measured so far less, by this share: for where nothing is measured any more."""
