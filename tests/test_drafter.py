@@ -160,6 +160,24 @@ def test_a_request_that_goes_on_after_a_clear_is_indexed_anew() -> None:
     assert batch.step([[11]])[0][:1] == [12]
 
 
+def test_the_time_across_a_clear_is_no_steps() -> None:
+    """Requests come and go all the time, so that any step's time counts but this one's."""
+    now, seconds = 0.0, []
+    drafter = Drafter(SpecConfig(batch_threshold="auto"), clock=lambda: now)
+    begin = drafter._gate.begin
+    drafter._gate.begin = lambda step, counters: (seconds.append(step.seconds), begin(step, counters))[1]
+    text = np.array([[*PROMPT, 10]], np.int32)
+    for i in range(102):
+        now += 0.125
+        if i == 100:
+            drafter.clear()
+            now += 60.0
+        drafter.open(str(i), PROMPT, 64)
+        drafter.step([str(i)], np.ones(1, np.int32), text, np.array([text.shape[1]], np.int32))
+        drafter.close(str(i))
+    assert seconds[-3:] == [0.125, None, 0.125]
+
+
 def test_a_group_beyond_the_limit_is_left_alone() -> None:
     batch = make(max_groups=1)
     batch.open("a")
