@@ -308,6 +308,38 @@ def test_a_rows_token_does_not_depend_on_the_others(
     assert set(together.tolist()) <= set(range(vocab_size))
 
 
+@pytest.mark.parametrize("vocab_size", [32_000, 151_936])
+@pytest.mark.parametrize("scale", [0.01, 5.0])
+def test_a_rows_scores_are_the_same_bits_among_others(
+    torch_device: str, vocab_size: int, scale: float
+) -> None:
+    """A sum in another order would change one token in a million."""
+    logits = torch.randn(33, vocab_size, generator=torch.Generator().manual_seed(5)).to(torch_device) * scale
+    keys = torch.arange(33, device=torch_device)
+
+    def scores(rows: slice) -> torch.Tensor:
+        drawn, split = keyed._drawn(keys[rows], keys[rows], vocab_size), blocks.split_blocks(logits[rows])
+        peaks = blocks.block_peaks(*split)
+        masses = keyed._masses(*split, peaks.amax(dim=-1, keepdim=True), torch.ones_like(peaks).bool())
+        inside = keyed._race_inside(logits[rows], masses.argmin(dim=-1, keepdim=True), drawn)
+        return torch.cat([masses, inside], dim=-1)
+
+    together = scores(slice(None))
+    for rows in (*(slice(i, i + 1) for i in range(33)), slice(5, 12), slice(1, 33)):
+        assert torch.equal(scores(rows), together[rows])
+
+
+def test_rows_without_a_number_do_no_harm() -> None:
+    logits = torch.randn(6, 64 * blocks.BLOCK_SIZE, generator=torch.Generator().manual_seed(2)) * 4
+    keys = torch.arange(6)
+    expected = keyed.keyed_sample(logits, keys, keys)
+    logits[2], logits[4] = torch.nan, -torch.inf
+    tokens = keyed.keyed_sample(logits, keys, keys)
+    others = [0, 1, 3, 5]
+    assert tokens[others].tolist() == expected[others].tolist()
+    assert bool(((tokens >= 0) & (tokens < logits.shape[1])).all())
+
+
 def test_chunks_of_memory_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(37, 700, generator=torch.Generator().manual_seed(3)) * 3
     keys, positions = torch.arange(37), torch.arange(37) + 9

@@ -6,6 +6,7 @@ other seeds the false-alarm rate is 1e-6 each. Samplers that are wrong in one pl
 
 from __future__ import annotations
 
+import itertools
 import re
 import types
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def metadata(temperature: list[float], generators: dict | None = None) -> types.
 
 
 def run(
-    drafts: list[list[int]], logits: torch.Tensor, bonus: list[int], sampling, draft_probs=None
+    drafts: list[list[int]], logits: torch.Tensor, bonus: list[int], sampling, draft_probs=None, **options
 ) -> torch.Tensor:
     """`verify.rejection_sample` on the logits' device; what it gives, on the CPU."""
     device, counts = logits.device, [len(draft) for draft in drafts]
@@ -51,15 +52,16 @@ def run(
         logits,
         torch.tensor(bonus, dtype=torch.int32, device=device).unsqueeze(-1),
         moved(sampling, device),
+        **options,
     ).cpu()
 
 
 def recovered(
-    counts: list[int], drafts: torch.Tensor, draft_probs, probs: torch.Tensor, sampling
+    counts: list[int], drafts: torch.Tensor, draft_probs, probs: torch.Tensor, sampling, **options
 ) -> torch.Tensor:
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(probs.device)
     return verify.sample_recovered_tokens(
-        max(counts), counts, ends, drafts.to(probs.device), draft_probs, probs, sampling, probs.device
+        max(counts), counts, ends, drafts.to(probs.device), draft_probs, probs, sampling, probs.device, **options
     ).cpu()
 
 
@@ -241,19 +243,29 @@ def sampled_by_loop(
 
 
 @settings(deadline=None, max_examples=100)
-@given(drafts=drafts_strategy, seed=st.integers(0, 1000), has_probs=st.booleans())
-def test_sampled_equals_the_loop(drafts: list[list[int]], seed: int, has_probs: bool) -> None:
+@given(
+    drafts=drafts_strategy, seed=st.integers(0, 1000), has_probs=st.booleans(), use_fp64=st.booleans()
+)
+def test_sampled_equals_the_loop(
+    drafts: list[list[int]], seed: int, has_probs: bool, use_fp64: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_tokens, n = sum(map(len, drafts)), len(drafts)
     logits = torch.randn(num_tokens, 3, generator=generator) * 2
     draft_probs = torch.randn(num_tokens, 3, generator=generator).softmax(-1) if has_probs else None
     uniform = torch.rand(num_tokens, dtype=torch.float64, generator=generator)
-    drawn = torch.empty(n, 3).exponential_(generator=generator)
+    dtype = torch.float64 if use_fp64 else torch.float32
+    drawn = torch.empty(n, 3, dtype=dtype).exponential_(generator=generator)
     bonus = [0, 1, 2, 0, 1, 2][:n]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "_uniform", lambda *_: uniform)
-        patch.setattr(verify, "_noise", lambda requests, *_: drawn[requests])
-        output = run(drafts, logits, bonus, metadata([1.0] * n), draft_probs)
+        def noise_as_asked(requests: torch.Tensor, length: int, generators: dict, is_fp64: bool) -> torch.Tensor:
+            assert is_fp64 == use_fp64
+            return drawn[requests]
+
+        patch.setattr(verify, "_noise", noise_as_asked)
+        sampling = metadata([1.0] * n)
+        output = run(drafts, logits, bonus, sampling, draft_probs, use_fp64_gumbel=use_fp64)
     expected = sampled_by_loop(drafts, logits.softmax(-1), draft_probs, bonus, uniform, drawn)
     assert [[token for token in row if token >= 0] for row in output.tolist()] == expected
 
@@ -308,6 +320,15 @@ def test_memory_is_at_most_one_temporary_of_the_logits_size(
     with PeakMemory() as memory:
         recovered(counts, torch.zeros(sum(counts), dtype=torch.int32), draft_probs, probs, sampling)
     assert 0.6 * temporary < memory.peak < 1.05 * temporary
+    for draw in (
+        lambda: run([[0] * n for n in counts], logits, [1] * len(counts), sampling, use_fp64_gumbel=True),
+        lambda: recovered(
+            counts, torch.zeros(sum(counts), dtype=torch.int32), None, probs, sampling, use_fp64_gumbel=True
+        ),
+    ):
+        with PeakMemory() as memory:
+            draw()
+        assert memory.peak < 1.05 * temporary
 
 
 class Operations(TorchDispatchMode):
@@ -323,7 +344,7 @@ class Operations(TorchDispatchMode):
 
 
 VIEWS_AND_COPIES = {
-    "clone", "copy", "detach", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select", "slice",
+    "alias", "clone", "copy", "detach", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select", "slice",
     "split", "squeeze", "to_copy", "unbind", "unsafe_view", "unsqueeze", "view",
 }  # fmt: skip
 
@@ -331,17 +352,21 @@ VIEWS_AND_COPIES = {
 def test_the_operations_are_those_that_are_listed() -> None:
     counts, drafts = [2, 0, 3], torch.tensor([1, 2, 3, 4, 5])
     ends, bonus, keys = torch.tensor([2, 2, 5]), torch.zeros(3, 1, dtype=torch.int32), torch.arange(3)
-    logits, probs = torch.randn(5, 600), torch.rand(5, 600).softmax(-1)
     sampling = metadata([1.0, 0.0, 0.7], {0: torch.Generator()})
-    with Operations() as operations:
-        step = keyed.KeyedStep(keys, keys, counts, logits.device)
-        verify.coupled_sample(drafts, 3, logits, bonus, sampling, step)
-        keyed.shortfall(logits, drafts, drafts, drafts)
-        for draft_probs in (None, probs):
-            verify.rejection_sample(drafts, counts, 3, ends, draft_probs, logits, bonus, sampling)
-            verify.sample_recovered_tokens(
-                3, counts, ends, drafts, draft_probs, probs, sampling, probs.device
-            )
+    operations = Operations()
+    for vocab_size, use_fp64 in itertools.product((512, 600), (False, True)):
+        logits, probs = torch.randn(5, vocab_size), torch.rand(5, vocab_size).softmax(-1)
+        with operations:
+            step = keyed.KeyedStep(keys, keys, counts, logits.device)
+            verify.coupled_sample(drafts, 3, logits, bonus, sampling, step)
+            keyed.shortfall(logits, drafts, drafts, drafts)
+            for draft_probs in (None, probs):
+                verify.rejection_sample(
+                    drafts, counts, 3, ends, draft_probs, logits, bonus, sampling, use_fp64_gumbel=use_fp64
+                )
+                verify.sample_recovered_tokens(
+                    3, counts, ends, drafts, draft_probs, probs, sampling, probs.device, use_fp64
+                )
     listed = [
         re.search(r"torch_npu has[^:]*: ([\w,\s]+)\.", str(module.__doc__)) for module in (verify, noise)
     ]
