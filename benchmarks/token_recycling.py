@@ -5,9 +5,10 @@
 The traces are rollouts of that model (`rollout-spec bench engine --output DIR` writes them). Their logits
 are computed again; each verified position stores its likeliest successor under its token, with the
 probability that the target gave it. What such a probability is worth in another context is learned online.
-Where `sam` drafts nothing (`none`), or where the table's first token is likelier than sam's (`likelier`), a
-chain of successors is drafted instead, as far as its probability stays above the price. Every rule is
-replayed at every price, so that tokens per step can be compared at equal draft tokens.
+Where `sam` drafts nothing (`none`), or also where the table's first token is likelier than sam's
+(`likelier`) or the match is shorter than SHORT_MATCH (`short`, SAM-Decoding's rule), a chain of successors is
+drafted instead, as far as its probability stays above the price. Every rule is replayed at every price, so
+that tokens per step can be compared at equal draft tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.history import Response
 from rollout_spec.index import Int32Array
 from rollout_spec.replay import IndexProposer, ReplayResult, Rollout, read_trace, replay_line
 
 PRICES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
-RULES = ("sam", "none", "likelier", "table")  # table: nothing but the table
+RULES = ("sam", "none", "likelier", "short", "table")  # table: nothing but the table
+SHORT_MATCH = 5  # tokens; the threshold of SAM-Decoding (arXiv 2411.10666)
 GRID = np.arange(1.25, 3.3, 0.25)  # draft tokens per step at which the rules are compared
 
 # Of each position of a line's rows: the likeliest next token, and its probability. [n, L]
@@ -48,7 +51,7 @@ class Recycler:
         self._hits, self._trials = np.full(11, 0.5), np.ones(11)
         self.successors: _Successors
 
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Response]) -> None:
         self._sam.start(prompt, num_rows, earlier)
         self._levels = np.zeros(num_rows, np.int32)
 
@@ -70,7 +73,8 @@ class Recycler:
         for i in np.flatnonzero(budgets) if self._rule != "sam" else ():
             chain, first = self._chain(int(token_ids[rows[i], levels[i] - 1]), int(budgets[i]))
             likelier = self._rule == "likelier" and numbers[i] and first > result.survivals[i, 0]
-            if chain and (numbers[i] == 0 or likelier):
+            short = self._rule == "short" and result.match_lens[i] < SHORT_MATCH
+            if chain and (numbers[i] == 0 or likelier or short):
                 drafts[i, : len(chain)], numbers[i] = chain, len(chain)
         return drafts, numbers
 
