@@ -61,7 +61,15 @@ def recovered(
 ) -> torch.Tensor:
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(probs.device)
     return verify.sample_recovered_tokens(
-        max(counts), counts, ends, drafts.to(probs.device), draft_probs, probs, sampling, probs.device, **options
+        max(counts),
+        counts,
+        ends,
+        drafts.to(probs.device),
+        draft_probs,
+        probs,
+        sampling,
+        probs.device,
+        **options,
     ).cpu()
 
 
@@ -243,12 +251,8 @@ def sampled_by_loop(
 
 
 @settings(deadline=None, max_examples=100)
-@given(
-    drafts=drafts_strategy, seed=st.integers(0, 1000), has_probs=st.booleans(), use_fp64=st.booleans()
-)
-def test_sampled_equals_the_loop(
-    drafts: list[list[int]], seed: int, has_probs: bool, use_fp64: bool
-) -> None:
+@given(drafts=drafts_strategy, seed=st.integers(0, 1000), has_probs=st.booleans(), use_fp64=st.booleans())
+def test_sampled_equals_the_loop(drafts: list[list[int]], seed: int, has_probs: bool, use_fp64: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_tokens, n = sum(map(len, drafts)), len(drafts)
     logits = torch.randn(num_tokens, 3, generator=generator) * 2
@@ -259,7 +263,10 @@ def test_sampled_equals_the_loop(
     bonus = [0, 1, 2, 0, 1, 2][:n]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "_uniform", lambda *_: uniform)
-        def noise_as_asked(requests: torch.Tensor, length: int, generators: dict, is_fp64: bool) -> torch.Tensor:
+
+        def noise_as_asked(
+            requests: torch.Tensor, length: int, generators: dict, is_fp64: bool
+        ) -> torch.Tensor:
             assert is_fp64 == use_fp64
             return drawn[requests]
 
@@ -344,8 +351,8 @@ class Operations(TorchDispatchMode):
 
 
 VIEWS_AND_COPIES = {
-    "alias", "clone", "copy", "detach", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select", "slice",
-    "split", "squeeze", "to_copy", "unbind", "unsafe_view", "unsqueeze", "view",
+    "alias", "clone", "copy", "detach", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select",
+    "slice", "split", "squeeze", "to_copy", "unbind", "unsafe_view", "unsqueeze", "view",
 }  # fmt: skip
 
 

@@ -113,8 +113,11 @@ BFLOAT16 = (
 )  # fmt: skip
 
 
-def test_bfloat16_is_certified_within_its_own_tolerance(chat_model: str, tmp_path: pathlib.Path) -> None:
-    code, record = certified(chat_model, tmp_path, *BFLOAT16)
+def test_bfloat16_is_certified_within_its_own_tolerance(
+    chat_model: str, tmp_path: pathlib.Path, capfd: Any
+) -> None:
+    code, record = certified(chat_model, tmp_path, *BFLOAT16, "--json")
+    assert json.loads(capfd.readouterr().out) == record
     assert (code, record["unexplained_differences"], record["tolerance"]) == (0, 0, None)
     assert record["plan"]["dtype"] == "bfloat16"
     assert all(difference["tolerance"] > 1e-3 for difference in record["differences"])
@@ -137,6 +140,8 @@ def test_a_wrong_sampler_is_not_certified(
     code, record = certified(chat_model, tmp_path, *BFLOAT16)
     assert (code, record["verdict"]) == (1, "not certified")
     assert record["unexplained_differences"] > 0.5 * len(record["differences"])
+    for difference in record["differences"]:
+        assert {"position", "logit_gap", "explained"} <= difference.keys()
     shown = capfd.readouterr().out
     assert "not certified" in shown and "First differences" in shown
 
