@@ -156,7 +156,7 @@ static void count_suffixes(rs_automaton *a, uint32_t state, uint32_t by) {
     }
 }
 
-rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, rs_extension *extension) {
+rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, uint32_t weight, rs_extension *extension) {
     rs_status status = reserve_states(a, 2);
     if (status != RS_OK) {
         return status;
@@ -174,14 +174,14 @@ rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, rs_extension 
         status = clone_state(a, last, token, extension->origin);
     }
     if (status == RS_OK && a->counts) {
-        count_suffixes(a, extension->after, 1);
+        count_suffixes(a, extension->after, weight);
     }
     return status;
 }
 
-void rs_retract(rs_automaton *a, int32_t token, const rs_extension *extension) {
+void rs_retract(rs_automaton *a, int32_t token, uint32_t weight, const rs_extension *extension) {
     if (a->counts) {
-        count_suffixes(a, extension->after, UINT32_MAX); /* minus one */
+        count_suffixes(a, extension->after, 0U - weight);
     }
     uint32_t state = extension->before;
     if (extension->created) {

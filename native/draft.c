@@ -72,7 +72,7 @@ int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *s
     return (int32_t)walk->match_len;
 }
 
-/* Occurrences set aside for a follower that was never seen. */
+/* Occurrences of full weight set aside for a follower that was never seen. */
 static const double UNSEEN_COUNT = 0.25;
 
 /* The most frequent follower of the state, which has one; returns its count. */
@@ -112,7 +112,7 @@ static int32_t next_of_match(rs_walk *walk, const rs_options *options) {
     if (options->mode == RS_MODE_FREQUENT) {
         uint32_t total;
         uint32_t count = most_frequent(a, state, &token, &target, &total);
-        walk->probability *= (double)count / (total + UNSEEN_COUNT);
+        walk->probability *= (double)count / (total + UNSEEN_COUNT * RS_FULL_WEIGHT);
         if (walk->probability < walk->min_token_prob) {
             return -1;
         }
@@ -183,7 +183,7 @@ static void ask_corpus(const rs_walk *walk, const rs_index *index, rs_prediction
     if (corpus_match_is_longer(walk, index, match)) {
         const rs_transition *next = rs_corpus_next(corpus, match.state);
         rs_prediction_add_match(index->calibration, prediction, RS_CORPUS_EXPERT, next->token, match.len,
-                                corpus->states[next->target].count, corpus->states[match.state].count);
+                                corpus->states[next->target].count, corpus->states[match.state].count, 1);
     }
 }
 
@@ -197,7 +197,8 @@ static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *pre
         uint32_t target;
         uint32_t total;
         uint32_t count = most_frequent(a, a->states + states[expert], &token, &target, &total);
-        rs_prediction_add_match(index->calibration, prediction, expert, token, match_len, count, total);
+        rs_prediction_add_match(index->calibration, prediction, expert, token, match_len, count, total,
+                                RS_FULL_WEIGHT);
     }
     for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
         uint32_t tag = walk->tags[context];

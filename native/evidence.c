@@ -61,9 +61,9 @@ static uint32_t length_bucket(uint32_t match_len) {
     return bucket;
 }
 
-static uint32_t total_bucket(uint32_t total) {
+static uint32_t total_bucket(uint32_t total, uint32_t unit) {
     uint32_t bucket = 0;
-    while (bucket < RS_NUM_TOTALS - 1 && total > (1U << bucket)) {
+    while (bucket < RS_NUM_TOTALS - 1 && total > (unit << bucket)) {
         bucket++;
     }
     return bucket;
@@ -89,14 +89,14 @@ static void set_prior(rs_calibration *calibration, const rs_prediction *predicti
 }
 
 void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token,
-                             uint32_t match_len, uint32_t count, uint32_t total) {
+                             uint32_t match_len, uint32_t count, uint32_t total, uint32_t unit) {
     uint32_t share = count == total ? RS_NUM_SHARES - 1 : count * (RS_NUM_SHARES - 1) / total;
     uint32_t kind = expert == RS_CORPUS_EXPERT ? RS_NUM_MATCHES : (uint32_t)expert;
     uint32_t cell = ((kind * RS_NUM_LENGTHS + length_bucket(match_len)) * RS_NUM_TOTALS +
-                     total_bucket(total)) * RS_NUM_SHARES + share;
+                     total_bucket(total, unit)) * RS_NUM_SHARES + share;
     if (!add(calibration, prediction, expert, token, cell)) {
         set_prior(calibration, prediction, expert,
-                  (double)count / (total + PRIOR_COUNT) * (1.0 - PRIOR_COUNT / (match_len + PRIOR_COUNT)));
+                  (double)count / (total + PRIOR_COUNT * unit) * (1.0 - PRIOR_COUNT / (match_len + PRIOR_COUNT)));
     }
 }
 

@@ -62,9 +62,9 @@ void rs_calibration_init(rs_calibration *calibration);
 void rs_prediction_init(rs_prediction *prediction, int32_t previous);
 
 /* An expert in an automaton, 0 the longest match in the group's, RS_CORPUS_EXPERT that in the corpus: its most
- * frequent follower has this count. */
+ * frequent follower has this count, of a total; one occurrence of full weight counts `unit`. */
 void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token,
-                             uint32_t match_len, uint32_t count, uint32_t total);
+                             uint32_t match_len, uint32_t count, uint32_t total, uint32_t unit);
 
 void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *prediction, int context, int32_t token,
                                uint32_t confidence);

@@ -220,7 +220,7 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
     }
     rs_extension extension = {.after = RS_ROOT};
     for (int64_t i = 0; i < num_prompt_tokens && status == RS_OK; i++) {
-        status = rs_extend(&opened.automaton, opened.prompt_last, prompt_token_ids[i], &extension);
+        status = rs_extend(&opened.automaton, opened.prompt_last, prompt_token_ids[i], RS_FULL_WEIGHT, &extension);
         opened.prompt_last = extension.after;
         rs_recent_push(&opened.prompt_end, prompt_token_ids[i]);
         if (index->corpus.states != NULL) {
@@ -264,13 +264,16 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
     return RS_OK;
 }
 
-rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t *sequence,
-                           rs_error *error) {
+rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t weight,
+                           int32_t *sequence, rs_error *error) {
     if (index == NULL || sequence == NULL) {
         return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "sequence");
     }
     if (after_prompt != 0 && after_prompt != 1) {
         return rs_fail(error, RS_EINVAL, -1, "after_prompt=%" PRId32 ": must be 0 or 1", after_prompt);
+    }
+    if (weight < 1 || weight > RS_FULL_WEIGHT) {
+        return rs_fail(error, RS_EINVAL, -1, "weight=%" PRId32 ": must be between 1 and %d", weight, RS_FULL_WEIGHT);
     }
     rs_group *found = rs_find_group(index, group);
     if (found == NULL) {
@@ -281,7 +284,11 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
     if (status != RS_OK) {
         return rs_memory_error(index, error, status, -1);
     }
-    rs_sequence opened = {.open = true, .next_free = -1, .group = group, .serial = ++index->num_opened};
+    rs_sequence opened = {.open = true,
+                          .next_free = -1,
+                          .group = group,
+                          .weight = (uint32_t)weight,
+                          .serial = ++index->num_opened};
     if (after_prompt) {
         opened.start = opened.last = found->prompt_last;
         opened.start_level = opened.level = found->prompt_len;

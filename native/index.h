@@ -21,6 +21,7 @@ typedef struct {
     bool open;
     int32_t next_free; /* while closed; -1: none */
     int32_t group;
+    uint32_t weight;     /* of each of its tokens */
     int32_t start_level; /* prompt length or 0 */
     uint32_t start;
     int32_t level; /* tokens indexed, those before start_level included */

@@ -29,9 +29,10 @@
  *              floor(max_spec_factor * |w|) tokens and while their product is at least
  *              min_token_prob; the path with the largest sum of products is the draft, of equals
  *              that of the longer suffix. At most RS_MAX_SUFFIX_CLASSES classes are looked at.
- *   count(w)   How often w was indexed, but indexing one token counts the suffixes that end with
- *              it only in the RS_COUNTED_STATES longest classes of them. A class is a set of
- *              suffixes that end at the same positions: a state of the automaton.
+ *   count(w)   How often w was indexed, each time counting weight / RS_FULL_WEIGHT of the sequence (the
+ *              prompt 1), but indexing one token counts the suffixes that end with it only in the
+ *              RS_COUNTED_STATES longest classes of them. A class is a set of suffixes that end at the
+ *              same positions: a state of the automaton.
  *
  * corpus     What follows in a static text. Its match is the longest suffix of the sequence's text (the
  *              prompt included) that has been followed in the corpus. It has a say only where it is at
@@ -57,10 +58,11 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 4, /* raised with every change of this file */
+    RS_ABI_VERSION = 5, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_BRANCHES = 64,
     RS_COUNTED_STATES = 8,
+    RS_FULL_WEIGHT = 4,
     RS_MAX_SUFFIX_CLASSES = 64
 };
 
@@ -148,9 +150,10 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
 rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
 
 /* after_prompt 1: the first tokens of every row of this sequence are the group's prompt, which is
- * not indexed again. 0: the sequence begins at the root, all its tokens are its own. */
-rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t *sequence,
-                           rs_error *error);
+ * not indexed again. 0: the sequence begins at the root, all its tokens are its own.
+ * weight 1 .. RS_FULL_WEIGHT: what its text counts, in the modes that count. */
+rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t weight,
+                           int32_t *sequence, rs_error *error);
 
 /* The first `capacity` tokens that an open sequence has after its start (the prompt, or the root), and how
  * many there are. RS_EINVAL when keep_texts is 0. */

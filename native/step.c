@@ -96,7 +96,7 @@ static rs_status index_row(rs_index *index, const rs_batch *batch, int32_t i, ui
     uint32_t last = level >= sequence->level ? sequence->last : sequence->start;
     for (int32_t position = first_new(sequence, level); position < level; position++) {
         rs_extension *extension = index->extensions + *num_done;
-        rs_status status = rs_extend(automaton, last, tokens[position], extension);
+        rs_status status = rs_extend(automaton, last, tokens[position], sequence->weight, extension);
         if (status != RS_OK) {
             return status;
         }
@@ -113,7 +113,7 @@ static void unindex_row(rs_index *index, const rs_batch *batch, int32_t i, const
     rs_automaton *automaton = &index->groups[sequence->group].automaton;
     const int32_t *tokens = row_tokens(batch, i) + first_new(sequence, batch->levels[i]);
     while (num_done-- > 0) {
-        rs_retract(automaton, tokens[num_done], extensions + num_done);
+        rs_retract(automaton, tokens[num_done], sequence->weight, extensions + num_done);
     }
 }
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from rollout_spec.bench_native import cpu_name
 from rollout_spec.config import MIN_TOKEN_PROB, SpecConfig
-from rollout_spec.history import History, group_key
+from rollout_spec.history import History, Response, group_key
 from rollout_spec.index import Int32Array
 from rollout_spec.replay import IndexProposer, Proposer, ReplayResult, Rollout, replay_line
 
@@ -97,7 +97,7 @@ class Batch:
 
 
 class Off:
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None: ...
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Response]) -> None: ...
 
     def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         return np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32)
@@ -130,13 +130,13 @@ class Suffix:
     def cache(self) -> Any:
         return self.proposer.suffix_cache
 
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Response]) -> None:
         if not self._keep:
             self.proposer = self._make()
             for response in earlier:
                 name = self._name()
                 self.cache.start_request(name, prompt)
-                self.cache.add_active_response(name, response)
+                self.cache.add_active_response(name, response.tokens)
                 self.cache.stop_request(name)
         self._names = [self._name() for _ in range(num_rows)]
         self._num_prompt_tokens = np.full(num_rows, len(prompt), np.int32)
@@ -175,7 +175,7 @@ class Ngram:
 
         self._propose, self._k = batch_propose_numba, k
 
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None: ...
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Response]) -> None: ...
 
     def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         num_tokens = np.zeros(len(token_ids), np.int32)
@@ -198,10 +198,10 @@ class Oracle:
     def __init__(self, k: int) -> None:
         self._k = k
 
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Response]) -> None:
         self._grams: set[tuple[int, ...]] = set()
         self._levels = [len(prompt)] * num_rows
-        for text in [prompt, *(np.concatenate([prompt, response]) for response in earlier)]:
+        for text in [prompt, *(np.concatenate([prompt, response.tokens]) for response in earlier)]:
             self._add(text.tolist(), 1)
 
     def _add(self, text: list[int], first: int) -> None:
@@ -312,6 +312,8 @@ def measure(
     memories = {history: History(history, max_index_mb << 20) for history in histories}
     for line in lines:
         key = group_key(line.group)
+        for memory in memories.values():
+            memory.reach(line.step)
         for run, drafter, result in zip(runs, drafters, results, strict=True):
             earlier = memories[run["history"]].get(key)
             replay_line(drafter, line, earlier, run["num_speculative_tokens"], result)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.gate import Step, make_gate
-from rollout_spec.history import Backlog, History, group_key, prompt_key
+from rollout_spec.history import Backlog, History, Response, group_key, prompt_key
 from rollout_spec.index import BudgetExceeded, OutOfMemory, StepResult, SuffixIndex
 from rollout_spec.metrics import EngineCounters
 
@@ -237,10 +237,14 @@ class Drafter:
         return taken
 
     def clear(self) -> None:
-        """Forget every request and group but for the history; a request that goes on is indexed anew."""
+        """The target's weights have changed: forget every request and group, but for the history.
+
+        A request that goes on is indexed anew.
+        """
         for request in self._requests.values():
             if request.sequence != _UNTRACKED:
                 self._remember(request, self._groups[request.group_key])
+        self.history.new_policy()
         self._index.clear()
         self._backlog.clear()
         self._requests.clear()
@@ -316,9 +320,9 @@ class Drafter:
         self._add_history(handle, len(prompt), self.history.get(history_key))
         return group
 
-    def _add_history(self, handle: int, num_prompt_tokens: int, responses: Sequence[_Int32]) -> None:
+    def _add_history(self, handle: int, num_prompt_tokens: int, responses: Sequence[Response]) -> None:
         # A full index does without history rather than without what is said now.
-        num_tokens = sum(map(len, responses)) + self._backlog.num_tokens
+        num_tokens = sum(len(response.tokens) for response in responses) + self._backlog.num_tokens
         num_bytes = self._index.stats().num_bytes + num_tokens * _BYTES_PER_TOKEN
         if responses and num_bytes <= _HISTORY_SHARE * (self.config.max_index_mb << 20):
             self._backlog.add(handle, num_prompt_tokens, responses)

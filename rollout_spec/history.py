@@ -12,12 +12,13 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from rollout_spec.index import BudgetExceeded, Int32Array, OutOfMemory, SuffixIndex
+from rollout_spec.index import FULL_WEIGHT, BudgetExceeded, Int32Array, OutOfMemory, SuffixIndex
 
-_MAGIC = b"rollout_spec history 1\n"
+_MAGIC = b"rollout_spec history 2\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _KEY_BYTES = 16
 _OVERHEAD_BYTES = 200  # of a response and of a prompt, beyond the tokens
@@ -26,6 +27,18 @@ _ZERO = np.zeros(1, np.int32)
 
 class HistoryError(ValueError):
     """A file that is damaged or not a history; the message names it."""
+
+
+class Response(NamedTuple):
+    tokens: Int32Array
+    """[n]"""
+    policy_age: int
+    """How often the target's weights have changed since."""
+
+    @property
+    def weight(self) -> int:
+        """What its text counts in an index: in full if of this policy, a quarter less for each since."""
+        return max(1, FULL_WEIGHT - self.policy_age)
 
 
 class Responses:
@@ -40,14 +53,27 @@ class Responses:
     def __init__(self, num_responses: int, max_bytes: int) -> None:
         self._num_responses = num_responses
         self._max_bytes = max_bytes
-        self._responses: OrderedDict[bytes, deque[Int32Array]] = OrderedDict()
+        # With the number of the policy that said it.
+        self._responses: OrderedDict[bytes, deque[tuple[Int32Array, int]]] = OrderedDict()
+        self._policy = 0
+        self._step: int | None = None
         self.num_bytes = 0
 
     def __len__(self) -> int:
         """The number of prompts."""
         return len(self._responses)
 
-    def add(self, prompt_key: bytes, response: Int32Array) -> None:
+    def new_policy(self) -> None:
+        """The target's weights have changed."""
+        self._policy += 1
+
+    def reach(self, step: int | None) -> None:
+        """What comes is of this training step (None: unknown); one later than all before has a new policy."""
+        if step is not None and (self._step is None or step > self._step):
+            self._step = step
+            self.new_policy()
+
+    def add(self, prompt_key: bytes, response: Int32Array, policy_age: int = 0) -> None:
         """Keep a response (int32 [n]) as the latest of its prompt."""
         if len(response) == 0:
             return
@@ -56,31 +82,36 @@ class Responses:
             self.num_bytes += _OVERHEAD_BYTES
         self._responses.move_to_end(prompt_key)
         responses = self._responses[prompt_key]
-        responses.append(response)
+        responses.append((response, self._policy - policy_age))
         self.num_bytes += response.nbytes + _OVERHEAD_BYTES
         if len(responses) > self._num_responses:
-            self.num_bytes -= responses.popleft().nbytes + _OVERHEAD_BYTES
+            self._drop_earliest(responses)
         while self.num_bytes > self._max_bytes:
             oldest_key, responses = next(iter(self._responses.items()))
-            self.num_bytes -= responses.popleft().nbytes + _OVERHEAD_BYTES
+            self._drop_earliest(responses)
             if not responses:
                 del self._responses[oldest_key]
                 self.num_bytes -= _OVERHEAD_BYTES
 
-    def get(self, prompt_key: bytes) -> Sequence[Int32Array]:
+    def _drop_earliest(self, responses: deque[tuple[Int32Array, int]]) -> None:
+        tokens, _ = responses.popleft()
+        self.num_bytes -= tokens.nbytes + _OVERHEAD_BYTES
+
+    def get(self, prompt_key: bytes) -> list[Response]:
         """The responses to a prompt, the earliest first."""
-        return self._responses.get(prompt_key, ())
+        return [Response(t, self._policy - policy) for t, policy in self._responses.get(prompt_key, ())]
 
     def pack(self) -> bytes:
         """Everything, with a version and a checksum."""
         keys = [key for key, responses in self._responses.items() for _ in responses]
-        texts = [tokens for responses in self._responses.values() for tokens in responses]
+        responses = [response for key in self._responses for response in self.get(key)]
         buffer = io.BytesIO()
         np.savez(
             buffer,
             keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, _KEY_BYTES),
-            lengths=np.array([len(tokens) for tokens in texts], np.int64),
-            tokens=np.concatenate([np.empty(0, np.int32), *texts]),
+            lengths=np.array([len(response.tokens) for response in responses], np.int64),
+            policy_ages=np.array([response.policy_age for response in responses], np.int64),
+            tokens=np.concatenate([np.empty(0, np.int32), *(response.tokens for response in responses)]),
         )
         content = buffer.getvalue()
         return _MAGIC + hashlib.sha256(content).digest() + content
@@ -98,10 +129,14 @@ class History(Responses):
         self._new = Responses(num_responses, max_bytes)
         self._opened: Path | None = None
 
-    def add(self, prompt_key: bytes, response: Int32Array) -> None:
+    def new_policy(self) -> None:
+        super().new_policy()
+        self._new.new_policy()
+
+    def add(self, prompt_key: bytes, response: Int32Array, policy_age: int = 0) -> None:
         """Keep a response (int32 [n]) of this engine as the latest of its prompt."""
-        super().add(prompt_key, response)
-        self._new.add(prompt_key, response)
+        super().add(prompt_key, response, policy_age)
+        self._new.add(prompt_key, response, policy_age)
 
     def take_new(self) -> bytes:
         """What `add` has kept since the last call, for `merge` of other engines' histories."""
@@ -114,8 +149,8 @@ class History(Responses):
         Raises:
             HistoryError: it is of another version or damaged; nothing was added.
         """
-        for key, tokens in _unpack(content, "history of another engine"):
-            super().add(key, tokens)
+        for key, response in _unpack(content, "history of another engine"):
+            super().add(key, *response)
 
     def follow(self, path: str | Path) -> None:
         """Load the file, if there is one, at the first call; save to it at every later one.
@@ -148,11 +183,11 @@ class History(Responses):
             OSError: the file cannot be read.
             HistoryError: it is not one of ours, of another version, or damaged; nothing was added.
         """
-        for key, tokens in _unpack(Path(path).read_bytes(), str(path)):
-            super().add(key, tokens)
+        for key, response in _unpack(Path(path).read_bytes(), str(path)):
+            super().add(key, *response)
 
 
-def _unpack(content: bytes, where: str) -> list[tuple[bytes, Int32Array]]:
+def _unpack(content: bytes, where: str) -> list[tuple[bytes, Response]]:
     """Prompt keys and responses of what `pack` made. Raises HistoryError, beginning with `where`."""
     if not content.startswith(_MAGIC):
         raise HistoryError(f"{where}: not a history of this version")
@@ -162,7 +197,9 @@ def _unpack(content: bytes, where: str) -> list[tuple[bytes, Int32Array]]:
         raise HistoryError(f"{where}: damaged, its checksum does not match")
     with np.load(io.BytesIO(content)) as arrays:
         texts = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
-        return [(key.tobytes(), tokens.copy()) for key, tokens in zip(arrays["keys"], texts, strict=False)]
+        # Of nothing, split makes one empty text.
+        kept = zip(arrays["keys"], texts, arrays["policy_ages"].tolist(), strict=False)
+        return [(key.tobytes(), Response(tokens.copy(), age)) for key, tokens, age in kept]
 
 
 def prompt_key(prompt_token_ids: Int32Array) -> bytes:
@@ -178,6 +215,7 @@ class _Part:
     group: int
     row: Int32Array  # [1, length]; the prompt's tokens are not read again and may be anything
     level: int  # tokens indexed, the prompt included
+    weight: int
     sequence: int = -1  # -1: not opened yet
 
 
@@ -197,12 +235,15 @@ class Backlog:
         """Still to be indexed."""
         return sum(part.row.shape[1] - part.level for part in self._parts)
 
-    def add(self, group: int, num_prompt_tokens: int, responses: Sequence[Int32Array]) -> None:
-        """Index responses (int32 [n] each) behind the prompt of a group, when their turn comes."""
-        for tokens in responses:
-            row = np.zeros((1, num_prompt_tokens + len(tokens)), np.int32)
-            row[0, num_prompt_tokens:] = tokens
-            self._parts.append(_Part(group, row, num_prompt_tokens))
+    def add(self, group: int, num_prompt_tokens: int, responses: Sequence[Response]) -> None:
+        """Index responses behind the prompt of a group, when their turn comes.
+
+        The latest first: what was indexed first is heeded on a tie, and in mode earliest.
+        """
+        for response in reversed(responses):
+            row = np.zeros((1, num_prompt_tokens + len(response.tokens)), np.int32)
+            row[0, num_prompt_tokens:] = response.tokens
+            self._parts.append(_Part(group, row, num_prompt_tokens, response.weight))
 
     def index(self, max_tokens: int) -> None:
         """Index the next tokens.
@@ -215,7 +256,7 @@ class Backlog:
             level = min(part.level + max_tokens, part.row.shape[1])
             try:
                 if part.sequence < 0:
-                    part.sequence = self._index.open_sequence(part.group)
+                    part.sequence = self._index.open_sequence(part.group, weight=part.weight)
                 sequence, levels = np.array([part.sequence], np.int32), np.array([level], np.int32)
                 self._index.step(sequence, part.row, _ZERO, levels, _ZERO)
             except (BudgetExceeded, OutOfMemory):

@@ -18,7 +18,7 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 _INT32 = np.dtype(np.int32)
 
@@ -83,6 +83,9 @@ if native_version() != ABI_VERSION:
         f"rollout_spec._native was built from version {native_version()} of its interface, this package "
         f"needs {ABI_VERSION}: build it again (in a checkout: pip install -e .)"
     )
+
+FULL_WEIGHT = int(lib.RS_FULL_WEIGHT)
+"""What a sequence counts at most."""
 
 _EXCEPTIONS: dict[int, type[NativeError]] = {
     lib.RS_EINVAL: InvalidArgument,
@@ -227,15 +230,16 @@ class SuffixIndex:
         """
         self._check(lib.rs_group_close(self._open_index(), _int32("group", group), self._error))
 
-    def open_sequence(self, group: int, *, after_prompt: bool = True) -> int:
+    def open_sequence(self, group: int, *, after_prompt: bool = True, weight: int = FULL_WEIGHT) -> int:
         """Open a sequence and return its id.
 
         after_prompt: the rows of this sequence begin with the group's prompt, which is not indexed
         again. Otherwise it begins at the root and all its tokens are its own.
+        weight: 1 to FULL_WEIGHT, what its text counts; mode earliest does not count.
         """
         index = self._open_index()
-        group = _int32("group", group)
-        self._check(lib.rs_sequence_open(index, group, bool(after_prompt), self._id, self._error))
+        group, weight = _int32("group", group), _int32("weight", weight)
+        self._check(lib.rs_sequence_open(index, group, bool(after_prompt), weight, self._id, self._error))
         return int(self._id[0])
 
     def text(self, sequence: int) -> Int32Array:

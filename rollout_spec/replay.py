@@ -21,7 +21,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.history import Backlog, History, group_key
+from rollout_spec.history import Backlog, History, Response, group_key
 from rollout_spec.index import Int32Array, SuffixIndex
 
 # Edges of the buckets in which acceptance along a response is counted, tokens.
@@ -166,7 +166,7 @@ def _token_ids(value: Any, where: str) -> Int32Array:
 class Proposer(Protocol):
     """A drafter in a replay. The rollout of a line is start, one step per decode step, finish."""
 
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Response]) -> None:
         """Begin a group of num_rows responses; `earlier` are responses to the same prompt."""
 
     def step(
@@ -196,13 +196,13 @@ class IndexProposer:
         self._groups: list[int] = []
         self._sequences = np.empty(0, np.int32)
 
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Response]) -> None:
         num_groups = 1 if self._group_sharing else num_rows
         self._groups = [self.index.open_group(prompt) for _ in range(num_groups)]
         backlog = Backlog(self.index)
         for group in self._groups:
             backlog.add(group, len(prompt), earlier)
-            backlog.index(sum(map(len, earlier)))
+            backlog.index(backlog.num_tokens)
         sequences = [self.index.open_sequence(self._groups[i % num_groups]) for i in range(num_rows)]
         self._sequences = np.array(sequences, np.int32)
 
@@ -234,8 +234,8 @@ def replay(
 
     Args:
         trace: the lines, in order; each is indexed afresh. With config.history the last so many responses of
-            earlier lines with the same `group` are indexed first. What mode sam has learned stays from
-            line to line. config.batch_threshold does not apply.
+            earlier lines with the same `group` are indexed first; a later `step` has a new policy. What
+            mode sam has learned stays from line to line. config.batch_threshold does not apply.
         max_responses: at most the first so many responses of each line.
         limit_groups: at most the first so many lines.
         on_group: called with the counters so far after each line.
@@ -245,6 +245,7 @@ def replay(
     with contextlib.closing(IndexProposer(config)) as proposer:
         for rollout in islice(trace, limit_groups):
             line = dataclasses.replace(rollout, responses=rollout.responses[:max_responses])
+            history.reach(line.step)
             key = group_key(line.group)
             replay_line(proposer, line, history.get(key), config.num_speculative_tokens, result)
             for response in line.responses if config.history else ():
@@ -257,7 +258,7 @@ def replay(
 def replay_line(
     proposer: Proposer,
     line: Rollout,
-    earlier: Sequence[Int32Array],
+    earlier: Sequence[Response],
     num_speculative_tokens: int,
     result: ReplayResult,
 ) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 Text = tuple[int, ...]
 
 COUNTED_STATES = 8
+FULL_WEIGHT = 4
 MAX_BRANCHES = 64
 UNSEEN_COUNT = 0.25
 MAX_SUFFIX_CLASSES = 64
@@ -161,7 +162,7 @@ class Experience:
         return prediction
 
     def add_match(
-        self, prediction: Prediction, expert: int, token: int, length: int, count: int, total: int
+        self, prediction: Prediction, expert: int, token: int, length: int, count: float, total: float
     ) -> None:
         cell = ("match", expert, length_bucket(length), total_bucket(total), count * 8 // total)
         prior = count / (total + 0.5) * (1.0 - 0.5 / (length + 0.5))
@@ -232,7 +233,7 @@ def length_bucket(length: int) -> int:
     return sum(length >= start for start in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64))
 
 
-def total_bucket(total: int) -> int:
+def total_bucket(total: float) -> int:
     return sum(total > limit for limit in (1, 2, 4, 8, 16))
 
 
@@ -291,12 +292,12 @@ class GroupOracle:
         self.followers: dict[Text, list[int]] = defaultdict(list)
         self.positions: dict[Text, int] = {}
         self.ends: dict[Text, set[int]] = defaultdict(set)
-        self.counts: dict[Text, int] = defaultdict(int)
+        self.counts: dict[Text, float] = defaultdict(float)  # in occurrences of full weight, by quarters
         text: Text = ()
         for token in self.prompt:
             text = self.extend(text, token)
 
-    def extend(self, text: Text, token: int) -> Text:
+    def extend(self, text: Text, token: int, weight: int = FULL_WEIGHT) -> Text:
         """Index one token that comes after the text; returns the longer text."""
         for suffix in [*suffixes(text), ()]:
             if token not in self.followers[suffix]:
@@ -310,7 +311,7 @@ class GroupOracle:
             if self.ends[suffix] != ends:
                 num_classes, ends = num_classes + 1, self.ends[suffix]
             if num_classes <= COUNTED_STATES:
-                self.counts[suffix] += 1
+                self.counts[suffix] += weight / FULL_WEIGHT
         return text
 
     def match(self, text: Text) -> Text:
@@ -337,7 +338,7 @@ class GroupOracle:
         """The longest suffix of the context that ends at more positions."""
         return next((s for s in suffixes(context) if self.ends[s] != self.ends[context]), ())
 
-    def most_frequent(self, context: Text) -> tuple[int, int, int]:
+    def most_frequent(self, context: Text) -> tuple[int, float, float]:
         """Of the followers that are looked at: the most frequent one, its count, all their counts."""
         candidates = self.followers[context][:MAX_BRANCHES]
         counts = [self.counts[(*context, candidate)] for candidate in candidates]
@@ -407,6 +408,7 @@ class SequenceOracle:
     group: GroupOracle
     after_prompt: bool
     experience: Experience | None = None  # in mode sam
+    weight: int = FULL_WEIGHT
     text: Text = ()
     last_draft: list[int] = field(default_factory=list)
     survivals: list[float] = field(default_factory=list)
@@ -450,7 +452,7 @@ class SequenceOracle:
             if self.experience is not None:
                 contexts = self.experience.contexts
                 contexts.learn(contexts.identities(self.text, *self.salts).values(), token)
-            self.text = self.group.extend(self.text, token)
+            self.text = self.group.extend(self.text, token, self.weight)
 
     def draft(self, max_draft_tokens: int, min_token_prob: float = 0.0) -> tuple[int, list[int]]:
         """The second half, after every row of the step was indexed."""

@@ -26,7 +26,7 @@ from rollout_spec.cli import main
 from rollout_spec.cli.bench import DEFAULT_METHODS, _print_drafters
 from rollout_spec.config import SpecConfig
 from rollout_spec.plots import plot_drafters
-from rollout_spec.replay import Rollout, read_trace
+from rollout_spec.replay import Rollout, read_trace, replay
 
 TRACE = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
 OURS = ("earliest", "frequent", "sam")
@@ -310,6 +310,25 @@ def test_a_price_that_follows_the_history_is_one_curve(lines, tmp_path, monkeypa
     axes = drawn([{"trace": "t", **result} for result in found], tmp_path, monkeypatch)
     curves = axes["earlier responses of the prompt", "tokens per step, K = 4"].lines
     assert [(line.get_label(), len(line.get_xydata())) for line in curves] == [("earliest", 2), ("sam", 2)]
+
+
+def test_the_policy_ages_from_step_to_step():
+    """Two old responses outvote a later one where all are of one policy, and only there."""
+    said = [np.array([1, 5, token, 90 + i], np.int32) for i, token in enumerate([6, 6, 7, 8, 8])]
+
+    def accepted(steps):
+        trace = [
+            Rollout("g", step, np.array([1], np.int32), [text[1:]])
+            for step, text in zip(steps, said, strict=True)
+        ]
+        config = SpecConfig(mode="frequent", history=8, min_token_prob=0.01, num_speculative_tokens=2)
+        [measured] = measure(trace, ["frequent"], [2], [8], min_token_probs=[0.01])
+        replayed = replay(trace, config)
+        assert measured["acceptance_rate"] == replayed.acceptance_rate
+        return replayed.num_accepted_tokens
+
+    assert accepted([1, 1, 2, 5, 6]) == accepted([1] * 5) + 1
+    assert accepted([5, 4, 3, 2, 1]) == accepted([None] * 5) == accepted([1] * 5)
 
 
 def test_traces_of_one_name_are_drawn(lines, tmp_path, monkeypatch):

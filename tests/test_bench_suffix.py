@@ -9,6 +9,7 @@ import pytest
 
 from rollout_spec.bench_costs import Row, engine_call, make_batch, measure_index, measure_steps
 from rollout_spec.bench_drafters import Settings, Suffix, make_proposer, measure
+from rollout_spec.history import Response
 from rollout_spec.replay import Rollout, read_trace
 
 SuffixDecodingCache = pytest.importorskip(
@@ -17,7 +18,7 @@ SuffixDecodingCache = pytest.importorskip(
 
 TRACE = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
 PROMPT = np.array([1, 2, 3], np.int32)
-EARLIER = np.array([4, 5, 6, 7, 8, 9], np.int32)
+EARLIER = Response(np.array([4, 5, 6, 7, 8, 9], np.int32), 1)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +99,10 @@ def test_earlier_responses_are_in_the_cache():
 
 
 def test_only_a_server_keeps_the_lines_before_and_a_full_cache_forgets():
-    before = [EARLIER]
+    before = [EARLIER.tokens]
     assert drafts_after_a_match("suffix", Settings(4), before) == []
     assert drafts_after_a_match("suffix_server", Settings(4), before) == [7, 8]
-    before = [EARLIER, np.array([20, 21], np.int32)]
+    before = [EARLIER.tokens, np.array([20, 21], np.int32)]
     assert drafts_after_a_match("suffix_server", Settings(4, max_cached_requests=3), before) == [7, 8]
     assert drafts_after_a_match("suffix_server", Settings(4, max_cached_requests=2), before) == []
 

@@ -7,8 +7,8 @@ import pytest
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafter import Drafter
-from rollout_spec.history import Backlog, History, HistoryError, group_key, prompt_key
-from rollout_spec.index import BudgetExceeded, InvalidArgument, SuffixIndex
+from rollout_spec.history import Backlog, History, HistoryError, Response, group_key, prompt_key
+from rollout_spec.index import FULL_WEIGHT, BudgetExceeded, InvalidArgument, SuffixIndex
 from rollout_spec.replay import Rollout, replay
 
 
@@ -17,7 +17,7 @@ def int32(*values):
 
 
 def texts(history, key):
-    return [tokens.tolist() for tokens in history.get(key)]
+    return [response.tokens.tolist() for response in history.get(key)]
 
 
 def test_the_last_responses_of_every_prompt_are_kept():
@@ -38,7 +38,7 @@ def test_the_budget_drops_the_earliest_responses_to_the_prompt_met_longest_ago()
         for step in range(3):
             history.add(keys[prompt], np.full(300, step, np.int32))
             assert history.num_bytes <= 12_000
-    kept = [[int(tokens[0]) for tokens in history.get(key)] for key in keys]
+    kept = [[tokens[0] for tokens in texts(history, key)] for key in keys]
     assert kept == [[], [], [], [1, 2], [0, 1, 2], [0, 1, 2]]
     history.add(b"huge" * 4, np.zeros(9000, np.int32))
     assert (len(history), history.num_bytes) == (0, 0)
@@ -88,12 +88,57 @@ def test_what_is_saved_comes_back(tmp_path):
     loaded.load(empty)
 
 
+def test_policy_ages_are_saved_and_shared(tmp_path):
+    key, file = b"a" * 16, tmp_path / "history"
+    history = History(8, 1 << 20)
+    for token in range(6):
+        history.add(key, int32(token))
+        history.new_policy()
+
+    def ages(history):
+        return [response.policy_age for response in history.get(key)]
+
+    assert ages(history) == [6, 5, 4, 3, 2, 1]
+    assert [response.weight for response in history.get(key)] == [1, 1, 1, 1, 2, 3]
+    assert Response(int32(1), 0).weight == FULL_WEIGHT
+    history.save(file)
+    resumed, other = History(8, 1 << 20), History(8, 1 << 20)
+    resumed.load(file)
+    assert ages(resumed) == ages(history)
+    for told in (resumed, other):
+        told.add(key, int32(7))
+        told.new_policy()
+    assert ages(resumed)[-2:] == [2, 1]
+    # Engines change policy together, however often that was.
+    history.new_policy()
+    history.merge(other.take_new())
+    assert ages(history)[-2:] == [2, 1]
+
+
+@pytest.mark.parametrize("mode", ["earliest", "frequent", "suffix_policy"])
+def test_the_later_policy_outvotes_the_earlier(mode):
+    """Of two responses of old policies that say one thing and a later one that says another."""
+    drafter = Drafter(SpecConfig(mode=mode, history=8, min_token_prob=0.01))
+    key = prompt_key(int32(1))
+    for response in ([5, 6, 7], [5, 6, 7], [5, 8, 9]):
+        drafter.history.add(key, int32(*response))
+        if response == [5, 6, 7]:
+            drafter.clear()
+            drafter.clear()
+    drafter.clear()
+    drafter.open("a", int32(1), 40)
+    token_ids = np.zeros((1, 40), np.int32)
+    token_ids[0, :2] = 1, 5
+    drafts = drafter.step(["a"], int32(1), token_ids, int32(2))
+    assert drafts[0][0] == 8
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda content: content[:-1], "damaged"),
         (lambda content: content[:70] + bytes([content[70] ^ 1]) + content[71:], "damaged"),
-        (lambda content: content.replace(b"history 1", b"history 2", 1), "not a history of this version"),
+        (lambda content: content.replace(b"history 2", b"history 1", 1), "not a history of this version"),
         (lambda _: b"PK a foreign file", "not a history"),
         (lambda _: b"", "not a history"),
     ],
@@ -192,8 +237,8 @@ def test_history_is_indexed_a_few_tokens_a_step():
         drafter.open(name, prompt, 5000)
     token_ids = np.zeros((2, 5000), np.int32)
     token_ids[:, :8] = prompts
-    # What is said is the end of what was said earlier.
-    token_ids[0, 8:1008], token_ids[1, 8:1008] = earlier[1][2000:], earlier[3][2000:]
+    # What is said is the end of what was said first, which is indexed last.
+    token_ids[0, 8:1008], token_ids[1, 8:1008] = earlier[0][2000:], earlier[2][2000:]
     num_tokens, drafts = [16], []
     for level in range(9, 1009):
         drafts.append(drafter.step(["a", "b"], int32(1, 1), token_ids, int32(level, level)))
@@ -244,7 +289,9 @@ def test_what_does_not_fit_of_a_backlog_is_dropped_with_its_group():
         backlog = Backlog(index)
         groups = [index.open_group(int32(1)) for _ in range(2)]
         for group in groups:
-            backlog.add(group, 1, [rng.integers(0, 50_000, 2000).astype(np.int32) for _ in range(3)])
+            backlog.add(
+                group, 1, [Response(rng.integers(0, 50_000, 2000).astype(np.int32), 0) for _ in range(3)]
+            )
         with pytest.raises(BudgetExceeded):
             backlog.index(12_000)
         assert 0 < backlog.num_tokens <= 6000

@@ -11,6 +11,7 @@ import pytest
 from rollout_spec import index as index_module
 from rollout_spec.index import (
     ABI_VERSION,
+    FULL_WEIGHT,
     BudgetExceeded,
     InvalidArgument,
     NativeError,
@@ -213,6 +214,9 @@ def test_group_and_sequence_errors(index):
     with pytest.raises(UnknownId, match=r"^sequence=3"):
         index.close_sequence(3)
     group = index.open_group(int32(1, 2))
+    for weight in (0, FULL_WEIGHT + 1, 0.5):
+        with pytest.raises(InvalidArgument, match=rf"^weight={weight}: must be"):
+            index.open_sequence(group, weight=weight)
     sequence = index.open_sequence(group)
     with pytest.raises(InvalidArgument, match=r"^group=0: 1 of its sequences are open"):
         index.close_group(group)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rollout_spec.corpus import Corpus, open_corpus
 from rollout_spec.index import BudgetExceeded, CorpusBuilder, InvalidArgument, SuffixIndex, UnknownId
-from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
+from tests.oracle import FULL_WEIGHT, CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 
 NUM_COLUMNS = 160
 EXPERIENCE_BYTES = 110_000  # what mode sam learns with, empty
@@ -85,16 +85,16 @@ class IndexMachine(RuleBasedStateMachine):
         self.num_tokens[group] = len(prompt)
 
     @precondition(lambda self: self.groups)
-    @rule(data=st.data(), after_prompt=st.booleans())
-    def open_sequence(self, data, after_prompt):
+    @rule(data=st.data(), after_prompt=st.booleans(), weight=st.integers(1, FULL_WEIGHT))
+    def open_sequence(self, data, after_prompt, weight):
         group = self.pick(data, self.groups)
         try:
-            sequence = self.index.open_sequence(group, after_prompt=after_prompt)
+            sequence = self.index.open_sequence(group, after_prompt=after_prompt, weight=weight)
         except BudgetExceeded:
             assert self.max_bytes
             return
         assert sequence not in self.sequences
-        self.sequences[sequence] = SequenceOracle(self.groups[group], after_prompt, self.experience)
+        self.sequences[sequence] = SequenceOracle(self.groups[group], after_prompt, self.experience, weight)
         self.sequence_group[sequence] = group
 
     @precondition(lambda self: self.sequences)

@@ -31,7 +31,7 @@ class Server:
             self._history.merge(content)
 
     async def texts(self) -> list[list[int]]:
-        return [tokens.tolist() for tokens in self._history.get(PROMPT)]
+        return [response.tokens.tolist() for response in self._history.get(PROMPT)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -112,7 +112,7 @@ static rs_status perform(caller *c, call kind, rs_error *error) {
     case OPEN_GROUP:
         return rs_group_open(c->index, c->f->token_ids[0], c->num_prompt_tokens, &c->group, error);
     case OPEN_SEQUENCE:
-        return rs_sequence_open(c->index, c->group, 1, &c->sequence, error);
+        return rs_sequence_open(c->index, c->group, 1, RS_FULL_WEIGHT, &c->sequence, error);
     case STEP:
         return rs_step(c->index, &c->f->batch, error);
     case CLOSE_SEQUENCE:
@@ -258,7 +258,7 @@ static void test_budget(void) {
     int32_t id;
     CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
     for (int32_t row = 0; row < 2; row++) {
-        CHECK(rs_sequence_open(index, id, 0, &f->sequences[row], NULL) == RS_OK);
+        CHECK(rs_sequence_open(index, id, 0, 1 + row % RS_FULL_WEIGHT, &f->sequences[row], NULL) == RS_OK);
         for (int32_t i = 0; i < NUM_COLUMNS; i++) {
             f->token_ids[row][i] = (int32_t)random_below(5);
         }
@@ -327,7 +327,7 @@ static void test_many_branches(void) {
     for (int32_t i = 0; i < 2 * NUM; i++) {
         fingerprints[i] = automaton_fingerprint(&a);
         int32_t token = i % 2 == 0 ? 0 : 1 + i * 64;
-        CHECK(rs_extend(&a, last, token, extensions + i) == RS_OK);
+        CHECK(rs_extend(&a, last, token, 1 + (uint32_t)i % 3, extensions + i) == RS_OK);
         last = extensions[i].after;
         CHECK(rs_automaton_check(&a) == NULL);
     }
@@ -340,7 +340,7 @@ static void test_many_branches(void) {
     }
     CHECK(rs_find(&a, after_zero, 2) == NULL);
     for (int32_t i = 2 * NUM - 1; i >= 0; i--) {
-        rs_retract(&a, i % 2 == 0 ? 0 : 1 + i * 64, extensions + i);
+        rs_retract(&a, i % 2 == 0 ? 0 : 1 + i * 64, 1 + (uint32_t)i % 3, extensions + i);
         CHECK(automaton_fingerprint(&a) == fingerprints[i]);
         CHECK(rs_automaton_check(&a) == NULL);
     }
@@ -359,7 +359,7 @@ static void test_wide_blocks(void) {
     CHECK(extensions != NULL);
     uint32_t last = RS_ROOT;
     for (int32_t i = 0; i < NUM; i++) {
-        CHECK(rs_extend(&a, last, 3 * i, extensions + i) == RS_OK);
+        CHECK(rs_extend(&a, last, 3 * i, RS_FULL_WEIGHT, extensions + i) == RS_OK);
         last = extensions[i].after;
     }
     CHECK(rs_block_units(a.states[RS_ROOT].block) > RS_NARROW_UNITS);
@@ -369,7 +369,7 @@ static void test_wide_blocks(void) {
         CHECK(rs_find(&a, RS_ROOT, 3 * i + 1) == NULL);
     }
     for (int32_t i = NUM - 1; i >= 0; i--) {
-        rs_retract(&a, 3 * i, extensions + i);
+        rs_retract(&a, 3 * i, RS_FULL_WEIGHT, extensions + i);
     }
     CHECK(rs_automaton_check(&a) == NULL);
     CHECK(a.num_states == 1 && a.num_transitions == 0);
@@ -384,7 +384,7 @@ static void test_max_branches(void) {
     fixture *f = new_fixture(1);
     int32_t id;
     CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
-    CHECK(rs_sequence_open(index, id, 0, &id, NULL) == RS_OK);
+    CHECK(rs_sequence_open(index, id, 0, RS_FULL_WEIGHT, &id, NULL) == RS_OK);
     int32_t n = 0;
     for (int32_t round = 0; round < 3; round++) {
         for (int32_t i = 0; i < RS_MAX_BRANCHES + 1; i++) {
@@ -423,8 +423,10 @@ static void test_null_pointers(void) {
     CHECK(strncmp(error.message, "prompt_token_ids", 16) == 0);
     CHECK(rs_group_open(index, NULL, -1, &id, NULL) == RS_EINVAL);
     CHECK(rs_group_close(NULL, 0, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_open(NULL, 0, 0, &id, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_open(index, 0, 2, &id, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_open(NULL, 0, 0, 1, &id, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_open(index, 0, 2, 1, &id, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_open(index, 0, 0, 0, &id, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_open(index, 0, 0, RS_FULL_WEIGHT + 1, &id, NULL) == RS_EINVAL);
     CHECK(rs_sequence_close(NULL, 0, NULL) == RS_EINVAL);
     CHECK(rs_sequence_text(NULL, 0, NULL, 0, &num_tokens, NULL) == RS_EINVAL);
     CHECK(rs_sequence_text(index, 0, NULL, 1, &num_tokens, NULL) == RS_EINVAL);
