@@ -34,6 +34,14 @@ SUFFIX: dict[str, dict[str, float]] = {
     "suffix_tuned": SUFFIX_TUNED,
     "suffix_server": SUFFIX_DEFAULTS,
 }
+# What `at_equal_drafts` lets sam draft: by its name, the draft tokens of a method, and how many of them.
+EQUAL_DRAFTS = {
+    "suffix": ("suffix", 1.0),
+    "2/3 suffix_tuned": ("suffix_tuned", 2 / 3),
+    "suffix_tuned": ("suffix_tuned", 1.0),
+    "suffix_server": ("suffix_server", 1.0),
+}
+NUM_HALVINGS = 8
 NGRAM = (2, 5)
 FIGURES = (
     *("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step"),
@@ -288,8 +296,8 @@ def measure(
 
     Returns:
         One result per combination, in the order of the arguments, prices innermost; min_token_prob and
-        max_cached_requests are None where the method takes none, history_mb is what the history held at the
-        end.
+        max_cached_requests are None where the method takes none, equal_drafts is None, history_mb is what
+        the history held at the end.
 
     Raises:
         MissingError: a method needs a package that is not installed.
@@ -301,6 +309,7 @@ def measure(
             "history": history,
             "min_token_prob": price,
             "max_cached_requests": max_cached_requests if method in SUFFIX else None,
+            "equal_drafts": None,
         }
         for history in histories
         for k in ks
@@ -330,6 +339,52 @@ def measure(
 
 def _prices(given: Sequence[float], history: int) -> Sequence[float]:
     return given or (SpecConfig(history=history).least_survival,)
+
+
+def equal_drafts(results: Iterable[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """The names of EQUAL_DRAFTS, each with the results of its method."""
+    results = list(results)
+    return [
+        (name, result)
+        for name, (method, _) in EQUAL_DRAFTS.items()
+        for result in results
+        if result["method"] == method
+    ]
+
+
+def at_equal_drafts(
+    lines: Sequence[Rollout],
+    name: str,
+    baseline: dict[str, Any],
+    *,
+    max_index_mb: int = SpecConfig.max_index_mb,
+) -> dict[str, Any]:
+    """The result of `sam` at about the least price at which it drafts no more than a baseline.
+
+    One price is not the same number of draft tokens in every text; at equal numbers drafters compare. The
+    price is chosen knowing the whole trace.
+
+    Args:
+        lines: of the trace.
+        name: of EQUAL_DRAFTS; the result has it as equal_drafts.
+        baseline: a result of that method.
+    """
+    most = EQUAL_DRAFTS[name][1] * baseline["draft_tokens_per_step"]
+
+    def at(price: float) -> dict[str, Any]:
+        k, history = baseline["num_speculative_tokens"], baseline["history"]
+        [result] = measure(lines, ["sam"], [k], [history], min_token_probs=[price], max_index_mb=max_index_mb)
+        return result | {"equal_drafts": name}
+
+    low, high, found = 0.0, 1.0, None  # square roots of prices, of which there are more near 0
+    for _ in range(NUM_HALVINGS):
+        root = (low + high) / 2
+        result = at(root**2)
+        if result["draft_tokens_per_step"] <= most:
+            high, found = root, result
+        else:
+            low = root
+    return found or at(1.0)
 
 
 def over_baselines(

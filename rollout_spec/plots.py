@@ -91,8 +91,8 @@ def _series(
     A method with one price for each history is one line, whether they are the same or not.
     """
     of_k = [result for result in results if result["num_speculative_tokens"] == k]
-    for method in dict.fromkeys(result["method"] for result in of_k):
-        of_method = [result for result in of_k if result["method"] == method]
+    for method, equal in dict.fromkeys((result["method"], result["equal_drafts"]) for result in of_k):
+        of_method = [r for r in of_k if (r["method"], r["equal_drafts"]) == (method, equal)]
         lines: dict[int, list[dict[str, Any]]] = {}
         seen: Counter[tuple[str, int]] = Counter()
         for result in of_method:
@@ -101,7 +101,10 @@ def _series(
             seen[setting] += 1
         for series, line in zip(lines.values(), cycle(("-", "--", "-.", ":")), strict=False):
             price = series[0]["min_token_prob"]
-            label = method if len(lines) == 1 or price is None else f"{method} {price:g}"
+            if equal is not None:
+                label = f"{method} as {equal}"
+            else:
+                label = method if len(lines) == 1 or price is None else f"{method} {price:g}"
             yield {"color": colours[method], "linestyle": line, "label": label}, series
 
 

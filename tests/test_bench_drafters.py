@@ -254,7 +254,7 @@ def test_ratios_are_to_the_baselines_of_the_same_setting():
 
 def test_the_command_compares_with_suffix_below_its_table(capsys):
     record = {"tail_tokens_per_step": 1.0, "acceptance_rate": 0.5, "trace": "t", "history": 0}
-    record |= {"num_speculative_tokens": 8, "min_token_prob": None}
+    record |= {"num_speculative_tokens": 8, "min_token_prob": None, "equal_drafts": None}
     suffix = record | {"method": "suffix", "tokens_per_step": 2.0, "draft_tokens_per_step": 4.0}
     sam = record | {
         "method": "sam",
@@ -312,6 +312,14 @@ def test_a_price_that_follows_the_history_is_one_curve(lines, tmp_path, monkeypa
     assert [(line.get_label(), len(line.get_xydata())) for line in curves] == [("earliest", 2), ("sam", 2)]
 
 
+def test_results_at_equal_drafts_are_a_curve_of_their_own(lines, tmp_path, monkeypatch):
+    found = measure(lines, ["earliest", "sam"], [4], [0, 8])
+    found += [result | {"equal_drafts": "suffix"} for result in found if result["method"] == "sam"]
+    axes = drawn([{"trace": "t", **result} for result in found], tmp_path, monkeypatch)
+    curves = axes["earlier responses of the prompt", "tokens per step, K = 4"].lines
+    assert [line.get_label() for line in curves] == ["earliest", "sam", "sam as suffix"]
+
+
 def test_the_policy_ages_from_step_to_step():
     """Two old responses outvote a later one where all are of one policy, and only there."""
     said = [np.array([1, 5, token, 90 + i], np.int32) for i, token in enumerate([6, 6, 7, 8, 8])]
@@ -351,6 +359,10 @@ def test_one_size_of_the_history_is_no_curve(lines, tmp_path, monkeypatch):
         (["--num-speculative-tokens", "65"], "--num-speculative-tokens 65: must be between 1 and 64"),
         (["--history", "-1"], "--history -1: must be between 0"),
         (["--min-token-prob", "0.1", "2"], "--min-token-prob 0.1 2.0: must be between 0 and 1"),
+        (
+            ["--equal-drafts", "--methods", "sam"],
+            "--equal-drafts: needs one of suffix, suffix_tuned, suffix_s",
+        ),
     ],
 )
 def test_bad_options_are_one_line(options, message, capsys):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollout_spec.bench_costs import Row, engine_call, make_batch, measure_index, measure_steps
-from rollout_spec.bench_drafters import Settings, Suffix, make_proposer, measure
+from rollout_spec.bench_drafters import (
+    Settings,
+    Suffix,
+    at_equal_drafts,
+    equal_drafts,
+    make_proposer,
+    measure,
+)
+from rollout_spec.cli import main
 from rollout_spec.history import Response
 from rollout_spec.replay import Rollout, read_trace
 
@@ -148,6 +157,46 @@ def test_counts_are_those_of_mode_suffix_policy(lines):
     for figure in ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate"):
         assert suffix[figure] == pytest.approx(policy[figure], rel=0.05)
     assert (suffix["max_cached_requests"], policy["max_cached_requests"]) == (10_000, None)
+
+
+def test_at_equal_drafts_sam_drafts_no_more(lines):
+    results = measure(lines, ["suffix", "suffix_tuned", "suffix_policy"], [4], [8])
+    wanted = equal_drafts(results)
+    assert [(name, baseline["method"]) for name, baseline in wanted] == [
+        ("suffix", "suffix"),
+        ("2/3 suffix_tuned", "suffix_tuned"),
+        ("suffix_tuned", "suffix_tuned"),
+    ]
+    for (name, baseline), share in zip(wanted, (1, 2 / 3, 1), strict=True):
+        result = at_equal_drafts(lines, name, baseline)
+        assert (result["method"], result["num_speculative_tokens"], result["history"]) == ("sam", 4, 8)
+        most = share * baseline["draft_tokens_per_step"]
+        assert 0.9 * most < result["draft_tokens_per_step"] <= most
+        # It is a replay like any other.
+        [same] = measure(lines, ["sam"], [4], [8], min_token_probs=[result["min_token_prob"]])
+        assert result == same | {"equal_drafts": name}
+
+
+def test_nothing_drafted_is_equalled_by_nothing():
+    line = Rollout("g", None, PROMPT, [np.arange(10, 40, dtype=np.int32)])
+    [suffix] = measure([line], ["suffix"], [4], [0])
+    assert suffix["draft_tokens_per_step"] == 0
+    assert at_equal_drafts([line], "suffix", suffix)["draft_tokens_per_step"] == 0
+
+
+def test_the_command_adds_equal_drafts(capsys):
+    command = ["bench", "drafters", str(TRACE), "--num-speculative-tokens", "4", "--limit-groups", "2"]
+    command += ["--no-cost", "--equal-drafts", "--methods", "suffix,sam"]
+    assert main([*command, "--json"]) == 0
+    suffix, sam, equal = json.loads(capsys.readouterr().out)["results"]
+    assert [(row["method"], row["equal_drafts"]) for row in (sam, equal)] == [
+        ("sam", None),
+        ("sam", "suffix"),
+    ]
+    assert equal["draft_tokens_per_step"] <= suffix["draft_tokens_per_step"]
+    assert equal.keys() == sam.keys()
+    assert main(command) == 0
+    assert "sam as suffix" in capsys.readouterr().out
 
 
 def test_what_is_timed_are_drafts():

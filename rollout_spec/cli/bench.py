@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prices of our modes that have one, a line each (as rollout.spec.min_token_prob=auto)",
     )
     drafters.add_argument(
+        "--equal-drafts",
+        action="store_true",
+        help="sam also at the prices, found by trial, at which it drafts no more than each of suffix*, and "
+        "than two thirds of suffix_tuned",
+    )
+    drafters.add_argument(
         "--max-cached-requests",
         type=int,
         default=10_000,
@@ -98,6 +104,8 @@ def _run_drafters(args: argparse.Namespace) -> int:
     ):
         if not all(low <= value <= high for value in values):
             raise UserError(f"{name} {' '.join(map(str, values))}: must be between {low:g} and {high:g}")
+    if args.equal_drafts and not set(methods) & set(bench.SUFFIX):
+        raise UserError(f"--equal-drafts: needs one of {', '.join(bench.SUFFIX)} among the methods")
     record: dict[str, Any] = {"environment": bench.environment(), "results": []}
     try:
         for trace in args.traces:
@@ -161,6 +169,12 @@ def _of_trace(args: argparse.Namespace, trace: Path, methods: list[str]) -> list
         max_cached_requests=args.max_cached_requests,
         max_index_mb=args.max_index_mb,
     )
+    if args.equal_drafts:
+        wanted = tracked(bench.equal_drafts(results), f"{trace.name}: equal drafts")
+        results += [
+            bench.at_equal_drafts(lines, name, baseline, max_index_mb=args.max_index_mb)
+            for name, baseline in wanted
+        ]
     if not args.no_cost:
         bench_costs.add_costs(lines, results, tracked(args.num_speculative_tokens, f"{trace.name}: costs"))
     return [{"trace": trace.name, **result} for result in results]
@@ -183,7 +197,7 @@ def _print_drafters(results: list[dict[str, Any]]) -> None:
 def _setting(row: dict[str, Any]) -> tuple[str, ...]:
     price = row["min_token_prob"]
     return (
-        row["method"],
+        row["method"] if row["equal_drafts"] is None else f"{row['method']} as {row['equal_drafts']}",
         "" if price is None else f"{price:g}",
         str(row["num_speculative_tokens"]),
         str(row["history"]),
