@@ -5,7 +5,7 @@ side.
 
 Each is timed from the logits of a step, temperature applied, to its tokens, bonus tokens included; no top-k,
 no top-p. K = 0 is a plain step, one token a request, as while the gate is shut. The clock is the thread's
-processor time, on one thread, so that other work on the machine counts little; the four take turns.
+processor time, on one thread, so that other work on the machine counts little; the five take turns.
 vllm-ascend's functions are taken from its source as they stand. vLLM's kernel for recovered tokens fails on
 the CPU for an argument it does not know; here it does not get it.
 """
