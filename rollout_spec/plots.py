@@ -35,11 +35,20 @@ def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
             _plot_by_history(axes[3], of_trace, "tokens_per_step", colours)
         for axis in axes:
             axis.set_title(trace)
-            axis.legend(fontsize=7)
+        for axis in axes[2:]:
+            axis.set_visible(len({result["history"] for result in of_trace}) > 1)
+        _add_legend(axes)
     figure.text(0.01, 0.002, "Numbers: K. Squares: with the responses of earlier steps.", fontsize=8)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
+
+
+def _add_legend(axes: Any) -> None:
+    """One for all axes of a row, beside the last that is seen."""
+    seen = [axis for axis in axes if axis.get_visible()]
+    handles = {label: h for axis in seen for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    seen[-1].legend(handles.values(), handles, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 def _plot_pareto(axis: Any, results: list[dict[str, Any]], colours: dict[str, Any]) -> None:
