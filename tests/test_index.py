@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 
@@ -411,6 +412,14 @@ def test_a_closed_index_refuses_every_call(index):
 
 def test_compiled_module_has_this_version_of_the_interface():
     assert native_version() == ABI_VERSION
+
+
+def test_a_module_of_an_older_version_is_told_from_a_broken_one():
+    """It lacks what later versions have."""
+    older = "types.SimpleNamespace(ffi=None, lib=types.SimpleNamespace(rs_abi_version=lambda: 4))"
+    script = f"import sys, types; sys.modules['rollout_spec._native'] = {older}; import rollout_spec.index"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "was built from version 4 of its interface, this package needs" in run.stderr.splitlines()[-1]
 
 
 def noisy_period(rng, period, length):
