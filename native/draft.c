@@ -300,9 +300,12 @@ int32_t rs_suffix_policy(const rs_automaton *a, uint32_t last, const rs_options 
         int32_t path[RS_MAX_SPECULATIVE_TOKENS];
         float path_survivals[RS_MAX_SPECULATIVE_TOKENS];
         double by_match = options->max_spec_factor * a->states[state].len;
+        int32_t longest = by_match < most ? (int32_t)by_match : most;
+        if (longest <= best) {
+            break; /* no probability is above 1, and a shorter suffix may draft no more than this one */
+        }
         double score;
-        int32_t num = suffix_path(a, state, min_token_prob, by_match < most ? (int32_t)by_match : most, path,
-                                  path_survivals, &score);
+        int32_t num = suffix_path(a, state, min_token_prob, longest, path, path_survivals, &score);
         if (score > best && a->states[state].len >= (uint32_t)options->min_match_len) {
             best = score;
             num_best = num;

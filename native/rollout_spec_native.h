@@ -49,7 +49,7 @@
  * No function is thread safe for one index; different indexes are independent.
  * Every function but rs_index_free, rs_corpus_free, rs_index_stats, rs_corpus_num_bytes and
  * rs_abi_version returns a status; a call that fails changes nothing, except that reserved memory may
- * stay reserved, and but for rs_corpus_add.
+ * stay reserved, and but for rs_corpus_add and rs_replay.
  * `error` may be NULL; when it is not, it is written on failure only.
  */
 #ifndef ROLLOUT_SPEC_NATIVE_H
@@ -58,7 +58,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 5, /* raised with every change of this file */
+    RS_ABI_VERSION = 6, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_BRANCHES = 64,
     RS_COUNTED_STATES = 8,
@@ -122,6 +122,18 @@ typedef struct {
     int32_t *match_lens;             /* out [num_rows]; 0 where max_draft_tokens is 0; in mode sam the group's */
 } rs_batch;
 
+/* Entry i of the batch has a text of ends[i] tokens, of which the first levels[i] are decoded. */
+typedef struct {
+    rs_batch batch;         /* its levels and max_draft_tokens are those below */
+    int32_t *levels;        /* [num_rows], in and out: at most ends[i] */
+    int32_t *max_draft_tokens; /* [num_rows], scratch */
+    const int32_t *ends;    /* [num_rows] */
+    const int32_t *growing; /* [num_rows], 1: the text will have more tokens */
+    int32_t max_steps;      /* >= 1 */
+    uint64_t *num_row_steps;    /* out: one for every row that a step drafted for */
+    uint64_t *num_draft_tokens; /* out */
+} rs_replay_rows;
+
 typedef struct {
     uint64_t num_groups;    /* open */
     uint64_t num_sequences; /* open */
@@ -168,6 +180,14 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
  * (a request that was started again) indexes the row from its start, as a new sequence would.
  * Acceptance: of n new tokens, at most n - 1 that equal the sequence's draft of its last step. */
 rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error);
+
+/* Decode texts that are known already with drafts of this index, as a target would that says them: a step drafts for
+ * every row that is not at its end, keeps of each draft what the text says too and one token more, and siblings see each
+ * other's tokens of the step before. Ends before the first step that would need a token of a growing row that is not
+ * known yet, and where all rows are at their ends (the last tokens may not be indexed then), after max_steps at the
+ * latest. So what is known when a call comes does not change what is counted in the end. The steps before one that
+ * fails are taken and counted. */
+rs_status rs_replay(rs_index *index, const rs_replay_rows *rows, rs_error *error);
 
 /* Close all sequences and groups; the counters of drafts and acceptance go on. */
 rs_status rs_index_clear(rs_index *index, rs_error *error);

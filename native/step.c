@@ -407,3 +407,71 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
     rs_release(&index->memory, 1);
     return status;
 }
+
+/* Whether entry i may take a step: at its end it need not, and a growing text must be known as far as a draft reaches. */
+typedef enum { AT_END, READY, NOT_KNOWN } row_state;
+
+static row_state replay_state(const rs_index *index, const rs_replay_rows *rows, int32_t i) {
+    int32_t num_left = rows->ends[i] - rows->levels[i];
+    if (rows->growing[i] != 0 && num_left <= index->options.num_speculative_tokens) {
+        return NOT_KNOWN;
+    }
+    return num_left > 0 ? READY : AT_END;
+}
+
+/* For how many rows the next step drafts; 0: there is none. */
+static uint64_t plan_replay_step(const rs_index *index, const rs_replay_rows *rows) {
+    uint64_t num_ready = 0;
+    for (int32_t i = 0; i < rows->batch.num_rows; i++) {
+        row_state state = replay_state(index, rows, i);
+        if (state == NOT_KNOWN) {
+            return 0;
+        }
+        rows->max_draft_tokens[i] = state == READY ? index->options.num_speculative_tokens : 0;
+        num_ready += state == READY;
+    }
+    return num_ready;
+}
+
+static void verify_replay_row(const rs_index *index, const rs_replay_rows *rows, int32_t i) {
+    const rs_batch *batch = &rows->batch;
+    const int32_t *draft = batch->draft_tokens + (int64_t)i * index->options.num_speculative_tokens;
+    int32_t num_left = rows->ends[i] - rows->levels[i];
+    *rows->num_draft_tokens += (uint64_t)batch->num_draft_tokens[i];
+    if (num_left > 0) {
+        rows->levels[i] +=
+            1 + num_accepted(draft, batch->num_draft_tokens[i], row_tokens(batch, i) + rows->levels[i], num_left);
+    }
+}
+
+rs_status rs_replay(rs_index *index, const rs_replay_rows *rows, rs_error *error) {
+    if (index == NULL || rows == NULL) {
+        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "rows");
+    }
+    if (rows->levels == NULL || rows->max_draft_tokens == NULL || rows->ends == NULL || rows->growing == NULL ||
+        rows->num_row_steps == NULL || rows->num_draft_tokens == NULL || rows->batch.levels != rows->levels ||
+        rows->batch.max_draft_tokens != rows->max_draft_tokens) {
+        return rs_fail(error, RS_EINVAL, -1, "rows: an array is null, or not the batch's");
+    }
+    for (int32_t i = 0; i < rows->batch.num_rows; i++) {
+        if (rows->ends[i] < rows->levels[i] || rows->ends[i] > rows->batch.num_columns) {
+            return rs_fail(error, RS_EINVAL, i, "ends[%" PRId32 "]=%" PRId32 ": out of range", i, rows->ends[i]);
+        }
+    }
+    *rows->num_row_steps = *rows->num_draft_tokens = 0;
+    for (int32_t step = 0; step < rows->max_steps; step++) {
+        uint64_t num_ready = plan_replay_step(index, rows);
+        if (num_ready == 0) {
+            break;
+        }
+        rs_status status = rs_step(index, &rows->batch, error);
+        if (status != RS_OK) {
+            return status;
+        }
+        *rows->num_row_steps += num_ready;
+        for (int32_t i = 0; i < rows->batch.num_rows; i++) {
+            verify_replay_row(index, rows, i);
+        }
+    }
+    return RS_OK;
+}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rollout_spec.bench_native import cpu_name
-from rollout_spec.config import MIN_TOKEN_PROB, SpecConfig
+from rollout_spec.config import AUTO, SpecConfig
 from rollout_spec.history import History, Response, group_key
 from rollout_spec.index import Int32Array
 from rollout_spec.replay import IndexProposer, Proposer, ReplayResult, Rollout, replay_line
@@ -52,7 +52,7 @@ FIGURES = (
 @dataclasses.dataclass(frozen=True)
 class Settings:
     num_speculative_tokens: int
-    min_token_prob: float = MIN_TOKEN_PROB  # of the methods in PRICED
+    min_token_prob: float | str = AUTO  # of the methods in PRICED
     max_cached_requests: int = SUFFIX_MAX_CACHED_REQUESTS  # of those in SUFFIX
 
 
@@ -248,22 +248,24 @@ PRICED = ("frequent", "sam", "sam_single")
 METHODS = ("off", "ngram", *SUFFIX, *OURS, "oracle")
 
 
-def our_config(method: str, settings: Settings) -> SpecConfig:
+def our_config(method: str, settings: Settings, history: int = 0) -> SpecConfig:
     """The options of a method of OURS."""
     options = OURS[method] | {"num_speculative_tokens": settings.num_speculative_tokens}
+    if OURS[method].get("group_sharing", True):
+        options["history"] = history
     if method in PRICED:
         options["min_token_prob"] = settings.min_token_prob
     return SpecConfig(**options)
 
 
-def make_proposer(method: str, settings: Settings) -> Proposer:
-    """The drafter of a method, for a replay.
+def make_proposer(method: str, settings: Settings, history: int = 0) -> Proposer:
+    """The drafter of a method, for a replay with so many earlier responses.
 
     Raises:
         MissingError: the method needs a package that is not installed.
     """
     if method in OURS:
-        return IndexProposer(our_config(method, settings))
+        return IndexProposer(our_config(method, settings, history))
     if method in SUFFIX:
         return Suffix(method, settings)
     if method == "ngram":
@@ -314,9 +316,9 @@ def measure(
         for history in histories
         for k in ks
         for method in methods
-        for price in (_prices(min_token_probs, history) if method in PRICED else (None,))
+        for price in ((min_token_probs or (AUTO,)) if method in PRICED else (None,))
     ]
-    drafters = [make_proposer(run["method"], settings_of(run)) for run in runs]
+    drafters = [make_proposer(run["method"], settings_of(run), run["history"]) for run in runs]
     results = [ReplayResult() for _ in runs]
     memories = {history: History(history, max_index_mb << 20) for history in histories}
     for line in lines:
@@ -335,10 +337,6 @@ def measure(
         | {figure: getattr(result, figure) for figure in FIGURES}
         for run, result in zip(runs, results, strict=True)
     ]
-
-
-def _prices(given: Sequence[float], history: int) -> Sequence[float]:
-    return given or (SpecConfig(history=history).least_survival,)
 
 
 def equal_drafts(results: Iterable[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

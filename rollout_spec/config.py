@@ -115,6 +115,12 @@ class SpecConfig:
             return self.min_token_prob
         return MIN_TOKEN_PROB_WITH_HISTORY if self.history else MIN_TOKEN_PROB
 
+    @property
+    def has_own_price(self) -> bool:
+        """Whether the drafter finds the price of a draft token itself (`rollout_spec.price`)."""
+        is_gated = self.batch_threshold == AUTO  # that gate has prices of its own
+        return self.min_token_prob == AUTO and self.mode == "sam" and not is_gated
+
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SpecConfig:
         """Build from a plain mapping (YAML, JSON); an unknown key is an error, a missing one its default."""

@@ -22,6 +22,7 @@ from rollout_spec.gate import Step, make_gate
 from rollout_spec.history import Backlog, History, Response, group_key, prompt_key
 from rollout_spec.index import BudgetExceeded, OutOfMemory, StepResult, SuffixIndex
 from rollout_spec.metrics import EngineCounters
+from rollout_spec.price import make_index
 
 # Siblings that wait in the engine's queue find their group's text here when they start.
 # Few are enough: the samples of a prompt arrive together and are served in order.
@@ -89,7 +90,7 @@ class Drafter:
         self._last_start: float | None = None  # when the last step ended, and whether all its rows decoded
         self._all_decoded = False
         self._share_alike = 1.0
-        self._index = SuffixIndex.from_config(config)
+        self._index = make_index(config)
         self.history = History(config.history, config.max_index_mb << 20)
         self._backlog = Backlog(self._index)
         self._requests: dict[str, _Request] = {}

@@ -18,7 +18,7 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 _INT32 = np.dtype(np.int32)
 
@@ -127,6 +127,27 @@ def _check_status(status: int, native_error: Any) -> None:
         raise error
 
 
+def index_options(config: SpecConfig) -> dict[str, Any]:
+    """The arguments of SuffixIndex that the options of `rollout.spec` describe.
+
+    Raises:
+        ConfigError: the corpus cannot be used.
+    """
+    return {
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "mode": config.mode,
+        "min_match_len": config.min_match_len,
+        "max_spec_factor": config.max_spec_factor,
+        # The automatic gate has prices of its own.
+        "min_token_prob": 0.0 if config.batch_threshold == AUTO else config.least_survival,
+        "share_contexts": config.group_sharing,
+        "keep_texts": config.history > 0,
+        "max_bytes": config.max_index_mb << 20,
+        "corpus": open_corpus(config.corpus) if config.corpus else None,
+        "corpus_margin": config.corpus_margin,
+    }
+
+
 class SuffixIndex:
     """Text of groups of sequences, and drafts from it. Not thread safe; one per engine.
 
@@ -191,27 +212,6 @@ class SuffixIndex:
         self._index = ffi.gc(made[0], lib.rs_index_free)
         self._num_speculative_tokens = int(num_speculative_tokens)
         self._make_buffers(64)
-
-    @classmethod
-    def from_config(cls, config: SpecConfig) -> SuffixIndex:
-        """The index that the options of `rollout.spec` describe.
-
-        Raises:
-            ConfigError: the corpus cannot be used.
-        """
-        return cls(
-            num_speculative_tokens=config.num_speculative_tokens,
-            mode=config.mode,
-            min_match_len=config.min_match_len,
-            max_spec_factor=config.max_spec_factor,
-            # The automatic gate has prices of its own.
-            min_token_prob=0.0 if config.batch_threshold == AUTO else config.least_survival,
-            share_contexts=config.group_sharing,
-            keep_texts=config.history > 0,
-            max_bytes=config.max_index_mb << 20,
-            corpus=open_corpus(config.corpus) if config.corpus else None,
-            corpus_margin=config.corpus_margin,
-        )
 
     def open_group(self, prompt_token_ids: Int32Array) -> int:
         """Index a prompt (int32 vector, may be empty) and return the new group's id."""
@@ -284,32 +284,57 @@ class SuffixIndex:
             InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: naming the argument and entry;
             nothing was indexed.
         """
-        index = self._open_index()
-        _check_vector("sequences", sequences, None)
-        n = len(sequences)
-        if n == 0:
-            raise InvalidArgument("sequences: must not be empty")
-        _check_vector("rows", rows, n)
-        _check_vector("levels", levels, n)
-        _check_vector("max_draft_tokens", max_draft_tokens, n)
-        if n > len(self._match_lens):
-            self._make_buffers(n + n // 2)
-        # The arrays are held by the caller's arguments while the struct points at them.
-        batch = self._batch
-        batch.num_rows = n
-        batch.sequences = ffi.from_buffer("int32_t[]", sequences)
-        batch.rows = ffi.from_buffer("int32_t[]", rows)
-        batch.levels = ffi.from_buffer("int32_t[]", levels)
-        batch.max_draft_tokens = ffi.from_buffer("int32_t[]", max_draft_tokens)
-        batch.min_token_prob = min_token_prob
-        if token_ids is not self._matrix:
-            self._set_matrix(token_ids)
-        status = lib.rs_step(index, batch, self._error)
+        index, n = self._open_index(), len(sequences)
+        self._set_batch(sequences, token_ids, rows, levels, max_draft_tokens, min_token_prob)
+        status = lib.rs_step(index, self._batch, self._error)
         if status != lib.RS_OK:
             self._check(status)
         return StepResult(
             self._draft_tokens[:n], self._survivals[:n], self._num_draft_tokens[:n], self._match_lens[:n]
         )
+
+    def replay(
+        self,
+        sequences: Int32Array,
+        token_ids: Int32Array,
+        levels: Int32Array,
+        ends: Int32Array,
+        growing: Int32Array,
+        *,
+        max_steps: int,
+    ) -> tuple[int, int]:
+        """Decode n known texts with drafts of this index, as a target would that says them, in lockstep.
+
+        Ends before the first step that would need a token of a growing text that is not known yet, and where
+        all texts are at their ends.
+
+        Args:
+            sequences: int32 [n], ids, each at most once.
+            token_ids: int32 [>= n, L]; row i has the text of sequences[i].
+            levels: int32 [n], the tokens that are decoded; moved on in place.
+            ends: int32 [n], the tokens that are known.
+            growing: int32 [n], 1: there will be more.
+            max_steps: the most steps to take.
+
+        Returns:
+            How many times a row was drafted for, and how many draft tokens that took.
+
+        Raises:
+            InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded
+        """
+        index, n = self._open_index(), len(sequences)
+        budgets = np.empty(n, np.int32)
+        _check_vector("ends", ends, n)
+        _check_vector("growing", growing, n)
+        self._set_batch(sequences, token_ids, np.arange(n, dtype=np.int32), levels, budgets, 0.0)
+        numbers, replay = ffi.new("uint64_t[2]"), ffi.new("rs_replay_rows *")
+        replay.batch, replay.max_steps = self._batch[0], max_steps
+        replay.num_row_steps, replay.num_draft_tokens = numbers, numbers + 1
+        replay.levels = ffi.from_buffer("int32_t[]", levels, require_writable=True)
+        replay.max_draft_tokens = ffi.from_buffer("int32_t[]", budgets)
+        replay.ends, replay.growing = (ffi.from_buffer("int32_t[]", array) for array in (ends, growing))
+        self._check(lib.rs_replay(index, replay, self._error))
+        return int(numbers[0]), int(numbers[1])
 
     def clear(self) -> None:
         """Close every sequence and group; the counters of drafts and acceptance go on."""
@@ -346,6 +371,35 @@ class SuffixIndex:
 
     def _check(self, status: int) -> None:
         _check_status(status, self._error)
+
+    def _set_batch(
+        self,
+        sequences: Int32Array,
+        token_ids: Int32Array,
+        rows: Int32Array,
+        levels: Int32Array,
+        max_draft_tokens: Int32Array,
+        min_token_prob: float,
+    ) -> None:
+        """Raises InvalidArgument. The caller holds the arrays while the struct points at them."""
+        _check_vector("sequences", sequences, None)
+        n = len(sequences)
+        if n == 0:
+            raise InvalidArgument("sequences: must not be empty")
+        _check_vector("rows", rows, n)
+        _check_vector("levels", levels, n)
+        _check_vector("max_draft_tokens", max_draft_tokens, n)
+        if n > len(self._match_lens):
+            self._make_buffers(n + n // 2)
+        batch = self._batch
+        batch.num_rows = n
+        batch.sequences = ffi.from_buffer("int32_t[]", sequences)
+        batch.rows = ffi.from_buffer("int32_t[]", rows)
+        batch.levels = ffi.from_buffer("int32_t[]", levels)
+        batch.max_draft_tokens = ffi.from_buffer("int32_t[]", max_draft_tokens)
+        batch.min_token_prob = min_token_prob
+        if token_ids is not self._matrix:
+            self._set_matrix(token_ids)
 
     def _make_buffers(self, num_rows: int) -> None:
         self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)

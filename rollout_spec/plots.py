@@ -113,7 +113,7 @@ def _series(
             if equal is not None:
                 label = f"{method} as {equal}"
             else:
-                label = method if len(lines) == 1 or price is None else f"{method} {price:g}"
+                label = method if len(lines) == 1 or price is None else f"{method} {price}"
             yield {"color": colours[method], "linestyle": line, "label": label}, series
 
 

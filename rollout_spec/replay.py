@@ -22,7 +22,8 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.history import Backlog, History, Response, group_key
-from rollout_spec.index import Int32Array, SuffixIndex
+from rollout_spec.index import Int32Array
+from rollout_spec.price import make_index
 
 # Edges of the buckets in which acceptance along a response is counted, tokens.
 POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 30)
@@ -191,7 +192,7 @@ class IndexProposer:
     """The suffix index: one group a line, or without config.group_sharing one group a response."""
 
     def __init__(self, config: SpecConfig) -> None:
-        self.index = SuffixIndex.from_config(config)
+        self.index = make_index(config)
         self._group_sharing = config.group_sharing
         self._groups: list[int] = []
         self._sequences = np.empty(0, np.int32)

@@ -24,7 +24,7 @@ from rollout_spec.bench_costs import (
 from rollout_spec.bench_drafters import Oracle, Settings, measure, over_baselines
 from rollout_spec.cli import main
 from rollout_spec.cli.bench import DEFAULT_METHODS, _print_drafters
-from rollout_spec.config import SpecConfig
+from rollout_spec.config import AUTO, SpecConfig
 from rollout_spec.plots import plot_drafters
 from rollout_spec.replay import Rollout, read_trace, replay
 
@@ -229,14 +229,15 @@ def test_a_trace_too_short_for_costs_is_one_line(tmp_path, capsys):
 
 
 def test_every_price_is_a_result_of_its_own(lines, results):
-    default = SpecConfig().least_survival
-    found = measure(lines, ["earliest", "sam"], [4], [0], min_token_probs=[0.6, default, 0.05])
+    found = measure(lines, ["earliest", "sam"], [4], [0], min_token_probs=[0.6, 0.2, 0.05])
     assert [(result["method"], result["min_token_prob"]) for result in found] == [
-        *[("earliest", None), ("sam", 0.6), ("sam", default), ("sam", 0.05)]
+        *[("earliest", None), ("sam", 0.6), ("sam", 0.2), ("sam", 0.05)]
     ]
     drafted = [result["draft_tokens_per_step"] for result in found[1:]]
     assert drafted == sorted(set(drafted))
-    assert found[2] == results["sam", 0]  # the default, as in a run of its own
+    [default] = measure(lines, ["sam"], [4], [0])
+    assert default == results["sam", 0]  # as in a run of its own
+    assert default["min_token_prob"] == AUTO and default not in found
 
 
 def test_ratios_are_to_the_baselines_of_the_same_setting():
@@ -302,11 +303,14 @@ def test_acceptance_is_drawn_against_the_history(lines, tmp_path, monkeypatch):
     assert set(curves["acceptance rate"]) - {"off"} == {"earliest", "sam 0.2", "sam 0.05"}
 
 
-def test_a_price_that_follows_the_history_is_one_curve(lines, tmp_path, monkeypatch):
-    found = measure(lines, ["earliest", "sam"], [4], [0, 8])
-    prices = {result["history"]: result["min_token_prob"] for result in found if result["method"] == "sam"}
-    assert prices == {history: SpecConfig(history=history).least_survival for history in (0, 8)}
-    assert prices[0] > prices[8]
+def test_the_default_price_heeds_the_history_and_is_one_curve(lines, tmp_path, monkeypatch):
+    found = measure(lines, ["earliest", "frequent", "sam"], [4], [0, 8])
+    for result in found[1:]:
+        if result["method"] == "frequent":
+            price = SpecConfig(history=result["history"]).least_survival
+            [fixed] = measure(lines, ["frequent"], [4], [result["history"]], min_token_probs=[price])
+            assert fixed | {"min_token_prob": AUTO} == result
+    found = [result for result in found if result["method"] != "frequent"]
     axes = drawn([{"trace": "t", **result} for result in found], tmp_path, monkeypatch)
     curves = axes["earlier responses of the prompt", "tokens per step, K = 4"].lines
     assert [(line.get_label(), len(line.get_xydata())) for line in curves] == [("earliest", 2), ("sam", 2)]

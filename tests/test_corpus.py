@@ -17,6 +17,7 @@ from rollout_spec.cli import main
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.corpus import CONTENT_OFFSET, check_corpus, open_corpus, write_corpus
 from rollout_spec.index import CorpusBuilder, InvalidArgument, SuffixIndex
+from rollout_spec.price import make_index
 from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 
 
@@ -76,7 +77,7 @@ def test_drafts_equal_the_oracle(folder, corpus, prompt, pieces, mode, min_token
             match_len, draft = slow.draft(5)
             num = int(result.num_draft_tokens[0])
             assert (result.match_lens[0], result.draft_tokens[0, :num].tolist()) == (match_len, draft)
-            assert result.survivals[0, :num] == pytest.approx(slow.survivals, rel=1e-6)
+            assert result.survivals[0, :num] == pytest.approx(slow.survivals, rel=1e-5)
         index.validate()
 
 
@@ -206,7 +207,7 @@ def test_a_file_that_is_not_whole_is_refused(path, how):
         check_corpus(path)
     if how != "damaged":
         with pytest.raises(ConfigError, match=REFUSALS[how]):
-            SuffixIndex.from_config(SpecConfig(corpus=str(path)))
+            make_index(SpecConfig(corpus=str(path)))
 
 
 def test_bytes_that_are_no_corpus_are_refused(path):

@@ -272,6 +272,7 @@ def test_budget_is_kept_and_an_ordinary_error():
 
 def test_the_index_of_a_configuration_has_its_options():
     from rollout_spec.config import SpecConfig
+    from rollout_spec.price import make_index
 
     prompt = np.tile(int32(1, 2, 3, 4), 3)
     for options, num_draft_tokens in (
@@ -283,11 +284,11 @@ def test_the_index_of_a_configuration_has_its_options():
         ({"min_token_prob": 1e-9, "mode": "sam"}, 8),
     ):
         config = SpecConfig(**{"mode": "frequent", "min_token_prob": 0.0, **options})
-        with SuffixIndex.from_config(config) as index:
+        with make_index(config) as index:
             sequence = int32(index.open_sequence(index.open_group(prompt)))
             result = index.step(sequence, prompt[None], int32(0), int32(len(prompt)), int32(64))
             assert result.num_draft_tokens.tolist() == [num_draft_tokens], options
-    with SuffixIndex.from_config(SpecConfig(max_index_mb=1)) as index, pytest.raises(BudgetExceeded):
+    with make_index(SpecConfig(max_index_mb=1)) as index, pytest.raises(BudgetExceeded):
         index.open_group(np.random.default_rng(0).integers(0, 50_000, 60_000, dtype=np.int32))
 
 

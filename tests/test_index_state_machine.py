@@ -139,7 +139,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert result.match_lens[i] == match_len
             num = result.num_draft_tokens[i]
             assert result.draft_tokens[i, :num].tolist() == draft
-            assert result.survivals[i, :num] == pytest.approx(self.sequences[sequence].survivals, rel=1e-6)
+            assert result.survivals[i, :num] == pytest.approx(self.sequences[sequence].survivals, rel=1e-5)
 
     def new_tokens(self, data, oracle):
         """As a target would: often the draft and one more token, otherwise anything."""

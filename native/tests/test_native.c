@@ -250,6 +250,106 @@ static void test_allocation_failures_in_every_mode(void) {
     }
 }
 
+typedef struct {
+    uint64_t num_row_steps, num_draft_tokens, num_calls;
+} replayed;
+
+/* Replay texts that are all known; with failures, the n-th allocation of the n-th call fails. */
+static replayed replay_texts(int32_t alphabet, int32_t max_steps, bool with_failures) {
+    enum { ROWS = 3, LENGTH = 200, PROMPT = 10 };
+    rs_options options = default_options();
+    options.mode = RS_MODE_SUFFIX_POLICY;
+    rs_index *index = new_index(options);
+    fixture *f = new_fixture(ROWS);
+    int32_t ends[ROWS], growing[ROWS] = {0}, id;
+    uint64_t row_steps, draft_tokens;
+    random_state = 7;
+    for (int32_t i = 0; i < ROWS * NUM_COLUMNS; i++) {
+        f->token_ids[i / NUM_COLUMNS][i % NUM_COLUMNS] = (int32_t)random_below((uint32_t)alphabet);
+    }
+    CHECK(rs_group_open(index, f->token_ids[0], 0, &id, NULL) == RS_OK);
+    for (int32_t i = 0; i < ROWS; i++) {
+        CHECK(rs_sequence_open(index, id, 0, RS_FULL_WEIGHT, &f->sequences[i], NULL) == RS_OK);
+        f->levels[i] = PROMPT;
+        ends[i] = LENGTH + 7 * i;
+    }
+    rs_replay_rows rows = {.batch = f->batch, .levels = f->levels, .max_draft_tokens = f->max_draft_tokens, .ends = ends,
+                           .growing = growing, .max_steps = max_steps, .num_row_steps = &row_steps,
+                           .num_draft_tokens = &draft_tokens};
+    replayed result = {0};
+    rs_status status = RS_OK;
+    do {
+        result.num_calls++;
+        rs_test_fail_allocation(with_failures ? (int64_t)result.num_calls : 0);
+        status = rs_replay(index, &rows, NULL);
+        rs_test_fail_allocation(0);
+        CHECK(status == RS_OK || (with_failures && status == RS_ENOMEM));
+        result.num_row_steps += row_steps;
+        result.num_draft_tokens += draft_tokens;
+        check_valid(index);
+    } while (row_steps > 0 || status != RS_OK);
+    CHECK(memcmp(f->levels, ends, sizeof ends) == 0);
+    rs_stats stats;
+    rs_index_stats(index, &stats);
+    CHECK(stats.num_draft_tokens == result.num_draft_tokens);
+    rs_index_free(index);
+    free(f);
+    return result;
+}
+
+/* However often it is interrupted, the same is counted. */
+static void test_replay(void) {
+    for (int32_t alphabet = 1; alphabet <= 16; alphabet *= 4) {
+        const replayed whole = replay_texts(alphabet, 1000, false);
+        CHECK(whole.num_calls == 2 && whole.num_draft_tokens > 0 && whole.num_row_steps >= 3 * 190 / (DRAFT_LEN + 1));
+        const replayed parts[] = {replay_texts(alphabet, 1, false), replay_texts(alphabet, 7, false),
+                                  replay_texts(alphabet, 1000, true)};
+        for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+            CHECK(parts[i].num_calls > whole.num_calls);
+            CHECK(parts[i].num_row_steps == whole.num_row_steps && parts[i].num_draft_tokens == whole.num_draft_tokens);
+        }
+    }
+}
+
+/* A growing text waits for as many tokens as a draft has and one more; a row that waits has all wait. */
+static void test_replay_waits(void) {
+    rs_index *index = new_index(default_options());
+    fixture *f = new_fixture(2);
+    int32_t ends[2] = {5 + DRAFT_LEN, 20}, growing[2] = {1, 0}, id;
+    uint64_t row_steps, draft_tokens;
+    CHECK(rs_group_open(index, f->token_ids[0], 0, &id, NULL) == RS_OK);
+    for (int32_t i = 0; i < 2; i++) {
+        CHECK(rs_sequence_open(index, id, 0, RS_FULL_WEIGHT, &f->sequences[i], NULL) == RS_OK);
+        f->levels[i] = 5;
+    }
+    rs_replay_rows rows = {.batch = f->batch, .levels = f->levels, .max_draft_tokens = f->max_draft_tokens, .ends = ends,
+                           .growing = growing, .max_steps = 1, .num_row_steps = &row_steps,
+                           .num_draft_tokens = &draft_tokens};
+    CHECK(rs_replay(index, &rows, NULL) == RS_OK && row_steps == 0 && f->levels[0] == 5 && f->levels[1] == 5);
+    ends[0]++;
+    CHECK(rs_replay(index, &rows, NULL) == RS_OK && row_steps == 2 && f->levels[0] > 5 && f->levels[1] > 5);
+    growing[0] = 0;
+    for (int i = 0; i < 20; i++) {
+        CHECK(rs_replay(index, &rows, NULL) == RS_OK);
+    }
+    CHECK(row_steps == 0 && memcmp(f->levels, ends, sizeof ends) == 0);
+
+    rs_error error = {.message = ""};
+    CHECK(rs_replay(NULL, &rows, &error) == RS_EINVAL && rs_replay(index, NULL, &error) == RS_EINVAL);
+    rs_replay_rows wrong = rows;
+    wrong.ends = NULL;
+    CHECK(rs_replay(index, &wrong, &error) == RS_EINVAL && strncmp(error.message, "rows", 4) == 0);
+    wrong = rows;
+    wrong.levels = ends; /* not the batch's */
+    CHECK(rs_replay(index, &wrong, &error) == RS_EINVAL && strncmp(error.message, "rows", 4) == 0);
+    ends[1] = f->levels[1] - 1;
+    CHECK(rs_replay(index, &rows, &error) == RS_EINVAL && strncmp(error.message, "ends[1]", 7) == 0 && error.row == 1);
+    ends[1] = NUM_COLUMNS + 1;
+    CHECK(rs_replay(index, &rows, &error) == RS_EINVAL);
+    rs_index_free(index);
+    free(f);
+}
+
 static void test_budget(void) {
     rs_options options = default_options();
     options.max_bytes = 40000;
@@ -604,6 +704,8 @@ static void test_corpus_builder(void) {
 
 int main(void) {
     test_allocation_failures_in_every_mode();
+    test_replay();
+    test_replay_waits();
     test_budget();
     test_large_arrays();
     test_many_branches();

@@ -198,7 +198,7 @@ def _setting(row: dict[str, Any]) -> tuple[str, ...]:
     price = row["min_token_prob"]
     return (
         row["method"] if row["equal_drafts"] is None else f"{row['method']} as {row['equal_drafts']}",
-        "" if price is None else f"{price:.3g}",
+        "" if price is None else price if isinstance(price, str) else f"{price:.3g}",
         str(row["num_speculative_tokens"]),
         str(row["history"]),
     )

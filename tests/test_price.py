@@ -1,0 +1,315 @@
+"""The price that mode sam finds itself: against plain replays of SuffixDecoding's policy."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_spec import price as module
+from rollout_spec.config import MIN_TOKEN_PROB, SpecConfig
+from rollout_spec.drafter import Drafter
+from rollout_spec.index import InvalidArgument, SuffixIndex
+from rollout_spec.price import (
+    AIM,
+    LEAST_PRICE,
+    NUM_FIRST_ROW_STEPS,
+    ROWS_PER_FOLLOWED,
+    SETTINGS,
+    STEPS_PER_FOLLOWED,
+    PricedIndex,
+    make_index,
+)
+from rollout_spec.replay import IndexProposer, ReplayResult, Rollout, read_trace, replay, replay_line
+from tests.text import speak
+
+TRACE = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
+K = 8
+
+
+def policy(max_spec_factor=1.0, k=K):
+    """SuffixDecoding's, as a drafter of its own."""
+    return SpecConfig(
+        mode="suffix_policy",
+        max_spec_factor=max_spec_factor,
+        min_token_prob=module.REFERENCE_MIN_TOKEN_PROB,
+        num_speculative_tokens=k,
+    )
+
+
+def rollout(texts, prompt=(1, 2)):
+    return Rollout(
+        "g", None, np.array(prompt, np.int32), [np.array(text, np.int32) for text in texts if len(text)]
+    )
+
+
+def decoded(line, config):
+    """What a plain replay of one line counts."""
+    result = ReplayResult()
+    with contextlib.closing(IndexProposer(config)) as proposer:
+        replay_line(proposer, line, [], config.num_speculative_tokens, result)
+    return result
+
+
+def follow(trace, config, num_lines=None):
+    """The price after a replay, and what the replay has counted."""
+    result = ReplayResult()
+    with contextlib.closing(IndexProposer(config)) as proposer:
+        for line in list(trace)[:num_lines]:
+            replay_line(proposer, line, [], config.num_speculative_tokens, result)
+        return proposer.index.price, result
+
+
+@given(
+    texts=st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=40), min_size=1, max_size=4),
+    heard=st.lists(st.integers(0, 12), min_size=0, max_size=20),
+    k=st.integers(1, 5),
+    factor=st.sampled_from([0.5, 1.0, 4.0]),
+    max_steps=st.integers(1, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_known_texts_are_decoded_as_in_a_replay(texts, heard, k, factor, max_steps):
+    """However they become known: all at once, or a few tokens of each at a time."""
+    line, config = rollout(texts), policy(factor, k)
+    expected = decoded(line, config)
+    ends = np.array([2 + len(text) for text in line.responses], np.int32)
+    token_ids = np.zeros((len(ends), int(ends.max())), np.int32)
+    for row, text in zip(token_ids, line.responses, strict=True):
+        row[2 : 2 + len(text)] = text
+    levels = np.minimum(3, ends)
+    counts = np.zeros(2, np.int64)
+    with SuffixIndex(
+        num_speculative_tokens=k,
+        mode="suffix_policy",
+        max_spec_factor=factor,
+        min_token_prob=config.least_survival,
+    ) as index:
+        group = index.open_group(line.prompt_token_ids)
+        sequences = np.array([index.open_sequence(group) for _ in ends], np.int32)
+        known = levels.copy()
+        for number in [*heard, 10**6]:
+            known = np.minimum(known + number, ends)
+            growing = (known < ends).astype(np.int32)
+            while True:
+                found = index.replay(sequences, token_ids, levels, known, growing, max_steps=max_steps)
+                counts += found
+                if not found[0]:
+                    break
+    assert levels.tolist() == ends.tolist()
+    assert counts.tolist() == [expected.num_steps, expected.num_draft_tokens]
+
+
+def test_a_replay_refuses_what_does_not_fit():
+    with SuffixIndex(num_speculative_tokens=4) as index:
+        sequence = np.array([index.open_sequence(index.open_group(np.array([1], np.int32)))], np.int32)
+        tokens, two = np.ones((1, 8), np.int32), np.array([2], np.int32)
+        for ends, growing in ((two - 1, two), (two, np.zeros(2, np.int32)), (two + 7, two)):
+            with pytest.raises(InvalidArgument, match=r"ends|growing"):
+                index.replay(sequence, tokens, two.copy(), ends, growing, max_steps=1)
+
+
+def test_the_references_spend_what_they_would_alone(monkeypatch):
+    """Rollouts that mode sam decodes say what SuffixDecoding would have taken for them."""
+    monkeypatch.setattr(module, "MEMORY", 1e18)
+    trace = list(read_trace(TRACE))
+    price, _ = follow(trace, SpecConfig(num_speculative_tokens=K))
+    for reference, setting in zip(price._references, SETTINGS, strict=True):
+        alone = replay(trace, policy(setting.max_spec_factor))
+        spent = reference.spent
+        # The last tokens of a line are never indexed, nor are all steps taken when it ends.
+        assert spent.num_row_steps == pytest.approx(alone.num_steps, rel=0.05)
+        assert spent.num_draft_tokens / spent.num_row_steps == pytest.approx(
+            alone.draft_tokens_per_step, rel=0.02
+        )
+
+
+@pytest.mark.parametrize("alphabet", [2, 4, 50])
+def test_no_more_is_spent_than_suffix_decoding_would(alphabet):
+    """In text of whatever predictability; a fixed price spends more in some, less in others."""
+    rng = np.random.default_rng(alphabet)
+    lines = [rollout([speak(rng, 400, alphabet=alphabet) for _ in range(4)]) for _ in range(12)]
+    price, ours = follow(lines, SpecConfig(num_speculative_tokens=K))
+    spent = [replay(lines, policy(setting.max_spec_factor)).draft_tokens_per_step for setting in SETTINGS]
+    budget = min(number * setting.share for number, setting in zip(spent, SETTINGS, strict=True))
+    fixed = replay(lines, SpecConfig(num_speculative_tokens=K, min_token_prob=MIN_TOKEN_PROB))
+    if LEAST_PRICE < price.value < 1.0:
+        assert ours.draft_tokens_per_step == pytest.approx(AIM * budget, rel=0.03)
+        assert abs(fixed.draft_tokens_per_step - budget) > abs(ours.draft_tokens_per_step - budget)
+    else:
+        assert ours.draft_tokens_per_step <= 1.01 * budget
+
+
+def test_the_price_stays_a_price():
+    config = SpecConfig(num_speculative_tokens=K)
+    same = [rollout([[5] * 300] * 2)] * 20
+    noise = [rollout([np.random.default_rng(i).integers(3, 40_000, 300)]) for i in range(20)]
+    for lines in (same, noise, same + noise):
+        price, _ = follow(lines, config)
+        assert LEAST_PRICE <= price.value <= 1.0
+
+
+def test_who_has_a_price_of_its_own():
+    assert isinstance(make_index(SpecConfig()), PricedIndex)
+    for options in ({"min_token_prob": 0.2}, {"mode": "frequent"}, {"batch_threshold": "auto"}):
+        assert type(make_index(SpecConfig(**options))) is SuffixIndex
+
+
+class Engine:
+    """Steps of a drafter over texts that are known, each row as fast as its drafts allow."""
+
+    def __init__(self, config, texts, prompt=(1, 2), *, groups=None):
+        self.drafter = Drafter(config)
+        self.prompt = np.array(prompt, np.int32)
+        self.texts = [[*prompt, *text] for text in texts]
+        self.tokens = np.zeros((len(texts), 4096), np.int32)
+        for row, text in zip(self.tokens, self.texts, strict=True):
+            row[: len(text)] = text
+        self.levels = np.full(len(texts), len(prompt), np.int32)
+        self.ids = [str(i) for i in range(len(texts))]
+        for i, id_ in enumerate(self.ids):
+            self.drafter.open(id_, self.prompt, 4096, group=groups[i] if groups else "g")
+
+    @property
+    def price(self):
+        return self.drafter.index.price
+
+    def step(self, num_tokens=1):
+        """Of each row, at least so many tokens more."""
+        before = self.levels.copy()
+        for row, text in enumerate(self.texts):
+            self.levels[row] = min(len(text), before[row] + num_tokens)
+        return self.drafter.step(self.ids, self.levels - before, self.tokens, self.levels)
+
+
+def texts_of(number, length=600, alphabet=300):
+    rng = np.random.default_rng(number)
+    return [speak(rng, length, alphabet=alphabet) for _ in range(number)]
+
+
+def indexed_by(reference):
+    return reference.index.stats().num_tokens
+
+
+def test_text_without_drafts_is_not_indexed_until_there_are_some():
+    """With the gate closed following costs next to nothing; what was said then is caught up with in parts."""
+    engine = Engine(SpecConfig(batch_threshold=3), texts_of(4))
+    for _ in range(300):
+        engine.step()
+    references = engine.price._references
+    assert [indexed_by(reference) for reference in references] == [2, 2]  # the prompt
+    engine.drafter.close(engine.ids.pop())
+    engine.texts.pop()
+    engine.levels = engine.levels[:3].copy()
+    most = [2, 2]
+    for _ in range(250):
+        engine.step()
+        now = [indexed_by(reference) for reference in references]
+        assert all(new - old <= module.MAX_GIVEN + 4 * (K + 1) for old, new in zip(most, now, strict=True))
+        most = now
+    assert all(number > 4 * 300 for number in most)
+    assert all(reference.spent.num_row_steps > 0 for reference in references)
+
+
+def test_a_request_that_begins_anew_ends_the_following_only():
+    engine = Engine(SpecConfig(), texts_of(4))
+    for _ in range(50):
+        engine.step()
+    assert engine.price._group_of
+    engine.levels[:] = 10
+    for _ in range(module.DECODE_EVERY):
+        engine.step()
+    assert not engine.price._group_of
+    value = engine.price.value
+    for _ in range(20):
+        assert len(engine.step()) == 4
+    assert engine.drafter.counters.num_draft_tokens > 0 and engine.price.value == value
+
+
+def test_no_room_for_the_references_is_no_loss():
+    """Theirs is a sixteenth of the budget each; when it is full the price stays, and drafting goes on."""
+    engine = Engine(SpecConfig(max_index_mb=1), texts_of(4, 3000, 400))
+    followed = [bool(engine.price._group_of)]
+    for _ in range(700):
+        engine.step(4)
+        followed.append(bool(engine.price._group_of))
+    assert followed[0] and not followed[-1]
+    assert engine.drafter.counters.num_untracked_rows == 0
+    assert engine.drafter.counters.num_draft_tokens > 0
+    engine.drafter.clear()
+    engine.drafter.open("next", engine.prompt, 4096, group="next")
+    assert engine.price._group_of
+
+
+def test_new_weights_end_the_following_and_keep_the_price():
+    engine = Engine(SpecConfig(), texts_of(4))
+    for _ in range(200):
+        engine.step()
+    value = engine.price.value
+    engine.drafter.clear()
+    assert engine.price.value == value != MIN_TOKEN_PROB
+    assert [indexed_by(reference) for reference in engine.price._references] == [0, 0]
+
+
+def test_an_eighth_of_the_rows_is_followed():
+    groups = [f"g{i // 4}" for i in range(80)]
+    engine = Engine(SpecConfig(batch_threshold=80), texts_of(80, 40), groups=groups)
+    assert (
+        len(engine.price._group_of) == 12
+    )  # the first group, and those that find an eighth of the rows free
+    assert ROWS_PER_FOLLOWED == 8
+
+
+def test_later_on_a_sixteenth_of_the_steps_is_followed(monkeypatch):
+    assert STEPS_PER_FOLLOWED == 16 and NUM_FIRST_ROW_STEPS >= 1 << 17
+    monkeypatch.setattr(module, "NUM_FIRST_ROW_STEPS", 100)
+    engine = Engine(SpecConfig(), texts_of(4, 500))
+    shares = []
+    for number in range(60):
+        steps = 0
+        for _ in range(100):
+            engine.step()
+            engine.levels[:] = np.minimum(engine.levels, 400)
+            steps += bool(engine.price._group_of)
+        shares.append(steps / 100)
+        for id_ in engine.ids:
+            engine.drafter.close(id_)
+        engine.ids = [f"{number}-{i}" for i in range(4)]
+        engine.levels[:] = 2
+        for id_ in engine.ids:
+            engine.drafter.open(id_, engine.prompt, 4096, group=f"next {number}")
+    assert shares[0] == 1.0
+    assert np.mean(shares[5:]) == pytest.approx(1 / 16, abs=0.05)
+
+
+def test_history_is_text_of_the_references_too():
+    config = SpecConfig(history=4)
+    engine = Engine(config, texts_of(3, 300))
+    for _ in range(300):
+        engine.step()
+    engine.drafter.clear()
+    for id_ in ("a", "b"):
+        engine.drafter.open(id_, engine.prompt, 4096, group="g")
+    engine.ids, engine.texts, engine.levels = ["a", "b"], engine.texts[:2], engine.levels[:2] * 0 + 2
+    [reference] = engine.price._references
+    for _ in range(60):
+        engine.step()
+    own = int(engine.levels.sum()) - 2
+    assert indexed_by(reference) > 3 * 250 + own - 50
+    assert engine.price.value >= LEAST_PRICE
+
+
+def test_a_closed_index_is_closed_as_a_whole():
+    index = make_index(SpecConfig())
+    index.open_group(np.array([1], np.int32))
+    index.close()
+    with pytest.raises(InvalidArgument, match="closed"):
+        index.price._references[0].index.stats()
+
+
+def test_the_budget_is_unknown_before_anything_was_decoded():
+    assert all(reference.budget == math.inf for reference in make_index(SpecConfig()).price._references)
