@@ -13,7 +13,7 @@ VERIFY = ("coupled", "standard")
 ROUTINGS = ("default", "group")
 MAX_SPECULATIVE_TOKENS = 64
 AUTO = "auto"  # of batch_threshold and min_token_prob
-# What min_token_prob=auto is, without and with history (benchmarks/record/drafters.md).
+# What min_token_prob=auto is, without and with history; mode sam begins with it (benchmarks/record/drafters.md).
 MIN_TOKEN_PROB, MIN_TOKEN_PROB_WITH_HISTORY = 0.2, 0.055
 
 
@@ -54,9 +54,10 @@ class SpecConfig:
     )
     min_token_prob: float | str = _option(
         AUTO,
-        "stop a draft where its estimated survival falls below; auto: "
-        f"{MIN_TOKEN_PROB}, with history {MIN_TOKEN_PROB_WITH_HISTORY}; mode earliest does not heed it, "
-        "batch_threshold=auto has prices of its own",
+        "stop a draft where its estimated survival falls below; auto: mode sam spends no more draft tokens "
+        f"than SuffixDecoding would, other modes {MIN_TOKEN_PROB}, with history "
+        f"{MIN_TOKEN_PROB_WITH_HISTORY}; mode earliest does not heed it, batch_threshold=auto has prices of "
+        "its own",
         0.0,
         1.0,
         float,
@@ -110,7 +111,7 @@ class SpecConfig:
 
     @property
     def least_survival(self) -> float:
-        """What `min_token_prob` comes to."""
+        """What `min_token_prob` comes to, or begins with if it `has_own_price`."""
         if not isinstance(self.min_token_prob, str):
             return self.min_token_prob
         return MIN_TOKEN_PROB_WITH_HISTORY if self.history else MIN_TOKEN_PROB

@@ -179,6 +179,7 @@ class Drafter:
         if step.num_rows == 0:
             return [[] for _ in request_ids]
         price = self._gate.begin(step, counters)
+        least = max(price or 0.0, self._index.min_token_prob)
         decoding = None if step.num_rows == len(request_ids) else nums_new_tokens > 0
         rows, result = self._step_index(decoding, token_ids, levels, price)
         counters.num_steps += 1
@@ -186,18 +187,20 @@ class Drafter:
         counters.num_untracked_rows += step.num_rows - len(rows)
         drafts: list[list[int]] = []
         if result is not None and price is not None:
-            drafts = self._chosen_drafts(result)
+            drafts = self._chosen_drafts(result, least)
         if len(drafts) < len(request_ids):
             drafts = _spread(drafts, rows, len(request_ids))
         counters.draft_seconds += time.perf_counter() - started
         return drafts
 
-    def _chosen_drafts(self, result: StepResult) -> list[list[int]]:
+    def _chosen_drafts(self, result: StepResult, min_token_prob: float) -> list[list[int]]:
         """What the gate takes of each draft."""
         counters = self.counters
         numbers = self._gate.choose(result.survivals, result.num_draft_tokens, counters).tolist()
         num_drafts = len(numbers) - numbers.count(0)
-        counters.num_steps_on += num_drafts > 0 or not result.num_draft_tokens.any()
+        is_on = num_drafts > 0 or not result.num_draft_tokens.any()
+        counters.num_steps_on += is_on
+        counters.sum_min_token_prob += is_on * min_token_prob
         counters.num_drafts += num_drafts
         counters.num_draft_tokens += sum(numbers)
         return [tokens[:n] for tokens, n in zip(result.draft_tokens.tolist(), numbers, strict=True)]

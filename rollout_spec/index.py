@@ -211,7 +211,13 @@ class SuffixIndex:
         self._check(lib.rs_index_new(options, made, self._error))
         self._index = ffi.gc(made[0], lib.rs_index_free)
         self._num_speculative_tokens = int(num_speculative_tokens)
+        self._min_token_prob = 0.0 if mode == "earliest" else float(min_token_prob)
         self._make_buffers(64)
+
+    @property
+    def min_token_prob(self) -> float:
+        """The price of a draft token: what the next step's `min_token_prob` is at least."""
+        return self._min_token_prob
 
     def open_group(self, prompt_token_ids: Int32Array) -> int:
         """Index a prompt (int32 vector, may be empty) and return the new group's id."""

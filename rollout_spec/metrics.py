@@ -31,6 +31,7 @@ class EngineCounters(_Counters):
     num_accepted_tokens: int = 0  # as the proposer sees it, bonus tokens excluded
     num_untracked_rows: int = 0  # decoding rows without a place in the index
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
+    sum_min_token_prob: float = 0.0  # the price of a draft token, over the steps with the gate open
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
     # Steps without drafts, by what decided so
     num_steps_off_threshold: int = 0  # more rows than batch_threshold
@@ -117,6 +118,7 @@ def _engine_metrics(engine: EngineCounters) -> dict[str, float]:
     """What the gate did."""
     values = _ratio("share_on", engine.num_steps_on, engine.num_steps)
     values |= _ratio("draft_ms", engine.draft_seconds * 1e3, engine.num_steps)
+    values |= _ratio("min_token_prob", engine.sum_min_token_prob, engine.num_steps_on)
     values |= _ratio("budget", engine.num_draft_tokens, engine.num_steps_on)
     values |= _ratio("achieved_gain", engine.gate_plain_seconds, engine.gate_seconds)
     values |= _ratio("expected_gain", engine.gate_expected_plain_seconds, engine.gate_expected_seconds)

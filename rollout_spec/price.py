@@ -376,6 +376,10 @@ class PricedIndex(SuffixIndex):
         super().__init__(**index_options(config) | {"min_token_prob": 0.0, "keep_texts": True})
         self.price = SuffixPrice(config)
 
+    @property
+    def min_token_prob(self) -> float:
+        return self.price.value
+
     def open_group(self, prompt_token_ids: Int32Array) -> int:
         group = super().open_group(prompt_token_ids)
         self.price.open_group(group, prompt_token_ids)
@@ -404,7 +408,7 @@ class PricedIndex(SuffixIndex):
         max_draft_tokens: Int32Array,
         min_token_prob: float = 0.0,
     ) -> StepResult:
-        price = max(min_token_prob, self.price.value)
+        price = max(min_token_prob, self.min_token_prob)
         result = super().step(sequences, token_ids, rows, levels, max_draft_tokens, price)
         self.price.step(sequences, token_ids, rows, levels, max_draft_tokens, result.num_draft_tokens)
         return result

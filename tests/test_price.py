@@ -303,6 +303,17 @@ def test_history_is_text_of_the_references_too():
     assert engine.price.value >= LEAST_PRICE
 
 
+def test_the_metrics_have_the_price():
+    engine = Engine(SpecConfig(), texts_of(4))
+    prices = []
+    for _ in range(200):
+        prices.append(engine.price.value)
+        engine.step()
+    counters = engine.drafter.take_counters()
+    assert counters.sum_min_token_prob / counters.num_steps_on == pytest.approx(np.mean(prices))
+    assert len(set(prices)) > 10
+
+
 def test_a_closed_index_is_closed_as_a_whole():
     index = make_index(SpecConfig())
     index.open_group(np.array([1], np.int32))
