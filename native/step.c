@@ -453,8 +453,11 @@ rs_status rs_replay(rs_index *index, const rs_replay_rows *rows, rs_error *error
         rows->batch.max_draft_tokens != rows->max_draft_tokens) {
         return rs_fail(error, RS_EINVAL, -1, "rows: an array is null, or not the batch's");
     }
+    if (rows->max_steps < 1) {
+        return rs_fail(error, RS_EINVAL, -1, "max_steps=%" PRId32 ": must be at least 1", rows->max_steps);
+    }
     for (int32_t i = 0; i < rows->batch.num_rows; i++) {
-        if (rows->ends[i] < rows->levels[i] || rows->ends[i] > rows->batch.num_columns) {
+        if (rows->levels[i] < 0 || rows->ends[i] < rows->levels[i] || rows->ends[i] > rows->batch.num_columns) {
             return rs_fail(error, RS_EINVAL, i, "ends[%" PRId32 "]=%" PRId32 ": out of range", i, rows->ends[i]);
         }
     }

@@ -13,7 +13,7 @@ VERIFY = ("coupled", "standard")
 ROUTINGS = ("default", "group")
 MAX_SPECULATIVE_TOKENS = 64
 AUTO = "auto"  # of batch_threshold and min_token_prob
-# What min_token_prob=auto is, without and with history; mode sam begins with it (benchmarks/record/drafters.md).
+# What min_token_prob=auto is, in mode sam to begin with, without and with history (record/drafters.md).
 MIN_TOKEN_PROB, MIN_TOKEN_PROB_WITH_HISTORY = 0.2, 0.055
 
 

@@ -24,7 +24,8 @@ _INT32 = np.dtype(np.int32)
 
 
 class NativeError(Exception):
-    """A call into the native index failed and changed nothing; the message begins with the argument."""
+    """A call into the native index failed and, but for `replay`, changed nothing; the message begins with the
+    argument."""
 
     row: int = -1
     """The entry of the batch that is wrong or does not fit; -1 where it is none in particular."""
@@ -326,13 +327,16 @@ class SuffixIndex:
             How many times a row was drafted for, and how many draft tokens that took.
 
         Raises:
-            InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded
+            InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: the steps before are taken.
         """
         index, n = self._open_index(), len(sequences)
-        budgets = np.empty(n, np.int32)
+        rows, budgets = (
+            np.arange(n, dtype=np.int32),
+            np.empty(n, np.int32),
+        )  # held until the call has returned
         _check_vector("ends", ends, n)
         _check_vector("growing", growing, n)
-        self._set_batch(sequences, token_ids, np.arange(n, dtype=np.int32), levels, budgets, 0.0)
+        self._set_batch(sequences, token_ids, rows, levels, budgets, 0.0)
         numbers, replay = ffi.new("uint64_t[2]"), ffi.new("rs_replay_rows *")
         replay.batch, replay.max_steps = self._batch[0], max_steps
         replay.num_row_steps, replay.num_draft_tokens = numbers, numbers + 1

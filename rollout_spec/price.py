@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -41,41 +40,41 @@ SETTINGS = (Setting(1.0, 1.0), Setting(4.0, 2 / 3))
 SETTINGS_WITH_HISTORY = (Setting(4.0, 1.0),)
 REFERENCE_MIN_TOKEN_PROB = 0.1
 
-AIM = 0.995  # of the budget, since what is spent is known a little late
+AIM = 0.992  # of the budget: what a group drafts at its very end, which is most, is not all seen
 LEAST_PRICE = 0.055
 STEEPNESS = 1e-3  # of the logarithm of the price, for every token spent too much
+MAX_EXCESS = 10_000.0  # tokens: what a long stretch has saved or wasted is not made up for in the next
 MEMORY = 1_000_000  # row-steps after which what was spent is mostly forgotten
 
 # Who is followed: one row in ROWS_PER_FOLLOWED; after the first row-steps, one step in STEPS_PER_FOLLOWED.
 ROWS_PER_FOLLOWED = 8
 STEPS_PER_FOLLOWED = 16
 NUM_FIRST_ROW_STEPS = 1 << 18
-DECODE_EVERY = 4  # steps of an engine: what these bring is decoded at once
-MAX_STEPS = 10  # of a reference, at once: more than are due
-MAX_GIVEN = 256  # tokens that are only indexed, at once
-BYTES_SHARE = 16  # of the byte budget, for each reference's index
-
-_CLOSED = -1
+# What a step does for a reference. Where that is too little it falls behind, and the price with it.
+DECODE_EVERY = 4  # steps of the engine
+MAX_ROW_STEPS = 128
+MAX_PLAIN_TOKENS = 256  # that are only indexed
+BYTES_SHARE = 16  # of the byte budget, for the index of each reference and for all texts
 
 
 class _Spending:
-    """Draft tokens, and for how many rows and steps; what was long ago counts less and less."""
+    """Draft tokens, and for how many row-steps; what was long ago counts less and less."""
 
     def __init__(self) -> None:
         self.num_row_steps = self.num_draft_tokens = 0.0
 
-    def add(self, num_row_steps: int, num_draft_tokens: int) -> None:
-        kept = 1.0 - num_row_steps / MEMORY
+    def add(self, num_row_steps: float, num_draft_tokens: float) -> None:
+        kept = max(0.0, 1.0 - num_row_steps / MEMORY)
         self.num_row_steps = kept * self.num_row_steps + num_row_steps
         self.num_draft_tokens = kept * self.num_draft_tokens + num_draft_tokens
 
 
 class _Reference:
-    """SuffixDecoding with one setting, for all groups that are followed, and what it has spent."""
+    """SuffixDecoding with one setting: an index for all followed groups, and what was spent on them."""
 
     def __init__(self, setting: Setting, config: SpecConfig) -> None:
         self.share = setting.share
-        self.spent = _Spending()
+        self.spent, self.ours = _Spending(), _Spending()  # both for the text that the reference has decoded
         self.index = SuffixIndex(
             num_speculative_tokens=config.num_speculative_tokens,
             mode="suffix_policy",
@@ -84,48 +83,67 @@ class _Reference:
             max_bytes=(config.max_index_mb << 20) // BYTES_SHARE,
         )
 
-    @property
-    def budget(self) -> float:
-        """Draft tokens per row and step that may be spent."""
-        spent = self.spent
-        return self.share * spent.num_draft_tokens / spent.num_row_steps if spent.num_row_steps else math.inf
+    def excess(self) -> float:
+        """The draft tokens that we have spent too much; what is beyond MAX_EXCESS is forgotten."""
+        spent, ours = self.spent, self.ours
+        if not spent.num_row_steps:
+            return 0.0
+        budget = AIM * self.share * spent.num_draft_tokens / spent.num_row_steps
+        excess = ours.num_draft_tokens - budget * ours.num_row_steps
+        bounded = min(MAX_EXCESS, max(-MAX_EXCESS, excess))
+        ours.num_draft_tokens += bounded - excess
+        return bounded
 
 
 class _Decoding:
-    """A followed group in one reference's index: arrays of a row for each of its sequences."""
+    """A followed group as one reference decodes it: arrays with a row for each sequence."""
 
     def __init__(self, reference: _Reference, prompt: Int32Array) -> None:
         self.reference = reference
         self.group = reference.index.open_group(prompt)
         self.sequences = np.empty(0, np.int32)
         self.levels = np.empty(0, np.int32)  # tokens that are decoded
-        self.given = np.empty(0, np.int32)  # tokens that were said without drafts: they are indexed only
+        self.plain = np.empty(0, np.int32)  # up to here, what is not decoded came without drafts
+        self.owed = np.empty((0, 2))  # row-steps and draft tokens that the rest has taken us
+
+    def open(self, start: int, after_prompt: bool, weight: int) -> None:
+        index = self.reference.index
+        sequence = index.open_sequence(self.group, after_prompt=after_prompt, weight=weight)
+        self.sequences = np.append(self.sequences, np.int32(sequence))
+        self.levels = np.append(self.levels, np.int32(start))
+        self.plain = np.append(self.plain, np.int32(start))
+        self.owed = np.append(self.owed, np.zeros((1, 2)), axis=0)
 
     def decode(self, tokens: Int32Array, ends: Int32Array, growing: Int32Array) -> None:
-        if (self.levels < self.given).any():
-            self.index_given(tokens)
+        before = self.levels.copy()
+        num_plain = np.maximum(self.plain - before, 0)
+        if num_plain.any():
+            self.levels += np.minimum(num_plain, max(1, MAX_PLAIN_TOKENS // int(np.count_nonzero(num_plain))))
+            self.index_all(tokens)
+            self._settle(before, ends)
             return
+        max_steps = max(1, MAX_ROW_STEPS // len(ends))
         spent = self.reference.index.replay(
-            self.sequences, tokens, self.levels, ends, growing, max_steps=MAX_STEPS
+            self.sequences, tokens, self.levels, ends, growing, max_steps=max_steps
         )
         self.reference.spent.add(*spent)
-
-    def index_given(self, tokens: Int32Array) -> None:
-        """What was said without drafts, a part of it."""
-        num_left = np.maximum(self.given - self.levels, 0)
-        self.levels += np.minimum(num_left, max(1, MAX_GIVEN // int(np.count_nonzero(num_left))))
-        self.index_all(tokens)
+        self.reference.ours.add(*self._settle(before, ends))
 
     def index_all(self, tokens: Int32Array) -> None:
         rows = np.arange(len(self.sequences), dtype=np.int32)
         self.reference.index.step(self.sequences, tokens, rows, self.levels, np.zeros_like(rows))
 
+    def _settle(self, before: Int32Array, ends: Int32Array) -> list[float]:
+        """Row-steps and draft tokens that we needed for the text decoded since, in proportion."""
+        settled = self.owed * ((self.levels - before) / np.maximum(ends - before, 1))[:, None]
+        self.owed -= settled
+        return settled.sum(axis=0).tolist()
+
     def keep(self, is_kept: npt.NDArray[np.bool_]) -> None:
         for sequence in self.sequences[~is_kept].tolist():
             self.reference.index.close_sequence(sequence)
-        self.sequences, self.levels, self.given = (
-            array[is_kept] for array in (self.sequences, self.levels, self.given)
-        )
+        self.sequences, self.levels = self.sequences[is_kept], self.levels[is_kept]
+        self.plain, self.owed = self.plain[is_kept], self.owed[is_kept]
 
     def close(self) -> None:
         self.keep(np.zeros(len(self.sequences), np.bool_))
@@ -138,59 +156,68 @@ class _Followed:
     def __init__(self, references: list[_Reference], prompt: Int32Array) -> None:
         self._num_prompt_tokens = len(prompt)
         self._decodings = [_Decoding(reference, prompt) for reference in references]
-        self._ids: list[int] = []  # the engine's sequences; _CLOSED
-        self._tokens = np.empty((0, 1), np.int32)
+        self._row_of: dict[int, int] = {}  # of the open sequences
+        self._tokens = np.empty((0, 1), np.int32)  # may have more rows than there are
         self._starts = np.empty(0, np.int32)
         self._ends = np.empty(0, np.int32)  # of what was said
-        self._growing = np.empty(0, np.int32)  # 1: with drafts
+        self._growing = np.empty(0, np.int32)  # 1: what is said next comes with drafts
+
+    @property
+    def num_bytes(self) -> int:
+        return self._tokens.nbytes
 
     def open(self, sequence: int, after_prompt: bool, weight: int) -> None:
         self._drop_closed()
-        start = np.int32(self._num_prompt_tokens if after_prompt else 0)
+        start = self._num_prompt_tokens if after_prompt else 0
         for decoding in self._decodings:
-            opened = decoding.reference.index.open_sequence(
-                decoding.group, after_prompt=after_prompt, weight=weight
-            )
-            decoding.sequences = np.append(decoding.sequences, np.int32(opened))
-            decoding.levels = np.append(decoding.levels, start)
-            decoding.given = np.append(decoding.given, start)
-        self._ids.append(sequence)
-        self._starts = np.append(self._starts, start)
-        self._ends = np.append(self._ends, start)
+            decoding.open(start, after_prompt, weight)
+        self._row_of[sequence] = len(self._ends)
+        self._starts = np.append(self._starts, np.int32(start))
+        self._ends = np.append(self._ends, np.int32(start))
         self._growing = np.append(self._growing, np.int32(0))
-        self._resize(self._tokens.shape[1])
+        num_rows, num_columns = self._tokens.shape
+        if len(self._ends) > num_rows:
+            self._resize(2 * len(self._ends), num_columns)
 
     def hear(self, sequence: int, said: Int32Array, *, after_start: bool = False, drafts: bool) -> bool:
-        """What a sequence has said so far, drafted from now on or not; False: it has begun anew.
+        """What a sequence has said so far; False: it has begun anew.
 
-        said: all its tokens, or those after the prompt of the group if it is `after_start`.
+        Args:
+            said: all its tokens, or those after the prompt of the group if it is `after_start`.
+            drafts: what it says next comes with drafts.
         """
-        row = self._ids.index(sequence)
+        row = self._row_of[sequence]
         first = int(self._starts[row]) if after_start else 0
         end, level = int(self._ends[row]), first + len(said)
         if level < end:
             return False
         if level > self._tokens.shape[1]:
-            self._resize(2 * level)
+            self._resize(len(self._tokens), 2 * level)
         self._tokens[row, end:level] = said[end - first :]
         self._ends[row] = level
         if level > end and not self._growing[row]:
             for decoding in self._decodings:
-                decoding.given[row] = level
+                decoding.plain[row] = level
         self._growing[row] = drafts
         return True
 
+    def owe(self, spent: dict[int, tuple[int, int]]) -> None:
+        """Row-steps and draft tokens that sequences have taken us."""
+        rows = [self._row_of[sequence] for sequence in spent]
+        for decoding in self._decodings:
+            decoding.owed[rows] += list(spent.values())
+
     def close_sequence(self, sequence: int) -> None:
-        row = self._ids.index(sequence)
-        self._ids[row] = _CLOSED
-        self._growing[row] = 0
+        self._growing[self._row_of.pop(sequence)] = 0
+
+    def is_over(self) -> bool:
+        return not self._row_of
 
     def decode(self, reference: int) -> None:
         """A bounded part of what can be. Text without drafts is not even indexed until there are some."""
-        if _CLOSED in self._ids:
-            self._drop_closed()
+        self._drop_closed()
         decoding = self._decodings[reference]
-        if (decoding.levels < self._ends).any() and (self._ends > decoding.given).any():
+        if (decoding.levels < self._ends).any() and (self._ends > decoding.plain).any():
             decoding.decode(self._tokens, self._ends, self._growing)
 
     def close(self) -> None:
@@ -199,7 +226,10 @@ class _Followed:
 
     def _drop_closed(self) -> None:
         """Of the closed sequences those that are decoded; their text stays in the group."""
-        is_kept = np.array(self._ids, np.int32) != _CLOSED
+        if len(self._row_of) == len(self._ends):
+            return
+        is_kept = np.zeros(len(self._ends), np.bool_)
+        is_kept[list(self._row_of.values())] = True
         for decoding in self._decodings:
             is_kept |= decoding.levels < self._ends
         if is_kept.all():
@@ -207,13 +237,15 @@ class _Followed:
         for decoding in self._decodings:
             decoding.index_all(self._tokens)
             decoding.keep(is_kept)
-        self._ids = list(compress(self._ids, is_kept))
-        self._tokens, self._starts, self._ends, self._growing = (
-            array[is_kept] for array in (self._tokens, self._starts, self._ends, self._growing)
+        rows = np.cumsum(is_kept) - 1
+        self._row_of = {sequence: int(rows[row]) for sequence, row in self._row_of.items()}
+        self._tokens = self._tokens[: len(is_kept)][is_kept]
+        self._starts, self._ends, self._growing = (
+            array[is_kept] for array in (self._starts, self._ends, self._growing)
         )
 
-    def _resize(self, num_columns: int) -> None:
-        tokens = np.zeros((len(self._ids), num_columns), np.int32)
+    def _resize(self, num_rows: int, num_columns: int) -> None:
+        tokens = np.zeros((num_rows, num_columns), np.int32)
         rows, columns = self._tokens.shape
         tokens[:rows, :columns] = self._tokens
         self._tokens = tokens
@@ -231,18 +263,18 @@ class SuffixPrice:
         """The price, as min_token_prob takes it."""
         settings = SETTINGS_WITH_HISTORY if config.history else SETTINGS
         self._references = [_Reference(setting, config) for setting in settings]
+        self._max_bytes = (config.max_index_mb << 20) // BYTES_SHARE
         self._followed: dict[int, _Followed] = {}  # by the group
         self._group_of: dict[int, int] = {}  # of the open sequences that are followed
+        self._drafting: set[int] = set()  # of these, those whose next tokens come with drafts
         self._is_followed = np.zeros(64, np.bool_)  # by the sequence; the last stands for those beyond
         self._batch: Int32Array | None = None  # the sequences of the last step
         self._entries = np.empty(0, np.intp)  # those of them that are followed
         # What these were allowed to draft and what they did, in each step that is not taken in yet.
-        self._drafted: list[tuple[Int32Array, Int32Array]] = []
-        self._are_drafting = False
+        self._drafted: list[tuple[list[int], list[int]]] = []
         self._num_open = 0
-        self._num_calls = 0
+        self._num_steps = 0
         self._allowance = float(NUM_FIRST_ROW_STEPS)  # of row-steps of followed groups
-        self._spent = _Spending()  # by the followed groups, as by each reference for them
 
     def open_group(self, group: int, prompt: Int32Array) -> None:
         num_followed = len(self._group_of)
@@ -265,7 +297,7 @@ class SuffixPrice:
             if sequence >= len(self._is_followed) - 1:
                 self._is_followed = np.append(self._is_followed, np.zeros(sequence + 1, np.bool_))
             self._is_followed[sequence] = True
-            self._batch = None
+            self._begin_batch(None)
 
     def follows(self, sequence: int) -> bool:
         return sequence in self._group_of
@@ -275,15 +307,18 @@ class SuffixPrice:
         self._num_open -= 1
         if said is None:
             return
+        self._begin_batch(None)
         self._hear(sequence, said, after_start=True, drafts=False)
         group = self._group_of.pop(sequence, None)
-        if group is not None:
-            self._is_followed[sequence] = False
-            self._batch = None
-            self._followed[group].close_sequence(sequence)
+        if group is None:
+            return
+        self._is_followed[sequence] = False
+        followed = self._followed[group]
+        followed.close_sequence(sequence)
+        if followed.is_over():
             with self._unless_full():
                 for reference in range(len(self._references)):
-                    self._followed[group].decode(reference)
+                    followed.decode(reference)
 
     def step(
         self,
@@ -295,71 +330,92 @@ class SuffixPrice:
         num_draft_tokens: Int32Array,
     ) -> None:
         """What a step of the index was given, and what it has drafted."""
-        self._allowance += len(sequences) / STEPS_PER_FOLLOWED
+        num_row_steps = int(np.count_nonzero(max_draft_tokens))
+        self._allowance = min(self._allowance + num_row_steps / STEPS_PER_FOLLOWED, NUM_FIRST_ROW_STEPS)
+        if num_row_steps == 0 and self._drafting.isdisjoint(sequences.tolist()):
+            return  # no drafts before or after: a closed gate, or text of the history
         if not self._group_of:
             return
         is_new = sequences is not self._batch  # while it is the same array it is the same batch
         if is_new:
-            self._batch = sequences
-            self._entries = np.flatnonzero(self._is_followed.take(sequences, mode="clip"))
-        self._drafted.append((max_draft_tokens.take(self._entries), num_draft_tokens.take(self._entries)))
-        self._num_calls += 1
-        decodes = self._num_calls % DECODE_EVERY == 0
-        if decodes or is_new:
-            self._take_in(sequences, token_ids, rows, levels)
-        if decodes and self._are_drafting:
-            self._decode(self._num_calls // DECODE_EVERY % len(self._references))
+            self._begin_batch(sequences)
+        # For so few numbers lists are faster than numpy.
+        room = max_draft_tokens.take(self._entries).tolist()
+        self._drafted.append((room, num_draft_tokens.take(self._entries).tolist()))
+        self._num_steps += 1
+        decodes = num_row_steps > 0 and self._num_steps % DECODE_EVERY == 0
+        if decodes or is_new or num_row_steps == 0:
+            self._count_drafted()
+            of_entries = (array.take(self._entries).tolist() for array in (sequences, rows, levels))
+            for sequence, row, level, budget in zip(*of_entries, room, strict=True):
+                self._hear(sequence, token_ids[row, :level], drafts=budget > 0)
+        if decodes:
+            self._decode(self._num_steps // DECODE_EVERY % len(self._references))
 
-    def _take_in(
-        self, sequences: Int32Array, token_ids: Int32Array, rows: Int32Array, levels: Int32Array
-    ) -> None:
-        """What the followed groups have drafted, and what they have said if that was with drafts."""
-        num_row_steps = sum(int(np.count_nonzero(room)) for room, _ in self._drafted)
-        self._spent.add(num_row_steps, sum(int(numbers.sum()) for _, numbers in self._drafted))
-        self._allowance -= num_row_steps
-        drafts = self._drafted[-1][0] > 0
+    def _begin_batch(self, sequences: Int32Array | None) -> None:
+        self._count_drafted()
+        self._batch = sequences
+        if sequences is not None:
+            self._entries = np.flatnonzero(self._is_followed.take(sequences, mode="clip"))
+
+    def _count_drafted(self) -> None:
+        if not self._drafted or self._batch is None:
+            return
+        room, numbers = (zip(*of_steps, strict=True) for of_steps in zip(*self._drafted, strict=True))
+        owed: dict[int, dict[int, tuple[int, int]]] = {}  # by group and sequence
+        for sequence, budgets, nums in zip(self._batch[self._entries].tolist(), room, numbers, strict=True):
+            num_row_steps = len(budgets) - budgets.count(0)
+            self._allowance -= num_row_steps
+            if sequence in self._group_of:
+                owed.setdefault(self._group_of[sequence], {})[sequence] = num_row_steps, sum(nums)
+        for group, by_sequence in owed.items():
+            self._followed[group].owe(by_sequence)
         self._drafted.clear()
-        if self._are_drafting or drafts.any():
-            for entry, draft in zip(self._entries.tolist(), drafts.tolist(), strict=True):
-                self._hear(int(sequences[entry]), token_ids[rows[entry], : levels[entry]], drafts=draft)
-        self._are_drafting = bool(drafts.any())
 
     def _decode(self, reference: int) -> None:
         """The references take turns, so that no step waits for all."""
+        if sum(each.num_bytes for each in self._followed.values()) > self._max_bytes:
+            self._forget()
         with self._unless_full():
             for followed in self._followed.values():
                 followed.decode(reference)
-        budget = min(each.budget for each in self._references)
-        if math.isfinite(budget):
-            excess = self._spent.num_draft_tokens - AIM * budget * self._spent.num_row_steps
-            log_price = math.log(self._first) + STEEPNESS * excess
-            self.value = math.exp(min(0.0, max(math.log(LEAST_PRICE), log_price)))
+        excess = max([each.excess() for each in self._references])  # each is to be asked
+        self.value = min(1.0, max(LEAST_PRICE, self._first * math.exp(STEEPNESS * excess)))
 
     def clear(self) -> None:
-        """Follow none of the groups any more; what was spent stays."""
-        for reference in self._references:
-            reference.index.clear()
-        self._followed.clear()
-        self._group_of.clear()
-        self._is_followed[:] = False
-        self._batch = None
+        """The index is empty; what was spent stays."""
+        self._forget()
+        self._num_open = 0
 
     def close(self) -> None:
         for reference in self._references:
             reference.index.close()
 
     def _hear(self, sequence: int, said: Int32Array, *, after_start: bool = False, drafts: bool) -> None:
-        if sequence in self._group_of:  # else forgotten in this very step
-            followed = self._followed[self._group_of[sequence]]
-            if not followed.hear(sequence, said, after_start=after_start, drafts=drafts):
-                self.clear()
+        if sequence not in self._group_of:
+            return  # forgotten in this very step
+        (self._drafting.add if drafts else self._drafting.discard)(sequence)
+        followed = self._followed[self._group_of[sequence]]
+        if not followed.hear(sequence, said, after_start=after_start, drafts=drafts):
+            self._forget()
+
+    def _forget(self) -> None:
+        """Follow none of the groups any more."""
+        for reference in self._references:
+            reference.index.clear()
+        self._followed.clear()
+        self._group_of.clear()
+        self._drafting.clear()
+        self._drafted.clear()
+        self._is_followed[:] = False
+        self._batch = None
 
     @contextlib.contextmanager
     def _unless_full(self) -> Iterator[None]:
         try:
             yield
         except (BudgetExceeded, OutOfMemory):
-            self.clear()
+            self._forget()
 
 
 class PricedIndex(SuffixIndex):

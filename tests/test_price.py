@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,7 @@ from rollout_spec.index import InvalidArgument, SuffixIndex
 from rollout_spec.price import (
     AIM,
     LEAST_PRICE,
-    NUM_FIRST_ROW_STEPS,
-    ROWS_PER_FOLLOWED,
     SETTINGS,
-    STEPS_PER_FOLLOWED,
     PricedIndex,
     make_index,
 )
@@ -104,6 +100,20 @@ def test_known_texts_are_decoded_as_in_a_replay(texts, heard, k, factor, max_ste
     assert counts.tolist() == [expected.num_steps, expected.num_draft_tokens]
 
 
+def test_a_replay_of_many_rows():
+    """Its arrays are held while it runs: numpy keeps small ones for reuse, but not those of 300 rows."""
+    number = 300
+    with SuffixIndex(num_speculative_tokens=4, mode="suffix_policy") as index:
+        group = index.open_group(np.array([1, 2], np.int32))
+        sequences = np.array([index.open_sequence(group) for _ in range(number)], np.int32)
+        tokens = np.tile(np.array([1, 2, 3, 1, 2, 3, 4], np.int32), (number, 1))
+        levels, ends = np.full(number, 3, np.int32), np.full(number, 7, np.int32)
+        steps, drafted = index.replay(
+            sequences, tokens, levels, ends, np.zeros(number, np.int32), max_steps=9
+        )
+    assert (levels == 7).all() and steps >= number and drafted > number
+
+
 def test_a_replay_refuses_what_does_not_fit():
     with SuffixIndex(num_speculative_tokens=4) as index:
         sequence = np.array([index.open_sequence(index.open_group(np.array([1], np.int32)))], np.int32)
@@ -117,8 +127,10 @@ def test_the_references_spend_what_they_would_alone(monkeypatch):
     """Rollouts that mode sam decodes say what SuffixDecoding would have taken for them."""
     monkeypatch.setattr(module, "MEMORY", 1e18)
     trace = list(read_trace(TRACE))
-    price, _ = follow(trace, SpecConfig(num_speculative_tokens=K))
+    price, ours = follow(trace, SpecConfig(num_speculative_tokens=K))
     for reference, setting in zip(price._references, SETTINGS, strict=True):
+        assert reference.ours.num_row_steps == pytest.approx(ours.num_steps, rel=0.05)
+        assert reference.ours.num_draft_tokens == pytest.approx(ours.num_draft_tokens, rel=0.05)
         alone = replay(trace, policy(setting.max_spec_factor))
         spent = reference.spent
         # The last tokens of a line are never indexed, nor are all steps taken when it ends.
@@ -145,12 +157,16 @@ def test_no_more_is_spent_than_suffix_decoding_would(alphabet):
 
 
 def test_the_price_stays_a_price():
-    config = SpecConfig(num_speculative_tokens=K)
-    same = [rollout([[5] * 300] * 2)] * 20
-    noise = [rollout([np.random.default_rng(i).integers(3, 40_000, 300)]) for i in range(20)]
-    for lines in (same, noise, same + noise):
-        price, _ = follow(lines, config)
-        assert LEAST_PRICE <= price.value <= 1.0
+    """Whatever was saved or wasted before."""
+    price = make_index(SpecConfig()).price
+    for reference in price._references:
+        reference.spent.add(1000, 2000)
+    for num_draft_tokens, expected in ((1_000_000, 1.0), (0, LEAST_PRICE)):
+        for reference in price._references:
+            reference.ours.add(100_000, num_draft_tokens)
+        price._decode(0)
+        assert price.value == expected
+        assert all(abs(reference.excess()) <= module.MAX_EXCESS for reference in price._references)
 
 
 def test_who_has_a_price_of_its_own():
@@ -162,8 +178,8 @@ def test_who_has_a_price_of_its_own():
 class Engine:
     """Steps of a drafter over texts that are known, each row as fast as its drafts allow."""
 
-    def __init__(self, config, texts, prompt=(1, 2), *, groups=None):
-        self.drafter = Drafter(config)
+    def __init__(self, config, texts, prompt=(1, 2), *, groups=None, drafter=None):
+        self.drafter = drafter or Drafter(config)
         self.prompt = np.array(prompt, np.int32)
         self.texts = [[*prompt, *text] for text in texts]
         self.tokens = np.zeros((len(texts), 4096), np.int32)
@@ -184,6 +200,13 @@ class Engine:
         for row, text in enumerate(self.texts):
             self.levels[row] = min(len(text), before[row] + num_tokens)
         return self.drafter.step(self.ids, self.levels - before, self.tokens, self.levels)
+
+
+def closed_step(engine):
+    """Of the index: all rows, none of which may draft."""
+    rows = np.arange(len(engine.ids), dtype=np.int32)
+    sequences = np.array([engine.drafter._requests[id_].sequence for id_ in engine.ids], np.int32)
+    return sequences, engine.tokens, rows, engine.levels, np.zeros_like(rows)
 
 
 def texts_of(number, length=600, alphabet=300):
@@ -209,7 +232,10 @@ def test_text_without_drafts_is_not_indexed_until_there_are_some():
     for _ in range(250):
         engine.step()
         now = [indexed_by(reference) for reference in references]
-        assert all(new - old <= module.MAX_GIVEN + 4 * (K + 1) for old, new in zip(most, now, strict=True))
+        assert all(
+            new - old <= module.MAX_PLAIN_TOKENS + module.MAX_ROW_STEPS * (K + 1)
+            for old, new in zip(most, now, strict=True)
+        )
         most = now
     assert all(number > 4 * 300 for number in most)
     assert all(reference.spent.num_row_steps > 0 for reference in references)
@@ -258,14 +284,15 @@ def test_new_weights_end_the_following_and_keep_the_price():
 def test_an_eighth_of_the_rows_is_followed():
     groups = [f"g{i // 4}" for i in range(80)]
     engine = Engine(SpecConfig(batch_threshold=80), texts_of(80, 40), groups=groups)
-    assert (
-        len(engine.price._group_of) == 12
-    )  # the first group, and those that find an eighth of the rows free
-    assert ROWS_PER_FOLLOWED == 8
+    # The first group, and those that find seven eighths of the rows taken by others.
+    assert len(engine.price._group_of) == 12
+    # New weights, and the requests that were open are gone with everything else.
+    engine.drafter.clear()
+    engine = Engine(SpecConfig(), texts_of(80, 40), groups=groups, drafter=engine.drafter)
+    assert len(engine.price._group_of) == 12
 
 
 def test_later_on_a_sixteenth_of_the_steps_is_followed(monkeypatch):
-    assert STEPS_PER_FOLLOWED == 16 and NUM_FIRST_ROW_STEPS >= 1 << 17
     monkeypatch.setattr(module, "NUM_FIRST_ROW_STEPS", 100)
     engine = Engine(SpecConfig(), texts_of(4, 500))
     shares = []
@@ -283,7 +310,56 @@ def test_later_on_a_sixteenth_of_the_steps_is_followed(monkeypatch):
         for id_ in engine.ids:
             engine.drafter.open(id_, engine.prompt, 4096, group=f"next {number}")
     assert shares[0] == 1.0
+    # Steps without drafts earn nothing.
+    allowance = engine.price._allowance
+    for _ in range(50):
+        engine.drafter._index.step(*closed_step(engine))
+    assert engine.price._allowance == allowance
     assert np.mean(shares[5:]) == pytest.approx(1 / 16, abs=0.05)
+
+
+def test_a_row_that_waits_leaves_the_price_alone():
+    """A preempted request keeps its place, and its siblings go on: their reference waits for it."""
+    engine = Engine(SpecConfig(), texts_of(4, 2000))
+    for _ in range(100):
+        engine.step()
+    first = engine.price.value
+    waiting = engine.ids.pop(), engine.texts.pop()
+    levels, engine.levels = engine.levels, engine.levels[:3].copy()
+    for _ in range(500):
+        engine.step()
+    stalled = [reference.spent.num_row_steps for reference in engine.price._references]
+    assert all(number < 4 * 110 for number in stalled)
+    for reference in engine.price._references:
+        assert reference.ours.num_row_steps < 4 * 110
+    assert engine.price.value == pytest.approx(first, rel=0.2)
+    engine.ids.append(waiting[0])
+    engine.texts.append(waiting[1])
+    engine.levels = np.append(engine.levels, levels[3])
+    for _ in range(300):
+        engine.step()
+    for before, reference in zip(stalled, engine.price._references, strict=True):
+        assert reference.spent.num_row_steps > before + 400
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_text_of_the_history_is_no_step(num_steps):
+    """It is indexed in parts between the engine's steps, however these fall."""
+    history = SpecConfig(history=64)
+    engine = Engine(history, texts_of(64, 300))
+    for row, text in enumerate(engine.texts):
+        engine.levels[row] = len(text)
+    engine.drafter.step(engine.ids, engine.levels, engine.tokens, engine.levels)
+    engine.drafter.clear()
+    engine = Engine(history, texts_of(4, 300), groups=["other"] * 4, drafter=engine.drafter)
+    for _ in range(num_steps):
+        engine.step()
+    engine.drafter.open("waiting", engine.prompt, 4096, group="g")
+    for _ in range(60):
+        assert engine.drafter._backlog
+        engine.step()
+    [reference] = engine.price._references
+    assert reference.spent.num_row_steps > 100
 
 
 def test_history_is_text_of_the_references_too():
@@ -322,5 +398,5 @@ def test_a_closed_index_is_closed_as_a_whole():
         index.price._references[0].index.stats()
 
 
-def test_the_budget_is_unknown_before_anything_was_decoded():
-    assert all(reference.budget == math.inf for reference in make_index(SpecConfig()).price._references)
+def test_nothing_is_too_much_before_anything_was_decoded():
+    assert [reference.excess() for reference in make_index(SpecConfig()).price._references] == [0.0, 0.0]

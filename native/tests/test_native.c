@@ -342,6 +342,12 @@ static void test_replay_waits(void) {
     wrong = rows;
     wrong.levels = ends; /* not the batch's */
     CHECK(rs_replay(index, &wrong, &error) == RS_EINVAL && strncmp(error.message, "rows", 4) == 0);
+    wrong = rows;
+    wrong.max_steps = 0;
+    CHECK(rs_replay(index, &wrong, &error) == RS_EINVAL && strncmp(error.message, "max_steps=0", 11) == 0);
+    f->levels[1] = INT32_MIN;
+    CHECK(rs_replay(index, &rows, &error) == RS_EINVAL && error.row == 1);
+    f->levels[1] = ends[1];
     ends[1] = f->levels[1] - 1;
     CHECK(rs_replay(index, &rows, &error) == RS_EINVAL && strncmp(error.message, "ends[1]", 7) == 0 && error.row == 1);
     ends[1] = NUM_COLUMNS + 1;
