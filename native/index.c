@@ -48,9 +48,6 @@ static rs_status check_options(const rs_options *options, rs_error *error) {
     if (options->share_contexts != 0 && options->share_contexts != 1) {
         return rs_fail(error, RS_EINVAL, -1, "share_contexts=%" PRId32 ": must be 0 or 1", options->share_contexts);
     }
-    if (options->keep_texts != 0 && options->keep_texts != 1) {
-        return rs_fail(error, RS_EINVAL, -1, "keep_texts=%" PRId32 ": must be 0 or 1", options->keep_texts);
-    }
     if (options->corpus != NULL && options->corpus_margin < 1) {
         return rs_fail(error, RS_EINVAL, -1, "corpus_margin=%" PRId32 ": must be at least 1", options->corpus_margin);
     }
@@ -264,13 +261,16 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
     return RS_OK;
 }
 
-rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t weight,
+rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t weight, int32_t keep_text,
                            int32_t *sequence, rs_error *error) {
     if (index == NULL || sequence == NULL) {
         return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "sequence");
     }
     if (after_prompt != 0 && after_prompt != 1) {
         return rs_fail(error, RS_EINVAL, -1, "after_prompt=%" PRId32 ": must be 0 or 1", after_prompt);
+    }
+    if (keep_text != 0 && keep_text != 1) {
+        return rs_fail(error, RS_EINVAL, -1, "keep_text=%" PRId32 ": must be 0 or 1", keep_text);
     }
     if (weight < 1 || weight > RS_FULL_WEIGHT) {
         return rs_fail(error, RS_EINVAL, -1, "weight=%" PRId32 ": must be between 1 and %d", weight, RS_FULL_WEIGHT);
@@ -288,6 +288,7 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
                           .next_free = -1,
                           .group = group,
                           .weight = (uint32_t)weight,
+                          .keep_text = keep_text != 0,
                           .serial = ++index->num_opened};
     if (after_prompt) {
         opened.start = opened.last = found->prompt_last;
@@ -333,8 +334,8 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
     if (found == NULL) {
         return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
     }
-    if (!index->options.keep_texts) {
-        return rs_fail(error, RS_EINVAL, -1, "keep_texts=0: the index keeps no texts");
+    if (!found->keep_text) {
+        return rs_fail(error, RS_EINVAL, -1, "keep_text=0: the sequence keeps no text");
     }
     if (capacity < 0) {
         return rs_fail(error, RS_EINVAL, -1, "capacity=%" PRId64 ": must not be negative", capacity);
@@ -360,4 +361,20 @@ void rs_index_stats(const rs_index *index, rs_stats *stats) {
         }
     }
     stats->num_bytes = index->memory.num_bytes;
+}
+
+rs_status rs_sequence_spent(const rs_index *index, const int32_t *sequences, int32_t num_sequences,
+                            int64_t *num_row_steps, int64_t *num_draft_tokens, rs_error *error) {
+    if (index == NULL || sequences == NULL || num_row_steps == NULL || num_draft_tokens == NULL) {
+        return rs_fail(error, RS_EINVAL, -1, "index, sequences, num_row_steps, num_draft_tokens: must not be null");
+    }
+    for (int32_t i = 0; i < num_sequences; i++) {
+        const rs_sequence *found = rs_find_sequence(index, sequences[i]);
+        if (found == NULL) {
+            return rs_fail(error, RS_EUNKNOWN, i, "sequences[%" PRId32 "]=%" PRId32 ": unknown", i, sequences[i]);
+        }
+        num_row_steps[i] = found->num_row_steps;
+        num_draft_tokens[i] = found->num_drafted;
+    }
+    return RS_OK;
 }

@@ -30,8 +30,11 @@ typedef struct {
     int32_t num_predictions;  /* of the same */
     rs_recent recent;         /* the end of its text */
     rs_cursor cursor;         /* of its text in the corpus */
-    int32_t *text;            /* behind start_level, with keep_texts */
+    bool keep_text;
+    int32_t *text;            /* behind start_level, with keep_text */
     uint32_t text_capacity;
+    int64_t num_row_steps;    /* in which it was allowed to draft */
+    int64_t num_drafted;      /* tokens */
     uint64_t serial;          /* of all sequences ever opened, from 1 */
     uint64_t latest_step;
 } rs_sequence;

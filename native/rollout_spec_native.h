@@ -89,7 +89,6 @@ typedef struct {
     double max_spec_factor;         /* >= 0: draft at most floor(max_spec_factor * match length) */
     double min_token_prob;          /* 0 .. 1, every mode but earliest */
     int32_t share_contexts;         /* sam: 1: across all sequences of the index, 0: not at all */
-    int32_t keep_texts;             /* 1: rs_sequence_text can be asked */
     int32_t corpus_margin;          /* >= 1, tokens; with a corpus */
     const void *corpus;             /* what rs_corpus_write wrote, aligned to 8 bytes; NULL: none. Read only, and
                                        for as long as the index lives */
@@ -163,12 +162,17 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
 
 /* after_prompt 1: the first tokens of every row of this sequence are the group's prompt, which is
  * not indexed again. 0: the sequence begins at the root, all its tokens are its own.
- * weight 1 .. RS_FULL_WEIGHT: what its text counts, in the modes that count. */
-rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t weight,
+ * weight 1 .. RS_FULL_WEIGHT: what its text counts, in the modes that count.
+ * keep_text 1: rs_sequence_text can be asked. */
+rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t weight, int32_t keep_text,
                            int32_t *sequence, rs_error *error);
 
+/* In how many steps each of these open sequences was allowed to draft, and how many tokens it has drafted. */
+rs_status rs_sequence_spent(const rs_index *index, const int32_t *sequences, int32_t num_sequences,
+                            int64_t *num_row_steps, int64_t *num_draft_tokens, rs_error *error);
+
 /* The first `capacity` tokens that an open sequence has after its start (the prompt, or the root), and how
- * many there are. RS_EINVAL when keep_texts is 0. */
+ * many there are. RS_EINVAL when its keep_text is 0. */
 rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tokens, int64_t capacity,
                            int64_t *num_tokens, rs_error *error);
 

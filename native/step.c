@@ -124,8 +124,11 @@ static uint64_t num_new_tokens(const rs_index *index, const rs_batch *batch, int
 
 /* Room for the texts after this step. */
 static rs_status reserve_texts(rs_index *index, const rs_batch *batch, rs_error *error) {
-    for (int32_t i = 0; i < batch->num_rows && index->options.keep_texts; i++) {
+    for (int32_t i = 0; i < batch->num_rows; i++) {
         rs_sequence *sequence = index->sequences + batch->sequences[i];
+        if (!sequence->keep_text) {
+            continue;
+        }
         uint64_t needed = (uint64_t)(batch->levels[i] - sequence->start_level);
         rs_status status = rs_reserve(&index->memory, (void **)&sequence->text, &sequence->text_capacity, needed,
                                       sizeof *sequence->text);
@@ -248,7 +251,7 @@ static void commit_row(rs_index *index, const rs_batch *batch, int32_t i, uint64
     if (level < sequence->level) {
         sequence->last = sequence->start;
     }
-    if (index->options.keep_texts && num_new > 0) {
+    if (sequence->keep_text && num_new > 0) {
         int32_t first = first_new(sequence, level);
         memcpy(sequence->text + (first - sequence->start_level), row_tokens(batch, i) + first,
                (size_t)num_new * sizeof *sequence->text);
@@ -368,7 +371,10 @@ static void remember_draft(rs_index *index, const rs_batch *batch, int32_t i) {
         index->totals.num_drafts++;
         index->totals.num_draft_tokens += (uint64_t)num;
     }
-    index->sequences[id].num_draft_tokens = num;
+    rs_sequence *sequence = index->sequences + id;
+    sequence->num_draft_tokens = num;
+    sequence->num_row_steps += batch->max_draft_tokens[i] > 0;
+    sequence->num_drafted += num;
 }
 
 rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {

@@ -119,7 +119,7 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     if (!draft_fits) {
         return "sequence: num_draft_tokens out of range";
     }
-    if (index->options.keep_texts && (uint32_t)(sequence->level - sequence->start_level) > sequence->text_capacity) {
+    if (sequence->keep_text && (uint32_t)(sequence->level - sequence->start_level) > sequence->text_capacity) {
         return "sequence: its text is longer than there is room for";
     }
     if (index->corpus.states != NULL && !cursor_holds(index, sequence)) {

@@ -299,7 +299,9 @@ class Drafter:
             return _UNTRACKED, False
         after_prompt = np.array_equal(prompt[: len(group.prompt)], group.prompt)
         try:
-            sequence = self._index.open_sequence(group.handle, after_prompt=after_prompt)
+            sequence = self._index.open_sequence(
+                group.handle, after_prompt=after_prompt, keep_text=self.config.history > 0
+            )
         except (BudgetExceeded, OutOfMemory):
             return _UNTRACKED, False
         group.num_live += 1

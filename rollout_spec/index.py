@@ -15,6 +15,7 @@ from rollout_spec.config import AUTO, MIN_TOKEN_PROB, SpecConfig
 from rollout_spec.corpus import CONTENT_OFFSET, Corpus, open_corpus, write_corpus
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
@@ -142,7 +143,6 @@ def index_options(config: SpecConfig) -> dict[str, Any]:
         # The automatic gate has prices of its own.
         "min_token_prob": 0.0 if config.batch_threshold == AUTO else config.least_survival,
         "share_contexts": config.group_sharing,
-        "keep_texts": config.history > 0,
         "max_bytes": config.max_index_mb << 20,
         "corpus": open_corpus(config.corpus) if config.corpus else None,
         "corpus_margin": config.corpus_margin,
@@ -159,7 +159,6 @@ class SuffixIndex:
         min_match_len: shortest match that is drafted from, tokens; not in mode sam.
         max_spec_factor: draft at most floor(max_spec_factor * match length) tokens; not in mode sam.
         min_token_prob: end a draft where its estimated survival falls below; not in mode earliest.
-        keep_texts: `text` can be asked.
         share_contexts: mode sam: what one sequence says is evidence for all of the index.
         max_bytes: budget of the whole index, 0: none.
         corpus: drafted from too; it is not copied and not part of the budget.
@@ -178,7 +177,6 @@ class SuffixIndex:
         max_spec_factor: float = SpecConfig.max_spec_factor,
         min_token_prob: float = MIN_TOKEN_PROB,
         share_contexts: bool = SpecConfig.group_sharing,
-        keep_texts: bool = False,
         max_bytes: int = 0,
         corpus: Corpus | None = None,
         corpus_margin: int = SpecConfig.corpus_margin,
@@ -200,7 +198,6 @@ class SuffixIndex:
         options.max_spec_factor = max_spec_factor
         options.min_token_prob = min_token_prob
         options.share_contexts = bool(share_contexts)
-        options.keep_texts = bool(keep_texts)
         options.max_bytes = max_bytes
         options.corpus_margin = _int32("corpus_margin", corpus_margin)
         # Held for as long as the index.
@@ -237,23 +234,30 @@ class SuffixIndex:
         """
         self._check(lib.rs_group_close(self._open_index(), _int32("group", group), self._error))
 
-    def open_sequence(self, group: int, *, after_prompt: bool = True, weight: int = FULL_WEIGHT) -> int:
+    def open_sequence(
+        self, group: int, *, after_prompt: bool = True, weight: int = FULL_WEIGHT, keep_text: bool = False
+    ) -> int:
         """Open a sequence and return its id.
 
         after_prompt: the rows of this sequence begin with the group's prompt, which is not indexed
         again. Otherwise it begins at the root and all its tokens are its own.
         weight: 1 to FULL_WEIGHT, what its text counts; mode earliest does not count.
+        keep_text: `text` can be asked.
         """
         index = self._open_index()
         group, weight = _int32("group", group), _int32("weight", weight)
-        self._check(lib.rs_sequence_open(index, group, bool(after_prompt), weight, self._id, self._error))
+        self._check(
+            lib.rs_sequence_open(
+                index, group, bool(after_prompt), weight, bool(keep_text), self._id, self._error
+            )
+        )
         return int(self._id[0])
 
     def text(self, sequence: int) -> Int32Array:
-        """The tokens of an open sequence after its start, int32 [n]. Needs keep_texts.
+        """The tokens of an open sequence after its start, int32 [n]. Needs keep_text.
 
         Raises:
-            UnknownId; InvalidArgument: the index keeps no texts.
+            UnknownId; InvalidArgument: it keeps no text.
         """
         number = ffi.new("int64_t *")
         index, sequence = self._open_index(), _int32("sequence", sequence)
@@ -263,6 +267,22 @@ class SuffixIndex:
             buffer = ffi.from_buffer("int32_t[]", tokens, require_writable=True)
             self._check(lib.rs_sequence_text(index, sequence, buffer, len(tokens), number, self._error))
         return tokens
+
+    def spent(self, sequences: Int32Array) -> tuple[Int64Array, Int64Array]:
+        """Of open sequences, int32 [n]: the steps in which each was allowed to draft, and the tokens drafted.
+
+        Raises:
+            UnknownId
+        """
+        _check_vector("sequences", sequences, None)
+        found = np.empty((2, len(sequences)), np.int64)
+        row_steps, draft_tokens = (ffi.from_buffer("int64_t[]", array) for array in found)
+        ids = ffi.from_buffer("int32_t[]", sequences)
+        status = lib.rs_sequence_spent(
+            self._open_index(), ids, len(sequences), row_steps, draft_tokens, self._error
+        )
+        self._check(status)
+        return found[0], found[1]
 
     def close_sequence(self, sequence: int) -> None:
         """Close a sequence; its text stays in the group. Raises UnknownId."""

@@ -21,6 +21,7 @@ from rollout_spec.index import (
     FULL_WEIGHT,
     BudgetExceeded,
     Int32Array,
+    Int64Array,
     OutOfMemory,
     StepResult,
     SuffixIndex,
@@ -51,9 +52,9 @@ ROWS_PER_FOLLOWED = 8
 STEPS_PER_FOLLOWED = 16
 NUM_FIRST_ROW_STEPS = 1 << 18
 # What a step does for a reference. Where that is too little it falls behind, and the price with it.
-DECODE_EVERY = 4  # steps of the engine
-MAX_ROW_STEPS = 128
-MAX_PLAIN_TOKENS = 256  # that are only indexed
+DECODE_EVERY = 8  # steps of the engine
+MAX_ROW_STEPS = 192
+MAX_PLAIN_TOKENS = 384  # that are only indexed
 BYTES_SHARE = 16  # of the byte budget, for the index of each reference and for all texts
 
 
@@ -161,6 +162,7 @@ class _Followed:
         self._starts = np.empty(0, np.int32)
         self._ends = np.empty(0, np.int32)  # of what was said
         self._growing = np.empty(0, np.int32)  # 1: what is said next comes with drafts
+        self._spent = np.empty((0, 2), np.int64)  # by the engine: row-steps and draft tokens
 
     @property
     def num_bytes(self) -> int:
@@ -175,6 +177,7 @@ class _Followed:
         self._starts = np.append(self._starts, np.int32(start))
         self._ends = np.append(self._ends, np.int32(start))
         self._growing = np.append(self._growing, np.int32(0))
+        self._spent = np.append(self._spent, np.zeros((1, 2), np.int64), axis=0)
         num_rows, num_columns = self._tokens.shape
         if len(self._ends) > num_rows:
             self._resize(2 * len(self._ends), num_columns)
@@ -201,11 +204,14 @@ class _Followed:
         self._growing[row] = drafts
         return True
 
-    def owe(self, spent: dict[int, tuple[int, int]]) -> None:
-        """Row-steps and draft tokens that sequences have taken us."""
-        rows = [self._row_of[sequence] for sequence in spent]
+    def owe(self, sequences: list[int], spent: Int64Array) -> int:
+        """Row-steps and draft tokens that sequences have taken us, [n, 2]; returns the new row-steps."""
+        rows = [self._row_of[sequence] for sequence in sequences]
+        added = spent - self._spent[rows]
+        self._spent[rows] = spent
         for decoding in self._decodings:
-            decoding.owed[rows] += list(spent.values())
+            decoding.owed[rows] += added
+        return int(added[:, 0].sum())
 
     def close_sequence(self, sequence: int) -> None:
         self._growing[self._row_of.pop(sequence)] = 0
@@ -243,6 +249,7 @@ class _Followed:
         self._starts, self._ends, self._growing = (
             array[is_kept] for array in (self._starts, self._ends, self._growing)
         )
+        self._spent = self._spent[is_kept]
 
     def _resize(self, num_rows: int, num_columns: int) -> None:
         tokens = np.zeros((num_rows, num_columns), np.int32)
@@ -256,13 +263,15 @@ class SuffixPrice:
 
     Args:
         config: the options of the index.
+        index: what the engine drafts with.
     """
 
-    def __init__(self, config: SpecConfig) -> None:
+    def __init__(self, config: SpecConfig, index: SuffixIndex) -> None:
         self.value = self._first = config.least_survival
         """The price, as min_token_prob takes it."""
         settings = SETTINGS_WITH_HISTORY if config.history else SETTINGS
         self._references = [_Reference(setting, config) for setting in settings]
+        self._index = index
         self._max_bytes = (config.max_index_mb << 20) // BYTES_SHARE
         self._followed: dict[int, _Followed] = {}  # by the group
         self._group_of: dict[int, int] = {}  # of the open sequences that are followed
@@ -270,10 +279,8 @@ class SuffixPrice:
         self._is_followed = np.zeros(64, np.bool_)  # by the sequence; the last stands for those beyond
         self._batch: Int32Array | None = None  # the sequences of the last step
         self._entries = np.empty(0, np.intp)  # those of them that are followed
-        # What these were allowed to draft and what they did, in each step that is not taken in yet.
-        self._drafted: list[tuple[list[int], list[int]]] = []
         self._num_open = 0
-        self._num_steps = 0
+        self._num_steps = self._num_decodings = self._next = 0
         self._allowance = float(NUM_FIRST_ROW_STEPS)  # of row-steps of followed groups
 
     def open_group(self, group: int, prompt: Int32Array) -> None:
@@ -281,6 +288,9 @@ class SuffixPrice:
         if self._allowance > 0 and ROWS_PER_FOLLOWED * num_followed <= self._num_open:
             with self._unless_full():
                 self._followed[group] = _Followed(self._references, prompt)
+
+    def follows_group(self, group: int) -> bool:
+        return group in self._followed
 
     def close_group(self, group: int) -> None:
         followed = self._followed.pop(group, None)
@@ -297,22 +307,20 @@ class SuffixPrice:
             if sequence >= len(self._is_followed) - 1:
                 self._is_followed = np.append(self._is_followed, np.zeros(sequence + 1, np.bool_))
             self._is_followed[sequence] = True
-            self._begin_batch(None)
+            self._batch = None
 
-    def follows(self, sequence: int) -> bool:
-        return sequence in self._group_of
-
-    def close_sequence(self, sequence: int, said: Int32Array | None) -> None:
-        """said: all that it has said after its start, if it is followed."""
+    def close_sequence(self, sequence: int) -> None:
+        """Before the index has closed it."""
         self._num_open -= 1
-        if said is None:
+        if sequence not in self._group_of:
             return
-        self._begin_batch(None)
-        self._hear(sequence, said, after_start=True, drafts=False)
+        self._count_drafted(np.array([sequence], np.int32))
+        self._hear(sequence, self._index.text(sequence), after_start=True, drafts=False)
         group = self._group_of.pop(sequence, None)
         if group is None:
             return
         self._is_followed[sequence] = False
+        self._batch = None
         followed = self._followed[group]
         followed.close_sequence(sequence)
         if followed.is_over():
@@ -327,58 +335,49 @@ class SuffixPrice:
         rows: Int32Array,
         levels: Int32Array,
         max_draft_tokens: Int32Array,
-        num_draft_tokens: Int32Array,
     ) -> None:
-        """What a step of the index was given, and what it has drafted."""
-        num_row_steps = int(np.count_nonzero(max_draft_tokens))
-        self._allowance = min(self._allowance + num_row_steps / STEPS_PER_FOLLOWED, NUM_FIRST_ROW_STEPS)
-        if num_row_steps == 0 and self._drafting.isdisjoint(sequences.tolist()):
-            return  # no drafts before or after: a closed gate, or text of the history
-        if not self._group_of:
-            return
-        is_new = sequences is not self._batch  # while it is the same array it is the same batch
-        if is_new:
-            self._begin_batch(sequences)
-        # For so few numbers lists are faster than numpy.
-        room = max_draft_tokens.take(self._entries).tolist()
-        self._drafted.append((room, num_draft_tokens.take(self._entries).tolist()))
+        """What a step of the index was given."""
         self._num_steps += 1
-        decodes = num_row_steps > 0 and self._num_steps % DECODE_EVERY == 0
-        if decodes or is_new or num_row_steps == 0:
-            self._count_drafted()
-            of_entries = (array.take(self._entries).tolist() for array in (sequences, rows, levels))
-            for sequence, row, level, budget in zip(*of_entries, room, strict=True):
-                self._hear(sequence, token_ids[row, :level], drafts=budget > 0)
-        if decodes:
-            self._decode(self._num_steps // DECODE_EVERY % len(self._references))
-
-    def _begin_batch(self, sequences: Int32Array | None) -> None:
-        self._count_drafted()
-        self._batch = sequences
-        if sequences is not None:
-            self._entries = np.flatnonzero(self._is_followed.take(sequences, mode="clip"))
-
-    def _count_drafted(self) -> None:
-        if not self._drafted or self._batch is None:
+        is_due = self._num_steps >= self._next
+        is_new = sequences is not self._batch  # while it is the same array it is the same batch
+        if not is_due and (not is_new or not self._group_of):
             return
-        room, numbers = (zip(*of_steps, strict=True) for of_steps in zip(*self._drafted, strict=True))
-        owed: dict[int, dict[int, tuple[int, int]]] = {}  # by group and sequence
-        for sequence, budgets, nums in zip(self._batch[self._entries].tolist(), room, numbers, strict=True):
-            num_row_steps = len(budgets) - budgets.count(0)
-            self._allowance -= num_row_steps
-            if sequence in self._group_of:
-                owed.setdefault(self._group_of[sequence], {})[sequence] = num_row_steps, sum(nums)
-        for group, by_sequence in owed.items():
-            self._followed[group].owe(by_sequence)
-        self._drafted.clear()
+        num_drafting = int(np.count_nonzero(max_draft_tokens))
+        if is_due and num_drafting:
+            self._next = self._num_steps + DECODE_EVERY
+            earned = DECODE_EVERY * num_drafting / STEPS_PER_FOLLOWED
+            self._allowance = min(self._allowance + earned, NUM_FIRST_ROW_STEPS)
+        if not self._group_of or (not num_drafting and self._drafting.isdisjoint(sequences.tolist())):
+            return  # no drafts before or after: a closed gate, or text of the history
+        if is_new:
+            self._batch = sequences
+            self._entries = np.flatnonzero(self._is_followed.take(sequences, mode="clip"))
+        entries = self._entries
+        self._count_drafted(sequences[entries])
+        # For so few numbers lists are faster than numpy.
+        of_entries = (array[entries].tolist() for array in (sequences, rows, levels, max_draft_tokens))
+        for sequence, row, level, room in zip(*of_entries, strict=True):
+            self._hear(sequence, token_ids[row, :level], drafts=room > 0)
+        if is_due and num_drafting:
+            self._decode()
 
-    def _decode(self, reference: int) -> None:
+    def _count_drafted(self, sequences: Int32Array) -> None:
+        """By followed sequences, since it was counted last."""
+        spent = np.stack(self._index.spent(sequences), axis=1)
+        by_group: dict[int, list[int]] = {}
+        for entry, sequence in enumerate(sequences.tolist()):
+            by_group.setdefault(self._group_of[sequence], []).append(entry)
+        for group, entries in by_group.items():
+            self._allowance -= self._followed[group].owe(sequences[entries].tolist(), spent[entries])
+
+    def _decode(self) -> None:
         """The references take turns, so that no step waits for all."""
         if sum(each.num_bytes for each in self._followed.values()) > self._max_bytes:
             self._forget()
+        self._num_decodings += 1
         with self._unless_full():
             for followed in self._followed.values():
-                followed.decode(reference)
+                followed.decode(self._num_decodings % len(self._references))
         excess = max([each.excess() for each in self._references])  # each is to be asked
         self.value = min(1.0, max(LEAST_PRICE, self._first * math.exp(STEEPNESS * excess)))
 
@@ -406,7 +405,6 @@ class SuffixPrice:
         self._followed.clear()
         self._group_of.clear()
         self._drafting.clear()
-        self._drafted.clear()
         self._is_followed[:] = False
         self._batch = None
 
@@ -429,8 +427,8 @@ class PricedIndex(SuffixIndex):
     """
 
     def __init__(self, config: SpecConfig) -> None:
-        super().__init__(**index_options(config) | {"min_token_prob": 0.0, "keep_texts": True})
-        self.price = SuffixPrice(config)
+        super().__init__(**index_options(config) | {"min_token_prob": 0.0})
+        self.price = SuffixPrice(config, self)
 
     @property
     def min_token_prob(self) -> float:
@@ -445,15 +443,17 @@ class PricedIndex(SuffixIndex):
         super().close_group(group)
         self.price.close_group(group)
 
-    def open_sequence(self, group: int, *, after_prompt: bool = True, weight: int = FULL_WEIGHT) -> int:
-        sequence = super().open_sequence(group, after_prompt=after_prompt, weight=weight)
+    def open_sequence(
+        self, group: int, *, after_prompt: bool = True, weight: int = FULL_WEIGHT, keep_text: bool = False
+    ) -> int:
+        keep_text = keep_text or self.price.follows_group(group)
+        sequence = super().open_sequence(group, after_prompt=after_prompt, weight=weight, keep_text=keep_text)
         self.price.open_sequence(sequence, group, after_prompt, weight)
         return sequence
 
     def close_sequence(self, sequence: int) -> None:
-        said = self.text(sequence) if self.price.follows(sequence) else None
+        self.price.close_sequence(sequence)
         super().close_sequence(sequence)
-        self.price.close_sequence(sequence, said)
 
     def step(
         self,
@@ -464,9 +464,9 @@ class PricedIndex(SuffixIndex):
         max_draft_tokens: Int32Array,
         min_token_prob: float = 0.0,
     ) -> StepResult:
-        price = max(min_token_prob, self.min_token_prob)
+        price = max(min_token_prob, self.price.value)
         result = super().step(sequences, token_ids, rows, levels, max_draft_tokens, price)
-        self.price.step(sequences, token_ids, rows, levels, max_draft_tokens, result.num_draft_tokens)
+        self.price.step(sequences, token_ids, rows, levels, max_draft_tokens)
         return result
 
     def clear(self) -> None:

@@ -354,7 +354,7 @@ def test_history_needs_group_sharing():
 def test_texts_are_kept_only_where_asked():
     with SuffixIndex(num_speculative_tokens=2) as index:
         sequence = index.open_sequence(index.open_group(int32(1)))
-        with pytest.raises(InvalidArgument, match=r"^keep_texts=0"):
+        with pytest.raises(InvalidArgument, match=r"^keep_text=0"):
             index.text(sequence)
 
 

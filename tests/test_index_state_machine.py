@@ -62,7 +62,7 @@ class IndexMachine(RuleBasedStateMachine):
         # A tight budget has no room for a larger table of contexts.
         self.experience = Experience(max_bytes=tight) if sam else None
         mapped = None if corpus is None else build_corpus(corpus)
-        self.index = SuffixIndex(**options, corpus=mapped, max_bytes=self.max_bytes, keep_texts=True)
+        self.index = SuffixIndex(**options, corpus=mapped, max_bytes=self.max_bytes)
         self.groups: dict[int, GroupOracle] = {}
         self.sequences: dict[int, SequenceOracle] = {}
         self.sequence_group: dict[int, int] = {}
@@ -89,7 +89,9 @@ class IndexMachine(RuleBasedStateMachine):
     def open_sequence(self, data, after_prompt, weight):
         group = self.pick(data, self.groups)
         try:
-            sequence = self.index.open_sequence(group, after_prompt=after_prompt, weight=weight)
+            sequence = self.index.open_sequence(
+                group, after_prompt=after_prompt, weight=weight, keep_text=True
+            )
         except BudgetExceeded:
             assert self.max_bytes
             return

@@ -164,7 +164,7 @@ def test_the_price_stays_a_price():
     for num_draft_tokens, expected in ((1_000_000, 1.0), (0, LEAST_PRICE)):
         for reference in price._references:
             reference.ours.add(100_000, num_draft_tokens)
-        price._decode(0)
+        price._decode()
         assert price.value == expected
         assert all(abs(reference.excess()) <= module.MAX_EXCESS for reference in price._references)
 

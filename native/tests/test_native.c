@@ -103,6 +103,7 @@ typedef struct {
     rs_index *index;
     fixture *f;
     int32_t group, sequence; /* the ids to call with, and those that were opened */
+    int32_t keep_text;
     int64_t num_prompt_tokens;
     int64_t num_failures; /* so far */
 } caller;
@@ -112,7 +113,7 @@ static rs_status perform(caller *c, call kind, rs_error *error) {
     case OPEN_GROUP:
         return rs_group_open(c->index, c->f->token_ids[0], c->num_prompt_tokens, &c->group, error);
     case OPEN_SEQUENCE:
-        return rs_sequence_open(c->index, c->group, 1, RS_FULL_WEIGHT, &c->sequence, error);
+        return rs_sequence_open(c->index, c->group, 1, RS_FULL_WEIGHT, c->keep_text, &c->sequence, error);
     case STEP:
         return rs_step(c->index, &c->f->batch, error);
     case CLOSE_SEQUENCE:
@@ -166,12 +167,12 @@ static void step_rows(caller *c, int num_steps) {
     }
 }
 
-static void check_texts(const rs_index *index, const fixture *f) {
+static void check_texts(const rs_index *index, const fixture *f, bool keep_text) {
     static int32_t text[NUM_COLUMNS];
     for (int32_t i = 0; i < NUM_SEQUENCES; i++) {
         int64_t num = 0;
         rs_status status = rs_sequence_text(index, i, text, NUM_COLUMNS, &num, NULL);
-        CHECK(status == (index->options.keep_texts ? RS_OK : RS_EINVAL));
+        CHECK(status == (keep_text ? RS_OK : RS_EINVAL));
         if (status == RS_OK) {
             CHECK(num == f->levels[i] - PROMPT_LEN);
             CHECK(memcmp(text, f->token_ids[i] + PROMPT_LEN, (size_t)num * sizeof *text) == 0);
@@ -187,14 +188,14 @@ static void live(caller *c) {
         open_row(c, row);
     }
     step_rows(c, 20);
-    check_texts(c->index, c->f);
+    check_texts(c->index, c->f, c->keep_text);
     uint64_t before = fingerprint(c->index);
     CHECK(rs_group_close(c->index, c->group, NULL) == RS_EINVAL && fingerprint(c->index) == before);
     c->sequence = 1;
     perform_with_failures(c, CLOSE_SEQUENCE);
     open_row(c, 1);
     step_rows(c, 10);
-    check_texts(c->index, c->f);
+    check_texts(c->index, c->f, c->keep_text);
 }
 
 static rs_index *new_index_with_failures(const rs_options *options) {
@@ -209,7 +210,7 @@ static rs_index *new_index_with_failures(const rs_options *options) {
     return index;
 }
 
-static void test_allocation_failures(rs_options options, uint32_t alphabet) {
+static void test_allocation_failures(rs_options options, uint32_t alphabet, int32_t keep_text) {
     void *content = new_corpus(2000, alphabet, &options.corpus_bytes);
     options.corpus = content;
     rs_index *index = new_index_with_failures(&options);
@@ -220,7 +221,7 @@ static void test_allocation_failures(rs_options options, uint32_t alphabet) {
         }
         memcpy(f->token_ids[row], f->token_ids[0], PROMPT_LEN * sizeof(int32_t));
     }
-    caller c = {.index = index, .f = f, .num_prompt_tokens = PROMPT_LEN};
+    caller c = {.index = index, .f = f, .num_prompt_tokens = PROMPT_LEN, .keep_text = keep_text};
     live(&c);
     for (c.sequence = 0; c.sequence < NUM_SEQUENCES; c.sequence++) {
         perform_with_failures(&c, CLOSE_SEQUENCE);
@@ -244,9 +245,8 @@ static void test_allocation_failures_in_every_mode(void) {
     for (int32_t i = 0; i < 4 * 4 * 2 * 2; i++) {
         rs_options options = default_options();
         options.mode = i % 4; /* rs_mode */
-        options.keep_texts = i / 4 % 2;
         options.share_contexts = i / 8 % 2;
-        test_allocation_failures(options, alphabets[i / 16]);
+        test_allocation_failures(options, alphabets[i / 16], i / 4 % 2);
     }
 }
 
@@ -269,7 +269,7 @@ static replayed replay_texts(int32_t alphabet, int32_t max_steps, bool with_fail
     }
     CHECK(rs_group_open(index, f->token_ids[0], 0, &id, NULL) == RS_OK);
     for (int32_t i = 0; i < ROWS; i++) {
-        CHECK(rs_sequence_open(index, id, 0, RS_FULL_WEIGHT, &f->sequences[i], NULL) == RS_OK);
+        CHECK(rs_sequence_open(index, id, 0, RS_FULL_WEIGHT, 0, &f->sequences[i], NULL) == RS_OK);
         f->levels[i] = PROMPT;
         ends[i] = LENGTH + 7 * i;
     }
@@ -319,7 +319,7 @@ static void test_replay_waits(void) {
     uint64_t row_steps, draft_tokens;
     CHECK(rs_group_open(index, f->token_ids[0], 0, &id, NULL) == RS_OK);
     for (int32_t i = 0; i < 2; i++) {
-        CHECK(rs_sequence_open(index, id, 0, RS_FULL_WEIGHT, &f->sequences[i], NULL) == RS_OK);
+        CHECK(rs_sequence_open(index, id, 0, RS_FULL_WEIGHT, 0, &f->sequences[i], NULL) == RS_OK);
         f->levels[i] = 5;
     }
     rs_replay_rows rows = {.batch = f->batch, .levels = f->levels, .max_draft_tokens = f->max_draft_tokens, .ends = ends,
@@ -364,7 +364,7 @@ static void test_budget(void) {
     int32_t id;
     CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
     for (int32_t row = 0; row < 2; row++) {
-        CHECK(rs_sequence_open(index, id, 0, 1 + row % RS_FULL_WEIGHT, &f->sequences[row], NULL) == RS_OK);
+        CHECK(rs_sequence_open(index, id, 0, 1 + row % RS_FULL_WEIGHT, 0, &f->sequences[row], NULL) == RS_OK);
         for (int32_t i = 0; i < NUM_COLUMNS; i++) {
             f->token_ids[row][i] = (int32_t)random_below(5);
         }
@@ -490,7 +490,7 @@ static void test_max_branches(void) {
     fixture *f = new_fixture(1);
     int32_t id;
     CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
-    CHECK(rs_sequence_open(index, id, 0, RS_FULL_WEIGHT, &id, NULL) == RS_OK);
+    CHECK(rs_sequence_open(index, id, 0, RS_FULL_WEIGHT, 0, &id, NULL) == RS_OK);
     int32_t n = 0;
     for (int32_t round = 0; round < 3; round++) {
         for (int32_t i = 0; i < RS_MAX_BRANCHES + 1; i++) {
@@ -529,14 +529,20 @@ static void test_null_pointers(void) {
     CHECK(strncmp(error.message, "prompt_token_ids", 16) == 0);
     CHECK(rs_group_open(index, NULL, -1, &id, NULL) == RS_EINVAL);
     CHECK(rs_group_close(NULL, 0, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_open(NULL, 0, 0, 1, &id, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_open(index, 0, 2, 1, &id, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_open(index, 0, 0, 0, &id, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_open(index, 0, 0, RS_FULL_WEIGHT + 1, &id, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_open(NULL, 0, 0, 1, 0, &id, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_open(index, 0, 2, 1, 0, &id, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_open(index, 0, 0, 0, 0, &id, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_open(index, 0, 0, 1, 2, &id, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_open(index, 0, 0, RS_FULL_WEIGHT + 1, 0, &id, NULL) == RS_EINVAL);
     CHECK(rs_sequence_close(NULL, 0, NULL) == RS_EINVAL);
     CHECK(rs_sequence_text(NULL, 0, NULL, 0, &num_tokens, NULL) == RS_EINVAL);
     CHECK(rs_sequence_text(index, 0, NULL, 1, &num_tokens, NULL) == RS_EINVAL);
     CHECK(rs_sequence_text(index, 0, NULL, 0, NULL, NULL) == RS_EINVAL);
+    int64_t spent[2];
+    CHECK(rs_sequence_spent(NULL, f->sequences, 1, spent, spent + 1, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_spent(index, NULL, 1, spent, spent + 1, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_spent(index, f->sequences, 1, NULL, spent, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_spent(index, f->sequences, 1, spent, NULL, NULL) == RS_EINVAL);
     CHECK(rs_step(NULL, &f->batch, NULL) == RS_EINVAL);
     CHECK(rs_step(index, NULL, NULL) == RS_EINVAL);
     CHECK(rs_index_clear(NULL, NULL) == RS_EINVAL);
