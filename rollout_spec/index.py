@@ -347,7 +347,8 @@ class SuffixIndex:
             How many times a row was drafted for, and how many draft tokens that took.
 
         Raises:
-            InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: the steps before are taken.
+            InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: the steps before are taken, their counts
+            lost.
         """
         index, n = self._open_index(), len(sequences)
         rows, budgets = (

@@ -9,6 +9,7 @@ step are the budget; the price follows what the followed groups themselves have 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -47,14 +48,15 @@ STEEPNESS = 1e-3  # of the logarithm of the price, for every token spent too muc
 MAX_EXCESS = 10_000.0  # tokens: what a long stretch has saved or wasted is not made up for in the next
 MEMORY = 1_000_000  # row-steps after which what was spent is mostly forgotten
 
-# Who is followed: one row in ROWS_PER_FOLLOWED; after the first row-steps, one step in STEPS_PER_FOLLOWED.
+# Who is followed: one row in ROWS_PER_FOLLOWED; after the first row-steps one row-step in STEPS_PER_FOLLOWED.
 ROWS_PER_FOLLOWED = 8
 STEPS_PER_FOLLOWED = 16
 NUM_FIRST_ROW_STEPS = 1 << 18
-# What a step does for a reference. Where that is too little it falls behind, and the price with it.
-DECODE_EVERY = 8  # steps of the engine
-MAX_ROW_STEPS = 192
-MAX_PLAIN_TOKENS = 384  # that are only indexed
+# One group is decoded by one reference at a time. What is due then is about as much for any number of rows.
+DECODE_EVERY = 8  # steps of the engine, with
+FEW_ROWS = 8  # that are followed; more often with more
+MAX_PACE = 2  # steps of a reference for each of the engine's
+MAX_PLAIN_TOKENS = 384  # at once, that are only indexed
 BYTES_SHARE = 16  # of the byte budget, for the index of each reference and for all texts
 
 
@@ -106,6 +108,7 @@ class _Decoding:
         self.levels = np.empty(0, np.int32)  # tokens that are decoded
         self.plain = np.empty(0, np.int32)  # up to here, what is not decoded came without drafts
         self.owed = np.empty((0, 2))  # row-steps and draft tokens that the rest has taken us
+        self._num_steps = 0  # of the engine, when it decoded last
 
     def open(self, start: int, after_prompt: bool, weight: int) -> None:
         index = self.reference.index
@@ -115,7 +118,9 @@ class _Decoding:
         self.plain = np.append(self.plain, np.int32(start))
         self.owed = np.append(self.owed, np.zeros((1, 2)), axis=0)
 
-    def decode(self, tokens: Int32Array, ends: Int32Array, growing: Int32Array) -> None:
+    def decode(self, tokens: Int32Array, ends: Int32Array, growing: Int32Array, num_steps: int) -> None:
+        max_steps = MAX_PACE * max(1, num_steps - self._num_steps)
+        self._num_steps = num_steps
         before = self.levels.copy()
         num_plain = np.maximum(self.plain - before, 0)
         if num_plain.any():
@@ -123,7 +128,6 @@ class _Decoding:
             self.index_all(tokens)
             self._settle(before, ends)
             return
-        max_steps = max(1, MAX_ROW_STEPS // len(ends))
         spent = self.reference.index.replay(
             self.sequences, tokens, self.levels, ends, growing, max_steps=max_steps
         )
@@ -190,9 +194,10 @@ class _Followed:
             drafts: what it says next comes with drafts.
         """
         row = self._row_of[sequence]
-        first = int(self._starts[row]) if after_start else 0
-        end, level = int(self._ends[row]), first + len(said)
-        if level < end:
+        start, end = int(self._starts[row]), int(self._ends[row])
+        first = start if after_start else 0
+        level = first + len(said)
+        if level < end or (end > start and said[end - first - 1] != self._tokens[row, end - 1]):
             return False
         if level > self._tokens.shape[1]:
             self._resize(len(self._tokens), 2 * level)
@@ -219,12 +224,21 @@ class _Followed:
     def is_over(self) -> bool:
         return not self._row_of
 
-    def decode(self, reference: int) -> None:
-        """A bounded part of what can be. Text without drafts is not even indexed until there are some."""
+    def has_drafts(self) -> bool:
+        """Whether any of its text came with drafts: until then none is even indexed."""
+        return bool((self._ends > self._decodings[0].plain).any())
+
+    def decode(self, reference: int, num_steps: int) -> bool:
+        """A bounded part of what can be decoded; False: there is nothing.
+
+        num_steps: the engine's, so far.
+        """
         self._drop_closed()
         decoding = self._decodings[reference]
-        if (decoding.levels < self._ends).any() and (self._ends > decoding.plain).any():
-            decoding.decode(self._tokens, self._ends, self._growing)
+        if not (decoding.levels < self._ends).any() or not self.has_drafts():
+            return False
+        decoding.decode(self._tokens, self._ends, self._growing, num_steps)
+        return True
 
     def close(self) -> None:
         for decoding in self._decodings:
@@ -280,7 +294,7 @@ class SuffixPrice:
         self._batch: Int32Array | None = None  # the sequences of the last step
         self._entries = np.empty(0, np.intp)  # those of them that are followed
         self._num_open = 0
-        self._num_steps = self._num_decodings = self._next = 0
+        self._num_steps = self._next = self._turn = 0
         self._allowance = float(NUM_FIRST_ROW_STEPS)  # of row-steps of followed groups
 
     def open_group(self, group: int, prompt: Int32Array) -> None:
@@ -323,10 +337,14 @@ class SuffixPrice:
         self._batch = None
         followed = self._followed[group]
         followed.close_sequence(sequence)
-        if followed.is_over():
-            with self._unless_full():
-                for reference in range(len(self._references)):
-                    followed.decode(reference)
+        if not followed.is_over():
+            return
+        if not followed.has_drafts():
+            self.close_group(group)  # its text is of no use but to siblings that may never come
+            return
+        with self._unless_full():
+            for reference in range(len(self._references)):
+                followed.decode(reference, self._num_steps)
 
     def step(
         self,
@@ -337,16 +355,18 @@ class SuffixPrice:
         max_draft_tokens: Int32Array,
     ) -> None:
         """What a step of the index was given."""
-        self._num_steps += 1
-        is_due = self._num_steps >= self._next
         is_new = sequences is not self._batch  # while it is the same array it is the same batch
-        if not is_due and (not is_new or not self._group_of):
+        if not is_new and self._num_steps + 1 < self._next:
+            self._num_steps += 1
             return
         num_drafting = int(np.count_nonzero(max_draft_tokens))
-        if is_due and num_drafting:
-            self._next = self._num_steps + DECODE_EVERY
-            earned = DECODE_EVERY * num_drafting / STEPS_PER_FOLLOWED
-            self._allowance = min(self._allowance + earned, NUM_FIRST_ROW_STEPS)
+        self._num_steps += num_drafting > 0
+        is_due = num_drafting > 0 and self._num_steps >= self._next
+        if is_due:
+            every = max(1, DECODE_EVERY * FEW_ROWS // max(FEW_ROWS, len(self._group_of)))
+            self._next = self._num_steps + every
+            self._allowance += every * num_drafting / STEPS_PER_FOLLOWED
+            self._allowance = min(self._allowance, NUM_FIRST_ROW_STEPS)
         if not self._group_of or (not num_drafting and self._drafting.isdisjoint(sequences.tolist())):
             return  # no drafts before or after: a closed gate, or text of the history
         if is_new:
@@ -358,7 +378,7 @@ class SuffixPrice:
         of_entries = (array[entries].tolist() for array in (sequences, rows, levels, max_draft_tokens))
         for sequence, row, level, room in zip(*of_entries, strict=True):
             self._hear(sequence, token_ids[row, :level], drafts=room > 0)
-        if is_due and num_drafting:
+        if is_due:
             self._decode()
 
     def _count_drafted(self, sequences: Int32Array) -> None:
@@ -371,13 +391,16 @@ class SuffixPrice:
             self._allowance -= self._followed[group].owe(sequences[entries].tolist(), spent[entries])
 
     def _decode(self) -> None:
-        """The references take turns, so that no step waits for all."""
+        """Groups and references take turns, so that no step waits for all."""
         if sum(each.num_bytes for each in self._followed.values()) > self._max_bytes:
             self._forget()
-        self._num_decodings += 1
+        pairs = list(itertools.product(self._followed.values(), range(len(self._references))))
         with self._unless_full():
-            for followed in self._followed.values():
-                followed.decode(self._num_decodings % len(self._references))
+            for _ in pairs:
+                self._turn += 1
+                followed, reference = pairs[self._turn % len(pairs)]
+                if followed.decode(reference, self._num_steps):
+                    break
         excess = max([each.excess() for each in self._references])  # each is to be asked
         self.value = min(1.0, max(LEAST_PRICE, self._first * math.exp(STEEPNESS * excess)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -129,18 +130,18 @@ def test_the_references_spend_what_they_would_alone(monkeypatch):
     trace = list(read_trace(TRACE))
     price, ours = follow(trace, SpecConfig(num_speculative_tokens=K))
     for reference, setting in zip(price._references, SETTINGS, strict=True):
-        assert reference.ours.num_row_steps == pytest.approx(ours.num_steps, rel=0.05)
-        assert reference.ours.num_draft_tokens == pytest.approx(ours.num_draft_tokens, rel=0.05)
+        assert reference.ours.num_row_steps == pytest.approx(ours.num_steps, rel=0.08)
+        assert reference.ours.num_draft_tokens == pytest.approx(ours.num_draft_tokens, rel=0.08)
         alone = replay(trace, policy(setting.max_spec_factor))
         spent = reference.spent
         # The last tokens of a line are never indexed, nor are all steps taken when it ends.
-        assert spent.num_row_steps == pytest.approx(alone.num_steps, rel=0.05)
+        assert spent.num_row_steps == pytest.approx(alone.num_steps, rel=0.08)
         assert spent.num_draft_tokens / spent.num_row_steps == pytest.approx(
             alone.draft_tokens_per_step, rel=0.02
         )
 
 
-@pytest.mark.parametrize("alphabet", [2, 4, 50])
+@pytest.mark.parametrize("alphabet", [20, 50, 300])
 def test_no_more_is_spent_than_suffix_decoding_would(alphabet):
     """In text of whatever predictability; a fixed price spends more in some, less in others."""
     rng = np.random.default_rng(alphabet)
@@ -149,11 +150,9 @@ def test_no_more_is_spent_than_suffix_decoding_would(alphabet):
     spent = [replay(lines, policy(setting.max_spec_factor)).draft_tokens_per_step for setting in SETTINGS]
     budget = min(number * setting.share for number, setting in zip(spent, SETTINGS, strict=True))
     fixed = replay(lines, SpecConfig(num_speculative_tokens=K, min_token_prob=MIN_TOKEN_PROB))
-    if LEAST_PRICE < price.value < 1.0:
-        assert ours.draft_tokens_per_step == pytest.approx(AIM * budget, rel=0.03)
-        assert abs(fixed.draft_tokens_per_step - budget) > abs(ours.draft_tokens_per_step - budget)
-    else:
-        assert ours.draft_tokens_per_step <= 1.01 * budget
+    assert LEAST_PRICE < price.value < 1.0
+    assert ours.draft_tokens_per_step == pytest.approx(AIM * budget, rel=0.03)
+    assert abs(fixed.draft_tokens_per_step - budget) > abs(ours.draft_tokens_per_step - budget)
 
 
 def test_the_price_stays_a_price():
@@ -169,6 +168,23 @@ def test_the_price_stays_a_price():
         assert all(abs(reference.excess()) <= module.MAX_EXCESS for reference in price._references)
 
 
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+@pytest.mark.parametrize("clears", [True, False])
+def test_groups_of_any_size_are_kept_up_with(num_rows, clears):
+    """As an engine steps, group after group, with and without new weights in between."""
+    drafter = Drafter(SpecConfig(batch_threshold=64))
+    for number in range(max(3, 64 // num_rows)):
+        texts = [speak(np.random.default_rng([number, i]), 300, alphabet=50) for i in range(num_rows)]
+        engine = Engine(None, texts, groups=[f"{number}"] * num_rows, drafter=drafter)
+        while engine.ids:
+            engine.verify()
+        if clears:
+            drafter.clear()
+    drafted = drafter.counters.num_draft_tokens
+    for reference in drafter.index.price._references:
+        assert reference.ours.num_draft_tokens > 0.9 * drafted
+
+
 def test_who_has_a_price_of_its_own():
     assert isinstance(make_index(SpecConfig()), PricedIndex)
     for options in ({"min_token_prob": 0.2}, {"mode": "frequent"}, {"batch_threshold": "auto"}):
@@ -180,6 +196,7 @@ class Engine:
 
     def __init__(self, config, texts, prompt=(1, 2), *, groups=None, drafter=None):
         self.drafter = drafter or Drafter(config)
+        self.drafts = None
         self.prompt = np.array(prompt, np.int32)
         self.texts = [[*prompt, *text] for text in texts]
         self.tokens = np.zeros((len(texts), 4096), np.int32)
@@ -200,6 +217,26 @@ class Engine:
         for row, text in enumerate(self.texts):
             self.levels[row] = min(len(text), before[row] + num_tokens)
         return self.drafter.step(self.ids, self.levels - before, self.tokens, self.levels)
+
+    def verify(self):
+        """Each row says what it was drafted and one token more, and ends where its text does."""
+        accepted = np.zeros(len(self.ids), np.int32)
+        for row, draft in enumerate(self.drafts or []):
+            text = self.texts[row][self.levels[row] :]
+            while accepted[row] < len(draft) and draft[accepted[row]] == text[accepted[row]]:
+                accepted[row] += 1
+        before = self.levels.copy()
+        self.levels += accepted + 1
+        self.drafts = self.drafter.step(self.ids, self.levels - before, self.tokens, self.levels)
+        # A draft may not reach beyond the end of the text that is known.
+        over = [len(text) - level <= K + 1 for text, level in zip(self.texts, self.levels, strict=True)]
+        for id_ in itertools.compress(self.ids, over):
+            self.drafter.close(id_)
+        kept = [not is_over for is_over in over]
+        self.ids, self.texts, self.drafts = (
+            list(itertools.compress(values, kept)) for values in (self.ids, self.texts, self.drafts)
+        )
+        self.tokens, self.levels = self.tokens[kept], self.levels[kept]
 
 
 def closed_step(engine):
@@ -233,7 +270,7 @@ def test_text_without_drafts_is_not_indexed_until_there_are_some():
         engine.step()
         now = [indexed_by(reference) for reference in references]
         assert all(
-            new - old <= module.MAX_PLAIN_TOKENS + module.MAX_ROW_STEPS * (K + 1)
+            new - old <= module.MAX_PLAIN_TOKENS + 4 * module.MAX_PACE * 2 * module.DECODE_EVERY * (K + 1)
             for old, new in zip(most, now, strict=True)
         )
         most = now
@@ -358,6 +395,7 @@ def test_text_of_the_history_is_no_step(num_steps):
     for _ in range(60):
         assert engine.drafter._backlog
         engine.step()
+    assert engine.price._num_steps == engine.drafter.counters.num_steps_on >= 56
     [reference] = engine.price._references
     assert reference.spent.num_row_steps > 100
 
@@ -376,7 +414,6 @@ def test_history_is_text_of_the_references_too():
         engine.step()
     own = int(engine.levels.sum()) - 2
     assert indexed_by(reference) > 3 * 250 + own - 50
-    assert engine.price.value >= LEAST_PRICE
 
 
 def test_the_metrics_have_the_price():
