@@ -145,13 +145,13 @@ def test_the_references_spend_what_they_would_alone(monkeypatch):
 def test_no_more_is_spent_than_suffix_decoding_would(alphabet):
     """In text of whatever predictability; a fixed price spends more in some, less in others."""
     rng = np.random.default_rng(alphabet)
-    lines = [rollout([speak(rng, 400, alphabet=alphabet) for _ in range(4)]) for _ in range(12)]
+    lines = [rollout([speak(rng, 400, alphabet=alphabet) for _ in range(4)]) for _ in range(24)]
     price, ours = follow(lines, SpecConfig(num_speculative_tokens=K))
     spent = [replay(lines, policy(setting.max_spec_factor)).draft_tokens_per_step for setting in SETTINGS]
     budget = min(number * setting.share for number, setting in zip(spent, SETTINGS, strict=True))
     fixed = replay(lines, SpecConfig(num_speculative_tokens=K, min_token_prob=MIN_TOKEN_PROB))
     assert LEAST_PRICE < price.value < 1.0
-    assert ours.draft_tokens_per_step == pytest.approx(AIM * budget, rel=0.03)
+    assert ours.draft_tokens_per_step == pytest.approx(AIM * budget, rel=0.04)
     assert abs(fixed.draft_tokens_per_step - budget) > abs(ours.draft_tokens_per_step - budget)
 
 
