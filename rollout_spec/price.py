@@ -37,9 +37,11 @@ class Setting(NamedTuple):
     share: float
 
 
-# As vLLM has it by default, and one that drafts nearly all it can. With history that may be spent whole.
+# As vLLM has it by default, and one that drafts nearly all it can; with history that may be spent whole. The
+# first decides, and the second where it leaves less, down to LEAST_SHARE of the first.
 SETTINGS = (Setting(1.0, 1.0), Setting(4.0, 2 / 3))
 SETTINGS_WITH_HISTORY = (Setting(4.0, 1.0),)
+LEAST_SHARE = 0.9
 REFERENCE_MIN_TOKEN_PROB = 0.1
 
 AIM = 0.992  # of the budget: what a group drafts at its very end, which is most, is not all seen
@@ -86,16 +88,13 @@ class _Reference:
             max_bytes=(config.max_index_mb << 20) // BYTES_SHARE,
         )
 
-    def excess(self) -> float:
-        """The draft tokens that we have spent too much; what is beyond MAX_EXCESS is forgotten."""
+    def excess(self, share: float) -> float:
+        """The draft tokens that we have spent beyond a share of its own."""
         spent, ours = self.spent, self.ours
         if not spent.num_row_steps:
             return 0.0
-        budget = AIM * self.share * spent.num_draft_tokens / spent.num_row_steps
-        excess = ours.num_draft_tokens - budget * ours.num_row_steps
-        bounded = min(MAX_EXCESS, max(-MAX_EXCESS, excess))
-        ours.num_draft_tokens += bounded - excess
-        return bounded
+        budget = AIM * share * spent.num_draft_tokens / spent.num_row_steps
+        return ours.num_draft_tokens - budget * ours.num_row_steps
 
 
 class _Decoding:
@@ -401,8 +400,19 @@ class SuffixPrice:
                 followed, reference = pairs[self._turn % len(pairs)]
                 if followed.decode(reference, self._num_steps):
                     break
-        excess = max([each.excess() for each in self._references])  # each is to be asked
+        excess = self._excess()
         self.value = min(1.0, max(LEAST_PRICE, self._first * math.exp(STEEPNESS * excess)))
+
+    def _excess(self) -> float:
+        """The draft tokens that were spent too much; what is beyond MAX_EXCESS is forgotten."""
+        first, *others = self._references
+        excess = first.excess(first.share)
+        for other in others:
+            excess = max(excess, min(other.excess(other.share), first.excess(LEAST_SHARE)))
+        bounded = min(MAX_EXCESS, max(-MAX_EXCESS, excess))
+        for reference in self._references:
+            reference.ours.num_draft_tokens += bounded - excess
+        return bounded
 
     def clear(self) -> None:
         """The index is empty; what was spent stays."""

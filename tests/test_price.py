@@ -19,6 +19,7 @@ from rollout_spec.index import InvalidArgument, SuffixIndex
 from rollout_spec.price import (
     AIM,
     LEAST_PRICE,
+    LEAST_SHARE,
     SETTINGS,
     PricedIndex,
     make_index,
@@ -169,7 +170,7 @@ def test_the_price_stays_a_price():
             reference.ours.add(100_000, num_draft_tokens)
         price._decode()
         assert price.value == expected
-        assert all(abs(reference.excess()) <= module.MAX_EXCESS for reference in price._references)
+        assert abs(price._excess()) == pytest.approx(module.MAX_EXCESS)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64])
@@ -440,4 +441,17 @@ def test_a_closed_index_is_closed_as_a_whole():
 
 
 def test_nothing_is_too_much_before_anything_was_decoded():
-    assert [reference.excess() for reference in make_index(SpecConfig()).price._references] == [0.0, 0.0]
+    assert make_index(SpecConfig()).price._excess() == 0.0
+
+
+def test_the_references_share_the_decision():
+    """The first decides, the second where it leaves less, down to a share of the first's."""
+    price = make_index(SpecConfig()).price
+    first, second = price._references
+    for reference in price._references:
+        reference.ours.add(100, 200)
+    first.spent.add(100, 200)
+    for by_second, expected in ((400, 1.0), (285, 0.95), (200, LEAST_SHARE)):
+        second.spent = type(second.spent)()
+        second.spent.add(100, by_second)
+        assert price._excess() == pytest.approx(200 - AIM * 200 * expected)
