@@ -54,8 +54,8 @@ class SpecConfig:
     )
     min_token_prob: float | str = _option(
         AUTO,
-        "stop a draft where its estimated survival falls below; auto: mode sam spends no more draft tokens "
-        f"than SuffixDecoding would, other modes {MIN_TOKEN_PROB}, with history "
+        "stop a draft where its estimated survival falls below; auto: mode sam spends as many draft tokens "
+        f"as SuffixDecoding would, other modes {MIN_TOKEN_PROB}, with history "
         f"{MIN_TOKEN_PROB_WITH_HISTORY}; mode earliest does not heed it, batch_threshold=auto has prices of "
         "its own",
         0.0,

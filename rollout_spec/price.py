@@ -1,4 +1,4 @@
-"""The price of a draft token where the options name none: mode sam spends no more than SuffixDecoding would.
+"""The price of a draft token where the options name none: mode sam spends what SuffixDecoding would.
 
 One price is not one number of draft tokens: text that is easy to foresee gets long drafts at any price. So a
 few groups are followed: what the target says for them is decoded a second time, with SuffixDecoding's own
