@@ -119,8 +119,11 @@ class SpecConfig:
     @property
     def has_own_price(self) -> bool:
         """Whether the drafter finds the price of a draft token itself (`rollout_spec.price`)."""
-        is_gated = self.batch_threshold == AUTO  # that gate has prices of its own
-        return self.min_token_prob == AUTO and self.mode == "sam" and not is_gated
+        needs_none = self.batch_threshold in (
+            AUTO,
+            0,
+        )  # a gate with prices of its own, or one that never opens
+        return self.min_token_prob == AUTO and self.mode == "sam" and not needs_none
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SpecConfig:

@@ -366,7 +366,9 @@ class SuffixPrice:
             self._next = self._num_steps + every
             self._allowance += every * num_drafting / STEPS_PER_FOLLOWED
             self._allowance = min(self._allowance, NUM_FIRST_ROW_STEPS)
-        if not self._group_of or (not num_drafting and self._drafting.isdisjoint(sequences.tolist())):
+        if not self._group_of or not (num_drafting or self._drafting):
+            return
+        if not num_drafting and self._drafting.isdisjoint(sequences.tolist()):
             return  # no drafts before or after: a closed gate, or text of the history
         if is_new:
             self._batch = sequences

@@ -192,7 +192,12 @@ def test_groups_of_any_size_are_kept_up_with(num_rows, clears):
 
 def test_who_has_a_price_of_its_own():
     assert isinstance(make_index(SpecConfig()), PricedIndex)
-    for options in ({"min_token_prob": 0.2}, {"mode": "frequent"}, {"batch_threshold": "auto"}):
+    for options in (
+        {"min_token_prob": 0.2},
+        {"mode": "frequent"},
+        {"batch_threshold": "auto"},
+        {"batch_threshold": 0},
+    ):
         assert type(make_index(SpecConfig(**options))) is SuffixIndex
 
 
