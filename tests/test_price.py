@@ -13,17 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_spec import price as module
+from rollout_spec import reference as reference_module
 from rollout_spec.config import MIN_TOKEN_PROB, SpecConfig
 from rollout_spec.drafter import Drafter
 from rollout_spec.index import InvalidArgument, SuffixIndex
 from rollout_spec.price import (
-    AIM,
     LEAST_PRICE,
     LEAST_SHARE,
     SETTINGS,
     PricedIndex,
     make_index,
 )
+from rollout_spec.reference import AIM
 from rollout_spec.replay import IndexProposer, ReplayResult, Rollout, read_trace, replay, replay_line
 from tests.text import speak
 
@@ -36,7 +37,7 @@ def policy(max_spec_factor=1.0, k=K):
     return SpecConfig(
         mode="suffix_policy",
         max_spec_factor=max_spec_factor,
-        min_token_prob=module.REFERENCE_MIN_TOKEN_PROB,
+        min_token_prob=reference_module.REFERENCE_MIN_TOKEN_PROB,
         num_speculative_tokens=k,
     )
 
@@ -128,7 +129,7 @@ def test_a_replay_refuses_what_does_not_fit():
 
 def test_the_references_spend_what_they_would_alone(monkeypatch):
     """Rollouts that mode sam decodes say what SuffixDecoding would have taken for them."""
-    monkeypatch.setattr(module, "MEMORY", 1e18)
+    monkeypatch.setattr(reference_module, "MEMORY", 1e18)
     trace = list(read_trace(TRACE))
     price, ours = follow(trace, SpecConfig(num_speculative_tokens=K))
     for reference, setting in zip(price._references, SETTINGS, strict=True):
@@ -280,7 +281,9 @@ def test_text_without_drafts_is_not_indexed_until_there_are_some():
         engine.step()
         now = [indexed_by(reference) for reference in references]
         assert all(
-            new - old <= module.MAX_PLAIN_TOKENS + 4 * module.MAX_PACE * 2 * module.DECODE_EVERY * (K + 1)
+            new - old
+            <= reference_module.MAX_PLAIN_TOKENS
+            + 4 * reference_module.MAX_PACE * 2 * module.DECODE_EVERY * (K + 1)
             for old, new in zip(most, now, strict=True)
         )
         most = now
