@@ -23,6 +23,7 @@ SOURCES = (
     "draft",
     "index",
     "step",
+    "replay",
     "validate",
 )
 # Functions are inlined across the files (a tenth of a draft step); clang's linker may lack the plugin for it.

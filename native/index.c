@@ -296,6 +296,7 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
         opened.recent = found->prompt_end;
         opened.cursor = found->prompt_cursor;
     }
+    opened.plain_level = opened.level;
     bool reused = index->free_sequences.first == slot;
     take_slot(&index->free_sequences, &index->num_sequences, slot, reused ? index->sequences[slot].next_free : -1);
     index->sequences[slot] = opened;
@@ -361,20 +362,4 @@ void rs_index_stats(const rs_index *index, rs_stats *stats) {
         }
     }
     stats->num_bytes = index->memory.num_bytes;
-}
-
-rs_status rs_sequence_spent(const rs_index *index, const int32_t *sequences, int32_t num_sequences,
-                            int64_t *num_row_steps, int64_t *num_draft_tokens, rs_error *error) {
-    if (index == NULL || sequences == NULL || num_row_steps == NULL || num_draft_tokens == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "index, sequences, num_row_steps, num_draft_tokens: must not be null");
-    }
-    for (int32_t i = 0; i < num_sequences; i++) {
-        const rs_sequence *found = rs_find_sequence(index, sequences[i]);
-        if (found == NULL) {
-            return rs_fail(error, RS_EUNKNOWN, i, "sequences[%" PRId32 "]=%" PRId32 ": unknown", i, sequences[i]);
-        }
-        num_row_steps[i] = found->num_row_steps;
-        num_draft_tokens[i] = found->num_drafted;
-    }
-    return RS_OK;
 }

@@ -33,6 +33,8 @@ typedef struct {
     bool keep_text;
     int32_t *text;            /* behind start_level, with keep_text */
     uint32_t text_capacity;
+    bool drafts;              /* allowed in its last step */
+    int32_t plain_level;      /* the last token that came without drafts is before it */
     int64_t num_row_steps;    /* in which it was allowed to draft */
     int64_t num_drafted;      /* tokens */
     uint64_t serial;          /* of all sequences ever opened, from 1 */
@@ -97,6 +99,22 @@ static inline rs_group *rs_find_group(const rs_index *index, int32_t group) {
 static inline rs_sequence *rs_find_sequence(const rs_index *index, int32_t sequence) {
     bool known = sequence >= 0 && (uint32_t)sequence < index->num_sequences && index->sequences[sequence].open;
     return known ? index->sequences + sequence : NULL;
+}
+
+/* Entry i's row of the token matrix. */
+static inline const int32_t *rs_row_tokens(const rs_batch *batch, int32_t i) {
+    return batch->token_ids + batch->rows[i] * batch->row_stride;
+}
+
+/* Of n new tokens the last is the target's own; those before it are the accepted draft tokens. */
+static inline int32_t rs_num_accepted(const int32_t *draft, int32_t num_draft_tokens, const int32_t *new_tokens,
+                                      int32_t n) {
+    int32_t most = num_draft_tokens < n - 1 ? num_draft_tokens : n - 1;
+    int32_t num = 0;
+    while (num < most && draft[num] == new_tokens[num]) {
+        num++;
+    }
+    return num;
 }
 
 #endif

@@ -58,7 +58,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 6, /* raised with every change of this file */
+    RS_ABI_VERSION = 7, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_BRANCHES = 64,
     RS_COUNTED_STATES = 8,
@@ -121,16 +121,36 @@ typedef struct {
     int32_t *match_lens;             /* out [num_rows]; 0 where max_draft_tokens is 0; in mode sam the group's */
 } rs_batch;
 
-/* Entry i of the batch has a text of ends[i] tokens, of which the first levels[i] are decoded. */
+/* What sequences have said, and what drafting for them has taken: a row for each. */
 typedef struct {
-    rs_batch batch;         /* its levels and max_draft_tokens are those below */
-    int32_t *levels;        /* [num_rows], in and out: at most ends[i] */
+    int32_t num_rows;         /* >= 1 */
+    const int32_t *sequences; /* [num_rows], with keep_text, opened with the same start; -1: the row stays as it is */
+    int32_t *token_ids;       /* [num_rows][row_stride]; row i has ends[i] tokens, those before the start unspecified */
+    int64_t row_stride;       /* tokens */
+    int32_t *ends;            /* [num_rows] */
+    int32_t *plain;           /* [num_rows]: the last token that came without drafts is before it */
+    int32_t *growing;         /* [num_rows], 1: what the sequence says next comes with drafts */
+    int64_t *spent;           /* [num_rows][2]: steps in which it was allowed to draft, tokens it has drafted */
+    int64_t num_row_steps;    /* out: what the first of these have grown by */
+    int64_t longest;          /* out: tokens of the longest text; beyond row_stride no row was changed */
+    int32_t has_drafts;       /* out, 1: of a row some came with drafts */
+    int32_t begun_anew;       /* out, 1: a sequence does not go on as its row does; no row was changed */
+} rs_heard;
+
+/* Texts as another index decodes them: entry i of the batch has row i of `heard`. */
+typedef struct {
+    rs_batch batch;            /* its levels and max_draft_tokens are those below */
+    const rs_heard *heard;
+    int32_t *levels;           /* [num_rows], in and out: the tokens that are decoded, at most ends[i] */
     int32_t *max_draft_tokens; /* [num_rows], scratch */
-    const int32_t *ends;    /* [num_rows] */
-    const int32_t *growing; /* [num_rows], 1: the text will have more tokens */
-    int32_t max_steps;      /* >= 1 */
-    uint64_t *num_row_steps;    /* out: one for every row that a step drafted for */
-    uint64_t *num_draft_tokens; /* out */
+    double *settled;           /* [num_rows][2], in and out: what of `spent` went into the tokens that are decoded */
+    int32_t max_steps;         /* >= 1 */
+    int32_t max_plain_tokens;  /* >= 1: of all rows together, or one of each */
+    uint64_t num_row_steps;    /* out: one for every row that a step drafted for */
+    uint64_t num_draft_tokens; /* out */
+    uint64_t num_tokens;       /* out: by which the levels have grown */
+    double heard_row_steps;    /* out: what of `spent` went into the tokens that were now decoded with drafts */
+    double heard_draft_tokens; /* out */
 } rs_replay_rows;
 
 typedef struct {
@@ -163,13 +183,9 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
 /* after_prompt 1: the first tokens of every row of this sequence are the group's prompt, which is
  * not indexed again. 0: the sequence begins at the root, all its tokens are its own.
  * weight 1 .. RS_FULL_WEIGHT: what its text counts, in the modes that count.
- * keep_text 1: rs_sequence_text can be asked. */
+ * keep_text 1: rs_sequence_text and rs_hear can be asked. */
 rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t weight, int32_t keep_text,
                            int32_t *sequence, rs_error *error);
-
-/* In how many steps each of these open sequences was allowed to draft, and how many tokens it has drafted. */
-rs_status rs_sequence_spent(const rs_index *index, const int32_t *sequences, int32_t num_sequences,
-                            int64_t *num_row_steps, int64_t *num_draft_tokens, rs_error *error);
 
 /* The first `capacity` tokens that an open sequence has after its start (the prompt, or the root), and how
  * many there are. RS_EINVAL when its keep_text is 0. */
@@ -185,13 +201,18 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
  * Acceptance: of n new tokens, at most n - 1 that equal the sequence's draft of its last step. */
 rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error);
 
+/* Bring the rows up to date. */
+rs_status rs_hear(const rs_index *index, rs_heard *heard, rs_error *error);
+
 /* Decode texts that are known already with drafts of this index, as a target would that says them: a step drafts for
  * every row that is not at its end, keeps of each draft what the text says too and one token more, and siblings see each
  * other's tokens of the step before. Ends before the first step that would need a token of a growing row that is not
  * known yet, and where all rows are at their ends (the last tokens may not be indexed then), after max_steps at the
- * latest. So what is known when a call comes does not change what is counted in the end. The steps before one that
- * fails are taken and counted. */
-rs_status rs_replay(rs_index *index, const rs_replay_rows *rows, rs_error *error);
+ * latest. So what is known when a call comes does not change what is counted in the end. Where text came without
+ * drafts, a call only indexes, max_plain_tokens at most. What the sequences have spent is settled in proportion to the
+ * tokens: of what is not settled yet, as much as of the tokens that were not decoded yet. The steps before one that fails
+ * are taken and counted. */
+rs_status rs_replay(rs_index *index, rs_replay_rows *rows, rs_error *error);
 
 /* Close all sequences and groups; the counters of drafts and acceptance go on. */
 rs_status rs_index_clear(rs_index *index, rs_error *error);

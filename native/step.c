@@ -9,10 +9,6 @@ enum {
     KEPT_EXTENSIONS = 1 << 12 /* of a step's undo log; a longer one is freed after the step */
 };
 
-static const int32_t *row_tokens(const rs_batch *batch, int32_t i) {
-    return batch->token_ids + batch->rows[i] * batch->row_stride;
-}
-
 static rs_status check_batch(const rs_batch *batch, rs_error *error) {
     const struct {
         const char *name;
@@ -75,7 +71,7 @@ static rs_status check_row(const rs_index *index, const rs_batch *batch, int32_t
         return rs_fail(error, RS_EINVAL, i, "max_draft_tokens[%" PRId32 "]=%" PRId32 ": must not be negative", i,
                        batch->max_draft_tokens[i]);
     }
-    const int32_t *tokens = row_tokens(batch, i);
+    const int32_t *tokens = rs_row_tokens(batch, i);
     for (int32_t position = first_new(sequence, level); position < level; position++) {
         if (tokens[position] < 0) {
             return rs_fail(error, RS_EINVAL, i,
@@ -91,7 +87,7 @@ static rs_status check_row(const rs_index *index, const rs_batch *batch, int32_t
 static rs_status index_row(rs_index *index, const rs_batch *batch, int32_t i, uint64_t *num_done) {
     const rs_sequence *sequence = index->sequences + batch->sequences[i];
     rs_automaton *automaton = &index->groups[sequence->group].automaton;
-    const int32_t *tokens = row_tokens(batch, i);
+    const int32_t *tokens = rs_row_tokens(batch, i);
     int32_t level = batch->levels[i];
     uint32_t last = level >= sequence->level ? sequence->last : sequence->start;
     for (int32_t position = first_new(sequence, level); position < level; position++) {
@@ -111,7 +107,7 @@ static void unindex_row(rs_index *index, const rs_batch *batch, int32_t i, const
                         uint64_t num_done) {
     const rs_sequence *sequence = index->sequences + batch->sequences[i];
     rs_automaton *automaton = &index->groups[sequence->group].automaton;
-    const int32_t *tokens = row_tokens(batch, i) + first_new(sequence, batch->levels[i]);
+    const int32_t *tokens = rs_row_tokens(batch, i) + first_new(sequence, batch->levels[i]);
     while (num_done-- > 0) {
         rs_retract(automaton, tokens[num_done], sequence->weight, extensions + num_done);
     }
@@ -159,16 +155,6 @@ static rs_status index_rows(rs_index *index, const rs_batch *batch, rs_error *er
     return RS_OK;
 }
 
-/* Of n new tokens the last is the target's own; those before it are the accepted draft tokens. */
-static int32_t num_accepted(const int32_t *draft, int32_t num_draft_tokens, const int32_t *new_tokens, int32_t n) {
-    int32_t most = num_draft_tokens < n - 1 ? num_draft_tokens : n - 1;
-    int32_t num = 0;
-    while (num < most && draft[num] == new_tokens[num]) {
-        num++;
-    }
-    return num;
-}
-
 /* What the target has said of the predictions, up to where it first said something else. */
 static void calibrate(rs_index *index, int32_t id, const int32_t *new_tokens, int32_t num_new) {
     const rs_prediction *predictions = index->predictions + (size_t)id * (size_t)rs_predictions_per_sequence(index);
@@ -210,7 +196,7 @@ static void learn_rest(rs_index *index, const rs_lesson_queue *queue) {
 static void learn_row(rs_index *index, const rs_batch *batch, int32_t i, rs_lesson_queue *queue) {
     int32_t id = batch->sequences[i];
     rs_sequence *sequence = index->sequences + id;
-    const int32_t *tokens = row_tokens(batch, i);
+    const int32_t *tokens = rs_row_tokens(batch, i);
     int32_t level = batch->levels[i];
     if (level > sequence->level) {
         calibrate(index, id, tokens + sequence->level, level - sequence->level);
@@ -227,7 +213,7 @@ static void learn_row(rs_index *index, const rs_batch *batch, int32_t i, rs_less
 /* Move the sequence's place in the corpus along the new tokens of entry i. */
 static void follow_corpus(rs_index *index, const rs_batch *batch, int32_t i) {
     rs_sequence *sequence = index->sequences + batch->sequences[i];
-    const int32_t *tokens = row_tokens(batch, i);
+    const int32_t *tokens = rs_row_tokens(batch, i);
     int32_t level = batch->levels[i];
     if (level < sequence->level) {
         const rs_group *group = index->groups + sequence->group;
@@ -245,18 +231,22 @@ static void commit_row(rs_index *index, const rs_batch *batch, int32_t i, uint64
     if (level > sequence->level) {
         const int32_t *draft = index->drafts + (size_t)id * (size_t)index->options.num_speculative_tokens;
         index->totals.num_accepted_tokens +=
-            (uint64_t)num_accepted(draft, sequence->num_draft_tokens, row_tokens(batch, i) + sequence->level,
-                                   level - sequence->level);
+            (uint64_t)rs_num_accepted(draft, sequence->num_draft_tokens, rs_row_tokens(batch, i) + sequence->level,
+                                      level - sequence->level);
     }
     if (level < sequence->level) {
         sequence->last = sequence->start;
+        sequence->plain_level = sequence->start_level;
     }
     if (sequence->keep_text && num_new > 0) {
         int32_t first = first_new(sequence, level);
-        memcpy(sequence->text + (first - sequence->start_level), row_tokens(batch, i) + first,
+        memcpy(sequence->text + (first - sequence->start_level), rs_row_tokens(batch, i) + first,
                (size_t)num_new * sizeof *sequence->text);
     }
     index->groups[sequence->group].num_tokens += num_new;
+    if (num_new > 0 && !sequence->drafts) {
+        sequence->plain_level = level;
+    }
     sequence->level = level;
     sequence->num_draft_tokens = 0;
     sequence->num_predictions = 0;
@@ -373,7 +363,8 @@ static void remember_draft(rs_index *index, const rs_batch *batch, int32_t i) {
     }
     rs_sequence *sequence = index->sequences + id;
     sequence->num_draft_tokens = num;
-    sequence->num_row_steps += batch->max_draft_tokens[i] > 0;
+    sequence->drafts = batch->max_draft_tokens[i] > 0;
+    sequence->num_row_steps += sequence->drafts;
     sequence->num_drafted += num;
 }
 
@@ -412,75 +403,4 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
     }
     rs_release(&index->memory, 1);
     return status;
-}
-
-/* Whether entry i may take a step: at its end it need not, and a growing text must be known as far as a draft reaches. */
-typedef enum { AT_END, READY, NOT_KNOWN } row_state;
-
-static row_state replay_state(const rs_index *index, const rs_replay_rows *rows, int32_t i) {
-    int32_t num_left = rows->ends[i] - rows->levels[i];
-    if (rows->growing[i] != 0 && num_left <= index->options.num_speculative_tokens) {
-        return NOT_KNOWN;
-    }
-    return num_left > 0 ? READY : AT_END;
-}
-
-/* For how many rows the next step drafts; 0: there is none. */
-static uint64_t plan_replay_step(const rs_index *index, const rs_replay_rows *rows) {
-    uint64_t num_ready = 0;
-    for (int32_t i = 0; i < rows->batch.num_rows; i++) {
-        row_state state = replay_state(index, rows, i);
-        if (state == NOT_KNOWN) {
-            return 0;
-        }
-        rows->max_draft_tokens[i] = state == READY ? index->options.num_speculative_tokens : 0;
-        num_ready += state == READY;
-    }
-    return num_ready;
-}
-
-static void verify_replay_row(const rs_index *index, const rs_replay_rows *rows, int32_t i) {
-    const rs_batch *batch = &rows->batch;
-    const int32_t *draft = batch->draft_tokens + (int64_t)i * index->options.num_speculative_tokens;
-    int32_t num_left = rows->ends[i] - rows->levels[i];
-    *rows->num_draft_tokens += (uint64_t)batch->num_draft_tokens[i];
-    if (num_left > 0) {
-        rows->levels[i] +=
-            1 + num_accepted(draft, batch->num_draft_tokens[i], row_tokens(batch, i) + rows->levels[i], num_left);
-    }
-}
-
-rs_status rs_replay(rs_index *index, const rs_replay_rows *rows, rs_error *error) {
-    if (index == NULL || rows == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "rows");
-    }
-    if (rows->levels == NULL || rows->max_draft_tokens == NULL || rows->ends == NULL || rows->growing == NULL ||
-        rows->num_row_steps == NULL || rows->num_draft_tokens == NULL || rows->batch.levels != rows->levels ||
-        rows->batch.max_draft_tokens != rows->max_draft_tokens) {
-        return rs_fail(error, RS_EINVAL, -1, "rows: an array is null, or not the batch's");
-    }
-    if (rows->max_steps < 1) {
-        return rs_fail(error, RS_EINVAL, -1, "max_steps=%" PRId32 ": must be at least 1", rows->max_steps);
-    }
-    for (int32_t i = 0; i < rows->batch.num_rows; i++) {
-        if (rows->levels[i] < 0 || rows->ends[i] < rows->levels[i] || rows->ends[i] > rows->batch.num_columns) {
-            return rs_fail(error, RS_EINVAL, i, "ends[%" PRId32 "]=%" PRId32 ": out of range", i, rows->ends[i]);
-        }
-    }
-    *rows->num_row_steps = *rows->num_draft_tokens = 0;
-    for (int32_t step = 0; step < rows->max_steps; step++) {
-        uint64_t num_ready = plan_replay_step(index, rows);
-        if (num_ready == 0) {
-            break;
-        }
-        rs_status status = rs_step(index, &rows->batch, error);
-        if (status != RS_OK) {
-            return status;
-        }
-        *rows->num_row_steps += num_ready;
-        for (int32_t i = 0; i < rows->batch.num_rows; i++) {
-            verify_replay_row(index, rows, i);
-        }
-    }
-    return RS_OK;
 }

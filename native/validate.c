@@ -122,6 +122,9 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     if (sequence->keep_text && (uint32_t)(sequence->level - sequence->start_level) > sequence->text_capacity) {
         return "sequence: its text is longer than there is room for";
     }
+    if (sequence->plain_level < sequence->start_level || sequence->plain_level > sequence->level) {
+        return "sequence: plain_level out of range";
+    }
     if (index->corpus.states != NULL && !cursor_holds(index, sequence)) {
         return "sequence: its cursor is not in the corpus";
     }

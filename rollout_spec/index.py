@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from mmap import mmap
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +18,11 @@ from rollout_spec.corpus import CONTENT_OFFSET, Corpus, open_corpus, write_corpu
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 _INT32 = np.dtype(np.int32)
 
@@ -38,6 +41,10 @@ class InvalidArgument(NativeError, ValueError):  # noqa: N818
 
 class UnknownId(NativeError, LookupError):  # noqa: N818
     """No open group or sequence has this id."""
+
+
+class BegunAnew(NativeError):  # noqa: N818
+    """A sequence has gone back, or says other tokens than it had said."""
 
 
 class OutOfMemory(NativeError, MemoryError):  # noqa: N818
@@ -59,6 +66,154 @@ class StepResult(NamedTuple):
     """[n]"""
     match_lens: Int32Array
     """[n], tokens; 0 where nothing matched or max_draft_tokens is 0."""
+
+
+@dataclasses.dataclass(eq=False)
+class Heard:
+    """What n sequences of an index have said, and what drafting for them has taken.
+
+    `hear` brings it up to date. What is in the arrays may be changed, the arrays themselves may not.
+
+    Raises:
+        InvalidArgument: an array does not fit.
+    """
+
+    sequences: Int32Array
+    """[n], ids; -1: none, the row stays as it is."""
+    token_ids: Int32Array
+    """[n, L]; row i has ends[i] tokens, of which those before the start of its sequence are unspecified."""
+    ends: Int32Array
+    """[n]; at first where the sequence starts."""
+    plain: Int32Array
+    """[n]: the last token that came without drafts is before it."""
+    growing: Int32Array
+    """[n], 1: what the sequence says next comes with drafts."""
+    spent: Int64Array
+    """[n, 2]: the steps in which a sequence was allowed to draft, and the tokens it has drafted."""
+
+    def __post_init__(self) -> None:
+        n = len(self.sequences)
+        self._native = ffi.new("rs_heard *")
+        self._native.num_rows = n
+        for name in ("sequences", "ends", "plain", "growing"):
+            _check_vector(name, getattr(self, name), n)
+            setattr(self._native, name, ffi.from_buffer("int32_t[]", getattr(self, name)))
+        _check_matrix("spent", self.spent, np.int64, n, 2)
+        self._native.spent = ffi.from_buffer("int64_t[]", self.spent)
+        _check_matrix("token_ids", self.token_ids, np.int32, n, self.token_ids.shape[-1])
+        self._set_tokens(self.token_ids)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any of the texts came with drafts when they were heard last."""
+        return bool(self._native.has_drafts)
+
+    @classmethod
+    def nothing(cls) -> Heard:
+        """No rows."""
+        none = np.empty(0, np.int32)
+        return cls(none, np.empty((0, 1), np.int32), none, none, none, np.empty((0, 2), np.int64))
+
+    def with_row(self, sequence: int, start: int) -> Heard:
+        """And one more, for a sequence that starts there."""
+        token_ids = np.zeros((1, self.token_ids.shape[1]), np.int32)
+        return Heard(
+            np.append(self.sequences, np.int32(sequence)),
+            np.concatenate([self.token_ids, token_ids]),
+            np.append(self.ends, np.int32(start)),
+            np.append(self.plain, np.int32(start)),
+            np.append(self.growing, np.int32(0)),
+            np.concatenate([self.spent, np.zeros((1, 2), np.int64)]),
+        )
+
+    def kept(self, kept: BoolArray) -> Heard:
+        """Some of the rows, bool [n]."""
+        rows = Heard(
+            self.sequences[kept],
+            self.token_ids[kept],
+            self.ends[kept],
+            self.plain[kept],
+            self.growing[kept],
+            self.spent[kept],
+        )
+        rows._native.has_drafts = self._native.has_drafts
+        return rows
+
+    def widen(self, num_columns: int) -> None:
+        """Make room for longer texts."""
+        token_ids = np.zeros((len(self.sequences), num_columns), np.int32)
+        token_ids[:, : self.token_ids.shape[1]] = self.token_ids
+        self._set_tokens(token_ids)
+
+    def _set_tokens(self, token_ids: Int32Array) -> None:
+        self.token_ids = token_ids
+        self._native.token_ids = ffi.from_buffer("int32_t[]", token_ids)
+        self._native.row_stride = token_ids.shape[1]
+
+
+@dataclasses.dataclass(eq=False)
+class Replayed:
+    """The n texts of `heard` as another index decodes them; `replay` moves on. Arrays are used as in `Heard`.
+
+    Raises:
+        InvalidArgument: an array does not fit.
+    """
+
+    heard: Heard
+    sequences: Int32Array
+    """[n], ids in the index that decodes, each at most once."""
+    levels: Int32Array
+    """[n], the tokens that are decoded."""
+    settled: Float64Array
+    """[n, 2]: what of `heard.spent` went into these."""
+
+    def __post_init__(self) -> None:
+        n = len(self.heard.sequences)
+        _check_vector("sequences", self.sequences, n)
+        _check_vector("levels", self.levels, n)
+        _check_matrix("settled", self.settled, np.float64, n, 2)
+        self._rows, self._budgets = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
+        self._native = ffi.new("rs_replay_rows *")
+        self._native.heard = self.heard._native
+        self._native.settled = ffi.from_buffer("double[]", self.settled)
+        batch = self._native.batch
+        batch.num_rows = batch.num_matrix_rows = n
+        batch.sequences = ffi.from_buffer("int32_t[]", self.sequences)
+        batch.rows = ffi.from_buffer("int32_t[]", self._rows)
+        batch.levels = self._native.levels = ffi.from_buffer("int32_t[]", self.levels)
+        batch.max_draft_tokens = self._native.max_draft_tokens = ffi.from_buffer("int32_t[]", self._budgets)
+
+    @classmethod
+    def nothing(cls, heard: Heard) -> Replayed:
+        """No rows."""
+        none = np.empty(0, np.int32)
+        return cls(heard, none, none, np.empty((0, 2)))
+
+    def with_row(self, heard: Heard, sequence: int, start: int) -> Replayed:
+        """And one more, for a sequence that starts there."""
+        return Replayed(
+            heard,
+            np.append(self.sequences, np.int32(sequence)),
+            np.append(self.levels, np.int32(start)),
+            np.concatenate([self.settled, np.zeros((1, 2))]),
+        )
+
+    def kept(self, heard: Heard, kept: BoolArray) -> Replayed:
+        """Some of the rows, bool [n]."""
+        return Replayed(heard, self.sequences[kept], self.levels[kept], self.settled[kept])
+
+
+class ReplayCounts(NamedTuple):
+    """Of one call of `replay`."""
+
+    num_row_steps: int
+    """A row that was drafted for, in a step, is one."""
+    num_draft_tokens: int
+    num_tokens: int
+    """Decoded."""
+    heard_row_steps: float
+    """What `heard` has spent on the tokens that were decoded with drafts."""
+    heard_draft_tokens: float
 
 
 class IndexStats(NamedTuple):
@@ -120,6 +275,13 @@ def _check_vector(name: str, array: Any, length: int | None) -> None:
         raise InvalidArgument(f"{name}: must be a contiguous one-dimensional int32 array")
     if length is not None and len(array) != length:
         raise InvalidArgument(f"{name}: has {len(array)} entries, sequences has {length}")
+
+
+def _check_matrix(name: str, array: Any, dtype: type, *shape: int) -> None:
+    """Raise InvalidArgument unless the array is a contiguous matrix of that type and shape."""
+    fits = type(array) is np.ndarray and array.dtype == dtype and array.shape == shape
+    if not fits or not array.flags.c_contiguous:
+        raise InvalidArgument(f"{name}: must be a contiguous array of {dtype.__name__} {list(shape)}")
 
 
 def _check_status(status: int, native_error: Any) -> None:
@@ -242,7 +404,7 @@ class SuffixIndex:
         after_prompt: the rows of this sequence begin with the group's prompt, which is not indexed
         again. Otherwise it begins at the root and all its tokens are its own.
         weight: 1 to FULL_WEIGHT, what its text counts; mode earliest does not count.
-        keep_text: `text` can be asked.
+        keep_text: `text` and `hear` can be asked.
         """
         index = self._open_index()
         group, weight = _int32("group", group), _int32("weight", weight)
@@ -267,22 +429,6 @@ class SuffixIndex:
             buffer = ffi.from_buffer("int32_t[]", tokens, require_writable=True)
             self._check(lib.rs_sequence_text(index, sequence, buffer, len(tokens), number, self._error))
         return tokens
-
-    def spent(self, sequences: Int32Array) -> tuple[Int64Array, Int64Array]:
-        """Of open sequences, int32 [n]: the steps in which each was allowed to draft, and the tokens drafted.
-
-        Raises:
-            UnknownId
-        """
-        _check_vector("sequences", sequences, None)
-        found = np.empty((2, len(sequences)), np.int64)
-        row_steps, draft_tokens = (ffi.from_buffer("int64_t[]", array) for array in found)
-        ids = ffi.from_buffer("int32_t[]", sequences)
-        status = lib.rs_sequence_spent(
-            self._open_index(), ids, len(sequences), row_steps, draft_tokens, self._error
-        )
-        self._check(status)
-        return found[0], found[1]
 
     def close_sequence(self, sequence: int) -> None:
         """Close a sequence; its text stays in the group. Raises UnknownId."""
@@ -320,52 +466,49 @@ class SuffixIndex:
             self._draft_tokens[:n], self._survivals[:n], self._num_draft_tokens[:n], self._match_lens[:n]
         )
 
-    def replay(
-        self,
-        sequences: Int32Array,
-        token_ids: Int32Array,
-        levels: Int32Array,
-        ends: Int32Array,
-        growing: Int32Array,
-        *,
-        max_steps: int,
-    ) -> tuple[int, int]:
-        """Decode n known texts with drafts of this index, as a target would that says them, in lockstep.
-
-        Ends before the first step that would need a token of a growing text that is not known yet, and where
-        all texts are at their ends.
-
-        Args:
-            sequences: int32 [n], ids, each at most once.
-            token_ids: int32 [>= n, L]; row i has the text of sequences[i].
-            levels: int32 [n], the tokens that are decoded; moved on in place.
-            ends: int32 [n], the tokens that are known.
-            growing: int32 [n], 1: there will be more.
-            max_steps: the most steps to take.
+    def hear(self, heard: Heard) -> int:
+        """Bring the rows up to date with their sequences, which were opened with keep_text.
 
         Returns:
-            How many times a row was drafted for, and how many draft tokens that took.
+            By how many steps with drafts, of all rows together, `spent` has grown.
+
+        Raises:
+            BegunAnew: a sequence does not go on as its row does; InvalidArgument, UnknownId.
+        """
+        index, native = self._open_index(), heard._native
+        self._check(lib.rs_hear(index, native, self._error))
+        if native.begun_anew:
+            raise BegunAnew("sequences: one has begun anew")
+        if native.longest > native.row_stride:
+            heard.widen(2 * native.longest)
+            self._check(lib.rs_hear(index, native, self._error))
+        return int(native.num_row_steps)
+
+    def replay(self, replayed: Replayed, *, max_steps: int, max_plain_tokens: int) -> ReplayCounts:
+        """Decode known texts with drafts of this index, as a target would that says them, in lockstep.
+
+        Ends before the first step that would need a token of a growing text that is not known yet, and where
+        all texts are at their ends. Where there is text that came without drafts, that is indexed only.
+
+        Args:
+            max_steps: the most steps to take.
+            max_plain_tokens: the most tokens that are indexed only, or one of each row.
 
         Raises:
             InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: the steps before are taken, their counts
             lost.
         """
-        index, n = self._open_index(), len(sequences)
-        rows, budgets = (
-            np.arange(n, dtype=np.int32),
-            np.empty(n, np.int32),
-        )  # held until the call has returned
-        _check_vector("ends", ends, n)
-        _check_vector("growing", growing, n)
-        self._set_batch(sequences, token_ids, rows, levels, budgets, 0.0)
-        numbers, replay = ffi.new("uint64_t[2]"), ffi.new("rs_replay_rows *")
-        replay.batch, replay.max_steps = self._batch[0], max_steps
-        replay.num_row_steps, replay.num_draft_tokens = numbers, numbers + 1
-        replay.levels = ffi.from_buffer("int32_t[]", levels, require_writable=True)
-        replay.max_draft_tokens = ffi.from_buffer("int32_t[]", budgets)
-        replay.ends, replay.growing = (ffi.from_buffer("int32_t[]", array) for array in (ends, growing))
-        self._check(lib.rs_replay(index, replay, self._error))
-        return int(numbers[0]), int(numbers[1])
+        index, native = self._open_index(), replayed._native
+        if native.batch.num_rows > len(self._match_lens):
+            self._make_buffers(native.batch.num_rows)
+        native.max_steps, native.max_plain_tokens = max_steps, max_plain_tokens
+        batch, heard = native.batch, native.heard
+        batch.token_ids = heard.token_ids
+        batch.row_stride = batch.num_columns = heard.row_stride
+        for name in ("draft_tokens", "survivals", "num_draft_tokens", "match_lens"):
+            setattr(batch, name, getattr(self._batch, name))
+        self._check(lib.rs_replay(index, native, self._error))
+        return ReplayCounts._make(getattr(native, name) for name in ReplayCounts._fields)
 
     def clear(self) -> None:
         """Close every sequence and group; the counters of drafts and acceptance go on."""

@@ -9,16 +9,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.index import Int32Array, Int64Array, SuffixIndex
+from rollout_spec.index import BoolArray, Heard, Int32Array, Replayed, SuffixIndex
 
 REFERENCE_MIN_TOKEN_PROB = 0.1
 AIM = 0.992  # of the budget: what a group drafts at its very end, which is most, is not all seen
 MEMORY = 1_000_000  # row-steps after which what was spent is mostly forgotten
 MAX_PACE = 2  # steps of a reference for each of the engine's
-MAX_PLAIN_TOKENS = 384  # at once, that are only indexed
+MAX_PLAIN_TOKENS = 128  # at once, that are only indexed
 BYTES_SHARE = 16  # of the byte budget, for the index of each reference and for all texts
 
 
@@ -64,175 +63,97 @@ class Reference:
         return ours.num_draft_tokens - budget * ours.num_row_steps
 
 
-class _Decoding:
-    """A followed group as one reference decodes it: arrays with a row for each sequence."""
-
-    def __init__(self, reference: Reference, prompt: Int32Array) -> None:
-        self.reference = reference
-        self.group = reference.index.open_group(prompt)
-        self.sequences = np.empty(0, np.int32)
-        self.levels = np.empty(0, np.int32)  # tokens that are decoded
-        self.plain = np.empty(0, np.int32)  # up to here, what is not decoded came without drafts
-        self.owed = np.empty((0, 2))  # row-steps and draft tokens that the rest has taken us
-        self._num_steps = 0  # of the engine, when it decoded last
-
-    def open(self, start: int, after_prompt: bool, weight: int) -> None:
-        index = self.reference.index
-        sequence = index.open_sequence(self.group, after_prompt=after_prompt, weight=weight)
-        self.sequences = np.append(self.sequences, np.int32(sequence))
-        self.levels = np.append(self.levels, np.int32(start))
-        self.plain = np.append(self.plain, np.int32(start))
-        self.owed = np.append(self.owed, np.zeros((1, 2)), axis=0)
-
-    def decode(self, tokens: Int32Array, ends: Int32Array, growing: Int32Array, num_steps: int) -> None:
-        max_steps = MAX_PACE * max(1, num_steps - self._num_steps)
-        self._num_steps = num_steps
-        before = self.levels.copy()
-        num_plain = np.maximum(self.plain - before, 0)
-        if num_plain.any():
-            self.levels += np.minimum(num_plain, max(1, MAX_PLAIN_TOKENS // int(np.count_nonzero(num_plain))))
-            self.index_all(tokens)
-            self._settle(before, ends)
-            return
-        spent = self.reference.index.replay(
-            self.sequences, tokens, self.levels, ends, growing, max_steps=max_steps
-        )
-        self.reference.spent.add(*spent)
-        self.reference.ours.add(*self._settle(before, ends))
-
-    def index_all(self, tokens: Int32Array) -> None:
-        rows = np.arange(len(self.sequences), dtype=np.int32)
-        self.reference.index.step(self.sequences, tokens, rows, self.levels, np.zeros_like(rows))
-
-    def _settle(self, before: Int32Array, ends: Int32Array) -> list[float]:
-        """Row-steps and draft tokens that we needed for the text decoded since, in proportion."""
-        settled = self.owed * ((self.levels - before) / np.maximum(ends - before, 1))[:, None]
-        self.owed -= settled
-        return settled.sum(axis=0).tolist()
-
-    def keep(self, is_kept: npt.NDArray[np.bool_]) -> None:
-        for sequence in self.sequences[~is_kept].tolist():
-            self.reference.index.close_sequence(sequence)
-        self.sequences, self.levels = self.sequences[is_kept], self.levels[is_kept]
-        self.plain, self.owed = self.plain[is_kept], self.owed[is_kept]
-
-    def close(self) -> None:
-        self.keep(np.zeros(len(self.sequences), np.bool_))
-        self.reference.index.close_group(self.group)
-
-
 class Followed:
-    """A group that is decoded a second time: a row for each sequence, with what the target has said."""
+    """A group that is decoded a second time by each reference: a row for each sequence."""
 
     def __init__(self, references: list[Reference], prompt: Int32Array) -> None:
         self._num_prompt_tokens = len(prompt)
-        self._decodings = [_Decoding(reference, prompt) for reference in references]
+        self._references = references
+        self._groups = [reference.index.open_group(prompt) for reference in references]
         self._row_of: dict[int, int] = {}  # of the open sequences
-        self._tokens = np.empty((0, 1), np.int32)  # may have more rows than there are
-        self._starts = np.empty(0, np.int32)
-        self._ends = np.empty(0, np.int32)  # of what was said
-        self._growing = np.empty(0, np.int32)  # 1: what is said next comes with drafts
-        self._spent = np.empty((0, 2), np.int64)  # by the engine: row-steps and draft tokens
+        self._num_steps = [0] * len(references)  # of the engine, when each decoded last
+        self._heard = Heard.nothing()
+        self._replayed = [Replayed.nothing(self._heard) for _ in references]
 
     @property
     def num_bytes(self) -> int:
-        return self._tokens.nbytes
+        return self._heard.token_ids.nbytes
 
     def open(self, sequence: int, after_prompt: bool, weight: int) -> None:
         self._drop_closed()
         start = self._num_prompt_tokens if after_prompt else 0
-        for decoding in self._decodings:
-            decoding.open(start, after_prompt, weight)
-        self._row_of[sequence] = len(self._ends)
-        self._starts = np.append(self._starts, np.int32(start))
-        self._ends = np.append(self._ends, np.int32(start))
-        self._growing = np.append(self._growing, np.int32(0))
-        self._spent = np.append(self._spent, np.zeros((1, 2), np.int64), axis=0)
-        num_rows, num_columns = self._tokens.shape
-        if len(self._ends) > num_rows:
-            self._resize(2 * len(self._ends), num_columns)
+        self._row_of[sequence] = len(self._heard.ends)
+        self._heard = self._heard.with_row(sequence, start)
+        for number, (reference, group) in enumerate(zip(self._references, self._groups, strict=True)):
+            opened = reference.index.open_sequence(group, after_prompt=after_prompt, weight=weight)
+            self._replayed[number] = self._replayed[number].with_row(self._heard, opened, start)
 
-    def hear(self, sequence: int, said: Int32Array, *, after_start: bool = False, drafts: bool) -> bool:
-        """What a sequence has said so far; False: it has begun anew.
+    def hear(self, index: SuffixIndex) -> int:
+        """What the sequences have said so far; returns the row-steps since it was asked last.
 
-        Args:
-            said: all its tokens, or those after the prompt of the group if it is `after_start`.
-            drafts: what it says next comes with drafts.
+        Raises:
+            BegunAnew: a sequence has.
         """
-        row = self._row_of[sequence]
-        start, end = int(self._starts[row]), int(self._ends[row])
-        first = start if after_start else 0
-        level = first + len(said)
-        if level < end or (end > start and said[end - first - 1] != self._tokens[row, end - 1]):
-            return False
-        if level > self._tokens.shape[1]:
-            self._resize(len(self._tokens), 2 * level)
-        self._tokens[row, end:level] = said[end - first :]
-        self._ends[row] = level
-        if level > end and not self._growing[row]:
-            for decoding in self._decodings:
-                decoding.plain[row] = level
-        self._growing[row] = drafts
-        return True
-
-    def owe(self, sequences: list[int], spent: Int64Array) -> int:
-        """Row-steps and draft tokens that sequences have taken us, [n, 2]; returns the new row-steps."""
-        rows = [self._row_of[sequence] for sequence in sequences]
-        added = spent - self._spent[rows]
-        self._spent[rows] = spent
-        for decoding in self._decodings:
-            decoding.owed[rows] += added
-        return int(added[:, 0].sum())
+        return index.hear(self._heard)
 
     def close_sequence(self, sequence: int) -> None:
-        self._growing[self._row_of.pop(sequence)] = 0
+        """After it was heard."""
+        row = self._row_of.pop(sequence)
+        self._heard.sequences[row] = -1
+        self._heard.growing[row] = 0
 
     def is_over(self) -> bool:
         return not self._row_of
 
     def has_drafts(self) -> bool:
         """Whether any of its text came with drafts: until then none is even indexed."""
-        return bool((self._ends > self._decodings[0].plain).any())
+        return self._heard.has_drafts
 
-    def decode(self, reference: int, num_steps: int) -> bool:
-        """A bounded part of what can be decoded; False: there is nothing.
+    def decode(self, number: int, num_steps: int) -> bool:
+        """A bounded part of what one reference can decode; False: there is nothing, now or later.
 
         num_steps: the engine's, so far.
         """
-        self._drop_closed()
-        decoding = self._decodings[reference]
-        if not (decoding.levels < self._ends).any() or not self.has_drafts():
+        if not self.has_drafts():
             return False
-        decoding.decode(self._tokens, self._ends, self._growing, num_steps)
-        return True
+        self._drop_closed()
+        reference, num_new = self._references[number], num_steps - self._num_steps[number]
+        counts = reference.index.replay(
+            self._replayed[number],
+            max_steps=MAX_PACE * max(1, num_new),
+            max_plain_tokens=MAX_PLAIN_TOKENS,
+        )
+        self._num_steps[number] = num_steps
+        reference.spent.add(counts.num_row_steps, counts.num_draft_tokens)
+        reference.ours.add(counts.heard_row_steps, counts.heard_draft_tokens)
+        return counts.num_tokens > 0 or not self.is_over()
 
     def close(self) -> None:
-        for decoding in self._decodings:
-            decoding.close()
+        self._keep(np.zeros(len(self._heard.ends), np.bool_))
+        for reference, group in zip(self._references, self._groups, strict=True):
+            reference.index.close_group(group)
 
     def _drop_closed(self) -> None:
         """Of the closed sequences those that are decoded; their text stays in the group."""
-        if len(self._row_of) == len(self._ends):
+        heard = self._heard
+        if len(self._row_of) == len(heard.ends):
             return
-        is_kept = np.zeros(len(self._ends), np.bool_)
-        is_kept[list(self._row_of.values())] = True
-        for decoding in self._decodings:
-            is_kept |= decoding.levels < self._ends
+        is_kept = heard.sequences >= 0
+        for replayed in self._replayed:
+            is_kept |= replayed.levels < heard.ends
         if is_kept.all():
             return
-        for decoding in self._decodings:
-            decoding.index_all(self._tokens)
-            decoding.keep(is_kept)
+        for reference, replayed in zip(self._references, self._replayed, strict=True):
+            rows = np.arange(len(is_kept), dtype=np.int32)
+            sequences, levels = replayed.sequences, replayed.levels
+            reference.index.step(sequences, heard.token_ids, rows, levels, np.zeros_like(rows))
+        self._keep(is_kept)
+
+    def _keep(self, is_kept: BoolArray) -> None:
+        self._heard = self._heard.kept(is_kept)
+        for number, (reference, replayed) in enumerate(zip(self._references, self._replayed, strict=True)):
+            for sequence in replayed.sequences[~is_kept].tolist():
+                reference.index.close_sequence(sequence)
+            self._replayed[number] = replayed.kept(self._heard, is_kept)
         rows = np.cumsum(is_kept) - 1
         self._row_of = {sequence: int(rows[row]) for sequence, row in self._row_of.items()}
-        self._tokens = self._tokens[: len(is_kept)][is_kept]
-        self._starts, self._ends, self._growing = (
-            array[is_kept] for array in (self._starts, self._ends, self._growing)
-        )
-        self._spent = self._spent[is_kept]
-
-    def _resize(self, num_rows: int, num_columns: int) -> None:
-        tokens = np.zeros((num_rows, num_columns), np.int32)
-        rows, columns = self._tokens.shape
-        tokens[:rows, :columns] = self._tokens
-        self._tokens = tokens

@@ -16,7 +16,7 @@ from rollout_spec import price as module
 from rollout_spec import reference as reference_module
 from rollout_spec.config import MIN_TOKEN_PROB, SpecConfig
 from rollout_spec.drafter import Drafter
-from rollout_spec.index import InvalidArgument, SuffixIndex
+from rollout_spec.index import Heard, InvalidArgument, Replayed, SuffixIndex
 from rollout_spec.price import (
     LEAST_PRICE,
     LEAST_SHARE,
@@ -67,13 +67,13 @@ def follow(trace, config, num_lines=None):
 
 @given(
     texts=st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=40), min_size=1, max_size=4),
-    heard=st.lists(st.integers(0, 12), min_size=0, max_size=20),
+    known=st.lists(st.integers(0, 12), min_size=0, max_size=20),
     k=st.integers(1, 5),
     factor=st.sampled_from([0.5, 1.0, 4.0]),
     max_steps=st.integers(1, 4),
 )
 @settings(max_examples=150, deadline=None)
-def test_known_texts_are_decoded_as_in_a_replay(texts, heard, k, factor, max_steps):
+def test_known_texts_are_decoded_as_in_a_replay(texts, known, k, factor, max_steps):
     """However they become known: all at once, or a few tokens of each at a time."""
     line, config = rollout(texts), policy(factor, k)
     expected = decoded(line, config)
@@ -81,8 +81,7 @@ def test_known_texts_are_decoded_as_in_a_replay(texts, heard, k, factor, max_ste
     token_ids = np.zeros((len(ends), int(ends.max())), np.int32)
     for row, text in zip(token_ids, line.responses, strict=True):
         row[2 : 2 + len(text)] = text
-    levels = np.minimum(3, ends)
-    counts = np.zeros(2, np.int64)
+    counts = np.zeros(5)
     with SuffixIndex(
         num_speculative_tokens=k,
         mode="suffix_policy",
@@ -90,41 +89,98 @@ def test_known_texts_are_decoded_as_in_a_replay(texts, heard, k, factor, max_ste
         min_token_prob=config.least_survival,
     ) as index:
         group = index.open_group(line.prompt_token_ids)
+        heard = heard_texts(token_ids, 2)
         sequences = np.array([index.open_sequence(group) for _ in ends], np.int32)
-        known = levels.copy()
-        for number in [*heard, 10**6]:
-            known = np.minimum(known + number, ends)
-            growing = (known < ends).astype(np.int32)
+        replayed = Replayed(heard, sequences, heard.ends.copy(), np.zeros((len(ends), 2)))
+        heard.ends[:] = np.minimum(3, ends)
+        heard.plain[:] = heard.ends  # what the prefill has said
+        spent = np.array([7.0, 11.0])
+        for number in [0, *known, 10**6]:
+            heard.ends[:] = np.minimum(heard.ends + number, ends)
+            heard.growing[:] = heard.ends < ends
+            heard.spent[:] = spent * (heard.ends - heard.plain)[:, None]
             while True:
-                found = index.replay(sequences, token_ids, levels, known, growing, max_steps=max_steps)
+                found = index.replay(replayed, max_steps=max_steps, max_plain_tokens=2)
                 counts += found
-                if not found[0]:
+                if not found.num_tokens:
                     break
-    assert levels.tolist() == ends.tolist()
-    assert counts.tolist() == [expected.num_steps, expected.num_draft_tokens]
+    assert replayed.levels.tolist() == ends.tolist()
+    assert counts[:3].tolist() == [expected.num_steps, expected.num_draft_tokens, (ends - 2).sum()]
+    # All is settled for the tokens it was spent on.
+    assert replayed.settled == pytest.approx(heard.spent)
+    assert counts[3:] == pytest.approx(spent * (ends - 3).sum())
+
+
+def heard_texts(token_ids, start):
+    """Rows of no sequences."""
+    n = len(token_ids)
+    ends = np.full((3, n), start, np.int32)
+    return Heard(np.full(n, -1, np.int32), token_ids, *ends, np.zeros((n, 2), np.int64))
 
 
 def test_a_replay_of_many_rows():
-    """Its arrays are held while it runs: numpy keeps small ones for reuse, but not those of 300 rows."""
+    """More than an index has buffers for at first."""
     number = 300
     with SuffixIndex(num_speculative_tokens=4, mode="suffix_policy") as index:
         group = index.open_group(np.array([1, 2], np.int32))
         sequences = np.array([index.open_sequence(group) for _ in range(number)], np.int32)
-        tokens = np.tile(np.array([1, 2, 3, 1, 2, 3, 4], np.int32), (number, 1))
-        levels, ends = np.full(number, 3, np.int32), np.full(number, 7, np.int32)
-        steps, drafted = index.replay(
-            sequences, tokens, levels, ends, np.zeros(number, np.int32), max_steps=9
-        )
-    assert (levels == 7).all() and steps >= number and drafted > number
+        heard = heard_texts(np.tile(np.array([1, 2, 3, 1, 2, 3, 4], np.int32), (number, 1)), 3)
+        heard.ends[:] = 7
+        heard.growing[:] = 0
+        replayed = Replayed(heard, sequences, np.full(number, 3, np.int32), np.zeros((number, 2)))
+        counts = index.replay(replayed, max_steps=9, max_plain_tokens=1)
+    assert (replayed.levels == 7).all() and counts.num_row_steps >= number
+    assert counts.num_draft_tokens > number
 
 
 def test_a_replay_refuses_what_does_not_fit():
+    tokens, one = np.ones((1, 8), np.int32), np.ones(1, np.int32)
     with SuffixIndex(num_speculative_tokens=4) as index:
-        sequence = np.array([index.open_sequence(index.open_group(np.array([1], np.int32)))], np.int32)
-        tokens, two = np.ones((1, 8), np.int32), np.array([2], np.int32)
-        for ends, growing in ((two - 1, two), (two, np.zeros(2, np.int32)), (two + 7, two)):
-            with pytest.raises(InvalidArgument, match=r"ends|growing"):
-                index.replay(sequence, tokens, two.copy(), ends, growing, max_steps=1)
+        sequence = np.array([index.open_sequence(index.open_group(one))], np.int32)
+        replayed = Replayed(heard_texts(tokens, 2), sequence, 2 * one, np.zeros((1, 2)))
+        for end in (1, 9):
+            replayed.heard.ends[:] = end
+            with pytest.raises(InvalidArgument, match="ends"):
+                index.replay(replayed, max_steps=1, max_plain_tokens=1)
+    with pytest.raises(InvalidArgument, match="levels"):
+        Replayed(replayed.heard, sequence, np.ones(2, np.int32), np.zeros((1, 2)))
+    with pytest.raises(InvalidArgument, match="settled"):
+        Replayed(replayed.heard, sequence, one, np.zeros((1, 3)))
+    with pytest.raises(InvalidArgument, match="token_ids"):
+        heard_texts(np.ones((1, 8), np.int64), 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_sequences_have_said_is_heard(seed):
+    """Whenever it is asked for, in rows that have to be widened for it."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 5))
+    lengths = rng.integers(3, 40, n)
+    tokens = rng.integers(0, 4, (n, 40)).astype(np.int32)
+    with SuffixIndex(num_speculative_tokens=4, min_token_prob=0.0) as index:
+        group = index.open_group(np.array([1, 2], np.int32))
+        sequences = np.array([index.open_sequence(group, keep_text=True) for _ in range(n)], np.int32)
+        heard = Heard.nothing()
+        for sequence in sequences.tolist():
+            heard = heard.with_row(sequence, 2)
+        levels = plain = np.full(n, 2, np.int32)
+        drafts, spent, num_row_steps = np.zeros(n, np.int32), np.zeros((n, 2), np.int64), 0
+        while (levels < lengths).any():
+            before = levels
+            levels = np.minimum(lengths, before + rng.integers(0, 4, n)).astype(np.int32)
+            plain = np.where((levels > before) & (drafts == 0), levels, plain)
+            drafts = 4 * rng.integers(0, 2, n).astype(np.int32)
+            result = index.step(sequences, tokens, np.arange(n, dtype=np.int32), levels, drafts)
+            spent += np.stack([drafts > 0, result.num_draft_tokens], axis=1)
+            if rng.random() < 0.5:
+                continue
+            num_row_steps += index.hear(heard)
+            assert (heard.ends == levels).all() and (heard.plain == plain).all()
+            assert (heard.growing == (drafts > 0)).all()
+            assert (heard.spent == spent).all() and num_row_steps == spent[:, 0].sum()
+            assert heard.has_drafts == (levels > plain).any()
+            for row, text, level in zip(heard.token_ids, tokens, levels, strict=True):
+                assert (row[2:level] == text[2:level]).all()
 
 
 def test_the_references_spend_what_they_would_alone(monkeypatch):
@@ -281,9 +337,7 @@ def test_text_without_drafts_is_not_indexed_until_there_are_some():
         engine.step()
         now = [indexed_by(reference) for reference in references]
         assert all(
-            new - old
-            <= reference_module.MAX_PLAIN_TOKENS
-            + 4 * reference_module.MAX_PACE * 2 * module.DECODE_EVERY * (K + 1)
+            new - old <= reference_module.MAX_PLAIN_TOKENS + 4 * reference_module.MAX_PACE * 2 * (K + 1)
             for old, new in zip(most, now, strict=True)
         )
         most = now
@@ -297,8 +351,7 @@ def test_a_request_that_begins_anew_ends_the_following_only():
         engine.step()
     assert engine.price._group_of
     engine.levels[:] = 10
-    for _ in range(module.DECODE_EVERY):
-        engine.step()
+    engine.step()
     assert not engine.price._group_of
     value = engine.price.value
     for _ in range(20):

@@ -250,19 +250,40 @@ static void test_allocation_failures_in_every_mode(void) {
     }
 }
 
+enum { MAX_REPLAY_ROWS = 3 };
+
+/* Texts of a fixture for rs_replay. */
+typedef struct {
+    int32_t ends[MAX_REPLAY_ROWS], plain[MAX_REPLAY_ROWS], growing[MAX_REPLAY_ROWS];
+    int64_t spent[MAX_REPLAY_ROWS][2];
+    double settled[MAX_REPLAY_ROWS][2];
+    rs_heard heard;
+    rs_replay_rows rows;
+} texts;
+
+static void point(texts *t, fixture *f, int32_t num_rows) {
+    t->heard = (rs_heard){.num_rows = num_rows, .sequences = f->sequences, .token_ids = f->token_ids[0],
+                          .row_stride = NUM_COLUMNS, .ends = t->ends, .plain = t->plain, .growing = t->growing,
+                          .spent = t->spent[0]};
+    t->rows = (rs_replay_rows){.batch = f->batch, .heard = &t->heard, .levels = f->levels,
+                               .max_draft_tokens = f->max_draft_tokens, .settled = t->settled[0], .max_steps = 1,
+                               .max_plain_tokens = 1};
+}
+
 typedef struct {
     uint64_t num_row_steps, num_draft_tokens, num_calls;
+    double heard_row_steps, heard_draft_tokens;
 } replayed;
 
 /* Replay texts that are all known; with failures, the n-th allocation of the n-th call fails. */
 static replayed replay_texts(int32_t alphabet, int32_t max_steps, bool with_failures) {
-    enum { ROWS = 3, LENGTH = 200, PROMPT = 10 };
+    enum { ROWS = 3, LENGTH = 200, PROMPT = 10, PLAIN = 5 };
     rs_options options = default_options();
     options.mode = RS_MODE_SUFFIX_POLICY;
     rs_index *index = new_index(options);
     fixture *f = new_fixture(ROWS);
-    int32_t ends[ROWS], growing[ROWS] = {0}, id;
-    uint64_t row_steps, draft_tokens;
+    texts t = {.heard = {0}};
+    int32_t id;
     random_state = 7;
     for (int32_t i = 0; i < ROWS * NUM_COLUMNS; i++) {
         f->token_ids[i / NUM_COLUMNS][i % NUM_COLUMNS] = (int32_t)random_below((uint32_t)alphabet);
@@ -271,24 +292,35 @@ static replayed replay_texts(int32_t alphabet, int32_t max_steps, bool with_fail
     for (int32_t i = 0; i < ROWS; i++) {
         CHECK(rs_sequence_open(index, id, 0, RS_FULL_WEIGHT, 0, &f->sequences[i], NULL) == RS_OK);
         f->levels[i] = PROMPT;
-        ends[i] = LENGTH + 7 * i;
+        t.ends[i] = PROMPT + LENGTH + 7 * i;
+        t.plain[i] = PROMPT + PLAIN * i;
+        t.spent[i][0] = 2 * (LENGTH + 7 * i);
+        t.spent[i][1] = 600;
     }
-    rs_replay_rows rows = {.batch = f->batch, .levels = f->levels, .max_draft_tokens = f->max_draft_tokens, .ends = ends,
-                           .growing = growing, .max_steps = max_steps, .num_row_steps = &row_steps,
-                           .num_draft_tokens = &draft_tokens};
+    point(&t, f, ROWS);
+    t.rows.max_steps = max_steps;
+    t.rows.max_plain_tokens = max_steps;
     replayed result = {0};
     rs_status status = RS_OK;
     do {
         result.num_calls++;
         rs_test_fail_allocation(with_failures ? (int64_t)result.num_calls : 0);
-        status = rs_replay(index, &rows, NULL);
+        status = rs_replay(index, &t.rows, NULL);
         rs_test_fail_allocation(0);
         CHECK(status == RS_OK || (with_failures && status == RS_ENOMEM));
-        result.num_row_steps += row_steps;
-        result.num_draft_tokens += draft_tokens;
+        result.num_row_steps += t.rows.num_row_steps;
+        result.num_draft_tokens += t.rows.num_draft_tokens;
+        result.heard_row_steps += t.rows.heard_row_steps;
+        result.heard_draft_tokens += t.rows.heard_draft_tokens;
         check_valid(index);
-    } while (row_steps > 0 || status != RS_OK);
-    CHECK(memcmp(f->levels, ends, sizeof ends) == 0);
+    } while (t.rows.num_tokens > 0 || status != RS_OK);
+    CHECK(memcmp(f->levels, t.ends, sizeof t.ends) == 0);
+    /* All is settled, and counted but for what the plain tokens took. */
+    for (int32_t i = 0; i < ROWS; i++) {
+        CHECK(fabs(t.settled[i][0] - 2 * (LENGTH + 7 * i)) < 1e-6 && fabs(t.settled[i][1] - 600) < 1e-6);
+    }
+    CHECK(fabs(result.heard_row_steps - 2 * (ROWS * LENGTH + 7 * 3 - PLAIN * 3)) < 1e-6);
+    CHECK(result.heard_draft_tokens < ROWS * 600.0 - 30 && result.heard_draft_tokens > ROWS * 600.0 - 50);
     rs_stats stats;
     rs_index_stats(index, &stats);
     CHECK(stats.num_draft_tokens == result.num_draft_tokens);
@@ -301,7 +333,7 @@ static replayed replay_texts(int32_t alphabet, int32_t max_steps, bool with_fail
 static void test_replay(void) {
     for (int32_t alphabet = 1; alphabet <= 16; alphabet *= 4) {
         const replayed whole = replay_texts(alphabet, 1000, false);
-        CHECK(whole.num_calls == 2 && whole.num_draft_tokens > 0 && whole.num_row_steps >= 3 * 190 / (DRAFT_LEN + 1));
+        CHECK(whole.num_calls == 3 && whole.num_draft_tokens > 0 && whole.num_row_steps >= 3 * 190 / (DRAFT_LEN + 1));
         const replayed parts[] = {replay_texts(alphabet, 1, false), replay_texts(alphabet, 7, false),
                                   replay_texts(alphabet, 1000, true)};
         for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
@@ -315,45 +347,132 @@ static void test_replay(void) {
 static void test_replay_waits(void) {
     rs_index *index = new_index(default_options());
     fixture *f = new_fixture(2);
-    int32_t ends[2] = {5 + DRAFT_LEN, 20}, growing[2] = {1, 0}, id;
-    uint64_t row_steps, draft_tokens;
+    texts t = {.ends = {5 + DRAFT_LEN, 20}, .growing = {1, 0}};
+    int32_t id;
     CHECK(rs_group_open(index, f->token_ids[0], 0, &id, NULL) == RS_OK);
     for (int32_t i = 0; i < 2; i++) {
         CHECK(rs_sequence_open(index, id, 0, RS_FULL_WEIGHT, 0, &f->sequences[i], NULL) == RS_OK);
         f->levels[i] = 5;
     }
-    rs_replay_rows rows = {.batch = f->batch, .levels = f->levels, .max_draft_tokens = f->max_draft_tokens, .ends = ends,
-                           .growing = growing, .max_steps = 1, .num_row_steps = &row_steps,
-                           .num_draft_tokens = &draft_tokens};
-    CHECK(rs_replay(index, &rows, NULL) == RS_OK && row_steps == 0 && f->levels[0] == 5 && f->levels[1] == 5);
-    ends[0]++;
-    CHECK(rs_replay(index, &rows, NULL) == RS_OK && row_steps == 2 && f->levels[0] > 5 && f->levels[1] > 5);
-    growing[0] = 0;
+    point(&t, f, 2);
+    const rs_replay_rows *rows = &t.rows;
+    CHECK(rs_replay(index, &t.rows, NULL) == RS_OK && rows->num_row_steps == 0 && rows->num_tokens == 0);
+    t.ends[0]++;
+    CHECK(rs_replay(index, &t.rows, NULL) == RS_OK && rows->num_row_steps == 2 && f->levels[0] > 5 && f->levels[1] > 5);
+    CHECK(rows->num_tokens == (uint64_t)(f->levels[0] + f->levels[1] - 10));
+    t.growing[0] = 0;
     for (int i = 0; i < 20; i++) {
-        CHECK(rs_replay(index, &rows, NULL) == RS_OK);
+        CHECK(rs_replay(index, &t.rows, NULL) == RS_OK);
     }
-    CHECK(row_steps == 0 && memcmp(f->levels, ends, sizeof ends) == 0);
+    CHECK(rows->num_row_steps == 0 && memcmp(f->levels, t.ends, 2 * sizeof *t.ends) == 0);
 
     rs_error error = {.message = ""};
-    CHECK(rs_replay(NULL, &rows, &error) == RS_EINVAL && rs_replay(index, NULL, &error) == RS_EINVAL);
-    rs_replay_rows wrong = rows;
-    wrong.ends = NULL;
+    CHECK(rs_replay(NULL, &t.rows, &error) == RS_EINVAL && rs_replay(index, NULL, &error) == RS_EINVAL);
+    rs_replay_rows wrong = t.rows;
+    wrong.settled = NULL;
     CHECK(rs_replay(index, &wrong, &error) == RS_EINVAL && strncmp(error.message, "rows", 4) == 0);
-    wrong = rows;
-    wrong.levels = ends; /* not the batch's */
+    wrong = t.rows;
+    wrong.levels = t.ends; /* not the batch's */
     CHECK(rs_replay(index, &wrong, &error) == RS_EINVAL && strncmp(error.message, "rows", 4) == 0);
-    wrong = rows;
+    wrong = t.rows;
     wrong.max_steps = 0;
     CHECK(rs_replay(index, &wrong, &error) == RS_EINVAL && strncmp(error.message, "max_steps=0", 11) == 0);
+    wrong.max_steps = 1;
+    wrong.max_plain_tokens = 0;
+    CHECK(rs_replay(index, &wrong, &error) == RS_EINVAL && strstr(error.message, "max_plain_tokens=0") != NULL);
+    wrong = t.rows;
+    wrong.batch.num_rows = 1;
+    CHECK(rs_replay(index, &wrong, &error) == RS_EINVAL && strncmp(error.message, "num_rows=1", 10) == 0);
     f->levels[1] = INT32_MIN;
-    CHECK(rs_replay(index, &rows, &error) == RS_EINVAL && error.row == 1);
-    f->levels[1] = ends[1];
-    ends[1] = f->levels[1] - 1;
-    CHECK(rs_replay(index, &rows, &error) == RS_EINVAL && strncmp(error.message, "ends[1]", 7) == 0 && error.row == 1);
-    ends[1] = NUM_COLUMNS + 1;
-    CHECK(rs_replay(index, &rows, &error) == RS_EINVAL);
+    CHECK(rs_replay(index, &t.rows, &error) == RS_EINVAL && error.row == 1);
+    f->levels[1] = t.ends[1];
+    t.ends[1] = f->levels[1] - 1;
+    CHECK(rs_replay(index, &t.rows, &error) == RS_EINVAL && strncmp(error.message, "ends[1]", 7) == 0 && error.row == 1);
+    t.ends[1] = NUM_COLUMNS + 1;
+    CHECK(rs_replay(index, &t.rows, &error) == RS_EINVAL);
     rs_index_free(index);
     free(f);
+}
+
+/* Rows follow their sequences, in texts and counts; a row without one stays as it is. */
+static void test_hear(void) {
+    enum { ROWS = 3, PROMPT = 4, START = 10 };
+    rs_index *index = new_index(default_options());
+    fixture *f = new_fixture(ROWS);
+    fixture *copy = new_fixture(ROWS);
+    texts t = {.ends = {PROMPT, 7, PROMPT}};
+    int32_t id;
+    int64_t row_steps = 0;
+    CHECK(rs_group_open(index, f->token_ids[0], PROMPT, &id, NULL) == RS_OK);
+    for (int32_t i = 0; i < ROWS; i++) {
+        for (int32_t j = 0; j < NUM_COLUMNS; j++) {
+            f->token_ids[i][j] = j % 7;
+        }
+        CHECK(rs_sequence_open(index, id, 1, RS_FULL_WEIGHT, 1, &f->sequences[i], NULL) == RS_OK);
+        f->max_draft_tokens[i] = 0;
+        f->levels[i] = START;
+    }
+    point(&t, copy, ROWS);
+    t.heard.sequences = f->sequences;
+    f->sequences[1] = -1; /* in the rows; the batch has its own */
+    int32_t sequences[ROWS] = {0, 1, 2};
+    f->batch.sequences = sequences;
+    for (int step = 0; step < 20; step++) {
+        f->max_draft_tokens[0] = step >= 5 ? DRAFT_LEN : 0;
+        CHECK(rs_step(index, &f->batch, NULL) == RS_OK);
+        CHECK(rs_hear(index, &t.heard, NULL) == RS_OK && t.heard.begun_anew == 0);
+        row_steps += t.heard.num_row_steps;
+        for (int32_t i = 0; i < ROWS; i += 2) {
+            CHECK(t.ends[i] == f->levels[i] && t.heard.longest >= t.ends[i]);
+            CHECK(memcmp(copy->token_ids[i] + PROMPT, f->token_ids[i] + PROMPT,
+                         (size_t)(t.ends[i] - PROMPT) * sizeof(int32_t)) == 0);
+            CHECK(t.growing[i] == (f->max_draft_tokens[i] > 0));
+        }
+        f->levels[0] += 3;
+        f->levels[2] += 1;
+    }
+    rs_stats stats;
+    rs_index_stats(index, &stats);
+    CHECK(t.ends[1] == 7 && copy->token_ids[1][PROMPT] == 0 && t.spent[1][0] == 0);
+    CHECK(t.spent[0][0] == 15 && row_steps == 15 && t.spent[0][1] == (int64_t)stats.num_draft_tokens);
+    CHECK(t.spent[0][1] > 0 && t.spent[2][0] == 0);
+    CHECK(t.plain[0] == START + 5 * 3 && t.plain[2] == t.ends[2]);
+
+    /* Too long for the rows: nothing is changed until they are longer. */
+    f->levels[0] += 50;
+    CHECK(rs_step(index, &f->batch, NULL) == RS_OK);
+    int32_t end = t.ends[0];
+    t.heard.row_stride = end;
+    CHECK(rs_hear(index, &t.heard, NULL) == RS_OK && t.heard.longest == f->levels[0] && t.ends[0] == end);
+    t.heard.row_stride = NUM_COLUMNS;
+    CHECK(rs_hear(index, &t.heard, NULL) == RS_OK && t.ends[0] == f->levels[0]);
+
+    rs_error error = {.message = ""};
+    CHECK(rs_hear(NULL, &t.heard, &error) == RS_EINVAL && rs_hear(index, NULL, &error) == RS_EINVAL);
+    rs_heard wrong = t.heard;
+    wrong.spent = NULL;
+    CHECK(rs_hear(index, &wrong, &error) == RS_EINVAL && strncmp(error.message, "heard", 5) == 0);
+    t.ends[2] = NUM_COLUMNS + 1;
+    CHECK(rs_hear(index, &t.heard, &error) == RS_EINVAL && strncmp(error.message, "ends[2]", 7) == 0 && error.row == 2);
+    t.ends[2] = f->levels[2];
+    f->sequences[1] = 9;
+    CHECK(rs_hear(index, &t.heard, &error) == RS_EUNKNOWN && error.row == 1);
+    CHECK(rs_sequence_open(index, id, 1, RS_FULL_WEIGHT, 0, &f->sequences[1], NULL) == RS_OK);
+    CHECK(rs_hear(index, &t.heard, &error) == RS_EINVAL && strstr(error.message, "keeps no text") != NULL);
+    f->sequences[1] = -1;
+
+    /* Begun anew: shorter than before, or other text. */
+    f->levels[0] = START;
+    CHECK(rs_step(index, &f->batch, NULL) == RS_OK);
+    check_valid(index);
+    CHECK(rs_hear(index, &t.heard, NULL) == RS_OK && t.heard.begun_anew == 1 && t.ends[0] > START);
+    f->levels[0] = t.ends[0];
+    CHECK(rs_step(index, &f->batch, NULL) == RS_OK);
+    copy->token_ids[0][t.ends[0] - 1] = 9;
+    CHECK(rs_hear(index, &t.heard, NULL) == RS_OK && t.heard.begun_anew == 1);
+    rs_index_free(index);
+    free(f);
+    free(copy);
 }
 
 static void test_budget(void) {
@@ -538,11 +657,6 @@ static void test_null_pointers(void) {
     CHECK(rs_sequence_text(NULL, 0, NULL, 0, &num_tokens, NULL) == RS_EINVAL);
     CHECK(rs_sequence_text(index, 0, NULL, 1, &num_tokens, NULL) == RS_EINVAL);
     CHECK(rs_sequence_text(index, 0, NULL, 0, NULL, NULL) == RS_EINVAL);
-    int64_t spent[2];
-    CHECK(rs_sequence_spent(NULL, f->sequences, 1, spent, spent + 1, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_spent(index, NULL, 1, spent, spent + 1, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_spent(index, f->sequences, 1, NULL, spent, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_spent(index, f->sequences, 1, spent, NULL, NULL) == RS_EINVAL);
     CHECK(rs_step(NULL, &f->batch, NULL) == RS_EINVAL);
     CHECK(rs_step(index, NULL, NULL) == RS_EINVAL);
     CHECK(rs_index_clear(NULL, NULL) == RS_EINVAL);
@@ -718,6 +832,7 @@ int main(void) {
     test_allocation_failures_in_every_mode();
     test_replay();
     test_replay_waits();
+    test_hear();
     test_budget();
     test_large_arrays();
     test_many_branches();
