@@ -62,7 +62,7 @@ class SuffixPrice:
         self._followed: dict[int, Followed] = {}  # by the group
         self._group_of: dict[int, int] = {}  # of the open sequences that are followed
         self._num_open = 0
-        self._num_steps = self._turn = 0
+        self._num_steps = self._next = self._turn = 0
         self._allowance = float(NUM_FIRST_ROW_STEPS)  # of row-steps of followed groups
 
     def open_group(self, group: int, prompt: Int32Array) -> None:
@@ -114,8 +114,11 @@ class SuffixPrice:
         self._num_steps += 1
         self._allowance += num_drafting / STEPS_PER_FOLLOWED
         self._allowance = min(self._allowance, NUM_FIRST_ROW_STEPS)
-        if self._followed:
-            self._decode()
+        if not self._followed or self._num_steps < self._next:
+            return
+        # Then about as many row-steps are due as this step has drafted for.
+        self._next = self._num_steps + num_drafting // max(1, len(self._references) * len(self._group_of))
+        self._decode()
 
     def _hear(self, followed: Followed) -> None:
         self._allowance -= followed.hear(self._index)
