@@ -86,6 +86,7 @@ class Drafter:
         self.config = config
         self.counters = EngineCounters()
         self._gate = make_gate(config.batch_threshold)
+        self._places = np.arange(config.num_speculative_tokens)  # of a draft
         self._clock = clock
         self._last_start: float | None = None  # when the last step ended, and whether all its rows decoded
         self._all_decoded = False
@@ -196,14 +197,18 @@ class Drafter:
     def _chosen_drafts(self, result: StepResult, min_token_prob: float) -> list[list[int]]:
         """What the gate takes of each draft."""
         counters = self.counters
-        numbers = self._gate.choose(result.survivals, result.num_draft_tokens, counters).tolist()
+        chosen = self._gate.choose(result.survivals, result.num_draft_tokens, counters)
+        numbers = chosen.tolist()
         num_drafts = len(numbers) - numbers.count(0)
         is_on = num_drafts > 0 or not result.num_draft_tokens.any()
         counters.num_steps_on += is_on
         counters.sum_min_token_prob += is_on * min_token_prob
         counters.num_drafts += num_drafts
         counters.num_draft_tokens += sum(numbers)
-        return [tokens[:n] for tokens, n in zip(result.draft_tokens.tolist(), numbers, strict=True)]
+        # Most places of the matrix are empty: numbers become objects only where there is a token.
+        tokens = result.draft_tokens[self._places < chosen[:, None]].tolist()
+        end = 0
+        return [tokens[end : (end := end + number)] for number in numbers]
 
     def _ended_step(self, request_ids: Sequence[str], nums_new_tokens: list[int], levels: _Int32) -> Step:
         now = self._clock()

@@ -347,8 +347,10 @@ class SuffixIndex:
         self._error = ffi.new("rs_error *")
         self._batch = ffi.new("rs_batch *")
         self._id = ffi.new("int32_t *")
-        # Of the latest step: the batch has its place, and it stays there for being held.
+        # Of the latest step: the batch has their places, and they stay there for being held.
         self._matrix: Int32Array | None = None
+        self._sequences: Int32Array | None = None
+        self._rows: Int32Array | None = None
         if mode not in _MODES:
             raise InvalidArgument(f"mode={mode!r}: must be one of {', '.join(_MODES)}")
         if not 0 <= max_bytes < 2**64:
@@ -528,7 +530,7 @@ class SuffixIndex:
         if self._index != ffi.NULL:
             ffi.release(self._index)
             self._index = ffi.NULL
-            self._corpus = self._matrix = None
+            self._corpus = self._matrix = self._sequences = self._rows = None
 
     def __enter__(self) -> SuffixIndex:
         return self
@@ -556,24 +558,31 @@ class SuffixIndex:
         min_token_prob: float,
     ) -> None:
         """Raises InvalidArgument. The caller holds the arrays while the struct points at them."""
-        _check_vector("sequences", sequences, None)
+        if sequences is not self._sequences or rows is not self._rows:
+            self._set_rows(sequences, rows)
         n = len(sequences)
-        if n == 0:
-            raise InvalidArgument("sequences: must not be empty")
-        _check_vector("rows", rows, n)
         _check_vector("levels", levels, n)
         _check_vector("max_draft_tokens", max_draft_tokens, n)
-        if n > len(self._match_lens):
-            self._make_buffers(n + n // 2)
         batch = self._batch
-        batch.num_rows = n
-        batch.sequences = ffi.from_buffer("int32_t[]", sequences)
-        batch.rows = ffi.from_buffer("int32_t[]", rows)
         batch.levels = ffi.from_buffer("int32_t[]", levels)
         batch.max_draft_tokens = ffi.from_buffer("int32_t[]", max_draft_tokens)
         batch.min_token_prob = min_token_prob
         if token_ids is not self._matrix:
             self._set_matrix(token_ids)
+
+    def _set_rows(self, sequences: Int32Array, rows: Int32Array) -> None:
+        self._sequences = self._rows = None
+        _check_vector("sequences", sequences, None)
+        n = len(sequences)
+        if n == 0:
+            raise InvalidArgument("sequences: must not be empty")
+        _check_vector("rows", rows, n)
+        if n > len(self._match_lens):
+            self._make_buffers(n + n // 2)
+        self._batch.num_rows = n
+        self._batch.sequences = ffi.from_buffer("int32_t[]", sequences)
+        self._batch.rows = ffi.from_buffer("int32_t[]", rows)
+        self._sequences, self._rows = sequences, rows
 
     def _make_buffers(self, num_rows: int) -> None:
         self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)
