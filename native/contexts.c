@@ -61,20 +61,15 @@ static uint32_t choose(bool condition, uint32_t one, uint32_t other) {
     return other ^ ((one ^ other) & (0U - (uint32_t)condition));
 }
 
-/* One of the vectors that gcc and clang have for every machine. */
-typedef int32_t lanes __attribute__((vector_size(RS_CONTEXT_WAYS * sizeof(int32_t)), may_alias));
-
 /* The slots' ranks: the number of the way, plus RS_CONTEXT_WAYS times the confidence + 1 if it is not the tag's. The
  * least is the context's slot, or the one to give to it: a free one, or else the least confident. */
 static uint32_t least_rank(const rs_context_bucket *bucket, uint32_t tag) {
-    const lanes ways = {0, 1, 2, 3};
-    lanes tags;
+    const rs_context_lanes ways = {0, 1, 2, 3};
+    rs_context_lanes tags;
     memcpy(&tags, bucket->tags, sizeof tags);
-    lanes others = (tags & ~RS_MAX_CONFIDENCE) != (int32_t)tag;
-    lanes ranks = (((tags & RS_MAX_CONFIDENCE) * RS_CONTEXT_WAYS + RS_CONTEXT_WAYS) & others) | ways;
-    int32_t low = ranks[0] < ranks[1] ? ranks[0] : ranks[1];
-    int32_t high = ranks[2] < ranks[3] ? ranks[2] : ranks[3];
-    return (uint32_t)(low < high ? low : high);
+    rs_context_lanes others = (tags & ~RS_MAX_CONFIDENCE) != (int32_t)tag;
+    return (uint32_t)rs_least_lane(
+        (((tags & RS_MAX_CONFIDENCE) * RS_CONTEXT_WAYS + RS_CONTEXT_WAYS) & others) | ways);
 }
 
 /* A successor that comes again is believed more, one that does not half as much, and gives way in the end. */

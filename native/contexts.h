@@ -8,6 +8,8 @@
 #ifndef RS_CONTEXTS_H
 #define RS_CONTEXTS_H
 
+#include <string.h>
+
 #include "memory.h"
 
 enum {
@@ -79,13 +81,22 @@ __attribute__((always_inline)) static inline void rs_contexts_fetch(const rs_con
     }
 }
 
-/* The context's slot in its bucket; RS_CONTEXT_WAYS: it has none. */
+/* One of the vectors that gcc and clang have for every machine: a lane for every slot of a bucket. */
+typedef int32_t rs_context_lanes __attribute__((vector_size(RS_CONTEXT_WAYS * sizeof(int32_t)), may_alias));
+
+static inline int32_t rs_least_lane(rs_context_lanes lanes) {
+    int32_t low = lanes[0] < lanes[1] ? lanes[0] : lanes[1];
+    int32_t high = lanes[2] < lanes[3] ? lanes[2] : lanes[3];
+    return low < high ? low : high;
+}
+
+/* The context's slot in its bucket; RS_CONTEXT_WAYS: it has none. Without a branch: which slot it is cannot be foreseen. */
 static inline int rs_context_find(const rs_context_bucket *bucket, uint32_t tag) {
-    int way = 0;
-    while (way < RS_CONTEXT_WAYS && (bucket->tags[way] ^ tag) >> 4 != 0) {
-        way++;
-    }
-    return way;
+    const rs_context_lanes ways = {0, 1, 2, 3};
+    rs_context_lanes tags;
+    memcpy(&tags, bucket->tags, sizeof tags);
+    rs_context_lanes others = ((tags ^ (int32_t)tag) & ~RS_MAX_CONFIDENCE) != 0;
+    return rs_least_lane((others & RS_CONTEXT_WAYS) | ways);
 }
 
 const char *rs_contexts_check(const rs_contexts *contexts);

@@ -9,14 +9,14 @@ static const double LEARNING_RATE = 0.0133;
 static const double MAX_WEIGHT = 4.0 / 3.0; /* no text, however adversarial, drives a weight beyond */
 static const double RIVAL_SHARE = 0.2;      /* of what an expert leaves open, for one other token */
 static const double PRIOR_COUNT = 0.5;
-enum { PRIOR_OBSERVATIONS = 2, MAX_OBSERVATIONS = 250 };
+enum { PRIOR_OBSERVATIONS = 2, MAX_OBSERVATIONS = 250, NUM_SHORT = 8 /* match lengths with a cell each */ };
 
 /* The vectors that gcc and clang have for every machine; left to themselves they make none of `mix`. */
 enum { NUM_LANES = 4 };
 typedef float lanes __attribute__((vector_size(NUM_LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef int32_t mask __attribute__((vector_size(NUM_LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
-_Static_assert((int)RS_CORPUS_EXPERT % NUM_LANES == 0, "a lane for every expert but the corpus");
+_Static_assert((int)RS_CORPUS_EXPERT == 2 * NUM_LANES, "a lane for every expert but the corpus");
 _Static_assert(RS_NUM_WEIGHT_SETS == 1 << RS_CORPUS_EXPERT, "a set for every choice of experts but the corpus");
 
 void rs_calibration_init(rs_calibration *calibration) {
@@ -49,22 +49,20 @@ static float stretch(const rs_calibration *calibration, double p) {
 
 static double squash(double x) { return 1.0 / (1.0 + exp(-x)); }
 
+/* Both without a branch, which could not be foreseen. */
 static uint32_t length_bucket(uint32_t match_len) {
-    static const uint32_t ends[] = {12, 16, 24, 32, 64};
-    if (match_len < 8) {
-        return match_len;
+    static const uint32_t ends[RS_NUM_LENGTHS - 1 - NUM_SHORT] = {12, 16, 24, 32, 64};
+    uint32_t bucket = NUM_SHORT;
+    for (size_t i = 0; i < sizeof ends / sizeof ends[0]; i++) {
+        bucket += match_len >= ends[i];
     }
-    uint32_t bucket = 8;
-    while (bucket < RS_NUM_LENGTHS - 1 && match_len >= ends[bucket - 8]) {
-        bucket++;
-    }
-    return bucket;
+    return match_len < NUM_SHORT ? match_len : bucket;
 }
 
 static uint32_t total_bucket(uint32_t total, uint32_t unit) {
     uint32_t bucket = 0;
-    while (bucket < RS_NUM_TOTALS - 1 && total > (unit << bucket)) {
-        bucket++;
+    for (uint32_t i = 0; i < RS_NUM_TOTALS - 1; i++) {
+        bucket += total > (unit << i);
     }
     return bucket;
 }
@@ -121,11 +119,12 @@ static void inputs_of(const rs_calibration *calibration, const rs_prediction *pr
 
 /* A bit for every expert that proposes the candidate. */
 static uint32_t proposers(const rs_prediction *prediction, int32_t candidate) {
-    uint32_t found = 0;
-    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-        found |= (uint32_t)(prediction->tokens[e] == candidate) << e;
+    const mask bits[] = {{1, 2, 4, 8}, {16, 32, 64, 128}};
+    mask found = {prediction->tokens[RS_CORPUS_EXPERT] == candidate ? 1 << RS_CORPUS_EXPERT : 0};
+    for (int e = 0; e < RS_CORPUS_EXPERT; e += NUM_LANES) {
+        found |= (*(const mask *)(prediction->tokens + e) == candidate) & bits[e / NUM_LANES];
     }
-    return found;
+    return (uint32_t)((found[0] | found[1]) | (found[2] | found[3]));
 }
 
 /* Fibonacci hashing (Knuth, The Art of Computer Programming, 6.4) to RS_NUM_WEIGHT_SETS. */

@@ -116,8 +116,8 @@ class SuffixPrice:
         self._allowance = min(self._allowance, NUM_FIRST_ROW_STEPS)
         if not self._followed or self._num_steps < self._next:
             return
-        # Then about as many row-steps are due as this step has drafted for.
-        self._next = self._num_steps + num_drafting // max(1, len(self._references) * len(self._group_of))
+        # Then as many row-steps are due of each reference as this step has drafted for.
+        self._next = self._num_steps + num_drafting // max(1, len(self._group_of))
         self._decode()
 
     def _hear(self, followed: Followed) -> None:
