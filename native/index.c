@@ -296,6 +296,7 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
         opened.recent = found->prompt_end;
         opened.cursor = found->prompt_cursor;
     }
+    opened.plain = true;
     opened.plain_level = opened.level;
     bool reused = index->free_sequences.first == slot;
     take_slot(&index->free_sequences, &index->num_sequences, slot, reused ? index->sequences[slot].next_free : -1);

@@ -33,8 +33,10 @@ typedef struct {
     bool keep_text;
     int32_t *text;            /* behind start_level, with keep_text */
     uint32_t text_capacity;
+    bool begun_anew;          /* at some time */
     bool drafts;              /* allowed in its last step */
-    int32_t plain_level;      /* the last token that came without drafts is before it */
+    bool plain;               /* its next tokens are: no row was allowed to draft then, or it never was */
+    int32_t plain_level;      /* the last plain token is before it */
     int64_t num_row_steps;    /* in which it was allowed to draft */
     int64_t num_drafted;      /* tokens */
     uint64_t serial;          /* of all sequences ever opened, from 1 */

@@ -3,12 +3,6 @@
 
 #include "index.h"
 
-static bool goes_on(const rs_heard *heard, int32_t i, const rs_sequence *sequence) {
-    const int32_t *row = heard->token_ids + i * heard->row_stride;
-    int32_t end = heard->ends[i], start = sequence->start_level;
-    return end <= sequence->level && (end <= start || row[end - 1] == sequence->text[end - 1 - start]);
-}
-
 /* Whether the rows can be brought up to date; if not, `longest` or `begun_anew` says why. */
 static rs_status check_heard(const rs_index *index, rs_heard *heard, rs_error *error) {
     for (int32_t i = 0; i < heard->num_rows; i++) {
@@ -24,13 +18,14 @@ static rs_status check_heard(const rs_index *index, rs_heard *heard, rs_error *e
                            heard->sequences[i]);
         }
         int32_t start = sequence->start_level, end = heard->ends[i];
-        if (end < start || (end > start && end > heard->row_stride)) {
+        bool fits = end == start || end <= heard->row_stride;
+        if (!sequence->begun_anew && !(end >= start && end <= sequence->level && fits)) {
             return rs_fail(error, RS_EINVAL, i, "ends[%" PRId32 "]=%" PRId32 ": out of range", i, heard->ends[i]);
         }
         if (sequence->level > heard->longest) {
             heard->longest = sequence->level;
         }
-        heard->begun_anew |= !goes_on(heard, i, sequence);
+        heard->begun_anew |= sequence->begun_anew;
     }
     return RS_OK;
 }
@@ -75,8 +70,8 @@ rs_status rs_hear(const rs_index *index, rs_heard *heard, rs_error *error) {
 
 static rs_status check_rows(const rs_replay_rows *rows, rs_error *error) {
     const rs_heard *heard = rows->heard;
-    if (heard == NULL || rows->levels == NULL || rows->max_draft_tokens == NULL || rows->settled == NULL ||
-        rows->batch.levels != rows->levels || rows->batch.max_draft_tokens != rows->max_draft_tokens) {
+    if (heard == NULL || heard->ends == NULL || heard->plain == NULL || heard->growing == NULL || heard->spent == NULL ||
+        rows->levels == NULL || rows->max_draft_tokens == NULL || rows->settled == NULL || rows->batch.levels != rows->levels || rows->batch.max_draft_tokens != rows->max_draft_tokens) {
         return rs_fail(error, RS_EINVAL, -1, "rows: an array is null, or not the batch's");
     }
     if (rows->batch.num_rows != heard->num_rows) {
@@ -88,8 +83,9 @@ static rs_status check_rows(const rs_replay_rows *rows, rs_error *error) {
                        rows->max_steps, rows->max_plain_tokens);
     }
     for (int32_t i = 0; i < heard->num_rows; i++) {
-        if (rows->levels[i] < 0 || heard->ends[i] < rows->levels[i] || heard->ends[i] > rows->batch.num_columns) {
-            return rs_fail(error, RS_EINVAL, i, "ends[%" PRId32 "]=%" PRId32 ": out of range", i, heard->ends[i]);
+        int32_t end = heard->ends[i];
+        if (rows->levels[i] < 0 || end < rows->levels[i] || end > rows->batch.num_columns || end < heard->plain[i]) {
+            return rs_fail(error, RS_EINVAL, i, "ends[%" PRId32 "]=%" PRId32 ": out of range", i, end);
         }
     }
     return RS_OK;

@@ -123,23 +123,24 @@ typedef struct {
 
 /* What sequences have said, and what drafting for them has taken: a row for each. */
 typedef struct {
-    int32_t num_rows;         /* >= 1 */
+    int32_t num_rows;
     const int32_t *sequences; /* [num_rows], with keep_text, opened with the same start; -1: the row stays as it is */
     int32_t *token_ids;       /* [num_rows][row_stride]; row i has ends[i] tokens, those before the start unspecified */
     int64_t row_stride;       /* tokens */
     int32_t *ends;            /* [num_rows] */
-    int32_t *plain;           /* [num_rows]: the last token that came without drafts is before it */
-    int32_t *growing;         /* [num_rows], 1: what the sequence says next comes with drafts */
+    int32_t *plain;           /* [num_rows]: the last token that was said while no row was allowed to draft, or this one
+                                 never had been, is before it */
+    int32_t *growing;         /* [num_rows], 1: the sequence was allowed to draft in its last step */
     int64_t *spent;           /* [num_rows][2]: steps in which it was allowed to draft, tokens it has drafted */
     int64_t num_row_steps;    /* out: what the first of these have grown by */
     int64_t longest;          /* out: tokens of the longest text; beyond row_stride no row was changed */
     int32_t has_drafts;       /* out, 1: of a row some came with drafts */
-    int32_t begun_anew;       /* out, 1: a sequence does not go on as its row does; no row was changed */
+    int32_t begun_anew;       /* out, 1: a sequence has had fewer tokens than before; no row was changed */
 } rs_heard;
 
 /* Texts as another index decodes them: entry i of the batch has row i of `heard`. */
 typedef struct {
-    rs_batch batch;            /* its levels and max_draft_tokens are those below */
+    rs_batch batch;            /* of any number of rows; its levels and max_draft_tokens are those below */
     const rs_heard *heard;
     int32_t *levels;           /* [num_rows], in and out: the tokens that are decoded, at most ends[i] */
     int32_t *max_draft_tokens; /* [num_rows], scratch */
@@ -149,7 +150,7 @@ typedef struct {
     uint64_t num_row_steps;    /* out: one for every row that a step drafted for */
     uint64_t num_draft_tokens; /* out */
     uint64_t num_tokens;       /* out: by which the levels have grown */
-    double heard_row_steps;    /* out: what of `spent` went into the tokens that were now decoded with drafts */
+    double heard_row_steps;    /* out: what of `spent` went into the tokens that were now decoded, not only indexed */
     double heard_draft_tokens; /* out */
 } rs_replay_rows;
 
@@ -208,10 +209,10 @@ rs_status rs_hear(const rs_index *index, rs_heard *heard, rs_error *error);
  * every row that is not at its end, keeps of each draft what the text says too and one token more, and siblings see each
  * other's tokens of the step before. Ends before the first step that would need a token of a growing row that is not
  * known yet, and where all rows are at their ends (the last tokens may not be indexed then), after max_steps at the
- * latest. So what is known when a call comes does not change what is counted in the end. Where text came without
- * drafts, a call only indexes, max_plain_tokens at most. What the sequences have spent is settled in proportion to the
- * tokens: of what is not settled yet, as much as of the tokens that were not decoded yet. The steps before one that fails
- * are taken and counted. */
+ * latest. So what is known when a call comes does not change what is counted in the end. Where there is
+ * plain text, a call only indexes, max_plain_tokens at most or one of each row. What the sequences have spent is settled in proportion to the
+ * tokens: of what is not settled yet, as much as of the tokens that were not decoded yet. What is counted when
+ * a step fails stays counted, and the call can be made again. */
 rs_status rs_replay(rs_index *index, rs_replay_rows *rows, rs_error *error);
 
 /* Close all sequences and groups; the counters of drafts and acceptance go on. */

@@ -235,6 +235,7 @@ static void commit_row(rs_index *index, const rs_batch *batch, int32_t i, uint64
                                       level - sequence->level);
     }
     if (level < sequence->level) {
+        sequence->begun_anew = true;
         sequence->last = sequence->start;
         sequence->plain_level = sequence->start_level;
     }
@@ -244,7 +245,7 @@ static void commit_row(rs_index *index, const rs_batch *batch, int32_t i, uint64
                (size_t)num_new * sizeof *sequence->text);
     }
     index->groups[sequence->group].num_tokens += num_new;
-    if (num_new > 0 && !sequence->drafts) {
+    if (num_new > 0 && sequence->plain) {
         sequence->plain_level = level;
     }
     sequence->level = level;
@@ -351,7 +352,15 @@ static void draft_all(rs_index *index, const rs_batch *batch) {
     }
 }
 
-static void remember_draft(rs_index *index, const rs_batch *batch, int32_t i) {
+static bool any_may_draft(const rs_batch *batch) {
+    bool any = false;
+    for (int32_t i = 0; i < batch->num_rows; i++) {
+        any |= batch->max_draft_tokens[i] > 0;
+    }
+    return any;
+}
+
+static void remember_draft(rs_index *index, const rs_batch *batch, int32_t i, bool any) {
     const size_t draft_len = (size_t)index->options.num_speculative_tokens;
     int32_t id = batch->sequences[i];
     int32_t num = batch->num_draft_tokens[i];
@@ -365,6 +374,8 @@ static void remember_draft(rs_index *index, const rs_batch *batch, int32_t i) {
     sequence->num_draft_tokens = num;
     sequence->drafts = batch->max_draft_tokens[i] > 0;
     sequence->num_row_steps += sequence->drafts;
+    /* One that has no room left for a draft, among others that draft, is only at its end. */
+    sequence->plain = !any || sequence->num_row_steps == 0;
     sequence->num_drafted += num;
 }
 
@@ -393,8 +404,9 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
     if (status == RS_OK) {
         commit_rows(index, batch);
         draft_all(index, batch);
+        const bool any = any_may_draft(batch);
         for (int32_t i = 0; i < batch->num_rows; i++) {
-            remember_draft(index, batch, i);
+            remember_draft(index, batch, i, any);
         }
     }
     if (index->extensions_capacity > KEPT_EXTENSIONS) {

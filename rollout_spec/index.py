@@ -44,7 +44,7 @@ class UnknownId(NativeError, LookupError):  # noqa: N818
 
 
 class BegunAnew(NativeError):  # noqa: N818
-    """A sequence has gone back, or says other tokens than it had said."""
+    """A sequence has had fewer tokens than before: it was started again."""
 
 
 class OutOfMemory(NativeError, MemoryError):  # noqa: N818
@@ -85,9 +85,9 @@ class Heard:
     ends: Int32Array
     """[n]; at first where the sequence starts."""
     plain: Int32Array
-    """[n]: the last token that came without drafts is before it."""
+    """[n]: the last token that was said while no row could draft, or this one never had, is before it."""
     growing: Int32Array
-    """[n], 1: what the sequence says next comes with drafts."""
+    """[n], 1: the sequence was allowed to draft in its last step."""
     spent: Int64Array
     """[n, 2]: the steps in which a sequence was allowed to draft, and the tokens it has drafted."""
 
@@ -97,9 +97,9 @@ class Heard:
         self._native.num_rows = n
         for name in ("sequences", "ends", "plain", "growing"):
             _check_vector(name, getattr(self, name), n)
-            setattr(self._native, name, ffi.from_buffer("int32_t[]", getattr(self, name)))
+            setattr(self._native, name, _writable("int32_t[]", getattr(self, name)))
         _check_matrix("spent", self.spent, np.int64, n, 2)
-        self._native.spent = ffi.from_buffer("int64_t[]", self.spent)
+        self._native.spent = _writable("int64_t[]", self.spent)
         _check_matrix("token_ids", self.token_ids, np.int32, n, self.token_ids.shape[-1])
         self._set_tokens(self.token_ids)
 
@@ -117,7 +117,7 @@ class Heard:
     def with_row(self, sequence: int, start: int) -> Heard:
         """And one more, for a sequence that starts there."""
         token_ids = np.zeros((1, self.token_ids.shape[1]), np.int32)
-        return Heard(
+        rows = Heard(
             np.append(self.sequences, np.int32(sequence)),
             np.concatenate([self.token_ids, token_ids]),
             np.append(self.ends, np.int32(start)),
@@ -125,6 +125,8 @@ class Heard:
             np.append(self.growing, np.int32(0)),
             np.concatenate([self.spent, np.zeros((1, 2), np.int64)]),
         )
+        rows._native.has_drafts = self._native.has_drafts
+        return rows
 
     def kept(self, kept: BoolArray) -> Heard:
         """Some of the rows, bool [n]."""
@@ -147,7 +149,7 @@ class Heard:
 
     def _set_tokens(self, token_ids: Int32Array) -> None:
         self.token_ids = token_ids
-        self._native.token_ids = ffi.from_buffer("int32_t[]", token_ids)
+        self._native.token_ids = _writable("int32_t[]", token_ids)
         self._native.row_stride = token_ids.shape[1]
 
 
@@ -175,12 +177,12 @@ class Replayed:
         self._rows, self._budgets = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
         self._native = ffi.new("rs_replay_rows *")
         self._native.heard = self.heard._native
-        self._native.settled = ffi.from_buffer("double[]", self.settled)
+        self._native.settled = _writable("double[]", self.settled)
         batch = self._native.batch
         batch.num_rows = batch.num_matrix_rows = n
         batch.sequences = ffi.from_buffer("int32_t[]", self.sequences)
         batch.rows = ffi.from_buffer("int32_t[]", self._rows)
-        batch.levels = self._native.levels = ffi.from_buffer("int32_t[]", self.levels)
+        batch.levels = self._native.levels = _writable("int32_t[]", self.levels)
         batch.max_draft_tokens = self._native.max_draft_tokens = ffi.from_buffer("int32_t[]", self._budgets)
 
     @classmethod
@@ -282,6 +284,13 @@ def _check_matrix(name: str, array: Any, dtype: type, *shape: int) -> None:
     fits = type(array) is np.ndarray and array.dtype == dtype and array.shape == shape
     if not fits or not array.flags.c_contiguous:
         raise InvalidArgument(f"{name}: must be a contiguous array of {dtype.__name__} {list(shape)}")
+
+
+def _writable(kind: str, array: Any) -> Any:
+    """What the native module may write to. Raises InvalidArgument."""
+    if not array.flags.writeable:
+        raise InvalidArgument("an array that is written to: is read-only")
+    return ffi.from_buffer(kind, array)
 
 
 def _check_status(status: int, native_error: Any) -> None:
@@ -475,7 +484,7 @@ class SuffixIndex:
             By how many steps with drafts, of all rows together, `spent` has grown.
 
         Raises:
-            BegunAnew: a sequence does not go on as its row does; InvalidArgument, UnknownId.
+            BegunAnew: a sequence has had fewer tokens than before; InvalidArgument, UnknownId.
         """
         index, native = self._open_index(), heard._native
         self._check(lib.rs_hear(index, native, self._error))
@@ -498,7 +507,7 @@ class SuffixIndex:
 
         Raises:
             InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: the steps before are taken, their counts
-            lost.
+            lost; it can be called again.
         """
         index, native = self._open_index(), replayed._native
         if native.batch.num_rows > len(self._match_lens):
@@ -515,6 +524,7 @@ class SuffixIndex:
     def clear(self) -> None:
         """Close every sequence and group; the counters of drafts and acceptance go on."""
         self._check(lib.rs_index_clear(self._open_index(), self._error))
+        self._matrix = self._sequences = self._rows = None
 
     def stats(self) -> IndexStats:
         stats = ffi.new("rs_stats *")
@@ -557,7 +567,7 @@ class SuffixIndex:
         max_draft_tokens: Int32Array,
         min_token_prob: float,
     ) -> None:
-        """Raises InvalidArgument. The caller holds the arrays while the struct points at them."""
+        """Raises InvalidArgument. The caller holds `levels` and `max_draft_tokens` while they are used."""
         if sequences is not self._sequences or rows is not self._rows:
             self._set_rows(sequences, rows)
         n = len(sequences)

@@ -19,9 +19,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.index import (
     FULL_WEIGHT,
     BegunAnew,
-    BudgetExceeded,
     Int32Array,
-    OutOfMemory,
     StepResult,
     SuffixIndex,
     index_options,
@@ -42,6 +40,7 @@ MAX_EXCESS = 10_000.0  # tokens: what a long stretch has saved or wasted is not 
 ROWS_PER_FOLLOWED = 8
 STEPS_PER_FOLLOWED = 16
 NUM_FIRST_ROW_STEPS = 1 << 18
+MAX_WAIT = 8  # steps, until a group is decoded
 
 
 class SuffixPrice:
@@ -117,13 +116,13 @@ class SuffixPrice:
         if not self._followed or self._num_steps < self._next:
             return
         # Then as many row-steps are due of each reference as this step has drafted for.
-        self._next = self._num_steps + num_drafting // max(1, len(self._group_of))
-        self._decode()
+        self._next = self._num_steps + min(MAX_WAIT, num_drafting // max(1, len(self._group_of)))
+        self._decode(num_drafting)
 
     def _hear(self, followed: Followed) -> None:
         self._allowance -= followed.hear(self._index)
 
-    def _decode(self) -> None:
+    def _decode(self, num_drafting: int) -> None:
         """One group by one reference: they take turns, so that no step waits for all."""
         if sum(each.num_bytes for each in self._followed.values()) > self._max_bytes:
             self._forget()
@@ -133,7 +132,7 @@ class SuffixPrice:
                 self._turn += 1
                 followed, reference = pairs[self._turn % len(pairs)]
                 self._hear(followed)
-                if followed.decode(reference, self._num_steps):
+                if followed.decode(reference, self._num_steps, num_drafting):
                     break
         excess = self._excess()
         self.value = min(1.0, max(LEAST_PRICE, self._first * math.exp(STEEPNESS * excess)))
@@ -170,7 +169,7 @@ class SuffixPrice:
         """Where there is no room, or a request has begun anew."""
         try:
             yield
-        except (BudgetExceeded, OutOfMemory, BegunAnew):
+        except (MemoryError, BegunAnew):
             self._forget()
 
 

@@ -17,7 +17,8 @@ REFERENCE_MIN_TOKEN_PROB = 0.1
 AIM = 0.992  # of the budget: what a group drafts at its very end, which is most, is not all seen
 MEMORY = 1_000_000  # row-steps after which what was spent is mostly forgotten
 MAX_PACE = 2  # steps of a reference for each of the engine's
-MAX_PLAIN_TOKENS = 128  # at once, that are only indexed
+PLAIN_TOKENS_PER_ROW = 16  # that the engine drafts for: how many are only indexed at once
+MIN_PLAIN_TOKENS = 128  # likewise
 BYTES_SHARE = 16  # of the byte budget, for the index of each reference and for all texts
 
 
@@ -109,10 +110,12 @@ class Followed:
         """Whether any of its text came with drafts: until then none is even indexed."""
         return self._heard.has_drafts
 
-    def decode(self, number: int, num_steps: int) -> bool:
-        """A bounded part of what one reference can decode; False: there is nothing, now or later.
+    def decode(self, number: int, num_steps: int, num_drafting: int = 0) -> bool:
+        """A bounded part of what one reference can decode; False: it is another group's turn.
 
-        num_steps: the engine's, so far.
+        Args:
+            num_steps: the engine's, so far.
+            num_drafting: rows that it drafts for.
         """
         if not self.has_drafts():
             return False
@@ -121,7 +124,7 @@ class Followed:
         counts = reference.index.replay(
             self._replayed[number],
             max_steps=MAX_PACE * max(1, num_new),
-            max_plain_tokens=MAX_PLAIN_TOKENS,
+            max_plain_tokens=max(MIN_PLAIN_TOKENS, PLAIN_TOKENS_PER_ROW * num_drafting),
         )
         self._num_steps[number] = num_steps
         reference.spent.add(counts.num_row_steps, counts.num_draft_tokens)

@@ -168,7 +168,8 @@ def test_what_sequences_have_said_is_heard(seed):
         while (levels < lengths).any():
             before = levels
             levels = np.minimum(lengths, before + rng.integers(0, 4, n)).astype(np.int32)
-            plain = np.where((levels > before) & (drafts == 0), levels, plain)
+            plain = np.where((levels > before) & (~drafts.any() | (spent[:, 0] == 0)), levels, plain)
+            # A closed gate, or rows that may draft and others at their limit.
             drafts = 4 * rng.integers(0, 2, n).astype(np.int32)
             result = index.step(sequences, tokens, np.arange(n, dtype=np.int32), levels, drafts)
             spent += np.stack([drafts > 0, result.num_draft_tokens], axis=1)
@@ -225,7 +226,7 @@ def test_the_price_stays_a_price():
     for num_draft_tokens, expected in ((1_000_000, 1.0), (0, LEAST_PRICE)):
         for reference in price._references:
             reference.ours.add(100_000, num_draft_tokens)
-        price._decode()
+        price._decode(1)
         assert price.value == expected
         assert abs(price._excess()) == pytest.approx(module.MAX_EXCESS)
 
@@ -337,7 +338,7 @@ def test_text_without_drafts_is_not_indexed_until_there_are_some():
         engine.step()
         now = [indexed_by(reference) for reference in references]
         assert all(
-            new - old <= reference_module.MAX_PLAIN_TOKENS + 4 * reference_module.MAX_PACE * 2 * (K + 1)
+            new - old <= reference_module.MIN_PLAIN_TOKENS + 4 * reference_module.MAX_PACE * 2 * (K + 1)
             for old, new in zip(most, now, strict=True)
         )
         most = now
@@ -372,6 +373,41 @@ def test_no_room_for_the_references_is_no_loss():
     engine.drafter.clear()
     engine.drafter.open("next", engine.prompt, 4096, group="next")
     assert engine.price._group_of
+
+
+def test_a_row_at_its_limit_is_compared_like_others():
+    """It has no room for a draft left, and says its last token beside others that draft."""
+    first, *others = texts_of(4, 300)
+    engine = Engine(SpecConfig(), [first[:80], *others])
+    engine.drafter.clear()
+    for id_, text in zip(engine.ids, engine.texts, strict=True):
+        engine.drafter.open(id_, engine.prompt, len(text), group="g")
+    engine.price._next = 10**6
+    for _ in range(85):
+        engine.step()
+    engine.price._next = 0
+    for _ in range(100):
+        engine.step()
+    for reference in engine.price._references:
+        # One step a token, but for the first and the last, and those that others must be known ahead.
+        assert reference.ours.num_row_steps > 3 * 165 + 78
+
+
+def test_one_group_that_begins_anew_is_noticed_whenever_it_is_heard():
+    """Even where it has said more than before by then."""
+    engine = Engine(SpecConfig(batch_threshold=16), texts_of(16), groups=["a"] * 8 + ["b"] * 8)
+    for _ in range(20):
+        engine.step()
+    assert engine.price._group_of
+    engine.levels[0] = 10
+    engine.price._next = engine.price._num_steps + 30
+    engine.step(0)
+    for _ in range(20):
+        engine.step()
+    assert engine.price._group_of and engine.levels[0] > 22
+    for _ in range(20):
+        engine.step()
+    assert not engine.price._group_of
 
 
 def test_new_weights_end_the_following_and_keep_the_price():

@@ -57,7 +57,7 @@ static uint64_t sequence_fingerprint(const rs_index *index, uint32_t id) {
         }
         hash = mix(mix(hash, (uint64_t)prediction->previous), (uint64_t)prediction->token);
     }
-    hash = mix(mix(hash, (uint64_t)sequence->plain_level), sequence->drafts);
+    hash = mix(mix(hash, (uint64_t)sequence->plain_level), (uint64_t)sequence->drafts << 2 | (uint64_t)sequence->plain << 1 | sequence->begun_anew);
     size_t text_len = sequence->keep_text ? (size_t)(sequence->level - sequence->start_level) : 0;
     return mix_words(hash, sequence->text, text_len * sizeof *sequence->text);
 }
