@@ -281,7 +281,7 @@ class Drafter:
             if not len(rows):
                 return rows, None
             row_levels = levels.take(rows)
-            room = np.zeros_like(rows) if price is None else np.maximum(last_levels - row_levels, 0)
+            room = np.zeros(len(rows), np.int32) if price is None else np.maximum(last_levels - row_levels, 0)
             attempt = partial(self._index.step, sequences, token_ids, rows, row_levels, room, price or 0.0)
             try:
                 return rows, self._evicting(attempt)
@@ -377,6 +377,8 @@ class Drafter:
 def _spread(drafts: list[list[int]], rows: _Int32, num_rows: int) -> list[list[int]]:
     """The draft of each of num_rows rows: of `rows` the given ones, if any; of the others an empty one."""
     spread: list[list[int]] = [[] for _ in range(num_rows)]
+    if not drafts:
+        return spread
     for row, draft in zip(rows.tolist(), drafts, strict=False):
         spread[row] = draft
     return spread
