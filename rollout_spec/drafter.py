@@ -175,7 +175,7 @@ class Drafter:
         """
         started = time.perf_counter()
         counters = self.counters
-        step = self._ended_step(request_ids, nums_new_tokens.tolist(), levels)
+        step = self._ended_step(request_ids, nums_new_tokens, levels)
         self._index_history(len(request_ids))
         if step.num_rows == 0:
             return [[] for _ in request_ids]
@@ -210,20 +210,24 @@ class Drafter:
         end = 0
         return [tokens[end : (end := end + number)] for number in numbers]
 
-    def _ended_step(self, request_ids: Sequence[str], nums_new_tokens: list[int], levels: _Int32) -> Step:
+    def _ended_step(self, request_ids: Sequence[str], nums_new_tokens: _Int32, levels: _Int32) -> Step:
+        has_no_new_rows = self._map_rows(request_ids)
+        num_rows = int(np.count_nonzero(nums_new_tokens))
+        if not self._gate.weighs_costs:
+            return Step(num_rows)
         now = self._clock()
         # A step that prefills, or that new rows have come to, says nothing of what a decoding step costs.
-        num_rows = len(nums_new_tokens) - nums_new_tokens.count(0)
         all_decode = num_rows == len(nums_new_tokens)
-        is_alike = self._map_rows(request_ids) and all_decode and self._all_decoded
+        is_alike = has_no_new_rows and all_decode and self._all_decoded
         self._share_alike += (is_alike - self._share_alike) / ALIKE_MEMORY
         seconds = None
         if self._last_start is not None and (is_alike or self._share_alike < ALIKE_SHARE):
             seconds = now - self._last_start
         self._last_start, self._all_decoded = now, all_decode
         # For so few numbers lists are faster than numpy.
-        context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
-        return Step(num_rows, context, sum(nums_new_tokens), seconds)
+        numbers = nums_new_tokens.tolist()
+        context = sum(compress(levels[: len(numbers)].tolist(), numbers))
+        return Step(num_rows, context, sum(numbers), seconds)
 
     def _map_rows(self, request_ids: Sequence[str]) -> bool:
         """Whether all were rows of the step before, of which some may have ended; called once a step."""

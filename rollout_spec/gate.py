@@ -42,15 +42,18 @@ class Step(NamedTuple):
 
     num_rows: int
     """Rows that got tokens in it, the decoding ones; a partial prefill is none."""
-    num_context: int
+    num_context: int = 0
     """Tokens that these rows have now."""
-    num_new_tokens: int
+    num_new_tokens: int = 0
     """Tokens that they got."""
-    seconds: float | None
+    seconds: float | None = None
     """How long it took; None where it cannot be compared: other rows than before, or a prefill among them."""
 
 
 class Gate(Protocol):
+    weighs_costs: bool
+    """Whether it reads more of a step than its rows."""
+
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         """The least survival at which a token is worth drafting now; None: draft nothing."""
 
@@ -77,6 +80,8 @@ class FixedGate:
     Args:
         batch_threshold: draft while at most this many requests decode; 0 never drafts.
     """
+
+    weighs_costs = False
 
     def __init__(self, batch_threshold: int) -> None:
         self._batch_threshold = batch_threshold
@@ -110,6 +115,8 @@ class AutoGate:
     drafting pauses. Now and then, and the first time, it looks without a suspicion: what is known of plain
     steps may be too high, as after a cold start, and drafting pauses where the window says so.
     """
+
+    weighs_costs = True
 
     def __init__(self) -> None:
         self._plain, self._drafted = StepCost(), StepCost()

@@ -93,6 +93,8 @@ def test_the_gate_closes_above_its_threshold_and_indexing_goes_on() -> None:
 
 def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
     class Recorder:
+        weighs_costs = True
+
         def __init__(self) -> None:
             self.steps: list[Step] = []
 
@@ -119,6 +121,9 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
         Step(num_rows=2, num_context=16, num_new_tokens=2, seconds=8.0),
         Step(num_rows=1, num_context=11, num_new_tokens=1, seconds=16.0),  # one has ended, none is new
     ]
+    gate.weighs_costs = False
+    batch.step([[17, 18]])
+    assert gate.steps[6:] == [Step(num_rows=1)]
 
 
 def test_a_request_that_is_not_open_changes_nothing() -> None:
