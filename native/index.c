@@ -106,17 +106,17 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     return RS_OK;
 }
 
+/* What is large of it is freed later, as that of a closed group is. */
 static void forget_everything(rs_index *index) {
     for (uint32_t i = 0; i < index->num_groups; i++) {
         if (index->groups[i].open) {
-            rs_automaton_free(&index->groups[i].automaton);
+            rs_automaton_discard(&index->groups[i].automaton);
         }
     }
     for (uint32_t i = 0; i < index->num_sequences; i++) {
         free_text(index, index->sequences + i);
     }
     rs_memory *memory = &index->memory;
-    rs_release(memory, UINT64_MAX);
     rs_resize(memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
     rs_resize(memory, (void **)&index->sequences, &index->sequences_capacity, 0, sizeof *index->sequences);
     rs_resize(memory, (void **)&index->drafts, &index->drafts_capacity, 0, sizeof *index->drafts);
@@ -131,6 +131,7 @@ void rs_index_free(rs_index *index) {
         return;
     }
     forget_everything(index);
+    rs_release(&index->memory, UINT64_MAX);
     rs_contexts_free(&index->contexts, &index->memory);
     rs_resize(&index->memory, (void **)&index->calibration, &index->calibration_capacity, 0,
               sizeof *index->calibration);

@@ -215,7 +215,8 @@ rs_status rs_hear(const rs_index *index, rs_heard *heard, rs_error *error);
  * a step fails stays counted, and the call can be made again. */
 rs_status rs_replay(rs_index *index, rs_replay_rows *rows, rs_error *error);
 
-/* Close all sequences and groups; the counters of drafts and acceptance go on. */
+/* Close all sequences and groups, in time that grows with their number only; the counters of drafts and acceptance
+ * go on. */
 rs_status rs_index_clear(rs_index *index, rs_error *error);
 
 void rs_index_stats(const rs_index *index, rs_stats *stats);

@@ -54,6 +54,7 @@ class Settings:
     num_speculative_tokens: int
     min_token_prob: float | str = AUTO  # of the methods in PRICED
     max_cached_requests: int = SUFFIX_MAX_CACHED_REQUESTS  # of those in SUFFIX
+    max_index_mb: int = SpecConfig.max_index_mb  # of those in OURS
 
 
 class MissingError(RuntimeError):
@@ -250,7 +251,10 @@ METHODS = ("off", "ngram", *SUFFIX, *OURS, "oracle")
 
 def our_config(method: str, settings: Settings, history: int = 0) -> SpecConfig:
     """The options of a method of OURS."""
-    options = OURS[method] | {"num_speculative_tokens": settings.num_speculative_tokens}
+    options = OURS[method] | {
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "max_index_mb": settings.max_index_mb,
+    }
     if OURS[method].get("group_sharing", True):
         options["history"] = history
     if method in PRICED:
@@ -294,7 +298,7 @@ def measure(
     Args:
         min_token_probs: the prices of the methods in PRICED, by default rollout.spec's; the others run once.
         max_cached_requests: of the methods in SUFFIX.
-        max_index_mb: budget of the history, which the methods that begin each line anew are given, MiB.
+        max_index_mb: budget of our index, and of the history that all methods are given, MiB each.
 
     Returns:
         One result per combination, in the order of the arguments, prices innermost; min_token_prob and
@@ -311,6 +315,7 @@ def measure(
             "history": history,
             "min_token_prob": price,
             "max_cached_requests": max_cached_requests if method in SUFFIX else None,
+            "max_index_mb": max_index_mb if method in OURS else None,
             "equal_drafts": None,
         }
         for history in histories

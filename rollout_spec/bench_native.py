@@ -20,6 +20,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import Drafter
 from rollout_spec.history import History
 from rollout_spec.index import Int32Array, SuffixIndex
+from rollout_spec.price import PricedIndex
 from rollout_spec.replay import read_trace
 
 Int64Array = npt.NDArray[np.int64]
@@ -292,8 +293,9 @@ def measure_evictions(
     """What eviction adds to a step, in processor time of the thread; one run, every step counts as it was.
 
     Both budgets are below what there is to keep. max_ms, p99_ms: of the steps that evict, the time of closing
-    groups, of attempts that found no room and of the history, which drops its earliest responses. Of a closed
-    group what is large is freed in the steps that follow: release_max_ms, see measure_release.
+    groups, of attempts that found no room, of the price, which forgets whom it follows when it has no room,
+    and of the history, which drops its earliest responses. Of a closed group what is large is freed in the
+    steps that follow: release_max_ms, see measure_release.
     """
     drafter = Drafter(
         SpecConfig(mode=mode, history=group_size, batch_threshold=num_rows, max_index_mb=max_index_mb)
@@ -304,6 +306,8 @@ def measure_evictions(
     failed = watch.watch(drafter.index, "step", only_failures=True)
     watch.watch(drafter.index, "open_group", only_failures=True)
     watch.watch(drafter.history, "add")
+    if isinstance(drafter.index, PricedIndex):
+        watch.watch(drafter.index.price, "_forget")
     requests = make_requests(text, num_prompts, group_size, max_response)
     engine = _Engine(drafter, requests, num_rows, time.thread_time_ns)
     steps, totals = np.array([(step, watch.nanoseconds) for step in engine.steps()]).T / 1e6

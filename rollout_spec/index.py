@@ -522,7 +522,7 @@ class SuffixIndex:
         return ReplayCounts._make(getattr(native, name) for name in ReplayCounts._fields)
 
     def clear(self) -> None:
-        """Close every sequence and group; the counters of drafts and acceptance go on."""
+        """Close every sequence and group, as `close_group` does; the counters of drafts go on."""
         self._check(lib.rs_index_clear(self._open_index(), self._error))
         self._matrix = self._sequences = self._rows = None
 

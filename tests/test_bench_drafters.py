@@ -343,6 +343,40 @@ def test_the_policy_ages_from_step_to_step():
     assert accepted([5, 4, 3, 2, 1]) == accepted([None] * 5) == accepted([1] * 5)
 
 
+def returning_prompts(num_prompts, length):
+    """Lines whose prompts come back once, with responses that say much of what they said before."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, 50_000, (num_prompts, 8)).astype(np.int32)
+    first = rng.integers(0, 50_000, (num_prompts, 2, length)).astype(np.int32)
+    second = np.where(rng.random(first.shape) < 0.1, rng.integers(0, 50_000, first.shape), first)
+    return [
+        Rollout(f"g{i}", step, prompts[i], list(texts[i].astype(np.int32)))
+        for step, texts in enumerate((first, second))
+        for i in range(num_prompts)
+    ]
+
+
+def test_history_pays_within_a_budget_that_binds():
+    """One that the table of contexts alone would exceed."""
+    lines = returning_prompts(12, 800)
+    found = [
+        measure(lines, ["sam"], [8], [history], max_index_mb=max_index_mb)[0]
+        for history, max_index_mb in ((2, 1024), (2, 1), (0, 1))
+    ]
+    free, bound, without = (result["tokens_per_step"] for result in found)
+    assert [result["max_index_mb"] for result in found] == [1024, 1, 1]
+    assert free > bound > without + 0.9 * (free - without) and free > 1.4 * without
+
+
+def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
+    response = np.random.default_rng(0).integers(0, 50_000, 30_000).tolist()
+    line = {"group": "g", "prompt_token_ids": [1], "responses": [response]}
+    (tmp_path / "long.jsonl").write_text(json.dumps(line) + "\n")
+    command = f"bench drafters {tmp_path}/long.jsonl --methods sam --max-index-mb 1 --no-cost"
+    assert main(command.split()) == 2
+    assert "--max-index-mb 1: a line needs more" in capsys.readouterr().err
+
+
 def test_traces_of_one_name_are_drawn(lines, tmp_path, monkeypatch):
     found = measure(lines, ["off", "earliest"], [4], [0])
     axes = drawn([{"trace": "rollouts-0.jsonl", **result} for result in found * 2], tmp_path, monkeypatch)

@@ -481,5 +481,13 @@ def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once()
         for _ in range(3):
             index.close_group(index_text(index, text))
         assert index.stats().num_groups == 1
+        full = index.stats().num_bytes
         index.clear()
-        assert index.stats().num_bytes < small
+        num_bytes = [index.stats().num_bytes]
+        assert full - num_bytes[0] <= 2 << 20 < num_bytes[0]
+        sequence = int32(index.open_sequence(index.open_group(text[:0])))
+        for level in range(1, 10):
+            index.step(sequence, text[None], int32(0), int32(level), int32(0))
+            num_bytes.append(index.stats().num_bytes)
+            index.validate()
+        assert max(-np.diff(num_bytes)) <= 2 << 20 and num_bytes[-1] < small + (1 << 18)

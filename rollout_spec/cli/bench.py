@@ -62,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the methods suffix* (%(default)s, vLLM's default)",
     )
     drafters.add_argument(
-        "--max-index-mb", type=int, default=1024, metavar="MB", help="budget of the history (%(default)s)"
+        "--max-index-mb",
+        type=int,
+        default=1024,
+        metavar="MB",
+        help="budget of our index and of the history, MiB each (%(default)s)",
     )
     drafters.add_argument(
         "--limit-groups", type=int, metavar="N", help="only the first N lines of each trace"
@@ -91,6 +95,7 @@ def _run_drafters(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from rollout_spec import bench_drafters as bench
     from rollout_spec.cli import UserError
+    from rollout_spec.index import BudgetExceeded
     from rollout_spec.replay import TraceError
 
     methods = _methods(args)
@@ -112,6 +117,8 @@ def _run_drafters(args: argparse.Namespace) -> int:
             record["results"] += _of_trace(args, trace, methods)
     except (TraceError, bench.MissingError) as error:
         raise UserError(str(error)) from error
+    except BudgetExceeded as error:
+        raise UserError(f"--max-index-mb {args.max_index_mb}: a line needs more ({error})") from error
     if args.output:
         from rollout_spec.plots import plot_drafters
 
