@@ -63,7 +63,12 @@ class SpecConfig:
         float,
     )
     group_sharing: bool = _option(True, "samples of one prompt share one index")
-    history: int = _option(0, "responses of earlier steps kept per prompt, 0: none", 0, 1 << 16)
+    history: int = _option(
+        0,
+        "responses of earlier steps kept per prompt, 0: none (what mode sam has learned of wording stays)",
+        0,
+        1 << 16,
+    )
     history_dir: str = _option(
         "", "folder that keeps the history over a restart, a file per replica; none if empty"
     )
@@ -82,7 +87,8 @@ class SpecConfig:
     max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)
     max_index_mb: int = _option(
         1024,
-        "byte budget of the index and of the history, MiB each, in every worker of an engine",
+        "byte budget of the index and of the history, MiB each, in every worker of an engine; what finds the "
+        "price may take 3/16 more",
         1,
         1 << 20,
     )
