@@ -71,7 +71,8 @@ rs_status rs_hear(const rs_index *index, rs_heard *heard, rs_error *error) {
 static rs_status check_rows(const rs_replay_rows *rows, rs_error *error) {
     const rs_heard *heard = rows->heard;
     if (heard == NULL || heard->ends == NULL || heard->plain == NULL || heard->growing == NULL || heard->spent == NULL ||
-        rows->levels == NULL || rows->max_draft_tokens == NULL || rows->settled == NULL || rows->batch.levels != rows->levels || rows->batch.max_draft_tokens != rows->max_draft_tokens) {
+        rows->levels == NULL || rows->max_draft_tokens == NULL || rows->settled == NULL ||
+        rows->batch.levels != rows->levels || rows->batch.max_draft_tokens != rows->max_draft_tokens) {
         return rs_fail(error, RS_EINVAL, -1, "rows: an array is null, or not the batch's");
     }
     if (rows->batch.num_rows != heard->num_rows) {
