@@ -40,19 +40,18 @@ void rs_recent_push(rs_recent *recent, int32_t token) {
 }
 
 void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, uint32_t tags[RS_NUM_CONTEXTS]) {
-    uint64_t hash = 0;
-    memset(tags, 0, RS_NUM_CONTEXTS * sizeof *tags);
-    for (int length = 1; length <= recent->num; length++) {
-        hash = mix(hash, (uint64_t)(uint32_t)recent->tokens[length - 1]);
-        if (length <= 3) {
-            tags[length - 1] = tag_of(hash, salt + (uint64_t)length);
-        }
-        if (length <= 2) {
-            tags[6 - length] = tag_of(hash, own_salt - (uint64_t)length);
-        }
-        if (length == RS_LONGEST_CONTEXT) {
-            tags[3] = tag_of(hash, salt + (uint64_t)length);
-        }
+    static const int lengths[RS_NUM_CONTEXTS] = {1, 2, 3, RS_LONGEST_CONTEXT, 2, 1};
+    enum { NUM_SHARED = 4 };
+    uint64_t hashes[RS_LONGEST_CONTEXT + 1] = {0}; /* of the last so many tokens */
+    for (int length = 1; length <= RS_LONGEST_CONTEXT; length++) {
+        hashes[length] = mix(hashes[length - 1], (uint64_t)(uint32_t)recent->tokens[length - 1]);
+    }
+    for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
+        uint64_t length = (uint64_t)lengths[i];
+        tags[i] = tag_of(hashes[length], i < NUM_SHARED ? salt + length : own_salt - length);
+    }
+    for (int i = 0; recent->num < RS_LONGEST_CONTEXT && i < RS_NUM_CONTEXTS; i++) {
+        tags[i] = lengths[i] <= recent->num ? tags[i] : 0;
     }
 }
 

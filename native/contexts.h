@@ -83,6 +83,14 @@ __attribute__((always_inline)) static inline void rs_contexts_fetch(const rs_con
 
 /* One of the vectors that gcc and clang have for every machine: a lane for every slot of a bucket. */
 typedef int32_t rs_context_lanes __attribute__((vector_size(RS_CONTEXT_WAYS * sizeof(int32_t)), may_alias));
+typedef uint64_t rs_context_halves __attribute__((vector_size(sizeof(rs_context_lanes))));
+
+/* The bits that are set in any lane. */
+static inline uint32_t rs_any_lane(rs_context_lanes lanes) {
+    rs_context_halves halves = (rs_context_halves)lanes;
+    uint64_t both = halves[0] | halves[1];
+    return (uint32_t)(both | both >> 32);
+}
 
 static inline int32_t rs_least_lane(rs_context_lanes lanes) {
     int32_t low = lanes[0] < lanes[1] ? lanes[0] : lanes[1];
@@ -92,11 +100,26 @@ static inline int32_t rs_least_lane(rs_context_lanes lanes) {
 
 /* The context's slot in its bucket; RS_CONTEXT_WAYS: it has none. Without a branch: which slot it is cannot be foreseen. */
 static inline int rs_context_find(const rs_context_bucket *bucket, uint32_t tag) {
-    const rs_context_lanes ways = {0, 1, 2, 3};
+    const rs_context_lanes bits = {1, 2, 4, 8};
     rs_context_lanes tags;
     memcpy(&tags, bucket->tags, sizeof tags);
-    rs_context_lanes others = ((tags ^ (int32_t)tag) & ~RS_MAX_CONFIDENCE) != 0;
-    return rs_least_lane((others & RS_CONTEXT_WAYS) | ways);
+    rs_context_lanes found = (((tags ^ (int32_t)tag) & ~RS_MAX_CONFIDENCE) == 0) & bits;
+    return __builtin_ctz(rs_any_lane(found) | 1 << RS_CONTEXT_WAYS);
+}
+
+/* What came after a context. */
+typedef struct {
+    int32_t token;       /* -1: nothing did, or the text is too short for the context */
+    uint32_t confidence; /* 0: the same */
+} rs_successor;
+
+/* Of the context with this tag, 0: none; likewise without a branch. */
+static inline rs_successor rs_context_successor(const rs_context_bucket *bucket, uint32_t tag) {
+    uint32_t way = (uint32_t)rs_context_find(bucket, tag);
+    uint32_t known = 0U - (uint32_t)((way < RS_CONTEXT_WAYS) & (tag != 0));
+    way %= RS_CONTEXT_WAYS;
+    uint32_t confidence = bucket->tags[way] & RS_MAX_CONFIDENCE;
+    return (rs_successor){(int32_t)((uint32_t)bucket->tokens[way] | ~known), confidence & known};
 }
 
 const char *rs_contexts_check(const rs_contexts *contexts);

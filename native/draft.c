@@ -75,28 +75,37 @@ int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *s
 /* Occurrences of full weight set aside for a follower that was never seen. */
 static const double UNSEEN_COUNT = 0.25;
 
-/* The most frequent follower of the state, which has one; returns its count. */
-static uint32_t most_frequent(const rs_automaton *a, const rs_state *state, int32_t *token, uint32_t *target,
-                              uint32_t *total) {
-    *token = state->token;
-    *target = state->target;
+static rs_followers followers_of(const rs_automaton *a, const rs_state *state) {
+    rs_followers followers = {NULL, 0};
+    if (state->block != 0) {
+        followers.others = rs_block_entries(&a->pool, state->block, &followers.num);
+    }
+    followers.num = followers.num < RS_MAX_BRANCHES - 1 ? followers.num : RS_MAX_BRANCHES - 1;
+    return followers;
+}
+
+/* The most frequent follower of the state, which has one. */
+typedef struct {
+    int32_t token;
+    uint32_t target;
+    uint32_t count;
+    uint32_t total; /* of all followers that are looked at */
+} rs_choice;
+
+/* Among equals, the one that was inserted first. */
+static rs_choice most_frequent(const rs_automaton *a, const rs_state *state, rs_followers followers) {
     uint32_t best = a->states[state->target].count;
-    *total = best;
-    uint32_t num = 0;
-    const rs_transition *others = state->block == 0 ? NULL : rs_block_entries(&a->pool, state->block, &num);
-    if (num > RS_MAX_BRANCHES - 1) {
-        num = RS_MAX_BRANCHES - 1;
+    uint32_t total = best;
+    uint32_t chosen = 0; /* the number of the transition, from 1; 0: the first */
+    for (uint32_t i = 0; i < followers.num; i++) {
+        uint32_t count = a->states[followers.others[i].target].count;
+        total += count;
+        chosen = count > best ? i + 1 : chosen;
+        best = count > best ? count : best;
     }
-    for (uint32_t i = 0; i < num; i++) {
-        uint32_t count = a->states[others[i].target].count;
-        *total += count;
-        if (count > best) {
-            best = count;
-            *token = others[i].token;
-            *target = others[i].target;
-        }
-    }
-    return best;
+    int32_t token = chosen > 0 ? followers.others[chosen - 1].token : state->token;
+    uint32_t target = chosen > 0 ? followers.others[chosen - 1].target : state->target;
+    return (rs_choice){.token = token, .target = target, .count = best, .total = total};
 }
 
 /* Modes earliest and frequent. */
@@ -110,12 +119,13 @@ static int32_t next_of_match(rs_walk *walk, const rs_options *options) {
     int32_t token = state->token;
     uint32_t target = state->target;
     if (options->mode == RS_MODE_FREQUENT) {
-        uint32_t total;
-        uint32_t count = most_frequent(a, state, &token, &target, &total);
-        walk->probability *= (double)count / (total + UNSEEN_COUNT * RS_FULL_WEIGHT);
+        rs_choice choice = most_frequent(a, state, followers_of(a, state));
+        walk->probability *= (double)choice.count / (choice.total + UNSEEN_COUNT * RS_FULL_WEIGHT);
         if (walk->probability < walk->min_token_prob) {
             return -1;
         }
+        token = choice.token;
+        target = choice.target;
     }
     walk->state = target;
     walk->match_len++;
@@ -146,14 +156,16 @@ __attribute__((always_inline)) static inline void fetch_transitions(const rs_aut
     __builtin_prefetch(a->pool.units + rs_block_offset(state->block));
 }
 
-/* The targets of the others. */
-__attribute__((always_inline)) static inline void fetch_followers(const rs_automaton *a, uint32_t at) {
-    uint32_t num = 0;
-    uint32_t block = a->states[at].block;
-    const rs_transition *others = block == 0 ? NULL : rs_block_entries(&a->pool, block, &num);
-    for (uint32_t i = 0; i < num && i < RS_MAX_BRANCHES - 1; i++) {
-        __builtin_prefetch(a->states + others[i].target);
+/* The targets of the others; the root is not asked, and may have more followers than any. */
+__attribute__((always_inline)) static inline rs_followers fetch_followers(const rs_automaton *a, uint32_t at) {
+    if (at == RS_ROOT) {
+        return (rs_followers){NULL, 0};
     }
+    rs_followers followers = followers_of(a, a->states + at);
+    for (uint32_t i = 0; i < followers.num; i++) {
+        __builtin_prefetch(a->states + followers.others[i].target);
+    }
+    return followers;
 }
 
 void rs_walk_fetch(rs_walk *walk, int stage) {
@@ -167,13 +179,8 @@ void rs_walk_fetch(rs_walk *walk, int stage) {
         walk->shorter = followed_suffix(a, walk->shorter);
         fetch_transitions(a, walk->shorter);
     } else {
-        /* The root is not asked, and may have more followers than any. */
-        if (walk->state != RS_ROOT) {
-            fetch_followers(a, walk->state);
-        }
-        if (walk->shorter != RS_ROOT) {
-            fetch_followers(a, walk->shorter);
-        }
+        walk->followers[0] = fetch_followers(a, walk->state);
+        walk->followers[1] = fetch_followers(a, walk->shorter);
     }
 }
 
@@ -193,21 +200,13 @@ static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *pre
     const uint32_t states[RS_NUM_MATCHES] = {walk->state, walk->shorter};
     for (int expert = 0; expert < RS_NUM_MATCHES && states[expert] != RS_ROOT; expert++) {
         uint32_t match_len = expert == 0 ? walk->match_len : a->states[states[expert]].len;
-        int32_t token;
-        uint32_t target;
-        uint32_t total;
-        uint32_t count = most_frequent(a, a->states + states[expert], &token, &target, &total);
-        rs_prediction_add_match(index->calibration, prediction, expert, token, match_len, count, total,
-                                RS_FULL_WEIGHT);
+        rs_choice choice = most_frequent(a, a->states + states[expert], walk->followers[expert]);
+        rs_prediction_add_match(index->calibration, prediction, expert, choice.token, match_len, choice.count,
+                                choice.total, RS_FULL_WEIGHT);
     }
     for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
-        uint32_t tag = walk->tags[context];
-        const rs_context_bucket *bucket = walk->buckets[context];
-        int way = tag == 0 ? RS_CONTEXT_WAYS : rs_context_find(bucket, tag);
-        if (way < RS_CONTEXT_WAYS) {
-            uint32_t confidence = bucket->tags[way] & RS_MAX_CONFIDENCE;
-            rs_prediction_add_context(index->calibration, prediction, context, bucket->tokens[way], confidence);
-        }
+        rs_successor successor = rs_context_successor(walk->buckets[context], walk->tags[context]);
+        rs_prediction_add_context(index->calibration, prediction, context, successor.token, successor.confidence);
     }
     if (index->corpus.states != NULL) {
         ask_corpus(walk, index, prediction);
@@ -272,20 +271,17 @@ static int32_t suffix_path(const rs_automaton *a, uint32_t at, double min_token_
     int32_t num = 0;
     *score = 0.0;
     while (num < most && a->states[at].token >= 0) {
-        int32_t token;
-        uint32_t target;
-        uint32_t total;
-        uint32_t count = most_frequent(a, a->states + at, &token, &target, &total);
+        rs_choice choice = most_frequent(a, a->states + at, followers_of(a, a->states + at));
         /* The counts of a class and of those that follow it may differ by what was not counted. */
-        uint32_t of = a->states[at].count > count ? a->states[at].count : count;
-        probability *= (double)count / of;
+        uint32_t of = a->states[at].count > choice.count ? a->states[at].count : choice.count;
+        probability *= (double)choice.count / of;
         if (probability < min_token_prob) {
             break;
         }
         survivals[num] = (float)probability;
-        path[num++] = token;
+        path[num++] = choice.token;
         *score += probability;
-        at = target;
+        at = choice.target;
     }
     return num;
 }

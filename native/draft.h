@@ -7,6 +7,12 @@
 
 enum { RS_NUM_FETCH_STAGES = 3 };
 
+/* The transitions of a state beyond its first, as many as are looked at. */
+typedef struct {
+    const rs_transition *others;
+    uint32_t num;
+} rs_followers;
+
 typedef struct {
     const rs_automaton *automaton;
     uint32_t state;
@@ -21,6 +27,7 @@ typedef struct {
     uint64_t salt;
     uint64_t own_salt;
     uint32_t shorter; /* the next class above `state` that has been followed */
+    rs_followers followers[RS_NUM_MATCHES]; /* of these two; of the root, none */
     uint32_t tags[RS_NUM_CONTEXTS];
     rs_context_bucket *buckets[RS_NUM_CONTEXTS]; /* of these tags */
     rs_prediction *predictions;

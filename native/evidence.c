@@ -60,18 +60,16 @@ static uint32_t length_bucket(uint32_t match_len) {
 }
 
 static uint32_t total_bucket(uint32_t total, uint32_t unit) {
-    uint32_t bucket = 0;
-    for (uint32_t i = 0; i < RS_NUM_TOTALS - 1; i++) {
-        bucket += total > (unit << i);
-    }
-    return bucket;
+    const uint32_t most = (1U << (RS_NUM_TOTALS - 1)) - 1;
+    uint32_t units = (total - 1) >> __builtin_ctz(unit);
+    return 31U - (uint32_t)__builtin_clz(2 * (units < most ? units : most) + 1);
 }
 
-/* Whether the expert's cell has been used before; if not, the caller sets its prior. */
+/* Whether the expert's cell was never used before; then the caller sets its prior. */
 static bool add(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token, uint32_t cell) {
     prediction->tokens[expert] = token;
     prediction->cells[expert] = (uint16_t)cell;
-    return calibration->cells[cell].num > 0;
+    return calibration->cells[cell].num == 0;
 }
 
 static void set_probability(const rs_calibration *calibration, rs_cell *cell, double probability) {
@@ -92,7 +90,7 @@ void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *predict
     uint32_t kind = expert == RS_CORPUS_EXPERT ? RS_NUM_MATCHES : (uint32_t)expert;
     uint32_t cell = ((kind * RS_NUM_LENGTHS + length_bucket(match_len)) * RS_NUM_TOTALS +
                      total_bucket(total, unit)) * RS_NUM_SHARES + share;
-    if (!add(calibration, prediction, expert, token, cell)) {
+    if (add(calibration, prediction, expert, token, cell)) {
         set_prior(calibration, prediction, expert,
                   (double)count / (total + PRIOR_COUNT * unit) * (1.0 - PRIOR_COUNT / (match_len + PRIOR_COUNT)));
     }
@@ -100,8 +98,10 @@ void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *predict
 
 void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *prediction, int context, int32_t token,
                                uint32_t confidence) {
-    uint32_t cell = RS_NUM_MATCH_CELLS + (uint32_t)context * (RS_MAX_CONFIDENCE + 1) + confidence;
-    if (!add(calibration, prediction, RS_NUM_MATCHES + context, token, cell)) {
+    const bool known = confidence > 0;
+    uint32_t cell = (RS_NUM_MATCH_CELLS + (uint32_t)context * (RS_MAX_CONFIDENCE + 1) + confidence) *
+                    (uint32_t)known;
+    if (add(calibration, prediction, RS_NUM_MATCHES + context, token, cell) & known) {
         set_prior(calibration, prediction, RS_NUM_MATCHES + context, confidence / (confidence + 2.0));
     }
 }
@@ -120,11 +120,17 @@ static void inputs_of(const rs_calibration *calibration, const rs_prediction *pr
 /* A bit for every expert that proposes the candidate. */
 static uint32_t proposers(const rs_prediction *prediction, int32_t candidate) {
     const mask bits[] = {{1, 2, 4, 8}, {16, 32, 64, 128}};
-    mask found = {prediction->tokens[RS_CORPUS_EXPERT] == candidate ? 1 << RS_CORPUS_EXPERT : 0};
+    mask found = {0};
     for (int e = 0; e < RS_CORPUS_EXPERT; e += NUM_LANES) {
         found |= (*(const mask *)(prediction->tokens + e) == candidate) & bits[e / NUM_LANES];
     }
-    return (uint32_t)((found[0] | found[1]) | (found[2] | found[3]));
+    uint32_t corpus = prediction->tokens[RS_CORPUS_EXPERT] == candidate;
+    return rs_any_lane((rs_context_lanes)found) | corpus << RS_CORPUS_EXPERT;
+}
+
+/* A bit for every expert that proposes anything. */
+static uint32_t speakers(const rs_prediction *prediction) {
+    return ((1U << RS_NUM_EXPERTS) - 1) & ~proposers(prediction, -1);
 }
 
 /* Fibonacci hashing (Knuth, The Art of Computer Programming, 6.4) to RS_NUM_WEIGHT_SETS. */
@@ -162,7 +168,7 @@ static float mix(const rs_calibration *calibration, const rs_prediction *predict
 double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) {
     float inputs[2][RS_NUM_EXPERTS];
     uint32_t sets[RS_NUM_SELECTORS];
-    uint32_t left = ((1U << RS_NUM_EXPERTS) - 1) & ~proposers(prediction, -1); /* whose candidate is to be mixed */
+    uint32_t left = speakers(prediction); /* whose candidate is to be mixed */
     float best = -INFINITY;
     inputs_of(calibration, prediction, inputs);
     while (left != 0) {
@@ -204,13 +210,13 @@ void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, 
     for (int selector = 0; selector < RS_NUM_SELECTORS; selector++) {
         learn_weights(calibration->weights[selector] + sets[selector], LEARNING_RATE * error, proposed, inputs);
     }
-    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-        if (prediction->tokens[e] >= 0) {
-            rs_cell *cell = calibration->cells + prediction->cells[e];
-            cell->num += cell->num < MAX_OBSERVATIONS;
-            double surprise = (prediction->tokens[e] == token) - (double)cell->probability;
-            set_probability(calibration, cell, cell->probability + surprise / cell->num);
-        }
+    const uint32_t right = proposers(prediction, token);
+    for (uint32_t left = speakers(prediction); left != 0; left &= left - 1) {
+        int e = __builtin_ctz(left);
+        rs_cell *cell = calibration->cells + prediction->cells[e];
+        cell->num += cell->num < MAX_OBSERVATIONS;
+        double surprise = (double)(right >> e & 1) - (double)cell->probability;
+        set_probability(calibration, cell, cell->probability + surprise / cell->num);
     }
 }
 

@@ -66,6 +66,7 @@ void rs_prediction_init(rs_prediction *prediction, int32_t previous);
 void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token,
                              uint32_t match_len, uint32_t count, uint32_t total, uint32_t unit);
 
+/* With confidence 0 and token -1 it says nothing. */
 void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *prediction, int context, int32_t token,
                                uint32_t confidence);
 

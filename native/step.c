@@ -289,12 +289,10 @@ static void draft_row_by_suffix(rs_index *index, const rs_batch *batch, int32_t 
                                                   batch->draft_tokens + at, batch->survivals + at);
 }
 
-static void fetch_for_walks(rs_walk *walks, int32_t num) {
+static void fetch_for_walks(rs_walk *const *walking, int32_t num) {
     for (int stage = 0; stage < RS_NUM_FETCH_STAGES; stage++) {
         for (int32_t i = 0; i < num; i++) {
-            if (walks[i].num_left > 0) {
-                rs_walk_fetch(walks + i, stage);
-            }
+            rs_walk_fetch(walking[i], stage);
         }
     }
 }
@@ -303,6 +301,7 @@ static void fetch_for_walks(rs_walk *walks, int32_t num) {
 static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, int32_t end) {
     const int32_t draft_len = index->options.num_speculative_tokens;
     rs_walk walks[WALKS_AT_A_TIME];
+    rs_walk *walking[WALKS_AT_A_TIME]; /* those that go on */
     int32_t num_walking = 0;
     for (int32_t i = first; i < end; i++) {
         rs_walk *walk = walks + (i - first);
@@ -320,25 +319,26 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
                 draft_row_by_suffix(index, batch, i);
             }
         }
+        walking[num_walking] = walk;
         num_walking += walk->num_left > 0;
     }
     while (num_walking > 0) {
-        num_walking = 0;
         if (index->options.mode == RS_MODE_SAM) {
-            fetch_for_walks(walks, end - first);
+            fetch_for_walks(walking, num_walking);
         }
-        for (int32_t i = first; i < end; i++) {
-            rs_walk *walk = walks + (i - first);
-            if (walk->num_left > 0) {
-                int32_t token = rs_walk_next(walk, index);
-                if (token >= 0) {
-                    int64_t at = (int64_t)i * draft_len + batch->num_draft_tokens[i]++;
-                    batch->draft_tokens[at] = token;
-                    batch->survivals[at] = (float)walk->probability;
-                }
-                num_walking += walk->num_left > 0;
-            }
+        int32_t num_left = 0;
+        for (int32_t w = 0; w < num_walking; w++) {
+            rs_walk *walk = walking[w];
+            int64_t i = first + (walk - walks);
+            int64_t at = i * draft_len + batch->num_draft_tokens[i];
+            /* Where there is none, what is written is behind the draft. */
+            batch->draft_tokens[at] = rs_walk_next(walk, index);
+            batch->survivals[at] = (float)walk->probability;
+            batch->num_draft_tokens[i] += batch->draft_tokens[at] >= 0;
+            walking[num_left] = walk;
+            num_left += walk->num_left > 0;
         }
+        num_walking = num_left;
     }
     for (int32_t i = first; i < end; i++) {
         index->sequences[batch->sequences[i]].num_predictions = walks[i - first].num_predictions;
