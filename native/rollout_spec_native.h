@@ -58,7 +58,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 7, /* raised with every change of this file */
+    RS_ABI_VERSION = 8, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_BRANCHES = 64,
     RS_COUNTED_STATES = 8,
@@ -201,6 +201,10 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
  * (a request that was started again) indexes the row from its start, as a new sequence would.
  * Acceptance: of n new tokens, at most n - 1 that equal the sequence's draft of its last step. */
 rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error);
+
+/* Of the draft tokens of a step, the first numbers[i] of every entry i, or all it has, one entry after the other; tokens
+ * has room for num_rows * num_speculative_tokens. Returns how many these are. */
+int32_t rs_leading_tokens(const rs_index *index, const rs_batch *batch, const int32_t *numbers, int32_t *tokens);
 
 /* Bring the rows up to date. */
 rs_status rs_hear(const rs_index *index, rs_heard *heard, rs_error *error);

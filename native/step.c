@@ -416,3 +416,14 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
     rs_release(&index->memory, 1);
     return status;
 }
+
+int32_t rs_leading_tokens(const rs_index *index, const rs_batch *batch, const int32_t *numbers, int32_t *tokens) {
+    int32_t num = 0;
+    for (int32_t i = 0; i < batch->num_rows; i++) {
+        const int32_t *draft = batch->draft_tokens + (int64_t)i * index->options.num_speculative_tokens;
+        for (int32_t j = 0; j < numbers[i] && j < batch->num_draft_tokens[i]; j++) {
+            tokens[num++] = draft[j];
+        }
+    }
+    return num;
+}

@@ -66,9 +66,20 @@ class _Rows(NamedTuple):
     numbers: _Int32
     sequences: _Int32
     last_levels: _Int32  # those at which drafts end at the latest
+    levels: _Int32  # of the step
+    room: _Int32  # for drafts, in the step
 
     def among(self, decoding: npt.NDArray[np.bool_]) -> _Rows:
         return _Rows._make(array[decoding[self.numbers]] for array in self)
+
+    def update(self, levels: _Int32, may_draft: bool) -> None:
+        """Set `levels` and `room` of the step, from the levels of the whole batch."""
+        levels.take(self.numbers, out=self.levels, mode="clip")  # with "raise" it would make a copy first
+        if not may_draft:
+            self.room.fill(0)
+            return
+        np.subtract(self.last_levels, self.levels, out=self.room)
+        np.maximum(self.room, 0, out=self.room)
 
 
 class Drafter:
@@ -86,7 +97,6 @@ class Drafter:
         self.config = config
         self.counters = EngineCounters()
         self._gate = make_gate(config.batch_threshold)
-        self._places = np.arange(config.num_speculative_tokens)  # of a draft
         self._clock = clock
         self._last_start: float | None = None  # when the last step ended, and whether all its rows decoded
         self._all_decoded = False
@@ -205,8 +215,7 @@ class Drafter:
         counters.sum_min_token_prob += is_on * min_token_prob
         counters.num_drafts += num_drafts
         counters.num_draft_tokens += sum(numbers)
-        # Most places of the matrix are empty: numbers become objects only where there is a token.
-        tokens = result.draft_tokens[self._places < chosen[:, None]].tolist()
+        tokens = self._index.leading_tokens(chosen)
         end = 0
         return [tokens[end : (end := end + number)] for number in numbers]
 
@@ -241,8 +250,8 @@ class Drafter:
     def _tracked_rows(self, request_ids: Sequence[str]) -> _Rows:
         rows = enumerate(self._requests[request_id] for request_id in request_ids)
         # The target adds a token of its own, so a draft that ends one short of the limit is enough.
-        tracked = [(row, r.sequence, r.max_level - 1) for row, r in rows if r.sequence != _UNTRACKED]
-        return _Rows._make(np.array(tracked, np.int32).reshape(-1, 3).T.copy())
+        tracked = [(row, r.sequence, r.max_level - 1, 0, 0) for row, r in rows if r.sequence != _UNTRACKED]
+        return _Rows._make(np.array(tracked, np.int32).reshape(-1, len(_Rows._fields)).T.copy())
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
@@ -281,18 +290,25 @@ class Drafter:
         """
         while True:
             assert self._rows is not None
-            rows, sequences, last_levels = self._rows if decoding is None else self._rows.among(decoding)
-            if not len(rows):
-                return rows, None
-            row_levels = levels.take(rows)
-            room = np.zeros(len(rows), np.int32) if price is None else np.maximum(last_levels - row_levels, 0)
-            attempt = partial(self._index.step, sequences, token_ids, rows, row_levels, room, price or 0.0)
+            rows = self._rows if decoding is None else self._rows.among(decoding)
+            if not len(rows.numbers):
+                return rows.numbers, None
+            rows.update(levels, price is not None)
+            attempt = partial(
+                self._index.step,
+                rows.sequences,
+                token_ids,
+                rows.numbers,
+                rows.levels,
+                rows.room,
+                price or 0.0,
+            )
             try:
-                return rows, self._evicting(attempt)
+                return rows.numbers, self._evicting(attempt)
             except BudgetExceeded as error:
                 # What was too much may be all rows' together; then the longest goes.
-                entry = error.row if error.row >= 0 else int(np.argmax(row_levels))
-                self._untrack_row(rows[entry])
+                entry = error.row if error.row >= 0 else int(np.argmax(rows.levels))
+                self._untrack_row(rows.numbers[entry])
 
     def _untrack_row(self, row: int) -> None:
         self._untrack(self._requests[self._row_ids[row]])

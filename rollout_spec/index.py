@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from mmap import mmap
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 _INT32 = np.dtype(np.int32)
 
@@ -358,8 +359,7 @@ class SuffixIndex:
         self._id = ffi.new("int32_t *")
         # Of the latest step: the batch has their places, and they stay there for being held.
         self._matrix: Int32Array | None = None
-        self._sequences: Int32Array | None = None
-        self._rows: Int32Array | None = None
+        self._vectors: tuple[Int32Array, ...] | None = None
         if mode not in _MODES:
             raise InvalidArgument(f"mode={mode!r}: must be one of {', '.join(_MODES)}")
         if not 0 <= max_bytes < 2**64:
@@ -468,14 +468,35 @@ class SuffixIndex:
             InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: naming the argument and entry;
             nothing was indexed.
         """
-        index, n = self._open_index(), len(sequences)
-        self._set_batch(sequences, token_ids, rows, levels, max_draft_tokens, min_token_prob)
-        status = lib.rs_step(index, self._batch, self._error)
+        index, batch = self._open_index(), self._batch
+        # What is the same array as in the step before needs no look: engines' batches change seldom.
+        if self._vectors is None or any(
+            map(operator.is_not, self._vectors, (sequences, rows, levels, max_draft_tokens))
+        ):
+            self._set_vectors(sequences, rows, levels, max_draft_tokens)
+        if token_ids is not self._matrix:
+            self._set_matrix(token_ids)
+        batch.min_token_prob = min_token_prob
+        status = lib.rs_step(index, batch, self._error)
         if status != lib.RS_OK:
             self._check(status)
-        return StepResult(
-            self._draft_tokens[:n], self._survivals[:n], self._num_draft_tokens[:n], self._match_lens[:n]
-        )
+        return self._result
+
+    def leading_tokens(self, numbers: Int32Array) -> list[int]:
+        """Of the drafts of the latest step, the first numbers[i] tokens of every row i, row after row.
+
+        Args:
+            numbers: int32 [n], each at most the row's `num_draft_tokens`.
+
+        Raises:
+            InvalidArgument
+        """
+        index = self._open_index()
+        if numbers is not self._result.num_draft_tokens:
+            _check_vector("numbers", numbers, self._batch.num_rows)
+        num = lib.rs_leading_tokens(index, self._batch, ffi.from_buffer("int32_t[]", numbers), self._leading)
+        leading: list[int] = ffi.unpack(self._leading, num)
+        return leading
 
     def hear(self, heard: Heard) -> int:
         """Bring the rows up to date with their sequences, which were opened with keep_text.
@@ -524,7 +545,7 @@ class SuffixIndex:
     def clear(self) -> None:
         """Close every sequence and group, as `close_group` does; the counters of drafts go on."""
         self._check(lib.rs_index_clear(self._open_index(), self._error))
-        self._matrix = self._sequences = self._rows = None
+        self._matrix = self._vectors = None
 
     def stats(self) -> IndexStats:
         stats = ffi.new("rs_stats *")
@@ -540,7 +561,7 @@ class SuffixIndex:
         if self._index != ffi.NULL:
             ffi.release(self._index)
             self._index = ffi.NULL
-            self._corpus = self._matrix = self._sequences = self._rows = None
+            self._corpus = self._matrix = self._vectors = None
 
     def __enter__(self) -> SuffixIndex:
         return self
@@ -558,41 +579,31 @@ class SuffixIndex:
     def _check(self, status: int) -> None:
         _check_status(status, self._error)
 
-    def _set_batch(
-        self,
-        sequences: Int32Array,
-        token_ids: Int32Array,
-        rows: Int32Array,
-        levels: Int32Array,
-        max_draft_tokens: Int32Array,
-        min_token_prob: float,
+    def _set_vectors(
+        self, sequences: Int32Array, rows: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> None:
-        """Raises InvalidArgument. The caller holds `levels` and `max_draft_tokens` while they are used."""
-        if sequences is not self._sequences or rows is not self._rows:
-            self._set_rows(sequences, rows)
-        n = len(sequences)
-        _check_vector("levels", levels, n)
-        _check_vector("max_draft_tokens", max_draft_tokens, n)
-        batch = self._batch
-        batch.levels = ffi.from_buffer("int32_t[]", levels)
-        batch.max_draft_tokens = ffi.from_buffer("int32_t[]", max_draft_tokens)
-        batch.min_token_prob = min_token_prob
-        if token_ids is not self._matrix:
-            self._set_matrix(token_ids)
-
-    def _set_rows(self, sequences: Int32Array, rows: Int32Array) -> None:
-        self._sequences = self._rows = None
+        """Raises InvalidArgument."""
+        self._vectors = None
         _check_vector("sequences", sequences, None)
         n = len(sequences)
         if n == 0:
             raise InvalidArgument("sequences: must not be empty")
-        _check_vector("rows", rows, n)
+        vectors = {"rows": rows, "levels": levels, "max_draft_tokens": max_draft_tokens}
+        for name, vector in vectors.items():
+            _check_vector(name, vector, n)
         if n > len(self._match_lens):
             self._make_buffers(n + n // 2)
-        self._batch.num_rows = n
-        self._batch.sequences = ffi.from_buffer("int32_t[]", sequences)
-        self._batch.rows = ffi.from_buffer("int32_t[]", rows)
-        self._sequences, self._rows = sequences, rows
+        batch = self._batch
+        batch.num_rows = n
+        batch.sequences = ffi.from_buffer("int32_t[]", sequences)
+        for name, vector in vectors.items():
+            setattr(batch, name, ffi.from_buffer("int32_t[]", vector))
+        self._set_result(n)
+        self._vectors = (sequences, rows, levels, max_draft_tokens)
+
+    def _set_result(self, num_rows: int) -> None:
+        buffers = (self._draft_tokens, self._survivals, self._num_draft_tokens, self._match_lens)
+        self._result = StepResult._make(buffer[:num_rows] for buffer in buffers)
 
     def _make_buffers(self, num_rows: int) -> None:
         self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)
@@ -603,6 +614,9 @@ class SuffixIndex:
         self._batch.survivals = ffi.from_buffer("float[]", self._survivals)
         self._batch.num_draft_tokens = ffi.from_buffer("int32_t[]", self._num_draft_tokens)
         self._batch.match_lens = ffi.from_buffer("int32_t[]", self._match_lens)
+        self._leading = ffi.new("int32_t[]", num_rows * self._num_speculative_tokens)
+        self._set_result(0)
+        self._vectors = None
 
     def _set_matrix(self, token_ids: Int32Array) -> None:
         if type(token_ids) is not np.ndarray or token_ids.dtype != _INT32 or token_ids.ndim != 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -70,6 +71,37 @@ def test_zero_max_draft_tokens_only_indexes(index, arguments):
 def test_max_draft_tokens_is_per_row(index, arguments):
     arguments["max_draft_tokens"] = int32(1, 99)
     assert index.step(**arguments).num_draft_tokens.tolist() == [1, 4]
+
+
+def test_leading_tokens_are_those_of_every_row(index, arguments):
+    assert index.leading_tokens(int32()) == []
+    drafts = index.step(**arguments).draft_tokens.tolist()
+    for numbers in itertools.product(range(5), repeat=2):
+        first, second = numbers
+        assert index.leading_tokens(int32(*numbers)) == drafts[0][:first] + drafts[1][:second]
+    assert index.leading_tokens(int32(99, -1)) == drafts[0]  # no more than there are
+    arguments["max_draft_tokens"] = int32(1, 3)
+    result = index.step(**arguments)
+    assert index.leading_tokens(result.num_draft_tokens) == drafts[0][:1] + drafts[1][:3]
+    for wrong in (int32(1), np.array([1, 1])):
+        with pytest.raises(InvalidArgument, match=r"^numbers: "):
+            index.leading_tokens(wrong)
+
+
+def test_vectors_may_be_changed_in_place_or_exchanged(index, arguments):
+    arguments["levels"][:] = 3, 3
+    assert index.step(**arguments).num_draft_tokens.tolist() == [0, 0]
+    arguments["levels"][:] = 4, 5
+    changed = [array.copy() for array in index.step(**arguments)]
+    for name, value in (("levels", int32(4, 5)), ("max_draft_tokens", int32(4, 1)), ("rows", int32(2, 1))):
+        arguments[name] = value
+        assert index.step(**arguments).match_lens.tolist() == changed[3].tolist() == [4, 2]
+    assert index.step(**arguments).num_draft_tokens.tolist() == [4, 1]
+    arguments["sequences"] = arguments["sequences"][:1].copy()
+    with pytest.raises(InvalidArgument, match=r"^rows: has 2 entries, sequences has 1"):
+        index.step(**arguments)
+    arguments |= {name: arguments[name][:1].copy() for name in ("rows", "levels", "max_draft_tokens")}
+    assert index.step(**arguments).num_draft_tokens.tolist() == [4]
 
 
 def test_matrix_may_be_a_view_with_longer_rows(index, arguments):

@@ -155,6 +155,24 @@ static void open_row(caller *c, int32_t row) {
     c->f->levels[row] = PROMPT_LEN;
 }
 
+/* More is asked for than there is of any draft. */
+static void check_leading_tokens(const rs_index *index, const fixture *f) {
+    int32_t *tokens = malloc(sizeof f->draft_tokens); /* ends where the room does */
+    int32_t numbers[MAX_ROWS];
+    int32_t num = 0;
+    CHECK(tokens != NULL);
+    for (int32_t i = 0; i < MAX_ROWS; i++) {
+        numbers[i] = DRAFT_LEN + 1;
+    }
+    int32_t num_leading = rs_leading_tokens(index, &f->batch, numbers, tokens);
+    for (int32_t i = 0; i < f->batch.num_rows; i++) {
+        CHECK(memcmp(tokens + num, f->draft_tokens[i], (size_t)f->num_draft_tokens[i] * sizeof *tokens) == 0);
+        num += f->num_draft_tokens[i];
+    }
+    CHECK(num_leading == num);
+    free(tokens);
+}
+
 /* Every row goes on, and now and then begins again. */
 static void step_rows(caller *c, int num_steps) {
     fixture *f = c->f;
@@ -164,6 +182,7 @@ static void step_rows(caller *c, int num_steps) {
             f->levels[i] = again ? PROMPT_LEN + (int32_t)random_below(20) : f->levels[i] + (int32_t)random_below(30);
         }
         perform_with_failures(c, STEP);
+        check_leading_tokens(c->index, f);
     }
 }
 
