@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import io
 import os
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -46,15 +46,17 @@ class Responses:
 
     Args:
         num_responses: kept per prompt, the latest.
-        max_bytes: of everything; beyond it the earliest responses to the prompt that was met longest ago go
-            first, so that no call drops more than it takes the place of.
+        max_bytes: of everything; beyond it the prompts that have most responses lose their earliest, in turn,
+            so that as many prompts as possible keep one. No call drops more than it takes the place of.
     """
 
     def __init__(self, num_responses: int, max_bytes: int) -> None:
         self._num_responses = num_responses
         self._max_bytes = max_bytes
-        # With the number of the policy that said it.
+        # With the number of the policy that said it; the prompt that was met longest ago first.
         self._responses: OrderedDict[bytes, deque[tuple[Int32Array, int]]] = OrderedDict()
+        # The prompts that have so many; the one that has been among them longest first.
+        self._prompts_with: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         self._policy = 0
         self._step: int | None = None
         self.num_bytes = 0
@@ -84,18 +86,30 @@ class Responses:
         responses = self._responses[prompt_key]
         responses.append((response, self._policy - policy_age))
         self.num_bytes += response.nbytes + _OVERHEAD_BYTES
+        self._move(prompt_key, len(responses) - 1, len(responses))
         if len(responses) > self._num_responses:
-            self._drop_earliest(responses)
+            self._drop_earliest(prompt_key)
         while self.num_bytes > self._max_bytes:
-            oldest_key, responses = next(iter(self._responses.items()))
-            self._drop_earliest(responses)
-            if not responses:
-                del self._responses[oldest_key]
-                self.num_bytes -= _OVERHEAD_BYTES
+            most = self._prompts_with[max(self._prompts_with)]
+            self._drop_earliest(next(iter(most)))
 
-    def _drop_earliest(self, responses: deque[tuple[Int32Array, int]]) -> None:
+    def _drop_earliest(self, prompt_key: bytes) -> None:
+        responses = self._responses[prompt_key]
         tokens, _ = responses.popleft()
         self.num_bytes -= tokens.nbytes + _OVERHEAD_BYTES
+        self._move(prompt_key, len(responses) + 1, len(responses))
+        if not responses:
+            del self._responses[prompt_key]
+            self.num_bytes -= _OVERHEAD_BYTES
+
+    def _move(self, prompt_key: bytes, before: int, now: int) -> None:
+        """Among the prompts with `now` responses, from those with `before`."""
+        if before:
+            del self._prompts_with[before][prompt_key]
+            if not self._prompts_with[before]:
+                del self._prompts_with[before]
+        if now:
+            self._prompts_with[now][prompt_key] = None
 
     def get(self, prompt_key: bytes) -> list[Response]:
         """The responses to a prompt, the earliest first."""

@@ -31,17 +31,27 @@ def test_the_last_responses_of_every_prompt_are_kept():
     assert len(history) == 2
 
 
-def test_the_budget_drops_the_earliest_responses_to_the_prompt_met_longest_ago():
+def test_the_budget_drops_the_earliest_responses_to_the_prompts_with_most():
     keys = [bytes([prompt]) * 16 for prompt in range(6)]
-    history = History(8, 12_000)
+    history = History(8, 12_000)  # eight responses
     for prompt in (5, 0, 1, 2, 3, 4, 5):
         for step in range(3):
             history.add(keys[prompt], np.full(300, step, np.int32))
             assert history.num_bytes <= 12_000
     kept = [[tokens[0] for tokens in texts(history, key)] for key in keys]
-    assert kept == [[], [], [], [1, 2], [0, 1, 2], [0, 1, 2]]
+    assert kept == [[2], [2], [2], [2], [2], [1, 2]]
     history.add(b"huge" * 4, np.zeros(9000, np.int32))
-    assert (len(history), history.num_bytes) == (0, 0)
+    assert texts(history, b"huge" * 4) == [] and history.num_bytes <= 12_000
+
+
+def test_prompts_that_come_in_turn_keep_one_response_each():
+    keys = [bytes([prompt]) * 16 for prompt in range(6)]
+    history = History(8, 12_000)
+    for step in range(5):
+        for key in keys:
+            assert len(texts(history, key)) >= min(step, 1)
+            for _ in range(3):
+                history.add(key, np.full(300, step, np.int32))
 
 
 def test_no_response_drops_more_than_it_takes_the_place_of():
