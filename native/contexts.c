@@ -55,11 +55,6 @@ void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, 
     }
 }
 
-/* Without a branch: those of learning could not be foreseen. */
-static uint32_t choose(bool condition, uint32_t one, uint32_t other) {
-    return other ^ ((one ^ other) & (0U - (uint32_t)condition));
-}
-
 /* The slots' ranks: the number of the way, plus RS_CONTEXT_WAYS times the confidence + 1 if it is not the tag's. The
  * least is the context's slot, or the one to give to it: a free one, or else the least confident. */
 static uint32_t least_rank(const rs_context_bucket *bucket, uint32_t tag) {
@@ -71,18 +66,23 @@ static uint32_t least_rank(const rs_context_bucket *bucket, uint32_t tag) {
         (((tags & RS_MAX_CONFIDENCE) * RS_CONTEXT_WAYS + RS_CONTEXT_WAYS) & others) | ways);
 }
 
-/* A successor that comes again is believed more, one that does not half as much, and gives way in the end. */
-static void learn_in(rs_contexts *contexts, uint32_t tag, int32_t token) {
-    rs_context_bucket *bucket = rs_context_bucket_of(contexts, tag);
+/* A successor that comes again is believed more, one that does not half as much, and gives way in the end: the
+ * confidence after a lesson by the one before, 0 for a new context. */
+static const uint8_t LEARNED[2][RS_MAX_CONFIDENCE + 1] = {
+    {1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7},           /* from another token */
+    {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 15},    /* from the same one */
+};
+
+/* Whether it has taken a free slot. Without a branch: those of learning could not be foreseen. */
+static bool learn_in(rs_context_bucket *bucket, uint32_t tag, int32_t token) {
     uint32_t rank = least_rank(bucket, tag);
     uint32_t way = rank % RS_CONTEXT_WAYS;
     uint32_t old = bucket->tags[way];
-    contexts->num_used += old == 0;
-    uint32_t confidence = choose(rank < RS_CONTEXT_WAYS, old & RS_MAX_CONFIDENCE, 0);
-    uint32_t grown = confidence + (confidence < RS_MAX_CONFIDENCE);
-    uint32_t shrunk = confidence / 2 | (confidence < 2);
-    bucket->tags[way] = tag | choose(bucket->tokens[way] == token, grown, shrunk);
-    bucket->tokens[way] = (int32_t)choose(confidence > 1, (uint32_t)bucket->tokens[way], (uint32_t)token);
+    int32_t successor = bucket->tokens[way];
+    uint32_t confidence = old & RS_MAX_CONFIDENCE & (0U - (uint32_t)(rank < RS_CONTEXT_WAYS));
+    bucket->tags[way] = tag | LEARNED[successor == token][confidence];
+    bucket->tokens[way] = confidence > 1 ? successor : token;
+    return old == 0;
 }
 
 static void double_capacity(rs_contexts *contexts, rs_memory *memory) {
@@ -122,11 +122,14 @@ static void grow(rs_contexts *contexts, rs_memory *memory) {
 }
 
 void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const rs_lesson *lesson) {
+    const rs_contexts fixed = *contexts; /* a copy that no write to a bucket can change */
+    uint32_t num_taken = 0;
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
         if (lesson->tags[i] != 0) {
-            learn_in(contexts, lesson->tags[i], lesson->token);
+            num_taken += learn_in(rs_context_bucket_of(&fixed, lesson->tags[i]), lesson->tags[i], lesson->token);
         }
     }
+    contexts->num_used += num_taken;
     grow(contexts, memory);
 }
 

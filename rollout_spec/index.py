@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from mmap import mmap
 from pathlib import Path
 from types import TracebackType
@@ -470,8 +469,13 @@ class SuffixIndex:
         """
         index, batch = self._open_index(), self._batch
         # What is the same array as in the step before needs no look: engines' batches change seldom.
-        if self._vectors is None or any(
-            map(operator.is_not, self._vectors, (sequences, rows, levels, max_draft_tokens))
+        last = self._vectors
+        if not (
+            last is not None
+            and last[0] is sequences
+            and last[1] is rows
+            and last[2] is levels
+            and last[3] is max_draft_tokens
         ):
             self._set_vectors(sequences, rows, levels, max_draft_tokens)
         if token_ids is not self._matrix:
