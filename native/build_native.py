@@ -14,6 +14,7 @@ from cffi import FFI
 
 HEADER = Path("native/rollout_spec_native.h")
 SOURCES = (
+    "pages",
     "memory",
     "transitions",
     "automaton",

@@ -1,23 +1,24 @@
 #include "memory.h"
 
 #include <stdbool.h>
-#include <stdlib.h>
 
-enum { LARGE_BYTES = 1 << 18, PIECE_BYTES = 1 << 21 };
+#include "pages.h"
+
+enum { LARGE_BYTES = 1 << 18, PIECE_BYTES = RS_HUGE_PAGE_BYTES };
 
 #ifdef RS_TEST
 static int64_t allocations_until_failure;
 
 void rs_test_fail_allocation(int64_t nth) { allocations_until_failure = nth; }
 
-static void *resize_block(void *pointer, size_t num_bytes) {
+static void *resize_bytes(void *pointer, uint64_t old_bytes, uint64_t new_bytes) {
     if (allocations_until_failure > 0 && --allocations_until_failure == 0) {
         return NULL;
     }
-    return realloc(pointer, num_bytes);
+    return rs_bytes_resize(pointer, old_bytes, new_bytes);
 }
 #else
-#define resize_block realloc
+#define resize_bytes rs_bytes_resize
 #endif
 
 /* At the beginning of the array that it is about. */
@@ -43,18 +44,16 @@ void rs_discard(rs_memory *memory, void **pointer, uint32_t *capacity, size_t el
 static uint64_t release_piece(rs_memory *memory) {
     rs_discarded *block = memory->discarded;
     const rs_discarded old = *block;
-    rs_discarded *shrunk = NULL;
-    if (old.num_bytes > PIECE_BYTES) {
-        shrunk = realloc(block, (size_t)(old.num_bytes - PIECE_BYTES));
-    }
-    if (shrunk == NULL) { /* it is small enough, or the allocator refuses */
-        free(block);
+    const uint64_t kept = (old.num_bytes - 1) / PIECE_BYTES * PIECE_BYTES;
+    rs_discarded *shrunk = kept > 0 ? rs_bytes_resize(block, old.num_bytes, kept) : NULL;
+    if (shrunk == NULL) { /* it is small enough, or the system refuses */
+        rs_bytes_free(block, old.num_bytes);
         memory->discarded = old.next;
         return old.num_bytes;
     }
-    shrunk->num_bytes -= PIECE_BYTES;
+    shrunk->num_bytes = kept;
     memory->discarded = shrunk;
-    return PIECE_BYTES;
+    return old.num_bytes - kept;
 }
 
 void rs_release(rs_memory *memory, uint64_t num_bytes) {
@@ -87,7 +86,7 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
                     size_t element_size) {
     uint64_t old_bytes = (uint64_t)*capacity * element_size;
     if (new_size == 0) {
-        free(*pointer);
+        rs_bytes_free(*pointer, old_bytes);
         *pointer = NULL;
         *capacity = 0;
         memory->num_bytes -= old_bytes;
@@ -100,7 +99,7 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
     if (new_bytes > old_bytes && !has_room(memory, new_bytes - old_bytes)) {
         return RS_EBUDGET;
     }
-    void *moved = resize_block(*pointer, (size_t)new_bytes);
+    void *moved = resize_bytes(*pointer, old_bytes, new_bytes);
     if (moved == NULL) {
         return new_bytes > old_bytes ? RS_ENOMEM : RS_OK;
     }
@@ -118,5 +117,9 @@ rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint
     /* The slack is part of the bytes per token; large arrays move by remapping, not copying. */
     bool large = (uint64_t)*capacity * element_size > LARGE_BYTES;
     uint64_t grown = *capacity + (uint64_t)*capacity / (large ? 16 : 4) + 8;
-    return rs_resize(memory, pointer, capacity, grown > needed ? grown : needed, element_size);
+    grown = grown > needed ? grown : needed;
+    if (grown > UINT32_MAX) {
+        return RS_ENOMEM;
+    }
+    return rs_resize(memory, pointer, capacity, rs_bytes_taken(grown * element_size) / element_size, element_size);
 }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "fingerprint.h"
+#include "pages.h"
 
 #define CHECK(condition)                                                                   \
     do {                                                                                   \
@@ -550,13 +551,40 @@ static void test_large_arrays(void) {
     CHECK(text == NULL && capacity == 0);
     CHECK(memory.num_bytes == 5 * MIB + 1 && rs_num_discarded(&memory) == memory.num_bytes);
     rs_release(&memory, 2);
-    CHECK(memory.num_bytes == 3 * MIB + 1);
+    CHECK(memory.num_bytes == 4 * MIB);
     CHECK(rs_resize(&memory, &text, &capacity, 6 * MIB, 1) == RS_OK); /* for which there is room now */
-    CHECK(memory.num_bytes == 7 * MIB + 1 && rs_num_discarded(&memory) == MIB + 1);
+    CHECK(memory.num_bytes == 8 * MIB && rs_num_discarded(&memory) == 2 * MIB);
     rs_discard(&memory, &text, &capacity, 1);
     CHECK(rs_resize(&memory, &text, &capacity, 9 * MIB, 1) == RS_EBUDGET && text == NULL);
     rs_release(&memory, UINT64_MAX);
     CHECK(memory.num_bytes == 0 && memory.discarded == NULL);
+}
+
+/* From a huge page on, an array is made of whole ones, wherever it has to move for it. */
+static void test_huge_pages(void) {
+#ifdef __linux__
+    enum { ELEMENT_SIZE = 24 };
+    rs_memory memory = {.num_bytes = 0};
+    void *arrays[2] = {NULL, NULL}; /* in each other's way */
+    uint32_t capacities[2] = {0, 0};
+    for (uint64_t needed = 1; needed < 1 << 19; needed += needed / 3 + 1) {
+        for (int i = 0; i < 2; i++) {
+            CHECK(rs_reserve(&memory, arrays + i, capacities + i, needed, ELEMENT_SIZE) == RS_OK);
+            uint64_t num_bytes = (uint64_t)capacities[i] * ELEMENT_SIZE;
+            CHECK(capacities[i] >= needed && num_bytes <= needed * ELEMENT_SIZE * 4 / 3 + 300 + RS_HUGE_PAGE_BYTES);
+            if (num_bytes >= RS_HUGE_PAGE_BYTES) {
+                CHECK((uintptr_t)arrays[i] % RS_HUGE_PAGE_BYTES == 0);
+                CHECK(rs_bytes_taken(num_bytes) - num_bytes < ELEMENT_SIZE);
+            }
+            memset(arrays[i], i + 1, num_bytes);
+        }
+        CHECK(*(char *)arrays[0] == 1 && *(char *)arrays[1] == 2);
+    }
+    for (int i = 0; i < 2; i++) {
+        CHECK(rs_resize(&memory, arrays + i, capacities + i, 0, ELEMENT_SIZE) == RS_OK);
+    }
+    CHECK(memory.num_bytes == 0);
+#endif
 }
 
 /* A state with more transitions than a list holds: found, in order, taken back, split. */
@@ -854,6 +882,7 @@ int main(void) {
     test_hear();
     test_budget();
     test_large_arrays();
+    test_huge_pages();
     test_many_branches();
     test_wide_blocks();
     test_max_branches();
