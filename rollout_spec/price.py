@@ -25,6 +25,7 @@ from rollout_spec.index import (
     index_options,
 )
 from rollout_spec.reference import BYTES_SHARE, Followed, Reference, Setting
+from rollout_spec.suffix_policy import TwoTreeIndex
 
 # As vLLM has it by default, and one that drafts nearly all it can; with history that may be spent whole. The
 # first decides, and the second where it leaves less, down to LEAST_SHARE of the first.
@@ -241,4 +242,6 @@ def make_index(config: SpecConfig) -> SuffixIndex:
     Raises:
         ConfigError: the corpus cannot be used; OutOfMemory, BudgetExceeded.
     """
+    if config.mode == "suffix_policy" and config.group_sharing:
+        return TwoTreeIndex(config)
     return PricedIndex(config) if config.has_own_price else SuffixIndex(**index_options(config))

@@ -137,8 +137,8 @@ def share_of_equals(pairs):
 
 
 def test_mode_suffix_policy_drafts_the_same(lines):
-    """One text: but where followers are equally frequent. With siblings also where one automaton of all
-    text says something else than the better of two trees, own text and all responses."""
+    """One text: but where followers are equally frequent. With siblings also where the prompt, which is in
+    our shared tree, says something else."""
     own: list = []
     together: list = []
     for line in lines:
@@ -149,7 +149,7 @@ def test_mode_suffix_policy_drafts_the_same(lines):
             )
     assert len(own) > 2000 and len(together) > 1500
     assert share_of_equals(own) > 0.98
-    assert share_of_equals(together) > 0.8
+    assert share_of_equals(together) > 0.9
 
 
 def test_counts_are_those_of_mode_suffix_policy(lines):
