@@ -117,9 +117,12 @@ rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint
     /* The slack is part of the bytes per token; large arrays move by remapping, not copying. */
     bool large = (uint64_t)*capacity * element_size > LARGE_BYTES;
     uint64_t grown = *capacity + (uint64_t)*capacity / (large ? 16 : 4) + 8;
-    grown = grown > needed ? grown : needed;
-    if (grown > UINT32_MAX) {
+    if (needed > UINT32_MAX) {
         return RS_ENOMEM;
     }
-    return rs_resize(memory, pointer, capacity, rs_bytes_taken(grown * element_size) / element_size, element_size);
+    /* As many whole huge pages as that is, but at least what is needed takes. */
+    uint64_t least = rs_bytes_taken(needed * element_size);
+    uint64_t most = grown * element_size;
+    most -= most < RS_HUGE_PAGE_BYTES ? 0 : most % RS_HUGE_PAGE_BYTES;
+    return rs_resize(memory, pointer, capacity, (most > least ? most : least) / element_size, element_size);
 }

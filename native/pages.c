@@ -37,12 +37,9 @@ static void *remap(void *bytes, size_t old_bytes, size_t new_bytes) {
     if (place == NULL) {
         return NULL;
     }
+    /* Where this fails, the place may already be free, and another thread's: it is left alone. */
     void *moved = mremap(bytes, old_bytes, new_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, place);
-    if (moved == MAP_FAILED) {
-        unmap(place, new_bytes);
-        return NULL;
-    }
-    return moved;
+    return moved == MAP_FAILED ? NULL : moved;
 }
 #else
 static bool is_mapped(uint64_t num_bytes) { return (void)num_bytes, false; }

@@ -220,6 +220,7 @@ class Drafter:
         return [tokens[end : (end := end + number)] for number in numbers]
 
     def _ended_step(self, request_ids: Sequence[str], nums_new_tokens: _Int32, levels: _Int32) -> Step:
+        assert len(levels) >= len(request_ids)
         has_no_new_rows = self._map_rows(request_ids)
         num_rows = int(np.count_nonzero(nums_new_tokens))
         if not self._gate.weighs_costs:
@@ -355,7 +356,7 @@ class Drafter:
         # A full index does without history rather than without what is said now.
         num_tokens = sum(len(response.tokens) for response in responses) + self._backlog.num_tokens
         num_bytes = self._index.stats().num_bytes + num_tokens * _BYTES_PER_TOKEN
-        if responses and num_bytes <= _HISTORY_SHARE * (self.config.max_index_mb << 20):
+        if responses and num_bytes <= _HISTORY_SHARE * self._index.max_bytes:
             self._backlog.add(handle, num_prompt_tokens, responses)
 
     def _index_history(self, num_rows: int) -> None:

@@ -77,7 +77,7 @@ class Responses:
 
     def add(self, prompt_key: bytes, response: Int32Array, policy_age: int = 0) -> None:
         """Keep a response (int32 [n]) as the latest of its prompt."""
-        if len(response) == 0:
+        if len(response) == 0 or response.nbytes + 2 * _OVERHEAD_BYTES > self._max_bytes:
             return
         if prompt_key not in self._responses:
             self._responses[prompt_key] = deque()

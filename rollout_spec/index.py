@@ -56,7 +56,10 @@ class BudgetExceeded(NativeError, MemoryError):  # noqa: N818
 
 
 class StepResult(NamedTuple):
-    """Views into the index's buffers, valid until its next step. n rows, K = num_speculative_tokens."""
+    """Views into the index's buffers, valid until its next step or `replay`.
+
+    n rows, K = num_speculative_tokens.
+    """
 
     draft_tokens: Int32Array
     """[n, K]; row i holds num_draft_tokens[i] draft tokens, the rest is unspecified."""
@@ -382,6 +385,7 @@ class SuffixIndex:
         self._index = ffi.gc(made[0], lib.rs_index_free)
         self._num_speculative_tokens = int(num_speculative_tokens)
         self._min_token_prob = 0.0 if mode == "earliest" else float(min_token_prob)
+        self.max_bytes = max_bytes  # 0: no budget
         self._make_buffers(64)
 
     @property
@@ -619,6 +623,7 @@ class SuffixIndex:
         self._batch.num_draft_tokens = ffi.from_buffer("int32_t[]", self._num_draft_tokens)
         self._batch.match_lens = ffi.from_buffer("int32_t[]", self._match_lens)
         self._leading = ffi.new("int32_t[]", num_rows * self._num_speculative_tokens)
+        self._batch.num_rows = 0
         self._set_result(0)
         self._vectors = None
 

@@ -2,8 +2,9 @@
 
 One price is not one number of draft tokens: text that is easy to foresee gets long drafts at any price. So a
 few groups are followed: what the target says for them is decoded a second time, with SuffixDecoding's own
-drafts (mode suffix_policy) and at the pace that these give each row. The draft tokens that this takes per
-step are the budget; the price follows what the followed groups themselves have spent over it.
+drafts (mode suffix_policy in the group's automaton alone) and at the pace that these give each row. The draft
+tokens that this takes per step are the budget; the price follows what the followed groups themselves have
+spent over it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
 from rollout_spec.config import SpecConfig
@@ -16,7 +18,8 @@ from rollout_spec.index import (
     index_options,
 )
 
-_NONE = -1  # in place of an id
+# In place of an id: no tree yet, and none until the sequence is closed, since there is no room.
+_NONE, _REFUSED = -1, -2
 
 
 class TwoTreeIndex(SuffixIndex):
@@ -24,7 +27,8 @@ class TwoTreeIndex(SuffixIndex):
 
     What a draft promises is the sum of its survivals, SuffixDecoding's score (arXiv 2411.04975); on a tie the
     own text decides, as in ArcticInference. Half the byte budget is for each. A sequence gets a tree of its
-    own when it may draft: earlier responses have none.
+    own when it may draft: earlier responses have none, and where there is no room a sequence goes without.
+    The corpus is the shared tree's.
 
     Args:
         config: the options of `rollout.spec`.
@@ -37,7 +41,7 @@ class TwoTreeIndex(SuffixIndex):
         options = index_options(config)
         options["max_bytes"] //= 2
         super().__init__(**options)
-        self._own = SuffixIndex(**options)
+        self._own = SuffixIndex(**options | {"corpus": None})
         self._forget_own()
         self._places = np.arange(config.num_speculative_tokens)  # of a draft
 
@@ -71,11 +75,7 @@ class TwoTreeIndex(SuffixIndex):
     def close_sequence(self, sequence: int) -> None:
         super().close_sequence(sequence)
         del self._starts[sequence]
-        own_group = self._own_groups.pop(sequence, None)
-        if own_group is not None:
-            self._own.close_sequence(int(self._own_sequences[sequence]))
-            self._own.close_group(own_group)
-            self._own_sequences[sequence] = _NONE
+        self._fell(sequence, _NONE)
 
     def step(
         self,
@@ -86,43 +86,50 @@ class TwoTreeIndex(SuffixIndex):
         max_draft_tokens: Int32Array,
         min_token_prob: float = 0.0,
     ) -> StepResult:
-        """As of SuffixIndex; what of the group's text was indexed stays where its own does not fit."""
         shared = super().step(sequences, token_ids, rows, levels, max_draft_tokens, min_token_prob)
-        entries = np.flatnonzero((self._own_sequences[sequences] != _NONE) | (max_draft_tokens > 0))
-        if not len(entries):
-            return shared
-        try:
-            for sequence in sequences[entries].tolist():
-                self._grow_own(sequence)
-            own = self._own.step(
-                self._own_sequences[sequences[entries]],
-                token_ids,
-                rows[entries],
-                levels[entries],
-                max_draft_tokens[entries],
-                min_token_prob,
-            )
-        except (BudgetExceeded, OutOfMemory) as error:
-            error.row = int(entries[error.row]) if error.row >= 0 else error.row
-            raise
-        better = self._promise(own) >= self._promise(shared)[entries]
+        for sequence in sequences[max_draft_tokens > 0].tolist():
+            self._plant(sequence)
+        while True:
+            entries = np.flatnonzero(self._own_sequences[sequences] >= 0)
+            if not len(entries):
+                return shared
+            try:
+                own = self._own.step(
+                    self._own_sequences[sequences[entries]],
+                    token_ids,
+                    rows[entries],
+                    levels[entries],
+                    max_draft_tokens[entries],
+                    min_token_prob,
+                )
+                break
+            except (BudgetExceeded, OutOfMemory) as error:
+                too_much = entries if error.row < 0 else entries[error.row : error.row + 1]
+                for sequence in sequences[too_much].tolist():
+                    self._fell(sequence, _REFUSED)
+        better = (own.num_draft_tokens > 0) & (self._promise(own) >= self._promise(shared)[entries])
         for theirs, its in zip(shared, own, strict=True):
             theirs[entries[better]] = its[better]
         return shared
 
-    def _grow_own(self, sequence: int) -> None:
-        """Plant a tree of its own for a sequence that has none."""
-        if sequence in self._own_groups:
+    def _plant(self, sequence: int) -> None:
+        """A tree of its own for a sequence that has none, if there is room."""
+        if self._own_sequences[sequence] != _NONE:
             return
         group, after_prompt = self._starts[sequence]
         prompt = self._prompts[group] if after_prompt else np.empty(0, np.int32)
-        own_group = self._own.open_group(prompt)
-        try:
+        self._own_sequences[sequence] = _REFUSED
+        with contextlib.suppress(BudgetExceeded, OutOfMemory):
+            self._own_groups[sequence] = own_group = self._own.open_group(prompt)
             self._own_sequences[sequence] = self._own.open_sequence(own_group, after_prompt=after_prompt)
-        except (BudgetExceeded, OutOfMemory):
-            self._own.close_group(own_group)
-            raise
-        self._own_groups[sequence] = own_group
+
+    def _fell(self, sequence: int, instead: int) -> None:
+        """Fell a sequence's own tree, if it has one."""
+        if self._own_sequences[sequence] >= 0:
+            self._own.close_sequence(int(self._own_sequences[sequence]))
+        if sequence in self._own_groups:
+            self._own.close_group(self._own_groups.pop(sequence))
+        self._own_sequences[sequence] = instead
 
     def _promise(self, result: StepResult) -> np.ndarray:
         """How many tokens of each draft are expected to be accepted, float32 [n]."""
