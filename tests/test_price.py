@@ -16,7 +16,7 @@ from rollout_spec import price as module
 from rollout_spec import reference as reference_module
 from rollout_spec.config import MIN_TOKEN_PROB, SpecConfig
 from rollout_spec.drafter import Drafter
-from rollout_spec.index import Heard, InvalidArgument, Replayed, SuffixIndex
+from rollout_spec.index import Heard, InvalidArgument, Replayed, SuffixIndex, index_options
 from rollout_spec.price import (
     LEAST_PRICE,
     LEAST_SHARE,
@@ -33,7 +33,7 @@ K = 8
 
 
 def policy(max_spec_factor=1.0, k=K):
-    """SuffixDecoding's, as a drafter of its own."""
+    """SuffixDecoding's, as `decoded` takes it: in the group's automaton alone."""
     return SpecConfig(
         mode="suffix_policy",
         max_spec_factor=max_spec_factor,
@@ -48,11 +48,14 @@ def rollout(texts, prompt=(1, 2)):
     )
 
 
-def decoded(line, config):
-    """What a plain replay of one line counts."""
+def decoded(lines, config):
+    """What a plain replay of lines counts, without trees of their own for the responses."""
     result = ReplayResult()
     with contextlib.closing(IndexProposer(config)) as proposer:
-        replay_line(proposer, line, [], config.num_speculative_tokens, result)
+        proposer.index.close()
+        proposer.index = SuffixIndex(**index_options(config))
+        for line in lines:
+            replay_line(proposer, line, [], config.num_speculative_tokens, result)
     return result
 
 
@@ -76,7 +79,7 @@ def follow(trace, config, num_lines=None):
 def test_known_texts_are_decoded_as_in_a_replay(texts, known, k, factor, max_steps):
     """However they become known: all at once, or a few tokens of each at a time."""
     line, config = rollout(texts), policy(factor, k)
-    expected = decoded(line, config)
+    expected = decoded([line], config)
     ends = np.array([2 + len(text) for text in line.responses], np.int32)
     token_ids = np.zeros((len(ends), int(ends.max())), np.int32)
     for row, text in zip(token_ids, line.responses, strict=True):
@@ -192,7 +195,7 @@ def test_the_references_spend_what_they_would_alone(monkeypatch):
     for reference, setting in zip(price._references, SETTINGS, strict=True):
         assert reference.ours.num_row_steps == pytest.approx(ours.num_steps, rel=0.08)
         assert reference.ours.num_draft_tokens == pytest.approx(ours.num_draft_tokens, rel=0.08)
-        alone = replay(trace, policy(setting.max_spec_factor))
+        alone = decoded(trace, policy(setting.max_spec_factor))
         spent = reference.spent
         # The last tokens of a line are never indexed, nor are all steps taken when it ends.
         assert spent.num_row_steps == pytest.approx(alone.num_steps, rel=0.08)
@@ -207,7 +210,7 @@ def test_no_more_is_spent_than_suffix_decoding_would(alphabet):
     rng = np.random.default_rng(alphabet)
     lines = [rollout([speak(rng, 400, alphabet=alphabet) for _ in range(4)]) for _ in range(24)]
     price, ours = follow(lines, SpecConfig(num_speculative_tokens=K))
-    spent = [replay(lines, policy(setting.max_spec_factor)).draft_tokens_per_step for setting in SETTINGS]
+    spent = [decoded(lines, policy(setting.max_spec_factor)).draft_tokens_per_step for setting in SETTINGS]
     budget = min(number * setting.share for number, setting in zip(spent, SETTINGS, strict=True))
     fixed = replay(lines, SpecConfig(num_speculative_tokens=K, min_token_prob=MIN_TOKEN_PROB))
     assert LEAST_PRICE < price.value < 1.0

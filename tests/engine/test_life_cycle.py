@@ -58,7 +58,7 @@ def assert_same_as_plain(
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [1, 3, 8])
-@pytest.mark.parametrize("mode", ["earliest", "frequent"])
+@pytest.mark.parametrize("mode", ["earliest", "frequent", "suffix_policy"])
 def test_greedy_equals_plain(make_engine: Any, mode: str, num_speculative_tokens: int) -> None:
     spec = {"mode": mode, "num_speculative_tokens": num_speculative_tokens}
     llm = assert_same_as_plain(make_engine, {}, spec)
