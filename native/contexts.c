@@ -33,9 +33,14 @@ static uint32_t tag_of(uint64_t hash, uint64_t salt) {
     return tag == 0 ? RS_MAX_CONFIDENCE + 1 : tag;
 }
 
+/* In words as they are read: what reads across two that were just written waits for both. */
 void rs_recent_push(rs_recent *recent, int32_t token) {
-    memmove(recent->tokens + 1, recent->tokens, sizeof recent->tokens - sizeof *recent->tokens);
-    recent->tokens[0] = token;
+    uint64_t pushed = (uint32_t)token;
+    for (int i = 0; i < RS_LONGEST_CONTEXT / 2; i++) {
+        uint64_t pair = recent->pairs[i];
+        recent->pairs[i] = pair << 32 | pushed;
+        pushed = pair >> 32;
+    }
     recent->num += recent->num < RS_LONGEST_CONTEXT;
 }
 
@@ -44,7 +49,8 @@ void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, 
     enum { NUM_SHARED = 4 };
     uint64_t hashes[RS_LONGEST_CONTEXT + 1] = {0}; /* of the last so many tokens */
     for (int length = 1; length <= RS_LONGEST_CONTEXT; length++) {
-        hashes[length] = mix(hashes[length - 1], (uint64_t)(uint32_t)recent->tokens[length - 1]);
+        uint64_t pair = recent->pairs[(length - 1) / 2];
+        hashes[length] = mix(hashes[length - 1], length % 2 == 0 ? pair >> 32 : (uint32_t)pair);
     }
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
         uint64_t length = (uint64_t)lengths[i];
@@ -95,42 +101,64 @@ static void double_capacity(rs_contexts *contexts, rs_memory *memory) {
     }
 }
 
-/* Take one bucket more into use and move to it what belongs there. */
+/* Take one bucket more into use and move to it what belongs there. Without a branch, since half of all slots do; those
+ * that are free come last and stay. */
 static void split_bucket(rs_contexts *contexts) {
-    rs_context_bucket *added = contexts->buckets + contexts->num_buckets;
-    rs_context_bucket *parent = added - contexts->capacity / 2;
+    const uint32_t half = contexts->capacity / 2;
+    rs_context_bucket *parent = contexts->buckets + contexts->num_buckets - half; /* its new one is `half` behind it */
     const rs_context_bucket kept = *parent;
     memset(parent, 0, sizeof *parent);
-    memset(added, 0, sizeof *added);
-    contexts->num_buckets++;
-    for (int way = 0; way < RS_CONTEXT_WAYS && kept.tags[way] != 0; way++) {
-        rs_context_bucket *bucket = rs_context_bucket_of(contexts, kept.tags[way]);
-        int free_way = rs_context_find(bucket, 0); /* there is room for all in each */
-        bucket->tags[free_way] = kept.tags[way];
-        bucket->tokens[free_way] = kept.tokens[way];
+    memset(parent + half, 0, sizeof *parent);
+    uint32_t num_moved = 0;
+    for (uint32_t way = 0; way < RS_CONTEXT_WAYS; way++) {
+        uint32_t moves = kept.tags[way] / (RS_MAX_CONFIDENCE + 1) & half; /* so far: 0 or half */
+        uint32_t num_before = moves == 0 ? way - num_moved : num_moved;
+        parent[moves].tags[num_before] = kept.tags[way];
+        parent[moves].tokens[num_before] = kept.tokens[way];
+        num_moved += moves != 0;
     }
+    contexts->num_buckets++;
 }
 
-static void grow(rs_contexts *contexts, rs_memory *memory) {
-    for (int i = 0; i < SPLITS_PER_LESSON && contexts->num_buckets < contexts->capacity; i++) {
+static bool wants_more(const rs_contexts *contexts) {
+    uint64_t num_slots = (uint64_t)contexts->num_buckets * RS_CONTEXT_WAYS;
+    return contexts->num_buckets < contexts->capacity || contexts->num_used >= num_slots / 8 * 7;
+}
+
+/* Whether it could; then the buckets may be others than before. */
+static bool grow(rs_contexts *contexts, rs_memory *memory) {
+    const uint32_t num_buckets = contexts->num_buckets;
+    const uint32_t capacity = contexts->capacity;
+    for (int i = 0; i < SPLITS_PER_LESSON && contexts->num_buckets < capacity; i++) {
         split_bucket(contexts);
     }
-    uint64_t num_slots = (uint64_t)contexts->num_buckets * RS_CONTEXT_WAYS;
-    if (contexts->num_buckets == contexts->capacity && contexts->num_used >= num_slots / 8 * 7) {
+    if (contexts->num_buckets == capacity && wants_more(contexts)) {
         double_capacity(contexts, memory);
     }
+    return contexts->num_buckets > num_buckets || contexts->capacity > capacity;
 }
 
-void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const rs_lesson *lesson) {
-    const rs_contexts fixed = *contexts; /* a copy that no write to a bucket can change */
+/* The number of slots it has taken. */
+static uint32_t learn_lesson(const rs_lesson *lesson) {
     uint32_t num_taken = 0;
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
         if (lesson->tags[i] != 0) {
-            num_taken += learn_in(rs_context_bucket_of(&fixed, lesson->tags[i]), lesson->tags[i], lesson->token);
+            num_taken += learn_in(lesson->buckets[i], lesson->tags[i], lesson->token);
         }
     }
-    contexts->num_used += num_taken;
-    grow(contexts, memory);
+    return num_taken;
+}
+
+void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, rs_lessons *lessons) {
+    const rs_lesson *end = lessons->lessons + lessons->num;
+    for (rs_lesson *lesson = lessons->lessons; lesson < end; lesson++) {
+        contexts->num_used += learn_lesson(lesson);
+        bool others = wants_more(contexts) && grow(contexts, memory);
+        for (rs_lesson *later = lesson + 1; others && later < end; later++) {
+            rs_contexts_fetch(contexts, later->tags, later->buckets);
+        }
+    }
+    lessons->num = 0;
 }
 
 const char *rs_contexts_check(const rs_contexts *contexts) {

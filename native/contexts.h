@@ -17,7 +17,8 @@ enum {
     RS_LONGEST_CONTEXT = 6, /* tokens */
     RS_MAX_CONFIDENCE = 15,
     RS_CONTEXT_WAYS = 4, /* slots of a bucket */
-    RS_MAX_CONTEXT_BUCKETS = 1 << 20
+    RS_MAX_CONTEXT_BUCKETS = 1 << 20,
+    RS_MAX_LESSONS = 8 /* at a time */
 };
 
 /* The slots in which a context may be. Of a tag the upper 28 bits identify the context and are not 0, the lower 4 are
@@ -29,15 +30,22 @@ typedef struct {
 
 /* The end of a text. */
 typedef struct {
-    int32_t tokens[RS_LONGEST_CONTEXT]; /* the latest first */
+    uint64_t pairs[RS_LONGEST_CONTEXT / 2]; /* of tokens, the latest first and in the lower half */
     int32_t num;
 } rs_recent;
 
 /* A token to be learned, in its contexts; tag 0: the text is too short for this context. */
 typedef struct {
+    rs_context_bucket *buckets[RS_NUM_CONTEXTS];
     uint32_t tags[RS_NUM_CONTEXTS];
     int32_t token;
 } rs_lesson;
+
+/* Learned together, so that the buckets of all are on their way from memory at once. */
+typedef struct {
+    rs_lesson lessons[RS_MAX_LESSONS];
+    uint32_t num;
+} rs_lessons;
 
 /* When the capacity doubles, buckets are split off one by one, a few with every lesson (linear hashing, Litwin 1980),
  * so that no step waits for all of them. */
@@ -57,9 +65,9 @@ void rs_recent_push(rs_recent *recent, int32_t token);
  * own_salt does the same for the own contexts. */
 void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, uint32_t tags[RS_NUM_CONTEXTS]);
 
-/* Twice the buckets when most slots are used, at most an eighth of the byte budget; where there is no memory for
- * it, the table stays as it is. */
-void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const rs_lesson *lesson);
+/* Learn from all, after which there are none. Twice the buckets when most slots are used, at most an eighth of the byte
+ * budget; where there is no memory for it, the table stays as it is. */
+void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, rs_lessons *lessons);
 
 /* The bucket for this tag. */
 static inline rs_context_bucket *rs_context_bucket_of(const rs_contexts *contexts, uint32_t tag) {

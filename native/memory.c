@@ -115,7 +115,7 @@ rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint
         return RS_OK;
     }
     /* The slack is part of the bytes per token; large arrays move by remapping, not copying. */
-    bool large = (uint64_t)*capacity * element_size > LARGE_BYTES;
+    bool large = (uint64_t)*capacity * element_size >= RS_HUGE_PAGE_BYTES;
     uint64_t grown = *capacity + (uint64_t)*capacity / (large ? 16 : 4) + 8;
     if (needed > UINT32_MAX) {
         return RS_ENOMEM;

@@ -5,7 +5,6 @@
 
 enum {
     WALKS_AT_A_TIME = 16,
-    NUM_WAITING_LESSONS = 8,
     KEPT_EXTENSIONS = 1 << 12 /* of a step's undo log; a longer one is freed after the step */
 };
 
@@ -166,34 +165,19 @@ static void calibrate(rs_index *index, int32_t id, const int32_t *new_tokens, in
     }
 }
 
-/* Learns a few tokens late, so that their buckets have arrived from memory by then. */
-typedef struct {
-    rs_lesson lessons[NUM_WAITING_LESSONS];
-    uint32_t num;
-} rs_lesson_queue;
-
-static void learn(rs_index *index, rs_sequence *sequence, int32_t token, rs_lesson_queue *queue) {
-    rs_lesson *lesson = queue->lessons + queue->num % NUM_WAITING_LESSONS;
-    if (queue->num >= NUM_WAITING_LESSONS) {
-        rs_contexts_learn(&index->contexts, &index->memory, lesson);
-    }
+static void learn(rs_index *index, rs_sequence *sequence, int32_t token, rs_lessons *lessons) {
+    rs_lesson *lesson = lessons->lessons + lessons->num++;
     rs_context_tags(&sequence->recent, rs_salt(index, sequence), rs_own_salt(sequence), lesson->tags);
-    rs_context_bucket *buckets[RS_NUM_CONTEXTS];
-    rs_contexts_fetch(&index->contexts, lesson->tags, buckets); /* until then some may be split */
+    rs_contexts_fetch(&index->contexts, lesson->tags, lesson->buckets);
     lesson->token = token;
-    queue->num++;
     rs_recent_push(&sequence->recent, token);
-}
-
-static void learn_rest(rs_index *index, const rs_lesson_queue *queue) {
-    uint32_t first = queue->num > NUM_WAITING_LESSONS ? queue->num - NUM_WAITING_LESSONS : 0;
-    for (uint32_t i = first; i < queue->num; i++) {
-        rs_contexts_learn(&index->contexts, &index->memory, queue->lessons + i % NUM_WAITING_LESSONS);
+    if (lessons->num == RS_MAX_LESSONS) {
+        rs_contexts_learn(&index->contexts, &index->memory, lessons);
     }
 }
 
 /* Mode sam: learn from the new tokens of entry i. */
-static void learn_row(rs_index *index, const rs_batch *batch, int32_t i, rs_lesson_queue *queue) {
+static void learn_row(rs_index *index, const rs_batch *batch, int32_t i, rs_lessons *lessons) {
     int32_t id = batch->sequences[i];
     rs_sequence *sequence = index->sequences + id;
     const int32_t *tokens = rs_row_tokens(batch, i);
@@ -206,7 +190,7 @@ static void learn_row(rs_index *index, const rs_batch *batch, int32_t i, rs_less
         sequence->recent = sequence->start_level > 0 ? group->prompt_end : (rs_recent){.num = 0};
     }
     for (int32_t position = first_new(sequence, level); position < level; position++) {
-        learn(index, sequence, tokens[position], queue);
+        learn(index, sequence, tokens[position], lessons);
     }
 }
 
@@ -255,11 +239,11 @@ static void commit_row(rs_index *index, const rs_batch *batch, int32_t i, uint64
 
 static void commit_rows(rs_index *index, const rs_batch *batch) {
     const rs_extension *extensions = index->extensions;
-    rs_lesson_queue queue = {.num = 0};
+    rs_lessons lessons = {.num = 0};
     for (int32_t i = 0; i < batch->num_rows; i++) {
         uint64_t num_new = num_new_tokens(index, batch, i);
         if (index->options.mode == RS_MODE_SAM) {
-            learn_row(index, batch, i, &queue);
+            learn_row(index, batch, i, &lessons);
         }
         if (index->corpus.states != NULL) {
             follow_corpus(index, batch, i);
@@ -271,7 +255,7 @@ static void commit_rows(rs_index *index, const rs_batch *batch) {
         }
     }
     if (index->options.mode == RS_MODE_SAM) {
-        learn_rest(index, &queue);
+        rs_contexts_learn(&index->contexts, &index->memory, &lessons);
     }
 }
 
