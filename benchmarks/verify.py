@@ -4,7 +4,8 @@ side.
     python benchmarks/verify.py --output FILE
 
 Each is timed from the logits of a step, temperature applied, to its tokens, bonus tokens included; no top-k,
-no top-p. K = 0 is a plain step, one token a request, as while the gate is shut. The clock is the thread's
+no top-p. K = 0 is a plain step, one token a request, as while the gate is shut. Of small batches several steps take
+turns, so that drafts that hold to their ends are as common among them as elsewhere. The clock is the thread's
 processor time, on one thread, so that other work on the machine counts little; the five take turns.
 vllm-ascend's functions are taken from its source as they stand. vLLM's kernel for recovered tokens fails on
 the CPU for an argument it does not know; here it does not get it.
@@ -43,6 +44,7 @@ PUBLISHED = (
 VOCAB_SIZES = (32_000, 151_936)
 BATCH_SIZES = (1, 8, 64, 256)
 NUMS_SPECULATIVE_TOKENS = (0, 3, 8)
+NUM_REQUESTS = 40  # of all steps of a small batch together
 TARGETS = {"vllm-ascend / coupled": 10.0, "vllm / coupled": 1.0}
 # The columns behind the time of `coupled`.
 RATIOS = (
@@ -82,8 +84,8 @@ def use_cpu_kernels() -> None:
 class Step:
     """One step's logits and drafts; about half of the draft tokens are the target's best."""
 
-    def __init__(self, batch_size: int, k: int, vocab_size: int) -> None:
-        torch.manual_seed(0)
+    def __init__(self, batch_size: int, k: int, vocab_size: int, seed: int = 0) -> None:
+        torch.manual_seed(seed)
         num_tokens = batch_size * k
         self.logits = torch.randn(num_tokens, vocab_size).mul_(3)
         self.bonus_logits = torch.randn(batch_size, vocab_size).mul_(3)
@@ -129,8 +131,8 @@ class Step:
 class PlainStep:
     """One step without drafts: a token for every request."""
 
-    def __init__(self, batch_size: int, vocab_size: int) -> None:
-        torch.manual_seed(0)
+    def __init__(self, batch_size: int, vocab_size: int, seed: int = 0) -> None:
+        torch.manual_seed(seed)
         self.logits = torch.randn(batch_size, vocab_size).mul_(3)
         self.counts = [0] * batch_size
         self.keys, self.positions = np.arange(batch_size), np.full(batch_size, 100)
@@ -166,12 +168,15 @@ def same_tokens(published: types.SimpleNamespace) -> bool:
     return torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
-def times_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Each call's processor time, one after the other in each round, without a first third of the rounds."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+def times_ms(steps: list[dict[str, Callable[[], Any]]], repeats: int) -> dict[str, list[float]]:
+    """Each call's processor time, one after the other in each round, without a first third of the rounds.
+
+    The steps take turns round by round, so that what is accepted differs from round to round.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps[0]}
     start, num_rounds = time.perf_counter(), 0
-    while num_rounds < 1.5 * repeats or (time.perf_counter() - start < 2 and num_rounds < 100):
-        for name, call in calls.items():
+    while num_rounds < 1.5 * repeats or (time.perf_counter() - start < 2 and num_rounds < 120):
+        for name, call in steps[num_rounds % len(steps)].items():
             began = time.thread_time()
             call()
             times[name].append(1e3 * (time.thread_time() - began))
@@ -181,19 +186,23 @@ def times_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, lis
 
 def measure(published: types.SimpleNamespace, repeats: int, batch_sizes: list[int]) -> dict[str, Any]:
     for batch_size in (1, 2, 3):  # until torch.compile has seen that sizes vary
-        times_ms({"vllm": Step(batch_size, 2, 1000 + batch_size).vllm}, 1)
+        times_ms([{"vllm": Step(batch_size, 2, 1000 + batch_size).vllm}], 1)
     cells = []
     for vocab_size in VOCAB_SIZES:
         for batch_size in batch_sizes:
             for k in NUMS_SPECULATIVE_TOKENS:
-                step = Step(batch_size, k, vocab_size) if k else PlainStep(batch_size, vocab_size)
-                calls: dict[str, Callable[[], Any]] = {
-                    "coupled": step.coupled,
-                    "standard": step.standard,
-                    "vllm": step.vllm,
-                    "vllm-ascend": functools.partial(step.ascend, published),
-                    "read": step.read,
-                }
+                calls: list[dict[str, Callable[[], Any]]] = []
+                for seed in range(max(1, NUM_REQUESTS // batch_size)):
+                    step = Step(batch_size, k, vocab_size, seed) if k else PlainStep(batch_size, vocab_size, seed)
+                    calls.append(
+                        {
+                            "coupled": step.coupled,
+                            "standard": step.standard,
+                            "vllm": step.vllm,
+                            "vllm-ascend": functools.partial(step.ascend, published),
+                            "read": step.read,
+                        }
+                    )
                 times = times_ms(calls, repeats)
                 ratios = {
                     f"{name} / {other}": statistics.quantiles(

@@ -155,6 +155,7 @@ class KeyedStep:
         columns = np.stack([np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead, rows])
         self._keys, self._positions, self.requests = torch.from_numpy(columns).to(device)
         self._drawn: torch.Tensor | None = None
+        self._owed: torch.Tensor | None = None  # logits behind the drafts, of tokens still to be drawn
         self.num_draft_tokens, self.num_tokens = num_draft_tokens, len(drafting)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
@@ -162,8 +163,31 @@ class KeyedStep:
         return _keyed_race(logits, self._noise(logits.shape[-1])[: self.num_tokens])
 
     def sample_behind(self, logits: torch.Tensor) -> torch.Tensor:
-        """`keyed_sample` behind the drafts, int64 [batch_size]."""
-        return _keyed_race(logits, self._noise(logits.shape[-1])[self.num_tokens :])
+        """`keyed_sample` behind the drafts, int64 [batch_size].
+
+        In a step with drafts that is for `sample_owed` to do, once it is known which of them have held to
+        their ends, and what comes back is zeros: nobody needs a token behind one that is rejected. `logits`
+        are kept until then.
+        """
+        if not self.num_tokens:
+            return _keyed_race(logits, self._noise(logits.shape[-1]))
+        self._owed = logits
+        return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+
+    @property
+    def owes_tokens(self) -> bool:
+        """Whether `sample_behind` has left its tokens to `sample_owed`."""
+        return self._owed is not None
+
+    def sample_owed(self, requests: torch.Tensor) -> torch.Tensor:
+        """The tokens behind the drafts of these requests; both int64 [m]. After it no others can be drawn."""
+        assert self._owed is not None
+        logits, self._owed = self._owed, None
+        if not len(requests):
+            return requests
+        drawn = self._noise(logits.shape[-1])[self.num_tokens :]
+        chunks = requests.split(rows_at_a_time(logits.device, logits.shape[-1]))
+        return torch.cat([_keyed_race(logits[chunk], drawn[chunk]) for chunk in chunks])
 
     def _noise(self, vocab_size: int) -> torch.Tensor:
         if self._drawn is None:

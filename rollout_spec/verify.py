@@ -52,7 +52,8 @@ def coupled_sample(
         draft_token_ids: int [num_tokens].
         max_spec_len: the largest number of a request's draft tokens, or more.
         target_logits: float32 [num_tokens, vocab_size], temperature, top-k and top-p applied.
-        bonus_token_ids: int [batch_size, 1], drawn by `step.sample_behind`.
+        bonus_token_ids: int [batch_size, 1]. Where `step` owes them (`KeyedStep.sample_behind`) those of sampled
+            requests are drawn here, for drafts that have held to their ends.
         sampling_metadata: vLLM's; `temperature`, `all_greedy` and `all_random` are read.
 
     Returns:
@@ -60,6 +61,7 @@ def coupled_sample(
 
     Memory: as `keyed.keyed_sample`; never more than one temporary of the ragged logits' size.
     """
+    greedy = None
     if sampling_metadata.all_greedy:
         own = argmax(target_logits)
     else:
@@ -69,8 +71,13 @@ def coupled_sample(
             own = torch.where(greedy[step.requests[: step.num_tokens]], argmax(target_logits), own)
 
     rows = _padded_rows(step.num_draft_tokens, max_spec_len, target_logits.device)
-    tokens = torch.cat([own, bonus_token_ids.view(-1).long()])[rows]
     columns, num_accepted = _num_accepted(own == draft_token_ids, rows)
+    bonus = bonus_token_ids.view(-1).long()
+    if step.owes_tokens and not sampling_metadata.all_greedy:
+        has_held = rows.gather(-1, num_accepted).squeeze(-1) >= step.num_tokens
+        requests = (has_held if greedy is None else has_held & ~greedy).nonzero().squeeze(-1)
+        bonus = bonus.index_put((requests,), step.sample_owed(requests))
+    tokens = torch.cat([own, bonus])[rows]
     return torch.where(columns <= num_accepted, tokens, PLACEHOLDER_TOKEN_ID).int()
 
 

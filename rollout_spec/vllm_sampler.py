@@ -179,6 +179,7 @@ class RowSampling:
         if verifier is not None:
             _check_parameters(_MIN_TOKENS, sampler, verifier)
             verifier.register_forward_pre_hook(self._before_verification, with_kwargs=True)
+            verifier.register_forward_hook(_after_verification)
             sampler.register_forward_pre_hook(_before_bonus_token, with_kwargs=True)
             record(_MIN_TOKENS)
         if not self._coupled:
@@ -327,6 +328,16 @@ _TO_LOGITS: dict[str, Callable[[Any], torch.Tensor]] = {
     "target_logits_or_tuple": _whole,  # vllm-ascend 0.22
     "target_probs": torch.log,  # vllm-ascend 0.11
 }
+
+
+def _after_verification(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """See that a step's tokens behind the drafts are not the zeros that stood for them."""
+    rows = args[3].generators
+    if isinstance(rows, RowGenerators) and rows.step is not None and rows.step.owes_tokens:
+        raise RuntimeError(
+            f"rollout_spec: {type(module).__name__} has not called rejection_sample, which draws the tokens "
+            "behind the drafts; set rollout.spec.verify=standard and run `rollout-spec doctor`"
+        )
 
 
 def _before_bonus_token(
