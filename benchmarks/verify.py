@@ -4,9 +4,9 @@ side.
     python benchmarks/verify.py --output FILE
 
 Each is timed from the logits of a step, temperature applied, to its tokens, bonus tokens included; no top-k,
-no top-p. K = 0 is a plain step, one token a request, as while the gate is shut. Of small batches several steps take
-turns, so that drafts that hold to their ends are as common among them as elsewhere. The clock is the thread's
-processor time, on one thread, so that other work on the machine counts little; the five take turns.
+no top-p. K = 0 is a plain step, one token a request, as while the gate is shut. Of small batches several
+steps take turns, so that drafts that hold to their ends are as common as elsewhere. The clock is the
+thread's processor time, on one thread, so that other work on the machine counts little; the five take turns.
 vllm-ascend's functions are taken from its source as they stand. vLLM's kernel for recovered tokens fails on
 the CPU for an argument it does not know; here it does not get it.
 """
@@ -193,7 +193,11 @@ def measure(published: types.SimpleNamespace, repeats: int, batch_sizes: list[in
             for k in NUMS_SPECULATIVE_TOKENS:
                 calls: list[dict[str, Callable[[], Any]]] = []
                 for seed in range(max(1, NUM_REQUESTS // batch_size)):
-                    step = Step(batch_size, k, vocab_size, seed) if k else PlainStep(batch_size, vocab_size, seed)
+                    step = (
+                        Step(batch_size, k, vocab_size, seed)
+                        if k
+                        else PlainStep(batch_size, vocab_size, seed)
+                    )
                     calls.append(
                         {
                             "coupled": step.coupled,

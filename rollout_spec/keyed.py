@@ -39,7 +39,7 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     whichever is less, and at most 32 x (256 + vocab_size / 256) bytes a row, less than 0.2 of its logits
     with a vocabulary of 32,000 or more.
     """
-    return _keyed_race(logits, _drawn(keys, positions, logits.shape[-1]))
+    return _keyed_race(logits, _drawn(noise.row_seeds(keys, positions), logits.shape[-1]))
 
 
 def num_drawn(vocab_size: int) -> int:
@@ -47,9 +47,9 @@ def num_drawn(vocab_size: int) -> int:
     return BLOCK_SIZE + -(-vocab_size // BLOCK_SIZE)
 
 
-def _drawn(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def _drawn(seeds: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """The noise of both races: of the tokens inside a block, then of the blocks."""
-    return noise.exponential(keys, positions, num_drawn(vocab_size))
+    return noise.exponential(seeds, num_drawn(vocab_size))
 
 
 def _keyed_race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def shortfall(
     Returns:
         float32 [n]; inf for a token of probability 0 in a block with any that is more, NaN in one without.
     """
-    blocks, drawn = split_blocks(logits), _drawn(keys, positions, logits.shape[-1])
+    blocks, drawn = split_blocks(logits), _drawn(noise.row_seeds(keys, positions), logits.shape[-1])
     peaks = block_peaks(*blocks)
     top = peaks.amax(dim=-1, keepdim=True)
     masses = _masses(*blocks, top, torch.ones_like(peaks, dtype=torch.bool))
@@ -152,8 +152,12 @@ class KeyedStep:
         drafting = requests.repeat(counts)
         offsets = np.arange(len(drafting)) - (counts.cumsum() - counts)[drafting]
         rows, ahead = np.concatenate([drafting, requests]), np.concatenate([offsets, counts])
-        columns = np.stack([np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead, rows])
-        self._keys, self._positions, self.requests = torch.from_numpy(columns).to(device)
+        columns = torch.from_numpy(
+            np.stack([np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead, rows])
+        )
+        # On the host: on an accelerator each of these operations, on a few numbers, would be a launch.
+        columns[1] = noise.row_seeds(columns[0], columns[1])
+        self._seeds, self.requests = columns[1:].to(device)
         self._drawn: torch.Tensor | None = None
         self._owed: torch.Tensor | None = None  # logits behind the drafts, of tokens still to be drawn
         self.num_draft_tokens, self.num_tokens = num_draft_tokens, len(drafting)
@@ -186,10 +190,13 @@ class KeyedStep:
         if not len(requests):
             return requests
         drawn = self._noise(logits.shape[-1])[self.num_tokens :]
-        chunks = requests.split(rows_at_a_time(logits.device, logits.shape[-1]))
-        return torch.cat([_keyed_race(logits[chunk], drawn[chunk]) for chunk in chunks])
+        if len(requests) == len(logits):
+            return _keyed_race(logits, drawn)
+        # Half for the rows, half for what a race makes of them.
+        size = min(rows_at_a_time(logits.device, 2 * logits.shape[-1]), len(logits) // 2)
+        return torch.cat([_keyed_race(logits[chunk], drawn[chunk]) for chunk in requests.split(size)])
 
     def _noise(self, vocab_size: int) -> torch.Tensor:
         if self._drawn is None:
-            self._drawn = _drawn(self._keys, self._positions, vocab_size)
+            self._drawn = _drawn(self._seeds, vocab_size)
         return self._drawn

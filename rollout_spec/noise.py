@@ -9,7 +9,7 @@ on an accelerator.
 
 Words are int64 and every device gives the same bits: sums and products are meant to wrap, and `check` says
 whether a device's arithmetic does. Operations, views and copies apart, all of which torch_npu has: add,
-arange, bitwise_and, bitwise_xor, clamp, log1p, mul, neg, rshift, sub.
+arange, bitwise_and, bitwise_xor, clamp, irshift, log1p, mul, neg, sub.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ def splitmix(seeds: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         seeds, numbers: int64, broadcast against each other.
     """
     words = seeds + numbers * _GAMMA
+    shifted = torch.empty_like(words)  # one for all: new memory costs more than what is done with it
     for shift, multiplier in _SHIFTS_AND_MULTIPLIERS:
-        words = _xor_shifted(words, shift).mul_(multiplier)
-    return _xor_shifted(words, _LAST_SHIFT)
+        _xor_shift(words, shift, shifted).mul_(multiplier)
+    return _xor_shift(words, _LAST_SHIFT, shifted)
 
 
-def _xor_shifted(words: torch.Tensor, shift: int) -> torch.Tensor:
-    """words ^ (words >> shift), with zeros shifted in."""
-    return (words >> shift).bitwise_and_((1 << (64 - shift)) - 1).bitwise_xor_(words)
+def _xor_shift(words: torch.Tensor, shift: int, shifted: torch.Tensor) -> torch.Tensor:
+    """words ^= words >> shift, with zeros shifted in."""
+    shifted.copy_(words)
+    shifted >>= shift
+    return words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
 
 
 def check(device: torch.device) -> None:
@@ -68,28 +71,37 @@ def check(device: torch.device) -> None:
         )
 
 
-def random_words(keys: torch.Tensor, positions: torch.Tensor, num: int) -> torch.Tensor:
-    """Words of 32 random bits.
+def row_seeds(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """What the noise of a row is drawn from, int64 [n].
 
     Args:
         keys: int64 [n], not negative.
         positions: int64 [n], not negative.
+    """
+    return splitmix(keys, positions + 1)
+
+
+def random_words(seeds: torch.Tensor, num: int) -> torch.Tensor:
+    """Words of 32 random bits.
+
+    Args:
+        seeds: int64 [n], `row_seeds`.
         num: how many for each row.
 
     Returns:
-        int64 [n, num]; element i depends on the row's key and position and on i, not on n or num.
+        int64 [n, num]; element i depends on the row's seed and on i, not on n or num.
     """
-    seeds = splitmix(keys, positions + 1).unsqueeze(-1)
-    words = splitmix(seeds, torch.arange(1, num + 1, device=keys.device))
-    return (words >> 32).bitwise_and_(_WORD)
+    words = splitmix(seeds.unsqueeze(-1), torch.arange(1, num + 1, device=seeds.device))
+    words >>= 32
+    return words.bitwise_and_(_WORD)
 
 
-def exponential(keys: torch.Tensor, positions: torch.Tensor, num: int) -> torch.Tensor:
+def exponential(seeds: torch.Tensor, num: int) -> torch.Tensor:
     """Exp(1) noise, float32 [n, num], of `random_words` with the same arguments.
 
     Values are finite and positive, from 2**-33 to 16.6; the small ones, which win races, are the finest: one
     word's 2**-32 apart.
     """
-    words = random_words(keys, positions, num).to(torch.float32)
+    words = random_words(seeds, num).to(torch.float32)
     minus_uniform = words.mul_(-(2.0**-32)).sub_(2.0**-33)  # half a word more than 0, of 2**32
     return minus_uniform.clamp_(min=-_LARGEST_UNIFORM).log1p_().neg_()

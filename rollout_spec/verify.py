@@ -52,8 +52,8 @@ def coupled_sample(
         draft_token_ids: int [num_tokens].
         max_spec_len: the largest number of a request's draft tokens, or more.
         target_logits: float32 [num_tokens, vocab_size], temperature, top-k and top-p applied.
-        bonus_token_ids: int [batch_size, 1]. Where `step` owes them (`KeyedStep.sample_behind`) those of sampled
-            requests are drawn here, for drafts that have held to their ends.
+        bonus_token_ids: int [batch_size, 1]. Where `step` owes those of sampled requests
+            (`KeyedStep.sample_behind`), they are drawn here, behind the drafts that have held to their ends.
         sampling_metadata: vLLM's; `temperature`, `all_greedy` and `all_random` are read.
 
     Returns:

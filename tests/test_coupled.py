@@ -67,7 +67,7 @@ def splitmix_by_loop(seed: int, number: int) -> int:
 )
 def test_words_equal_the_loop(rows: list[tuple[int, int]], num: int) -> None:
     keys, positions = zip(*rows, strict=True)
-    words = noise.random_words(tensor(keys), tensor(positions), num)
+    words = noise.random_words(noise.row_seeds(tensor(keys), tensor(positions)), num)
     seeds = [splitmix_by_loop(key, position + 1) for key, position in rows]
     assert words.tolist() == [[splitmix_by_loop(seed, i + 1) >> 32 for i in range(num)] for seed in seeds]
 
@@ -83,7 +83,7 @@ def test_the_noise_is_uniform_and_independent() -> None:
     n, num = 64, 128
     keys = torch.arange(n).repeat_interleave(n) + 5
     positions = torch.arange(n).repeat(n) + 1000
-    words = noise.random_words(keys, positions, num).numpy().reshape(n, n, num)
+    words = noise.random_words(noise.row_seeds(keys, positions), num).numpy().reshape(n, n, num)
     for shift in (0, 8, 16, 24):
         counts = np.bincount(((words >> shift) & 255).ravel(), minlength=256)
         assert chisquare(counts).pvalue > FALSE_ALARM_RATE
@@ -95,7 +95,7 @@ def test_the_noise_is_uniform_and_independent() -> None:
     for name, (one, other) in neighbours.items():
         assert p_value_of_pairs(one.ravel(), other.ravel()) > FALSE_ALARM_RATE, name
     # The test can fail: words that depend on position + key are the same along the diagonals.
-    mixed = noise.random_words(keys + positions, positions * 0, 1).numpy().reshape(n, n)
+    mixed = noise.random_words(noise.row_seeds(keys + positions, positions * 0), 1).numpy().reshape(n, n)
     assert p_value_of_pairs(mixed[1:, :-1].ravel(), mixed[:-1, 1:].ravel()) < 1e-12
 
 
@@ -106,18 +106,19 @@ def test_the_stream_for_batteries_of_tests_is_the_noise() -> None:
         words = np.frombuffer(process.stdout.read(4 * 381 * 3), np.uint32).reshape(3, 381)
         process.kill()
     key = noise.make_key("a run", 1, 1, 1)
-    assert words.tolist() == noise.random_words(tensor([key] * 3), torch.arange(3), 381).tolist()
+    seeds = noise.row_seeds(tensor([key] * 3), torch.arange(3))
+    assert words.tolist() == noise.random_words(seeds, 381).tolist()
 
 
 def test_exponential_noise_is_exponential() -> None:
-    drawn = noise.exponential(torch.arange(1000), torch.arange(1000), 100)
+    drawn = noise.exponential(noise.row_seeds(torch.arange(1000), torch.arange(1000)), 100)
     assert drawn.dtype == torch.float32 and bool((drawn > 0).all()) and bool(drawn.isfinite().all())
     assert kstest(drawn.ravel().numpy(), "expon").pvalue > FALSE_ALARM_RATE
 
 
 def test_the_extreme_words_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "random_words", lambda *_: tensor([[0, 2**32 - 1]]))
-    smallest, largest = noise.exponential(tensor([0]), tensor([0]), 2)[0].tolist()
+    smallest, largest = noise.exponential(tensor([0]), 2)[0].tolist()
     assert smallest == 2.0**-33
     assert 16 < largest < 17
 
@@ -176,8 +177,8 @@ def test_the_distribution_test_fails_on_wrong_samplers(monkeypatch: pytest.Monke
 
     exponential = noise.exponential
 
-    def reused(keys: torch.Tensor, positions: torch.Tensor, num: int) -> torch.Tensor:
-        return exponential(keys, positions, blocks.BLOCK_SIZE).repeat(1, 2)[:, :num]
+    def reused(seeds: torch.Tensor, num: int) -> torch.Tensor:
+        return exponential(seeds, blocks.BLOCK_SIZE).repeat(1, 2)[:, :num]
 
     monkeypatch.setattr(noise, "exponential", reused)
     assert p_value(draw(logits), probs) < FALSE_ALARM_RATE, "the blocks' noise used again inside the block"
@@ -318,7 +319,10 @@ def test_a_rows_scores_are_the_same_bits_among_others(
     keys = torch.arange(33, device=torch_device)
 
     def scores(rows: slice) -> torch.Tensor:
-        drawn, split = keyed._drawn(keys[rows], keys[rows], vocab_size), blocks.split_blocks(logits[rows])
+        drawn, split = (
+            keyed._drawn(noise.row_seeds(keys[rows], keys[rows]), vocab_size),
+            blocks.split_blocks(logits[rows]),
+        )
         peaks = blocks.block_peaks(*split)
         masses = keyed._masses(*split, peaks.amax(dim=-1, keepdim=True), torch.ones_like(peaks).bool())
         inside = keyed._race_inside(logits[rows], masses.argmin(dim=-1, keepdim=True), drawn)
@@ -368,7 +372,7 @@ def test_a_device_with_other_arithmetic_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_ties_go_to_the_lowest_token_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "exponential", lambda keys, _, num: torch.ones(len(keys), num))
+    monkeypatch.setattr(noise, "exponential", lambda seeds, num: torch.ones(len(seeds), num))
     logits = torch.zeros(1, 700)
     logits[0, :3] = -torch.inf
     logits[0, 256] = -torch.inf  # the third block is not whole, the first and second tie or lose
@@ -424,23 +428,28 @@ class PeakMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize("vocab_size", [32_000, 151_936])
 @pytest.mark.parametrize("chunk_size", [1 << 24, 1 << 20])
+@pytest.mark.parametrize("num_held", [0, 7, 8])
 def test_memory_is_less_than_one_temporary_of_the_logits_size(
-    monkeypatch: pytest.MonkeyPatch, chunk_size: int, vocab_size: int
+    monkeypatch: pytest.MonkeyPatch, chunk_size: int, vocab_size: int, num_held: int
 ) -> None:
     """Ragged drafts: one of 8 tokens among 15 of 1; padded logits would take 16 x 9 rows instead of 23.
 
     Equal noise and logits as flat as these leave every block able to win, so that all of them are summed.
+    The drafts of `num_held` of the 8 sampled requests hold to their ends, and tokens behind them are drawn.
     """
     drawn = noise.exponential
     monkeypatch.setattr(blocks, "CHUNK_SIZES", {"cpu": chunk_size})
     monkeypatch.setattr(noise, "exponential", lambda *args: drawn(*args).fill_(1.0))
     counts = [8] + [1] * 15
     logits = torch.randn(sum(counts), vocab_size) * 0.01
-    drafts = torch.zeros(sum(counts), dtype=torch.int64)
-    bonus = torch.zeros(16, 1, dtype=torch.int32)
+    own = keyed.KeyedStep(range(16), range(16), counts, logits.device).sample(logits)
+    drafts = torch.where(torch.arange(len(own)) < sum(counts[:num_held]), own, -1)
+    bonus_logits = logits[:16].clone()
     with PeakMemory() as memory:
         step = keyed.KeyedStep(range(16), range(16), counts, logits.device)
-        verify.coupled_sample(drafts, 8, logits, bonus, sampling([1.0] * 8 + [0.0] * 8), step)
+        bonus = step.sample_behind(bonus_logits).unsqueeze(-1)
+        output = verify.coupled_sample(drafts, 8, logits, bonus, sampling([1.0] * 8 + [0.0] * 8), step)
+    assert output[:, -1].ge(0).sum() == min(1, num_held) and not step.owes_tokens
     temporary = min(3 * logits.nbytes // 4, 4 * chunk_size)
     num_drawn = 39 * (256 + -(-vocab_size // 256))
     assert temporary <= memory.peak < 1.1 * temporary + 32 * num_drawn < logits.nbytes
