@@ -194,7 +194,8 @@ class KeyedStep:
             return _keyed_race(logits, drawn)
         # Half for the rows, half for what a race makes of them.
         size = min(rows_at_a_time(logits.device, 2 * logits.shape[-1]), len(logits) // 2)
-        return torch.cat([_keyed_race(logits[chunk], drawn[chunk]) for chunk in requests.split(size)])
+        chunks = requests.split(size)
+        return torch.cat([_keyed_race(logits.index_select(0, c), drawn.index_select(0, c)) for c in chunks])
 
     def _noise(self, vocab_size: int) -> torch.Tensor:
         if self._drawn is None:
