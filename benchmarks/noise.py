@@ -16,15 +16,15 @@ import torch
 
 from rollout_spec import keyed, noise
 
-POSITIONS = torch.arange(1024)  # of each response
+POSITIONS = np.arange(1024)  # of each response
 
 
 def main() -> None:
     torch.set_num_threads(1)
     num_words = keyed.num_drawn(32_000)
     for sample in count(int(sys.argv[1]) if len(sys.argv) > 1 else 0):
-        keys = torch.full_like(POSITIONS, noise.make_key("a run", 1, sample // 8, sample % 8))
-        words = noise.random_words(noise.row_seeds(keys, POSITIONS), num_words)
+        keys = np.full_like(POSITIONS, noise.make_key("a run", 1, sample // 8, sample % 8))
+        words = noise.random_words(torch.from_numpy(noise.row_seeds(keys, POSITIONS)), num_words)
         try:
             sys.stdout.buffer.write(words.numpy().astype(np.uint32).tobytes())
         except BrokenPipeError:  # the battery has read enough

@@ -39,12 +39,16 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     whichever is less, and at most 32 x (256 + vocab_size / 256) bytes a row, less than 0.2 of its logits
     with a vocabulary of 32,000 or more.
     """
-    return _keyed_race(logits, _drawn(noise.row_seeds(keys, positions), logits.shape[-1]))
+    return _keyed_race(logits, _drawn(_seeds(keys, positions), logits.shape[-1]))
 
 
 def num_drawn(vocab_size: int) -> int:
     """How many values of noise a token takes: one for each token of a block, one for each block."""
     return BLOCK_SIZE + -(-vocab_size // BLOCK_SIZE)
+
+
+def _seeds(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(noise.row_seeds(keys.cpu(), positions.cpu())).to(keys.device)
 
 
 def _drawn(seeds: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -76,7 +80,7 @@ def shortfall(
     Returns:
         float32 [n]; inf for a token of probability 0 in a block with any that is more, NaN in one without.
     """
-    blocks, drawn = split_blocks(logits), _drawn(noise.row_seeds(keys, positions), logits.shape[-1])
+    blocks, drawn = split_blocks(logits), _drawn(_seeds(keys, positions), logits.shape[-1])
     peaks = block_peaks(*blocks)
     top = peaks.amax(dim=-1, keepdim=True)
     masses = _masses(*blocks, top, torch.ones_like(peaks, dtype=torch.bool))
@@ -152,12 +156,8 @@ class KeyedStep:
         drafting = requests.repeat(counts)
         offsets = np.arange(len(drafting)) - (counts.cumsum() - counts)[drafting]
         rows, ahead = np.concatenate([drafting, requests]), np.concatenate([offsets, counts])
-        columns = torch.from_numpy(
-            np.stack([np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead, rows])
-        )
-        # On the host: on an accelerator each of these operations, on a few numbers, would be a launch.
-        columns[1] = noise.row_seeds(columns[0], columns[1])
-        self._seeds, self.requests = columns[1:].to(device)
+        seeds = noise.row_seeds(np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead)
+        self._seeds, self.requests = torch.from_numpy(np.stack([seeds, rows])).to(device)
         self._drawn: torch.Tensor | None = None
         self._owed: torch.Tensor | None = None  # logits behind the drafts, of tokens still to be drawn
         self.num_draft_tokens, self.num_tokens = num_draft_tokens, len(drafting)

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _WORD = 0xFFFFFFFF
-# The constants of SplitMix64, as int64 holds them.
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-_SHIFTS_AND_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+# The constants of SplitMix64, of 64 bits without a sign; int64 holds them less 2**64.
+_GAMMA = 0x9E3779B97F4A7C15
+_SHIFTS_AND_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
 _LARGEST_UNIFORM = 1 - 2**-24  # the largest float32 below 1
 
@@ -42,10 +44,10 @@ def splitmix(seeds: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     Args:
         seeds, numbers: int64, broadcast against each other.
     """
-    words = seeds + numbers * _GAMMA
+    words = seeds + numbers * (_GAMMA - 2**64)
     shifted = torch.empty_like(words)  # one for all: new memory costs more than what is done with it
     for shift, multiplier in _SHIFTS_AND_MULTIPLIERS:
-        _xor_shift(words, shift, shifted).mul_(multiplier)
+        _xor_shift(words, shift, shifted).mul_(multiplier - 2**64)
     return _xor_shift(words, _LAST_SHIFT, shifted)
 
 
@@ -71,21 +73,27 @@ def check(device: torch.device) -> None:
         )
 
 
-def row_seeds(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """What the noise of a row is drawn from, int64 [n].
+def row_seeds(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """What the noise of each row is drawn from: the key's SplitMix64's output with the position's number, [n].
+
+    On the host: elsewhere each operation on so few numbers is a launch, and on a CPU torch's take longer.
 
     Args:
         keys: int64 [n], not negative.
-        positions: int64 [n], not negative.
+        positions: int64 [n], not negative, counted from 0.
     """
-    return splitmix(keys, positions + 1)
+    numbers = np.asarray(positions).astype(np.uint64) + np.uint64(1)
+    words = np.asarray(keys).astype(np.uint64) + numbers * np.uint64(_GAMMA)
+    for shift, multiplier in _SHIFTS_AND_MULTIPLIERS:
+        words = (words ^ words >> np.uint64(shift)) * np.uint64(multiplier)
+    return (words ^ words >> np.uint64(_LAST_SHIFT)).view(np.int64)
 
 
 def random_words(seeds: torch.Tensor, num: int) -> torch.Tensor:
     """Words of 32 random bits.
 
     Args:
-        seeds: int64 [n], `row_seeds`.
+        seeds: int64 [n], of `row_seeds`.
         num: how many for each row.
 
     Returns:

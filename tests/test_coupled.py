@@ -51,6 +51,10 @@ def test_splitmix_gives_the_known_answers() -> None:
     ]  # fmt: skip
 
 
+def seeds_of(keys: Any, positions: Any) -> torch.Tensor:
+    return torch.from_numpy(noise.row_seeds(keys, positions))
+
+
 def splitmix_by_loop(seed: int, number: int) -> int:
     state = seed
     for _ in range(number):
@@ -67,7 +71,7 @@ def splitmix_by_loop(seed: int, number: int) -> int:
 )
 def test_words_equal_the_loop(rows: list[tuple[int, int]], num: int) -> None:
     keys, positions = zip(*rows, strict=True)
-    words = noise.random_words(noise.row_seeds(tensor(keys), tensor(positions)), num)
+    words = noise.random_words(seeds_of(keys, positions), num)
     seeds = [splitmix_by_loop(key, position + 1) for key, position in rows]
     assert words.tolist() == [[splitmix_by_loop(seed, i + 1) >> 32 for i in range(num)] for seed in seeds]
 
@@ -83,7 +87,7 @@ def test_the_noise_is_uniform_and_independent() -> None:
     n, num = 64, 128
     keys = torch.arange(n).repeat_interleave(n) + 5
     positions = torch.arange(n).repeat(n) + 1000
-    words = noise.random_words(noise.row_seeds(keys, positions), num).numpy().reshape(n, n, num)
+    words = noise.random_words(seeds_of(keys, positions), num).numpy().reshape(n, n, num)
     for shift in (0, 8, 16, 24):
         counts = np.bincount(((words >> shift) & 255).ravel(), minlength=256)
         assert chisquare(counts).pvalue > FALSE_ALARM_RATE
@@ -95,7 +99,7 @@ def test_the_noise_is_uniform_and_independent() -> None:
     for name, (one, other) in neighbours.items():
         assert p_value_of_pairs(one.ravel(), other.ravel()) > FALSE_ALARM_RATE, name
     # The test can fail: words that depend on position + key are the same along the diagonals.
-    mixed = noise.random_words(noise.row_seeds(keys + positions, positions * 0), 1).numpy().reshape(n, n)
+    mixed = noise.random_words(seeds_of(keys + positions, positions * 0), 1).numpy().reshape(n, n)
     assert p_value_of_pairs(mixed[1:, :-1].ravel(), mixed[:-1, 1:].ravel()) < 1e-12
 
 
@@ -106,12 +110,12 @@ def test_the_stream_for_batteries_of_tests_is_the_noise() -> None:
         words = np.frombuffer(process.stdout.read(4 * 381 * 3), np.uint32).reshape(3, 381)
         process.kill()
     key = noise.make_key("a run", 1, 1, 1)
-    seeds = noise.row_seeds(tensor([key] * 3), torch.arange(3))
+    seeds = seeds_of([key] * 3, range(3))
     assert words.tolist() == noise.random_words(seeds, 381).tolist()
 
 
 def test_exponential_noise_is_exponential() -> None:
-    drawn = noise.exponential(noise.row_seeds(torch.arange(1000), torch.arange(1000)), 100)
+    drawn = noise.exponential(seeds_of(range(1000), range(1000)), 100)
     assert drawn.dtype == torch.float32 and bool((drawn > 0).all()) and bool(drawn.isfinite().all())
     assert kstest(drawn.ravel().numpy(), "expon").pvalue > FALSE_ALARM_RATE
 
@@ -320,7 +324,7 @@ def test_a_rows_scores_are_the_same_bits_among_others(
 
     def scores(rows: slice) -> torch.Tensor:
         drawn, split = (
-            keyed._drawn(noise.row_seeds(keys[rows], keys[rows]), vocab_size),
+            keyed._drawn(seeds_of(keys[rows], keys[rows]), vocab_size),
             blocks.split_blocks(logits[rows]),
         )
         peaks = blocks.block_peaks(*split)
