@@ -74,7 +74,7 @@ def check(device: torch.device) -> None:
 
 
 def row_seeds(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """What the noise of each row is drawn from: the key's SplitMix64's output with the position's number, [n].
+    """What a row's noise is drawn from, [n]: of its key's SplitMix64 the output with its position's number.
 
     On the host: elsewhere each operation on so few numbers is a launch, and on a CPU torch's take longer.
 
