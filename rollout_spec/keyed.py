@@ -157,7 +157,8 @@ class KeyedStep:
         offsets = np.arange(len(drafting)) - (counts.cumsum() - counts)[drafting]
         rows, ahead = np.concatenate([drafting, requests]), np.concatenate([offsets, counts])
         seeds = noise.row_seeds(np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead)
-        self._seeds, self.requests = torch.from_numpy(np.stack([seeds, rows])).to(device)
+        columns = torch.from_numpy(np.concatenate([seeds, rows]).reshape(2, -1))
+        self._seeds, self.requests = columns.to(device).unbind()
         self._drawn: torch.Tensor | None = None
         self._owed: torch.Tensor | None = None  # logits behind the drafts, of tokens still to be drawn
         self.num_draft_tokens, self.num_tokens = num_draft_tokens, len(drafting)

@@ -82,11 +82,13 @@ def row_seeds(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.i
         keys: int64 [n], not negative.
         positions: int64 [n], not negative, counted from 0.
     """
-    numbers = np.asarray(positions).astype(np.uint64) + np.uint64(1)
-    words = np.asarray(keys).astype(np.uint64) + numbers * np.uint64(_GAMMA)
+    numbers = np.asarray(positions, np.int64) + 1
+    words = (np.asarray(keys, np.int64) + numbers * (_GAMMA - 2**64)).view(np.uint64)
     for shift, multiplier in _SHIFTS_AND_MULTIPLIERS:
-        words = (words ^ words >> np.uint64(shift)) * np.uint64(multiplier)
-    return (words ^ words >> np.uint64(_LAST_SHIFT)).view(np.int64)
+        words ^= words >> shift
+        words *= multiplier
+    words ^= words >> _LAST_SHIFT
+    return words.view(np.int64)
 
 
 def random_words(seeds: torch.Tensor, num: int) -> torch.Tensor:
