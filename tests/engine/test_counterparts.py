@@ -267,3 +267,17 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
         later.rejection_sample(*given, (batch.probs.log(), batch.drafts), batch.bonus, batch.metadata(rows))
     with pytest.raises(patches.PatchError, match=r"vllm-coupled-verification.*other\.rejection_sample"):
         let_rejection_sample_be_coupled(module_with("target_scores"))
+
+
+def test_tokens_behind_drafts_that_were_never_drawn_are_no_tokens() -> None:
+    """A verifier that does without `rejection_sample` would hand on the zeros that stood for them."""
+    from rollout_spec.vllm_sampler import RowGenerators, _after_verification
+
+    batch, logits = Batch([2, 1], 50, 3), torch.randn(2, 50)
+    step = keyed.KeyedStep(range(2), range(2), batch.counts, logits.device)
+    given = (None, None, None, batch.metadata(RowGenerators({}, step, batch.counts)))
+    assert step.sample_behind(logits).tolist() == [0, 0]
+    with pytest.raises(RuntimeError, match=r"Linear has not called rejection_sample.*verify=standard"):
+        _after_verification(torch.nn.Linear(1, 1), given, None)
+    verify.coupled_sample(batch.drafts, 2, batch.probs.log(), batch.bonus, batch.metadata(), step)
+    _after_verification(torch.nn.Linear(1, 1), given, None)
