@@ -126,17 +126,16 @@ def test_bfloat16_is_certified_within_its_own_tolerance(
 def test_a_wrong_sampler_is_not_certified(
     chat_model: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    """Noise of the next position at verified tokens: right in distribution, but other tokens than without.
+    """Noise of the next row at verified tokens: right in distribution, but other tokens than without.
 
     Not even within bfloat16's tolerance, the larger one.
     """
     from rollout_spec import keyed
 
-    def of_the_next_position(step: keyed.KeyedStep, logits: torch.Tensor) -> torch.Tensor:
-        keys, positions = step._keys[: step.num_tokens], step._positions[: step.num_tokens]
-        return keyed.keyed_sample(logits, keys, positions + 1)
+    def with_the_next_rows_noise(step: keyed.KeyedStep, logits: torch.Tensor) -> torch.Tensor:
+        return keyed._keyed_race(logits, step._noise(logits.shape[-1])[1 : step.num_tokens + 1])
 
-    monkeypatch.setattr(keyed.KeyedStep, "sample", of_the_next_position)
+    monkeypatch.setattr(keyed.KeyedStep, "sample", with_the_next_rows_noise)
     code, record = certified(chat_model, tmp_path, *BFLOAT16)
     assert (code, record["verdict"]) == (1, "not certified")
     assert record["unexplained_differences"] > 0.5 * len(record["differences"])
