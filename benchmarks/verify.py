@@ -5,8 +5,8 @@ side.
 
 Each is timed from the logits of a step, temperature applied, to its tokens, bonus tokens included; no top-k,
 no top-p. K = 0 is a plain step, one token a request, as while the gate is shut. Of small batches several
-steps take turns, so that drafts that hold to their ends are as common as elsewhere. The clock is the
-thread's processor time, on one thread, so that other work on the machine counts little; the five take turns.
+steps take turns. The clock is the thread's processor time, on one thread, so that other work on the machine
+counts little; the five take turns, another one first in every round.
 vllm-ascend's functions are taken from its source as they stand. vLLM's kernel for recovered tokens fails on
 the CPU for an argument it does not know; here it does not get it.
 """
@@ -171,12 +171,14 @@ def same_tokens(published: types.SimpleNamespace) -> bool:
 def times_ms(steps: list[dict[str, Callable[[], Any]]], repeats: int) -> dict[str, list[float]]:
     """Each call's processor time, one after the other in each round, without a first third of the rounds.
 
-    The steps take turns round by round, so that what is accepted differs from round to round.
+    The steps take turns round by round; whoever comes first reads logits that are not in the cache.
     """
     times: dict[str, list[float]] = {name: [] for name in steps[0]}
     start, num_rounds = time.perf_counter(), 0
     while num_rounds < 1.5 * repeats or (time.perf_counter() - start < 2 and num_rounds < 120):
-        for name, call in steps[num_rounds % len(steps)].items():
+        calls = list(steps[num_rounds % len(steps)].items())
+        first = num_rounds % len(calls)
+        for name, call in calls[first:] + calls[:first]:
             began = time.thread_time()
             call()
             times[name].append(1e3 * (time.thread_time() - began))

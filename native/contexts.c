@@ -33,7 +33,7 @@ static uint32_t tag_of(uint64_t hash, uint64_t salt) {
     return tag == 0 ? RS_MAX_CONFIDENCE + 1 : tag;
 }
 
-/* In words as they are read: what reads across two that were just written waits for both. */
+/* By words of 8 bytes, as rs_context_tags reads them: a read across two narrower writes would wait for both. */
 void rs_recent_push(rs_recent *recent, int32_t token) {
     uint64_t pushed = (uint32_t)token;
     for (int i = 0; i < RS_LONGEST_CONTEXT / 2; i++) {
@@ -57,7 +57,7 @@ void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, 
         tags[i] = tag_of(hashes[length], i < NUM_SHARED ? salt + length : own_salt - length);
     }
     for (int i = 0; recent->num < RS_LONGEST_CONTEXT && i < RS_NUM_CONTEXTS; i++) {
-        tags[i] = lengths[i] <= recent->num ? tags[i] : 0;
+        tags[i] = (uint64_t)lengths[i] <= recent->num ? tags[i] : 0;
     }
 }
 
@@ -111,7 +111,7 @@ static void split_bucket(rs_contexts *contexts) {
     memset(parent + half, 0, sizeof *parent);
     uint32_t num_moved = 0;
     for (uint32_t way = 0; way < RS_CONTEXT_WAYS; way++) {
-        uint32_t moves = kept.tags[way] / (RS_MAX_CONFIDENCE + 1) & half; /* so far: 0 or half */
+        uint32_t moves = kept.tags[way] / (RS_MAX_CONFIDENCE + 1) & half; /* by 0 or `half` buckets */
         uint32_t num_before = moves == 0 ? way - num_moved : num_moved;
         parent[moves].tags[num_before] = kept.tags[way];
         parent[moves].tokens[num_before] = kept.tokens[way];
@@ -120,22 +120,18 @@ static void split_bucket(rs_contexts *contexts) {
     contexts->num_buckets++;
 }
 
-static bool wants_more(const rs_contexts *contexts) {
-    uint64_t num_slots = (uint64_t)contexts->num_buckets * RS_CONTEXT_WAYS;
-    return contexts->num_buckets < contexts->capacity || contexts->num_used >= num_slots / 8 * 7;
-}
-
-/* Whether it could; then the buckets may be others than before. */
+/* True if a bucket was split or the table moved: pointers into it are stale then. */
 static bool grow(rs_contexts *contexts, rs_memory *memory) {
-    const uint32_t num_buckets = contexts->num_buckets;
     const uint32_t capacity = contexts->capacity;
+    const bool splits = contexts->num_buckets < capacity;
     for (int i = 0; i < SPLITS_PER_LESSON && contexts->num_buckets < capacity; i++) {
         split_bucket(contexts);
     }
-    if (contexts->num_buckets == capacity && wants_more(contexts)) {
+    uint64_t num_slots = (uint64_t)contexts->num_buckets * RS_CONTEXT_WAYS;
+    if (contexts->num_buckets == capacity && contexts->num_used >= num_slots / 8 * 7) {
         double_capacity(contexts, memory);
     }
-    return contexts->num_buckets > num_buckets || contexts->capacity > capacity;
+    return splits || contexts->capacity > capacity;
 }
 
 /* The number of slots it has taken. */
@@ -153,8 +149,8 @@ void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, rs_lessons *les
     const rs_lesson *end = lessons->lessons + lessons->num;
     for (rs_lesson *lesson = lessons->lessons; lesson < end; lesson++) {
         contexts->num_used += learn_lesson(lesson);
-        bool others = wants_more(contexts) && grow(contexts, memory);
-        for (rs_lesson *later = lesson + 1; others && later < end; later++) {
+        bool stale = grow(contexts, memory);
+        for (rs_lesson *later = lesson + 1; stale && later < end; later++) {
             rs_contexts_fetch(contexts, later->tags, later->buckets);
         }
     }

@@ -31,7 +31,7 @@ typedef struct {
 /* The end of a text. */
 typedef struct {
     uint64_t pairs[RS_LONGEST_CONTEXT / 2]; /* of tokens, the latest first and in the lower half */
-    int32_t num;
+    uint64_t num;                           /* of its tokens, at most RS_LONGEST_CONTEXT */
 } rs_recent;
 
 /* A token to be learned, in its contexts; tag 0: the text is too short for this context. */
@@ -60,6 +60,11 @@ rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory);
 void rs_contexts_free(rs_contexts *contexts, rs_memory *memory);
 
 void rs_recent_push(rs_recent *recent, int32_t token);
+
+/* Its last token, -1: it has none. */
+static inline int32_t rs_recent_last(const rs_recent *recent) {
+    return recent->num > 0 ? (int32_t)recent->pairs[0] : -1;
+}
 
 /* The tags of the contexts that the next token has. Texts with different salts share no context;
  * own_salt does the same for the own contexts. */

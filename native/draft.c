@@ -196,7 +196,7 @@ static void ask_corpus(const rs_walk *walk, const rs_index *index, rs_prediction
 
 static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
     const rs_automaton *a = walk->automaton;
-    rs_prediction_init(prediction, walk->recent.num > 0 ? (int32_t)walk->recent.pairs[0] : -1);
+    rs_prediction_init(prediction, rs_recent_last(&walk->recent));
     const uint32_t states[RS_NUM_MATCHES] = {walk->state, walk->shorter};
     for (int expert = 0; expert < RS_NUM_MATCHES && states[expert] != RS_ROOT; expert++) {
         uint32_t match_len = expert == 0 ? walk->match_len : a->states[states[expert]].len;

@@ -4,7 +4,7 @@
 
 #include "pages.h"
 
-enum { LARGE_BYTES = 1 << 18, PIECE_BYTES = RS_HUGE_PAGE_BYTES };
+enum { LEAST_DISCARDED_BYTES = 1 << 18, PIECE_BYTES = RS_HUGE_PAGE_BYTES };
 
 #ifdef RS_TEST
 static int64_t allocations_until_failure;
@@ -29,7 +29,7 @@ struct rs_discarded {
 
 void rs_discard(rs_memory *memory, void **pointer, uint32_t *capacity, size_t element_size) {
     uint64_t num_bytes = (uint64_t)*capacity * element_size;
-    if (num_bytes <= LARGE_BYTES) {
+    if (num_bytes <= LEAST_DISCARDED_BYTES) {
         rs_resize(memory, pointer, capacity, 0, element_size);
         return;
     }

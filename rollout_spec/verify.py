@@ -59,23 +59,24 @@ def coupled_sample(
     Returns:
         int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1.
 
-    Memory: as `keyed.keyed_sample`; never more than one temporary of the ragged logits' size.
+    Memory: as `keyed.keyed_sample`, of the target's or of the bonus logits, whichever are more; 7/8 of their
+    size instead of 3/4 where some bonus tokens are drawn. Bonus logits are kept until here.
     """
-    greedy = None
+    sampled = None
     if sampling_metadata.all_greedy:
         own = argmax(target_logits)
     else:
+        sampled = sampling_metadata.temperature > GREEDY_TEMPERATURE
         own = step.sample(target_logits)
         if not sampling_metadata.all_random:
-            greedy = sampling_metadata.temperature <= GREEDY_TEMPERATURE
-            own = torch.where(greedy[step.requests[: step.num_tokens]], argmax(target_logits), own)
+            own = torch.where(sampled[step.requests[: step.num_tokens]], own, argmax(target_logits))
 
     rows = _padded_rows(step.num_draft_tokens, max_spec_len, target_logits.device)
     columns, num_accepted = _num_accepted(own == draft_token_ids, rows)
     bonus = bonus_token_ids.view(-1).long()
-    if step.owes_tokens and not sampling_metadata.all_greedy:
+    if step.owes_tokens and sampled is not None:
         has_held = rows.gather(-1, num_accepted).squeeze(-1) >= step.num_tokens
-        requests = (has_held if greedy is None else has_held & ~greedy).nonzero().squeeze(-1)
+        requests = (has_held & sampled).nonzero().squeeze(-1)
         bonus = bonus.index_put((requests,), step.sample_owed(requests))
     tokens = torch.cat([own, bonus])[rows]
     return torch.where(columns <= num_accepted, tokens, PLACEHOLDER_TOKEN_ID).int()

@@ -457,3 +457,21 @@ def test_memory_is_less_than_one_temporary_of_the_logits_size(
     temporary = min(3 * logits.nbytes // 4, 4 * chunk_size)
     num_drawn = 39 * (256 + -(-vocab_size // 256))
     assert temporary <= memory.peak < 1.1 * temporary + 32 * num_drawn < logits.nbytes
+
+
+@pytest.mark.parametrize("chunk_size", [1 << 24, 1 << 20])
+@pytest.mark.parametrize("num_sampled", [8, 16])
+def test_memory_behind_few_drafts(monkeypatch: pytest.MonkeyPatch, chunk_size: int, num_sampled: int) -> None:
+    """One draft token among 16 requests: what is drawn behind drafts is the larger part."""
+    drawn = noise.exponential
+    monkeypatch.setattr(blocks, "CHUNK_SIZES", {"cpu": chunk_size})
+    monkeypatch.setattr(noise, "exponential", lambda *args: drawn(*args).fill_(1.0))
+    counts, temperature = [1] + [0] * 15, [1.0] * num_sampled + [0.0] * (16 - num_sampled)
+    bonus_logits = torch.randn(16, 151_936) * 0.01
+    logits, drafts = bonus_logits[:1].clone(), torch.zeros(1, dtype=torch.int64)
+    with PeakMemory() as memory:
+        step = keyed.KeyedStep(range(16), range(16), counts, logits.device)
+        bonus = step.sample_behind(bonus_logits).unsqueeze(-1)
+        verify.coupled_sample(drafts, 1, logits, bonus, sampling(temperature), step)
+    share = 3 / 4 if num_sampled == 16 else 7 / 8
+    assert memory.peak < 1.2 * min(share * bonus_logits.nbytes, 4 * chunk_size) + 32 * 17 * 850

@@ -365,6 +365,7 @@ def test_the_operations_are_those_that_are_listed() -> None:
         logits, probs = torch.randn(5, vocab_size), torch.rand(5, vocab_size).softmax(-1)
         with operations:
             step = keyed.KeyedStep(keys, keys, counts, logits.device)
+            step.sample_behind(logits[:3])
             verify.coupled_sample(drafts, 3, logits, bonus, sampling, step)
             keyed.shortfall(logits, drafts, drafts, drafts)
             for draft_probs in (None, probs):
@@ -389,14 +390,14 @@ def test_deterministic_algorithms_give_the_same_tokens(torch_device: str, has_dr
     drafts = logits.argmax(dim=-1)
     draft_probs = logits.roll(1).softmax(dim=-1) if has_draft_probs else None
     sampling = moved(metadata([1.0, 0.0, 0.7, 1.0]), logits.device)
-    bonus = torch.zeros(4, 1, dtype=torch.int32, device=torch_device)
     outputs = []
     try:
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
             torch.manual_seed(5)
             step = keyed.KeyedStep(keys, keys, counts, logits.device)
-            coupled = verify.coupled_sample(drafts, 3, logits, bonus, sampling, step)
+            own = step.sample_behind(logits[:4]).unsqueeze(-1)
+            coupled = verify.coupled_sample(drafts, 3, logits, own, sampling, step)
             rows = [rows.tolist() for rows in drafts.split(counts)]
             outputs.append((coupled, run(rows, logits, [1] * 4, sampling, draft_probs)))
             outputs[-1] += (recovered(counts, drafts, draft_probs, logits.softmax(dim=-1), sampling),)
