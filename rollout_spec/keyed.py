@@ -48,6 +48,7 @@ def num_drawn(vocab_size: int) -> int:
 
 
 def _seeds(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Of keys and positions on any device, by way of the host."""
     return torch.from_numpy(noise.row_seeds(keys.cpu(), positions.cpu())).to(keys.device)
 
 
