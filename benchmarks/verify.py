@@ -171,7 +171,7 @@ def same_tokens(published: types.SimpleNamespace) -> bool:
 def times_ms(steps: list[dict[str, Callable[[], Any]]], repeats: int) -> dict[str, list[float]]:
     """Each call's processor time, one after the other in each round, without a first third of the rounds.
 
-    The steps take turns round by round; whoever comes first reads logits that are not in the cache.
+    The steps take turns round by round, and so do the contestants in coming first, which seems to cost.
     """
     times: dict[str, list[float]] = {name: [] for name in steps[0]}
     start, num_rounds = time.perf_counter(), 0
