@@ -58,7 +58,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 8, /* raised with every change of this file */
+    RS_ABI_VERSION = 9, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_BRANCHES = 64,
     RS_COUNTED_STATES = 8,
@@ -119,6 +119,7 @@ typedef struct {
                                         token is accepted, as the mode estimates it; 1 in earliest */
     int32_t *num_draft_tokens;       /* out [num_rows] */
     int32_t *match_lens;             /* out [num_rows]; 0 where max_draft_tokens is 0; in mode sam the group's */
+    int32_t num_drafting;            /* out: entries with max_draft_tokens above 0 */
 } rs_batch;
 
 /* What sequences have said, and what drafting for them has taken: a row for each. */
@@ -200,7 +201,12 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
  * A level above the last one indexes the tokens between; the same level indexes nothing; a lower one
  * (a request that was started again) indexes the row from its start, as a new sequence would.
  * Acceptance: of n new tokens, at most n - 1 that equal the sequence's draft of its last step. */
-rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error);
+rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error);
+
+/* What the next step needs to know of num_rows rows of a token matrix, whose row r has row_levels[r] tokens: levels, and
+ * max_draft_tokens so that no draft ends beyond last_levels; 0 without may_draft. Arrays [num_rows], but for row_levels. */
+void rs_set_levels(int32_t num_rows, const int32_t *rows, const int32_t *row_levels, const int32_t *last_levels,
+                   int32_t may_draft, int32_t *levels, int32_t *max_draft_tokens);
 
 /* Of the draft tokens of a step, the first numbers[i] of every entry i, or all it has, one entry after the other; tokens
  * has room for num_rows * num_speculative_tokens. Returns how many these are. */

@@ -336,12 +336,12 @@ static void draft_all(rs_index *index, const rs_batch *batch) {
     }
 }
 
-static bool any_may_draft(const rs_batch *batch) {
-    bool any = false;
+static int32_t num_drafting(const rs_batch *batch) {
+    int32_t num = 0;
     for (int32_t i = 0; i < batch->num_rows; i++) {
-        any |= batch->max_draft_tokens[i] > 0;
+        num += batch->max_draft_tokens[i] > 0;
     }
-    return any;
+    return num;
 }
 
 static void remember_draft(rs_index *index, const rs_batch *batch, int32_t i, bool any) {
@@ -363,7 +363,7 @@ static void remember_draft(rs_index *index, const rs_batch *batch, int32_t i, bo
     sequence->num_drafted += num;
 }
 
-rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
+rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
     if (index == NULL || batch == NULL) {
         return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "batch");
     }
@@ -388,9 +388,9 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
     if (status == RS_OK) {
         commit_rows(index, batch);
         draft_all(index, batch);
-        const bool any = any_may_draft(batch);
+        batch->num_drafting = num_drafting(batch);
         for (int32_t i = 0; i < batch->num_rows; i++) {
-            remember_draft(index, batch, i, any);
+            remember_draft(index, batch, i, batch->num_drafting > 0);
         }
     }
     if (index->extensions_capacity > KEPT_EXTENSIONS) {
@@ -399,6 +399,16 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
     }
     rs_release(&index->memory, 1);
     return status;
+}
+
+void rs_set_levels(int32_t num_rows, const int32_t *rows, const int32_t *row_levels, const int32_t *last_levels,
+                   int32_t may_draft, int32_t *levels, int32_t *max_draft_tokens) {
+    for (int32_t i = 0; i < num_rows; i++) {
+        int32_t level = row_levels[rows[i]];
+        levels[i] = level;
+        /* A level below 0 is for rs_step to refuse. */
+        max_draft_tokens[i] = may_draft && level >= 0 && level < last_levels[i] ? last_levels[i] - level : 0;
+    }
 }
 
 int32_t rs_leading_tokens(const rs_index *index, const rs_batch *batch, const int32_t *numbers, int32_t *tokens) {

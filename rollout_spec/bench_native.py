@@ -224,8 +224,8 @@ class _Engine:
         self._token_ids[row, : len(prompt)], self._token_ids[row, len(prompt) : end] = prompt, response
         self._names[row], self._levels[row], self._ends[row] = name, len(prompt), end
 
-    def _verify(self) -> Int32Array:
-        nums_new = np.ones(len(self._names), np.int32)
+    def _verify(self) -> list[int]:
+        nums_new = [1] * len(self._names)
         for row, draft in enumerate(self._drafts):
             level, end = int(self._levels[row]), int(self._ends[row])
             said = self._token_ids[row, level : min(end, level + len(draft))].tolist()

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from itertools import compress, islice
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from rollout_spec.config import SpecConfig
 from rollout_spec.gate import Step, make_gate
 from rollout_spec.history import Backlog, History, Response, group_key, prompt_key
-from rollout_spec.index import BudgetExceeded, OutOfMemory, StepResult, SuffixIndex
+from rollout_spec.index import BudgetExceeded, OutOfMemory, StepResult, StepRows, SuffixIndex
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.price import make_index
 
@@ -60,28 +60,6 @@ class _Request:
     after_prompt: bool  # its text in the index is what comes after the group's prompt
 
 
-class _Rows(NamedTuple):
-    """Rows of the batch that have a place in the index, int32 [n] each."""
-
-    numbers: _Int32
-    sequences: _Int32
-    last_levels: _Int32  # those at which drafts end at the latest
-    levels: _Int32  # of the step
-    room: _Int32  # for drafts, in the step
-
-    def among(self, decoding: npt.NDArray[np.bool_]) -> _Rows:
-        return _Rows._make(array[decoding[self.numbers]] for array in self)
-
-    def update(self, levels: _Int32, may_draft: bool) -> None:
-        """Set `levels` and `room` of the step, from the levels of the whole batch."""
-        levels.take(self.numbers, out=self.levels, mode="clip")  # with "raise" it would make a copy first
-        if not may_draft:
-            self.room.fill(0)
-            return
-        np.subtract(self.last_levels, self.levels, out=self.room)
-        np.maximum(self.room, 0, out=self.room)
-
-
 class Drafter:
     """Drafts for the rows of an engine's batch.
 
@@ -109,7 +87,7 @@ class Drafter:
         # The groups without live requests, which may be evicted; the one that has been idle longest first.
         self._idle: OrderedDict[_Key, None] = OrderedDict()
         self._row_ids: list[str] = []  # the rows of the last step
-        self._rows: _Rows | None = None  # of these; None: they must be mapped anew
+        self._rows: StepRows | None = None  # of these that have a place in the index; None: to be mapped anew
 
     @property
     def index(self) -> SuffixIndex:
@@ -163,7 +141,7 @@ class Drafter:
     def step(
         self,
         request_ids: Sequence[str],
-        nums_new_tokens: _Int32,
+        nums_new_tokens: Sequence[int],
         token_ids: _Int32,
         levels: _Int32,
     ) -> list[list[int]]:
@@ -171,8 +149,8 @@ class Drafter:
 
         Args:
             request_ids: the request of each row; all are open.
-            nums_new_tokens: int32, shape [num_rows], the tokens each row got in the step that has ended; 0
-                for a row that does not decode (a partial prefill).
+            nums_new_tokens: the tokens each row got in the step that has ended; 0 for a row that does not
+                decode (a partial prefill).
             token_ids: shape [>= num_rows, max_model_len], row i holds the tokens of `request_ids[i]`.
             levels: int32, shape [>= num_rows], how many tokens each row has.
 
@@ -191,7 +169,7 @@ class Drafter:
             return [[] for _ in request_ids]
         price = self._gate.begin(step, counters)
         least = max(price or 0.0, self._index.min_token_prob)
-        decoding = None if step.num_rows == len(request_ids) else nums_new_tokens > 0
+        decoding = None if step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
         rows, result = self._step_index(decoding, token_ids, levels, price)
         counters.num_steps += 1
         counters.num_row_steps += step.num_rows
@@ -219,10 +197,9 @@ class Drafter:
         end = 0
         return [tokens[end : (end := end + number)] for number in numbers]
 
-    def _ended_step(self, request_ids: Sequence[str], nums_new_tokens: _Int32, levels: _Int32) -> Step:
-        assert len(levels) >= len(request_ids)
+    def _ended_step(self, request_ids: Sequence[str], nums_new_tokens: Sequence[int], levels: _Int32) -> Step:
         has_no_new_rows = self._map_rows(request_ids)
-        num_rows = int(np.count_nonzero(nums_new_tokens))
+        num_rows = len(nums_new_tokens) - nums_new_tokens.count(0)
         if not self._gate.weighs_costs:
             return Step(num_rows)
         now = self._clock()
@@ -235,9 +212,8 @@ class Drafter:
             seconds = now - self._last_start
         self._last_start, self._all_decoded = now, all_decode
         # For so few numbers lists are faster than numpy.
-        numbers = nums_new_tokens.tolist()
-        context = sum(compress(levels[: len(numbers)].tolist(), numbers))
-        return Step(num_rows, context, sum(numbers), seconds)
+        context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
+        return Step(num_rows, context, sum(nums_new_tokens), seconds)
 
     def _map_rows(self, request_ids: Sequence[str]) -> bool:
         """Whether all were rows of the step before, of which some may have ended; called once a step."""
@@ -248,11 +224,11 @@ class Drafter:
         last, self._row_ids = self._row_ids, list(request_ids)
         return set(last).issuperset(request_ids)
 
-    def _tracked_rows(self, request_ids: Sequence[str]) -> _Rows:
+    def _tracked_rows(self, request_ids: Sequence[str]) -> StepRows:
         rows = enumerate(self._requests[request_id] for request_id in request_ids)
         # The target adds a token of its own, so a draft that ends one short of the limit is enough.
-        tracked = [(row, r.sequence, r.max_level - 1, 0, 0) for row, r in rows if r.sequence != _UNTRACKED]
-        return _Rows._make(np.array(tracked, np.int32).reshape(-1, len(_Rows._fields)).T.copy())
+        tracked = [(row, r.sequence, r.max_level - 1) for row, r in rows if r.sequence != _UNTRACKED]
+        return StepRows(*np.array(tracked, np.int32).reshape(-1, 3).T.copy())
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
@@ -292,16 +268,16 @@ class Drafter:
         while True:
             assert self._rows is not None
             rows = self._rows if decoding is None else self._rows.among(decoding)
-            if not len(rows.numbers):
+            if not len(rows):
                 return rows.numbers, None
-            rows.update(levels, price is not None)
+            rows.set_levels(levels, price is not None)
             attempt = partial(
                 self._index.step,
                 rows.sequences,
                 token_ids,
                 rows.numbers,
                 rows.levels,
-                rows.room,
+                rows.max_draft_tokens,
                 price or 0.0,
             )
             try:

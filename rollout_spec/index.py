@@ -22,7 +22,7 @@ Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 _INT32 = np.dtype(np.int32)
 
@@ -69,6 +69,62 @@ class StepResult(NamedTuple):
     """[n]"""
     match_lens: Int32Array
     """[n], tokens; 0 where nothing matched or max_draft_tokens is 0."""
+
+
+class StepRows:
+    """Rows of an engine's token matrix that are to be stepped together. `set_levels` before every step.
+
+    Args:
+        numbers: int32 [n], of the rows, not negative. These three arrays must not be changed any more.
+        sequences: int32 [n], their ids in the index.
+        last_levels: int32 [n], the levels at which drafts end at the latest.
+
+    Raises:
+        InvalidArgument: an array does not fit.
+    """
+
+    def __init__(self, numbers: Int32Array, sequences: Int32Array, last_levels: Int32Array) -> None:
+        _check_vector("sequences", sequences, None)
+        for name, array in (("numbers", numbers), ("last_levels", last_levels)):
+            _check_vector(name, array, len(sequences))
+        if numbers.min(initial=0) < 0:
+            raise InvalidArgument(f"numbers: {numbers.min()} is negative")
+        self.numbers, self.sequences, self._last_levels = numbers, sequences, last_levels
+        self.levels, self.max_draft_tokens = np.zeros((2, len(sequences)), np.int32)
+        self._largest = int(numbers.max(initial=-1))
+        self._row_levels: Int32Array | None = None  # checked, and with its place known
+        arrays = (numbers, last_levels, self.levels, self.max_draft_tokens)
+        self._native = [ffi.from_buffer("int32_t[]", array) for array in arrays]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def among(self, kept: BoolArray) -> StepRows:
+        """Of the rows of the matrix those that are kept, bool."""
+        chosen = kept[self.numbers]
+        return StepRows(self.numbers[chosen], self.sequences[chosen], self._last_levels[chosen])
+
+    def set_levels(self, row_levels: Int32Array, may_draft: bool) -> None:
+        """Set `levels` and `max_draft_tokens`, 0 unless rows may draft.
+
+        Args:
+            row_levels: int32, how many tokens each row of the matrix has.
+
+        Raises:
+            InvalidArgument: it does not fit.
+        """
+        if row_levels is not self._row_levels:
+            _check_vector("row_levels", row_levels, None)
+            if len(row_levels) <= self._largest:
+                raise InvalidArgument(
+                    f"row_levels: has {len(row_levels)} entries, too few for row {self._largest}"
+                )
+            self._native_row_levels = ffi.from_buffer("int32_t[]", row_levels)
+            self._row_levels = row_levels
+        rows, last_levels, levels, max_draft_tokens = self._native
+        lib.rs_set_levels(
+            len(self), rows, self._native_row_levels, last_levels, may_draft, levels, max_draft_tokens
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -387,6 +443,11 @@ class SuffixIndex:
         self._min_token_prob = 0.0 if mode == "earliest" else float(min_token_prob)
         self.max_bytes = max_bytes  # 0: no budget
         self._make_buffers(64)
+
+    @property
+    def num_drafting(self) -> int:
+        """In the latest step, the rows that were allowed to draft."""
+        return int(self._batch.num_drafting)
 
     @property
     def min_token_prob(self) -> float:

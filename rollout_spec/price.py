@@ -14,8 +14,6 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import numpy as np
-
 from rollout_spec.config import SpecConfig
 from rollout_spec.index import (
     FULL_WEIGHT,
@@ -107,9 +105,8 @@ class SuffixPrice:
             for reference in range(len(self._references)):
                 followed.decode(reference, self._num_steps)
 
-    def step(self, max_draft_tokens: Int32Array) -> None:
-        """The index has taken one, in which its rows were allowed so many."""
-        num_drafting = int(np.count_nonzero(max_draft_tokens))
+    def step(self, num_drafting: int) -> None:
+        """The index has taken one, in which so many of its rows were allowed to draft."""
         if not num_drafting:
             return  # a closed gate, or text of the history
         self._num_steps += 1
@@ -225,7 +222,7 @@ class PricedIndex(SuffixIndex):
     ) -> StepResult:
         price = max(min_token_prob, self.price.value)
         result = super().step(sequences, token_ids, rows, levels, max_draft_tokens, price)
-        self.price.step(max_draft_tokens)
+        self.price.step(self.num_drafting)
         return result
 
     def clear(self) -> None:

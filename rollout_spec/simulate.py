@@ -206,7 +206,7 @@ class Engine:
         result.tail_seconds += seconds if num_running <= self._tail_rows else 0.0
         result.num_steps += 1
         nums_new = self._verify()
-        num_gained = int(nums_new.sum())
+        num_gained = sum(nums_new)
         result.num_tokens += num_gained
         self._levels[:num_running] += nums_new
         self._drafts = [[] for _ in self._names]
@@ -235,13 +235,13 @@ class Engine:
                 num_tokens += len(prompt)
         return num_tokens
 
-    def _verify(self) -> Int32Array:
+    def _verify(self) -> list[int]:
         """The tokens that every row gets: the accepted ones of its draft and one more."""
-        nums_new = np.ones(len(self._names), np.int32)
+        nums_new = [1] * len(self._names)
         for row, draft in enumerate(self._drafts):
             if not draft:
                 continue
-            level, end = self._levels[row], self._ends[row]
+            level, end = int(self._levels[row]), int(self._ends[row])
             said = self._token_ids[row, level : min(end, level + len(draft))]
             agrees = np.append(said == draft[: len(said)], False)
             accepted = int(np.argmin(agrees))

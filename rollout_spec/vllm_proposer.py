@@ -87,7 +87,7 @@ class SuffixProposer:
             return [[] for _ in sampled_token_ids]
         try:
             request_ids = self._follow_requests(self._drafter, sampled_token_ids)
-            nums_new_tokens = np.fromiter(map(len, sampled_token_ids), np.int32, len(sampled_token_ids))
+            nums_new_tokens = list(map(len, sampled_token_ids))
             drafts = self._drafter.step(request_ids, nums_new_tokens, token_ids_cpu, num_tokens_no_spec)
             self._log(self._drafter, nums_new_tokens)
             return drafts
@@ -162,10 +162,10 @@ class SuffixProposer:
             group = repr(group)  # whatever a caller sends, it must not cost the engine its drafter
         drafter.open(request_id, prompt, max_level, group)
 
-    def _log(self, drafter: Drafter, nums_new_tokens: npt.NDArray[np.int32]) -> None:
+    def _log(self, drafter: Drafter, nums_new_tokens: list[int]) -> None:
         """Say every so often how drafting does, unless the counters are taken before (as with verl)."""
         counters = drafter.counters
-        counters.num_accepted_tokens += int(np.maximum(nums_new_tokens - 1, 0).sum())
+        counters.num_accepted_tokens += sum(nums_new_tokens) - sum(map(bool, nums_new_tokens))
         if counters.num_steps < LOG_EVERY:
             return
         self._counters.add(drafter.take_counters())

@@ -33,8 +33,7 @@ class Batch:
         for row, new in enumerate(tokens):
             self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
             self.levels[row] += len(new)
-        nums_new_tokens = np.array([len(new) for new in tokens], np.int32)
-        return self.drafter.step(self.request_ids, nums_new_tokens, self.token_ids, self.levels)
+        return self.drafter.step(self.request_ids, list(map(len, tokens)), self.token_ids, self.levels)
 
 
 def make(**options: object) -> Batch:
@@ -133,7 +132,7 @@ def test_a_request_that_is_not_open_changes_nothing() -> None:
     batch.step([[10, 11, 12, 13], [10]])
     for _ in range(2):
         with pytest.raises(KeyError, match="stranger"):
-            batch.drafter.step(["b", "stranger"], np.ones(2, np.int32), batch.token_ids, batch.levels)
+            batch.drafter.step(["b", "stranger"], [1, 1], batch.token_ids, batch.levels)
     assert batch.step([[], [11]])[1][:1] == [12]
 
 
@@ -178,7 +177,7 @@ def test_the_time_across_a_clear_is_no_steps() -> None:
             drafter.clear()
             now += 60.0
         drafter.open(str(i), PROMPT, 64)
-        drafter.step([str(i)], np.ones(1, np.int32), text, np.array([text.shape[1]], np.int32))
+        drafter.step([str(i)], [1], text, np.array([text.shape[1]], np.int32))
         drafter.close(str(i))
     assert seconds[-3:] == [0.125, None, 0.125]
 

@@ -140,7 +140,7 @@ def test_the_later_policy_outvotes_the_earlier(mode):
     drafter.open("a", int32(1), 40)
     token_ids = np.zeros((1, 40), np.int32)
     token_ids[0, :2] = 1, 5
-    drafts = drafter.step(["a"], int32(1), token_ids, int32(2))
+    drafts = drafter.step(["a"], [1], token_ids, int32(2))
     assert drafts[0][0] == 8
 
 
@@ -210,7 +210,7 @@ def train_step(drafter, prompts, responses):
             token_ids[row, levels[row]] = responses[row][i]
             levels[row] += 1
             num_accepted += drafts[row][:1] == [responses[row][i]]
-        drafts = drafter.step(names, decoding.astype(np.int32), token_ids, levels)
+        drafts = drafter.step(names, decoding.astype(int).tolist(), token_ids, levels)
     for name in names[:-1]:
         drafter.close(name)
     drafter.clear()  # as a weight sync does, with a request that has not been closed yet
@@ -252,7 +252,7 @@ def test_history_is_indexed_a_few_tokens_a_step():
     token_ids[0, 8:1008], token_ids[1, 8:1008] = earlier[0][2000:], earlier[2][2000:]
     num_tokens, drafts = [16], []
     for level in range(9, 1009):
-        drafts.append(drafter.step(["a", "b"], int32(1, 1), token_ids, int32(level, level)))
+        drafts.append(drafter.step(["a", "b"], [1, 1], token_ids, int32(level, level)))
         num_tokens.append(drafter.index.stats().num_tokens)
         if level == 100:
             drafter.index.validate()
@@ -272,11 +272,11 @@ def test_a_group_can_go_before_its_history_is_indexed():
     for name, prompt in zip("abcd", prompts, strict=True):
         drafter.open(name, prompt, 2000)
         token_ids[0, :2] = prompt
-        drafter.step([name], int32(1), token_ids, int32(3))
+        drafter.step([name], [1], token_ids, int32(3))
         drafter.close(name)
     drafter.clear()
     drafter.open("a", prompts[0], 2000)
-    drafter.step(["a"], int32(1), token_ids, int32(3))
+    drafter.step(["a"], [1], token_ids, int32(3))
     drafter.index.validate()
 
 
@@ -288,7 +288,7 @@ def test_a_full_index_does_without_history(mode):
     drafter.open("a", int32(1), 2000)
     token_ids = np.ones((1, 2000), np.int32)
     for level in range(2, 200):
-        drafts = drafter.step(["a"], int32(1), token_ids, int32(level))
+        drafts = drafter.step(["a"], [1], token_ids, int32(level))
     assert drafts == [[1] * 8]
     stats = drafter.index.stats()
     assert (stats.num_groups, stats.num_sequences) == (1, 1)

@@ -287,7 +287,7 @@ class Engine:
         before = self.levels.copy()
         for row, text in enumerate(self.texts):
             self.levels[row] = min(len(text), before[row] + num_tokens)
-        return self.drafter.step(self.ids, self.levels - before, self.tokens, self.levels)
+        return self.drafter.step(self.ids, (self.levels - before).tolist(), self.tokens, self.levels)
 
     def verify(self):
         """Each row says what it was drafted and one token more, and ends where its text does."""
@@ -298,7 +298,7 @@ class Engine:
                 accepted[row] += 1
         before = self.levels.copy()
         self.levels += accepted + 1
-        self.drafts = self.drafter.step(self.ids, self.levels - before, self.tokens, self.levels)
+        self.drafts = self.drafter.step(self.ids, (self.levels - before).tolist(), self.tokens, self.levels)
         # A draft may not reach beyond the end of the text that is known.
         over = [len(text) - level <= K + 1 for text, level in zip(self.texts, self.levels, strict=True)]
         for id_ in itertools.compress(self.ids, over):
@@ -491,7 +491,7 @@ def test_text_of_the_history_is_no_step(num_steps):
     engine = Engine(history, texts_of(64, 300))
     for row, text in enumerate(engine.texts):
         engine.levels[row] = len(text)
-    engine.drafter.step(engine.ids, engine.levels, engine.tokens, engine.levels)
+    engine.drafter.step(engine.ids, engine.levels.tolist(), engine.tokens, engine.levels)
     engine.drafter.clear()
     engine = Engine(history, texts_of(4, 300), groups=["other"] * 4, drafter=engine.drafter)
     for _ in range(num_steps):

@@ -179,7 +179,7 @@ def test_a_full_shared_tree_is_an_ordinary_error():
     drafter = Drafter(config(max_index_mb=1, batch_threshold=8))
     for name in "abc":
         drafter.open(name, int32(), 30_000)
-    drafts = drafter.step(list("abc"), int32(1, 1, 1), text, levels)
+    drafts = drafter.step(list("abc"), [1, 1, 1], text, levels)
     assert len(drafts) == 3 and drafter.counters.num_untracked_rows == 1
 
 

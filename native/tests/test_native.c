@@ -174,6 +174,20 @@ static void check_leading_tokens(const rs_index *index, const fixture *f) {
     free(tokens);
 }
 
+static void test_set_levels(void) {
+    const int32_t rows[] = {3, 0, 1, 2}, row_levels[] = {7, INT32_MIN, 0, INT32_MAX};
+    const int32_t last_levels[] = {INT32_MAX, 9, INT32_MAX, INT32_MAX};
+    int32_t levels[4], max_draft_tokens[4];
+    for (int32_t may_draft = 0; may_draft < 2; may_draft++) {
+        rs_set_levels(4, rows, row_levels, last_levels, may_draft, levels, max_draft_tokens);
+        const int32_t room[] = {0, 2, 0, INT32_MAX};
+        for (int i = 0; i < 4; i++) {
+            CHECK(levels[i] == row_levels[rows[i]]);
+            CHECK(max_draft_tokens[i] == may_draft * room[i]);
+        }
+    }
+}
+
 /* Every row goes on, and now and then begins again. */
 static void step_rows(caller *c, int num_steps) {
     fixture *f = c->f;
@@ -183,6 +197,7 @@ static void step_rows(caller *c, int num_steps) {
             f->levels[i] = again ? PROMPT_LEN + (int32_t)random_below(20) : f->levels[i] + (int32_t)random_below(30);
         }
         perform_with_failures(c, STEP);
+        CHECK(f->batch.num_drafting == f->batch.num_rows);
         check_leading_tokens(c->index, f);
     }
 }
@@ -882,6 +897,7 @@ int main(void) {
     test_replay();
     test_replay_waits();
     test_hear();
+    test_set_levels();
     test_budget();
     test_large_arrays();
     test_huge_pages();
