@@ -24,8 +24,8 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     tokens, by their sums, one between the tokens of the block that won. A race is won in proportion to the
     masses that run, so a token is drawn with (its block's share) x (its share of the block), the softmax; and
     a row needs noise for vocab_size / 256 + 256 runners instead of one for every token. A block's sum lies
-    between its largest probability and 256 times that, so most blocks cannot win and are not summed. Ties go
-    to the lowest token id.
+    between its largest probability and 256 times that, so most blocks cannot win; they are not summed, but
+    where finding them takes longer than all the sums. Ties go to the lowest token id.
 
     Args:
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
@@ -37,7 +37,7 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
 
     Memory: one temporary of a chunk's size (4 MiB on a CPU, 64 MiB elsewhere) or of 3/4 of the logits',
     whichever is less, and at most 32 x (256 + vocab_size / 256) bytes a row, less than 0.2 of its logits
-    with a vocabulary of 32,000 or more.
+    with a vocabulary of 32,000 or more. For one row, or a quarter of a chunk, it has the logits' size.
     """
     return _keyed_race(logits, _drawn(_seeds(keys, positions), logits.shape[-1]))
 
@@ -59,11 +59,15 @@ def _drawn(seeds: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 def _keyed_race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     blocks, runners = split_blocks(logits), drawn[:, BLOCK_SIZE:]
-    peaks = block_peaks(*blocks)
-    top = peaks.amax(dim=-1, keepdim=True)
-    least = (peaks - top).exp_().div_(runners)
-    can_win = least >= least.amax(dim=-1, keepdim=True) / (BLOCK_SIZE + 1)
-    block = _masses(*blocks, top, can_win).div_(runners).argmax(dim=-1, keepdim=True)
+    if len(logits) <= rows_at_a_time(logits.device, 4 * logits.shape[-1]):
+        masses = _masses(*blocks, logits.amax(dim=-1, keepdim=True))
+    else:
+        peaks = block_peaks(*blocks)
+        top = peaks.amax(dim=-1, keepdim=True)
+        least = (peaks - top).exp_().div_(runners)
+        can_win = least >= least.amax(dim=-1, keepdim=True) / (BLOCK_SIZE + 1)
+        masses = _masses_of(can_win, *blocks, top)
+    block = masses.div_(runners).argmax(dim=-1, keepdim=True)
     return best_token(block, _race_inside(logits, block, drawn))
 
 
@@ -81,10 +85,8 @@ def shortfall(
     Returns:
         float32 [n]; inf for a token of probability 0 in a block with any that is more, NaN in one without.
     """
-    blocks, drawn = split_blocks(logits), _drawn(_seeds(keys, positions), logits.shape[-1])
-    peaks = block_peaks(*blocks)
-    top = peaks.amax(dim=-1, keepdim=True)
-    masses = _masses(*blocks, top, torch.ones_like(peaks, dtype=torch.bool))
+    drawn = _drawn(_seeds(keys, positions), logits.shape[-1])
+    masses = _masses(*split_blocks(logits), logits.amax(dim=-1, keepdim=True))
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
     inside = _race_inside(logits, block, drawn)
     missed = torch.cat(
@@ -102,11 +104,22 @@ def _missed(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return reached.amax(dim=-1, keepdim=True) - reached.gather(-1, chosen)
 
 
-def _masses(whole: torch.Tensor, rest: torch.Tensor, top: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The sums of exp(logit - the row's largest) of the blocks that are wanted, [n, number of blocks], or 0.
+def _masses(whole: torch.Tensor, rest: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """The blocks' sums of exp(logit - the row's largest), [n, number of blocks].
 
     Args:
         top: the largest logit of each row, [n, 1].
+    """
+    masses = _sums((whole - top.unsqueeze(-1)).exp_())
+    return torch.cat([masses, _mass_of_rest(rest, top)], dim=-1) if rest.shape[-1] else masses
+
+
+def _masses_of(
+    wanted: torch.Tensor, whole: torch.Tensor, rest: torch.Tensor, top: torch.Tensor
+) -> torch.Tensor:
+    """`_masses`, bit for bit, of the blocks that are wanted, of others 0.
+
+    Args:
         wanted: bool, of the result's shape; a last block that is not whole is always summed.
     """
     masses = torch.zeros_like(wanted, dtype=top.dtype)
@@ -115,14 +128,19 @@ def _masses(whole: torch.Tensor, rest: torch.Tensor, top: torch.Tensor, wanted: 
         rows, blocks = chunk.unbind(-1)
         masses[rows, blocks] = _sums(whole[rows, blocks].sub_(top[rows]).exp_())
     if rest.shape[-1]:
-        last = top.new_zeros(top.shape[0], BLOCK_SIZE)
-        last[:, : rest.shape[-1]] = (rest - top).exp_()
-        masses[:, -1] = _sums(last)
+        masses[:, -1:] = _mass_of_rest(rest, top)
     return masses
 
 
+def _mass_of_rest(rest: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """Of the block behind the whole ones, [n, 1]."""
+    last = top.new_zeros(top.shape[0], BLOCK_SIZE)
+    last[:, : rest.shape[-1]] = (rest - top).exp_()
+    return _sums(last.unsqueeze(1))
+
+
 def _sums(values: torch.Tensor) -> torch.Tensor:
-    """Sums of BLOCK_SIZE values a row, [n]; a row's does not depend on n.
+    """Sums of BLOCK_SIZE values, those of the last dimension; a row's does not depend on how many there are.
 
     CUDA's order of additions depends on the number of rows where more than 32 values are added at a time.
     """

@@ -18,7 +18,7 @@ Operations of this module, `blocks` and `keyed`, views and copies apart, all of 
 its op-plugin's list, op_plugin/config/op_plugin_functions.yaml, for torch 2.1 to 2.8; not run), to which come
 those of `noise`: add, amax, arange, argmax, cat, clamp, cumprod, cumsum, div, eq, exp, exponential,
 floor_divide, full, gather, ge, gt, index, index_put, index_select, le, log, lt, masked_fill, mul, nonzero,
-ones, rand, remainder, repeat_interleave, scatter, softmax, sub, sum, uniform, where, zeros.
+rand, remainder, repeat_interleave, scatter, softmax, sub, sum, uniform, where, zeros.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def coupled_sample(
     Returns:
         int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1.
 
-    Memory: as `keyed.keyed_sample`, of the target's or of the bonus logits, whichever are more; 7/8 of their
-    size instead of 3/4 where some bonus tokens are drawn. Bonus logits are kept until here.
+    Memory: as `keyed.keyed_sample`, of the target's or of the bonus logits, whichever are more; up to their
+    size instead of 3/4 of it where some bonus tokens are drawn. Bonus logits are kept until here.
     """
     sampled = None
     if sampling_metadata.all_greedy:

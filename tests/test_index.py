@@ -105,7 +105,9 @@ def test_step_rows_take_their_levels_from_the_matrix(data, num_rows):
         for each in (rows, some):
             each.set_levels(int32(*row_levels), may_draft)
             assert each.levels.tolist() == [row_levels[number] for number in each.numbers]
-            room = [last_levels[i] - level for i, level in zip(each.sequences, each.levels.tolist(), strict=True)]
+            room = [
+                last_levels[i] - level for i, level in zip(each.sequences, each.levels.tolist(), strict=True)
+            ]
             expected = [
                 max(0, left) if may_draft and level >= 0 else 0
                 for left, level in zip(room, each.levels.tolist(), strict=True)

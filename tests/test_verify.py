@@ -356,12 +356,13 @@ VIEWS_AND_COPIES = {
 }  # fmt: skip
 
 
-def test_the_operations_are_those_that_are_listed() -> None:
+def test_the_operations_are_those_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, drafts = [2, 0, 3], torch.tensor([1, 2, 3, 4, 5])
     ends, bonus, keys = torch.tensor([2, 2, 5]), torch.zeros(3, 1, dtype=torch.int32), torch.arange(3)
     sampling = metadata([1.0, 0.0, 0.7], {0: torch.Generator()})
     operations = Operations()
-    for vocab_size, use_fp64 in itertools.product((512, 600), (False, True)):
+    for chunk_size, vocab_size, use_fp64 in itertools.product((1 << 10, 1 << 20), (512, 600), (False, True)):
+        monkeypatch.setattr(blocks, "CHUNK_SIZES", {"cpu": chunk_size})
         logits, probs = torch.randn(5, vocab_size), torch.rand(5, vocab_size).softmax(-1)
         with operations:
             step = keyed.KeyedStep(keys, keys, counts, logits.device)
