@@ -47,6 +47,10 @@ def argmax(values: torch.Tensor) -> torch.Tensor:
     return best_token(block, block_values(values, block))
 
 
+def chunk_size(device: torch.device) -> int:
+    return CHUNK_SIZES.get(device.type, CHUNK_SIZE)
+
+
 def rows_at_a_time(device: torch.device, length: int) -> int:
     """Of how many rows of this length memory should hold temporaries at a time."""
-    return max(1, CHUNK_SIZES.get(device.type, CHUNK_SIZE) // length)
+    return max(1, chunk_size(device) // length)

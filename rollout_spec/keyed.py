@@ -12,9 +12,13 @@ from rollout_spec.blocks import (
     best_token,
     block_peaks,
     block_values,
+    chunk_size,
     rows_at_a_time,
     split_blocks,
 )
+
+# Of logits that are so small a part of a chunk all blocks are summed: a launch costs more than the values.
+SMALL = 16
 
 
 def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -37,7 +41,7 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
 
     Memory: one temporary of a chunk's size (4 MiB on a CPU, 64 MiB elsewhere) or of 3/4 of the logits',
     whichever is less, and at most 32 x (256 + vocab_size / 256) bytes a row, less than 0.2 of its logits
-    with a vocabulary of 32,000 or more. For one row, or a quarter of a chunk, it has the logits' size.
+    with a vocabulary of 32,000 or more. Where the logits are a 16th of a chunk it has their size.
     """
     return _keyed_race(logits, _drawn(_seeds(keys, positions), logits.shape[-1]))
 
@@ -59,7 +63,7 @@ def _drawn(seeds: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 def _keyed_race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     blocks, runners = split_blocks(logits), drawn[:, BLOCK_SIZE:]
-    if len(logits) <= rows_at_a_time(logits.device, 4 * logits.shape[-1]):
+    if SMALL * logits.numel() <= chunk_size(logits.device):
         masses = _masses(*blocks, logits.amax(dim=-1, keepdim=True))
     else:
         peaks = block_peaks(*blocks)

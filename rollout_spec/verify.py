@@ -16,7 +16,7 @@ of request i's.
 
 Operations of this module, `blocks` and `keyed`, views and copies apart, all of which torch_npu has (read in
 its op-plugin's list, op_plugin/config/op_plugin_functions.yaml, for torch 2.1 to 2.8; not run), to which come
-those of `noise`: add, amax, arange, argmax, cat, clamp, cumprod, cumsum, div, eq, exp, exponential,
+those of `noise`: add, amax, arange, argmax, argmin, cat, clamp, cumsum, div, eq, exp, exponential,
 floor_divide, full, gather, ge, gt, index, index_put, index_select, le, log, lt, masked_fill, mul, nonzero,
 rand, remainder, repeat_interleave, scatter, softmax, sub, sum, uniform, where, zeros.
 """
@@ -100,9 +100,9 @@ def _num_accepted(accepted: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Ten
     Returns:
         int64 [max_spec_len + 1] and [batch_size, 1].
     """
-    verdicts = torch.cat([accepted, accepted.new_zeros(rows.shape[0])])[rows].long()
+    verdicts = torch.cat([accepted, accepted.new_zeros(rows.shape[0])])[rows]
     columns = torch.arange(rows.shape[1], device=rows.device)
-    return columns, verdicts.cumprod(dim=-1).sum(dim=-1, keepdim=True)
+    return columns, verdicts.long().argmin(dim=-1, keepdim=True)  # the first that is 0; the last one is
 
 
 def expand_batch_to_tokens(
