@@ -6,7 +6,7 @@ side.
 Each is timed from the logits of a step, temperature applied, to its tokens, bonus tokens included; no top-k,
 no top-p. K = 0 is a plain step, one token a request, as while the gate is shut. Of small batches several
 steps take turns. The clock is the thread's processor time, on one thread, so that other work on the machine
-counts little; the five take turns, another one first in every round.
+counts little; all take turns, another one first in every round.
 vllm-ascend's functions are taken from its source as they stand. vLLM's kernel for recovered tokens fails on
 the CPU for an argument it does not know; here it does not get it.
 """
@@ -49,7 +49,7 @@ TARGETS = {"vllm-ascend / coupled": 10.0, "vllm / coupled": 1.0}
 # The columns behind the time of `coupled`.
 RATIOS = (
     ("vllm-ascend", "coupled"), ("vllm", "coupled"), ("vllm-ascend", "standard"), ("vllm", "standard"),
-    ("coupled", "read"),
+    ("vllm-ascend", "noise"), ("coupled", "read"),
 )  # fmt: skip
 
 
@@ -107,6 +107,11 @@ class Step:
         bonus = step.sample_behind(self.bonus_logits).unsqueeze(-1)
         return verify.coupled_sample(self.drafts, self.k, self.logits, bonus, self.metadata, step)
 
+    def noise(self) -> torch.Tensor:
+        """What `coupled` begins with, whatever the logits: the rows' noise, and nothing else."""
+        step = keyed.KeyedStep(self.keys, self.positions, self.counts, self.logits.device)
+        return step._noise(self.logits.shape[-1])
+
     def standard(self) -> torch.Tensor:
         bonus = compiled_random_sample(self.bonus_logits).unsqueeze(-1)
         return verify.rejection_sample(*self.given(), None, self.logits, bonus, self.metadata)
@@ -145,6 +150,7 @@ class PlainStep:
         return compiled_random_sample(self.logits)
 
     standard = vllm
+    noise = Step.noise
 
     def read(self) -> torch.Tensor:
         return self.logits.amax(dim=-1)
@@ -206,6 +212,7 @@ def measure(published: types.SimpleNamespace, repeats: int, batch_sizes: list[in
                             "standard": step.standard,
                             "vllm": step.vllm,
                             "vllm-ascend": functools.partial(step.ascend, published),
+                            "noise": step.noise,
                             "read": step.read,
                         }
                     )
