@@ -62,22 +62,22 @@ def coupled_sample(
     Memory: as `keyed.keyed_sample`, of the target's or of the bonus logits, whichever are more; up to their
     size instead of 3/4 of it where some bonus tokens are drawn. Bonus logits are kept until here.
     """
-    sampled = None
-    if sampling_metadata.all_greedy:
-        own = argmax(target_logits)
-    else:
+    is_mixed = not (sampling_metadata.all_greedy or sampling_metadata.all_random)
+    own = argmax(target_logits) if sampling_metadata.all_greedy else step.sample(target_logits)
+    if is_mixed:
         sampled = sampling_metadata.temperature > GREEDY_TEMPERATURE
-        own = step.sample(target_logits)
-        if not sampling_metadata.all_random:
-            own = torch.where(sampled[step.requests[: step.num_tokens]], own, argmax(target_logits))
+        own = torch.where(sampled[step.requests[: step.num_tokens]], own, argmax(target_logits))
 
     rows = _padded_rows(step.num_draft_tokens, max_spec_len, target_logits.device)
     columns, num_accepted = _num_accepted(own == draft_token_ids, rows)
     bonus = bonus_token_ids.view(-1).long()
-    if step.owes_tokens and sampled is not None:
+    if step.owes_tokens and not sampling_metadata.all_greedy:
         has_held = rows.gather(-1, num_accepted).squeeze(-1) >= step.num_tokens
-        requests = (has_held & sampled).nonzero().squeeze(-1)
-        bonus = bonus.index_put((requests,), step.sample_owed(requests))
+        if is_mixed:
+            has_held &= sampled
+        requests = has_held.nonzero().squeeze(-1)
+        owed = step.sample_owed(requests)
+        bonus = bonus.index_put((requests,), owed) if len(owed) else bonus
     tokens = torch.cat([own, bonus])[rows]
     return torch.where(columns <= num_accepted, tokens, PLACEHOLDER_TOKEN_ID).int()
 
