@@ -209,10 +209,10 @@ def measure(published: types.SimpleNamespace, repeats: int, batch_sizes: list[in
                     calls.append(
                         {
                             "coupled": step.coupled,
+                            "noise": step.noise,  # behind it, so that it does not warm the caches for it
                             "standard": step.standard,
                             "vllm": step.vllm,
                             "vllm-ascend": functools.partial(step.ascend, published),
-                            "noise": step.noise,
                             "read": step.read,
                         }
                     )
