@@ -6,7 +6,7 @@ side.
 Each is timed from the logits of a step, temperature applied, to its tokens, bonus tokens included; no top-k,
 no top-p. K = 0 is a plain step, one token a request, as while the gate is shut. Of small batches several
 steps take turns. The clock is the thread's processor time, on one thread, so that other work on the machine
-counts little; all take turns, another one first in every round.
+counts little; all take turns, in another order in every round.
 vllm-ascend's functions are taken from its source as they stand. vLLM's kernel for recovered tokens fails on
 the CPU for an argument it does not know; here it does not get it.
 """
@@ -19,6 +19,7 @@ import functools
 import json
 import os
 import platform
+import random
 import statistics
 import time
 import types
@@ -177,14 +178,15 @@ def same_tokens(published: types.SimpleNamespace) -> bool:
 def times_ms(steps: list[dict[str, Callable[[], Any]]], repeats: int) -> dict[str, list[float]]:
     """Each call's processor time, one after the other in each round, without a first third of the rounds.
 
-    The steps take turns round by round, and so do the contestants in coming first, which seems to cost.
+    The steps take turns round by round. The contestants come in another order in each round: what one of them
+    has run and read is in the caches for the next.
     """
+    rng = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in steps[0]}
     start, num_rounds = time.perf_counter(), 0
     while num_rounds < 1.5 * repeats or (time.perf_counter() - start < 2 and num_rounds < 120):
         calls = list(steps[num_rounds % len(steps)].items())
-        first = num_rounds % len(calls)
-        for name, call in calls[first:] + calls[:first]:
+        for name, call in rng.sample(calls, len(calls)):
             began = time.thread_time()
             call()
             times[name].append(1e3 * (time.thread_time() - began))
@@ -209,10 +211,10 @@ def measure(published: types.SimpleNamespace, repeats: int, batch_sizes: list[in
                     calls.append(
                         {
                             "coupled": step.coupled,
-                            "noise": step.noise,  # behind it, so that it does not warm the caches for it
                             "standard": step.standard,
                             "vllm": step.vllm,
                             "vllm-ascend": functools.partial(step.ascend, published),
+                            "noise": step.noise,
                             "read": step.read,
                         }
                     )
