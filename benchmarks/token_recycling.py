@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.history import Response
-from rollout_spec.index import Int32Array
+from rollout_spec.native import Int32Array
 from rollout_spec.replay import IndexProposer, ReplayResult, Rollout, read_trace, replay_line
 
 PRICES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)

@@ -27,7 +27,7 @@ from rollout_spec.bench_drafters import (
     settings_of,
 )
 from rollout_spec.drafter import Drafter
-from rollout_spec.index import Int32Array
+from rollout_spec.native import Int32Array
 from rollout_spec.replay import Rollout, TraceError
 
 BATCHES = (1, 8, 64, 256)

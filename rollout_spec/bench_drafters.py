@@ -21,7 +21,7 @@ import numpy as np
 from rollout_spec.bench_native import cpu_name
 from rollout_spec.config import AUTO, SpecConfig
 from rollout_spec.history import History, Response, group_key
-from rollout_spec.index import Int32Array
+from rollout_spec.native import Int32Array
 from rollout_spec.replay import IndexProposer, Proposer, ReplayResult, Rollout, replay_line
 
 MAX_SPECULATIVE_TOKENS = 64

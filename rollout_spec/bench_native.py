@@ -19,7 +19,8 @@ import numpy.typing as npt
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import Drafter
 from rollout_spec.history import History
-from rollout_spec.index import Int32Array, SuffixIndex
+from rollout_spec.index import SuffixIndex
+from rollout_spec.native import Int32Array
 from rollout_spec.price import PricedIndex
 from rollout_spec.replay import read_trace
 

@@ -20,9 +20,11 @@ import numpy.typing as npt
 from rollout_spec.config import SpecConfig
 from rollout_spec.gate import Step, make_gate
 from rollout_spec.history import Backlog, History, Response, group_key, prompt_key
-from rollout_spec.index import BudgetExceeded, OutOfMemory, StepResult, StepRows, SuffixIndex
+from rollout_spec.index import StepResult, SuffixIndex
 from rollout_spec.metrics import EngineCounters
+from rollout_spec.native import BudgetExceeded, OutOfMemory
 from rollout_spec.price import make_index
+from rollout_spec.rows import StepRows
 
 # Siblings that wait in the engine's queue find their group's text here when they start.
 # Few are enough: the samples of a prompt arrive together and are served in order.

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_spec.index import FULL_WEIGHT, BudgetExceeded, Int32Array, OutOfMemory, SuffixIndex
+from rollout_spec.index import FULL_WEIGHT, SuffixIndex
+from rollout_spec.native import BudgetExceeded, Int32Array, OutOfMemory
 
 _MAGIC = b"rollout_spec history 2\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size

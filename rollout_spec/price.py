@@ -15,14 +15,8 @@ import math
 from collections.abc import Iterator
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.index import (
-    FULL_WEIGHT,
-    BegunAnew,
-    Int32Array,
-    StepResult,
-    SuffixIndex,
-    index_options,
-)
+from rollout_spec.index import FULL_WEIGHT, StepResult, SuffixIndex, index_options
+from rollout_spec.native import BegunAnew, Int32Array
 from rollout_spec.reference import BYTES_SHARE, Followed, Reference, Setting
 from rollout_spec.suffix_policy import TwoTreeIndex
 

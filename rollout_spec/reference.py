@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.index import BoolArray, Heard, Int32Array, Replayed, SuffixIndex
+from rollout_spec.index import SuffixIndex
+from rollout_spec.native import BoolArray, Int32Array
+from rollout_spec.rows import Heard, Replayed
 
 REFERENCE_MIN_TOKEN_PROB = 0.1
 AIM = 0.992  # of the budget: what a group drafts at its very end, which is most, is not all seen

@@ -22,7 +22,7 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.history import Backlog, History, Response, group_key
-from rollout_spec.index import Int32Array
+from rollout_spec.native import Int32Array
 from rollout_spec.price import make_index
 
 # Edges of the buckets in which acceptance along a response is counted, tokens.

@@ -7,16 +7,8 @@ import contextlib
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.index import (
-    FULL_WEIGHT,
-    BudgetExceeded,
-    IndexStats,
-    Int32Array,
-    OutOfMemory,
-    StepResult,
-    SuffixIndex,
-    index_options,
-)
+from rollout_spec.index import FULL_WEIGHT, IndexStats, StepResult, SuffixIndex, index_options
+from rollout_spec.native import BudgetExceeded, Int32Array, OutOfMemory
 
 # In place of an id: no tree yet, and none until the sequence is closed, since there is no room.
 _NONE, _REFUSED = -1, -2

@@ -14,8 +14,8 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.corpus import open_corpus
 from rollout_spec.drafter import Drafter
 from rollout_spec.history import HistoryError
-from rollout_spec.index import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
+from rollout_spec.native import NativeError
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 GROUP_KEY = "rollout_spec_group"  # in `SamplingParams.extra_args`

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from rollout_spec.cli import main
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.corpus import CONTENT_OFFSET, check_corpus, open_corpus, write_corpus
-from rollout_spec.index import CorpusBuilder, InvalidArgument, SuffixIndex
+from rollout_spec.index import CorpusBuilder, SuffixIndex
+from rollout_spec.native import InvalidArgument
 from rollout_spec.price import make_index
 from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 

@@ -8,7 +8,8 @@ import pytest
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafter import Drafter
 from rollout_spec.history import Backlog, History, HistoryError, Response, group_key, prompt_key
-from rollout_spec.index import FULL_WEIGHT, BudgetExceeded, InvalidArgument, SuffixIndex
+from rollout_spec.index import FULL_WEIGHT, SuffixIndex
+from rollout_spec.native import BudgetExceeded, InvalidArgument
 from rollout_spec.replay import Rollout, replay
 
 

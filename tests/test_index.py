@@ -9,23 +9,19 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rollout_spec import index as index_module
-from rollout_spec.index import (
+from rollout_spec.index import FULL_WEIGHT, SuffixIndex
+from rollout_spec.native import (
     ABI_VERSION,
-    FULL_WEIGHT,
     BudgetExceeded,
     InvalidArgument,
     NativeError,
     OutOfMemory,
-    StepRows,
-    SuffixIndex,
     UnknownId,
     native_version,
 )
-from rollout_spec.index import lib as native_lib
+from rollout_spec.native import lib as native_lib
 from tests.oracle import GroupOracle, Options, SequenceOracle
 
 
@@ -89,56 +85,6 @@ def test_leading_tokens_are_those_of_every_row(index, arguments):
     for wrong in (int32(1), np.array([1, 1])):
         with pytest.raises(InvalidArgument, match=r"^numbers: "):
             index.leading_tokens(wrong)
-
-
-@given(data=st.data(), num_rows=st.integers(0, 6))
-def test_step_rows_take_their_levels_from_the_matrix(data, num_rows):
-    numbers = data.draw(st.permutations(range(num_rows + 2)))[:num_rows]
-    levels = st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 9)
-    last_levels = data.draw(st.lists(levels, min_size=num_rows, max_size=num_rows))
-    rows = StepRows(int32(*numbers), np.arange(num_rows, dtype=np.int32), int32(*last_levels))
-    kept = np.array(data.draw(st.lists(st.booleans(), min_size=num_rows + 2, max_size=num_rows + 2)))
-    some = rows.among(kept)
-    assert some.sequences.tolist() == [i for i, number in enumerate(numbers) if kept[number]]
-    for may_draft in (True, False, True):
-        row_levels = data.draw(st.lists(levels, min_size=num_rows + 2, max_size=num_rows + 2))
-        for each in (rows, some):
-            each.set_levels(int32(*row_levels), may_draft)
-            assert each.levels.tolist() == [row_levels[number] for number in each.numbers]
-            room = [
-                last_levels[i] - level for i, level in zip(each.sequences, each.levels.tolist(), strict=True)
-            ]
-            expected = [
-                max(0, left) if may_draft and level >= 0 else 0
-                for left, level in zip(room, each.levels.tolist(), strict=True)
-            ]
-            assert each.max_draft_tokens.tolist() == expected
-
-
-def test_step_rows_refuse_arrays_that_do_not_fit():
-    for numbers, last_levels, message in (
-        (int32(0), int32(9, 9), "numbers: has 1 entries, sequences has 2"),
-        (int32(0, 1), int32(9), "last_levels: has 1 entries, sequences has 2"),
-        (np.array([0, 1]), int32(9, 9), "numbers: must be a contiguous"),
-        (int32(0, -1), int32(9, 9), "numbers: -1 is negative"),
-    ):
-        with pytest.raises(InvalidArgument, match=f"^{message}"):
-            StepRows(numbers, int32(0, 1), last_levels)
-    rows = StepRows(int32(0, 2), int32(0, 1), int32(9, 9))
-    row_levels = int32(1, 2, 3)
-    for _ in range(2):
-        for wrong, message in (
-            (row_levels[:2], "has 2 entries, too few for row 2"),
-            (row_levels[::2], "must be a contiguous"),
-            (row_levels.astype(np.int64), "must be a contiguous"),
-        ):
-            with pytest.raises(InvalidArgument, match=f"^row_levels: {message}"):
-                rows.set_levels(wrong, True)
-        rows.set_levels(row_levels, True)
-        assert rows.levels.tolist() == [1, 3]
-    row_levels[2] = 5  # the same array, changed in place
-    rows.set_levels(row_levels, True)
-    assert (rows.levels.tolist(), rows.max_draft_tokens.tolist()) == ([1, 5], [8, 4])
 
 
 def test_vectors_may_be_changed_in_place_or_exchanged(index, arguments):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollout_spec.corpus import Corpus, open_corpus
-from rollout_spec.index import BudgetExceeded, CorpusBuilder, InvalidArgument, SuffixIndex, UnknownId
+from rollout_spec.index import CorpusBuilder, SuffixIndex
+from rollout_spec.native import BudgetExceeded, InvalidArgument, UnknownId
 from tests.oracle import FULL_WEIGHT, CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 
 NUM_COLUMNS = 160

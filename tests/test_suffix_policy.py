@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import Drafter
-from rollout_spec.index import BudgetExceeded, InvalidArgument, SuffixIndex, UnknownId
+from rollout_spec.index import SuffixIndex
+from rollout_spec.native import BudgetExceeded, InvalidArgument, UnknownId
 from rollout_spec.price import make_index
 from rollout_spec.suffix_policy import TwoTreeIndex
 from tests.oracle import GroupOracle, Options

@@ -95,7 +95,7 @@ def _run_drafters(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from rollout_spec import bench_drafters as bench
     from rollout_spec.cli import UserError
-    from rollout_spec.index import BudgetExceeded
+    from rollout_spec.native import BudgetExceeded
     from rollout_spec.replay import TraceError
 
     methods = _methods(args)

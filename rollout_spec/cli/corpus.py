@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli import UserError
     from rollout_spec.cli.tables import print_values
-    from rollout_spec.index import OutOfMemory
+    from rollout_spec.native import OutOfMemory
     from rollout_spec.replay import TraceError
 
     if args.output.is_dir() or not args.output.parent.is_dir():

@@ -106,11 +106,11 @@ def _device() -> Iterator[Check]:
 
 
 def _native() -> Iterator[Check]:
-    from rollout_spec import index
+    from rollout_spec import native
 
     spec = importlib.util.find_spec("rollout_spec._native")
     where = spec.origin if spec else "built in"
-    yield Check("native module", OK, f"interface version {index.native_version()}, {where}")
+    yield Check("native module", OK, f"interface version {native.native_version()}, {where}")
 
 
 def _entry_points() -> Iterator[Check]:
