@@ -1,4 +1,4 @@
-/* Drafting for rollouts: one suffix automaton per group, one call per engine step.
+/* Drafting for rollouts: one suffix automaton per group, one call per engine step that indexes and drafts.
  *
  * This file is also the cffi cdef (native/build_native.py reads it and blanks the lines that start
  * with '#'): constants are enums, there are no function-like macros.
@@ -47,8 +47,8 @@
  * has been followed, if that is at least min_match_len long.
  *
  * No function is thread safe for one index; different indexes are independent.
- * Every function but rs_index_free, rs_corpus_free, rs_index_stats, rs_corpus_num_bytes and
- * rs_abi_version returns a status; a call that fails changes nothing, except that reserved memory may
+ * Every function but rs_index_free, rs_corpus_free, rs_index_stats, rs_corpus_num_bytes, rs_set_levels,
+ * rs_leading_tokens and rs_abi_version returns a status; a call that fails changes nothing, except that reserved memory may
  * stay reserved, and but for rs_corpus_add and rs_replay.
  * `error` may be NULL; when it is not, it is written on failure only.
  */
@@ -119,7 +119,7 @@ typedef struct {
                                         token is accepted, as the mode estimates it; 1 in earliest */
     int32_t *num_draft_tokens;       /* out [num_rows] */
     int32_t *match_lens;             /* out [num_rows]; 0 where max_draft_tokens is 0; in mode sam the group's */
-    int32_t num_drafting;            /* out: entries with max_draft_tokens above 0 */
+    int32_t num_drafting;            /* out: entries with max_draft_tokens above 0; unchanged on failure */
 } rs_batch;
 
 /* What sequences have said, and what drafting for them has taken: a row for each. */
@@ -204,7 +204,8 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
 rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error);
 
 /* What the next step needs to know of num_rows rows of a token matrix, whose row r has row_levels[r] tokens: levels, and
- * max_draft_tokens so that no draft ends beyond last_levels; 0 without may_draft. Arrays [num_rows], but for row_levels. */
+ * max_draft_tokens, so that no draft ends beyond last_levels. These are 0 without may_draft, and for a level below 0.
+ * Arrays [num_rows], but for row_levels, which has an entry for each of `rows`; that is not checked. */
 void rs_set_levels(int32_t num_rows, const int32_t *rows, const int32_t *row_levels, const int32_t *last_levels,
                    int32_t may_draft, int32_t *levels, int32_t *max_draft_tokens);
 

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rollout_spec.bench_drafters import (
     NGRAM,
@@ -27,19 +26,18 @@ from rollout_spec.bench_drafters import (
     settings_of,
 )
 from rollout_spec.drafter import Drafter
-from rollout_spec.native import Int32Array
+from rollout_spec.native import Float64Array, Int32Array
 from rollout_spec.replay import Rollout, TraceError
 
 BATCHES = (1, 8, 64, 256)
 CONTEXT = 2048  # tokens of a row, prompt included, or what there is
 NUM_STEPS = 32  # timed, each with one new token a row
 NUM_ROUNDS = 5  # with rows of their own; more for small batches, whose rows are few
-MIN_ROWS = 128  # in all rounds together: a 99th percentile takes many steps, of which few rows have few
+MIN_ROWS = 640  # in all rounds together: a 99th percentile takes many steps
 SIZES = (2048, 32768, 131072)
 TOKENS_PER_STEP = 512  # of all requests, to be indexed
 BASELINE = "suffix"
 
-Float64Array = npt.NDArray[np.float64]
 Run = tuple[str, Settings]  # a method as it is measured
 Propose = Callable[[Batch, list[list[int]]], list[list[int]]]
 

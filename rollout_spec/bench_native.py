@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import Drafter
 from rollout_spec.history import History
 from rollout_spec.index import SuffixIndex
-from rollout_spec.native import Int32Array
+from rollout_spec.native import Int32Array, Int64Array
 from rollout_spec.price import PricedIndex
 from rollout_spec.replay import read_trace
-
-Int64Array = npt.NDArray[np.int64]
 
 NUM_SPECULATIVE_TOKENS = 8
 SIZES = (2048, 8192, 32768, 131072)

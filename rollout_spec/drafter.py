@@ -1,4 +1,4 @@
-"""One engine's drafter: the life cycle of requests and groups, and one native call per step.
+"""One engine's drafter: the life cycle of requests and groups, and what each step asks of the index.
 
 It knows neither torch nor vLLM: a step is arrays of row numbers and token levels in, draft tokens out.
 """
@@ -22,7 +22,7 @@ from rollout_spec.gate import Step, make_gate
 from rollout_spec.history import Backlog, History, Response, group_key, prompt_key
 from rollout_spec.index import StepResult, SuffixIndex
 from rollout_spec.metrics import EngineCounters
-from rollout_spec.native import BudgetExceeded, OutOfMemory
+from rollout_spec.native import BudgetExceeded, Int32Array, InvalidArgument, OutOfMemory
 from rollout_spec.price import make_index
 from rollout_spec.rows import StepRows
 
@@ -41,7 +41,6 @@ _BYTES_PER_TOKEN = 64  # about, of the index
 ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 
 _UNTRACKED = -1
-_Int32 = npt.NDArray[np.int32]
 _T = TypeVar("_T")
 _Key = tuple[str, Hashable]  # what the group is told by, and its value
 
@@ -49,7 +48,7 @@ _Key = tuple[str, Hashable]  # what the group is told by, and its value
 @dataclasses.dataclass
 class _Group:
     handle: int
-    prompt: _Int32
+    prompt: Int32Array
     history_key: bytes
     num_live: int = 0
 
@@ -100,7 +99,7 @@ class Drafter:
         return self._requests.keys()
 
     def open(
-        self, request_id: str, prompt_token_ids: _Int32, max_level: int, group: Hashable | None = None
+        self, request_id: str, prompt_token_ids: Int32Array, max_level: int, group: Hashable | None = None
     ) -> None:
         """Start a request.
 
@@ -144,15 +143,15 @@ class Drafter:
         self,
         request_ids: Sequence[str],
         nums_new_tokens: Sequence[int],
-        token_ids: _Int32,
-        levels: _Int32,
+        token_ids: Int32Array,
+        levels: Int32Array,
     ) -> list[list[int]]:
         """Index every decoding row's new tokens and draft for it what the gate lets through.
 
         Args:
             request_ids: the request of each row; all are open.
-            nums_new_tokens: the tokens each row got in the step that has ended; 0 for a row that does not
-                decode (a partial prefill).
+            nums_new_tokens: list [num_rows], the tokens each row got in the step that has ended; 0 for a row
+                that does not decode (a partial prefill).
             token_ids: shape [>= num_rows, max_model_len], row i holds the tokens of `request_ids[i]`.
             levels: int32, shape [>= num_rows], how many tokens each row has.
 
@@ -164,6 +163,10 @@ class Drafter:
                 index raises nothing: idle groups leave it, then the requests that do not fit.
         """
         started = time.perf_counter()
+        if len(nums_new_tokens) != len(request_ids):
+            raise InvalidArgument(
+                f"nums_new_tokens: has {len(nums_new_tokens)} entries, request_ids has {len(request_ids)}"
+            )
         counters = self.counters
         step = self._ended_step(request_ids, nums_new_tokens, levels)
         self._index_history(len(request_ids))
@@ -199,7 +202,9 @@ class Drafter:
         end = 0
         return [tokens[end : (end := end + number)] for number in numbers]
 
-    def _ended_step(self, request_ids: Sequence[str], nums_new_tokens: Sequence[int], levels: _Int32) -> Step:
+    def _ended_step(
+        self, request_ids: Sequence[str], nums_new_tokens: Sequence[int], levels: Int32Array
+    ) -> Step:
         has_no_new_rows = self._map_rows(request_ids)
         num_rows = len(nums_new_tokens) - nums_new_tokens.count(0)
         if not self._gate.weighs_costs:
@@ -213,7 +218,6 @@ class Drafter:
         if self._last_start is not None and (is_alike or self._share_alike < ALIKE_SHARE):
             seconds = now - self._last_start
         self._last_start, self._all_decoded = now, all_decode
-        # For so few numbers lists are faster than numpy.
         context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
         return Step(num_rows, context, sum(nums_new_tokens), seconds)
 
@@ -260,8 +264,12 @@ class Drafter:
             self.history.add(group.history_key, self._index.text(request.sequence))
 
     def _step_index(
-        self, decoding: npt.NDArray[np.bool_] | None, token_ids: _Int32, levels: _Int32, price: float | None
-    ) -> tuple[_Int32, StepResult | None]:
+        self,
+        decoding: npt.NDArray[np.bool_] | None,
+        token_ids: Int32Array,
+        levels: Int32Array,
+        price: float | None,
+    ) -> tuple[Int32Array, StepResult | None]:
         """Index and draft for the decoding rows (None: all) that have a place in the index.
 
         Returns:
@@ -293,7 +301,7 @@ class Drafter:
         self._untrack(self._requests[self._row_ids[row]])
         self._rows = self._tracked_rows(self._row_ids)
 
-    def _open_sequence(self, key: _Key, prompt: _Int32) -> tuple[int, bool]:
+    def _open_sequence(self, key: _Key, prompt: Int32Array) -> tuple[int, bool]:
         """A new sequence in the group of `key`, and whether it comes after the group's prompt.
 
         _UNTRACKED where no slot or no memory is left for it.
@@ -312,7 +320,7 @@ class Drafter:
         self._idle.pop(key, None)
         return sequence, after_prompt
 
-    def _group(self, key: _Key, prompt: _Int32) -> _Group | None:
+    def _group(self, key: _Key, prompt: Int32Array) -> _Group | None:
         """The group of `key`, opened if it is new; None where no slot or no memory is left for it."""
         group = self._groups.get(key)
         if group is not None:
@@ -373,7 +381,7 @@ class Drafter:
         self._index.close_group(handle)
 
 
-def _spread(drafts: list[list[int]], rows: _Int32, num_rows: int) -> list[list[int]]:
+def _spread(drafts: list[list[int]], rows: Int32Array, num_rows: int) -> list[list[int]]:
     """The draft of each of num_rows rows: of `rows` the given ones, if any; of the others an empty one."""
     spread: list[list[int]] = [[] for _ in range(num_rows)]
     if not drafts:

@@ -22,7 +22,7 @@ from rollout_spec.native import (
     int32,
     lib,
 )
-from rollout_spec.rows import Heard, ReplayCounts, Replayed
+from rollout_spec.rows import Heard, Replayed
 
 
 class StepResult(NamedTuple):
@@ -39,6 +39,19 @@ class StepResult(NamedTuple):
     """[n]"""
     match_lens: Int32Array
     """[n], tokens; 0 where nothing matched or max_draft_tokens is 0."""
+
+
+class ReplayCounts(NamedTuple):
+    """Of one call of `replay`."""
+
+    num_row_steps: int
+    """A row that was drafted for, in a step, is one."""
+    num_draft_tokens: int
+    num_tokens: int
+    """Decoded."""
+    heard_row_steps: float
+    """What `heard` has spent on the tokens that were decoded with drafts."""
+    heard_draft_tokens: float
 
 
 class IndexStats(NamedTuple):
@@ -284,14 +297,14 @@ class SuffixIndex:
         Raises:
             BegunAnew: a sequence has had fewer tokens than before; InvalidArgument, UnknownId.
         """
-        index, native = self._open_index(), heard._native
-        self._check(lib.rs_hear(index, native, self._error))
-        if native.begun_anew:
+        index, struct = self._open_index(), heard.struct
+        self._check(lib.rs_hear(index, struct, self._error))
+        if struct.begun_anew:
             raise BegunAnew("sequences: one has begun anew")
-        if native.longest > native.row_stride:
-            heard.widen(2 * native.longest)
-            self._check(lib.rs_hear(index, native, self._error))
-        return int(native.num_row_steps)
+        if struct.longest > struct.row_stride:
+            heard.widen(2 * struct.longest)
+            self._check(lib.rs_hear(index, struct, self._error))
+        return int(struct.num_row_steps)
 
     def replay(self, replayed: Replayed, *, max_steps: int, max_plain_tokens: int) -> ReplayCounts:
         """Decode known texts with drafts of this index, as a target would that says them, in lockstep.
@@ -307,17 +320,17 @@ class SuffixIndex:
             InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: the steps before are taken, their counts
             lost; it can be called again.
         """
-        index, native = self._open_index(), replayed._native
-        if native.batch.num_rows > len(self._match_lens):
-            self._make_buffers(native.batch.num_rows)
-        native.max_steps, native.max_plain_tokens = max_steps, max_plain_tokens
-        batch, heard = native.batch, native.heard
+        index, struct = self._open_index(), replayed.struct
+        if struct.batch.num_rows > len(self._match_lens):
+            self._make_buffers(struct.batch.num_rows)
+        struct.max_steps, struct.max_plain_tokens = max_steps, max_plain_tokens
+        batch, heard = struct.batch, struct.heard
         batch.token_ids = heard.token_ids
         batch.row_stride = batch.num_columns = heard.row_stride
         for name in ("draft_tokens", "survivals", "num_draft_tokens", "match_lens"):
             setattr(batch, name, getattr(self._batch, name))
-        self._check(lib.rs_replay(index, native, self._error))
-        return ReplayCounts._make(getattr(native, name) for name in ReplayCounts._fields)
+        self._check(lib.rs_replay(index, struct, self._error))
+        return ReplayCounts._make(getattr(struct, name) for name in ReplayCounts._fields)
 
     def clear(self) -> None:
         """Close every sequence and group, as `close_group` does; the counters of drafts go on."""

@@ -17,7 +17,8 @@ from rollout_spec.blocks import (
     split_blocks,
 )
 
-# Of logits that are so small a part of a chunk all blocks are summed: a launch costs more than the values.
+# Of logits of at most so small a part of a chunk all blocks are summed: to find those that can win takes more
+# operations, and waits for the device.
 SMALL = 16
 
 
@@ -29,7 +30,7 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     masses that run, so a token is drawn with (its block's share) x (its share of the block), the softmax; and
     a row needs noise for vocab_size / 256 + 256 runners instead of one for every token. A block's sum lies
     between its largest probability and 256 times that, so most blocks cannot win; they are not summed, but
-    where finding them takes longer than all the sums. Ties go to the lowest token id.
+    where the logits are small (SMALL). Ties go to the lowest token id.
 
     Args:
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
@@ -41,7 +42,7 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
 
     Memory: one temporary of a chunk's size (4 MiB on a CPU, 64 MiB elsewhere) or of 3/4 of the logits',
     whichever is less, and at most 32 x (256 + vocab_size / 256) bytes a row, less than 0.2 of its logits
-    with a vocabulary of 32,000 or more. Where the logits are a 16th of a chunk it has their size.
+    with a vocabulary of 32,000 or more. Where the logits are at most a 16th of a chunk it has their size.
     """
     return _keyed_race(logits, _drawn(_seeds(keys, positions), logits.shape[-1]))
 
@@ -69,8 +70,9 @@ def _keyed_race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         peaks = block_peaks(*blocks)
         top = peaks.amax(dim=-1, keepdim=True)
         least = (peaks - top).exp_().div_(runners)
-        can_win = least >= least.amax(dim=-1, keepdim=True) / (BLOCK_SIZE + 1)
-        masses = _masses_of(can_win, *blocks, top)
+        cannot_win = least < least.amax(dim=-1, keepdim=True) / (BLOCK_SIZE + 1)
+        # None of a row that has no number: it gets the token that it gets where all blocks are summed.
+        masses = _masses_of(cannot_win.logical_not_(), *blocks, top)
     block = masses.div_(runners).argmax(dim=-1, keepdim=True)
     return best_token(block, _race_inside(logits, block, drawn))
 

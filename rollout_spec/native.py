@@ -96,10 +96,10 @@ def check_matrix(name: str, array: Any, dtype: type, *shape: int) -> None:
         raise InvalidArgument(f"{name}: must be a contiguous array of {dtype.__name__} {list(shape)}")
 
 
-def writable(kind: str, array: Any) -> Any:
+def writable(kind: str, name: str, array: Any) -> Any:
     """What the native module may write to. Raises InvalidArgument."""
     if not array.flags.writeable:
-        raise InvalidArgument("an array that is written to: is read-only")
+        raise InvalidArgument(f"{name}: is read-only, and written to")
     return ffi.from_buffer(kind, array)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,10 @@ from rollout_spec.native import (
 class StepRows:
     """Rows of an engine's token matrix that are to be stepped together. `set_levels` before every step.
 
-    Args:
-        numbers: int32 [n], of the rows, not negative. These three arrays must not be changed any more.
+    `levels` and `max_draft_tokens`, int32 [n], are what `SuffixIndex.step` takes; the same arrays for good.
+
+    Args, arrays that must not be changed any more:
+        numbers: int32 [n], of the rows, not negative.
         sequences: int32 [n], their ids in the index.
         last_levels: int32 [n], the levels at which drafts end at the latest.
 
@@ -42,38 +43,38 @@ class StepRows:
         self.numbers, self.sequences, self._last_levels = numbers, sequences, last_levels
         self.levels, self.max_draft_tokens = np.zeros((2, len(sequences)), np.int32)
         self._largest = int(numbers.max(initial=-1))
-        self._row_levels: Int32Array | None = None  # checked, and with its place known
         arrays = (numbers, last_levels, self.levels, self.max_draft_tokens)
-        self._native = [ffi.from_buffer("int32_t[]", array) for array in arrays]
+        self._buffers = [ffi.from_buffer("int32_t[]", array) for array in arrays]
+        # Of the last call, which were checked: engines pass the same array in every step.
+        self._row_levels: Int32Array | None = None
+        self._row_levels_buffer = ffi.NULL
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def among(self, kept: BoolArray) -> StepRows:
-        """Of the rows of the matrix those that are kept, bool."""
+        """Those of the rows that are kept, bool [rows of the matrix]."""
         chosen = kept[self.numbers]
         return StepRows(self.numbers[chosen], self.sequences[chosen], self._last_levels[chosen])
 
-    def set_levels(self, row_levels: Int32Array, may_draft: bool) -> None:
-        """Set `levels` and `max_draft_tokens`, 0 unless rows may draft.
+    def set_levels(self, levels: Int32Array, may_draft: bool) -> None:
+        """Set `levels` and `max_draft_tokens`, which are 0 unless rows may draft.
 
         Args:
-            row_levels: int32, how many tokens each row of the matrix has.
+            levels: int32 [rows of the matrix], how many tokens each has.
 
         Raises:
             InvalidArgument: it does not fit.
         """
-        if row_levels is not self._row_levels:
-            check_vector("row_levels", row_levels, None)
-            if len(row_levels) <= self._largest:
-                raise InvalidArgument(
-                    f"row_levels: has {len(row_levels)} entries, too few for row {self._largest}"
-                )
-            self._native_row_levels = ffi.from_buffer("int32_t[]", row_levels)
-            self._row_levels = row_levels
-        rows, last_levels, levels, max_draft_tokens = self._native
+        if levels is not self._row_levels:
+            check_vector("levels", levels, None)
+            if len(levels) <= self._largest:
+                raise InvalidArgument(f"levels: has {len(levels)} entries, too few for row {self._largest}")
+            self._row_levels_buffer = ffi.from_buffer("int32_t[]", levels)
+            self._row_levels = levels
+        rows, last_levels, own_levels, max_draft_tokens = self._buffers
         lib.rs_set_levels(
-            len(self), rows, self._native_row_levels, last_levels, may_draft, levels, max_draft_tokens
+            len(self), rows, self._row_levels_buffer, last_levels, may_draft, own_levels, max_draft_tokens
         )
 
 
@@ -102,20 +103,20 @@ class Heard:
 
     def __post_init__(self) -> None:
         n = len(self.sequences)
-        self._native = ffi.new("rs_heard *")
-        self._native.num_rows = n
+        self.struct = ffi.new("rs_heard *")
+        self.struct.num_rows = n
         for name in ("sequences", "ends", "plain", "growing"):
             check_vector(name, getattr(self, name), n)
-            setattr(self._native, name, writable("int32_t[]", getattr(self, name)))
+            setattr(self.struct, name, writable("int32_t[]", name, getattr(self, name)))
         check_matrix("spent", self.spent, np.int64, n, 2)
-        self._native.spent = writable("int64_t[]", self.spent)
+        self.struct.spent = writable("int64_t[]", "spent", self.spent)
         check_matrix("token_ids", self.token_ids, np.int32, n, self.token_ids.shape[-1])
         self._set_tokens(self.token_ids)
 
     @property
     def has_drafts(self) -> bool:
         """Whether any of the texts came with drafts when they were heard last."""
-        return bool(self._native.has_drafts)
+        return bool(self.struct.has_drafts)
 
     @classmethod
     def nothing(cls) -> Heard:
@@ -134,7 +135,7 @@ class Heard:
             np.append(self.growing, np.int32(0)),
             np.concatenate([self.spent, np.zeros((1, 2), np.int64)]),
         )
-        rows._native.has_drafts = self._native.has_drafts
+        rows.struct.has_drafts = self.struct.has_drafts
         return rows
 
     def kept(self, kept: BoolArray) -> Heard:
@@ -147,7 +148,7 @@ class Heard:
             self.growing[kept],
             self.spent[kept],
         )
-        rows._native.has_drafts = self._native.has_drafts
+        rows.struct.has_drafts = self.struct.has_drafts
         return rows
 
     def widen(self, num_columns: int) -> None:
@@ -158,8 +159,8 @@ class Heard:
 
     def _set_tokens(self, token_ids: Int32Array) -> None:
         self.token_ids = token_ids
-        self._native.token_ids = writable("int32_t[]", token_ids)
-        self._native.row_stride = token_ids.shape[1]
+        self.struct.token_ids = writable("int32_t[]", "token_ids", token_ids)
+        self.struct.row_stride = token_ids.shape[1]
 
 
 @dataclasses.dataclass(eq=False)
@@ -184,15 +185,15 @@ class Replayed:
         check_vector("levels", self.levels, n)
         check_matrix("settled", self.settled, np.float64, n, 2)
         self._rows, self._budgets = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
-        self._native = ffi.new("rs_replay_rows *")
-        self._native.heard = self.heard._native
-        self._native.settled = writable("double[]", self.settled)
-        batch = self._native.batch
+        self.struct = ffi.new("rs_replay_rows *")
+        self.struct.heard = self.heard.struct
+        self.struct.settled = writable("double[]", "settled", self.settled)
+        batch = self.struct.batch
         batch.num_rows = batch.num_matrix_rows = n
         batch.sequences = ffi.from_buffer("int32_t[]", self.sequences)
         batch.rows = ffi.from_buffer("int32_t[]", self._rows)
-        batch.levels = self._native.levels = writable("int32_t[]", self.levels)
-        batch.max_draft_tokens = self._native.max_draft_tokens = ffi.from_buffer("int32_t[]", self._budgets)
+        batch.levels = self.struct.levels = writable("int32_t[]", "levels", self.levels)
+        batch.max_draft_tokens = self.struct.max_draft_tokens = ffi.from_buffer("int32_t[]", self._budgets)
 
     @classmethod
     def nothing(cls, heard: Heard) -> Replayed:
@@ -212,16 +213,3 @@ class Replayed:
     def kept(self, heard: Heard, kept: BoolArray) -> Replayed:
         """Some of the rows, bool [n]."""
         return Replayed(heard, self.sequences[kept], self.levels[kept], self.settled[kept])
-
-
-class ReplayCounts(NamedTuple):
-    """Of one call of `replay`."""
-
-    num_row_steps: int
-    """A row that was drafted for, in a step, is one."""
-    num_draft_tokens: int
-    num_tokens: int
-    """Decoded."""
-    heard_row_steps: float
-    """What `heard` has spent on the tokens that were decoded with drafts."""
-    heard_draft_tokens: float

@@ -16,9 +16,9 @@ of request i's.
 
 Operations of this module, `blocks` and `keyed`, views and copies apart, all of which torch_npu has (read in
 its op-plugin's list, op_plugin/config/op_plugin_functions.yaml, for torch 2.1 to 2.8; not run), to which come
-those of `noise`: add, amax, arange, argmax, argmin, cat, clamp, cumsum, div, eq, exp, exponential,
-floor_divide, full, gather, ge, gt, index, index_put, index_select, le, log, lt, masked_fill, mul, nonzero,
-rand, remainder, repeat_interleave, scatter, softmax, sub, sum, uniform, where, zeros.
+those of `noise`: add, amax, amin, arange, argmax, cat, clamp, cumsum, div, eq, exp, exponential,
+floor_divide, full, gather, ge, gt, index, index_put, index_select, le, log, logical_not, lt, masked_fill,
+mul, nonzero, rand, remainder, repeat_interleave, scatter, softmax, sub, sum, uniform, where, zeros.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def coupled_sample(
         if is_mixed:
             has_held &= sampled
         requests = has_held.nonzero().squeeze(-1)
-        owed = step.sample_owed(requests)
-        bonus = bonus.index_put((requests,), owed) if len(owed) else bonus
+        bonus = bonus.index_put((requests,), step.sample_owed(requests))
     tokens = torch.cat([own, bonus])[rows]
     return torch.where(columns <= num_accepted, tokens, PLACEHOLDER_TOKEN_ID).int()
 
@@ -102,7 +101,8 @@ def _num_accepted(accepted: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Ten
     """
     verdicts = torch.cat([accepted, accepted.new_zeros(rows.shape[0])])[rows]
     columns = torch.arange(rows.shape[1], device=rows.device)
-    return columns, verdicts.long().argmin(dim=-1, keepdim=True)  # the first that is 0; the last one is
+    # The last column is of no draft token, so one that fails is always found.
+    return columns, torch.where(verdicts, rows.shape[1], columns).amin(dim=-1, keepdim=True)
 
 
 def expand_batch_to_tokens(

@@ -326,7 +326,7 @@ def test_a_rows_token_does_not_depend_on_the_others(
     assert set(together.tolist()) <= set(range(vocab_size))
 
 
-@pytest.mark.parametrize("vocab_size", [32_000, 151_936])
+@pytest.mark.parametrize("vocab_size", [32_000, 50_257, 151_936])
 @pytest.mark.parametrize("scale", [0.01, 5.0])
 def test_a_rows_scores_are_the_same_bits_among_others(
     torch_device: str, vocab_size: int, scale: float
@@ -357,15 +357,21 @@ def test_a_rows_scores_are_the_same_bits_among_others(
         assert torch.equal(scores(rows), together[rows])
 
 
-def test_rows_without_a_number_do_no_harm() -> None:
-    logits = torch.randn(6, 64 * blocks.BLOCK_SIZE, generator=torch.Generator().manual_seed(2)) * 4
+@pytest.mark.parametrize("vocab_size", [64 * blocks.BLOCK_SIZE, 1000])
+def test_rows_without_a_number_do_no_harm(monkeypatch: pytest.MonkeyPatch, vocab_size: int) -> None:
+    """Not to the others; and what they get does not depend on these either."""
+    logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(2)) * 4
     keys = torch.arange(6)
     expected = keyed.keyed_sample(logits, keys, keys)
     logits[2], logits[4] = torch.nan, -torch.inf
-    tokens = keyed.keyed_sample(logits, keys, keys)
-    others = [0, 1, 3, 5]
-    assert tokens[others].tolist() == expected[others].tolist()
-    assert bool(((tokens >= 0) & (tokens < logits.shape[1])).all())
+    logits[5, 700] = torch.inf
+    alone = [keyed.keyed_sample(logits[i : i + 1], keys[i : i + 1], keys[i : i + 1]) for i in range(6)]
+    for chunk_size in (1 << 10, 1 << 20):
+        monkeypatch.setattr(blocks, "CHUNK_SIZES", {"cpu": chunk_size})
+        tokens = keyed.keyed_sample(logits, keys, keys)
+        assert tokens[[0, 1, 3]].tolist() == expected[[0, 1, 3]].tolist()
+        assert torch.equal(tokens, torch.cat(alone))
+        assert bool(((tokens >= 0) & (tokens < vocab_size)).all())
 
 
 def test_chunks_of_memory_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from rollout_spec.bench_native import measure_evictions, synthetic_text
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafter import MAX_IDLE_GROUPS, Drafter
 from rollout_spec.gate import HYSTERESIS_STEPS, Step
+from rollout_spec.native import InvalidArgument
 
 PROMPT = np.array([1, 2, 3, 4], np.int32)
 
@@ -125,7 +126,7 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
     assert gate.steps[6:] == [Step(num_rows=1)]
 
 
-def test_a_request_that_is_not_open_changes_nothing() -> None:
+def test_what_is_wrong_changes_nothing() -> None:
     batch = make()
     batch.open("a")
     batch.open("b")
@@ -133,6 +134,10 @@ def test_a_request_that_is_not_open_changes_nothing() -> None:
     for _ in range(2):
         with pytest.raises(KeyError, match="stranger"):
             batch.drafter.step(["b", "stranger"], [1, 1], batch.token_ids, batch.levels)
+    with pytest.raises(InvalidArgument, match="nums_new_tokens: has 1 entries, request_ids has 2"):
+        batch.drafter.step(["a", "b"], [1], batch.token_ids, batch.levels)
+    with pytest.raises(InvalidArgument, match="levels: has 1 entries, too few for row 1"):
+        batch.drafter.step(["a", "b"], [1, 1], batch.token_ids, batch.levels[:1])
     assert batch.step([[], [11]])[1][:1] == [12]
 
 

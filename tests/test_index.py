@@ -65,6 +65,7 @@ def test_zero_max_draft_tokens_only_indexes(index, arguments):
     assert result.match_lens.tolist() == [0, 2]
     assert index.stats().num_tokens == 3 + 1 + 2
     assert index.stats().num_drafts == 1
+    assert index.num_drafting == 1
 
 
 def test_max_draft_tokens_is_per_row(index, arguments):

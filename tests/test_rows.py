@@ -58,7 +58,7 @@ def test_step_rows_refuse_arrays_that_do_not_fit():
             (row_levels[::2], "must be a contiguous"),
             (row_levels.astype(np.int64), "must be a contiguous"),
         ):
-            with pytest.raises(InvalidArgument, match=f"^row_levels: {message}"):
+            with pytest.raises(InvalidArgument, match=f"^levels: {message}"):
                 rows.set_levels(wrong, True)
         rows.set_levels(row_levels, True)
         assert rows.levels.tolist() == [1, 3]
@@ -150,6 +150,9 @@ def test_a_replay_refuses_what_does_not_fit():
         Replayed(replayed.heard, sequence, one, np.zeros((1, 3)))
     with pytest.raises(InvalidArgument, match="token_ids"):
         heard_texts(np.ones((1, 8), np.int64), 2)
+    tokens.flags.writeable = False
+    with pytest.raises(InvalidArgument, match="token_ids: is read-only"):
+        heard_texts(tokens, 2)
 
 
 @pytest.mark.parametrize("seed", range(20))
