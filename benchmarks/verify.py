@@ -83,15 +83,17 @@ def use_cpu_kernels() -> None:
 
 
 class Step:
-    """One step's logits and drafts; about half of the draft tokens are the target's best."""
+    """One step's logits and drafts; about so many of the draft tokens are the target's best."""
 
-    def __init__(self, batch_size: int, k: int, vocab_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, batch_size: int, k: int, vocab_size: int, seed: int = 0, share_best: float = 0.5
+    ) -> None:
         torch.manual_seed(seed)
         num_tokens = batch_size * k
         self.logits = torch.randn(num_tokens, vocab_size).mul_(3)
         self.bonus_logits = torch.randn(batch_size, vocab_size).mul_(3)
         best = self.logits.argmax(dim=-1)
-        self.drafts = torch.where(torch.rand(num_tokens) < 0.5, best, (best + 1) % vocab_size).int()
+        self.drafts = torch.where(torch.rand(num_tokens) < share_best, best, (best + 1) % vocab_size).int()
         self.logits[torch.arange(num_tokens), best] += 12  # peaked, so that drafts are accepted
         self.counts, self.k = [k] * batch_size, k
         self.ends = torch.arange(k, num_tokens + 1, k, dtype=torch.int32)
@@ -194,7 +196,9 @@ def times_ms(steps: list[dict[str, Callable[[], Any]]], repeats: int) -> dict[st
     return {name: values[num_rounds // 3 :] for name, values in times.items()}
 
 
-def measure(published: types.SimpleNamespace, repeats: int, batch_sizes: list[int]) -> dict[str, Any]:
+def measure(
+    published: types.SimpleNamespace, repeats: int, batch_sizes: list[int], share_best: float
+) -> dict[str, Any]:
     for batch_size in (1, 2, 3):  # until torch.compile has seen that sizes vary
         times_ms([{"vllm": Step(batch_size, 2, 1000 + batch_size).vllm}], 1)
     cells = []
@@ -204,7 +208,7 @@ def measure(published: types.SimpleNamespace, repeats: int, batch_sizes: list[in
                 calls: list[dict[str, Callable[[], Any]]] = []
                 for seed in range(max(1, NUM_REQUESTS // batch_size)):
                     step = (
-                        Step(batch_size, k, vocab_size, seed)
+                        Step(batch_size, k, vocab_size, seed, share_best)
                         if k
                         else PlainStep(batch_size, vocab_size, seed)
                     )
@@ -233,6 +237,7 @@ def measure(published: types.SimpleNamespace, repeats: int, batch_sizes: list[in
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "targets": TARGETS,
+        "share_best": share_best,
         "same_tokens_for_the_same_seed": same_tokens(published),
         "cells": cells,
     }
@@ -247,7 +252,11 @@ def _row(cell: dict[str, Any]) -> str:
 
 
 def share_of_decode_steps(model: str) -> dict[str, float]:
-    """The share of an engine's time that goes into drawing tokens, with the demo's policy and options."""
+    """The share of an engine's time that goes into drawing tokens, with the demo's policy and options.
+
+    verification: our part; sampler: all of vLLM's `RejectionSampler`, with what it does before (penalties,
+    top-k, top-p) and behind it: log-probabilities, which verl asks for. Plain steps have no such sampler.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -264,23 +273,24 @@ def share_of_decode_steps(model: str) -> dict[str, float]:
         },
         additional_config={"rollout_spec": {"batch_threshold": "auto"}},
     )  # fmt: skip
-    spent = {"verification": 0.0}
+    spent = {"verification": 0.0, "sampler": 0.0}
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+    def timed(function: Callable[..., Any], part: str = "verification") -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            result = function(*args)
-            spent["verification"] += time.perf_counter() - start
+            result = function(*args, **kwargs)
+            spent[part] += time.perf_counter() - start
             return result
 
         return call
 
     messages = [row["prompt"] for row in make_rows(2, 0, "bench") for _ in range(8)]
-    params = SamplingParams(temperature=0.7, max_tokens=256)
+    params = SamplingParams(temperature=0.7, max_tokens=256, logprobs=0)
     llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)  # the prompts, for the prefix cache
     verify.coupled_sample = timed(verify.coupled_sample)
     vllm_sampler.RowSampling._rows = timed(vllm_sampler.RowSampling._rows)
     keyed.KeyedStep.sample_behind = timed(keyed.KeyedStep.sample_behind)
+    rejection_sampler.RejectionSampler.forward = timed(rejection_sampler.RejectionSampler.forward, "sampler")
     start = time.perf_counter()
     llm.chat(messages, params, use_tqdm=False)
     total = time.perf_counter() - start
@@ -289,6 +299,7 @@ def share_of_decode_steps(model: str) -> dict[str, float]:
         "seconds": total,
         "verification_seconds": spent["verification"],
         "share": spent["verification"] / total,
+        "sampler_share": spent["sampler"] / total,
     }
 
 
@@ -299,6 +310,9 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=list(BATCH_SIZES), metavar="N")
+    parser.add_argument(
+        "--share-best", type=float, default=0.5, metavar="P", help="of the draft tokens that are right"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE")
     parser.add_argument("--model", metavar="DIR", help="also the share of an engine's decode steps")
     args = parser.parse_args()
@@ -306,7 +320,7 @@ def main() -> None:
     use_cpu_kernels()
     published = published_functions(args.vllm_ascend)
     with torch.inference_mode():  # as in vLLM
-        record = measure(published, args.repeats, args.batch_sizes)
+        record = measure(published, args.repeats, args.batch_sizes, args.share_best)
     if args.model:
         record["decode_steps"] = share_of_decode_steps(args.model)
         print(record["decode_steps"])

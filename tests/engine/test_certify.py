@@ -87,18 +87,18 @@ def test_several_configurations_top_k_top_p_and_the_distribution_test(
 ) -> None:
     code, record = certified(
         chat_model, tmp_path, "--num-speculative-tokens", "2", "5", "--batch-thresholds", "0", "64",
-        "--temperatures", "0.8", "0", "0.8", "--top-k", "30", "--top-p", "0.9", "--max-tokens", "40",
-        "--distribution-samples", "400",
+        "--group-sizes", "2", "4", "--temperatures", "0.8", "0", "0.8", "--top-k", "30", "--top-p", "0.9",
+        "--max-tokens", "30", "--distribution-samples", "400",
     )  # fmt: skip
     assert code == 0
-    assert len(record["configurations"]) == 8
+    assert len(record["configurations"]) == 16
     # What has drafted nothing is told of, and not counted.
     tested = [c for c in record["configurations"] if c["num_rejected_tokens"]]
-    assert {c["batch_threshold"] for c in tested} == {64}
-    assert record["verdict"].startswith(f"certified in part: {len(tested)} of 8 configurations")
-    assert len(record["untested"]) == 8 - len(tested)
+    assert {(c["batch_threshold"], c["group_size"]) for c in tested} == {(64, 2), (64, 4)}
+    assert record["verdict"].startswith(f"certified in part: {len(tested)} of 16 configurations")
+    assert len(record["untested"]) == 16 - len(tested)
     assert record["tokens_compared"] == sum(c["tokens_compared"] for c in tested)
-    assert record["tokens_compared"] > 1.5 * record["reference_tokens"]
+    assert record["tokens_compared"] > 2 * record["reference_tokens"]  # in 2 + 1 of 4 configurations each
     assert record["tokens_identical"] > 0.99 * record["tokens_compared"] > 900
     assert record["unexplained_differences"] == 0
     assert (record["plan"]["top_k"], record["plan"]["top_p"]) == (30, 0.9)
