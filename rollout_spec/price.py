@@ -26,7 +26,7 @@ SETTINGS = (Setting(1.0, 1.0), Setting(4.0, 2 / 3))
 SETTINGS_WITH_HISTORY = (Setting(4.0, 1.0),)
 LEAST_SHARE = 0.9
 
-LEAST_PRICE = 0.055
+LEAST_PRICE = 0.02
 STEEPNESS = 1e-3  # of the logarithm of the price, for every token spent too much
 MAX_EXCESS = 10_000.0  # tokens: what a long stretch has saved or wasted is not made up for in the next
 

@@ -152,6 +152,9 @@ def rejection_sample(
         use_fp64_gumbel: draw the recovered tokens' noise in float64.
         target_is_probs: `target_logits` holds their softmax, as vllm-ascend 0.11 hands it on.
 
+    A request with a generator gets the tokens that the counterparts give it in the same state. Its state is not
+    theirs afterwards where all of its draft was accepted: they draw noise all the same.
+
     Returns:
         int32 [batch_size, max_spec_len + 1]: accepted tokens, then the recovered or bonus token, then -1.
 
@@ -160,7 +163,7 @@ def rejection_sample(
 
     Memory: chunks of rows, 4 x vocab_size bytes a row for the acceptance and 8 x vocab_size (12 with
     `use_fp64_gumbel`) for the recovered tokens. At most the logits' size or a chunk's, as in
-    `keyed.keyed_sample`, whichever is less, but one row. For 8 requests with one draft token each
+    `keyed.keyed_sample`, whichever is less, but one row of each. For 8 requests with one draft token each
     and a vocabulary of 32,000 that is 1.0 MB, as the logits; with eight each 4.2 MB on a CPU, the logits 8.2.
     """
     if synthetic_mode or synthetic_conditional_rates is not None:

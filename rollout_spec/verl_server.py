@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import time
@@ -26,6 +27,8 @@ from rollout_spec.vllm_scheduler import ABORTED_KEY, COUNTERS_KEY
 
 TRACE_DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"
 MAX_FIRST_TURNS = 4096
+
+logger = logging.getLogger(__name__)
 
 
 def requested_spec(rollout_config: Any) -> SpecConfig | None:
@@ -110,6 +113,12 @@ class SpecHttpServer(vLLMHttpServer):
     def _name_unnamed(self, prompt_ids: Sequence[int]) -> list[Any]:
         """For a request that did not come from verl's agent loops: no two of them share their noise."""
         self._num_unnamed += 1
+        if self._num_unnamed == 1:
+            logger.warning(
+                "rollout_spec: a request does not say whose it is (extra_args[%r]), so its noise depends on "
+                "the replica and the order of arrival: other runs have other tokens. This is said once.",
+                KEY,
+            )
         group = self._first_turns.group(prompt_ids)
         return ["unnamed", self.config.seed, self.replica_rank, self.global_steps, group, self._num_unnamed]
 

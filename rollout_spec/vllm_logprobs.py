@@ -13,8 +13,8 @@ from rollout_spec.verify import PLACEHOLDER_TOKEN_ID
 
 KEPT_LOGPROBS = Patch(
     name="vllm-kept-logprobs",
-    reason="with logprobs, vLLM pads a verification's logits to batch size x (longest draft + 1) x vocabulary "
-    "and takes the logarithms of all: most of its time and memory, mostly for tokens that were rejected",
+    reason="with logprobs, vLLM pads a verification's logits to batch size x (longest draft + 1) rows and "
+    "takes the logarithms of all: most of its time and memory, and mostly for tokens that were rejected",
     upstream="vllm/v1/sample/rejection_sampler.py, RejectionSampler._get_logprobs_tensors",
     until="vLLM gathers the rows of the tokens that are kept",
 )

@@ -27,6 +27,7 @@ from rollout_spec import keyed, noise, verify
 from rollout_spec.noise import make_key
 from rollout_spec.patches import Patch, misfit, record, replace_function
 from rollout_spec.vllm_ascend_patches import MODULE as ASCEND
+from rollout_spec.vllm_logprobs import KEPT_LOGPROBS, PARAMETERS, kept_logprobs
 
 KEY = "rollout_spec_key"  # in `SamplingParams.extra_args`
 
@@ -53,8 +54,8 @@ _MIN_TOKENS = Patch(
     upstream="vllm/v1/sample/logits_processor/builtin.py, MinTokensLogitsProcessor.apply",
     until="MinTokensLogitsProcessor counts the draft tokens for the bonus token",
 )
-# What an engine's processes apply to themselves: all but the last with rollout.spec.verify=coupled only.
-ENGINE_PATCHES = (_KEYED, _COUPLED, _MIN_TOKENS)
+# What an engine's processes apply to themselves: the first two with rollout.spec.verify=coupled only.
+ENGINE_PATCHES = (_KEYED, _COUPLED, _MIN_TOKENS, KEPT_LOGPROBS)
 
 
 # What hooks and our top-k-top-p sampler take vLLM's calls to pass on.
@@ -68,6 +69,7 @@ _PARAMETERS = {
         (rejection_sampler.RejectionSampler, "forward",
          ("metadata", "draft_probs", "logits", "sampling_metadata")),
     ),
+    KEPT_LOGPROBS: ((rejection_sampler.RejectionSampler, "_get_logprobs_tensors", PARAMETERS),),
 }  # fmt: skip
 
 
@@ -182,6 +184,9 @@ class RowSampling:
             verifier.register_forward_hook(_after_verification)
             sampler.register_forward_pre_hook(_before_bonus_token, with_kwargs=True)
             record(_MIN_TOKENS)
+            _check_parameters(KEPT_LOGPROBS, verifier)
+            verifier._get_logprobs_tensors = functools.partial(kept_logprobs, verifier)
+            record(KEPT_LOGPROBS)
         if not self._coupled:
             return
         _check_parameters(_KEYED, sampler, sampler.topk_topp_sampler)

@@ -180,6 +180,7 @@ def test_doctor_says_that_speculation_works_here():
         "patch vllm-keyed-sampler",
         "patch vllm-coupled-verification",
         "patch vllm-min-tokens-bonus",
+        "patch vllm-kept-logprobs",
     ):
         assert name in names
     assert any(name.startswith("patch ") for name in names)

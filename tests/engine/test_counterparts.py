@@ -1,4 +1,4 @@
-"""The functions that `rollout_spec.verify` takes the place of: vLLM's, and vllm-ascend's as of 0.11.0.
+"""The functions that ours take the place of: vLLM's, and vllm-ascend's as of 0.11.0.
 
 tests/data/vllm-ascend-0.11.0 is of the package on PyPI, unchanged (Apache-2.0). It imports without an
 NPU but for one function that vLLM has renamed since, `compute_probs`.
@@ -81,6 +81,7 @@ class Batch:
 def batches() -> Iterator[Batch]:
     for seed, (num_greedy, vocab_size) in enumerate(itertools.product((0, 3, 8), (3, 700))):
         yield Batch([3, 0, 1, 8, 2, 5, 0, 4], vocab_size, seed, num_greedy)
+        yield Batch([1] * 8, vocab_size, seed, num_greedy)  # which vllm-ascend has a function of its own for
 
 
 @pytest.fixture
@@ -281,3 +282,38 @@ def test_tokens_behind_drafts_that_were_never_drawn_are_no_tokens() -> None:
         _after_verification(torch.nn.Linear(1, 1), given, None)
     verify.coupled_sample(batch.drafts, 2, batch.probs.log(), batch.bonus, batch.metadata(), step)
     _after_verification(torch.nn.Linear(1, 1), given, None)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
+@pytest.mark.parametrize("num_logprobs", [0, 3])
+@pytest.mark.parametrize("counts", [[3, 0, 1, 4], [1], [0, 2], [2] * 9])
+def test_logprobs_of_what_is_kept_are_vllms(counts: list[int], num_logprobs: int, mode: str) -> None:
+    """Against vLLM's own function, whose rows of rejected tokens are thrown away afterwards."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+
+    from rollout_spec.vllm_logprobs import PARAMETERS, kept_logprobs
+
+    torch.manual_seed(len(counts))
+    vocab_size, batch_size, longest = 500, len(counts), max(counts)
+    target, bonus = torch.randn(sum(counts), vocab_size), torch.randn(batch_size, vocab_size)
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    behind = ends.long() + torch.arange(batch_size)
+    logits = torch.empty(sum(counts) + batch_size, vocab_size)
+    is_draft = torch.ones(len(logits), dtype=torch.bool).index_fill(0, behind, False)
+    metadata = types.SimpleNamespace(
+        cu_num_draft_tokens=ends, cu_num_sampled_tokens=ends + torch.arange(1, batch_size + 1),
+        target_logits_indices=is_draft.nonzero().squeeze(-1), bonus_logits_indices=behind,
+    )  # fmt: skip
+    verifier = RejectionSampler(Sampler(logprobs_mode=mode))
+    for _ in range(5):
+        nums_kept = torch.tensor([int(torch.randint(1, count + 2, ())) for count in counts])
+        tokens = torch.randint(vocab_size, (batch_size, longest + 1), dtype=torch.int32)
+        tokens = tokens.where(torch.arange(longest + 1) < nums_kept.unsqueeze(-1), -1)
+        given = (num_logprobs, metadata, logits, target, bonus, tokens)
+        assert len(given) == len(PARAMETERS)
+        own, theirs = kept_logprobs(verifier, *given), verifier._get_logprobs_tensors(*given)
+        is_kept = (tokens >= 0).flatten()
+        for ours, expected in zip(own[:3], theirs[:3], strict=True):
+            assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
+            torch.testing.assert_close(ours[is_kept], expected[is_kept], rtol=0, atol=1e-6)

@@ -208,6 +208,7 @@ def test_what_cannot_be_coupled_is_refused(make_engine: Any, arguments: dict, me
         ("sampler.Sampler.forward", "vllm-keyed-sampler"),
         ("ops.topk_topp_sampler.TopKTopPSampler.forward_native", "vllm-keyed-sampler"),
         ("rejection_sampler.RejectionSampler.forward", "vllm-min-tokens-bonus"),
+        ("rejection_sampler.RejectionSampler._get_logprobs_tensors", "vllm-kept-logprobs"),
         ("rejection_sampler.rejection_sample", "vllm-coupled-verification"),
     ],
 )

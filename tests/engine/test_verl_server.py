@@ -174,7 +174,9 @@ def test_the_turns_of_a_trajectory_and_of_its_siblings_are_one_group(make_server
     assert index.stats().num_groups == 2
 
 
-def test_siblings_differ_though_full_determinism_gives_them_one_seed(make_server: Any) -> None:
+def test_siblings_differ_though_full_determinism_gives_them_one_seed(
+    make_server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Requests as verl's agent loops send them, with names, and others without."""
     from rollout_spec.verl_agent_loop import sample_name
     from rollout_spec.vllm_sampler import KEY
@@ -189,7 +191,9 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(make_server
         return tuple(asyncio.run(server.generate(PROMPTS[0], params, "id")).token_ids)
 
     named = [respond(number) for number in range(4)]
+    assert "does not say whose it is" not in caplog.text
     unnamed = [respond(None) for _ in range(4)]
+    assert caplog.text.count("does not say whose it is") == 1
     assert server.engine.seeds == {server.replica_rank}, "verl's seed and the replica's number"
     assert len({*named, *unnamed}) == 8
     assert [respond(number) for number in (3, 0)] == [named[3], named[0]]
