@@ -152,8 +152,8 @@ def rejection_sample(
         use_fp64_gumbel: draw the recovered tokens' noise in float64.
         target_is_probs: `target_logits` holds their softmax, as vllm-ascend 0.11 hands it on.
 
-    A request with a generator gets the tokens that the counterparts give it in the same state. Its state is not
-    theirs afterwards where all of its draft was accepted: they draw noise all the same.
+    A request with a generator gets the tokens that the counterparts give it in the same state. Afterwards its
+    state is not theirs where all of its draft was accepted: they draw noise all the same.
 
     Returns:
         int32 [batch_size, max_spec_len + 1]: accepted tokens, then the recovered or bonus token, then -1.
