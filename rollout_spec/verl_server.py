@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import pathlib
 import time
@@ -18,6 +17,7 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
@@ -28,7 +28,7 @@ from rollout_spec.vllm_scheduler import ABORTED_KEY, COUNTERS_KEY
 TRACE_DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"
 MAX_FIRST_TURNS = 4096
 
-logger = logging.getLogger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 def requested_spec(rollout_config: Any) -> SpecConfig | None:
