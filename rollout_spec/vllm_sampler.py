@@ -54,7 +54,7 @@ _MIN_TOKENS = Patch(
     upstream="vllm/v1/sample/logits_processor/builtin.py, MinTokensLogitsProcessor.apply",
     until="MinTokensLogitsProcessor counts the draft tokens for the bonus token",
 )
-# What an engine's processes apply to themselves: the first two with rollout.spec.verify=coupled only.
+# What an engine's processes apply to themselves: all but _MIN_TOKENS with rollout.spec.verify=coupled only.
 ENGINE_PATCHES = (_KEYED, _COUPLED, _MIN_TOKENS, KEPT_LOGPROBS)
 
 
@@ -184,11 +184,13 @@ class RowSampling:
             verifier.register_forward_hook(_after_verification)
             sampler.register_forward_pre_hook(_before_bonus_token, with_kwargs=True)
             record(_MIN_TOKENS)
+        if not self._coupled:
+            return
+        # Only here, where verification waits for the device anyway.
+        if verifier is not None:
             _check_parameters(KEPT_LOGPROBS, verifier)
             verifier._get_logprobs_tensors = functools.partial(kept_logprobs, verifier)
             record(KEPT_LOGPROBS)
-        if not self._coupled:
-            return
         _check_parameters(_KEYED, sampler, sampler.topk_topp_sampler)
         noise.check(self._runner.device)
         for module in _rejection_samplers():
