@@ -48,6 +48,7 @@ def argmax(values: torch.Tensor) -> torch.Tensor:
 
 
 def chunk_size(device: torch.device) -> int:
+    """How many values a temporary of logits' size should hold at a time."""
     return CHUNK_SIZES.get(device.type, CHUNK_SIZE)
 
 
