@@ -89,7 +89,7 @@ static rs_status clone_state(rs_automaton *a, uint32_t state, int32_t token, uin
     }
     uint32_t clone = a->num_states++;
     a->states[clone] = a->states[origin];
-    a->states[clone].len = a->states[state].len + 1;
+    a->states[clone].len = (a->states[state].len + 1) & RS_MAX_TEXT_TOKENS;
     a->states[clone].block = block;
     a->states[origin].link = clone;
     a->num_transitions += num_transitions_of(a, origin);
@@ -117,9 +117,11 @@ static void remove_newest(rs_automaton *a, uint32_t state, uint32_t end) {
 }
 
 /* Make a state for the text `last` + token, which has occurred nowhere. */
-static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token, rs_extension *extension) {
+static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token, uint8_t speaker,
+                              rs_extension *extension) {
     uint32_t newest = a->num_states++;
-    a->states[newest] = (rs_state){.len = a->states[last].len + 1, .link = RS_ROOT, .token = -1};
+    a->states[newest] =
+        (rs_state){.len = (a->states[last].len + 1) & RS_MAX_TEXT_TOKENS, .speaker = speaker, .link = RS_ROOT, .token = -1};
     uint32_t state = last;
     uint32_t *target = NULL;
     rs_status status = RS_OK;
@@ -156,7 +158,8 @@ static void count_suffixes(rs_automaton *a, uint32_t state, uint32_t by) {
     }
 }
 
-rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, uint32_t weight, rs_extension *extension) {
+rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, uint32_t weight, uint8_t speaker,
+                    rs_extension *extension) {
     rs_status status = reserve_states(a, 2);
     if (status != RS_OK) {
         return status;
@@ -165,7 +168,7 @@ rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, uint32_t weig
     const uint32_t *target = rs_find(a, last, token);
     if (target == NULL) {
         extension->after = a->num_states;
-        status = create_state(a, last, token, extension);
+        status = create_state(a, last, token, speaker, extension);
     } else if (a->states[*target].len == a->states[last].len + 1) {
         extension->after = *target;
     } else {

@@ -16,7 +16,8 @@ enum { RS_ROOT = 0 };
 static const uint32_t RS_NO_STATE = UINT32_MAX;
 
 typedef struct {
-    uint32_t len;
+    uint32_t len : 24;    /* RS_MAX_TEXT_TOKENS at most */
+    uint32_t speaker : 8; /* whose text its strings first occurred in */
     uint32_t link;   /* RS_NO_STATE: this is the root */
     int32_t token;   /* of the transition that was inserted first, < 0: there is none */
     uint32_t target; /* of the same */
@@ -48,9 +49,9 @@ void rs_automaton_free(rs_automaton *automaton);
 /* In constant time: what is large is freed bit by bit, see rs_discard. */
 void rs_automaton_discard(rs_automaton *automaton);
 
-/* Append one token to the text whose state is `last`; its suffixes count `weight` more. On failure nothing
- * changes. */
-rs_status rs_extend(rs_automaton *automaton, uint32_t last, int32_t token, uint32_t weight,
+/* Append one token to a text of `speaker`, whose state is `last`; its suffixes count `weight` more. On failure
+ * nothing changes. */
+rs_status rs_extend(rs_automaton *automaton, uint32_t last, int32_t token, uint32_t weight, uint8_t speaker,
                     rs_extension *extension);
 
 /* Undo the latest rs_extend that is not undone; it had this token and this weight. */

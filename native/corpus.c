@@ -109,7 +109,7 @@ rs_status rs_corpus_add(rs_corpus_builder *builder, const int32_t *token_ids, in
     if (builder == NULL || (token_ids == NULL && num_tokens > 0)) {
         return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", builder == NULL ? "builder" : "token_ids");
     }
-    if (num_tokens < 0 || num_tokens > INT32_MAX) {
+    if (num_tokens < 0 || num_tokens > RS_MAX_TEXT_TOKENS) {
         return rs_fail(error, RS_EINVAL, -1, "num_tokens=%" PRId64 ": out of range", num_tokens);
     }
     for (int64_t i = 0; i < num_tokens; i++) {
@@ -122,7 +122,7 @@ rs_status rs_corpus_add(rs_corpus_builder *builder, const int32_t *token_ids, in
     uint32_t last = RS_ROOT;
     for (int64_t i = 0; i < num_tokens; i++) {
         rs_extension extension;
-        if (rs_extend(a, last, token_ids[i], 1, &extension) != RS_OK) {
+        if (rs_extend(a, last, token_ids[i], 1, 0, &extension) != RS_OK) {
             return rs_fail(error, RS_ENOMEM, -1, "out of memory");
         }
         if (extension.origin != RS_NO_STATE) {

@@ -58,6 +58,8 @@ int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *s
         walk->recent = sequence->recent;
         walk->salt = rs_salt(index, sequence);
         walk->own_salt = rs_own_salt(sequence);
+        walk->speaker = sequence->speaker;
+        walk->num_live = index->groups[sequence->group].num_live;
         walk->predictions = predictions;
         walk->num_left = most;
         find_contexts(walk, index);
@@ -189,9 +191,23 @@ static void ask_corpus(const rs_walk *walk, const rs_index *index, rs_prediction
     rs_cursor match = rs_cursor_followed(corpus, walk->cursor);
     if (corpus_match_is_longer(walk, index, match)) {
         const rs_transition *next = rs_corpus_next(corpus, match.state);
-        rs_prediction_add_match(index->calibration, prediction, RS_CORPUS_EXPERT, next->token, match.len,
-                                corpus->states[next->target].count, corpus->states[match.state].count, 1);
+        const rs_proposal proposal = {.token = next->token,
+                                      .match_len = match.len,
+                                      .count = corpus->states[next->target].count,
+                                      .total = corpus->states[match.state].count,
+                                      .unit = 1};
+        rs_prediction_add_match(index->calibration, prediction, RS_CORPUS_EXPERT, &proposal);
     }
+}
+
+static rs_source source_of(const rs_walk *walk, uint32_t speaker) {
+    if (speaker == walk->speaker || speaker == RS_PROMPT) {
+        return RS_OWN_TEXT;
+    }
+    if (speaker == RS_OLDER_POLICIES) {
+        return RS_OLDER_POLICY;
+    }
+    return walk->num_live[speaker] > 0 ? RS_LIVE_SIBLING : RS_FINISHED_SIBLING;
 }
 
 static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
@@ -199,10 +215,14 @@ static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *pre
     rs_prediction_init(prediction, rs_recent_last(&walk->recent));
     const uint32_t states[RS_NUM_MATCHES] = {walk->state, walk->shorter};
     for (int expert = 0; expert < RS_NUM_MATCHES && states[expert] != RS_ROOT; expert++) {
-        uint32_t match_len = expert == 0 ? walk->match_len : a->states[states[expert]].len;
         rs_choice choice = most_frequent(a, a->states + states[expert], walk->followers[expert]);
-        rs_prediction_add_match(index->calibration, prediction, expert, choice.token, match_len, choice.count,
-                                choice.total, RS_FULL_WEIGHT);
+        const rs_proposal proposal = {.token = choice.token,
+                                      .match_len = expert == 0 ? walk->match_len : a->states[states[expert]].len,
+                                      .count = choice.count,
+                                      .total = choice.total,
+                                      .unit = RS_FULL_WEIGHT,
+                                      .source = source_of(walk, a->states[choice.target].speaker)};
+        rs_prediction_add_match(index->calibration, prediction, expert, &proposal);
     }
     for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
         rs_successor successor = rs_context_successor(walk->buckets[context], walk->tags[context]);

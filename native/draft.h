@@ -26,6 +26,8 @@ typedef struct {
     rs_recent recent;
     uint64_t salt;
     uint64_t own_salt;
+    uint8_t speaker;
+    const uint16_t *num_live; /* of every speaker in the group */
     uint32_t shorter; /* the next class above `state` that has been followed */
     rs_followers followers[RS_NUM_MATCHES]; /* of these two; of the root, none */
     uint32_t tags[RS_NUM_CONTEXTS];

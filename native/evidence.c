@@ -17,6 +17,7 @@ typedef float lanes __attribute__((vector_size(NUM_LANES * sizeof(float)), align
 typedef int32_t mask __attribute__((vector_size(NUM_LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 _Static_assert((int)RS_CORPUS_EXPERT == 2 * NUM_LANES, "a lane for every expert but the corpus");
+_Static_assert(2 * RS_NUM_SOURCES <= RS_NUM_SHARES, "a source takes the place of a share");
 _Static_assert(RS_NUM_WEIGHT_SETS == 1 << RS_CORPUS_EXPERT, "a set for every choice of experts but the corpus");
 
 void rs_calibration_init(rs_calibration *calibration) {
@@ -84,15 +85,22 @@ static void set_prior(rs_calibration *calibration, const rs_prediction *predicti
     set_probability(calibration, cell, prior);
 }
 
-void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token,
-                             uint32_t match_len, uint32_t count, uint32_t total, uint32_t unit) {
-    uint32_t share = count == total ? RS_NUM_SHARES - 1 : count * (RS_NUM_SHARES - 1) / total;
+/* What was said once has one source and next to no share but 1; of what was said more often, the sources are mixed. */
+static uint32_t share_or_source(const rs_proposal *p) {
+    uint32_t certain = p->count == p->total;
+    uint32_t share = certain ? RS_NUM_SHARES - 1 : p->count * (RS_NUM_SHARES - 1) / p->total;
+    return p->total <= p->unit ? 2 * (uint32_t)p->source + certain : share;
+}
+
+void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert,
+                             const rs_proposal *p) {
     uint32_t kind = expert == RS_CORPUS_EXPERT ? RS_NUM_MATCHES : (uint32_t)expert;
-    uint32_t cell = ((kind * RS_NUM_LENGTHS + length_bucket(match_len)) * RS_NUM_TOTALS +
-                     total_bucket(total, unit)) * RS_NUM_SHARES + share;
-    if (add(calibration, prediction, expert, token, cell)) {
+    uint32_t cell = ((kind * RS_NUM_LENGTHS + length_bucket(p->match_len)) * RS_NUM_TOTALS +
+                     total_bucket(p->total, p->unit)) * RS_NUM_SHARES + share_or_source(p);
+    if (add(calibration, prediction, expert, p->token, cell)) {
         set_prior(calibration, prediction, expert,
-                  (double)count / (total + PRIOR_COUNT * unit) * (1.0 - PRIOR_COUNT / (match_len + PRIOR_COUNT)));
+                  (double)p->count / (p->total + PRIOR_COUNT * p->unit) *
+                      (1.0 - PRIOR_COUNT / (p->match_len + PRIOR_COUNT)));
     }
 }
 

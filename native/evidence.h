@@ -3,7 +3,7 @@
  * An expert is a place where the next token may be found: the longest match and the next shorter
  * one in the group's automaton, the longest in the corpus, and the contexts of contexts.h. Each
  * proposes one token. How often an expert's proposals were right is counted in a cell, one for each
- * kind of circumstance (match length, count and share of the follower; confidence). The experts'
+ * kind of circumstance (match length, count, and share of the follower, or its source where it occurred once; confidence). The experts'
  * probabilities are combined by logistic mixing with weights that are learned online, as in the PAQ
  * compressors (Mahoney, Adaptive weighing of context models, 2005). A weight is the sum of three,
  * looked up by the token before, by the candidate, and by which of the experts propose it: some
@@ -61,10 +61,22 @@ void rs_calibration_init(rs_calibration *calibration);
 /* No expert has said anything of the token behind `previous`. */
 void rs_prediction_init(rs_prediction *prediction, int32_t previous);
 
-/* An expert in an automaton, 0 the longest match in the group's, RS_CORPUS_EXPERT that in the corpus: its most
- * frequent follower has this count, of a total; one occurrence of full weight counts `unit`. */
-void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token,
-                             uint32_t match_len, uint32_t count, uint32_t total, uint32_t unit);
+/* Who said first what an expert in the group's automaton proposes. The prompt is every sequence's own. */
+typedef enum { RS_OWN_TEXT, RS_LIVE_SIBLING, RS_FINISHED_SIBLING, RS_OLDER_POLICY, RS_NUM_SOURCES } rs_source;
+
+/* Of an expert in an automaton: the most frequent follower of its match. */
+typedef struct {
+    int32_t token;
+    uint32_t match_len;
+    uint32_t count;
+    uint32_t total; /* of the counts of all followers */
+    uint32_t unit;  /* what one occurrence of full weight counts */
+    rs_source source;
+} rs_proposal;
+
+/* Expert 0 is the longest match in the group's automaton, RS_CORPUS_EXPERT that in the corpus. */
+void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert,
+                             const rs_proposal *proposal);
 
 /* With confidence 0 and token -1 it says nothing. */
 void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *prediction, int context, int32_t token,

@@ -198,7 +198,7 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
     if (index == NULL || group == NULL) {
         return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "group");
     }
-    if (num_prompt_tokens < 0 || num_prompt_tokens > INT32_MAX) {
+    if (num_prompt_tokens < 0 || num_prompt_tokens > RS_MAX_TEXT_TOKENS) {
         return rs_fail(error, RS_EINVAL, -1, "num_prompt_tokens=%" PRId64 ": out of range", num_prompt_tokens);
     }
     if (prompt_token_ids == NULL && num_prompt_tokens > 0) {
@@ -218,7 +218,8 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
     }
     rs_extension extension = {.after = RS_ROOT};
     for (int64_t i = 0; i < num_prompt_tokens && status == RS_OK; i++) {
-        status = rs_extend(&opened.automaton, opened.prompt_last, prompt_token_ids[i], RS_FULL_WEIGHT, &extension);
+        status = rs_extend(&opened.automaton, opened.prompt_last, prompt_token_ids[i], RS_FULL_WEIGHT, RS_PROMPT,
+                           &extension);
         opened.prompt_last = extension.after;
         rs_recent_push(&opened.prompt_end, prompt_token_ids[i]);
         if (index->corpus.states != NULL) {
@@ -262,6 +263,13 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
     return RS_OK;
 }
 
+static uint8_t new_speaker(rs_group *group, int32_t weight) {
+    if (weight < RS_FULL_WEIGHT) {
+        return RS_OLDER_POLICIES;
+    }
+    return (uint8_t)(RS_FIRST_SEQUENCE + group->num_speakers++ % (RS_NUM_SPEAKERS - RS_FIRST_SEQUENCE));
+}
+
 rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t weight, int32_t keep_text,
                            int32_t *sequence, rs_error *error) {
     if (index == NULL || sequence == NULL) {
@@ -288,6 +296,7 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
     rs_sequence opened = {.open = true,
                           .next_free = -1,
                           .group = group,
+                          .speaker = new_speaker(found, weight),
                           .weight = (uint32_t)weight,
                           .keep_text = keep_text != 0,
                           .serial = ++index->num_opened};
@@ -303,6 +312,7 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
     take_slot(&index->free_sequences, &index->num_sequences, slot, reused ? index->sequences[slot].next_free : -1);
     index->sequences[slot] = opened;
     found->num_sequences++;
+    found->num_live[opened.speaker]++;
     *sequence = slot;
     return RS_OK;
 }
@@ -316,6 +326,7 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) 
         return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
     }
     index->groups[found->group].num_sequences--;
+    index->groups[found->group].num_live[found->speaker]--;
     free_text(index, found);
     *found = (rs_sequence){.next_free = -1};
     if (index->free_sequences.newest >= 0) {

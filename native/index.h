@@ -5,6 +5,10 @@
 #include "corpus.h"
 #include "evidence.h"
 
+/* Whose a text is. All sequences of less than full weight are one speaker; each of the others is its own, by the order of
+ * opening. In a group of more than RS_NUM_SPEAKERS some are taken for one another. */
+enum { RS_PROMPT = 0, RS_OLDER_POLICIES = 1, RS_FIRST_SEQUENCE = 2, RS_NUM_SPEAKERS = 256 };
+
 typedef struct {
     bool open;
     int32_t next_free; /* while closed; -1: none */
@@ -14,6 +18,8 @@ typedef struct {
     rs_recent prompt_end;
     rs_cursor prompt_cursor;
     uint64_t num_tokens;
+    uint32_t num_speakers; /* sequences of full weight ever opened */
+    uint16_t num_live[RS_NUM_SPEAKERS]; /* open sequences */
     rs_automaton automaton;
 } rs_group;
 
@@ -21,6 +27,7 @@ typedef struct {
     bool open;
     int32_t next_free; /* while closed; -1: none */
     int32_t group;
+    uint8_t speaker;
     uint32_t weight;     /* of each of its tokens */
     int32_t start_level; /* prompt length or 0 */
     uint32_t start;

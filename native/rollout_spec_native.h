@@ -58,8 +58,9 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 9, /* raised with every change of this file */
+    RS_ABI_VERSION = 10, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
+    RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
     RS_COUNTED_STATES = 8,
     RS_FULL_WEIGHT = 4,
@@ -111,7 +112,7 @@ typedef struct {
     int64_t num_columns;
     int64_t num_matrix_rows;
     const int32_t *rows;             /* [num_rows], 0 .. num_matrix_rows - 1 */
-    const int32_t *levels;           /* [num_rows], prompt included, at most num_columns */
+    const int32_t *levels;           /* [num_rows], prompt included, at most num_columns and RS_MAX_TEXT_TOKENS */
     const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
     double min_token_prob;           /* 0 .. 1: of this step, where it is more than the options' */
     int32_t *draft_tokens;           /* out [num_rows][K]; beyond num_draft_tokens unspecified */

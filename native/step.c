@@ -66,6 +66,10 @@ static rs_status check_row(const rs_index *index, const rs_batch *batch, int32_t
         return rs_fail(error, RS_EINVAL, i, "levels[%" PRId32 "]=%" PRId32 ": token_ids has %" PRId64 " columns", i,
                        level, batch->num_columns);
     }
+    if (level > RS_MAX_TEXT_TOKENS) {
+        return rs_fail(error, RS_EINVAL, i, "levels[%" PRId32 "]=%" PRId32 ": must be at most %d", i, level,
+                       (int)RS_MAX_TEXT_TOKENS);
+    }
     if (batch->max_draft_tokens[i] < 0) {
         return rs_fail(error, RS_EINVAL, i, "max_draft_tokens[%" PRId32 "]=%" PRId32 ": must not be negative", i,
                        batch->max_draft_tokens[i]);
@@ -91,7 +95,8 @@ static rs_status index_row(rs_index *index, const rs_batch *batch, int32_t i, ui
     uint32_t last = level >= sequence->level ? sequence->last : sequence->start;
     for (int32_t position = first_new(sequence, level); position < level; position++) {
         rs_extension *extension = index->extensions + *num_done;
-        rs_status status = rs_extend(automaton, last, tokens[position], sequence->weight, extension);
+        rs_status status = rs_extend(automaton, last, tokens[position], sequence->weight, sequence->speaker,
+                                     extension);
         if (status != RS_OK) {
             return status;
         }

@@ -105,6 +105,10 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     if (group == NULL) {
         return "sequence: its group is not open";
     }
+    if (group->num_live[sequence->speaker] == 0 ||
+        (sequence->speaker == RS_OLDER_POLICIES) != (sequence->weight < RS_FULL_WEIGHT)) {
+        return "sequence: its speaker is not live, or not of its weight";
+    }
     const rs_automaton *a = &group->automaton;
     if (sequence->last >= a->num_states || a->states[sequence->last].len != (uint32_t)sequence->level) {
         return "sequence: last is not the state of its text";

@@ -17,7 +17,7 @@ Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 _INT32 = np.dtype(np.int32)
 

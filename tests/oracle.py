@@ -134,14 +134,17 @@ class Experience:
         )
         self.num_opened = 0
 
-    def predict(self, group: GroupOracle, text: Text, salt: int, own_salt: int) -> Prediction:
+    def predict(
+        self, group: GroupOracle, text: Text, salt: int, own_salt: int, speaker: object
+    ) -> Prediction:
         context = group.match(text)
         prediction = Prediction({}, {}, text[-1] if text else -1)
         for expert in (0, 1):
             if not context:
                 break
             token, count, total = group.most_frequent(context)
-            self.add_match(prediction, expert, token, len(context), count, total)
+            source = group.source((*context, token), speaker)
+            self.add_match(prediction, expert, token, len(context), count, total, source)
             context = group.match(group.next_class(context))
         found = group.corpus_match(text)
         if found:
@@ -162,9 +165,17 @@ class Experience:
         return prediction
 
     def add_match(
-        self, prediction: Prediction, expert: int, token: int, length: int, count: float, total: float
+        self,
+        prediction: Prediction,
+        expert: int,
+        token: int,
+        length: int,
+        count: float,
+        total: float,
+        source: str = "corpus",
     ) -> None:
-        cell = ("match", expert, length_bucket(length), total_bucket(total), count * 8 // total)
+        share_or_source = (source, count == total) if total <= 1 else count * 8 // total
+        cell = ("match", expert, length_bucket(length), total_bucket(total), share_or_source)
         prior = count / (total + 0.5) * (1.0 - 0.5 / (length + 0.5))
         self.add(prediction, expert, token, cell, prior)
 
@@ -293,11 +304,13 @@ class GroupOracle:
         self.positions: dict[Text, int] = {}
         self.ends: dict[Text, set[int]] = defaultdict(set)
         self.counts: dict[Text, float] = defaultdict(float)  # in occurrences of full weight, by quarters
+        self.speakers: dict[Text, object] = {}  # who said it first
+        self.live: set[object] = set()
         text: Text = ()
         for token in self.prompt:
             text = self.extend(text, token)
 
-    def extend(self, text: Text, token: int, weight: int = FULL_WEIGHT) -> Text:
+    def extend(self, text: Text, token: int, weight: int = FULL_WEIGHT, speaker: object = "prompt") -> Text:
         """Index one token that comes after the text; returns the longer text."""
         for suffix in [*suffixes(text), ()]:
             if token not in self.followers[suffix]:
@@ -306,6 +319,7 @@ class GroupOracle:
         position = self.positions.setdefault(text, len(self.positions))
         for suffix in suffixes(text):
             self.ends[suffix].add(position)
+            self.speakers.setdefault(suffix, speaker)
         num_classes, ends = 0, None
         for suffix in suffixes(text):
             if self.ends[suffix] != ends:
@@ -317,6 +331,15 @@ class GroupOracle:
     def match(self, text: Text) -> Text:
         """The longest suffix of the text that has been followed."""
         return next((suffix for suffix in suffixes(text) if self.followers[suffix]), ())
+
+    def source(self, string: Text, speaker: object) -> str:
+        """Whose the string's first occurrence is, seen by this speaker."""
+        first = self.speakers[string]
+        if first in ("prompt", speaker):
+            return "own text"
+        if first == "older policy":
+            return first
+        return "live sibling" if first in self.live else "finished sibling"
 
     def corpus_match(self, text: Text) -> Text:
         """The corpus's, where it is longer by at least the margin; empty where it is not."""
@@ -420,6 +443,8 @@ class SequenceOracle:
 
     def __post_init__(self) -> None:
         self.text = self.start
+        self.speaker: object = object() if self.weight == FULL_WEIGHT else "older policy"
+        self.group.live.add(self.speaker)
         if self.experience is not None:
             self.experience.num_opened += 1
             self.serial = self.experience.num_opened
@@ -432,6 +457,9 @@ class SequenceOracle:
     def salts(self) -> tuple[int, int]:
         shared = self.group.options.share_contexts
         return (0 if shared else self.serial << 8), ~(self.serial << 8) & BITS64
+
+    def close(self) -> None:
+        self.group.live.discard(self.speaker)
 
     def index(self, row: Sequence[int]) -> None:
         """The first half of a step: the row has these tokens now."""
@@ -452,7 +480,7 @@ class SequenceOracle:
             if self.experience is not None:
                 contexts = self.experience.contexts
                 contexts.learn(contexts.identities(self.text, *self.salts).values(), token)
-            self.text = self.group.extend(self.text, token, self.weight)
+            self.text = self.group.extend(self.text, token, self.weight, self.speaker)
 
     def draft(self, max_draft_tokens: int, min_token_prob: float = 0.0) -> tuple[int, list[int]]:
         """The second half, after every row of the step was indexed."""
@@ -473,7 +501,8 @@ class SequenceOracle:
         draft = Draft()
         survival = 1.0
         while len(draft.tokens) < min(options.num_speculative_tokens, max_draft_tokens):
-            prediction = self.experience.predict(self.group, (*self.text, *draft.tokens), *self.salts)
+            text = (*self.text, *draft.tokens)
+            prediction = self.experience.predict(self.group, text, *self.salts, self.speaker)
             if prediction.token < 0:
                 break
             self.predictions.append(prediction)

@@ -47,6 +47,63 @@ def test_long_texts_draft_as_the_oracle_does(share):
         index.validate()
 
 
+def test_what_was_said_once_is_told_apart_by_who_said_it():
+    """Own text, live and finished siblings, older policies: cells and so survivals are the oracle's."""
+    rng = np.random.default_rng(4)
+    options = {"num_speculative_tokens": 4, "mode": "sam", "min_token_prob": 0.01}
+    experience = Experience()
+    prompt = speak(rng, 12)
+    told = np.concatenate([prompt, speak(rng, 120)])  # what siblings say, with other words here and there
+    with SuffixIndex(**options) as index:
+        group, oracle = index.open_group(prompt), GroupOracle(prompt.tolist(), Options(**options))
+        live = []
+        for weight in [1, 3, *[4] * 10]:
+            text = np.where((rng.random(132) < 0.1) & (np.arange(132) >= 12), rng.integers(1000), told)
+            sequence = index.open_sequence(group, weight=weight)
+            live.append((sequence, text.astype(np.int32), SequenceOracle(oracle, True, experience, weight)))
+            while len(live) == 3:
+                live = [row for row in live if decode_some(index, *row, rng)]
+        index.validate()
+    sources = {cell[4][0] for cell in experience.cells if cell[0] == "match" and isinstance(cell[4], tuple)}
+    assert sources == {"own text", "live sibling", "finished sibling", "older policy"}
+
+
+def decode_some(index, sequence, text, oracle, rng):
+    """A step of one sequence, as the oracle's; whether it goes on.
+
+    One at a time: whoever comes to a cell first sets its prior, and the rows of a step take turns.
+    """
+    level = min(len(text), len(oracle.text) + int(rng.integers(1, 4)))
+    result = index.step(int32(sequence), text[None], int32(0), int32(level), int32(4))
+    oracle.index(text[:level].tolist())
+    draft = oracle.draft(4)[1]
+    assert result.draft_tokens[0, : len(draft)].tolist() == draft
+    assert result.survivals[0, : len(draft)] == pytest.approx(oracle.survivals, rel=1e-5)
+    if level < len(text):
+        return True
+    index.close_sequence(sequence)
+    oracle.close()
+    return False
+
+
+def test_a_group_may_have_more_sequences_than_numbers_for_speakers():
+    """One number for several: they may be taken for one another, and nothing else happens."""
+    prompt = speak(np.random.default_rng(5), 8)
+    rows = np.tile(np.append(prompt, 0), (600, 1)).astype(np.int32)
+    rows[:, 8] = np.arange(600)
+    with SuffixIndex(num_speculative_tokens=4, mode="sam") as index:
+        group = index.open_group(prompt)
+        sequences = [index.open_sequence(group) for _ in range(600)]
+        everyone = np.arange(600, dtype=np.int32)
+        index.step(int32(*sequences), rows, everyone, np.full(600, 9, np.int32), np.full(600, 4, np.int32))
+        for sequence in sequences[::2]:
+            index.close_sequence(sequence)
+        index.validate()
+        left = sequences[1::2]
+        index.step(int32(*left), rows, everyone[:300], np.full(300, 9, np.int32), np.full(300, 4, np.int32))
+        index.validate()
+
+
 def test_other_prompts_are_evidence_unless_sharing_is_off():
     first, second = speak(np.random.default_rng(2), 3000), speak(np.random.default_rng(3), 600)
     num_accepted = {}

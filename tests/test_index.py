@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout_spec import index as index_module
-from rollout_spec.index import FULL_WEIGHT, SuffixIndex
+from rollout_spec.index import FULL_WEIGHT, CorpusBuilder, SuffixIndex
 from rollout_spec.native import (
     ABI_VERSION,
     BudgetExceeded,
@@ -225,6 +225,18 @@ def test_step_errors_name_the_row(index, arguments):
 def test_options_out_of_range(name, value):
     with pytest.raises(InvalidArgument, match=f"^{name}="):
         SuffixIndex(**{"num_speculative_tokens": 4, name: value})
+
+
+def test_texts_longer_than_a_state_can_say(index):
+    longest = 2**24 - 1
+    text = np.zeros((1, longest + 1), np.int32)
+    with pytest.raises(InvalidArgument, match=f"^num_prompt_tokens={longest + 1}: out of range"):
+        index.open_group(text[0])
+    with pytest.raises(InvalidArgument, match=f"^num_tokens={longest + 1}: out of range"):
+        CorpusBuilder().add(text[0])
+    sequence = index.open_sequence(index.open_group(int32()))
+    with pytest.raises(InvalidArgument, match=rf"^levels\[0\]={longest + 1}: must be at most {longest}"):
+        index.step(int32(sequence), text, int32(0), int32(longest + 1), int32(4))
 
 
 def test_errors_are_ordinary_exceptions():

@@ -158,6 +158,7 @@ class IndexMachine(RuleBasedStateMachine):
     def close_sequence(self, data):
         sequence = self.pick(data, self.sequences)
         self.index.close_sequence(sequence)
+        self.sequences[sequence].close()
         self.closed.append(self.sequences.pop(sequence))
         with pytest.raises(UnknownId):
             self.index.close_sequence(sequence)

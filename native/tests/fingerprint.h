@@ -21,7 +21,7 @@ static uint64_t automaton_fingerprint(const rs_automaton *a) {
     uint64_t hash = mix(a->num_states, a->num_transitions);
     for (uint32_t i = 0; i < a->num_states; i++) {
         const rs_state *state = a->states + i;
-        hash = mix(mix(mix(hash, state->len), state->link), state->count);
+        hash = mix(mix(mix(mix(hash, state->len), state->speaker), state->link), state->count);
         hash = state->token < 0 ? mix(hash, 7) : mix(mix(hash, (uint64_t)state->token), state->target);
         uint32_t num = 0;
         const rs_transition *others = state->block == 0 ? NULL : rs_block_entries(&a->pool, state->block, &num);
@@ -33,6 +33,7 @@ static uint64_t automaton_fingerprint(const rs_automaton *a) {
 static uint64_t group_fingerprint(const rs_group *group) {
     uint64_t hash = mix(mix(group->open, (uint64_t)group->next_free), (uint64_t)group->prompt_len);
     hash = mix(mix(mix(hash, (uint64_t)group->num_sequences), group->prompt_last), group->num_tokens);
+    hash = mix_words(mix(hash, group->num_speakers), group->num_live, sizeof group->num_live);
     hash = mix_words(hash, &group->prompt_end, sizeof group->prompt_end);
     hash = mix_words(hash, &group->prompt_cursor, sizeof group->prompt_cursor);
     return mix(hash, automaton_fingerprint(&group->automaton));
@@ -42,7 +43,7 @@ static uint64_t sequence_fingerprint(const rs_index *index, uint32_t id) {
     const rs_sequence *sequence = index->sequences + id;
     uint64_t hash = mix(mix(sequence->open, (uint64_t)sequence->next_free), (uint64_t)sequence->group);
     hash = mix(mix(mix(hash, (uint64_t)sequence->start_level), sequence->start), (uint64_t)sequence->level);
-    hash = mix(mix(hash, sequence->last), sequence->serial);
+    hash = mix(mix(mix(hash, sequence->last), sequence->speaker), sequence->serial);
     hash = mix_words(hash, &sequence->recent, sizeof sequence->recent);
     hash = mix_words(hash, &sequence->cursor, sizeof sequence->cursor);
     hash = mix(mix(hash, (uint64_t)sequence->num_draft_tokens), (uint64_t)sequence->num_predictions);

@@ -616,7 +616,7 @@ static void test_many_branches(void) {
     for (int32_t i = 0; i < 2 * NUM; i++) {
         fingerprints[i] = automaton_fingerprint(&a);
         int32_t token = i % 2 == 0 ? 0 : 1 + i * 64;
-        CHECK(rs_extend(&a, last, token, 1 + (uint32_t)i % 3, extensions + i) == RS_OK);
+        CHECK(rs_extend(&a, last, token, 1 + (uint32_t)i % 3, (uint8_t)(i % 5), extensions + i) == RS_OK);
         last = extensions[i].after;
         CHECK(rs_automaton_check(&a) == NULL);
     }
@@ -648,7 +648,7 @@ static void test_wide_blocks(void) {
     CHECK(extensions != NULL);
     uint32_t last = RS_ROOT;
     for (int32_t i = 0; i < NUM; i++) {
-        CHECK(rs_extend(&a, last, 3 * i, RS_FULL_WEIGHT, extensions + i) == RS_OK);
+        CHECK(rs_extend(&a, last, 3 * i, RS_FULL_WEIGHT, 0, extensions + i) == RS_OK);
         last = extensions[i].after;
     }
     CHECK(rs_block_units(a.states[RS_ROOT].block) > RS_NARROW_UNITS);
