@@ -69,9 +69,6 @@ class SpecConfig:
         0,
         1 << 16,
     )
-    history_dir: str = _option(
-        "", "folder that keeps the history over a restart, a file per replica; none if empty"
-    )
     corpus: str = _option("", "file of `rollout-spec corpus build` that is drafted from too; none if empty")
     corpus_margin: int = _option(
         1, "heed the corpus where its match is at least this many tokens longer", 1, 1024
@@ -100,10 +97,6 @@ class SpecConfig:
         _check_choice("mode", self.mode, MODES)
         if self.history and not self.group_sharing:
             raise ConfigError(f"rollout.spec.history={self.history!r}: must be 0 without group_sharing")
-        if self.history_dir and not self.history:
-            raise ConfigError(
-                f"rollout.spec.history_dir={self.history_dir!r}: needs rollout.spec.history of at least 1"
-            )
         _check_choice("verify", self.verify, VERIFY)
         _check_choice("routing", self.routing, ROUTINGS)
 

@@ -124,6 +124,10 @@ class Drafter:
         """End a request; its text stays in its group until the group is evicted."""
         self._untrack(self._requests.pop(request_id))
 
+    def close_all(self) -> None:
+        for request_id in list(self._requests):
+            self.close(request_id)
+
     def _untrack(self, request: _Request) -> None:
         self._rows = None
         if request.sequence == _UNTRACKED:

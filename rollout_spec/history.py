@@ -133,7 +133,7 @@ class Responses:
 
 
 class History(Responses):
-    """What was said to a prompt, here and in other engines; it can be saved and shared.
+    """What was said to a prompt, here and in other engines; what is new can be shared.
 
     Args:
         num_responses, max_bytes: as of Responses.
@@ -142,7 +142,6 @@ class History(Responses):
     def __init__(self, num_responses: int, max_bytes: int) -> None:
         super().__init__(num_responses, max_bytes)
         self._new = Responses(num_responses, max_bytes)
-        self._opened: Path | None = None
 
     def new_policy(self) -> None:
         super().new_policy()
@@ -159,7 +158,7 @@ class History(Responses):
         return taken.pack()
 
     def merge(self, content: bytes) -> None:
-        """Keep what another history's `take_new` has given, as the latest of its prompts.
+        """Keep what another history's `take_new` or `pack` has given, as the latest of its prompts.
 
         Raises:
             HistoryError: it is of another version or damaged; nothing was added.
@@ -167,50 +166,41 @@ class History(Responses):
         for key, response in _unpack(content, "history of another engine"):
             super().add(key, *response)
 
-    def follow(self, path: str | Path) -> None:
-        """Load the file, if there is one, at the first call; save to it at every later one.
 
-        A file that was refused is never written to.
-
-        Raises:
-            OSError, HistoryError: the history in memory is as it was.
-        """
-        path = Path(path)
-        if self._opened == path:
-            self.save(path)
-            return
-        if path.exists():
-            self.load(path)
-        self._opened = path
-
-    def save(self, path: str | Path) -> None:
-        """Write everything to a file; an older one is replaced in one move."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_bytes(self.pack())
-        partial.replace(path)
-
-    def load(self, path: str | Path) -> None:
-        """Add what `save` wrote.
-
-        Raises:
-            OSError: the file cannot be read.
-            HistoryError: it is not one of ours, of another version, or damaged; nothing was added.
-        """
-        for key, response in _unpack(Path(path).read_bytes(), str(path)):
-            super().add(key, *response)
+def write_file(path: Path, content: bytes) -> None:
+    """Write what `pack` made; an older file is replaced in one move."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
-def _unpack(content: bytes, where: str) -> list[tuple[bytes, Response]]:
-    """Prompt keys and responses of what `pack` made. Raises HistoryError, beginning with `where`."""
+def read_file(path: Path) -> bytes:
+    """What `write_file` wrote, for `merge`.
+
+    Raises:
+        OSError: the file cannot be read.
+        HistoryError: it is not one of ours, of another version, or damaged.
+    """
+    content = path.read_bytes()
+    _check(content, str(path))
+    return content
+
+
+def _check(content: bytes, where: str) -> bytes:
+    """The arrays in what `pack` made. Raises HistoryError, beginning with `where`."""
     if not content.startswith(_MAGIC):
         raise HistoryError(f"{where}: not a history of this version")
     digest = content[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES]
     content = content[len(_MAGIC) + _DIGEST_BYTES :]
     if hashlib.sha256(content).digest() != digest:
         raise HistoryError(f"{where}: damaged, its checksum does not match")
-    with np.load(io.BytesIO(content)) as arrays:
+    return content
+
+
+def _unpack(content: bytes, where: str) -> list[tuple[bytes, Response]]:
+    """Prompt keys and responses of what `pack` made. Raises HistoryError, beginning with `where`."""
+    with np.load(io.BytesIO(_check(content, where))) as arrays:
         texts = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
         # Of nothing, split makes one empty text.
         kept = zip(arrays["keys"], texts, arrays["policy_ages"].tolist(), strict=False)

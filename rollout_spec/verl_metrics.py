@@ -1,4 +1,4 @@
-"""Adds the rollout servers' reports to the metrics that verl's trainer logs, and shares their history."""
+"""Adds the rollout servers' reports to the metrics that verl's trainer logs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout_spec.metrics import RolloutReport, rollout_metrics
 from rollout_spec.patches import Patch, replace_function
-from rollout_spec.verl_history import share
+from rollout_spec.verl_trainer import option, servers
 
 _METRICS = Patch(
     name="verl-rollout-metrics",
@@ -38,8 +38,6 @@ def install() -> None:
         result = compute(self, batch, metrics, *args, **kwargs)
         # A validation comes between a step and its metrics, so it has taken the step's reports already.
         metrics.update(_metrics(self.__dict__.pop(_TAKEN, []) + _take_reports(self)))
-        if _option(self, "history"):
-            share(_servers(self))
         return result
 
     @functools.wraps(validate)
@@ -56,25 +54,13 @@ def install() -> None:
     replace_function(PPOTrainer, "_validate", validate_apart, patch=_VALIDATE)
 
 
-def _option(trainer: Any, name: str) -> Any:
-    """A field of rollout.spec; None where rollout.spec is not used or has no such field."""
-    from omegaconf import OmegaConf
-
-    spec = OmegaConf.select(trainer.config, "rollout.spec")
-    return spec.get(name) if OmegaConf.is_dict(spec) else None
-
-
-def _servers(trainer: Any) -> list[Any]:
-    return [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
-
-
 def _take_reports(trainer: Any) -> list[RolloutReport]:
     """What every rollout server served since the last call; nothing where rollout.spec is not used."""
     import ray
 
-    if _option(trainer, "method") is None:
+    if option(trainer, "method") is None:
         return []
-    return ray.get([handle.take_rollout_report.remote() for handle in _servers(trainer)])
+    return ray.get([handle.take_rollout_report.remote() for handle in servers(trainer)])
 
 
 def _metrics(reports: list[RolloutReport]) -> dict[str, float]:

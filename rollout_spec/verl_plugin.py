@@ -27,10 +27,11 @@ def _register_replica(module: Any) -> None:
 
 def _load_replica() -> Any:
     """Called where replicas are made: in the trainer's process."""
-    from rollout_spec import verl_metrics
+    from rollout_spec import verl_history, verl_metrics
     from rollout_spec.verl_server import SpecReplica
 
     verl_metrics.install()
+    verl_history.install()
     return SpecReplica
 
 

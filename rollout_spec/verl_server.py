@@ -54,15 +54,22 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
         proposer = self._rollout_spec_proposer()
         return None if proposer is None else proposer.take_counters().to_dict()
 
-    def rollout_spec_end_step(self, history_file: str | None = None) -> None:
+    def rollout_spec_end_step(self) -> None:
         proposer = self._rollout_spec_proposer()
         if proposer is not None:
-            # Every tensor-parallel rank has the same history; one of them writes it.
-            proposer.end_step(history_file if self.rank == 0 else None)
+            proposer.end_step()
 
     def rollout_spec_take_history(self) -> bytes | None:
+        return self._history_of_rank_0("take_history")
+
+    def rollout_spec_pack_history(self) -> bytes | None:
+        return self._history_of_rank_0("pack_history")
+
+    def _history_of_rank_0(self, method: str) -> bytes | None:
+        """Every tensor-parallel rank has the same history; one of them hands it out."""
         proposer = self._rollout_spec_proposer()
-        return None if proposer is None else proposer.take_history()
+        content = None if proposer is None else getattr(proposer, method)()
+        return content if self.rank == 0 else None
 
     def rollout_spec_add_history(self, contents: Sequence[bytes]) -> None:
         proposer = self._rollout_spec_proposer()
@@ -126,21 +133,25 @@ class SpecHttpServer(vLLMHttpServer):
         """The end of a weight sync: what has been indexed so far is of an older policy."""
         await super().set_global_steps(global_steps)
         if self._spec.enabled and self.node_rank == 0:
-            directory = self._spec.history_dir
-            file = (
-                str(pathlib.Path(directory).absolute() / f"replica-{self.replica_rank}")
-                if directory
-                else None
-            )
-            await self.engine.collective_rpc("rollout_spec_end_step", args=(file,))
+            await self.engine.collective_rpc("rollout_spec_end_step")
 
     async def take_history(self) -> bytes | None:
-        """The responses that this replica has served since the last call, as its history keeps them."""
-        per_worker = await self.engine.collective_rpc("rollout_spec_take_history")
+        """The responses that this replica has served since the last call, as its history keeps them.
+
+        None where its drafter is off. To be called while no request is in flight.
+        """
+        return await self._history("rollout_spec_take_history")
+
+    async def pack_history(self) -> bytes | None:
+        """The whole history of this replica, for a file; None where its drafter is off."""
+        return await self._history("rollout_spec_pack_history")
+
+    async def _history(self, method: str) -> bytes | None:
+        per_worker = await self.engine.collective_rpc(method)
         return next((content for content in per_worker if content is not None), None)
 
     async def add_history(self, *contents: bytes | None) -> None:
-        """What other replicas' `take_history` gave."""
+        """What other replicas' `take_history`, or anybody's `pack_history`, gave."""
         served = [content for content in contents if content is not None]
         await self.engine.collective_rpc("rollout_spec_add_history", args=(served,))
 

@@ -107,28 +107,30 @@ class SuffixProposer:
             taken.add(self._drafter.take_counters())
         return taken
 
-    def end_step(self, history_file: str | None = None) -> None:
-        """The target's weights have changed: the text of the older policy is dropped, but for the history.
-
-        Args:
-            history_file: load it at the first call, if it exists, and save to it at every later one. A file
-                that cannot be used costs a warning, not the training.
-        """
-        if self._drafter is None:
-            return
-        self._drafter.clear()
-        if history_file is not None:
-            try:
-                self._drafter.history.follow(history_file)
-            except (OSError, MemoryError, HistoryError) as error:
-                logger.warning("rollout_spec: training goes on without the saved history: %r", error)
+    def end_step(self) -> None:
+        """The target's weights have changed: the text of the older policy is dropped, but for the history."""
+        if self._drafter is not None:
+            self._drafter.clear()
 
     def take_history(self) -> bytes | None:
-        """The responses that this engine has kept since the last call; None where the drafter is off."""
-        return None if self._drafter is None else self._drafter.history.take_new()
+        """The responses that this engine has kept since the last call; None where the drafter is off.
+
+        vLLM tells of finished requests with its next step only. So no request may be in flight: all end here.
+        """
+        if self._drafter is None:
+            return None
+        self._drafter.close_all()
+        return self._drafter.history.take_new()
+
+    def pack_history(self) -> bytes | None:
+        """All responses that this engine keeps; None where the drafter is off. As for `take_history`."""
+        if self._drafter is None:
+            return None
+        self._drafter.close_all()
+        return self._drafter.history.pack()
 
     def add_history(self, contents: Sequence[bytes]) -> None:
-        """Keep what `take_history` of other engines gave."""
+        """Keep what `take_history` or `pack_history` of other engines gave."""
         if self._drafter is None:
             return
         for content in contents:

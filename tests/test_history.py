@@ -7,7 +7,16 @@ import pytest
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafter import Drafter
-from rollout_spec.history import Backlog, History, HistoryError, Response, group_key, prompt_key
+from rollout_spec.history import (
+    Backlog,
+    History,
+    HistoryError,
+    Response,
+    group_key,
+    prompt_key,
+    read_file,
+    write_file,
+)
 from rollout_spec.index import FULL_WEIGHT, SuffixIndex
 from rollout_spec.native import BudgetExceeded, InvalidArgument
 from rollout_spec.replay import Rollout, replay
@@ -87,21 +96,22 @@ def test_what_is_saved_comes_back(tmp_path):
         for response in range(prompt):
             history.add(prompt_key(int32(prompt)), np.arange(prompt * 10 + response + 1, dtype=np.int32))
     file = tmp_path / "folder" / "history"
-    history.save(file)
-    history.save(file)
+    for _ in range(2):
+        write_file(file, history.pack())
     loaded = History(3, 1 << 20)
-    loaded.load(file)
+    loaded.merge(read_file(file))
     assert (len(loaded), loaded.num_bytes) == (len(history), history.num_bytes)
     for prompt in range(5):
         assert texts(loaded, prompt_key(int32(prompt))) == texts(history, prompt_key(int32(prompt)))
     assert [path.name for path in file.parent.iterdir()] == ["history"]
     empty = tmp_path / "empty"
-    History(3, 100).save(empty)
-    loaded.load(empty)
+    write_file(empty, History(3, 100).pack())
+    loaded.merge(read_file(empty))
+    assert len(loaded) == len(history)
 
 
-def test_policy_ages_are_saved_and_shared(tmp_path):
-    key, file = b"a" * 16, tmp_path / "history"
+def test_policy_ages_are_saved_and_shared():
+    key = b"a" * 16
     history = History(8, 1 << 20)
     for token in range(6):
         history.add(key, int32(token))
@@ -113,9 +123,8 @@ def test_policy_ages_are_saved_and_shared(tmp_path):
     assert ages(history) == [6, 5, 4, 3, 2, 1]
     assert [response.weight for response in history.get(key)] == [1, 1, 1, 1, 2, 3]
     assert Response(int32(1), 0).weight == FULL_WEIGHT
-    history.save(file)
     resumed, other = History(8, 1 << 20), History(8, 1 << 20)
-    resumed.load(file)
+    resumed.merge(history.pack())
     assert ages(resumed) == ages(history)
     for told in (resumed, other):
         told.add(key, int32(7))
@@ -159,39 +168,12 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, spoil, message):
     history = History(3, 1 << 20)
     history.add(b"a" * 16, int32(1, 2, 3))
     file = tmp_path / "history"
-    history.save(file)
-    file.write_bytes(spoil(file.read_bytes()))
+    file.write_bytes(spoil(history.pack()))
     with pytest.raises(HistoryError, match=f"{file}: {message}"):
-        history.load(file)
+        read_file(file)
+    with pytest.raises(HistoryError, match=f"history of another engine: {message}"):
+        history.merge(file.read_bytes())
     assert texts(history, b"a" * 16) == [[1, 2, 3]]
-
-
-def test_a_followed_file_is_loaded_once_and_then_kept(tmp_path):
-    file = tmp_path / "replica-0"
-    first = History(3, 1 << 20)
-    first.follow(file)
-    assert not file.exists()
-    first.add(b"a" * 16, int32(1, 2, 3))
-    first.follow(file)
-    resumed = History(3, 1 << 20)
-    resumed.follow(file)
-    assert texts(resumed, b"a" * 16) == [[1, 2, 3]]
-    resumed.add(b"a" * 16, int32(4))
-    resumed.follow(file)
-    again = History(3, 1 << 20)
-    again.follow(file)
-    assert texts(again, b"a" * 16) == [[1, 2, 3], [4]]
-
-
-def test_a_refused_file_is_not_written_to(tmp_path):
-    file = tmp_path / "replica-0"
-    file.write_bytes(b"somebody's notes")
-    history = History(3, 1 << 20)
-    history.add(b"a" * 16, int32(1))
-    for _ in range(2):
-        with pytest.raises(HistoryError, match="not a history"):
-            history.follow(file)
-    assert file.read_bytes() == b"somebody's notes"
 
 
 def train_step(drafter, prompts, responses):
@@ -350,13 +332,6 @@ def test_what_is_shared_keeps_to_the_budget_and_is_checked():
     assert taker.num_bytes == before
     taker.merge(taker.take_new())
     assert taker.num_bytes == before
-
-
-def test_a_history_folder_needs_history():
-    with pytest.raises(
-        ConfigError, match=r"rollout\.spec\.history_dir='there': needs rollout\.spec\.history"
-    ):
-        SpecConfig(history_dir="there")
 
 
 def test_history_needs_group_sharing():

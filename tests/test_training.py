@@ -1,4 +1,5 @@
-"""verl's own trainer with drafting and two rollout engines, siblings of a prompt apart and together."""
+"""verl's own trainer with drafting and two rollout engines: a step with the siblings of a prompt apart, then,
+from its checkpoint, one with them together."""
 
 from __future__ import annotations
 
@@ -18,10 +19,9 @@ from rollout_spec.demo.data import make_data
 from rollout_spec.demo.model import make_model
 from rollout_spec.demo.processes import started
 from rollout_spec.demo.runner import METRICS_FILE, TRACE_FOLDER, environment
-from rollout_spec.history import History, group_key
-from rollout_spec.hydra_plugin import config_file
+from rollout_spec.history import History, group_key, read_file
 from rollout_spec.replay import Rollout, read_trace
-from tests.alternating_router import NUM_REQUESTS, AlternatingRouter
+from rollout_spec.verl_history import FILE
 from tests.text import tokens_per_step
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,8 +30,7 @@ NUM_SAMPLES = 8
 NUM_PROMPTS = 2
 NUM_REPLICAS = 2
 RESPONSE_LENGTH = 64
-# Of training steps, which count from 1; see AlternatingRouter.
-APART, TOGETHER = (1,), (2,)
+APART, TOGETHER = (1,), (2,)  # training steps, which count from 1
 
 # Serves the first step's requests again, by an engine without drafts.
 REPLAY = """
@@ -57,7 +56,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 class Run(NamedTuple):
-    """A finished run: what each engine served, and verl's metrics by step."""
+    """What each engine served in two runs of a step each, and verl's metrics by step."""
 
     folder: pathlib.Path
     served: list[list[Rollout]]
@@ -90,22 +89,18 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Every step has the same prompts, so that steps differ in the routing of their requests only."""
-    assert NUM_REQUESTS == NUM_PROMPTS * NUM_SAMPLES
+    """The second resumes from the first one's checkpoint, and has the same prompts and another routing."""
     folder = tmp_path_factory.mktemp("training")
     train_file, _ = make_data(folder, num_train=NUM_PROMPTS)
     model = make_model(pathlib.Path(".cache/models/smollm2-float32"), dtype="float32")
-    router = folder / "router.yaml"
-    ours = pathlib.Path(config_file("rollout_spec_router/group.yaml")).read_text()
-    router.write_text(ours.replace("rollout_spec.verl_router.GroupRouter", _name(AlternatingRouter)))
     overrides = [
         "+rollout_spec_demo=[cpu,grpo]",
         "+rollout.spec=sam",
         "rollout.spec.batch_threshold=64",
-        f"rollout.spec.history={NUM_SAMPLES}",
-        f"rollout.spec.history_dir={folder}/history",
+        f"rollout.spec.history={2 * NUM_SAMPLES}",
+        "trainer.resume_mode=auto",
+        "trainer.save_freq=1",
         f"trainer.n_gpus_per_node={NUM_REPLICAS}",
-        f"trainer.total_training_steps={NUM_STEPS}",
         f"trainer.default_local_dir={folder}",
         f"data.max_response_length={RESPONSE_LENGTH}",
         f"data.train_files={train_file}",
@@ -113,17 +108,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
         # Siblings that resemble each other, as those of a trained policy do.
         "actor_rollout_ref.rollout.temperature=0.3",
-        f"actor_rollout_ref.rollout.router_config_path={router}",
         # Two engines and two trainers must fit into memory together.
         "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=268435456",
         f"hydra.run.dir={folder}/hydra",
     ]
-    execute([sys.executable, "-m", "verl.trainer.main_ppo", *overrides], folder, "train.log")
+    metrics = {}
+    for step, routing in enumerate(("default", "group"), start=1):
+        added = [f"trainer.total_training_steps={step}", f"rollout.spec.routing={routing}"]
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, *added]
+        execute(command, folder, f"train-{step}.log")
+        [line] = (folder / METRICS_FILE).read_text().splitlines()
+        metrics[json.loads(line)["step"]] = json.loads(line)["data"]
     (folder / "model").symlink_to(model.absolute())
     traces = [folder / TRACE_FOLDER / f"rollouts-{replica}.jsonl" for replica in range(NUM_REPLICAS)]
-    lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
-    served = [list(read_trace(trace)) for trace in traces]
-    return Run(folder, served, {line["step"]: line["data"] for line in lines})
+    return Run(folder, [list(read_trace(trace)) for trace in traces], metrics)
 
 
 def execute(command: list[str], folder: pathlib.Path, log: str) -> None:
@@ -131,10 +129,6 @@ def execute(command: list[str], folder: pathlib.Path, log: str) -> None:
     with started(command, folder / log, env) as process:
         code = process.wait(880)
     assert code == 0, (folder / log).read_text()[-20000:]
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__name__}"
 
 
 def test_every_engine_has_its_own_drafter(run: Run) -> None:
@@ -157,14 +151,23 @@ def test_the_metrics_are_in_verls_stream(run: Run) -> None:
         assert metrics["timing_s/gen"] > 0
 
 
-def test_every_engine_has_the_history_of_both(run: Run) -> None:
-    """In the first step each engine served half of each group; the second step's weight sync saved it all."""
+def test_a_checkpoint_has_what_every_engine_served(run: Run) -> None:
+    """It is saved before the weight sync, when the engines still take their last requests for running."""
+    assert saved_ages(run, 1) == [[0] * NUM_SAMPLES] * NUM_PROMPTS
+
+
+def test_a_resumed_run_has_the_history_of_its_checkpoint(run: Run) -> None:
+    """What it saves is what it loaded, older by a policy, and its own."""
+    assert saved_ages(run, 2) == [[1] * NUM_SAMPLES + [0] * NUM_SAMPLES] * NUM_PROMPTS
+
+
+def saved_ages(run: Run, step: int) -> list[list[int]]:
+    """By how many policies the responses in a checkpoint are old, for each group."""
+    history = History(3 * NUM_SAMPLES, 1 << 30)
+    history.merge(read_file(run.folder / f"global_step_{step}" / FILE))
     groups = {rollout.group for served in run.served for rollout in served}
-    assert len(groups) == NUM_PROMPTS
-    for replica in range(NUM_REPLICAS):
-        history = History(NUM_SAMPLES, 1 << 30)
-        history.load(run.folder / "history" / f"replica-{replica}")
-        assert [len(history.get(group_key(group))) for group in groups] == [NUM_SAMPLES] * NUM_PROMPTS
+    assert len(history) == len(groups) == NUM_PROMPTS
+    return [[response.policy_age for response in history.get(group_key(group))] for group in groups]
 
 
 def test_siblings_are_served_by_one_engine(run: Run) -> None:

@@ -1,15 +1,20 @@
-"""The history between rollout servers, with Ray's own actors and objects."""
+"""The history between rollout servers and in verl's checkpoints, with Ray's own actors and objects."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
+from omegaconf import OmegaConf
 
 from rollout_spec.history import History, prompt_key
-from rollout_spec.verl_history import share
+from rollout_spec.verl_history import FILE, load_history, save_history, share
 
 PROMPT = prompt_key(np.array([1, 2, 3], np.int32))
 
@@ -19,6 +24,7 @@ class Server:
 
     def __init__(self) -> None:
         self._history = History(8, 1 << 20)
+        self._drafts = True
 
     async def serve(self, response: list[int]) -> None:
         self._history.add(PROMPT, np.array(response, np.int32))
@@ -29,6 +35,12 @@ class Server:
     async def add_history(self, *contents: bytes) -> None:
         for content in contents:
             self._history.merge(content)
+
+    async def pack_history(self) -> bytes | None:
+        return self._history.pack() if self._drafts else None
+
+    async def stop_drafting(self) -> None:
+        self._drafts = False
 
     async def texts(self) -> list[list[int]]:
         return [response.tokens.tolist() for response in self._history.get(PROMPT)]
@@ -58,3 +70,89 @@ def test_one_server_has_nobody_to_share_with() -> None:
     ray.get(server.serve.remote([1]))
     share([server])
     assert ray.get(server.texts.remote()) == [[1]]
+
+
+def make_trainer(folder: Path, num_servers: int = 2, step: int = 5, **options: Any) -> Any:
+    """A trainer as far as its checkpoints and servers go."""
+    options = {"default_local_dir": str(folder), "resume_mode": "auto", **options}
+    actor = ray.remote(num_cpus=0)(Server)
+    handles = [actor.remote() for _ in range(num_servers)]
+    return SimpleNamespace(
+        config=OmegaConf.create({"trainer": options}),
+        global_steps=step,
+        handles=handles,
+        _rollout_server_managers=lambda: [SimpleNamespace(server_handles=handles)],
+    )
+
+
+def texts_of(trainer: Any) -> list[list[list[int]]]:
+    return [sorted(texts) for texts in ray.get([handle.texts.remote() for handle in trainer.handles])]
+
+
+def test_a_checkpoint_has_what_all_served_and_any_number_of_servers_resumes(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    ray.get([handle.serve.remote([i]) for i, handle in enumerate(trainer.handles)])
+    save_history(trainer)
+    assert texts_of(trainer) == [[[0], [1]]] * 2
+    assert [path.name for path in (tmp_path / "global_step_5").iterdir()] == [FILE]
+    resumed = make_trainer(tmp_path, num_servers=3)
+    load_history(resumed)
+    assert texts_of(resumed) == [[[0], [1]]] * 3
+    elsewhere = str(tmp_path / "global_step_5")
+    chosen = make_trainer(tmp_path / "new", resume_mode="resume_path", resume_from_path=elsewhere)
+    load_history(chosen)
+    assert texts_of(chosen) == [[[0], [1]]] * 2
+
+
+def test_an_engine_that_does_not_draft_any_more_leaves_the_file_to_another(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    ray.get([handle.serve.remote([i]) for i, handle in enumerate(trainer.handles)])
+    ray.get(trainer.handles[0].stop_drafting.remote())
+    save_history(trainer)
+    resumed = make_trainer(tmp_path)
+    load_history(resumed)
+    assert texts_of(resumed) == [[[0], [1]]] * 2
+
+
+def test_as_many_files_are_kept_as_checkpoints(tmp_path: Path) -> None:
+    def steps() -> list[int]:
+        return sorted(int(file.parent.name.split("_")[-1]) for file in tmp_path.glob(f"*/{FILE}"))
+
+    for kept, expected in ((None, [8, 9, 10]), (2, [9, 10]), (1, [10])):
+        for step in (8, 9, 10):
+            save_history(make_trainer(tmp_path, num_servers=1, step=step, max_actor_ckpt_to_keep=kept))
+        assert steps() == expected
+    for step in (11, 12):
+        save_history(make_trainer(tmp_path, num_servers=1, step=step, remove_previous_ckpt_in_save=True))
+    assert steps() == [12]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"a foreign file", "not a history of this version"), (None, "has no history")]
+)
+def test_training_resumes_without_a_file_that_cannot_be_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None, message: str
+) -> None:
+    file = tmp_path / "global_step_5" / FILE
+    file.parent.mkdir()
+    if content is not None:
+        file.write_bytes(content)
+    trainer = make_trainer(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        load_history(trainer)
+    assert message in caplog.text
+    assert str(file.parent) in caplog.text
+    assert texts_of(trainer) == [[], []]
+
+
+def test_a_checkpoint_is_saved_where_its_history_cannot_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "global_step_5").write_text("no folder")
+    with caplog.at_level(logging.WARNING):
+        save_history(make_trainer(tmp_path))
+    assert "the checkpoint has no history" in caplog.text
+    trainer = make_trainer(tmp_path)
+    ray.get([handle.stop_drafting.remote() for handle in trainer.handles])
+    save_history(trainer)
+    assert "no engine drafts any more" in caplog.text

@@ -156,7 +156,7 @@ def _hydra_group() -> Iterator[Check]:
 def _patches() -> Iterator[Check]:
     import verl.trainer.main_ppo  # noqa: F401
 
-    from rollout_spec import verl_metrics, vllm_plugin
+    from rollout_spec import verl_history, verl_metrics, vllm_plugin
     from rollout_spec.patches import applied
     from rollout_spec.vllm_ascend_patches import MODULE
 
@@ -164,6 +164,7 @@ def _patches() -> Iterator[Check]:
     if importlib.util.find_spec(MODULE.partition(".")[0]):
         importlib.import_module(MODULE)  # patched as soon as it is imported
     verl_metrics.install()
+    verl_history.install()
     for patch in applied():
         yield Check(f"patch {patch.name}", OK, f"{patch.reason} (until {patch.until})")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollout_spec.history import History, group_key
 from tests.engine.conftest import proposer_of
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 
@@ -203,27 +204,26 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(
     assert [respond(number) for number in (3, 0)] == [named[3], named[0]]
 
 
-def test_history_outlives_weight_syncs_and_a_restart(
-    make_server: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    spec = {"history": 2, "history_dir": str(tmp_path)}
-    for num_known in (0, 2):
-        server = make_server(spec)
+def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
+    """Packed before the sync, as for a checkpoint: the engine still takes its last request for running."""
+    packed: list[bytes] = []
+    for expected_ages in ([0, 0], [1, 0, 0]):
+        server = make_server({"history": 3})
+        asyncio.run(server.add_history(*packed))
         asyncio.run(server.set_global_steps(0))
-        history = proposer_of(server.engine.llm)._drafter.history
-        assert len(history) == num_known
-        serve(server)
+        serve(server)  # twice two prompts
+        packed = [asyncio.run(server.pack_history())]
+        kept = History(8, 1 << 20)
+        kept.merge(packed[0])
+        assert len(kept) == 2
+        for prompt in PROMPTS[:2]:
+            responses = kept.get(group_key(server._first_turns.group(prompt)))
+            assert [response.policy_age for response in responses] == expected_ages
+            assert [len(response.tokens) for response in responses] == [40] * len(expected_ages)
         asyncio.run(server.set_global_steps(1))
+        history = proposer_of(server.engine.llm)._drafter.history
         assert len(history) == 2
-    (tmp_path / "replica-3").write_bytes(b"damaged")
-    server = make_server(spec)
-    caplog.set_level(logging.WARNING)
-    logging.getLogger("vllm.rollout_spec.vllm_proposer").addHandler(caplog.handler)
-    asyncio.run(server.set_global_steps(0))
-    assert "training goes on without the saved history" in caplog.text
-    assert "replica-3" in caplog.text
-    serve(server)  # and it does, drafts and all: `serve` fails where an engine does not draft
-    assert (tmp_path / "replica-3").read_bytes() == b"damaged"
+        serve(server)  # and it goes on
 
 
 def test_an_engine_without_the_drafter_fails_the_run(make_server: Any) -> None:

@@ -1,0 +1,18 @@
+"""What verl's trainer says of rollout.spec, and its rollout servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def option(trainer: Any, name: str) -> Any:
+    """A field of rollout.spec; None where rollout.spec is not used or has no such field."""
+    from omegaconf import OmegaConf
+
+    spec = OmegaConf.select(trainer.config, "rollout.spec")
+    return spec.get(name) if OmegaConf.is_dict(spec) else None
+
+
+def servers(trainer: Any) -> list[Any]:
+    """Handles of the rollout servers, SpecHttpServers where rollout.spec is used; one for each replica."""
+    return [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
