@@ -57,6 +57,7 @@ def add_costs(lines: Sequence[Rollout], results: Sequence[dict[str, Any]], ks: I
 
     tokens_per_row, us_per_row, p99_over_median: of a step, by the rows of the batch.
     suffix_over_us_per_row: the time of `suffix` over that of the same step: median, 10th and 90th percentile.
+    us_per_row_by_length: of a step of one row alone, by its tokens.
     ns_per_indexed_token, bytes_per_token: by the tokens of a text.
     A value is None where there is nothing to measure: of off and oracle, which no engine could call, of ngram
     which keeps no index, and the ratio without the method `suffix`.
@@ -74,8 +75,10 @@ def add_costs(lines: Sequence[Rollout], results: Sequence[dict[str, Any]], ks: I
         of_k = [result for result in results if result["num_speculative_tokens"] == k]
         runs = list(dict.fromkeys(_run(result) for result in of_k))
         steps = dict(zip(runs, measure_steps(lines, runs), strict=True))
+        lengths = dict(zip(runs, measure_lengths(lines, runs), strict=True))
         for result in of_k:
-            result.update(steps[_run(result)] | index[result["method"]])
+            run = _run(result)
+            result.update(steps[run] | {"us_per_row_by_length": lengths[run]} | index[result["method"]])
 
 
 def _run(result: dict[str, Any]) -> Run:
@@ -94,11 +97,7 @@ def measure_steps(
     for size in batches:
         rows = rows_of(lines)
         rounds = [list(islice(rows, size)) for _ in range(max(NUM_ROUNDS, MIN_ROWS // size))]
-        seconds = np.empty((len(runs), len(rounds), NUM_STEPS))
-        for number, of_round in enumerate(rounds):
-            for i in _turns(len(runs), number):
-                seconds[i, number] = _time_steps(*runs[i], of_round)
-        per_row = seconds.reshape(len(runs), -1) / size
+        per_row = _time_rounds(runs, rounds) / size
         num_tokens = float(np.mean([len(row.token_ids) for of_round in rounds for row in of_round]))
         for cost, times in zip(costs, per_row, strict=True):
             cost["tokens_per_row"][str(size)] = num_tokens
@@ -106,6 +105,27 @@ def measure_steps(
             for name, value in found.items():
                 cost[name][str(size)] = value
     return costs
+
+
+def measure_lengths(
+    lines: Sequence[Rollout], runs: Sequence[Run], sizes: Sequence[int] = SIZES
+) -> list[dict[str, float | None]]:
+    """Microseconds of a step of one row with so many tokens of `long_text`; runs take turns."""
+    costs: list[dict[str, float | None]] = [{} for _ in runs]
+    for size in sizes:
+        texts = long_text(lines, NUM_ROUNDS * (size + NUM_STEPS)).reshape(NUM_ROUNDS, -1)
+        for cost, times in zip(costs, _time_rounds(runs, [[Row(0, 1, text)] for text in texts]), strict=True):
+            cost[str(size)] = _summary(times, None)["us_per_row"]
+    return costs
+
+
+def _time_rounds(runs: Sequence[Run], rounds: Sequence[Sequence[Row]]) -> Float64Array:
+    """Seconds of all steps of each run, [num_runs, num_rounds * NUM_STEPS]."""
+    seconds = np.empty((len(runs), len(rounds), NUM_STEPS))
+    for number, of_round in enumerate(rounds):
+        for i in _turns(len(runs), number):
+            seconds[i, number] = _time_steps(*runs[i], of_round)
+    return seconds.reshape(len(runs), -1)
 
 
 def _turns(num: int, number: int) -> list[int]:

@@ -43,10 +43,7 @@ EQUAL_DRAFTS = {
 }
 NUM_HALVINGS = 8
 NGRAM = (2, 5)
-FIGURES = (
-    *("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step"),
-    "acceptance_by_position",
-)
+FIGURES = ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +300,8 @@ def measure(
     Returns:
         One result per combination, in the order of the arguments, prices innermost; min_token_prob and
         max_cached_requests are None where the method takes none, equal_drafts is None, history_mb is what
-        the history held at the end.
+        the history held at the end. FIGURES are of all lines; those in with_earlier of the lines that had
+        earlier responses (None: there was none).
 
     Raises:
         MissingError: a method needs a package that is not installed.
@@ -324,7 +322,9 @@ def measure(
         for price in ((min_token_probs or (AUTO,)) if method in PRICED else (None,))
     ]
     drafters = [make_proposer(run["method"], settings_of(run), run["history"]) for run in runs]
-    results = [ReplayResult() for _ in runs]
+    results = [
+        {False: ReplayResult(), True: ReplayResult()} for _ in runs
+    ]  # by whether a line had earlier ones
     memories = {history: History(history, max_index_mb << 20) for history in histories}
     for line in lines:
         key = group_key(line.group)
@@ -332,16 +332,22 @@ def measure(
             memory.reach(line.step)
         for run, drafter, result in zip(runs, drafters, results, strict=True):
             earlier = memories[run["history"]].get(key)
-            replay_line(drafter, line, earlier, run["num_speculative_tokens"], result)
+            replay_line(drafter, line, earlier, run["num_speculative_tokens"], result[bool(earlier)])
         for history, memory in memories.items():
             for response in line.responses if history else ():
                 memory.add(key, response)
     return [
         run
         | {"history_mb": memories[run["history"]].num_bytes / (1 << 20)}
-        | {figure: getattr(result, figure) for figure in FIGURES}
+        | _figures(result[False] + result[True])
+        | {"acceptance_by_position": (result[False] + result[True]).acceptance_by_position}
+        | {"with_earlier": _figures(result[True]) if result[True].num_steps else None}
         for run, result in zip(runs, results, strict=True)
     ]
+
+
+def _figures(result: ReplayResult) -> dict[str, float]:
+    return {figure: getattr(result, figure) for figure in FIGURES}
 
 
 def equal_drafts(results: Iterable[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
@@ -391,22 +397,25 @@ def at_equal_drafts(
 
 
 def over_baselines(
-    result: dict[str, Any], results: Sequence[dict[str, Any]]
+    result: dict[str, Any], results: Sequence[dict[str, Any]], *, with_earlier: bool = False
 ) -> dict[str, tuple[float, float]]:
     """Tokens and draft tokens per step of a result over those of each of SUFFIX with the same K and history.
 
     Args:
         results: of one trace; a method that is not among them has no ratios.
+        with_earlier: on the lines that had earlier responses; without such lines there are no ratios.
     """
-    return {
-        other["method"]: (
-            result["tokens_per_step"] / other["tokens_per_step"],
-            result["draft_tokens_per_step"] / other["draft_tokens_per_step"],
-        )
+    of = (lambda found: found["with_earlier"]) if with_earlier else (lambda found: found)
+    same = [
+        other
         for other in results
         if other["method"] in SUFFIX
         and all(other[key] == result[key] for key in ("num_speculative_tokens", "history"))
-        and other["draft_tokens_per_step"]
+        and (of(other) or {}).get("draft_tokens_per_step")
+    ]
+    figures = ("tokens_per_step", "draft_tokens_per_step")
+    return {
+        other["method"]: tuple(of(result)[figure] / of(other)[figure] for figure in figures) for other in same
     }
 
 

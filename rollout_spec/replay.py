@@ -67,6 +67,11 @@ class ReplayResult:
     """[len(POSITIONS) - 1], by where in the response the draft begins."""
     num_accepted_tokens_at: np.ndarray = dataclasses.field(default_factory=lambda: _per_position())
 
+    def __add__(self, other: ReplayResult) -> ReplayResult:
+        """What both counted."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return ReplayResult(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
     @property
     def tokens_per_step(self) -> float:
         return self.num_decoded_tokens / self.num_steps if self.num_steps else 0.0

@@ -21,7 +21,7 @@ from rollout_spec.bench_costs import (
     measure_steps,
     rows_of,
 )
-from rollout_spec.bench_drafters import Oracle, Settings, measure, over_baselines
+from rollout_spec.bench_drafters import FIGURES, Oracle, Settings, measure, over_baselines
 from rollout_spec.cli import main
 from rollout_spec.cli.bench import DEFAULT_METHODS, _print_drafters
 from rollout_spec.config import AUTO, SpecConfig
@@ -124,7 +124,7 @@ def test_a_token_in_the_index_costs_time_and_bytes_at_every_size(lines):
         assert all(value > 0 for value in cost[method]["ns_per_indexed_token"].values())
     of_frequent, of_sam = (list(cost[method]["bytes_per_token"].values()) for method in ("frequent", "sam"))
     assert 16 < of_frequent[1] <= of_frequent[0] < 200
-    assert of_sam[0] - of_frequent[0] > 25  # what is fixed, 240 kB, over 8192 tokens
+    assert of_sam[0] - of_frequent[0] > 25  # what it learns is held besides
     for method in ("off", "ngram"):
         nothing = dict.fromkeys(["1024", "8192"])
         assert cost[method] == {"ns_per_indexed_token": nothing, "bytes_per_token": nothing}
@@ -167,6 +167,7 @@ def test_every_result_has_every_key(tmp_path, capsys):
         is_called, is_index = result["method"] not in ("off", "oracle"), result["method"] in OURS
         for name, keys, is_measured in (
             ("us_per_row", BATCHES, is_called),
+            ("us_per_row_by_length", SIZES, is_called),
             ("ns_per_indexed_token", SIZES, is_index),
             ("bytes_per_token", SIZES, is_index),
         ):
@@ -240,6 +241,22 @@ def test_every_price_is_a_result_of_its_own(lines, results):
     assert default["min_token_prob"] == AUTO and default not in found
 
 
+def test_the_lines_with_earlier_responses_are_counted_apart():
+    """A prompt comes twice: what it has the second time is the whole less the first time alone."""
+    lines = returning_prompts(6, 100)
+    first = lines[: len(lines) // 2]
+    assert len({line.group for line in first}) == len(first) == len({line.group for line in lines})
+    [all_lines] = measure(lines, ["off"], [4], [2])
+    [before] = measure(first, ["off"], [4], [2])
+    assert before["with_earlier"] is None
+    assert measure(lines, ["off"], [4], [0])[0]["with_earlier"] is None
+    assert all_lines["with_earlier"]["tokens_per_step"] == 1.0
+    [told] = measure(lines, ["frequent"], [4], [2])
+    [untold] = measure(first, ["frequent"], [4], [2])
+    assert told["with_earlier"]["tokens_per_step"] > told["tokens_per_step"] > untold["tokens_per_step"]
+    assert told["with_earlier"].keys() == set(FIGURES)
+
+
 def test_ratios_are_to_the_baselines_of_the_same_setting():
     def result(method, k, tokens, drafted):
         figures = {"tokens_per_step": tokens, "draft_tokens_per_step": drafted}
@@ -251,10 +268,24 @@ def test_ratios_are_to_the_baselines_of_the_same_setting():
     tuned = result("suffix_tuned", 8, 4.0, 8.0)
     assert over_baselines(sam, [*others, tuned]) == {"suffix": (1.5, 0.5), "suffix_tuned": (0.75, 0.25)}
     assert over_baselines(sam, [result("suffix", 8, 1.0, 0.0)]) == {}
+    part = {"tokens_per_step": 4.0, "draft_tokens_per_step": 1.0}
+    others = [result("suffix", 8, 2.0, 4.0) | {"with_earlier": part}, tuned | {"with_earlier": None}]
+    sam["with_earlier"] = {"tokens_per_step": 6.0, "draft_tokens_per_step": 3.0}
+    assert over_baselines(sam, others, with_earlier=True) == {"suffix": (1.5, 3.0)}
+    assert (
+        over_baselines(tuned | {"with_earlier": None}, [tuned | {"with_earlier": None}], with_earlier=True)
+        == {}
+    )
 
 
 def test_the_command_compares_with_suffix_below_its_table(capsys):
-    record = {"tail_tokens_per_step": 1.0, "acceptance_rate": 0.5, "trace": "t", "history": 0}
+    record = {
+        "tail_tokens_per_step": 1.0,
+        "acceptance_rate": 0.5,
+        "trace": "t",
+        "history": 0,
+        "with_earlier": None,
+    }
     record |= {"num_speculative_tokens": 8, "min_token_prob": None, "equal_drafts": None}
     suffix = record | {"method": "suffix", "tokens_per_step": 2.0, "draft_tokens_per_step": 4.0}
     sam = record | {

@@ -159,6 +159,20 @@ def test_counts_are_those_of_mode_suffix_policy(lines):
     assert (suffix["max_cached_requests"], policy["max_cached_requests"]) == (10_000, None)
 
 
+def test_sam_is_above_every_baseline_at_its_default(lines):
+    """On this trace; on the recordings of benchmarks/record/drafters.md likewise."""
+    results = measure(lines, ["ngram", "earliest_single", "suffix", "sam"], [3, 8], [0, 8])
+    for sam in (result for result in results if result["method"] == "sam"):
+        setting = sam["num_speculative_tokens"], sam["history"]
+        same = [r for r in results if (r["num_speculative_tokens"], r["history"]) == setting and r is not sam]
+        assert len(same) == 3
+        for other in same:
+            assert sam["tokens_per_step"] > 1.02 * other["tokens_per_step"], (setting, other["method"])
+        suffix = next(other for other in same if other["method"] == "suffix")
+        if not sam["history"]:
+            assert sam["draft_tokens_per_step"] <= suffix["draft_tokens_per_step"], setting
+
+
 def test_at_equal_drafts_sam_drafts_no_more(lines):
     results = measure(lines, ["suffix", "suffix_tuned", "suffix_policy"], [4], [8])
     wanted = equal_drafts(results)

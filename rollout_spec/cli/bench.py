@@ -196,7 +196,8 @@ def _print_drafters(results: list[dict[str, Any]]) -> None:
     for trace, rows in groupby(results, key=lambda result: result["trace"]):
         of_trace = list(rows)
         console.print(_drafters_table(trace, of_trace))
-        for table in (_ratios_table(of_trace), _steps_table(of_trace), _index_table(of_trace)):
+        ratios = (_ratios_table(of_trace, with_earlier) for with_earlier in (False, True))
+        for table in (*ratios, _steps_table(of_trace), _index_table(of_trace)):
             if table.row_count:
                 console.print(table)
 
@@ -221,21 +222,23 @@ def _table(title: str, *columns: str, caption: str | None = None) -> Any:
 
 
 def _drafters_table(trace: str, results: list[dict[str, Any]]) -> Any:
+    from rollout_spec.bench_drafters import FIGURES
+
     table = _table(trace, "tokens/step", "drafted/step", "acceptance", "tail")
-    figures = ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step")
     for row in results:
-        table.add_row(*_setting(row), *(f"{row[figure]:.3f}" for figure in figures))
+        table.add_row(*_setting(row), *(f"{row[figure]:.3f}" for figure in FIGURES))
     return table
 
 
-def _ratios_table(results: list[dict[str, Any]]) -> Any:
+def _ratios_table(results: list[dict[str, Any]], with_earlier: bool) -> Any:
     from rollout_spec.bench_drafters import OURS, SUFFIX, over_baselines
 
     baselines = [name for name in SUFFIX if any(row["method"] == name for row in results)]
     columns = [f"{figure} / {baseline}" for baseline in baselines for figure in ("tokens", "drafted")]
-    table = _table("ours over vLLM's suffix, per step", *columns)
+    where = ", where the prompt had earlier responses" if with_earlier else ""
+    table = _table(f"ours over vLLM's suffix, per step{where}", *columns)
     for row in (row for row in results if row["method"] in OURS):
-        found = over_baselines(row, results)
+        found = over_baselines(row, results, with_earlier=with_earlier)
         if found:
             ratios = [found.get(baseline, (None, None)) for baseline in baselines]
             cells = ("" if ratio is None else f"{ratio:.3f}" for pair in ratios for ratio in pair)
@@ -246,18 +249,22 @@ def _ratios_table(results: list[dict[str, Any]]) -> Any:
 def _steps_table(results: list[dict[str, Any]]) -> Any:
     """Of the first history: what a step costs does not depend on it."""
     rows = [row for row in results if "us_per_row" in row and row["history"] == results[0]["history"]]
-    batches = list(rows[0]["us_per_row"]) if rows else []
+    batches, lengths = (
+        list(rows[0][name]) if rows else [] for name in ("us_per_row", "us_per_row_by_length")
+    )
     table = _table(
         "microseconds per row of a step, by the rows of a batch",
         *batches,
         *(f"suffix over it, {batch}" for batch in batches[-2:]),
+        *(f"1 row of {int(size) >> 10} k" for size in lengths),
         caption="suffix over it: of the same steps, median and 10th to 90th percentile",
     )
     for row in rows:
         if row["us_per_row"][batches[0]] is not None:
             costs = (f"{row['us_per_row'][batch]:.2f}" for batch in batches)
             ratios = (_spread(row["suffix_over_us_per_row"][batch]) for batch in batches[-2:])
-            table.add_row(*_setting(row), *costs, *ratios)
+            of_lengths = (f"{row['us_per_row_by_length'][size]:.1f}" for size in lengths)
+            table.add_row(*_setting(row), *costs, *ratios, *of_lengths)
     return table
 
 
