@@ -24,16 +24,20 @@ def explain(
     key: int,
     position: int,
     token_ids: Sequence[int],
+    tolerance: float,
 ) -> float:
     """How wrong the logits must have been for each of the tokens to be drawn.
 
     Args:
         logits: float32 [vocab_size], the target's, before temperature, top-k and top-p.
         token_ids: the tokens that were drawn; -1, no token at all, has no explanation.
+        tolerance: tokens that are no further from a boundary of top-k or top-p may be on its other side.
 
     Returns:
-        The largest of their shortfalls (`keyed.shortfall`) in units of logit / temperature + noise; for a
-        token that top-k or top-p excludes, by how many logits / temperature it misses that boundary.
+        The largest of their gaps, in units of logit / temperature + noise. A token's is its shortfall
+        (`keyed.shortfall`) among the tokens that top-k and top-p leave, or, where that is less, among those
+        they would leave if others near a boundary were on its other side, or the distance to that boundary if
+        it is more.
     """
     if min(token_ids) < 0:
         return math.inf
@@ -41,30 +45,42 @@ def explain(
         return max(float(logits.max() - logits[token]) for token in token_ids)
     logits = logits / temperature
     kept, distances = _boundaries(logits, top_k, top_p)
-    masked = torch.where(kept, logits, -torch.inf).unsqueeze(0)
-    shortfalls = [
-        float(keyed.shortfall(masked, *(torch.tensor([x]) for x in (key, position, token))))
-        if kept[token]
-        else float(distances[token])
-        for token in token_ids
-    ]
-    return max(shortfalls)
+    near = distances <= tolerance
+
+    def gap(token: int, left: torch.Tensor) -> float:
+        left = left.clone()
+        left[token] = True
+        moved = distances[left != kept]
+        masked = torch.where(left, logits, -torch.inf).unsqueeze(0)
+        shortfall = keyed.shortfall(masked, *(torch.tensor([x]) for x in (key, position, token)))
+        return max(float(shortfall), float(moved.max()) if len(moved) else 0.0)
+
+    sides = (kept, kept & ~near, kept | near)
+    return max(min(gap(token, left) for left in sides) for token in token_ids)
 
 
 def _boundaries(logits: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens top-k and top-p leave, and how far each of the others is from being left."""
+    """Which tokens top-k and top-p leave, and how far each is from the other side; inf: there is none."""
     order = logits.argsort(descending=True)
-    sorted_logits = logits.double()[order]
-    distances = torch.zeros(len(logits), dtype=torch.float64)
-    if top_k > 0:
-        distances[order] = (sorted_logits[min(top_k, len(logits)) - 1] - sorted_logits).clamp(min=0)
-        sorted_logits = torch.where(distances[order] > 0, -torch.inf, sorted_logits)
-    beyond = torch.zeros_like(distances)
+    ranked = logits.double()[order]
+    kept = torch.ones(len(logits), dtype=torch.bool)
+    distances = torch.full_like(ranked, torch.inf)
+    if 0 < top_k < len(logits):
+        kept = ranked >= ranked[top_k - 1]
+        first_out = ranked[~kept].max() if not kept.all() else ranked.new_tensor(-torch.inf)
+        distances = torch.where(kept, ranked - first_out, ranked[top_k - 1] - ranked)
     if top_p < 1.0:
-        before = sorted_logits.softmax(0).cumsum(0) - sorted_logits.softmax(0)
-        # Lower by so much, the logits of the tokens before it would have left it.
-        beyond[order] = (torch.logit(before.clamp(0, 1)) - math.log(top_p / (1.0 - top_p))).clamp(min=0)
-    return (distances == 0) & (beyond == 0), torch.maximum(distances, beyond)
+        shares = ranked.masked_fill(~kept, -torch.inf).softmax(0)
+        # Lower or higher by so much, the logits of the tokens before a token would change its side.
+        ahead = torch.logit((shares.cumsum(0) - shares).clamp(0, 1)) - math.log(top_p / (1.0 - top_p))
+        # What top-k leaves out could take the place of the last that it leaves.
+        ahead = torch.where(kept, ahead, ahead[kept].max())
+        outside = torch.where(kept, ahead, torch.maximum(distances, ahead))
+        distances = torch.where(kept & (ahead < 0), torch.minimum(distances, -ahead), outside)
+        kept = kept & (ahead < 0)
+    found = torch.empty_like(kept), torch.empty_like(distances)
+    found[0][order], found[1][order] = kept, distances
+    return found
 
 
 def p_values(one: list[list[int]], other: list[list[int]]) -> list[float]:

@@ -351,12 +351,12 @@ def _explained(plan: Plan, found: Sequence[Difference], off: dict[Sample, Respon
     for difference, before, output in zip(found, inputs, outputs, strict=True):
         step = output.outputs[0].logprobs[0]
         logits = torch.tensor([step[token].logprob for token in range(len(step))])
+        allowed = tolerance(plan, logits, difference.temperature)
         gap = explain(
             logits, difference.temperature, plan.top_k, plan.top_p,
             key_of_name(difference.sample.name(plan.seed)), len(before),
-            (difference.token_id_off, difference.token_id_on),
+            (difference.token_id_off, difference.token_id_on), allowed,
         )  # fmt: skip
-        allowed = tolerance(plan, logits, difference.temperature)
         result.append(dataclasses.replace(difference, logit_gap=gap, tolerance=allowed))
     return result
 
