@@ -149,10 +149,10 @@ def test_a_checkpoint_is_saved_where_its_history_cannot_be(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "global_step_5").write_text("no folder")
-    with caplog.at_level(logging.WARNING):
-        save_history(make_trainer(tmp_path))
-    assert "the checkpoint has no history" in caplog.text
     trainer = make_trainer(tmp_path)
-    ray.get([handle.stop_drafting.remote() for handle in trainer.handles])
-    save_history(trainer)
-    assert "no engine drafts any more" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        save_history(trainer)
+        assert "the checkpoint has no history" in caplog.text
+        ray.get([handle.stop_drafting.remote() for handle in trainer.handles])
+        save_history(trainer)
+        assert "no engine drafts any more" in caplog.text
