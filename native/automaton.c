@@ -120,8 +120,10 @@ static void remove_newest(rs_automaton *a, uint32_t state, uint32_t end) {
 static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token, uint8_t speaker,
                               rs_extension *extension) {
     uint32_t newest = a->num_states++;
-    a->states[newest] =
-        (rs_state){.len = (a->states[last].len + 1) & RS_MAX_TEXT_TOKENS, .speaker = speaker, .link = RS_ROOT, .token = -1};
+    a->states[newest] = (rs_state){.len = (a->states[last].len + 1) & RS_MAX_TEXT_TOKENS,
+                                   .speaker = speaker,
+                                   .link = RS_ROOT,
+                                   .token = -1};
     uint32_t state = last;
     uint32_t *target = NULL;
     rs_status status = RS_OK;

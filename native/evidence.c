@@ -17,7 +17,7 @@ typedef float lanes __attribute__((vector_size(NUM_LANES * sizeof(float)), align
 typedef int32_t mask __attribute__((vector_size(NUM_LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 _Static_assert((int)RS_CORPUS_EXPERT == 2 * NUM_LANES, "a lane for every expert but the corpus");
-_Static_assert(2 * RS_NUM_SOURCES <= RS_NUM_SHARES, "a source takes the place of a share");
+_Static_assert(RS_FULL_WEIGHT == 4 && RS_NUM_SHARES == 9, "the shares that sources leave over");
 _Static_assert(RS_NUM_WEIGHT_SETS == 1 << RS_CORPUS_EXPERT, "a set for every choice of experts but the corpus");
 
 void rs_calibration_init(rs_calibration *calibration) {
@@ -85,11 +85,13 @@ static void set_prior(rs_calibration *calibration, const rs_prediction *predicti
     set_probability(calibration, cell, prior);
 }
 
-/* What was said once has one source and next to no share but 1; of what was said more often, the sources are mixed. */
+/* What was said once, or as little by older policies, has one source and no rival: so the source takes the place of the
+ * share. Where older policies disagree, a total of at most a unit has the shares 2, 4, 5 and 6, which no source has. */
 static uint32_t share_or_source(const rs_proposal *p) {
-    uint32_t certain = p->count == p->total;
+    static const uint8_t of_source[RS_NUM_SOURCES] = {0, 1, 3, RS_NUM_SHARES - 1};
+    bool certain = p->count == p->total;
     uint32_t share = certain ? RS_NUM_SHARES - 1 : p->count * (RS_NUM_SHARES - 1) / p->total;
-    return p->total <= p->unit ? 2 * (uint32_t)p->source + certain : share;
+    return certain & (p->total <= p->unit) ? of_source[p->source] : share;
 }
 
 void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert,

@@ -3,10 +3,10 @@
  * An expert is a place where the next token may be found: the longest match and the next shorter
  * one in the group's automaton, the longest in the corpus, and the contexts of contexts.h. Each
  * proposes one token. How often an expert's proposals were right is counted in a cell, one for each
- * kind of circumstance (match length, count, and share of the follower, or its source where it occurred once; confidence). The experts'
- * probabilities are combined by logistic mixing with weights that are learned online, as in the PAQ
- * compressors (Mahoney, Adaptive weighing of context models, 2005). A weight is the sum of three,
- * looked up by the token before, by the candidate, and by which of the experts propose it: some
+ * kind of circumstance (match length, count, and share of the follower, or its source where it occurred
+ * once; confidence). The experts' probabilities are combined by logistic mixing with weights that are
+ * learned online, as in the PAQ compressors (Mahoney, Adaptive weighing of context models, 2005). A
+ * weight is the sum of three, looked up by the token before, by the candidate, and by which of the experts propose it: some
  * tokens are more predictable than others, and so are some coalitions. Everything is learned from
  * what the target then said. */
 #ifndef RS_EVIDENCE_H

@@ -5,8 +5,8 @@
 #include "corpus.h"
 #include "evidence.h"
 
-/* Whose a text is. All sequences of less than full weight are one speaker; each of the others is its own, by the order of
- * opening. In a group of more than RS_NUM_SPEAKERS some are taken for one another. */
+/* Whose a text is. All sequences of less than full weight are one speaker; each of the others is its own, by
+ * the order of opening. In a group of more than RS_NUM_SPEAKERS some are taken for one another. */
 enum { RS_PROMPT = 0, RS_OLDER_POLICIES = 1, RS_FIRST_SEQUENCE = 2, RS_NUM_SPEAKERS = 256 };
 
 typedef struct {

@@ -31,13 +31,14 @@ def explain(
     Args:
         logits: float32 [vocab_size], the target's, before temperature, top-k and top-p.
         token_ids: the tokens that were drawn; -1, no token at all, has no explanation.
-        tolerance: tokens that are no further from a boundary of top-k or top-p may be on its other side.
+        tolerance: tokens that are less than that from a boundary of top-k or top-p may be on its other side.
 
     Returns:
         The largest of their gaps, in units of logit / temperature + noise. A token's is its shortfall
         (`keyed.shortfall`) among the tokens that top-k and top-p leave, or, where that is less, among those
-        they would leave if others near a boundary were on its other side, or the distance to that boundary if
-        it is more.
+        they would leave if all as near to a boundary as one of them were on the same side, or the distance to
+        that boundary if it is more. So it may be more than what the logits were wrong by, where of several
+        such tokens some were on either side.
     """
     if min(token_ids) < 0:
         return math.inf
@@ -45,7 +46,7 @@ def explain(
         return max(float(logits.max() - logits[token]) for token in token_ids)
     logits = logits / temperature
     kept, distances = _boundaries(logits, top_k, top_p)
-    near = distances <= tolerance
+    near = distances[distances < tolerance].unique()
 
     def gap(token: int, left: torch.Tensor) -> float:
         left = left.clone()
@@ -55,7 +56,8 @@ def explain(
         shortfall = keyed.shortfall(masked, *(torch.tensor([x]) for x in (key, position, token)))
         return max(float(shortfall), float(moved.max()) if len(moved) else 0.0)
 
-    sides = (kept, kept & ~near, kept | near)
+    moves = [distances <= reach for reach in near]
+    sides = [kept, *(kept & ~moved for moved in moves), *(kept | moved for moved in moves)]
     return max(min(gap(token, left) for left in sides) for token in token_ids)
 
 

@@ -171,8 +171,11 @@ def write_file(path: Path, content: bytes) -> None:
     """Write what `pack` made; an older file is replaced in one move."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(content)
-    partial.replace(path)
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_file(path: Path) -> bytes:

@@ -50,21 +50,23 @@ def install() -> None:
     @functools.wraps(compute)
     def compute_and_share(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = compute(self, *args, **kwargs)
-        if option(self, "history"):
+        if keeps_history(self):
             share(servers(self))
         return result
 
     @functools.wraps(save)
     def save_with_history(self: Any) -> None:
         # First: verl's last act is to declare the checkpoint complete.
-        if option(self, "history"):
+        if keeps_history(self):
             save_history(self)
         save(self)
+        if keeps_history(self):
+            remove_orphans(Path(self.config.trainer.default_local_dir), self.global_steps)
 
     @functools.wraps(load)
     def load_with_history(self: Any) -> None:
         load(self)
-        if option(self, "history") and self.global_steps:
+        if keeps_history(self) and self.global_steps:
             load_history(self)
 
     replace_function(PPOTrainer, "_compute_metrics", compute_and_share, patch=_SHARE)
@@ -73,6 +75,10 @@ def install() -> None:
         ("_load_checkpoint", load_with_history, _LOAD),
     ):
         replace_function(PPOTrainer, name, function, patch=patch, expected_signature="(self)")
+
+
+def keeps_history(trainer: Any) -> bool:
+    return option(trainer, "method") not in (None, "off") and bool(option(trainer, "history"))
 
 
 def share(handles: Sequence[Any]) -> None:
@@ -96,7 +102,7 @@ def share(handles: Sequence[Any]) -> None:
 def save_history(trainer: Any) -> None:
     """Write what all servers have served to the folder of the checkpoint that is about to be saved.
 
-    As many files are kept as verl keeps checkpoints of the actor. A failure costs a warning, no checkpoint.
+    Where that fails there is a warning, and the checkpoint has no history.
     """
     import ray
 
@@ -105,20 +111,24 @@ def save_history(trainer: Any) -> None:
     packed = (ray.get(handle.pack_history.remote()) for handle in handles)  # with luck the first is enough
     content = next((content for content in packed if content is not None), None)
     if content is None:
-        logger.warning("rollout_spec: no history is saved: no engine drafts any more")
+        logger.warning("rollout_spec: the checkpoint has no history: no engine gives one, and says why")
         return
-    options = trainer.config.trainer
-    folder = Path(options.default_local_dir)
+    folder = Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
     try:
-        write_file(folder / f"global_step_{trainer.global_steps}" / FILE, content)
+        write_file(folder / FILE, content)
     except OSError as error:
         logger.warning("rollout_spec: the checkpoint has no history: %s", error)
-    num_kept = 1 if options.get("remove_previous_ckpt_in_save") else options.get("max_actor_ckpt_to_keep")
-    files = sorted(
-        folder.glob(f"global_step_*/{FILE}"), key=lambda file: int(file.parent.name.split("_")[-1])
-    )
-    for file in files[: -num_kept if num_kept else 0]:
-        file.unlink()
+
+
+def remove_orphans(folder: Path, latest_step: int) -> None:
+    """Remove the history of checkpoints whose actor verl has removed (max_actor_ckpt_to_keep)."""
+    for file in folder.glob(f"global_step_*/{FILE}"):
+        is_latest = file.parent.name == f"global_step_{latest_step}"  # which may be written still
+        if not is_latest and not (file.parent / "actor").exists():
+            try:
+                file.unlink()
+            except OSError as error:
+                logger.warning("rollout_spec: cannot remove an old history: %s", error)
 
 
 def load_history(trainer: Any) -> None:

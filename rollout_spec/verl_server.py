@@ -60,16 +60,14 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
             proposer.end_step()
 
     def rollout_spec_take_history(self) -> bytes | None:
-        return self._history_of_rank_0("take_history")
+        proposer = self._rollout_spec_proposer()
+        # Every tensor-parallel rank has the same history; one of them hands it out.
+        taken = None if proposer is None else proposer.take_history()
+        return taken if self.rank == 0 else None
 
     def rollout_spec_pack_history(self) -> bytes | None:
-        return self._history_of_rank_0("pack_history")
-
-    def _history_of_rank_0(self, method: str) -> bytes | None:
-        """Every tensor-parallel rank has the same history; one of them hands it out."""
         proposer = self._rollout_spec_proposer()
-        content = None if proposer is None else getattr(proposer, method)()
-        return content if self.rank == 0 else None
+        return proposer.pack_history() if proposer is not None and self.rank == 0 else None
 
     def rollout_spec_add_history(self, contents: Sequence[bytes]) -> None:
         proposer = self._rollout_spec_proposer()

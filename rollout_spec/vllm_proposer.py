@@ -21,6 +21,7 @@ OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 GROUP_KEY = "rollout_spec_group"  # in `SamplingParams.extra_args`
 CLASS_PATH = "rollout_spec.vllm_proposer.SuffixProposer"
 LOG_EVERY = 1000  # engine steps in which rows decoded
+MAX_MESSAGE_BYTES = 1 << 31  # between an engine and its server; msgpack's limit is twice that
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -123,11 +124,22 @@ class SuffixProposer:
         return self._drafter.history.take_new()
 
     def pack_history(self) -> bytes | None:
-        """All responses that this engine keeps; None where the drafter is off. As for `take_history`."""
+        """All responses that this engine keeps; None, with a warning, where it cannot say them.
+
+        As for `take_history`, no request may be in flight.
+        """
         if self._drafter is None:
+            logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
             return None
         self._drafter.close_all()
-        return self._drafter.history.pack()
+        if self._drafter.history.num_bytes > MAX_MESSAGE_BYTES:
+            logger.warning("rollout_spec: no history from this engine: more than vLLM can pass on, 2 GiB")
+            return None
+        try:
+            return self._drafter.history.pack()
+        except MemoryError as error:
+            logger.warning("rollout_spec: no history from this engine: %r", error)
+            return None
 
     def add_history(self, contents: Sequence[bytes]) -> None:
         """Keep what `take_history` or `pack_history` of other engines gave."""
@@ -136,8 +148,8 @@ class SuffixProposer:
         for content in contents:
             try:
                 self._drafter.history.merge(content)
-            except HistoryError as error:
-                logger.warning("rollout_spec: training goes on without a part of the history: %s", error)
+            except (HistoryError, MemoryError) as error:
+                logger.warning("rollout_spec: training goes on without a part of the history: %r", error)
 
     def _follow_requests(self, drafter: Drafter, sampled_token_ids: list[list[int]]) -> list[str]:
         """Open what is new in the batch and close what has left the engine; returns the row's request ids."""

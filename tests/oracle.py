@@ -174,7 +174,7 @@ class Experience:
         total: float,
         source: str = "corpus",
     ) -> None:
-        share_or_source = (source, count == total) if total <= 1 else count * 8 // total
+        share_or_source = source if total <= 1 and count == total else count * 8 // total
         cell = ("match", expert, length_bucket(length), total_bucket(total), share_or_source)
         prior = count / (total + 0.5) * (1.0 - 0.5 / (length + 0.5))
         self.add(prediction, expert, token, cell, prior)

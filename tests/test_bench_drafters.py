@@ -242,7 +242,7 @@ def test_every_price_is_a_result_of_its_own(lines, results):
 
 
 def test_the_lines_with_earlier_responses_are_counted_apart():
-    """A prompt comes twice: what it has the second time is the whole less the first time alone."""
+    """A prompt comes twice; the second time its responses are much like the first ones."""
     lines = returning_prompts(6, 100)
     first = lines[: len(lines) // 2]
     assert len({line.group for line in first}) == len(first) == len({line.group for line in lines})

@@ -14,7 +14,7 @@ import ray
 from omegaconf import OmegaConf
 
 from rollout_spec.history import History, prompt_key
-from rollout_spec.verl_history import FILE, load_history, save_history, share
+from rollout_spec.verl_history import FILE, keeps_history, load_history, remove_orphans, save_history, share
 
 PROMPT = prompt_key(np.array([1, 2, 3], np.int32))
 
@@ -114,17 +114,28 @@ def test_an_engine_that_does_not_draft_any_more_leaves_the_file_to_another(tmp_p
     assert texts_of(resumed) == [[[0], [1]]] * 2
 
 
-def test_as_many_files_are_kept_as_checkpoints(tmp_path: Path) -> None:
-    def steps() -> list[int]:
-        return sorted(int(file.parent.name.split("_")[-1]) for file in tmp_path.glob(f"*/{FILE}"))
+def test_a_history_goes_with_its_checkpoint(tmp_path: Path) -> None:
+    """Whatever other folders there are, and whichever step was saved last (a run may be rolled back)."""
+    for name, has_actor in (("3", False), ("5", True), ("20", False), ("40", True), ("10_best", True)):
+        file = tmp_path / f"global_step_{name}" / FILE
+        file.parent.mkdir()
+        file.write_bytes(b"a history")
+        if has_actor:
+            (file.parent / "actor").mkdir()
+    remove_orphans(tmp_path, 20)
+    assert sorted(file.parent.name for file in tmp_path.glob(f"*/{FILE}")) == [
+        *("global_step_10_best", "global_step_20", "global_step_40", "global_step_5")
+    ]
+    remove_orphans(tmp_path / "nowhere", 20)
 
-    for kept, expected in ((None, [8, 9, 10]), (2, [9, 10]), (1, [10])):
-        for step in (8, 9, 10):
-            save_history(make_trainer(tmp_path, num_servers=1, step=step, max_actor_ckpt_to_keep=kept))
-        assert steps() == expected
-    for step in (11, 12):
-        save_history(make_trainer(tmp_path, num_servers=1, step=step, remove_previous_ckpt_in_save=True))
-    assert steps() == [12]
+
+@pytest.mark.parametrize(
+    ("method", "history", "kept"), [("sam", 2, True), ("sam", 0, False), ("off", 2, False)]
+)
+def test_history_is_kept_where_it_is_drafted_from(method: str, history: int, kept: bool) -> None:
+    spec = {"method": method, "history": history}
+    assert keeps_history(SimpleNamespace(config=OmegaConf.create({"rollout": {"spec": spec}}))) == kept
+    assert not keeps_history(SimpleNamespace(config=OmegaConf.create({"trainer": {}})))
 
 
 @pytest.mark.parametrize(
@@ -155,4 +166,4 @@ def test_a_checkpoint_is_saved_where_its_history_cannot_be(
         assert "the checkpoint has no history" in caplog.text
         ray.get([handle.stop_drafting.remote() for handle in trainer.handles])
         save_history(trainer)
-        assert "no engine drafts any more" in caplog.text
+        assert "no engine gives one" in caplog.text

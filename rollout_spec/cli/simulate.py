@@ -17,7 +17,6 @@ REFUSED = {  # as --spec, and why
     "num_speculative_tokens": "--num-speculative-tokens sets it",
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "--routing sets it",
-    "history_dir": "a simulation begins without history and keeps none",
 }
 
 

@@ -274,13 +274,13 @@ def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:
     assert explain(logprobs, 0.5, 0, 1.0, 7, 3, [own, -1]) == float("inf")
 
 
-def drawn(logits: torch.Tensor, kept: list[int]) -> int:
-    """What is drawn of these tokens, with the noise of key 7 and position 3."""
+def drawn(logits: torch.Tensor, kept: list[int], position: int = 3) -> int:
+    """What is drawn of these tokens, with the noise of key 7."""
     from rollout_spec.keyed import keyed_sample
 
     masked = torch.full_like(logits, -torch.inf)
     masked[kept] = logits[kept]
-    return int(keyed_sample(masked[None], torch.tensor([7]), torch.tensor([3])))
+    return int(keyed_sample(masked[None], torch.tensor([7]), torch.tensor([position])))
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (0, 0.5), (30, 0.5), (4, 0.99)])
@@ -323,17 +323,39 @@ def test_a_boundary_that_was_on_either_side_explains(top_k: int, top_p: float) -
 def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn() -> None:
     from rollout_spec.certify_numerics import explain
 
-    logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)).mul(2)
-    order = logits.argsort(descending=True).tolist()
-    own = drawn(logits, order[:4])
-    distance = float(logits[order[3]] - logits[order[4]])
-    gaps = [explain(logits, 1.0, 4, 1.0, 7, 3, [own, token], 1e-4) for token in order[4:20]]
-    assert all(gap >= distance for gap in gaps)
-    assert gaps == sorted(gaps) or max(gaps) > distance
-    logits[order[4]] = logits[order[3]] - 1e-5  # as close as can be, but another token is far ahead
-    assert (drawn(logits, order[:5]) == own) == (
-        explain(logits, 1.0, 4, 1.0, 7, 3, [own, order[4]], 1e-4) > 1e-4
-    )
+    explained = []
+    for seed in range(40):
+        logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)).mul(2)
+        order = logits.argsort(descending=True).tolist()
+        own = drawn(logits, order[:4])
+        for token in order[4:20]:
+            gap = explain(logits, 1.0, 4, 1.0, 7, 3, [own, token], 1e-4)
+            assert gap >= float(logits[order[3]] - logits[token])
+        logits[order[4]] = logits[order[3]] - 1e-5  # as close as can be; others may still be ahead of it
+        wins = drawn(logits, order[:5]) == order[4] or drawn(logits, [*order[:3], order[4]]) == order[4]
+        explained.append(explain(logits, 1.0, 4, 1.0, 7, 3, [own, order[4]], 1e-4) < 1e-4)
+        assert explained[-1] == wins
+    assert 3 < sum(explained) < 37
+
+
+def test_logits_of_few_bits_are_explained() -> None:
+    """Distances that are multiples of the tolerance's parts, many at once, and pairs that change places."""
+    from rollout_spec.certify_numerics import explain
+
+    rng = torch.Generator().manual_seed(0)
+    num_different = 0
+    for position in range(300):
+        logits = (torch.randn(VOCAB_SIZE, generator=rng) * 2 * 32).round() / 32
+        wrong = logits + torch.randint(-1, 2, logits.shape, generator=rng) / 32
+        tolerance = 3 / 32  # any two are wrong by 2 / 32 at most
+        tokens = []
+        for given in (logits, wrong):
+            fourth = given.topk(4).values[-1]
+            tokens.append(drawn(given, (given >= fourth).nonzero().flatten().tolist(), position))
+        if tokens[0] != tokens[1]:
+            num_different += 1
+            assert explain(logits, 1.0, 4, 1.0, 7, position, tokens, tolerance) < tolerance
+    assert num_different > 20
 
 
 def test_the_tolerance_is_the_plans_or_the_dtypes() -> None:
