@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
+from itertools import combinations, islice
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from rollout_spec import keyed
 
+NUM_MOVABLE = 6  # in float32 hardly two tokens are that near to a boundary; in bfloat16 there may be more
 FALSE_ALARM_RATE = 1e-6  # of all tests of two samplers together
 
 
@@ -36,9 +37,8 @@ def explain(
     Returns:
         The largest of their gaps, in units of logit / temperature + noise. A token's is its shortfall
         (`keyed.shortfall`) among the tokens that top-k and top-p leave, or, where that is less, among those
-        they would leave if all as near to a boundary as one of them were on the same side, or the distance to
-        that boundary if it is more. So it may be more than what the logits were wrong by, where of several
-        such tokens some were on either side.
+        they would leave if some of the NUM_MOVABLE tokens nearest to a boundary were on its other side, or
+        the distance to that boundary if it is more.
     """
     if min(token_ids) < 0:
         return math.inf
@@ -46,19 +46,19 @@ def explain(
         return max(float(logits.max() - logits[token]) for token in token_ids)
     logits = logits / temperature
     kept, distances = _boundaries(logits, top_k, top_p)
-    near = distances[distances < tolerance].unique()
+    near = [token for token in distances.argsort()[:NUM_MOVABLE].tolist() if distances[token] < tolerance]
+    moves = [list(moved) for number in range(len(near) + 1) for moved in combinations(near, number)]
 
-    def gap(token: int, left: torch.Tensor) -> float:
-        left = left.clone()
+    def gap(token: int, moved: list[int]) -> float:
+        left = kept.clone()
+        left[moved] = ~left[moved]
         left[token] = True
-        moved = distances[left != kept]
+        crossed = distances[left != kept]
         masked = torch.where(left, logits, -torch.inf).unsqueeze(0)
         shortfall = keyed.shortfall(masked, *(torch.tensor([x]) for x in (key, position, token)))
-        return max(float(shortfall), float(moved.max()) if len(moved) else 0.0)
+        return max(float(shortfall), float(crossed.max()) if len(crossed) else 0.0)
 
-    moves = [distances <= reach for reach in near]
-    sides = [kept, *(kept & ~moved for moved in moves), *(kept | moved for moved in moves)]
-    return max(min(gap(token, left) for left in sides) for token in token_ids)
+    return max(min(gap(token, moved) for moved in moves) for token in token_ids)
 
 
 def _boundaries(logits: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
