@@ -69,8 +69,8 @@ def _boundaries(logits: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.T
     distances = torch.full_like(ranked, torch.inf)
     if 0 < top_k < len(logits):
         kept = ranked >= ranked[top_k - 1]
-        first_out = ranked[~kept].max() if not kept.all() else ranked.new_tensor(-torch.inf)
-        distances = torch.where(kept, ranked - first_out, ranked[top_k - 1] - ranked)
+        # Of equals at the boundary more than top_k are left; each of them could be the one too many.
+        distances = torch.where(kept, ranked - ranked[top_k], ranked[top_k - 1] - ranked)
     if top_p < 1.0:
         shares = ranked.masked_fill(~kept, -torch.inf).softmax(0)
         # Lower or higher by so much, the logits of the tokens before a token would change its side.

@@ -339,10 +339,7 @@ def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn() ->
 
 
 def test_logits_of_few_bits_are_explained() -> None:
-    """Distances that are multiples of the tolerance's parts, many at once, and pairs that change places.
-
-    Where more than NUM_MOVABLE tokens are near, one may be missed: a false alarm.
-    """
+    """Distances that are multiples of the tolerance's parts, ties at the boundary, pairs that change places."""
     from rollout_spec.certify_numerics import explain
 
     rng = torch.Generator().manual_seed(0)
@@ -358,7 +355,7 @@ def test_logits_of_few_bits_are_explained() -> None:
         if tokens[0] != tokens[1]:
             explained.append(explain(logits, 1.0, 4, 1.0, 7, position, tokens, tolerance) < tolerance)
     assert len(explained) > 10
-    assert sum(explained) > 0.9 * len(explained)
+    assert all(explained)
 
 
 def test_the_tolerance_is_the_plans_or_the_dtypes() -> None:
