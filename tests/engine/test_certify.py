@@ -339,7 +339,7 @@ def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn() ->
 
 
 def test_logits_of_few_bits_are_explained() -> None:
-    """Distances that are multiples of the tolerance's parts, ties at the boundary, pairs that change places."""
+    """Ties at the boundary, distances that are multiples of 1 / 32, pairs that change places."""
     from rollout_spec.certify_numerics import explain
 
     rng = torch.Generator().manual_seed(0)
