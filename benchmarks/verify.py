@@ -4,11 +4,12 @@ side.
     python benchmarks/verify.py --output FILE
 
 Each is timed from the logits of a step, temperature applied, to its tokens, bonus tokens included; no top-k,
-no top-p. K = 0 is a plain step, one token a request, as while the gate is shut. Of small batches several
-steps take turns. The clock is the thread's processor time, on one thread, so that other work on the machine
-counts little; all take turns, in another order in every round.
-vllm-ascend's functions are taken from its source as they stand. vLLM's kernel for recovered tokens fails on
-the CPU for an argument it does not know; here it does not get it.
+no top-p. K = 0 is a plain step, one token a request, as while the gate is shut. `functions` are vllm-ascend's
+alone, from the probabilities and the bonus tokens that they are given; `in their place` is what
+`verify=standard` puts there. Of small batches several steps take turns. The clock is the thread's processor
+time, on one thread, so that other work on the machine counts little; all take turns, in another order in
+every round. vllm-ascend's functions are taken from its source as they stand. vLLM's kernel for recovered
+tokens fails on the CPU for an argument it does not know; here it does not get it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ TARGETS = {"vllm-ascend / coupled": 10.0, "vllm / coupled": 1.0}
 # The columns behind the time of `coupled`.
 RATIOS = (
     ("vllm-ascend", "coupled"), ("vllm", "coupled"), ("vllm-ascend", "standard"), ("vllm", "standard"),
-    ("vllm-ascend", "noise"), ("coupled", "read"),
+    ("functions", "in their place"), ("vllm-ascend", "noise"), ("coupled", "read"),
 )  # fmt: skip
 
 
@@ -135,6 +136,26 @@ class Step:
         probs = self.logits.div_(temperature.unsqueeze(-1)).softmax(dim=-1)
         return published.rejection_sample(*self.given(), None, probs, bonus, self.metadata)
 
+    def contestants(self, published: types.SimpleNamespace) -> dict[str, Callable[[], Any]]:
+        probs = self.logits.softmax(dim=-1)
+        given = (
+            *self.given(),
+            None,
+            probs,
+            torch.zeros(len(self.counts), 1, dtype=torch.int32),
+            self.metadata,
+        )
+        return {
+            "coupled": self.coupled,
+            "standard": self.standard,
+            "vllm": self.vllm,
+            "vllm-ascend": functools.partial(self.ascend, published),
+            "functions": functools.partial(published.rejection_sample, *given),
+            "in their place": functools.partial(verify.rejection_sample, *given, target_is_probs=True),
+            "noise": self.noise,
+            "read": self.read,
+        }
+
 
 class PlainStep:
     """One step without drafts: a token for every request."""
@@ -152,14 +173,24 @@ class PlainStep:
     def vllm(self) -> torch.Tensor:
         return compiled_random_sample(self.logits)
 
-    standard = vllm
+    def ascend(self) -> torch.Tensor:
+        return random_sample(self.logits.softmax(dim=-1), {})
+
     noise = Step.noise
 
     def read(self) -> torch.Tensor:
         return self.logits.amax(dim=-1)
 
-    def ascend(self, published: types.SimpleNamespace) -> torch.Tensor:
-        return random_sample(self.logits.softmax(dim=-1), {})
+    def contestants(self, published: types.SimpleNamespace) -> dict[str, Callable[[], Any]]:
+        """`verify=standard` leaves such steps to vLLM's sampler."""
+        return {
+            "coupled": self.coupled,
+            "standard": self.vllm,
+            "vllm": self.vllm,
+            "vllm-ascend": self.ascend,
+            "noise": self.noise,
+            "read": self.read,
+        }
 
 
 def same_tokens(published: types.SimpleNamespace) -> bool:
@@ -205,29 +236,21 @@ def measure(
     for vocab_size in VOCAB_SIZES:
         for batch_size in batch_sizes:
             for k in NUMS_SPECULATIVE_TOKENS:
-                calls: list[dict[str, Callable[[], Any]]] = []
+                calls = []
                 for seed in range(max(1, NUM_REQUESTS // batch_size)):
                     step = (
                         Step(batch_size, k, vocab_size, seed, share_best)
                         if k
                         else PlainStep(batch_size, vocab_size, seed)
                     )
-                    calls.append(
-                        {
-                            "coupled": step.coupled,
-                            "standard": step.standard,
-                            "vllm": step.vllm,
-                            "vllm-ascend": functools.partial(step.ascend, published),
-                            "noise": step.noise,
-                            "read": step.read,
-                        }
-                    )
+                    calls.append(step.contestants(published))
                 times = times_ms(calls, repeats)
                 ratios = {
                     f"{name} / {other}": statistics.quantiles(
                         [a / b for a, b in zip(times[name], times[other], strict=True)], n=4
                     )
                     for name, other in RATIOS
+                    if name in times
                 }
                 cell = {"vocab_size": vocab_size, "batch_size": batch_size, "k": k, "ratios": ratios}
                 cells.append(cell | {"ms": {name: statistics.median(ms) for name, ms in times.items()}})
@@ -247,7 +270,8 @@ def _row(cell: dict[str, Any]) -> str:
     """A line of the record's table: the median time, and the ratios' medians and quartiles."""
     columns = [f"{cell['vocab_size']:,}", str(cell["batch_size"]), str(cell["k"])]
     columns.append(f"{cell['ms']['coupled']:.2f}")
-    columns += ["{1:.1f} ({0:.1f}-{2:.1f})".format(*ratio) for ratio in cell["ratios"].values()]
+    ratios = (cell["ratios"].get(f"{name} / {other}") for name, other in RATIOS)
+    columns += ["{1:.1f} ({0:.1f}-{2:.1f})".format(*ratio) if ratio else "" for ratio in ratios]
     return f"| {' | '.join(columns)} |"
 
 

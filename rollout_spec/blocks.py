@@ -26,6 +26,12 @@ def block_peaks(whole: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     return torch.cat([*parts, rest.amax(dim=-1, keepdim=True)], dim=-1)
 
 
+def block_sums(whole: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Each block's sum, [n, number of blocks]."""
+    sums = whole.sum(dim=-1)
+    return torch.cat([sums, rest.sum(dim=-1, keepdim=True)], dim=-1) if rest.shape[-1] else sums
+
+
 def block_values(values: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """One block's values a row, [n, BLOCK_SIZE]; -inf beyond the vocabulary."""
     whole, rest = split_blocks(values)

@@ -11,6 +11,7 @@ from rollout_spec.blocks import (
     BLOCK_SIZE,
     best_token,
     block_peaks,
+    block_sums,
     block_values,
     chunk_size,
     rows_at_a_time,
@@ -75,6 +76,21 @@ def _keyed_race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         masses = _masses_of(cannot_win.logical_not_(), *blocks, top)
     block = masses.div_(runners).argmax(dim=-1, keepdim=True)
     return best_token(block, _race_inside(logits, block, drawn))
+
+
+def race(masses: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Draw one token a row in proportion to its mass, by the two races of `keyed_sample`.
+
+    Args:
+        masses: float32 [n, vocab_size], not negative.
+        drawn: Exp(1) noise, float32 [n, num_drawn(vocab_size)].
+
+    Returns:
+        int64 [n].
+    """
+    sums = block_sums(*split_blocks(masses))
+    block = sums.div_(drawn[:, BLOCK_SIZE:]).argmax(dim=-1, keepdim=True)
+    return best_token(block, block_values(masses, block).div_(drawn[:, :BLOCK_SIZE]))
 
 
 def shortfall(

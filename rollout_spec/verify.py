@@ -28,10 +28,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_spec.blocks import argmax, rows_at_a_time
+from rollout_spec import keyed
+from rollout_spec.blocks import (
+    BLOCK_SIZE,
+    argmax,
+    block_peaks,
+    block_values,
+    chunk_size,
+    rows_at_a_time,
+    split_blocks,
+)
 from rollout_spec.keyed import KeyedStep
 
 PLACEHOLDER_TOKEN_ID = -1
+# Of logits of at most so small a part of a chunk every sum is computed: bounds take more operations.
+FEW = 4
+SLACK = 1e-4  # by how much a bound gives way, many times what float32 may be off by
 GREEDY_TEMPERATURE = 0  # vLLM up to 0.11 wrote -1
 
 
@@ -153,7 +165,9 @@ def rejection_sample(
         target_is_probs: `target_logits` holds their softmax, as vllm-ascend 0.11 hands it on.
 
     A request with a generator gets the tokens that the counterparts give it in the same state. Afterwards its
-    state is not theirs where all of its draft was accepted: they draw noise all the same.
+    state is not theirs where all of its draft was accepted: they draw noise all the same. In a batch without
+    generators, whose tokens nobody can ask for again, the recovered tokens are drawn with noise for a block
+    and for the tokens of one block instead of for all tokens: the same distribution (`keyed.keyed_sample`).
 
     Returns:
         int32 [batch_size, max_spec_len + 1]: accepted tokens, then the recovered or bonus token, then -1.
@@ -177,13 +191,7 @@ def rejection_sample(
         accepted = best == drafts
     else:
         uniform = _uniform(num_tokens, num_draft_tokens, sampling_metadata.generators, device)
-        chosen = drafts.unsqueeze(-1)
-        ratio = _probs_of(target_logits, chosen, target_is_probs).squeeze(-1).double()
-        if draft_probs is not None:
-            proposed = draft_probs.gather(-1, chosen).squeeze(-1).double()
-            ratio = torch.where(proposed > 0, ratio / proposed, torch.zeros_like(ratio))
-        # uniform is in [0, 1): strictly less, so that a token of probability 0 is never accepted
-        accepted = uniform < ratio
+        accepted = _accepted(drafts, draft_probs, target_logits, uniform, target_is_probs)
         if best is not None:
             greedy = sampling_metadata.temperature <= GREEDY_TEMPERATURE
             greedy = expand_batch_to_tokens(greedy, cu_num_draft_tokens, num_tokens)
@@ -217,10 +225,51 @@ def rejection_sample(
     return torch.where(columns < num_accepted, tokens, PLACEHOLDER_TOKEN_ID).scatter_(-1, num_accepted, last)
 
 
-def _probs_of(logits: torch.Tensor, token_ids: torch.Tensor, is_probs: bool) -> torch.Tensor:
-    """The probability of a token of each row, [n, 1]; `token_ids` is int64 [n, 1]."""
+def _accepted(
+    drafts: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    is_probs: bool,
+) -> torch.Tensor:
+    """Whether uniform < target / draft, of the draft tokens' probabilities; bool [num_tokens].
+
+    What takes the time is a row's sum of exponentials. It lies between the sum of its blocks' largest and
+    BLOCK_SIZE times that. With the block that has most of it summed, these bounds decide first; only the
+    rows that they leave open are summed as a whole.
+    """
+    chosen = drafts.unsqueeze(-1)
+    proposed = None if draft_probs is None else draft_probs.gather(-1, chosen).squeeze(-1).double()
     if is_probs:
-        return logits.gather(-1, token_ids)
+        return uniform < _ratio(logits.gather(-1, chosen), proposed)
+    if FEW * logits.numel() <= chunk_size(logits.device):
+        return uniform < _ratio(_probs_of(logits, chosen), proposed)
+
+    peaks = block_peaks(*split_blocks(logits))
+    block = peaks.argmax(dim=-1, keepdim=True)
+    top = peaks.gather(-1, block)
+    summed = (block_values(logits, block) - top).exp_().sum(dim=-1, keepdim=True)
+    others = (peaks - top).exp_().scatter_(-1, block, 0).sum(dim=-1, keepdim=True)
+    mass = (logits.gather(-1, chosen) - top).exp_()
+    accepted = uniform < _ratio(mass / (summed + BLOCK_SIZE * others) * (1 - SLACK), proposed)
+    may_be = uniform < _ratio(mass / (summed + others) * (1 + SLACK), proposed)
+    left_open = torch.where(accepted, False, may_be).nonzero().squeeze(-1)
+    # A copy of the rows, and their probabilities.
+    size = max(1, min(rows_at_a_time(logits.device, 2 * logits.shape[-1]), len(logits) // 2))
+    for at in left_open.split(size):
+        probs = _probs_of(logits[at], chosen[at])
+        accepted[at] = uniform[at] < _ratio(probs, None if proposed is None else proposed[at])
+    return accepted
+
+
+def _ratio(probs: torch.Tensor, proposed: torch.Tensor | None) -> torch.Tensor:
+    """Of [n, 1] and float64 [n], float64 [n]; 0 where nothing was proposed."""
+    ratio = probs.squeeze(-1).double()
+    return ratio if proposed is None else torch.where(proposed > 0, ratio / proposed, 0.0)
+
+
+def _probs_of(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The probability of a token of each row, [n, 1]; `token_ids` is int64 [n, 1]."""
     size = rows_at_a_time(logits.device, logits.shape[-1])
     pairs = zip(logits.split(size), token_ids.split(size), strict=True)
     return torch.cat([chunk.softmax(dim=-1).gather(-1, tokens) for chunk, tokens in pairs])
@@ -295,15 +344,17 @@ def _recovered(
     if not is_probs:
         probs = probs.softmax(dim=-1)
     masses = _without_draft(probs, None if draft_probs is None else draft_probs[rows], drafts[rows])
-    return _race(masses, _noise(requests, logits.shape[-1], generators, use_fp64))
+    if generators or use_fp64:
+        return _race(masses, _noise(requests, logits.shape[-1], generators, use_fp64))
+    return keyed.race(masses, _noise(requests, keyed.num_drawn(logits.shape[-1]), generators, use_fp64))
 
 
 def _without_draft(
     target_probs: torch.Tensor, draft_probs: torch.Tensor | None, drafts: torch.Tensor
 ) -> torch.Tensor:
-    """max(target - draft, 0), in the place of `target_probs`; below 0 for a point-mass draft's token."""
+    """max(target - draft, 0), in the place of `target_probs`; 0 for a point-mass draft's token."""
     if draft_probs is None:
-        return target_probs.scatter_(-1, drafts.unsqueeze(-1), -1.0)
+        return target_probs.scatter_(-1, drafts.unsqueeze(-1), 0.0)
     return target_probs.sub_(draft_probs).clamp_(min=0)
 
 

@@ -6,10 +6,10 @@ other seeds the false-alarm rate is 1e-6 each. Samplers that are wrong in one pl
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import types
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -85,36 +85,67 @@ def assert_distribution(tokens: torch.Tensor, probs: torch.Tensor) -> None:
     assert chisquare(counts[kept], expected[kept]).pvalue > FALSE_ALARM_RATE
 
 
-def verify_one_token(draft: int, device: str = "cpu") -> torch.Tensor:
+# How recovered tokens race: with noise for every token, as where requests have generators, and by blocks, of
+# which TARGET's tokens, so far apart, fill three.
+RACES: dict[str, tuple[int, dict[str, bool]]] = {
+    "by token": (1, {"use_fp64_gumbel": True}),
+    "by block": (90, {}),
+}
+
+
+def spread(values: torch.Tensor, stride: int, fill: float, device: str) -> torch.Tensor:
+    """NUM_SAMPLES rows of the values, with `fill` between them."""
+    row = torch.full((len(values), stride), fill)
+    row[:, 0] = values
+    return row.view(-1).to(device).repeat(NUM_SAMPLES, 1)
+
+
+def verify_one_token(draft: int, race: str, device: str = "cpu") -> torch.Tensor:
     torch.manual_seed(draft)
-    logits = TARGET.log().to(device).repeat(NUM_SAMPLES, 1)
-    return run([[draft]] * NUM_SAMPLES, logits, [0] * NUM_SAMPLES, metadata([1.0] * NUM_SAMPLES))
-
-
-def verify_proposals(device: str = "cpu") -> torch.Tensor:
-    torch.manual_seed(0)
-    proposal = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
-    drafts = torch.multinomial(proposal, NUM_SAMPLES, replacement=True)
-    return run(
-        [[int(draft)] for draft in drafts],
-        TARGET.log().to(device).repeat(NUM_SAMPLES, 1),
+    stride, options = RACES[race]
+    output = run(
+        [[draft * stride]] * NUM_SAMPLES,
+        spread(TARGET.log(), stride, -torch.inf, device),
         [0] * NUM_SAMPLES,
         metadata([1.0] * NUM_SAMPLES),
-        proposal.to(device).repeat(NUM_SAMPLES, 1),
+        **options,
     )
+    return output.div(stride, rounding_mode="floor")
 
 
+def verify_proposals(race: str, device: str = "cpu") -> torch.Tensor:
+    torch.manual_seed(0)
+    stride, options = RACES[race]
+    proposal = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+    drafts = torch.multinomial(proposal, NUM_SAMPLES, replacement=True) * stride
+    output = run(
+        [[int(draft)] for draft in drafts],
+        spread(TARGET.log(), stride, -torch.inf, device),
+        [0] * NUM_SAMPLES,
+        metadata([1.0] * NUM_SAMPLES),
+        spread(proposal, stride, 0.0, device),
+        **options,
+    )
+    return output.div(stride, rounding_mode="floor")
+
+
+@pytest.mark.parametrize("race", RACES)
 @pytest.mark.parametrize("draft", range(len(TARGET)))
-def test_point_mass_drafts_leave_the_targets_distribution(draft: int, torch_device: str) -> None:
-    output = verify_one_token(draft, torch_device)
+def test_point_mass_drafts_leave_the_targets_distribution(draft: int, race: str, torch_device: str) -> None:
+    output = verify_one_token(draft, race, torch_device)
     assert_distribution(output[:, 0], TARGET)
     accepted = output[:, 0] == draft
     # only behind an accepted draft token comes the bonus token
     assert torch.equal(output[:, 1], torch.where(accepted, 0, verify.PLACEHOLDER_TOKEN_ID).int())
 
 
-def test_full_draft_distributions_leave_the_targets_distribution(torch_device: str) -> None:
-    assert_distribution(verify_proposals(torch_device)[:, 0], TARGET)
+@pytest.mark.parametrize("race", RACES)
+def test_full_draft_distributions_leave_the_targets_distribution(race: str, torch_device: str) -> None:
+    assert_distribution(verify_proposals(race, torch_device)[:, 0], TARGET)
+
+
+def hotter(masses: torch.Tensor, drawn: torch.Tensor, race: Any) -> torch.Tensor:
+    return race(masses ** (1 / 1.2), drawn)
 
 
 WRONG = {
@@ -122,19 +153,21 @@ WRONG = {
     "two in three are tried": ("_uniform", lambda num_tokens, *_: torch.rand(num_tokens) * 1.5),
     "a rejected token is drawn again": ("_without_draft", lambda probs, *_: probs),
     "no noise": ("_noise", lambda requests, length, *_: torch.ones(len(requests), length)),
-    "recovered at temperature 1.2": (
-        "_race",
-        lambda masses, drawn: (masses.clamp(min=0) ** (1 / 1.2) / drawn).argmax(dim=-1),
-    ),
 }
+RACE_OF = {"by token": (verify, "_race"), "by block": (keyed, "race")}
 
 
-@pytest.mark.parametrize(("name", "wrong"), WRONG.values(), ids=list(WRONG))
+@pytest.mark.parametrize("race", RACES)
+@pytest.mark.parametrize("name", [*WRONG, "recovered at temperature 1.2"])
 def test_the_distribution_test_fails_on_a_wrong_sampler(
-    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., torch.Tensor]
+    monkeypatch: pytest.MonkeyPatch, name: str, race: str
 ) -> None:
-    monkeypatch.setattr(verify, name, wrong)
-    for output in (verify_one_token(3), verify_proposals()):
+    if name in WRONG:
+        monkeypatch.setattr(verify, *WRONG[name])
+    else:
+        module, function = RACE_OF[race]
+        monkeypatch.setattr(module, function, functools.partial(hotter, race=getattr(module, function)))
+    for output in (verify_one_token(3, race), verify_proposals(race)):
         with pytest.raises(AssertionError):
             assert_distribution(output[:, 0], TARGET)
 
@@ -271,10 +304,56 @@ def test_sampled_equals_the_loop(drafts: list[list[int]], seed: int, has_probs: 
             return drawn[requests]
 
         patch.setattr(verify, "_noise", noise_as_asked)
-        sampling = metadata([1.0] * n)
+        # Requests with generators race by token; what these would draw is `drawn`.
+        sampling = metadata([1.0] * n, {0: torch.Generator()})
         output = run(drafts, logits, bonus, sampling, draft_probs, use_fp64_gumbel=use_fp64)
     expected = sampled_by_loop(drafts, logits.softmax(-1), draft_probs, bonus, uniform, drawn)
     assert [[token for token in row if token >= 0] for row in output.tolist()] == expected
+
+
+@pytest.mark.parametrize("vocab_size", [512, 600])
+@pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, 30.0])
+@pytest.mark.parametrize("has_probs", [False, True])
+def test_bounds_decide_as_the_sums_do(
+    monkeypatch: pytest.MonkeyPatch, torch_device: str, vocab_size: int, scale: float, has_probs: bool
+) -> None:
+    """Which draft tokens are accepted, from flat rows to ones that have one token; also beside the ratio."""
+    n = 400
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(n, vocab_size, generator=generator) * scale
+    logits[:, ::7] = -torch.inf
+    logits[0] = -torch.inf  # as where everything is masked: no number
+    random = torch.randint(vocab_size, (n,), generator=generator)
+    drafts = torch.where(torch.rand(n, generator=generator) < 0.6, logits.argmax(dim=-1), random)
+    draft_probs = torch.rand(n, vocab_size, generator=generator).softmax(dim=-1) if has_probs else None
+    ratio = verify._ratio(
+        logits.softmax(dim=-1).gather(-1, drafts.unsqueeze(-1)),
+        None if draft_probs is None else draft_probs.gather(-1, drafts.unsqueeze(-1)).squeeze(-1).double(),
+    )
+    uniform = torch.rand(n, dtype=torch.float64, generator=generator)
+    near = torch.arange(n) % 4 != 0
+    uniform[near] = (ratio * (1 + torch.tensor([-1e-5, 1e-5]).repeat(n // 2)))[near].clamp(max=1 - 1e-9)
+    drafts, uniform, logits = (x.to(torch_device) for x in (drafts, uniform, logits))
+    if draft_probs is not None:
+        draft_probs = draft_probs.to(torch_device)
+    probs_of = verify._probs_of
+    outputs, num_summed = [], []
+    for few in (4, 0):  # by bounds, and all by their sums
+        calls: list[int] = []
+
+        def counted(rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+            calls.append(len(rows))  # noqa: B023
+            return probs_of(rows, token_ids)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(verify, "FEW", few)
+            patch.setattr(verify, "_probs_of", counted)
+            patch.setattr(blocks, "CHUNK_SIZES", {torch_device: 1 << 14})
+            outputs.append(verify._accepted(drafts, draft_probs, logits, uniform, False))
+        num_summed.append(sum(calls))
+    assert torch.equal(*outputs)
+    assert 0 < outputs[0].sum() < n
+    assert num_summed[0] < num_summed[1] == n
 
 
 def test_a_seeded_request_does_not_depend_on_its_neighbours() -> None:
@@ -359,9 +438,11 @@ VIEWS_AND_COPIES = {
 def test_the_operations_are_those_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, drafts = [2, 0, 3], torch.tensor([1, 2, 3, 4, 5])
     ends, bonus, keys = torch.tensor([2, 2, 5]), torch.zeros(3, 1, dtype=torch.int32), torch.arange(3)
-    sampling = metadata([1.0, 0.0, 0.7], {0: torch.Generator()})
     operations = Operations()
-    for chunk_size, vocab_size, use_fp64 in itertools.product((1 << 10, 1 << 20), (512, 600), (False, True)):
+    for chunk_size, vocab_size, use_fp64, generators in itertools.product(
+        (1 << 10, 1 << 20), (512, 600), (False, True), ({}, {0: torch.Generator()})
+    ):
+        sampling = metadata([1.0, 0.0, 0.7], generators)
         monkeypatch.setattr(blocks, "CHUNK_SIZES", {"cpu": chunk_size})
         logits, probs = torch.randn(5, vocab_size), torch.rand(5, vocab_size).softmax(-1)
         with operations:
