@@ -24,7 +24,7 @@ def main() -> None:
     num_words = keyed.num_drawn(32_000)
     for sample in count(int(sys.argv[1]) if len(sys.argv) > 1 else 0):
         keys = np.full_like(POSITIONS, noise.make_key("a run", 1, sample // 8, sample % 8))
-        words = noise.random_words(torch.from_numpy(noise.row_seeds(keys, POSITIONS)), num_words)
+        words = noise.random_words(noise.row_seeds(keys, POSITIONS), num_words, torch.device("cpu"))
         try:
             sys.stdout.buffer.write(words.numpy().astype(np.uint32).tobytes())
         except BrokenPipeError:  # the battery has read enough

@@ -107,14 +107,14 @@ class Step:
         return self.drafts, self.counts, self.k, self.ends
 
     def coupled(self) -> torch.Tensor:
-        step = keyed.KeyedStep(self.keys, self.positions, self.counts, self.logits.device)
+        step = keyed.KeyedStep(self.keys, self.positions, self.counts)
         bonus = step.sample_behind(self.bonus_logits).unsqueeze(-1)
         return verify.coupled_sample(self.drafts, self.k, self.logits, bonus, self.metadata, step)
 
     def noise(self) -> torch.Tensor:
         """What `coupled` begins with, whatever the logits: the rows' noise, and nothing else."""
-        step = keyed.KeyedStep(self.keys, self.positions, self.counts, self.logits.device)
-        return step._noise(self.logits.shape[-1])
+        step = keyed.KeyedStep(self.keys, self.positions, self.counts)
+        return step._noise(self.logits)
 
     def standard(self) -> torch.Tensor:
         bonus = compiled_random_sample(self.bonus_logits).unsqueeze(-1)
@@ -167,7 +167,7 @@ class PlainStep:
         self.keys, self.positions = np.arange(batch_size), np.full(batch_size, 100)
 
     def coupled(self) -> torch.Tensor:
-        step = keyed.KeyedStep(self.keys, self.positions, self.counts, self.logits.device)
+        step = keyed.KeyedStep(self.keys, self.positions, self.counts)
         return step.sample_behind(self.logits)
 
     def vllm(self) -> torch.Tensor:

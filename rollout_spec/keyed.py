@@ -21,6 +21,7 @@ from rollout_spec.blocks import (
 # Of logits of at most so small a part of a chunk all blocks are summed: to find those that can win takes more
 # operations, and waits for the device.
 SMALL = 16
+SUMMED = 16  # values added at a time: `_sums`
 
 
 def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -45,7 +46,7 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     whichever is less, and at most 32 x (256 + vocab_size / 256) bytes a row, less than 0.2 of its logits
     with a vocabulary of 32,000 or more. Where the logits are at most a 16th of a chunk it has their size.
     """
-    return _keyed_race(logits, _drawn(_seeds(keys, positions), logits.shape[-1]))
+    return _keyed_race(logits, _drawn(_seeds(keys, positions), logits))
 
 
 def num_drawn(vocab_size: int) -> int:
@@ -53,14 +54,14 @@ def num_drawn(vocab_size: int) -> int:
     return BLOCK_SIZE + -(-vocab_size // BLOCK_SIZE)
 
 
-def _seeds(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Of keys and positions on any device, by way of the host."""
-    return torch.from_numpy(noise.row_seeds(keys.cpu(), positions.cpu())).to(keys.device)
+def _seeds(keys: torch.Tensor, positions: torch.Tensor) -> npt.NDArray[np.int64]:
+    """Of keys and positions on any device."""
+    return noise.row_seeds(keys.cpu(), positions.cpu())
 
 
-def _drawn(seeds: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The noise of both races: of the tokens inside a block, then of the blocks."""
-    return noise.exponential(seeds, num_drawn(vocab_size))
+def _drawn(seeds: npt.NDArray[np.int64], logits: torch.Tensor) -> torch.Tensor:
+    """The noise of both races, of the tokens inside a block, then of the blocks, where the logits are."""
+    return noise.exponential(seeds, num_drawn(logits.shape[-1]), logits.device)
 
 
 def _keyed_race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -107,7 +108,7 @@ def shortfall(
     Returns:
         float32 [n]; inf for a token of probability 0 in a block with any that is more, NaN in one without.
     """
-    drawn = _drawn(_seeds(keys, positions), logits.shape[-1])
+    drawn = _drawn(_seeds(keys, positions), logits)
     masses = _masses(*split_blocks(logits), logits.amax(dim=-1, keepdim=True))
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
     inside = _race_inside(logits, block, drawn)
@@ -156,17 +157,18 @@ def _masses_of(
 
 def _mass_of_rest(rest: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     """Of the block behind the whole ones, [n, 1]."""
-    last = top.new_zeros(top.shape[0], BLOCK_SIZE)
-    last[:, : rest.shape[-1]] = (rest - top).exp_()
+    last = (rest - top).exp_()
+    if missing := -last.shape[-1] % SUMMED:
+        last = torch.cat([last, last.new_zeros(len(last), missing)], dim=-1)
     return _sums(last.unsqueeze(1))
 
 
 def _sums(values: torch.Tensor) -> torch.Tensor:
-    """Sums of BLOCK_SIZE values, those of the last dimension; a row's does not depend on how many there are.
+    """Sums of at most BLOCK_SIZE values, those of the last dimension; a row's does not depend on the others.
 
     CUDA's order of additions depends on the number of rows where more than 32 values are added at a time.
     """
-    return values.unflatten(-1, (-1, 16)).sum(dim=-1).sum(dim=-1)
+    return values.unflatten(-1, (-1, SUMMED)).sum(dim=-1).sum(dim=-1)
 
 
 def _race_inside(logits: torch.Tensor, block: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -191,22 +193,24 @@ class KeyedStep:
         keys: npt.ArrayLike,
         positions: npt.ArrayLike,
         num_draft_tokens: list[int],
-        device: torch.device,
     ) -> None:
         counts, requests = np.array(num_draft_tokens), np.arange(len(num_draft_tokens))
         drafting = requests.repeat(counts)
         offsets = np.arange(len(drafting)) - (counts.cumsum() - counts)[drafting]
         rows, ahead = np.concatenate([drafting, requests]), np.concatenate([offsets, counts])
-        seeds = noise.row_seeds(np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead)
-        columns = torch.from_numpy(np.concatenate([seeds, rows]).reshape(2, -1))
-        self._seeds, self.requests = columns.to(device).unbind()
+        self._seeds = noise.row_seeds(np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead)
+        self._drafting = drafting
         self._drawn: torch.Tensor | None = None
         self._owed: torch.Tensor | None = None  # logits behind the drafts, of tokens still to be drawn
         self.num_draft_tokens, self.num_tokens = num_draft_tokens, len(drafting)
 
+    def requests(self, device: torch.device) -> torch.Tensor:
+        """The number of each draft token's request, int64 [num_tokens]."""
+        return torch.from_numpy(self._drafting).to(device)
+
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """`keyed_sample` at the draft positions, int64 [num_tokens]."""
-        return _keyed_race(logits, self._noise(logits.shape[-1])[: self.num_tokens])
+        return _keyed_race(logits, self._noise(logits)[: self.num_tokens])
 
     def sample_behind(self, logits: torch.Tensor) -> torch.Tensor:
         """`keyed_sample` behind the drafts, int64 [batch_size].
@@ -216,7 +220,7 @@ class KeyedStep:
         are kept until then.
         """
         if not self.num_tokens:
-            return _keyed_race(logits, self._noise(logits.shape[-1]))
+            return _keyed_race(logits, self._noise(logits))
         self._owed = logits
         return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
 
@@ -231,7 +235,7 @@ class KeyedStep:
         logits, self._owed = self._owed, None
         if not len(requests):
             return requests
-        drawn = self._noise(logits.shape[-1])[self.num_tokens :]
+        drawn = self._noise(logits)[self.num_tokens :]
         if len(requests) == len(logits):
             return _keyed_race(logits, drawn)
         # Half for the rows, half for what a race makes of them.
@@ -239,7 +243,7 @@ class KeyedStep:
         chunks = requests.split(size)
         return torch.cat([_keyed_race(logits.index_select(0, c), drawn.index_select(0, c)) for c in chunks])
 
-    def _noise(self, vocab_size: int) -> torch.Tensor:
+    def _noise(self, logits: torch.Tensor) -> torch.Tensor:
         if self._drawn is None:
-            self._drawn = _drawn(self._seeds, vocab_size)
+            self._drawn = _drawn(self._seeds, logits)
         return self._drawn

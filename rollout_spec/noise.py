@@ -15,6 +15,7 @@ arange, bitwise_and, bitwise_xor, clamp, irshift, log1p, mul, neg, sub.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,8 @@ _GAMMA = 0x9E3779B97F4A7C15
 _SHIFTS_AND_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
 _LARGEST_UNIFORM = 1 - 2**-24  # the largest float32 below 1
+# So few are drawn on the host: elsewhere each operation is a launch, and on a CPU torch's take longer.
+HOST_WORDS = 1 << 13
 
 
 def make_key(*parts: int | str | bool) -> int:
@@ -82,16 +85,20 @@ def row_seeds(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.i
         keys: int64 [n], not negative.
         positions: int64 [n], not negative, counted from 0.
     """
-    numbers = np.asarray(positions, np.int64) + 1
-    words = (np.asarray(keys, np.int64) + numbers * (_GAMMA - 2**64)).view(np.uint64)
+    return _host_splitmix(np.asarray(keys, np.int64), np.asarray(positions, np.int64) + 1).view(np.int64)
+
+
+def _host_splitmix(seeds: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """`splitmix` on the host."""
+    words = (seeds + numbers * (_GAMMA - 2**64)).view(np.uint64)
     for shift, multiplier in _SHIFTS_AND_MULTIPLIERS:
         words ^= words >> shift
         words *= multiplier
     words ^= words >> _LAST_SHIFT
-    return words.view(np.int64)
+    return words
 
 
-def random_words(seeds: torch.Tensor, num: int) -> torch.Tensor:
+def random_words(seeds: npt.NDArray[np.int64], num: int, device: torch.device) -> torch.Tensor:
     """Words of 32 random bits.
 
     Args:
@@ -101,17 +108,31 @@ def random_words(seeds: torch.Tensor, num: int) -> torch.Tensor:
     Returns:
         int64 [n, num]; element i depends on the row's seed and on i, not on n or num.
     """
-    words = splitmix(seeds.unsqueeze(-1), torch.arange(1, num + 1, device=seeds.device))
+    numbers = torch.arange(1, num + 1, device=device)
+    words = splitmix(torch.from_numpy(seeds).to(device).unsqueeze(-1), numbers)
     words >>= 32
     return words.bitwise_and_(_WORD)
 
 
-def exponential(seeds: torch.Tensor, num: int) -> torch.Tensor:
+def exponential(seeds: npt.NDArray[np.int64], num: int, device: torch.device) -> torch.Tensor:
     """Exp(1) noise, float32 [n, num], of `random_words` with the same arguments.
 
     Values are finite and positive, from 2**-33 to 16.6; the small ones, which win races, are the finest: one
-    word's 2**-32 apart.
+    word's 2**-32 apart. Few are the same bits as many: all before the logarithm is exact or rounded as IEEE
+    754 says, on the host too.
     """
-    words = random_words(seeds, num).to(torch.float32)
-    minus_uniform = words.mul_(-(2.0**-32)).sub_(2.0**-33)  # half a word more than 0, of 2**32
-    return minus_uniform.clamp_(min=-_LARGEST_UNIFORM).log1p_().neg_()
+    if len(seeds) * num > HOST_WORDS:
+        uniform = _minus_uniform(random_words(seeds, num, device).to(torch.float32))
+        uniform.clamp_(min=-_LARGEST_UNIFORM)
+    else:
+        words = _host_splitmix(seeds[:, np.newaxis], np.arange(1, num + 1)) >> 32
+        uniform = np.maximum(_minus_uniform(words.astype(np.float32)), np.float32(-_LARGEST_UNIFORM))
+        uniform = torch.from_numpy(uniform).to(device)
+    return uniform.log1p_().neg_()
+
+
+def _minus_uniform(words: Any) -> Any:
+    """Half a word more than 0, of 2**32; float32, of numpy or torch, in place."""
+    words *= -(2.0**-32)
+    words -= 2.0**-33
+    return words

@@ -78,7 +78,7 @@ def coupled_sample(
     own = argmax(target_logits) if sampling_metadata.all_greedy else step.sample(target_logits)
     if is_mixed:
         sampled = sampling_metadata.temperature > GREEDY_TEMPERATURE
-        own = torch.where(sampled[step.requests[: step.num_tokens]], own, argmax(target_logits))
+        own = torch.where(sampled[step.requests(target_logits.device)], own, argmax(target_logits))
 
     rows = _padded_rows(step.num_draft_tokens, max_spec_len, target_logits.device)
     columns, num_accepted = _num_accepted(own == draft_token_ids, rows)
@@ -88,7 +88,9 @@ def coupled_sample(
         if is_mixed:
             has_held &= sampled
         requests = has_held.nonzero().squeeze(-1)
-        bonus = bonus.index_put((requests,), step.sample_owed(requests))
+        own_behind = step.sample_owed(requests)
+        if len(requests):
+            bonus = bonus.index_put((requests,), own_behind)
     tokens = torch.cat([own, bonus])[rows]
     return torch.where(columns <= num_accepted, tokens, PLACEHOLDER_TOKEN_ID).int()
 

@@ -204,7 +204,7 @@ class RowSampling:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         metadata, draft_probs, logits, sampling = args
-        rows = self._rows(sampling.generators, metadata.num_draft_tokens, logits.device)
+        rows = self._rows(sampling.generators, metadata.num_draft_tokens)
         if rows is None:
             return None
         return (metadata, draft_probs, logits, dataclasses.replace(sampling, generators=rows)), kwargs
@@ -215,14 +215,13 @@ class RowSampling:
         sampling = kwargs["sampling_metadata"]
         if isinstance(sampling.generators, RowGenerators):  # the bonus tokens of a verification
             return None
-        logits = kwargs["logits"]
-        rows = self._rows(sampling.generators, [0] * logits.shape[0], logits.device)
+        rows = self._rows(sampling.generators, [0] * kwargs["logits"].shape[0])
         if rows is None:
             return None
         return args, {**kwargs, "sampling_metadata": dataclasses.replace(sampling, generators=rows)}
 
     def _rows(
-        self, generators: dict[int, torch.Generator], num_draft_tokens: list[int], device: torch.device
+        self, generators: dict[int, torch.Generator], num_draft_tokens: list[int]
     ) -> RowGenerators | None:
         """What is known of the step's rows; None in a warm-up, which has no requests."""
         batch = self._runner.input_batch
@@ -242,7 +241,7 @@ class RowSampling:
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt comes
         # in chunks: it sets the generator back, and a CPU generator has no offset.
         batch.generators.clear()
-        step = keyed.KeyedStep(self._row_keys, positions, num_draft_tokens, device)
+        step = keyed.KeyedStep(self._row_keys, positions, num_draft_tokens)
         return RowGenerators({}, step, num_draft_tokens)
 
 

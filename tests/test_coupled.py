@@ -51,8 +51,7 @@ def test_splitmix_gives_the_known_answers() -> None:
     ]  # fmt: skip
 
 
-def seeds_of(keys: Any, positions: Any) -> torch.Tensor:
-    return torch.from_numpy(noise.row_seeds(keys, positions))
+CPU = torch.device("cpu")
 
 
 def splitmix_by_loop(seed: int, number: int) -> int:
@@ -71,9 +70,21 @@ def splitmix_by_loop(seed: int, number: int) -> int:
 )
 def test_words_equal_the_loop(rows: list[tuple[int, int]], num: int) -> None:
     keys, positions = zip(*rows, strict=True)
-    words = noise.random_words(seeds_of(keys, positions), num)
+    words = noise.random_words(noise.row_seeds(keys, positions), num, CPU)
     seeds = [splitmix_by_loop(key, position + 1) for key, position in rows]
     assert words.tolist() == [[splitmix_by_loop(seed, i + 1) >> 32 for i in range(num)] for seed in seeds]
+
+
+def test_few_are_drawn_as_many_are(monkeypatch: pytest.MonkeyPatch, torch_device: str) -> None:
+    """On the host, of the same bits: a step's size must not change a token."""
+    seeds = noise.row_seeds(range(700), range(700))
+    few = noise.exponential(seeds[:9], 850, torch.device(torch_device))
+    assert few.device.type == torch_device and few.numel() <= noise.HOST_WORDS < 700 * 850
+    assert torch.equal(few, noise.exponential(seeds, 850, torch.device(torch_device))[:9])
+    monkeypatch.setattr(noise, "HOST_WORDS", 700 * 850)
+    on_host = noise.exponential(seeds, 850, torch.device(torch_device))
+    monkeypatch.setattr(noise, "HOST_WORDS", 0)
+    assert torch.equal(on_host, noise.exponential(seeds, 850, torch.device(torch_device)))
 
 
 def p_value_of_pairs(one: np.ndarray, other: np.ndarray) -> float:
@@ -87,7 +98,7 @@ def test_the_noise_is_uniform_and_independent() -> None:
     n, num = 64, 128
     keys = torch.arange(n).repeat_interleave(n) + 5
     positions = torch.arange(n).repeat(n) + 1000
-    words = noise.random_words(seeds_of(keys, positions), num).numpy().reshape(n, n, num)
+    words = noise.random_words(noise.row_seeds(keys, positions), num, CPU).numpy().reshape(n, n, num)
     for shift in (0, 8, 16, 24):
         counts = np.bincount(((words >> shift) & 255).ravel(), minlength=256)
         assert chisquare(counts).pvalue > FALSE_ALARM_RATE
@@ -99,7 +110,7 @@ def test_the_noise_is_uniform_and_independent() -> None:
     for name, (one, other) in neighbours.items():
         assert p_value_of_pairs(one.ravel(), other.ravel()) > FALSE_ALARM_RATE, name
     # The test can fail: words that depend on position + key are the same along the diagonals.
-    mixed = noise.random_words(seeds_of(keys + positions, positions * 0), 1).numpy().reshape(n, n)
+    mixed = noise.random_words(noise.row_seeds(keys + positions, positions * 0), 1, CPU).numpy().reshape(n, n)
     assert p_value_of_pairs(mixed[1:, :-1].ravel(), mixed[:-1, 1:].ravel()) < 1e-12
 
 
@@ -110,19 +121,23 @@ def test_the_stream_for_batteries_of_tests_is_the_noise() -> None:
         words = np.frombuffer(process.stdout.read(4 * 381 * 3), np.uint32).reshape(3, 381)
         process.kill()
     key = noise.make_key("a run", 1, 1, 1)
-    seeds = seeds_of([key] * 3, range(3))
-    assert words.tolist() == noise.random_words(seeds, 381).tolist()
+    seeds = noise.row_seeds([key] * 3, range(3))
+    assert words.tolist() == noise.random_words(seeds, 381, CPU).tolist()
 
 
 def test_exponential_noise_is_exponential() -> None:
-    drawn = noise.exponential(seeds_of(range(1000), range(1000)), 100)
+    drawn = noise.exponential(noise.row_seeds(range(1000), range(1000)), 100, CPU)
     assert drawn.dtype == torch.float32 and bool((drawn > 0).all()) and bool(drawn.isfinite().all())
     assert kstest(drawn.ravel().numpy(), "expon").pvalue > FALSE_ALARM_RATE
 
 
-def test_the_extreme_words_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "random_words", lambda *_: tensor([[0, 2**32 - 1]]))
-    smallest, largest = noise.exponential(tensor([0]), 2)[0].tolist()
+@pytest.mark.parametrize("host_words", [0, noise.HOST_WORDS])
+def test_the_extreme_words_are_finite(monkeypatch: pytest.MonkeyPatch, host_words: int) -> None:
+    words = np.array([[0, 2**64 - 1]], np.uint64)
+    monkeypatch.setattr(noise, "HOST_WORDS", host_words)
+    monkeypatch.setattr(noise, "_host_splitmix", lambda *_: words)
+    monkeypatch.setattr(noise, "splitmix", lambda *_: torch.from_numpy(words.view(np.int64).copy()))
+    smallest, largest = noise.exponential(np.array([0]), 2, CPU)[0].tolist()
     assert smallest == 2.0**-33
     assert 16 < largest < 17
 
@@ -181,8 +196,8 @@ def test_the_distribution_test_fails_on_wrong_samplers(monkeypatch: pytest.Monke
 
     exponential = noise.exponential
 
-    def reused(seeds: torch.Tensor, num: int) -> torch.Tensor:
-        return exponential(seeds, blocks.BLOCK_SIZE).repeat(1, 2)[:, :num]
+    def reused(seeds: np.ndarray, num: int, device: torch.device) -> torch.Tensor:
+        return exponential(seeds, blocks.BLOCK_SIZE, device).repeat(1, 2)[:, :num]
 
     monkeypatch.setattr(noise, "exponential", reused)
     assert p_value(draw(logits), probs) < FALSE_ALARM_RATE, "the blocks' noise used again inside the block"
@@ -199,7 +214,7 @@ def test_neighbouring_positions_and_samples_are_independent() -> None:
 @pytest.mark.parametrize("draft", range(4))
 def test_a_draft_token_is_accepted_as_often_as_by_rejection_sampling(draft: int) -> None:
     probs, n = torch.tensor([0.4, 0.3, 0.2, 0.1]), NUM_SAMPLES
-    step = keyed.KeyedStep(range(n), [9] * n, [1] * n, probs.device)
+    step = keyed.KeyedStep(range(n), [9] * n, [1] * n)
     output = verify.coupled_sample(
         torch.full((n,), draft), 1, probs.log().expand(n, -1), torch.zeros(n, 1, dtype=torch.int32),
         sampling([1.0] * n), step,
@@ -259,9 +274,7 @@ def verified(
     temperature = torch.tensor([t for _, t, _ in requests])
     scale = torch.where(temperature == 0, 1.0, temperature)
     counts = [len(draft) for draft in drafts]
-    step = keyed.KeyedStep(
-        [key for key, _, _ in requests], [len(row) for row in rows], counts, temperature.device
-    )
+    step = keyed.KeyedStep([key for key, _, _ in requests], [len(row) for row in rows], counts)
     last = tensor([(row + draft)[-1] for row, draft in zip(rows, drafts, strict=True)])
     bonus_logits = table[last] / scale.unsqueeze(-1)
     own = step.sample_behind(bonus_logits)
@@ -338,7 +351,7 @@ def test_a_rows_scores_are_the_same_bits_among_others(
 
     def scores(rows: slice) -> torch.Tensor:
         drawn, split = (
-            keyed._drawn(seeds_of(keys[rows], keys[rows]), vocab_size),
+            keyed._drawn(keyed._seeds(keys[rows], keys[rows]), logits[rows]),
             blocks.split_blocks(logits[rows]),
         )
         peaks = blocks.block_peaks(*split)
@@ -402,7 +415,7 @@ def test_a_device_with_other_arithmetic_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_ties_go_to_the_lowest_token_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "exponential", lambda seeds, num: torch.ones(len(seeds), num))
+    monkeypatch.setattr(noise, "exponential", lambda seeds, num, _: torch.ones(len(seeds), num))
     logits = torch.zeros(1, 700)
     logits[0, :3] = -torch.inf
     logits[0, 256] = -torch.inf  # the third block is not whole, the first and second tie or lose
@@ -472,11 +485,11 @@ def test_memory_is_at_most_one_temporary_of_the_logits_size(
     monkeypatch.setattr(noise, "exponential", lambda *args: drawn(*args).fill_(1.0))
     counts = [8] + [1] * 15
     logits = torch.randn(sum(counts), vocab_size) * 0.01
-    own = keyed.KeyedStep(range(16), range(16), counts, logits.device).sample(logits)
+    own = keyed.KeyedStep(range(16), range(16), counts).sample(logits)
     drafts = torch.where(torch.arange(len(own)) < sum(counts[:num_held]), own, -1)
     bonus_logits = logits[:16].clone()
     with PeakMemory() as memory:
-        step = keyed.KeyedStep(range(16), range(16), counts, logits.device)
+        step = keyed.KeyedStep(range(16), range(16), counts)
         bonus = step.sample_behind(bonus_logits).unsqueeze(-1)
         output = verify.coupled_sample(drafts, 8, logits, bonus, sampling([1.0] * 8 + [0.0] * 8), step)
     assert output[:, -1].ge(0).sum() == min(1, num_held) and not step.owes_tokens
@@ -498,7 +511,7 @@ def test_memory_behind_few_drafts(monkeypatch: pytest.MonkeyPatch, chunk_size: i
     bonus_logits = torch.randn(16, 151_936) * 0.01
     logits, drafts = bonus_logits[:1].clone(), torch.zeros(1, dtype=torch.int64)
     with PeakMemory() as memory:
-        step = keyed.KeyedStep(range(16), range(16), counts, logits.device)
+        step = keyed.KeyedStep(range(16), range(16), counts)
         bonus = step.sample_behind(bonus_logits).unsqueeze(-1)
         verify.coupled_sample(drafts, 1, logits, bonus, sampling(temperature), step)
     is_small = bonus_logits.numel() <= chunk_size // keyed.SMALL

@@ -439,6 +439,7 @@ def test_the_operations_are_those_that_are_listed(monkeypatch: pytest.MonkeyPatc
     counts, drafts = [2, 0, 3], torch.tensor([1, 2, 3, 4, 5])
     ends, bonus, keys = torch.tensor([2, 2, 5]), torch.zeros(3, 1, dtype=torch.int32), torch.arange(3)
     operations = Operations()
+    monkeypatch.setattr(noise, "HOST_WORDS", 0)
     for chunk_size, vocab_size, use_fp64, generators in itertools.product(
         (1 << 10, 1 << 20), (512, 600), (False, True), ({}, {0: torch.Generator()})
     ):
@@ -446,7 +447,7 @@ def test_the_operations_are_those_that_are_listed(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(blocks, "CHUNK_SIZES", {"cpu": chunk_size})
         logits, probs = torch.randn(5, vocab_size), torch.rand(5, vocab_size).softmax(-1)
         with operations:
-            step = keyed.KeyedStep(keys, keys, counts, logits.device)
+            step = keyed.KeyedStep(keys, keys, counts)
             step.sample_behind(logits[:3])
             verify.coupled_sample(drafts, 3, logits, bonus, sampling, step)
             keyed.shortfall(logits, drafts, drafts, drafts)
@@ -477,7 +478,7 @@ def test_deterministic_algorithms_give_the_same_tokens(torch_device: str, has_dr
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
             torch.manual_seed(5)
-            step = keyed.KeyedStep(keys, keys, counts, logits.device)
+            step = keyed.KeyedStep(keys, keys, counts)
             own = step.sample_behind(logits[:4]).unsqueeze(-1)
             coupled = verify.coupled_sample(drafts, 3, logits, own, sampling, step)
             rows = [rows.tolist() for rows in drafts.split(counts)]

@@ -136,7 +136,7 @@ def test_a_wrong_sampler_is_not_certified(
     from rollout_spec import keyed
 
     def with_the_next_rows_noise(step: keyed.KeyedStep, logits: torch.Tensor) -> torch.Tensor:
-        return keyed._keyed_race(logits, step._noise(logits.shape[-1])[1 : step.num_tokens + 1])
+        return keyed._keyed_race(logits, step._noise(logits)[1 : step.num_tokens + 1])
 
     monkeypatch.setattr(keyed.KeyedStep, "sample", with_the_next_rows_noise)
     code, record = certified(chat_model, tmp_path, *BFLOAT16)

@@ -231,7 +231,7 @@ def test_rows_with_keys_are_coupled(loops: Any) -> None:
     let_rejection_sample_be_coupled(loops.module)
     batch = Batch([2, 4, 0, 3], 600, 5, num_greedy=1)
     keys = [noise.make_key(i) for i in range(4)]
-    step = keyed.KeyedStep(keys, [7, 8, 9, 10], batch.counts, batch.probs.device)
+    step = keyed.KeyedStep(keys, [7, 8, 9, 10], batch.counts)
     given = (batch.drafts, batch.counts, 4, batch.ends)
     rows = RowGenerators({}, step, batch.counts)
     tokens = loops.module.rejection_sample(*given, None, batch.probs, batch.bonus, batch.metadata(rows))
@@ -257,7 +257,7 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
         module.rejection_sample = scope["rejection_sample"]
         return module
 
-    step = keyed.KeyedStep(range(2), range(2), batch.counts, batch.probs.device)
+    step = keyed.KeyedStep(range(2), range(2), batch.counts)
     rows = RowGenerators({}, step, batch.counts)
     later = module_with("target_logits_or_tuple")
     let_rejection_sample_be_coupled(later)
@@ -275,7 +275,7 @@ def test_tokens_behind_drafts_that_were_never_drawn_are_no_tokens() -> None:
     from rollout_spec.vllm_sampler import RowGenerators, _after_verification
 
     batch, logits = Batch([2, 1], 50, 3), torch.randn(2, 50)
-    step = keyed.KeyedStep(range(2), range(2), batch.counts, logits.device)
+    step = keyed.KeyedStep(range(2), range(2), batch.counts)
     given = (None, None, None, batch.metadata(RowGenerators({}, step, batch.counts)))
     assert step.sample_behind(logits).tolist() == [0, 0]
     with pytest.raises(RuntimeError, match=r"Linear has not called rejection_sample.*verify=standard"):
