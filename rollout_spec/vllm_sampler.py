@@ -262,6 +262,7 @@ class KeyedTopKTopPSampler(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(generators, RowGenerators) or generators.step is None:
             return self.plain(logits, generators, k, p)
+        # vLLM's, not a platform's own: verification uses it as well, and both must leave the same tokens.
         logits = apply_top_k_top_p(logits, k, p)
         processed = None
         if self.logprobs_mode == "processed_logits":

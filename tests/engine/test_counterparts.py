@@ -1,7 +1,8 @@
 """The functions that ours take the place of: vLLM's, and vllm-ascend's as of 0.11.0.
 
-tests/data/vllm-ascend-0.11.0 is of the package on PyPI, unchanged (Apache-2.0). It imports without an
-NPU but for one function that vLLM has renamed since, `compute_probs`.
+tests/data/vllm-ascend-0.11.0 is of the package on PyPI, unchanged (Apache-2.0). Its rejection sampler imports
+without an NPU but for one function that vLLM has renamed since, `compute_probs`; its plain sampler but for
+two names of what only an NPU has.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -241,6 +243,78 @@ def test_rows_with_keys_are_coupled(loops: Any) -> None:
     assert torch.equal(
         plain, loops.rejection_sample(*given, None, batch.probs, batch.bonus, batch.metadata())
     )
+
+
+@pytest.fixture
+def ascend_sampler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vllm-ascend's plain sampler, as on its 310P, whose top-k and top-p are of plain torch."""
+    utils = types.ModuleType("vllm_ascend.utils")
+    utils.is_310p = lambda: True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
+    monkeypatch.setitem(sys.modules, "vllm_ascend.utils", utils)
+    monkeypatch.syspath_prepend(SOURCE)
+    sampler = importlib.import_module("vllm_ascend.sample.sampler").AscendSampler()
+    # vLLM chooses this one on any platform that it does not know.
+    sampler.topk_topp_sampler.forward = sampler.topk_topp_sampler.forward_native
+    yield sampler
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_ascend"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (20, None), (None, 0.8), (20, 0.8)])
+def test_vllm_ascends_plain_sampler_draws_with_keyed_noise(
+    ascend_sampler: Any, monkeypatch: pytest.MonkeyPatch, top_k: int | None, top_p: float | None
+) -> None:
+    """Sampled rows with keys, greedy ones among them; and as it is where there are no requests: a warm-up."""
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    from rollout_spec.vllm_sampler import KEY, RowSampling, key_of_name
+
+    monkeypatch.setattr(patches, "_applied", {})
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.rejection_sample)
+    names, positions = ["a", "b", "c", "d", "e"], [9, 4, 7, 9, 30]
+    live = {
+        name: types.SimpleNamespace(sampling_params=types.SimpleNamespace(extra_args={KEY: name}, seed=None))
+        for name in names
+    }
+    batch = types.SimpleNamespace(
+        num_reqs=len(names), req_ids=names, num_tokens_no_spec=np.array(positions), generators={}
+    )
+    runner = types.SimpleNamespace(
+        sampler=ascend_sampler, input_batch=batch, requests=live, device=torch.device("cpu"),
+        model_config=types.SimpleNamespace(seed=0),
+    )  # fmt: skip
+    own = ascend_sampler.topk_topp_sampler
+    RowSampling(runner, coupled=True).install()
+
+    logits = torch.randn(len(names), 700, generator=torch.Generator().manual_seed(2)) * 2
+    temperature = torch.tensor([1.0, 0.6, 0.0, 1.0, 0.7])
+    k = None if top_k is None else torch.full((len(names),), top_k)
+    p = None if top_p is None else torch.full((len(names),), top_p)
+    sampling = SamplingMetadata(
+        temperature=temperature, all_greedy=False, all_random=False, top_p=p, top_k=k, generators={},
+        max_num_logprobs=None, no_penalties=True, prompt_token_ids=None,
+        frequency_penalties=torch.zeros(5), presence_penalties=torch.zeros(5),
+        repetition_penalties=torch.ones(5), output_token_ids=[[]] * 5, allowed_token_ids_mask=None,
+        bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
+    )  # fmt: skip
+    output = ascend_sampler(logits=logits.clone(), sampling_metadata=sampling)
+    scaled = logits / torch.where(temperature == 0, 1.0, temperature).unsqueeze(-1)
+    keys = torch.tensor([key_of_name(name) for name in names])
+    expected = keyed.keyed_sample(apply_top_k_top_p(scaled.clone(), k, p), keys, torch.tensor(positions))
+    expected[2] = logits[2].argmax()
+    assert output.sampled_token_ids.view(-1).tolist() == expected.tolist()
+
+    batch.num_reqs = 0
+    torch.manual_seed(3)
+    warm_up = ascend_sampler(logits=logits.clone(), sampling_metadata=sampling)
+    torch.manual_seed(3)
+    drawn = own(scaled.clone(), {}, k, p)[0]
+    drawn[2] = logits[2].argmax()
+    assert warm_up.sampled_token_ids.view(-1).tolist() == drawn.tolist()
 
 
 def test_what_coupled_verification_does_not_know_is_refused() -> None:
