@@ -67,35 +67,40 @@ def policy() -> str:
     return str(make_model(pathlib.Path(".cache/models/smollm2-float32"), dtype="float32"))
 
 
+def new_engine(tiny_model: str, spec: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    """An LLM, drafting where `spec` holds options."""
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "model": tiny_model,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if "model" not in arguments:
+        settings["skip_tokenizer_init"] = True
+    if spec is not None:
+        spec = {"batch_threshold": 64, **spec}
+        settings["speculative_config"] = {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": spec.get("num_speculative_tokens", 8),
+        }
+        settings["additional_config"] = {"rollout_spec": spec}
+    return LLM(**settings | arguments)
+
+
 @pytest.fixture
 def make_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
-    """`make_engine(spec=None, **engine_arguments)`: an LLM, drafting where `spec` holds options."""
+    """`make_engine(spec=None, **engine_arguments)`: `new_engine` of the tiny model, or of another one."""
 
     def make(spec: dict[str, Any] | None = None, **arguments: Any) -> Any:
-        from vllm import LLM
-
-        settings: dict[str, Any] = {
-            "model": tiny_model,
-            "dtype": "float32",
-            "max_model_len": 512,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 512,
-            "kv_cache_memory_bytes": 64 << 20,
-            "enforce_eager": True,
-            "disable_log_stats": True,
-            "seed": 0,
-        }
-        if "model" not in arguments:
-            settings["skip_tokenizer_init"] = True
-        if spec is not None:
-            spec = {"batch_threshold": 64, **spec}
-            settings["speculative_config"] = {
-                "method": "custom_class",
-                "model": PROPOSER,
-                "num_speculative_tokens": spec.get("num_speculative_tokens", 8),
-            }
-            settings["additional_config"] = {"rollout_spec": spec}
-        engines.append(LLM(**settings | arguments))
+        engines.append(new_engine(tiny_model, spec, **arguments))
         return engines[-1]
 
     engines: list[Any] = []
