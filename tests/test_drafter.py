@@ -265,18 +265,22 @@ def test_a_step_that_needs_the_room_of_many_groups_is_tried_a_few_times() -> Non
 
 
 def test_eviction_keeps_no_step_waiting() -> None:
-    """The bound is far above what is promised, a millisecond, for machines that do other things too."""
-    result = measure_evictions(
-        synthetic_text(1 << 16),
-        "sam",
-        num_prompts=12,
-        group_size=8,
-        max_response=4096,
-        max_index_mb=8,
-        num_rows=16,
-    )
-    assert result["num_untracked_rows"] == 0
-    assert result["num_groups_evicted"] > 8
-    assert result["num_attempts_failed"] > 0
-    assert result["max_ms"] < 20
-    assert result["release_max_ms"] < 20
+    """What is promised is a millisecond. The machine does other things too, but not in every run."""
+    longest = []
+    for _ in range(6):
+        result = measure_evictions(
+            synthetic_text(1 << 16),
+            "sam",
+            num_prompts=12,
+            group_size=8,
+            max_response=4096,
+            max_index_mb=8,
+            num_rows=16,
+        )
+        assert result["num_untracked_rows"] == 0
+        assert result["num_groups_evicted"] > 8
+        assert result["num_attempts_failed"] > 0
+        longest.append(max(result["max_ms"], result["release_max_ms"]))
+        if longest[-1] < 1.5:
+            return
+    raise AssertionError(f"ms that evictions held a step up, at the least: {min(longest):.1f}")

@@ -13,7 +13,7 @@ import pytest
 from rollout_spec.cli import UserError
 from rollout_spec.cli import replay as command
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.replay import TraceError, read_trace, replay
+from rollout_spec.replay import POSITIONS, TraceError, read_trace, replay
 from tests.oracle import GroupOracle, Options, SequenceOracle
 
 
@@ -62,6 +62,35 @@ def test_hand_counted_drafts(path):
     assert (result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens) == (2, 8, 4)
     assert result.mean_acceptance_length == 1 + 4 / 2
     assert result.acceptance_rate == 4 / 8
+
+
+def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(path):
+    # Without drafts every step yields each row one token. Of 8 siblings 8, 7, 5, 4, 3, 2, 1, 1 run in steps 1
+    # to 8: a quarter is 2, so the last three steps are the tail.
+    lengths = (2, 3, 3, 4, 5, 6, 7, 9)
+    texts = [[100 * i + j for j in range(n)] for i, n in enumerate(lengths, 1)]
+    result = run_replay(write_trace(path, ([1], texts)))
+    assert result.num_draft_tokens == 0
+    assert result.num_steps == sum(lengths) - len(lengths)
+    assert (result.num_tail_steps, result.num_tail_tokens) == (4, 4)
+    assert result.tail_tokens_per_step == 1.0
+    # Of three siblings the last one is the tail; with drafts it gains more than one token a step.
+    texts = [[7], [8], [1, 2, 3, 4, 5, 6, 9]]
+    result = run_replay(write_trace(path, ([1, 2, 3, 4, 5, 6], texts)))
+    assert (result.num_tail_steps, result.num_tail_tokens) == (2, 6)
+    assert result.tail_tokens_per_step == 3.0
+
+
+def test_drafts_count_where_they_begin(path):
+    # 63 tokens that never come again, then 1 2 3 4 5 6 of the prompt: the drafts behind 1 (of 2 to 5, all
+    # accepted) and behind 6 (of the text itself, of which nothing is right) begin with tokens 64 and 69.
+    text = [*range(100, 163), 1, 2, 3, 4, 5, 6, 99]
+    result = run_replay(write_trace(path, ([1, 2, 3, 4, 5, 6], [text])))
+    assert result.num_draft_tokens_at.tolist() == [0, 8, *[0] * (len(POSITIONS) - 3)]
+    assert result.acceptance_by_position == {"64": 4 / 8}
+    result = run_replay(write_trace(path, ([1, 2, 3, 4, 5, 6], [text[1:]])))
+    assert result.num_draft_tokens_at.tolist()[:2] == [4, 4]
+    assert result.acceptance_by_position == {"0": 1.0, "64": 0.0}
 
 
 def test_drafts_past_the_end_count_as_drafted_and_the_final_token_counts(path):

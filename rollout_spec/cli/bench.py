@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafters.add_argument(
         "--methods",
         metavar="M,M",
-        help=f"by commas ({','.join(DEFAULT_METHODS)}, without what is not installed)",
+        help=f"by commas ({','.join(DEFAULT_METHODS)}, without what is not installed; also suffix_server, "
+        "earliest_single, sam_single)",
     )
     drafters.add_argument(
         "--num-speculative-tokens", type=int, nargs="+", default=[3, 8, 16], metavar="K", help="(3 8 16)"
