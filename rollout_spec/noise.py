@@ -62,10 +62,10 @@ def _xor_shift(words: torch.Tensor, shift: int, shifted: torch.Tensor) -> torch.
 
 
 def check(device: torch.device) -> None:
-    """Compute a known answer (the one that implementations of SplitMix64 are tested with).
+    """Compute a known answer, one that implementations of SplitMix64 are tested with, and round as the host.
 
     Raises:
-        RuntimeError: the device's int64 arithmetic does not give it.
+        RuntimeError: the device's int64 arithmetic does not give it, or other float32 numbers of its words.
     """
     seed = torch.tensor([1234567], device=device)
     word = splitmix(seed, torch.tensor([5], device=device)).item() % 2**64
@@ -73,6 +73,14 @@ def check(device: torch.device) -> None:
         raise RuntimeError(
             f"rollout_spec: int64 arithmetic on {device} gives {word} for a known answer of SplitMix64; "
             "set rollout.spec.verify=standard"
+        )
+    words = np.array([0, 1, 2**24 + 1, 2**24 + 3, 2**31 + 129, 2**32 - 1])
+    expected = _minus_uniform(words.astype(np.float32))
+    numbers = _minus_uniform(torch.from_numpy(words).to(device).to(torch.float32)).cpu().numpy()
+    if (numbers != expected).any():
+        raise RuntimeError(
+            f"rollout_spec: {device} rounds int64 to float32 otherwise than the host, so steps of different "
+            "sizes would have different noise; set rollout.spec.verify=standard"
         )
 
 
@@ -102,8 +110,9 @@ def random_words(seeds: npt.NDArray[np.int64], num: int, device: torch.device) -
     """Words of 32 random bits.
 
     Args:
-        seeds: int64 [n], of `row_seeds`.
+        seeds: int64 [n], of `row_seeds`, on the host.
         num: how many for each row.
+        device: where the words are to be.
 
     Returns:
         int64 [n, num]; element i depends on the row's seed and on i, not on n or num.
@@ -118,8 +127,8 @@ def exponential(seeds: npt.NDArray[np.int64], num: int, device: torch.device) ->
     """Exp(1) noise, float32 [n, num], of `random_words` with the same arguments.
 
     Values are finite and positive, from 2**-33 to 16.6; the small ones, which win races, are the finest: one
-    word's 2**-32 apart. Few are the same bits as many: all before the logarithm is exact or rounded as IEEE
-    754 says, on the host too.
+    word's 2**-32 apart. Up to HOST_WORDS values come from the host, the same bits as a larger step's: all
+    before the logarithm is exact or rounded as IEEE 754 says (`check`).
     """
     if len(seeds) * num > HOST_WORDS:
         uniform = _minus_uniform(random_words(seeds, num, device).to(torch.float32))

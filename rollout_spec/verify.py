@@ -2,8 +2,8 @@
 
 No loop over positions or requests but over those with a generator of their own, which can draw for no
 other. What would take as much memory as the logits goes in chunks of rows as large as
-`blocks.rows_at_a_time` has them: of 2**20 values on a CPU, whose cache holds that, 6 rows of a vocabulary
-of 152 k and 32 of one of 32 k, or half as many where two values a token are held, and down to one in
+`blocks.rows_at_a_time` has them: of 2**20 values on a CPU, whose cache holds that: 3 rows of a vocabulary
+of 152 k and 16 of one of 32 k, of which two values a token are held, and down to one in
 `sample_recovered_tokens`, which holds more; elsewhere 16 times that.
 
 Two methods. *Coupled* (`coupled_sample`) draws the target's own token at every position with noise that is a
@@ -41,7 +41,8 @@ from rollout_spec.blocks import (
 from rollout_spec.keyed import KeyedStep
 
 PLACEHOLDER_TOKEN_ID = -1
-# Of logits of at most so small a part of a chunk every sum is computed: bounds take more operations.
+# Of logits of at most so small a part of a chunk every sum is computed: bounds take more operations, and wait
+# for the device.
 FEW = 4
 SLACK = 1e-4  # by how much a bound gives way, many times what float32 may be off by
 GREEDY_TEMPERATURE = 0  # vLLM up to 0.11 wrote -1
@@ -168,8 +169,8 @@ def rejection_sample(
 
     A request with a generator gets the tokens that the counterparts give it in the same state. Afterwards its
     state is not theirs where all of its draft was accepted: they draw noise all the same. In a batch without
-    generators, whose tokens nobody can ask for again, the recovered tokens are drawn with noise for a block
-    and for the tokens of one block instead of for all tokens: the same distribution (`keyed.keyed_sample`).
+    generators, and without `use_fp64_gumbel`, the recovered tokens are drawn with noise for the blocks and
+    for the tokens of one block instead of for all tokens: the same distribution (`keyed.keyed_sample`).
 
     Returns:
         int32 [batch_size, max_spec_len + 1]: accepted tokens, then the recovered or bonus token, then -1.
@@ -177,9 +178,10 @@ def rejection_sample(
     Raises:
         ValueError: synthetic acceptance is asked for; it is a benchmark's mode and not lossless.
 
-    Memory: chunks of rows, 4 x vocab_size bytes a row for the acceptance and 8 x vocab_size (12 with
-    `use_fp64_gumbel`) for the recovered tokens. At most the logits' size or a chunk's, as in
-    `keyed.keyed_sample`, whichever is less, but one row of each. For 8 requests with one draft token each
+    Memory: chunks of rows, 8 x vocab_size bytes a row for those whose acceptance the bounds leave open, and
+    as many (12 with `use_fp64_gumbel`) for the recovered tokens; at most the logits' size or a chunk's, as in
+    `keyed.keyed_sample`, whichever is less, but one row of each. The bounds take at most
+    32 x (256 + vocab_size / 256) bytes a row, whatever the chunk. For 8 requests with one draft token each
     and a vocabulary of 32,000 that is 1.0 MB, as the logits; with eight each 4.2 MB on a CPU, the logits 8.2.
     """
     if synthetic_mode or synthetic_conditional_rates is not None:
@@ -237,7 +239,7 @@ def _accepted(
     """Whether uniform < target / draft, of the draft tokens' probabilities; bool [num_tokens].
 
     What takes the time is a row's sum of exponentials. It lies between the sum of its blocks' largest and
-    BLOCK_SIZE times that. With the block that has most of it summed, these bounds decide first; only the
+    BLOCK_SIZE times that. With the block of the largest logit summed, these bounds decide first; only the
     rows that they leave open are summed as a whole.
     """
     chosen = drafts.unsqueeze(-1)
@@ -272,9 +274,7 @@ def _ratio(probs: torch.Tensor, proposed: torch.Tensor | None) -> torch.Tensor:
 
 def _probs_of(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """The probability of a token of each row, [n, 1]; `token_ids` is int64 [n, 1]."""
-    size = rows_at_a_time(logits.device, logits.shape[-1])
-    pairs = zip(logits.split(size), token_ids.split(size), strict=True)
-    return torch.cat([chunk.softmax(dim=-1).gather(-1, tokens) for chunk, tokens in pairs])
+    return logits.softmax(dim=-1).gather(-1, token_ids)
 
 
 def sample_recovered_tokens(

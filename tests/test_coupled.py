@@ -414,6 +414,17 @@ def test_a_device_with_other_arithmetic_is_refused(monkeypatch: pytest.MonkeyPat
         noise.check(torch.device("cpu"))
 
 
+def test_a_device_that_rounds_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    to = torch.Tensor.to
+
+    def truncating(words: torch.Tensor, *args: Any) -> torch.Tensor:
+        return to(words & ~0xFF if args == (torch.float32,) else words, *args)
+
+    monkeypatch.setattr(torch.Tensor, "to", truncating)
+    with pytest.raises(RuntimeError, match=r"cpu rounds int64 to float32.*verify=standard"):
+        noise.check(torch.device("cpu"))
+
+
 def test_ties_go_to_the_lowest_token_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "exponential", lambda seeds, num, _: torch.ones(len(seeds), num))
     logits = torch.zeros(1, 700)

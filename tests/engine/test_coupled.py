@@ -130,7 +130,7 @@ def deterministic_rollouts(model: str) -> tuple[list[list[int]], list[list[int]]
 def test_full_determinism_changes_nothing(
     make_engine: Any, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's deterministic algorithms and vLLM's batch invariance stay on: in a process of their own."""
+    """In a process of its own: verl's settings stay. Of vLLM's batch invariance a CPU has the switch only."""
     sampling = [params({"temperature": 1.0}, i) for i in range(len(PROMPTS))]
     expected = token_ids(generate(make_engine(**OFF), sampling))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
