@@ -238,6 +238,8 @@ def _accepted(
 ) -> torch.Tensor:
     """Whether uniform < target / draft, of the draft tokens' probabilities; bool [num_tokens].
 
+    Strictly less, and uniform is in [0, 1): a token of probability 0 is never accepted.
+
     What takes the time is a row's sum of exponentials. It lies between the sum of its blocks' largest and
     BLOCK_SIZE times that. With the block of the largest logit summed, these bounds decide first; only the
     rows that they leave open are summed as a whole.
