@@ -33,13 +33,16 @@ SUFFIX: dict[str, dict[str, float]] = {
     "suffix": SUFFIX_DEFAULTS,
     "suffix_tuned": SUFFIX_TUNED,
     "suffix_server": SUFFIX_DEFAULTS,
+    "suffix_server_tuned": SUFFIX_TUNED,
 }
+ONE_CACHE = ("suffix_server", "suffix_server_tuned")  # for all lines, as a server has; the others: one a line
 # What `at_equal_drafts` lets sam draft: by its name, the draft tokens of a method, and how many of them.
 EQUAL_DRAFTS = {
     "suffix": ("suffix", 1.0),
     "2/3 suffix_tuned": ("suffix_tuned", 2 / 3),
     "suffix_tuned": ("suffix_tuned", 1.0),
     "suffix_server": ("suffix_server", 1.0),
+    "suffix_server_tuned": ("suffix_server_tuned", 1.0),
 }
 NUM_HALVINGS = 8
 NGRAM = (2, 5)
@@ -115,15 +118,15 @@ class Suffix:
     """vLLM's `suffix`: its proposer, on ArcticInference's cache.
 
     Args:
-        method: of SUFFIX. suffix_server has one cache for all lines, as a server has; with the others each
-            line begins with an empty one and the earlier responses of its group.
+        method: of SUFFIX. Those of ONE_CACHE keep their cache from line to line; with the others each line
+            begins with an empty one and the earlier responses of its group.
     """
 
     def __init__(self, method: str, settings: Settings) -> None:
         require(method)
         self._k = settings.num_speculative_tokens
         self._options = SUFFIX[method] | {"max_cached_requests": settings.max_cached_requests}
-        self._keep = method == "suffix_server"
+        self._keep = method in ONE_CACHE
         self._num_requests = 0
         self.proposer = self._make()
 

@@ -181,6 +181,7 @@ def test_tables_are_printed_and_costs_can_be_left_out(capsys):
     assert main([*command, "--methods", "off,sam"]) == 0
     printed = capsys.readouterr().out
     assert "microseconds per row" in printed and "131 k" not in printed and "bytes, 128 k" in printed
+    assert "p99: of a step over its" in printed
     assert main([*command, "--methods", "off,sam", "--no-cost"]) == 0
     printed = capsys.readouterr().out
     assert "sam" in printed and "microseconds" not in printed
@@ -213,7 +214,7 @@ def test_without_vllm_its_methods_are_left_out(monkeypatch, capsys):
     assert not any(result["method"] == "ngram" for result in json.loads(out)["results"])
 
 
-@pytest.mark.parametrize("method", ["suffix", "suffix_tuned", "suffix_server"])
+@pytest.mark.parametrize("method", ["suffix", "suffix_tuned", "suffix_server", "suffix_server_tuned"])
 def test_what_is_named_must_be_installed(method, without_arctic_inference, capsys):
     assert main(["bench", "drafters", str(TRACE), "--methods", f"off,{method}"]) == 2
     [line] = capsys.readouterr().err.splitlines()

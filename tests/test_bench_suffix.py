@@ -110,7 +110,9 @@ def test_earlier_responses_are_in_the_cache():
 def test_only_a_server_keeps_the_lines_before_and_a_full_cache_forgets():
     before = [EARLIER.tokens]
     assert drafts_after_a_match("suffix", Settings(4), before) == []
+    assert drafts_after_a_match("suffix_tuned", Settings(4), before) == []
     assert drafts_after_a_match("suffix_server", Settings(4), before) == [7, 8]
+    assert drafts_after_a_match("suffix_server_tuned", Settings(4), before) == [7, 8, 9]
     before = [EARLIER.tokens, np.array([20, 21], np.int32)]
     assert drafts_after_a_match("suffix_server", Settings(4, max_cached_requests=3), before) == [7, 8]
     assert drafts_after_a_match("suffix_server", Settings(4, max_cached_requests=2), before) == []

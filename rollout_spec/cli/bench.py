@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         metavar="M,M",
         help=f"by commas ({','.join(DEFAULT_METHODS)}, without what is not installed; also suffix_server, "
-        "earliest_single, sam_single)",
+        "suffix_server_tuned, earliest_single, sam_single)",
     )
     drafters.add_argument(
         "--num-speculative-tokens", type=int, nargs="+", default=[3, 8, 16], metavar="K", help="(3 8 16)"
@@ -257,15 +257,18 @@ def _steps_table(results: list[dict[str, Any]]) -> Any:
         "microseconds per row of a step, by the rows of a batch",
         *batches,
         *(f"suffix over it, {batch}" for batch in batches[-2:]),
+        "p99",
         *(f"1 row of {int(size) >> 10} k" for size in lengths),
-        caption="suffix over it: of the same steps, median and 10th to 90th percentile",
+        caption="suffix over it: of the same steps, median and 10th to 90th percentile; p99: of a step over "
+        f"its median, {', '.join(batches)} rows",
     )
     for row in rows:
         if row["us_per_row"][batches[0]] is not None:
             costs = (f"{row['us_per_row'][batch]:.2f}" for batch in batches)
             ratios = (_spread(row["suffix_over_us_per_row"][batch]) for batch in batches[-2:])
+            p99 = ", ".join(f"{row['p99_over_median'][batch]:.1f}" for batch in batches)
             of_lengths = (f"{row['us_per_row_by_length'][size]:.1f}" for size in lengths)
-            table.add_row(*_setting(row), *costs, *ratios, *of_lengths)
+            table.add_row(*_setting(row), *costs, *ratios, p99, *of_lengths)
     return table
 
 
