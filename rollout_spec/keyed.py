@@ -67,7 +67,8 @@ def _drawn(seeds: npt.NDArray[np.int64], logits: torch.Tensor) -> torch.Tensor:
 def _keyed_race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     blocks, runners = split_blocks(logits), drawn[:, BLOCK_SIZE:]
     if SMALL * logits.numel() <= chunk_size(logits.device):
-        masses = _masses(*blocks, logits.amax(dim=-1, keepdim=True))
+        top = logits.amax(dim=-1, keepdim=True)
+        masses = _masses(*blocks, top)
     else:
         peaks = block_peaks(*blocks)
         top = peaks.amax(dim=-1, keepdim=True)
@@ -76,7 +77,7 @@ def _keyed_race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         # None of a row that has no number: it gets the token that it gets where all blocks are summed.
         masses = _masses_of(cannot_win.logical_not_(), *blocks, top)
     block = masses.div_(runners).argmax(dim=-1, keepdim=True)
-    return best_token(block, _race_inside(logits, block, drawn))
+    return best_token(block, _race_inside(logits, block, top, drawn))
 
 
 def race(masses: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -107,11 +108,13 @@ def shortfall(
 
     Returns:
         float32 [n]; inf for a token of probability 0 in a block with any that is more, NaN in one without.
+        What is e**87 times less likely than the likeliest token counts as 0.
     """
     drawn = _drawn(_seeds(keys, positions), logits)
-    masses = _masses(*split_blocks(logits), logits.amax(dim=-1, keepdim=True))
+    top = logits.amax(dim=-1, keepdim=True)
+    masses = _masses(*split_blocks(logits), top)
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
-    inside = _race_inside(logits, block, drawn)
+    inside = _race_inside(logits, block, top, drawn)
     missed = torch.cat(
         [
             _missed(masses / drawn[:, BLOCK_SIZE:], block),
@@ -149,7 +152,7 @@ def _masses_of(
     num = min(rows_at_a_time(top.device, BLOCK_SIZE), 3 * wanted.numel() // 4 + 1)  # blocks at a time
     for chunk in wanted[:, : whole.shape[1]].nonzero().split(num):
         rows, blocks = chunk.unbind(-1)
-        masses[rows, blocks] = _sums(whole[rows, blocks].sub_(top[rows]).exp_())
+        masses[rows, blocks] = _sums(whole[rows, blocks].sub_(top.index_select(0, rows)).exp_())
     if rest.shape[-1]:
         masses[:, -1:] = _mass_of_rest(rest, top)
     return masses
@@ -171,10 +174,19 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
     return values.unflatten(-1, (-1, SUMMED)).sum(dim=-1).sum(dim=-1)
 
 
-def _race_inside(logits: torch.Tensor, block: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """The scores of the tokens of one block a row, [n, BLOCK_SIZE]; `block` is int64 [n, 1]."""
-    values = block_values(logits, block)
-    return values.sub_(values.amax(dim=-1, keepdim=True)).exp_().div_(drawn[:, :BLOCK_SIZE])
+def _race_inside(
+    logits: torch.Tensor, block: torch.Tensor, top: torch.Tensor, drawn: torch.Tensor
+) -> torch.Tensor:
+    """The scores of the tokens of one block a row, [n, BLOCK_SIZE].
+
+    Relative to the row's largest logit: a block that wins the other race has one within 32 of it, since no
+    two values of noise are further apart than 2**38 and a sum has 2**7 tokens.
+
+    Args:
+        block: int64 [n, 1].
+        top: the largest logit of each row, [n, 1].
+    """
+    return block_values(logits, block).sub_(top).exp_().div_(drawn[:, :BLOCK_SIZE])
 
 
 class KeyedStep:

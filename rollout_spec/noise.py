@@ -28,7 +28,7 @@ _SHIFTS_AND_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
 _LARGEST_UNIFORM = 1 - 2**-24  # the largest float32 below 1
 # So few are drawn on the host: elsewhere each operation is a launch, and on a CPU torch's take longer.
-HOST_WORDS = 1 << 13
+HOST_WORDS = 1 << 14
 
 
 def make_key(*parts: int | str | bool) -> int:

@@ -16,8 +16,8 @@ of request i's.
 
 Operations of this module, `blocks` and `keyed`, views and copies apart, all of which torch_npu has (read in
 its op-plugin's list, op_plugin/config/op_plugin_functions.yaml, for torch 2.1 to 2.8; not run), to which come
-those of `noise`: add, amax, amin, arange, argmax, cat, clamp, cumsum, div, eq, exp, exponential,
-floor_divide, full, gather, ge, gt, index, index_put, index_select, le, log, logical_not, lt, masked_fill,
+those of `noise`: add, amax, arange, argmax, cat, clamp, cumsum, div, eq, exp, exponential,
+floor_divide, full, gather, gt, index, index_put, index_select, le, log, logical_not, lt, masked_fill,
 mul, nonzero, rand, remainder, repeat_interleave, scatter, softmax, sub, sum, uniform, where, zeros.
 """
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rollout_spec import keyed
@@ -81,43 +82,61 @@ def coupled_sample(
         sampled = sampling_metadata.temperature > GREEDY_TEMPERATURE
         own = torch.where(sampled[step.requests(target_logits.device)], own, argmax(target_logits))
 
-    rows = _padded_rows(step.num_draft_tokens, max_spec_len, target_logits.device)
-    columns, num_accepted = _num_accepted(own == draft_token_ids, rows)
-    bonus = bonus_token_ids.view(-1).long()
+    # On the host: elsewhere each operation on so few numbers is a launch, and on a CPU torch's take longer.
+    tokens = _on_host(own, bonus_token_ids)
+    num_tokens = step.num_tokens
+    is_same = tokens[:num_tokens] == draft_token_ids.cpu().numpy()
+    rows, num_accepted = _accepted_prefixes(is_same, step.num_draft_tokens, max_spec_len)
     if step.owes_tokens and not sampling_metadata.all_greedy:
-        has_held = rows.gather(-1, num_accepted).squeeze(-1) >= step.num_tokens
+        has_held = num_accepted == step.num_draft_tokens
         if is_mixed:
-            has_held &= sampled
-        requests = has_held.nonzero().squeeze(-1)
-        own_behind = step.sample_owed(requests)
-        if len(requests):
-            bonus = bonus.index_put((requests,), own_behind)
-    tokens = torch.cat([own, bonus])[rows]
-    return torch.where(columns <= num_accepted, tokens, PLACEHOLDER_TOKEN_ID).int()
+            has_held &= sampled.cpu().numpy()
+        (requests,) = has_held.nonzero()
+        own_behind = step.sample_owed(torch.from_numpy(requests).to(own.device))
+        tokens[num_tokens + requests] = own_behind.cpu().numpy()
+    return _emitted(tokens, rows, num_accepted).to(own.device)
 
 
-def _padded_rows(num_draft_tokens: list[int], max_spec_len: int, device: torch.device) -> torch.Tensor:
-    """[batch_size, max_spec_len + 1]: where a request's draft tokens stand, then num_tokens + its number."""
-    counts, offsets = np.array(num_draft_tokens)[:, np.newaxis], np.arange(max_spec_len + 1)
-    ends = counts.cumsum(axis=0)
-    behind = ends[-1] + np.arange(len(counts))[:, np.newaxis]
-    return torch.from_numpy(np.where(offsets < counts, ends - counts + offsets, behind)).to(device)
+def _on_host(of_drafts: torch.Tensor, behind: torch.Tensor) -> npt.NDArray[np.int64]:
+    """A copy of the tokens at draft positions and of those behind the drafts, [num_tokens + batch_size]."""
+    return np.concatenate([of_drafts.cpu().numpy(), behind.view(-1).cpu().numpy()], dtype=np.int64)
 
 
-def _num_accepted(accepted: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers 0 to max_spec_len, and how many draft tokens come before a request's first that fails.
+def _accepted_prefixes(
+    accepted: npt.NDArray[np.bool_], num_draft_tokens: list[int], max_spec_len: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where the tokens of each request stand, and how many of its draft tokens come before one that fails.
 
     Args:
-        accepted: bool [num_tokens].
-        rows: `_padded_rows`.
+        accepted: [num_tokens].
 
     Returns:
-        int64 [max_spec_len + 1] and [batch_size, 1].
+        [batch_size, max_spec_len + 1]: the places of a request's draft tokens, then num_tokens + its number;
+        [batch_size].
     """
-    verdicts = torch.cat([accepted, accepted.new_zeros(rows.shape[0])])[rows]
-    columns = torch.arange(rows.shape[1], device=rows.device)
-    # The last column is of no draft token, so one that fails is always found.
-    return columns, torch.where(verdicts, rows.shape[1], columns).amin(dim=-1, keepdim=True)
+    counts, offsets = np.array(num_draft_tokens)[:, np.newaxis], np.arange(max_spec_len + 1)
+    behind = len(accepted) + np.arange(len(counts))[:, np.newaxis]
+    rows = np.where(offsets < counts, counts.cumsum(axis=0) - counts + offsets, behind)
+    # The last column is of no draft token, so one that fails is always found: the first.
+    failed = np.concatenate([~accepted, np.ones(len(counts), np.bool_)])[rows]
+    return rows, failed.argmax(axis=1)
+
+
+def _emitted(
+    tokens: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], num_accepted: npt.NDArray[np.int64]
+) -> torch.Tensor:
+    """Each request's tokens up to and with the first behind what was accepted, then -1.
+
+    Args:
+        tokens: [num_tokens + batch_size], the target's own where a draft token has failed.
+        rows, num_accepted: of `_accepted_prefixes`.
+
+    Returns:
+        int32 [batch_size, max_spec_len + 1], on the host.
+    """
+    emitted = tokens[rows].astype(np.int32)
+    emitted[np.arange(rows.shape[1]) > num_accepted[:, np.newaxis]] = PLACEHOLDER_TOKEN_ID
+    return torch.from_numpy(emitted)
 
 
 def expand_batch_to_tokens(
@@ -201,12 +220,10 @@ def rejection_sample(
             greedy = expand_batch_to_tokens(greedy, cu_num_draft_tokens, num_tokens)
             accepted = torch.where(greedy, best == drafts, accepted)
 
-    rows = _padded_rows(num_draft_tokens, max_spec_len, device)
-    columns, num_accepted = _num_accepted(accepted, rows)
-    last = bonus_token_ids.to(torch.int32).view(-1, 1).clone()
-    at = rows.gather(-1, num_accepted).squeeze(-1)
-    rejected = (at < num_tokens).nonzero().squeeze(-1)
-    at = at[rejected]
+    rows, num_accepted = _accepted_prefixes(accepted.cpu().numpy(), num_draft_tokens, max_spec_len)
+    (rejecting,) = (num_accepted < num_draft_tokens).nonzero()
+    failed = rows[rejecting, num_accepted[rejecting]]
+    rejected, at = (torch.from_numpy(numbers).to(device) for numbers in (rejecting, failed))
     if best is not None and sampling_metadata.all_greedy:
         own = best[at]
     else:
@@ -224,9 +241,9 @@ def rejection_sample(
         )  # fmt: skip
         if best is not None:
             own = torch.where(greedy[at], best[at], own)
-    last[rejected, 0] = own.int()
-    tokens = torch.cat([draft_token_ids.int(), last.view(-1)])[rows]
-    return torch.where(columns < num_accepted, tokens, PLACEHOLDER_TOKEN_ID).scatter_(-1, num_accepted, last)
+    tokens = _on_host(drafts, bonus_token_ids)
+    tokens[failed] = own.cpu().numpy()
+    return _emitted(tokens, rows, num_accepted).to(device)
 
 
 def _accepted(

@@ -116,13 +116,14 @@ def test_the_noise_is_uniform_and_independent() -> None:
 
 def test_the_stream_for_batteries_of_tests_is_the_noise() -> None:
     script = Path(__file__).parents[1] / "benchmarks/noise.py"
+    num = keyed.num_drawn(32_000)
     with subprocess.Popen([sys.executable, script, "9"], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        words = np.frombuffer(process.stdout.read(4 * 381 * 3), np.uint32).reshape(3, 381)
+        words = np.frombuffer(process.stdout.read(4 * num * 3), np.uint32).reshape(3, num)
         process.kill()
     key = noise.make_key("a run", 1, 1, 1)
     seeds = noise.row_seeds([key] * 3, range(3))
-    assert words.tolist() == noise.random_words(seeds, 381, CPU).tolist()
+    assert words.tolist() == noise.random_words(seeds, num, CPU).tolist()
 
 
 def test_exponential_noise_is_exponential() -> None:
@@ -362,7 +363,7 @@ def test_a_rows_scores_are_the_same_bits_among_others(
         whole = slice(split[0].shape[1])
         assert torch.equal(some[:, whole], masses[:, whole] * wanted[:, whole])
         assert torch.equal(some[:, whole.stop :], masses[:, whole.stop :])
-        inside = keyed._race_inside(logits[rows], masses.argmin(dim=-1, keepdim=True), drawn)
+        inside = keyed._race_inside(logits[rows], masses.argmin(dim=-1, keepdim=True), top, drawn)
         return torch.cat([masses, inside], dim=-1)
 
     together = scores(slice(None))
@@ -427,11 +428,12 @@ def test_a_device_that_rounds_otherwise_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_ties_go_to_the_lowest_token_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "exponential", lambda seeds, num, _: torch.ones(len(seeds), num))
-    logits = torch.zeros(1, 700)
+    second = blocks.BLOCK_SIZE
+    logits = torch.zeros(1, 2 * second + second // 2)
     logits[0, :3] = -torch.inf
-    logits[0, 256] = -torch.inf  # the third block is not whole, the first and second tie or lose
-    assert int(keyed.keyed_sample(logits, tensor([1]), tensor([1]))) == 257
-    logits[0, 257:259] = -torch.inf
+    logits[0, second] = -torch.inf  # the third block is not whole, the first and second tie or lose
+    assert int(keyed.keyed_sample(logits, tensor([1]), tensor([1]))) == second + 1
+    logits[0, second + 1 : second + 3] = -torch.inf
     assert int(keyed.keyed_sample(logits, tensor([1]), tensor([1]))) == 3
 
 
@@ -451,7 +453,7 @@ def test_shortfall_is_the_error_that_would_have_made_a_token_win() -> None:
     assert bool((missed[other != own] > 0).all())
     assert bool(keyed.shortfall(logits, keys, positions, torch.zeros_like(own)).isinf().all())
     # Raised by a little more than it missed, a token of the winning block wins.
-    same = (other // 256 == own // 256) & (other != own)
+    same = (other // blocks.BLOCK_SIZE == own // blocks.BLOCK_SIZE) & (other != own)
     assert int(same.sum()) > 20
     raised = logits.clone()
     raised[torch.arange(300), other] += missed + 1e-4
@@ -506,7 +508,7 @@ def test_memory_is_at_most_one_temporary_of_the_logits_size(
     assert output[:, -1].ge(0).sum() == min(1, num_held) and not step.owes_tokens
     is_small = logits.numel() <= chunk_size // keyed.SMALL
     temporary = logits.nbytes if is_small else min(3 * logits.nbytes // 4, 4 * chunk_size)
-    num_drawn = 39 * (256 + -(-vocab_size // 256))
+    num_drawn = 39 * keyed.num_drawn(vocab_size)
     assert temporary <= memory.peak < 1.1 * temporary + 32 * num_drawn
     assert is_small or 1.1 * temporary + 32 * num_drawn < logits.nbytes
 
@@ -527,4 +529,6 @@ def test_memory_behind_few_drafts(monkeypatch: pytest.MonkeyPatch, chunk_size: i
         verify.coupled_sample(drafts, 1, logits, bonus, sampling(temperature), step)
     is_small = bonus_logits.numel() <= chunk_size // keyed.SMALL
     share = 1 if is_small else 3 / 4 if num_sampled == 16 else 7 / 8
-    assert memory.peak < 1.2 * min(share * bonus_logits.nbytes, 4 * chunk_size) + 32 * 17 * 850
+    assert memory.peak < 1.2 * min(share * bonus_logits.nbytes, 4 * chunk_size) + 32 * 17 * keyed.num_drawn(
+        151_936
+    )

@@ -205,9 +205,9 @@ def test_greedy_ties_go_to_the_lowest_token_id(torch_device: str) -> None:
     logits = torch.randint(0, 60, (300, 1300), generator=torch.Generator().manual_seed(1)).float()
     lowest = [row.index(max(row)) for row in logits.tolist()]
     ties = (logits == logits.amax(dim=-1, keepdim=True)).nonzero()
-    assert len(set(map(tuple, torch.stack([ties[:, 0], ties[:, 1] // 256], dim=-1).tolist()))) > 3 * len(
-        logits
-    )
+    assert len(
+        set(map(tuple, torch.stack([ties[:, 0], ties[:, 1] // blocks.BLOCK_SIZE], dim=-1).tolist()))
+    ) > 3 * len(logits)
     logits = logits.to(torch_device)
     assert blocks.argmax(logits).tolist() == logits.argmax(dim=-1).tolist() == lowest
     output = run([[token] for token in lowest], logits, [7] * len(lowest), metadata([0.0] * len(lowest)))
