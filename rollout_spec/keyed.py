@@ -27,11 +27,11 @@ SUMMED = 16  # values added at a time: `_sums`
 def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Draw one token a row, by noise that depends on the row's key and position only.
 
-    Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 256
+    Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 128
     tokens, by their sums, one between the tokens of the block that won. A race is won in proportion to the
     masses that run, so a token is drawn with (its block's share) x (its share of the block), the softmax; and
-    a row needs noise for vocab_size / 256 + 256 runners instead of one for every token. A block's sum lies
-    between its largest probability and 256 times that, so most blocks cannot win; they are not summed, but
+    a row needs noise for vocab_size / 128 + 128 runners instead of one for every token. A block's sum lies
+    between its largest probability and 128 times that, so most blocks cannot win; they are not summed, but
     where the logits are small (SMALL). Ties go to the lowest token id.
 
     Args:
@@ -43,7 +43,7 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
         int64 [n]. A row's token does not depend on the other rows.
 
     Memory: one temporary of a chunk's size (4 MiB on a CPU, 64 MiB elsewhere) or of 3/4 of the logits',
-    whichever is less, and at most 32 x (256 + vocab_size / 256) bytes a row, less than 0.2 of its logits
+    whichever is less, and at most 32 x (128 + vocab_size / 128) bytes a row, less than 0.1 of its logits
     with a vocabulary of 32,000 or more. Where the logits are at most a 16th of a chunk it has their size.
     """
     return _keyed_race(logits, _drawn(_seeds(keys, positions), logits))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,8 @@ def _plot_by_history(axis: Any, results: list[dict[str, Any]], figure: str, colo
     for style, series in _series(results, k, colours):
         drafting = [result for result in series if result["draft_tokens_per_step"]]
         points = sorted((result["history"], result[figure]) for result in drafting)
-        axis.plot(*zip(*points, strict=True), marker="o", **style)
+        if len(points) > 1:
+            axis.plot(*zip(*points, strict=True), marker="o", **style)
     axis.set(xlabel="earlier responses of the prompt", ylabel=f"{figure.replace('_', ' ')}, K = {k}")
 
 
@@ -97,24 +97,22 @@ def _series(
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """The results with this K, by method and price, and how each such line looks.
 
-    A method with one price for each history is one line, whether they are the same or not.
+    A price that was found by trial, for equal draft tokens, is another one for each history: one line.
     """
-    of_k = [result for result in results if result["num_speculative_tokens"] == k]
-    for method, equal in dict.fromkeys((result["method"], result["equal_drafts"]) for result in of_k):
-        of_method = [r for r in of_k if (r["method"], r["equal_drafts"]) == (method, equal)]
-        lines: dict[int, list[dict[str, Any]]] = {}
-        seen: Counter[tuple[str, int]] = Counter()
-        for result in of_method:
-            setting = result["trace"], result["history"]
-            lines.setdefault(seen[setting], []).append(result)
-            seen[setting] += 1
-        for series, line in zip(lines.values(), cycle(("-", "--", "-.", ":")), strict=False):
-            price = series[0]["min_token_prob"]
-            if equal is not None:
-                label = f"{method} as {equal}"
-            else:
-                label = method if len(lines) == 1 or price is None else f"{method} {price}"
-            yield {"color": colours[method], "linestyle": line, "label": label}, series
+    lines: dict[tuple[str, Any, Any], list[dict[str, Any]]] = {}
+    for result in results:
+        if result["num_speculative_tokens"] == k:
+            method, equal = result["method"], result["equal_drafts"]
+            price = result["min_token_prob"] if equal is None else None
+            lines.setdefault((method, equal, price), []).append(result)
+    num_prices = Counter((method, equal) for method, equal, _ in lines)
+    seen: Counter[tuple[str, Any]] = Counter()
+    for (method, equal, price), series in lines.items():
+        style = ("-", "--", "-.", ":")[seen[method, equal] % 4]
+        seen[method, equal] += 1
+        label = method if equal is None else f"{method} as {equal}"
+        label += f" {price}" if num_prices[method, equal] > 1 else ""
+        yield {"color": colours[method], "linestyle": style, "label": label}, series
 
 
 def plot_rollouts(timelines: dict[str, dict[str, list]], threshold: int, file: Path) -> None:

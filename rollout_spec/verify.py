@@ -200,7 +200,7 @@ def rejection_sample(
     Memory: chunks of rows, 8 x vocab_size bytes a row for those whose acceptance the bounds leave open, and
     as many (12 with `use_fp64_gumbel`) for the recovered tokens; at most the logits' size or a chunk's, as in
     `keyed.keyed_sample`, whichever is less, but one row of each. The bounds take at most
-    32 x (256 + vocab_size / 256) bytes a row, whatever the chunk. For 8 requests with one draft token each
+    32 x (128 + vocab_size / 128) bytes a row, whatever the chunk. For 8 requests with one draft token each
     and a vocabulary of 32,000 that is 1.0 MB, as the logits; with eight each 4.2 MB on a CPU, the logits 8.2.
     """
     if synthetic_mode or synthetic_conditional_rates is not None:
