@@ -322,6 +322,7 @@ def test_bounds_decide_as_the_sums_do(
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(n, vocab_size, generator=generator) * scale
     logits[:, ::7] = -torch.inf
+    logits[1::3, blocks.BLOCK_SIZE :] = -torch.inf  # both bounds are the sum itself
     logits[0] = -torch.inf  # as where everything is masked: no number
     random = torch.randint(vocab_size, (n,), generator=generator)
     drafts = torch.where(torch.rand(n, generator=generator) < 0.6, logits.argmax(dim=-1), random)
@@ -331,8 +332,10 @@ def test_bounds_decide_as_the_sums_do(
         None if draft_probs is None else draft_probs.gather(-1, drafts.unsqueeze(-1)).squeeze(-1).double(),
     )
     uniform = torch.rand(n, dtype=torch.float64, generator=generator)
-    near = torch.arange(n) % 4 != 0
-    uniform[near] = (ratio * (1 + torch.tensor([-1e-5, 1e-5]).repeat(n // 2)))[near].clamp(max=1 - 1e-9)
+    near = torch.arange(n) % 5 != 0
+    # The second pair is within what a sum in another order may differ by.
+    beside = torch.tensor([-1e-5, 1e-5, -3e-8, 3e-8], dtype=torch.float64).repeat(n // 4)
+    uniform[near] = (ratio * (1 + beside))[near].clamp(max=1 - 1e-9)
     drafts, uniform, logits = (x.to(torch_device) for x in (drafts, uniform, logits))
     if draft_probs is not None:
         draft_probs = draft_probs.to(torch_device)
