@@ -13,9 +13,11 @@ CHUNK_SIZE = 1 << 24
 
 def split_blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the whole blocks, [n, number of whole blocks, BLOCK_SIZE], and of what is behind them."""
-    num_whole = values.shape[-1] // BLOCK_SIZE
+    num_rows, num_values = values.shape
+    num_whole = num_values // BLOCK_SIZE
     end = num_whole * BLOCK_SIZE
-    return values[:, :end].unflatten(-1, (num_whole, BLOCK_SIZE)), values[:, end:]
+    whole = values if end == num_values else values[:, :end]
+    return whole.view(num_rows, num_whole, BLOCK_SIZE), values[:, end:]
 
 
 def block_peaks(whole: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:

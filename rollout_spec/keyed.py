@@ -171,7 +171,8 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
 
     CUDA's order of additions depends on the number of rows where more than 32 values are added at a time.
     """
-    return values.unflatten(-1, (-1, SUMMED)).sum(dim=-1).sum(dim=-1)
+    *shape, size = values.shape
+    return values.view(*shape, size // SUMMED, SUMMED).sum(dim=-1).sum(dim=-1)
 
 
 def _race_inside(
