@@ -31,7 +31,8 @@ def explain(
 
     Args:
         logits: float32 [vocab_size], the target's, before temperature, top-k and top-p.
-        token_ids: the tokens that were drawn; -1, no token at all, has no explanation.
+        token_ids: the tokens that were drawn; -1, no token at all, has no explanation, nor has any token of
+            logits that are not all numbers.
         tolerance: tokens that are less than that from a boundary of top-k or top-p may be on its other side.
 
     Returns:
@@ -40,7 +41,7 @@ def explain(
         they would leave if some of the NUM_MOVABLE tokens nearest to a boundary were on its other side, or
         the distance to that boundary if it is more.
     """
-    if min(token_ids) < 0:
+    if min(token_ids) < 0 or bool(logits.isnan().any()):
         return math.inf
     if not temperature:
         return max(float(logits.max() - logits[token]) for token in token_ids)

@@ -22,6 +22,7 @@ from rollout_spec.blocks import (
 # operations, and waits for the device.
 SMALL = 16
 SUMMED = 16  # values added at a time: `_sums`
+WITHIN = 32  # of a row's largest logit lies that of the block that wins: `_race_inside`
 
 
 def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -107,14 +108,16 @@ def shortfall(
         token_ids: int64 [n]; the other arguments as in `keyed_sample`.
 
     Returns:
-        float32 [n]; inf for a token of probability 0 in a block with any that is more, NaN in one without.
-        What is e**87 times less likely than the likeliest token counts as 0.
+        float32 [n]; inf for a token of probability 0, also where float32 can only say 0 of its whole block
+        (e**-87 or less of the likeliest token's).
     """
     drawn = _drawn(_seeds(keys, positions), logits)
     top = logits.amax(dim=-1, keepdim=True)
     masses = _masses(*split_blocks(logits), top)
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
-    inside = _race_inside(logits, block, top, drawn)
+    # A block that cannot win may have nothing above 0 relative to the row's largest logit.
+    peak = block_values(logits, block).amax(dim=-1, keepdim=True)
+    inside = _race_inside(logits, block, torch.where(peak < top - WITHIN, peak, top), drawn)
     missed = torch.cat(
         [
             _missed(masses / drawn[:, BLOCK_SIZE:], block),
@@ -122,7 +125,8 @@ def shortfall(
         ],
         dim=-1,
     )
-    return missed.amax(dim=-1)
+    # Not a number: nothing of its block can be drawn, or the logits have no number.
+    return torch.where(missed >= 0, missed, torch.inf).amax(dim=-1)
 
 
 def _missed(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -180,12 +184,12 @@ def _race_inside(
 ) -> torch.Tensor:
     """The scores of the tokens of one block a row, [n, BLOCK_SIZE].
 
-    Relative to the row's largest logit: a block that wins the other race has one within 32 of it, since no
+    Relative to the row's largest logit: a block that wins the other race has one WITHIN of it, since no
     two values of noise are further apart than 2**38 and a sum has 2**7 tokens.
 
     Args:
         block: int64 [n, 1].
-        top: the largest logit of each row, [n, 1].
+        top: what 1 stands for in each row, the largest logit of the row or of the block, [n, 1].
     """
     return block_values(logits, block).sub_(top).exp_().div_(drawn[:, :BLOCK_SIZE])
 

@@ -17,7 +17,7 @@ of request i's.
 Operations of this module, `blocks` and `keyed`, views and copies apart, all of which torch_npu has (read in
 its op-plugin's list, op_plugin/config/op_plugin_functions.yaml, for torch 2.1 to 2.8; not run), to which come
 those of `noise`: add, amax, arange, argmax, cat, clamp, cumsum, div, eq, exp, exponential,
-floor_divide, full, gather, gt, index, index_put, index_select, le, log, logical_not, lt, masked_fill,
+floor_divide, full, gather, ge, gt, index, index_put, index_select, le, log, logical_not, lt, masked_fill,
 mul, nonzero, rand, remainder, repeat_interleave, scatter, softmax, sub, sum, uniform, where, zeros.
 """
 

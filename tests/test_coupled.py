@@ -452,6 +452,11 @@ def test_shortfall_is_the_error_that_would_have_made_a_token_win() -> None:
     missed = keyed.shortfall(logits, keys, positions, other)
     assert bool((missed[other != own] > 0).all())
     assert bool(keyed.shortfall(logits, keys, positions, torch.zeros_like(own)).isinf().all())
+    # Also where nothing of the token's block, or of the row, can be drawn.
+    for end in (blocks.BLOCK_SIZE, 600):
+        without = logits.clone()
+        without[:, :end] = -torch.inf
+        assert bool(keyed.shortfall(without, keys, positions, torch.zeros_like(own)).isinf().all())
     # Raised by a little more than it missed, a token of the winning block wins.
     same = (other // blocks.BLOCK_SIZE == own // blocks.BLOCK_SIZE) & (other != own)
     assert int(same.sum()) > 20

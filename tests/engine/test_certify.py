@@ -338,6 +338,22 @@ def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn() ->
     assert 3 < sum(explained) < 37
 
 
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.1, 0, 1.0), (0.5, 0, 1.0), (0.3, 50, 0.95)])
+def test_a_token_that_is_out_of_reach_is_never_explained(temperature: float, top_k: int, top_p: float) -> None:
+    """Whichever engine drew it, and however much less than float32's smallest number is its probability."""
+    from rollout_spec.certify_numerics import explain
+
+    for seed in range(20):
+        logits = torch.randn(1000, generator=torch.Generator().manual_seed(seed)).mul(3)
+        logits[:128] += 15
+        logits[640:768] -= 40 + 3 * seed  # a whole block
+        own, wrong = drawn(logits / temperature, list(range(1000)), position=seed), 640 + seed
+        for token_ids in ([own, wrong], [wrong, own], [wrong]):
+            assert explain(logits, temperature, top_k, top_p, 7, seed, token_ids, 1e-4) > 50
+    logits[3] = torch.nan
+    assert explain(logits, temperature, top_k, top_p, 7, 0, [own, own], 1e-4) == np.inf
+
+
 def test_logits_of_few_bits_are_explained() -> None:
     """Ties at the boundary, distances that are multiples of 1 / 32, pairs that change places."""
     from rollout_spec.certify_numerics import explain
