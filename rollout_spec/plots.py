@@ -106,10 +106,10 @@ def _series(
             price = result["min_token_prob"] if equal is None else None
             lines.setdefault((method, equal, price), []).append(result)
     num_prices = Counter((method, equal) for method, equal, _ in lines)
-    seen: Counter[tuple[str, Any]] = Counter()
+    seen: Counter[str] = Counter()
     for (method, equal, price), series in lines.items():
-        style = ("-", "--", "-.", ":")[seen[method, equal] % 4]
-        seen[method, equal] += 1
+        style = ("-", "--", "-.", ":")[seen[method] % 4]
+        seen[method] += 1
         label = method if equal is None else f"{method} as {equal}"
         label += f" {price}" if num_prices[method, equal] > 1 else ""
         yield {"color": colours[method], "linestyle": style, "label": label}, series
