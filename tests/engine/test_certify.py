@@ -339,7 +339,9 @@ def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn() ->
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.1, 0, 1.0), (0.5, 0, 1.0), (0.3, 50, 0.95)])
-def test_a_token_that_is_out_of_reach_is_never_explained(temperature: float, top_k: int, top_p: float) -> None:
+def test_a_token_that_is_out_of_reach_is_never_explained(
+    temperature: float, top_k: int, top_p: float
+) -> None:
     """Whichever engine drew it, and however much less than float32's smallest number is its probability."""
     from rollout_spec.certify_numerics import explain
 
