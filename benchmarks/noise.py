@@ -14,14 +14,14 @@ from itertools import count
 import numpy as np
 import torch
 
-from rollout_spec import keyed, noise
+from rollout_spec.verification import coupled, noise
 
 POSITIONS = np.arange(1024)  # of each response
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    num_words = keyed.num_drawn(32_000)
+    num_words = coupled.num_drawn(32_000)
     for sample in count(int(sys.argv[1]) if len(sys.argv) > 1 else 0):
         keys = np.full_like(POSITIONS, noise.make_key("a run", 1, sample // 8, sample % 8))
         words = noise.random_words(noise.row_seeds(keys, POSITIONS), num_words, torch.device("cpu"))

@@ -16,20 +16,23 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rollout_spec.bench_engine import Timeline, step_times
 from rollout_spec.config import SpecConfig
-from rollout_spec.replay import read_trace
-from rollout_spec.simulate import Cluster, StepTimes, simulate
+from rollout_spec.measure.engine import Method
+from rollout_spec.measure.replay import read_trace
+from rollout_spec.measure.simulate import Cluster, StepTimes, simulate
+from rollout_spec.measure.timeline import Timeline, step_times
 
 WANTED = 0.15  # of what was measured
 
 
-def config_of(method: str) -> SpecConfig:
-    """Of `off` or `sam:THRESHOLD`."""
-    name, _, threshold = method.partition(":")
-    if name == "off":
+def config_of(method: str, record: dict[str, Any]) -> SpecConfig:
+    """Of `off`, `sam` or `sam:THRESHOLD`, with the options that were measured."""
+    if method.startswith("off"):
         return SpecConfig(method="off")
-    return SpecConfig(batch_threshold=int(threshold) if threshold.isdigit() else threshold)
+    options = Method(method).options(record["spec"])
+    if record["num_speculative_tokens"] is not None:
+        options["num_speculative_tokens"] = record["num_speculative_tokens"]
+    return SpecConfig.from_mapping(options)
 
 
 def times_without(repeat: int, timelines: dict[str, list[dict[str, Any]]]) -> StepTimes:
@@ -52,6 +55,7 @@ def main() -> None:
         for result in record["results"]
         if result["method"].split(":")[0] in ("off", "sam")
     }
+    configs = {method: config_of(method, record) for method in measured}
     timelines = json.loads((folder / "timelines.json").read_text())
     timelines = {method: timelines[method] for method in measured}
     ratios: dict[str, list[float]] = {method: [] for method in measured}
@@ -60,7 +64,7 @@ def main() -> None:
         lines = list(read_trace(folder / f"rollouts-{repeat}.jsonl"))
         times = times_without(repeat, timelines)
         for method, seconds in measured.items():
-            predicted = simulate(lines, cluster, config_of(method), times, record["load"]["tail_threshold"])
+            predicted = simulate(lines, cluster, configs[method], times, record["load"]["tail_threshold"])
             ratios[method].append(predicted["makespan_s"] / seconds[repeat])
     for method, values in ratios.items():
         num_near = sum(abs(ratio - 1) <= WANTED for ratio in values)
