@@ -29,6 +29,10 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
+# Engines and trainings run in one process: two at a time need too much memory.
+PYTEST := $(BIN)/python -m pytest
+# Exit code 5: TEST_ARGS chose none of them.
+FAST = $(PYTEST) -m 'not slow' --numprocesses 2 --dist loadfile $(TEST_ARGS) || [ $$? = 5 ]
 NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 BUILT := $(VENV)/.built
@@ -36,16 +40,20 @@ SUFFIX := $(VENV)/.suffix-$(ENGINE)
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
 SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
 
-.PHONY: help demo test check format asan bench dev lock clean
+.PHONY: help demo test test-fast check format asan bench docs dev lock clean
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARGS=--quick)
 	$(BIN)/rollout-spec demo $(DEMO_ARGS)
 
 test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name')
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(FAST)
+	$(PYTEST) -m slow $(TEST_ARGS) || [ $$? = 5 ]
+
+test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing
+	$(FAST)
 
 check: dev ## format, lint, types, C warnings as errors
 	$(BIN)/ruff format --check .
@@ -62,6 +70,9 @@ asan: dev ## native tests under AddressSanitizer and UBSan
 
 bench: dev ## time the native core
 	$(BIN)/rollout-spec bench native
+
+docs: $(VENV)/docs/.installed ## build the documentation into build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs --quiet build --strict
 
 dev: $(BUILT) ## set up .venv
 
@@ -83,6 +94,12 @@ $(SUFFIX): $(INSTALLED)
 		arctic-inference==0.1.1 || echo "arctic-inference cannot be built here: its tests are skipped" >&2
 	@touch $@
 
+# An environment of its own: the site needs nothing of the engine, nor the compiled module.
+$(VENV)/docs/.installed: requirements/docs.txt | $(UV)
+	$(UV) venv --quiet --clear --python $(BIN)/python $(VENV)/docs
+	$(UV) pip install --quiet --python $(VENV)/docs/bin/python --no-deps -r $<
+	@touch $@
+
 $(UV):
 	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or 3.12 with venv and its headers (Python.h) was found." \
 		"Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
@@ -93,7 +110,7 @@ $(UV):
 
 NEVER := ; ([^ ]+ [^ ]+ [^ ]+ and )?(sys_platform == '(never|emscripten|win32)'|python_full_version >= '3.13')$$
 
-lock: $(UV) ## renew requirements/cpu.txt and cuda.txt
+lock: $(UV) ## renew requirements/{cpu,cuda,docs}.txt
 	for engine in cpu cuda; do \
 		{ echo "# Written by 'make lock' from $$engine.in and $$engine-overrides.txt."; \
 		  $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \
@@ -101,7 +118,11 @@ lock: $(UV) ## renew requirements/cpu.txt and cuda.txt
 		  | grep -vE "$(NEVER)"; \
 		} > requirements/$$engine.txt; \
 	done
+	{ echo "# Written by 'make lock' from docs.in."; \
+	  $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \
+		requirements/docs.in; \
+	} > requirements/docs.txt
 
 clean: ## remove everything that was built or downloaded
 	rm -rf $(VENV) .cache build dist outputs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	rm -f rollout_spec/_native.*
+	rm -f rollout_spec/drafting/_native.*.so rollout_spec/drafting/_native.c

@@ -1,3 +1,23 @@
+/* The suffix automaton, online construction with undo.
+ *
+ * Of the text a b b, states in boxes of their strings, transitions -->, suffix links ..>:
+ *
+ *                 a                b              b
+ *      [ root ] -----> [ a ] ----------> [ ab ] -----> [ abb bb ]
+ *        ^  |            :                  :            |   :
+ *        :  |            :..> root          :            |   :
+ *        :  |    b                          v      b     |   :
+ *        :  +-------------------------->  [ b ] ---------+   :
+ *        :                                  : ^..............:
+ *        :..................................:
+ *
+ * [ b ] is a clone: until the second b the strings b and ab ended at the same positions and were one state.
+ *
+ * Invariants, which validate.c checks:
+ * - A state's strings are its longest one and that one's suffixes down to, not including, the longest of its link's.
+ * - Every state but the root has exactly one transition from the prefix of its longest string (a solid one).
+ * - rs_extend adds at most one state for the text and one clone, in this order, and what it adds to a state's
+ *   transitions is that state's latest: so rs_retract can take it all back, if the latest goes first. */
 #include "automaton.h"
 
 #include <string.h>
@@ -89,7 +109,7 @@ static rs_status clone_state(rs_automaton *a, uint32_t state, int32_t token, uin
     }
     uint32_t clone = a->num_states++;
     a->states[clone] = a->states[origin];
-    a->states[clone].len = (a->states[state].len + 1) & RS_MAX_TEXT_TOKENS;
+    a->states[clone].len = a->states[state].len + 1;
     a->states[clone].block = block;
     a->states[origin].link = clone;
     a->num_transitions += num_transitions_of(a, origin);
@@ -117,13 +137,9 @@ static void remove_newest(rs_automaton *a, uint32_t state, uint32_t end) {
 }
 
 /* Make a state for the text `last` + token, which has occurred nowhere. */
-static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token, uint8_t speaker,
-                              rs_extension *extension) {
+static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token, rs_extension *extension) {
     uint32_t newest = a->num_states++;
-    a->states[newest] = (rs_state){.len = (a->states[last].len + 1) & RS_MAX_TEXT_TOKENS,
-                                   .speaker = speaker,
-                                   .link = RS_ROOT,
-                                   .token = -1};
+    a->states[newest] = (rs_state){.len = a->states[last].len + 1, .link = RS_ROOT, .token = -1};
     uint32_t state = last;
     uint32_t *target = NULL;
     rs_status status = RS_OK;
@@ -160,8 +176,7 @@ static void count_suffixes(rs_automaton *a, uint32_t state, uint32_t by) {
     }
 }
 
-rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, uint32_t weight, uint8_t speaker,
-                    rs_extension *extension) {
+rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, rs_extension *extension) {
     rs_status status = reserve_states(a, 2);
     if (status != RS_OK) {
         return status;
@@ -170,7 +185,7 @@ rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, uint32_t weig
     const uint32_t *target = rs_find(a, last, token);
     if (target == NULL) {
         extension->after = a->num_states;
-        status = create_state(a, last, token, speaker, extension);
+        status = create_state(a, last, token, extension);
     } else if (a->states[*target].len == a->states[last].len + 1) {
         extension->after = *target;
     } else {
@@ -179,14 +194,14 @@ rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, uint32_t weig
         status = clone_state(a, last, token, extension->origin);
     }
     if (status == RS_OK && a->counts) {
-        count_suffixes(a, extension->after, weight);
+        count_suffixes(a, extension->after, 1);
     }
     return status;
 }
 
-void rs_retract(rs_automaton *a, int32_t token, uint32_t weight, const rs_extension *extension) {
+void rs_retract(rs_automaton *a, int32_t token, const rs_extension *extension) {
     if (a->counts) {
-        count_suffixes(a, extension->after, 0U - weight);
+        count_suffixes(a, extension->after, UINT32_MAX); /* that is, -1 */
     }
     uint32_t state = extension->before;
     if (extension->created) {

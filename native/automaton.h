@@ -16,12 +16,11 @@ enum { RS_ROOT = 0 };
 static const uint32_t RS_NO_STATE = UINT32_MAX;
 
 typedef struct {
-    uint32_t len : 24;    /* RS_MAX_TEXT_TOKENS at most */
-    uint32_t speaker : 8; /* whose text its strings first occurred in */
+    uint32_t len;
     uint32_t link;   /* RS_NO_STATE: this is the root */
     int32_t token;   /* of the transition that was inserted first, < 0: there is none */
     uint32_t target; /* of the same */
-    uint32_t count;  /* with counts: of the weights of its occurrences */
+    uint32_t count;  /* of its occurrences, where the automaton counts */
     uint32_t block;  /* the other transitions, 0: none */
 } rs_state;
 
@@ -32,7 +31,7 @@ typedef struct {
     uint32_t capacity;
     rs_pool pool;
     uint64_t num_transitions;
-    bool counts; /* mode frequent */
+    bool counts;
 } rs_automaton;
 
 /* What it takes to undo one rs_extend. */
@@ -49,13 +48,11 @@ void rs_automaton_free(rs_automaton *automaton);
 /* In constant time: what is large is freed bit by bit, see rs_discard. */
 void rs_automaton_discard(rs_automaton *automaton);
 
-/* Append one token to a text of `speaker`, whose state is `last`; its suffixes count `weight` more. On failure
- * nothing changes. */
-rs_status rs_extend(rs_automaton *automaton, uint32_t last, int32_t token, uint32_t weight, uint8_t speaker,
-                    rs_extension *extension);
+/* Append one token to a text whose state is `last`. On failure nothing changes. */
+rs_status rs_extend(rs_automaton *automaton, uint32_t last, int32_t token, rs_extension *extension);
 
-/* Undo the latest rs_extend that is not undone; it had this token and this weight. */
-void rs_retract(rs_automaton *automaton, int32_t token, uint32_t weight, const rs_extension *extension);
+/* Undo the latest rs_extend that is not undone; it had this token. */
+void rs_retract(rs_automaton *automaton, int32_t token, const rs_extension *extension);
 
 /* The target of the transition, NULL where there is none. Invalid after the next rs_extend. */
 static inline uint32_t *rs_find(const rs_automaton *automaton, uint32_t state, int32_t token) {

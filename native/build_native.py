@@ -1,4 +1,4 @@
-"""cffi API-mode build of `rollout_spec._native`; setup.py names `ffibuilder`.
+"""cffi API-mode build of `rollout_spec.drafting._native`; setup.py names `ffibuilder`.
 
 The public header is the cdef, so that the two cannot drift apart. Paths are relative to the
 repository root, where setuptools runs this file.
@@ -14,6 +14,7 @@ from cffi import FFI
 
 HEADER = Path("native/rollout_spec_native.h")
 SOURCES = (
+    "error",
     "pages",
     "memory",
     "transitions",
@@ -24,7 +25,6 @@ SOURCES = (
     "draft",
     "index",
     "step",
-    "replay",
     "validate",
 )
 # Functions are inlined across the files (a tenth of a draft step); clang's linker may lack the plugin for it.
@@ -40,7 +40,7 @@ def read_cdef(header: Path = HEADER) -> str:
 ffibuilder = FFI()
 ffibuilder.cdef(read_cdef())
 ffibuilder.set_source(
-    "rollout_spec._native",
+    "rollout_spec.drafting._native",
     '#include "rollout_spec_native.h"',
     sources=[f"native/{name}.c" for name in SOURCES],
     include_dirs=["native"],

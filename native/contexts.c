@@ -1,3 +1,15 @@
+/* The table of contexts: hashed, in buckets of four, grown bucket by bucket.
+ *
+ *     tag:  | identity, 28 bits                    | confidence, 4 bits |
+ *           its lower bits choose the bucket; a context is in its bucket or nowhere
+ *
+ *     buckets   0 .. half-1                half .. num_buckets-1    num_buckets .. capacity-1
+ *               [    ][    ][    ][    ]   [    ][    ]             (not in use: what belongs there is still
+ *                  |                          ^                      in the bucket `half` below)
+ *                  +---- split_bucket --------+
+ *
+ * Invariants, which rs_contexts_check checks: of a bucket the free slots come last; a used slot has confidence >= 1
+ * and is where rs_context_bucket_of and rs_context_find look for it. */
 #include "contexts.h"
 
 #include <stdbool.h>
@@ -44,7 +56,7 @@ void rs_recent_push(rs_recent *recent, int32_t token) {
     recent->num += recent->num < RS_LONGEST_CONTEXT;
 }
 
-void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, uint32_t tags[RS_NUM_CONTEXTS]) {
+void rs_context_tags(const rs_recent *recent, uint64_t own_salt, uint32_t tags[RS_NUM_CONTEXTS]) {
     static const int lengths[RS_NUM_CONTEXTS] = {1, 2, 3, RS_LONGEST_CONTEXT, 2, 1};
     enum { NUM_SHARED = 4 };
     uint64_t hashes[RS_LONGEST_CONTEXT + 1] = {0}; /* of the last so many tokens */
@@ -54,7 +66,7 @@ void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, 
     }
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
         uint64_t length = (uint64_t)lengths[i];
-        tags[i] = tag_of(hashes[length], i < NUM_SHARED ? salt + length : own_salt - length);
+        tags[i] = tag_of(hashes[length], i < NUM_SHARED ? length : own_salt - length);
     }
     for (int i = 0; recent->num < RS_LONGEST_CONTEXT && i < RS_NUM_CONTEXTS; i++) {
         tags[i] = (uint64_t)lengths[i] <= recent->num ? tags[i] : 0;

@@ -66,9 +66,8 @@ static inline int32_t rs_recent_last(const rs_recent *recent) {
     return recent->num > 0 ? (int32_t)recent->pairs[0] : -1;
 }
 
-/* The tags of the contexts that the next token has. Texts with different salts share no context;
- * own_salt does the same for the own contexts. */
-void rs_context_tags(const rs_recent *recent, uint64_t salt, uint64_t own_salt, uint32_t tags[RS_NUM_CONTEXTS]);
+/* The tags of the contexts that the next token has. Sequences with different own_salts share no own context. */
+void rs_context_tags(const rs_recent *recent, uint64_t own_salt, uint32_t tags[RS_NUM_CONTEXTS]);
 
 /* Learn from all, after which there are none. Twice the buckets when most slots are used, at most an eighth of the byte
  * budget; where there is no memory for it, the table stays as it is. */

@@ -1,14 +1,27 @@
+/* The static corpus: read from its block, built from texts, checked.
+ *
+ *     head    num_tokens | num_states | num_transitions
+ *     states  [ 0: root ][ 1 ] ... [ n-1 ][ n ]                  `first` of each: where its transitions begin;
+ *               |         |                 |                    those of the next one end them, so state n is there
+ *               v         v                 v                    only for its `first`
+ *     transitions  [ most frequent | others by token ][ ... ] ... end
+ *
+ * Invariants, which rs_corpus_check checks: everything points into the block, so that a damaged one is never read
+ * outside; the first transition is on the most frequent follower; a state's strings are those of an automaton.
+ *
+ * While a corpus is built, the count of a state is how many texts or beginnings of texts end in it; a string occurs
+ * where a beginning ends in its state or in one that links to it, and writing sums these up. */
 #include "corpus.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "index.h"
+#include "error.h"
 
 struct rs_corpus_builder {
     rs_memory memory;
-    rs_automaton automaton; /* the count of a state: how many texts or beginnings of texts end in it */
+    rs_automaton automaton; /* which does not count by itself */
     uint64_t num_tokens;
 };
 
@@ -96,9 +109,7 @@ void rs_corpus_free(rs_corpus_builder *builder) {
     if (builder == NULL) {
         return;
     }
-    if (builder->automaton.memory != NULL) {
-        rs_automaton_free(&builder->automaton);
-    }
+    rs_automaton_free(&builder->automaton);
     rs_memory memory = builder->memory;
     void *block = builder;
     uint32_t capacity = 1;
@@ -106,23 +117,18 @@ void rs_corpus_free(rs_corpus_builder *builder) {
 }
 
 rs_status rs_corpus_add(rs_corpus_builder *builder, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
-    if (builder == NULL || (token_ids == NULL && num_tokens > 0)) {
-        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", builder == NULL ? "builder" : "token_ids");
+    if (builder == NULL) {
+        return rs_fail(error, RS_EINVAL, -1, "builder: must not be null");
     }
-    if (num_tokens < 0 || num_tokens > RS_MAX_TEXT_TOKENS) {
-        return rs_fail(error, RS_EINVAL, -1, "num_tokens=%" PRId64 ": out of range", num_tokens);
-    }
-    for (int64_t i = 0; i < num_tokens; i++) {
-        if (token_ids[i] < 0) {
-            return rs_fail(error, RS_EINVAL, -1, "token_ids[%" PRId64 "]=%" PRId32 ": must not be negative", i,
-                           token_ids[i]);
-        }
+    rs_status status = rs_check_tokens(token_ids, num_tokens, "token_ids", error);
+    if (status != RS_OK) {
+        return status;
     }
     rs_automaton *a = &builder->automaton;
     uint32_t last = RS_ROOT;
     for (int64_t i = 0; i < num_tokens; i++) {
         rs_extension extension;
-        if (rs_extend(a, last, token_ids[i], 1, 0, &extension) != RS_OK) {
+        if (rs_extend(a, last, token_ids[i], &extension) != RS_OK) {
             return rs_fail(error, RS_ENOMEM, -1, "out of memory");
         }
         if (extension.origin != RS_NO_STATE) {
@@ -139,8 +145,7 @@ uint64_t rs_corpus_num_bytes(const rs_corpus_builder *builder) {
     return content_bytes(builder->automaton.num_states, builder->automaton.num_transitions);
 }
 
-/* A string occurs where a beginning of a text ends in its state or in one that links to it. `first`
- * counts the links to a state that are still to come. */
+/* `first` counts the links to a state that are still to come. */
 static void sum_occurrences(rs_corpus_state *states, uint32_t num_states) {
     const uint32_t done = UINT32_MAX;
     for (uint32_t i = 1; i < num_states; i++) {

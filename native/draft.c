@@ -1,6 +1,16 @@
+/* A draft, token by token. At every position all experts are asked, the best proposal is taken, and the walk moves to
+ * where text + draft is then in everything that will be asked next:
+ *
+ *     text .. x y | d1 d2 ?        experts:  0  the match in the group's automaton: `state`
+ *                 ^                          1  the next shorter class that was followed: `shorter`
+ *                 draft                      2  contexts: the last 1, 2, 3, 6 tokens, wherever; the last 2, 1 here
+ *                                            .. the corpus, where its match is longer than expert 0's
+ *
+ * Invariants: after a fetch `state` and `shorter` are the root or have been followed, `shorter` is above `state`, and
+ * `followers` are theirs; a walk makes no more predictions than max_draft_tokens. */
 #include "draft.h"
 
-#include <string.h>
+static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 
 /* The longest suffix, `state` included, that has been followed; the root where none has. */
 static uint32_t followed_suffix(const rs_automaton *a, uint32_t state) {
@@ -10,9 +20,6 @@ static uint32_t followed_suffix(const rs_automaton *a, uint32_t state) {
     return state;
 }
 
-static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
-
-/* Move up to the longest suffix that has been followed. */
 static void move_to_followed(rs_walk *walk) {
     uint32_t state = followed_suffix(walk->automaton, walk->state);
     if (state != walk->state) {
@@ -22,60 +29,30 @@ static void move_to_followed(rs_walk *walk) {
 }
 
 static void find_contexts(rs_walk *walk, const rs_index *index) {
-    rs_context_tags(&walk->recent, walk->salt, walk->own_salt, walk->tags);
+    rs_context_tags(&walk->recent, walk->own_salt, walk->tags);
     rs_contexts_fetch(&index->contexts, walk->tags, walk->buckets);
 }
 
-static bool corpus_match_is_longer(const rs_walk *walk, const rs_index *index, rs_cursor match) {
-    return match.len >= (uint64_t)walk->match_len + (uint32_t)index->options.corpus_margin;
-}
-
-/* Every mode but sam: into the corpus, if it has the longer match. */
-static void choose_automaton(rs_walk *walk, const rs_index *index) {
-    rs_cursor match = rs_cursor_followed(&index->corpus, walk->cursor);
-    if (corpus_match_is_longer(walk, index, match)) {
-        walk->in_corpus = true;
-        walk->cursor = match;
-        walk->match_len = match.len;
-    }
-}
-
-int32_t rs_walk_start(rs_walk *walk, const rs_index *index, const rs_sequence *sequence, int32_t max_draft_tokens,
-                      double min_token_prob, rs_prediction *predictions) {
-    const rs_options *options = &index->options;
-    const rs_automaton *a = &index->groups[sequence->group].automaton;
-    walk->automaton = a;
-    walk->cursor = sequence->cursor;
-    walk->in_corpus = false;
+int32_t rs_walk_start(rs_walk *walk, const rs_index *index, int32_t id, int32_t max_draft_tokens,
+                      double min_token_prob) {
+    const rs_sequence *sequence = index->sequences + id;
+    walk->automaton = &index->groups[sequence->group].automaton;
     walk->state = sequence->last;
-    walk->match_len = a->states[sequence->last].len;
+    walk->match_len = walk->automaton->states[sequence->last].len;
+    walk->recent = sequence->recent;
+    walk->own_salt = rs_own_salt(sequence);
+    walk->cursor = sequence->cursor;
+    walk->num_left = least(index->options.num_speculative_tokens, max_draft_tokens);
     walk->min_token_prob = min_token_prob;
-    walk->probability = 1.0;
+    walk->survival = 1.0;
+    walk->predictions = rs_predictions(index, id);
     walk->num_predictions = 0;
     move_to_followed(walk);
-    int32_t most = least(options->num_speculative_tokens, max_draft_tokens);
-    if (options->mode == RS_MODE_SAM) {
-        walk->recent = sequence->recent;
-        walk->salt = rs_salt(index, sequence);
-        walk->own_salt = rs_own_salt(sequence);
-        walk->speaker = sequence->speaker;
-        walk->num_live = index->groups[sequence->group].num_live;
-        walk->predictions = predictions;
-        walk->num_left = most;
-        find_contexts(walk, index);
-    } else {
-        if (index->corpus.states != NULL) {
-            choose_automaton(walk, index);
-        }
-        double by_match = options->max_spec_factor * walk->match_len;
-        bool too_short = walk->match_len < (uint32_t)options->min_match_len;
-        walk->num_left = too_short ? 0 : by_match < most ? (int32_t)by_match : most;
-    }
+    find_contexts(walk, index);
     return (int32_t)walk->match_len;
 }
 
-/* Occurrences of full weight set aside for a follower that was never seen. */
-static const double UNSEEN_COUNT = 0.25;
+/* ---- what is asked for is fetched first ---- */
 
 static rs_followers followers_of(const rs_automaton *a, const rs_state *state) {
     rs_followers followers = {NULL, 0};
@@ -84,71 +61,6 @@ static rs_followers followers_of(const rs_automaton *a, const rs_state *state) {
     }
     followers.num = followers.num < RS_MAX_BRANCHES - 1 ? followers.num : RS_MAX_BRANCHES - 1;
     return followers;
-}
-
-/* The most frequent follower of the state, which has one. */
-typedef struct {
-    int32_t token;
-    uint32_t target;
-    uint32_t count;
-    uint32_t total; /* of all followers that are looked at */
-} rs_choice;
-
-/* Among equals, the one that was inserted first. */
-static rs_choice most_frequent(const rs_automaton *a, const rs_state *state, rs_followers followers) {
-    uint32_t best = a->states[state->target].count;
-    uint32_t total = best;
-    uint32_t chosen = 0; /* the number of the transition, from 1; 0: the first */
-    for (uint32_t i = 0; i < followers.num; i++) {
-        uint32_t count = a->states[followers.others[i].target].count;
-        total += count;
-        chosen = count > best ? i + 1 : chosen;
-        best = count > best ? count : best;
-    }
-    int32_t token = chosen > 0 ? followers.others[chosen - 1].token : state->token;
-    uint32_t target = chosen > 0 ? followers.others[chosen - 1].target : state->target;
-    return (rs_choice){.token = token, .target = target, .count = best, .total = total};
-}
-
-/* Modes earliest and frequent. */
-static int32_t next_of_match(rs_walk *walk, const rs_options *options) {
-    const rs_automaton *a = walk->automaton;
-    move_to_followed(walk);
-    const rs_state *state = a->states + walk->state;
-    if (state->len < (uint32_t)options->min_match_len) {
-        return -1;
-    }
-    int32_t token = state->token;
-    uint32_t target = state->target;
-    if (options->mode == RS_MODE_FREQUENT) {
-        rs_choice choice = most_frequent(a, state, followers_of(a, state));
-        walk->probability *= (double)choice.count / (choice.total + UNSEEN_COUNT * RS_FULL_WEIGHT);
-        if (walk->probability < walk->min_token_prob) {
-            return -1;
-        }
-        token = choice.token;
-        target = choice.target;
-    }
-    walk->state = target;
-    walk->match_len++;
-    __builtin_prefetch(a->states + target);
-    return token;
-}
-
-/* Every mode but sam. */
-static int32_t next_of_corpus(rs_walk *walk, const rs_corpus *corpus) {
-    uint32_t state = walk->cursor.state;
-    const rs_transition *next = rs_corpus_next(corpus, state);
-    if (next == NULL) {
-        return -1;
-    }
-    walk->probability *= corpus->states[next->target].count / (corpus->states[state].count + UNSEEN_COUNT);
-    if (walk->probability < walk->min_token_prob) {
-        return -1;
-    }
-    walk->cursor.state = next->target;
-    __builtin_prefetch(corpus->states + next->target);
-    return next->token;
 }
 
 /* The target of its first transition, and where the others are. Inlined for the reason that contexts.h gives. */
@@ -186,55 +98,58 @@ void rs_walk_fetch(rs_walk *walk, int stage) {
     }
 }
 
-static void ask_corpus(const rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
+/* ---- what the experts propose ---- */
+
+/* The most frequent follower of the state, which has one; among equals, the one that was inserted first. */
+static rs_proposal most_frequent(const rs_automaton *a, const rs_state *state, rs_followers followers) {
+    uint32_t best = a->states[state->target].count;
+    uint32_t total = best;
+    uint32_t chosen = 0; /* the number of the transition, from 1; 0: the first */
+    for (uint32_t i = 0; i < followers.num; i++) {
+        uint32_t count = a->states[followers.others[i].target].count;
+        total += count;
+        chosen = count > best ? i + 1 : chosen;
+        best = count > best ? count : best;
+    }
+    int32_t token = chosen > 0 ? followers.others[chosen - 1].token : state->token;
+    return (rs_proposal){.token = token, .count = best, .total = total};
+}
+
+static void ask_matches(const rs_walk *walk, rs_calibration *calibration, rs_prediction *prediction) {
+    const rs_automaton *a = walk->automaton;
+    const uint32_t states[RS_NUM_MATCHES] = {walk->state, walk->shorter};
+    const uint32_t match_lens[RS_NUM_MATCHES] = {walk->match_len, a->states[walk->shorter].len};
+    for (int expert = 0; expert < RS_NUM_MATCHES && states[expert] != RS_ROOT; expert++) {
+        rs_proposal proposal = most_frequent(a, a->states + states[expert], walk->followers[expert]);
+        proposal.match_len = match_lens[expert];
+        rs_prediction_add_match(calibration, prediction, expert, &proposal);
+    }
+}
+
+static void ask_contexts(const rs_walk *walk, rs_calibration *calibration, rs_prediction *prediction) {
+    for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
+        rs_successor successor = rs_context_successor(walk->buckets[context], walk->tags[context]);
+        rs_prediction_add_context(calibration, prediction, context, successor.token, successor.confidence);
+    }
+}
+
+static void ask_corpus(const rs_walk *walk, rs_index *index, rs_prediction *prediction) {
     const rs_corpus *corpus = &index->corpus;
     rs_cursor match = rs_cursor_followed(corpus, walk->cursor);
-    if (corpus_match_is_longer(walk, index, match)) {
+    if (match.len > walk->match_len) {
         const rs_transition *next = rs_corpus_next(corpus, match.state);
         const rs_proposal proposal = {.token = next->token,
                                       .match_len = match.len,
                                       .count = corpus->states[next->target].count,
-                                      .total = corpus->states[match.state].count,
-                                      .unit = 1};
-        rs_prediction_add_match(index->calibration, prediction, RS_CORPUS_EXPERT, &proposal);
+                                      .total = corpus->states[match.state].count};
+        rs_prediction_add_match(&index->calibration, prediction, RS_CORPUS_EXPERT, &proposal);
     }
 }
 
-static rs_source source_of(const rs_walk *walk, uint32_t speaker) {
-    if (speaker == walk->speaker || speaker == RS_PROMPT) {
-        return RS_OWN_TEXT;
-    }
-    if (speaker == RS_OLDER_POLICIES) {
-        return RS_OLDER_POLICY;
-    }
-    return walk->num_live[speaker] > 0 ? RS_LIVE_SIBLING : RS_FINISHED_SIBLING;
-}
+/* ---- one token further ---- */
 
-static void ask_experts(rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
-    const rs_automaton *a = walk->automaton;
-    rs_prediction_init(prediction, rs_recent_last(&walk->recent));
-    const uint32_t states[RS_NUM_MATCHES] = {walk->state, walk->shorter};
-    for (int expert = 0; expert < RS_NUM_MATCHES && states[expert] != RS_ROOT; expert++) {
-        rs_choice choice = most_frequent(a, a->states + states[expert], walk->followers[expert]);
-        const rs_proposal proposal = {.token = choice.token,
-                                      .match_len = expert == 0 ? walk->match_len : a->states[states[expert]].len,
-                                      .count = choice.count,
-                                      .total = choice.total,
-                                      .unit = RS_FULL_WEIGHT,
-                                      .source = source_of(walk, a->states[choice.target].speaker)};
-        rs_prediction_add_match(index->calibration, prediction, expert, &proposal);
-    }
-    for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
-        rs_successor successor = rs_context_successor(walk->buckets[context], walk->tags[context]);
-        rs_prediction_add_context(index->calibration, prediction, context, successor.token, successor.confidence);
-    }
-    if (index->corpus.states != NULL) {
-        ask_corpus(walk, index, prediction);
-    }
-}
-
-/* To the longest suffix of text + draft + token that is in the automaton. */
-static void move_along(rs_walk *walk, int32_t token) {
+/* In the automaton, to the longest suffix of text + draft + token that is in it. */
+static void move_match(rs_walk *walk, int32_t token) {
     const rs_automaton *a = walk->automaton;
     const uint32_t *target;
     while ((target = rs_find(a, walk->state, token)) == NULL && walk->state != RS_ROOT) {
@@ -248,87 +163,32 @@ static void move_along(rs_walk *walk, int32_t token) {
     }
 }
 
-static int32_t next_of_experts(rs_walk *walk, const rs_index *index) {
+static void move(rs_walk *walk, const rs_index *index, int32_t token) {
+    rs_recent_push(&walk->recent, token);
+    find_contexts(walk, index);
+    move_match(walk, token);
+    if (index->corpus.states != NULL) {
+        rs_cursor_move(&index->corpus, &walk->cursor, token);
+        __builtin_prefetch(index->corpus.states + walk->cursor.state);
+    }
+}
+
+int32_t rs_walk_next(rs_walk *walk, rs_index *index) {
     rs_prediction *prediction = walk->predictions + walk->num_predictions;
-    ask_experts(walk, index, prediction);
-    walk->probability *= rs_predict(index->calibration, prediction);
-    if (prediction->token < 0) {
+    rs_prediction_init(prediction, rs_recent_last(&walk->recent));
+    ask_matches(walk, &index->calibration, prediction);
+    ask_contexts(walk, &index->calibration, prediction);
+    if (index->corpus.states != NULL) {
+        ask_corpus(walk, index, prediction);
+    }
+    walk->survival *= rs_predict(&index->calibration, prediction);
+    walk->num_predictions += prediction->token >= 0;
+    if (prediction->token < 0 || walk->survival < walk->min_token_prob) {
+        walk->num_left = 0;
         return -1;
     }
-    walk->num_predictions++;
-    if (walk->probability < walk->min_token_prob) {
-        return -1;
-    }
-    if (walk->num_left > 1) {
-        rs_recent_push(&walk->recent, prediction->token);
-        find_contexts(walk, index);
-        move_along(walk, prediction->token);
-        if (index->corpus.states != NULL) {
-            rs_cursor_move(&index->corpus, &walk->cursor, prediction->token);
-            __builtin_prefetch(index->corpus.states + walk->cursor.state);
-        }
+    if (--walk->num_left > 0) {
+        move(walk, index, prediction->token);
     }
     return prediction->token;
-}
-
-int32_t rs_walk_next(rs_walk *walk, const rs_index *index) {
-    int32_t token;
-    if (index->options.mode == RS_MODE_SAM) {
-        token = next_of_experts(walk, index);
-    } else if (walk->in_corpus) {
-        token = next_of_corpus(walk, &index->corpus);
-    } else {
-        token = next_of_match(walk, &index->options);
-    }
-    walk->num_left = token < 0 ? 0 : walk->num_left - 1;
-    return token;
-}
-
-/* One path of mode suffix_policy: its length, and the sum of its probabilities. */
-static int32_t suffix_path(const rs_automaton *a, uint32_t at, double min_token_prob, int32_t most, int32_t *path,
-                           float *survivals, double *score) {
-    double probability = 1.0;
-    int32_t num = 0;
-    *score = 0.0;
-    while (num < most && a->states[at].token >= 0) {
-        rs_choice choice = most_frequent(a, a->states + at, followers_of(a, a->states + at));
-        /* The counts of a class and of those that follow it may differ by what was not counted. */
-        uint32_t of = a->states[at].count > choice.count ? a->states[at].count : choice.count;
-        probability *= (double)choice.count / of;
-        if (probability < min_token_prob) {
-            break;
-        }
-        survivals[num] = (float)probability;
-        path[num++] = choice.token;
-        *score += probability;
-        at = choice.target;
-    }
-    return num;
-}
-
-int32_t rs_suffix_policy(const rs_automaton *a, uint32_t last, const rs_options *options, int32_t max_draft_tokens,
-                         double min_token_prob, int32_t *draft_tokens, float *survivals) {
-    int32_t most = least(options->num_speculative_tokens, max_draft_tokens);
-    int32_t num_best = 0;
-    double best = 0.0;
-    uint32_t state = followed_suffix(a, last);
-    for (int i = 0; i < RS_MAX_SUFFIX_CLASSES && state != RS_ROOT; i++) {
-        int32_t path[RS_MAX_SPECULATIVE_TOKENS];
-        float path_survivals[RS_MAX_SPECULATIVE_TOKENS];
-        double by_match = options->max_spec_factor * a->states[state].len;
-        int32_t longest = by_match < most ? (int32_t)by_match : most;
-        if (longest <= best) {
-            break; /* no probability is above 1, and a shorter suffix may draft no more than this one */
-        }
-        double score;
-        int32_t num = suffix_path(a, state, min_token_prob, longest, path, path_survivals, &score);
-        if (score > best && a->states[state].len >= (uint32_t)options->min_match_len) {
-            best = score;
-            num_best = num;
-            memcpy(draft_tokens, path, (size_t)num * sizeof *path);
-            memcpy(survivals, path_survivals, (size_t)num * sizeof *path_survivals);
-        }
-        state = a->states[state].link;
-    }
-    return num_best;
 }

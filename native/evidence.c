@@ -1,3 +1,11 @@
+/* What experts say becomes a probability here, and what the target then says a lesson.
+ *
+ *     expert 0: token 7, cell 41 --> p = 0.8 --+
+ *     expert 1: token 7, cell 17 --> p = 0.6 --+--> stretch, weigh, sum, squash --> candidate 7: 0.87
+ *     expert 3: token 9, cell 90 --> p = 0.3 --+    (once for each candidate)  --> candidate 9: 0.11
+ *
+ * Invariants: cell 0 is nobody's and stays zero, so that experts that say nothing add 0 to every sum without a branch;
+ * a cell is used from its prior on; no weight leaves +-MAX_WEIGHT. */
 #include "evidence.h"
 
 #include <math.h>
@@ -17,7 +25,6 @@ typedef float lanes __attribute__((vector_size(NUM_LANES * sizeof(float)), align
 typedef int32_t mask __attribute__((vector_size(NUM_LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 _Static_assert((int)RS_CORPUS_EXPERT == 2 * NUM_LANES, "a lane for every expert but the corpus");
-_Static_assert(RS_FULL_WEIGHT == 4 && RS_NUM_SHARES == 9, "the shares that sources leave over");
 _Static_assert(RS_NUM_WEIGHT_SETS == 1 << RS_CORPUS_EXPERT, "a set for every choice of experts but the corpus");
 
 void rs_calibration_init(rs_calibration *calibration) {
@@ -60,10 +67,9 @@ static uint32_t length_bucket(uint32_t match_len) {
     return match_len < NUM_SHORT ? match_len : bucket;
 }
 
-static uint32_t total_bucket(uint32_t total, uint32_t unit) {
+static uint32_t total_bucket(uint32_t total) {
     const uint32_t most = (1U << (RS_NUM_TOTALS - 1)) - 1;
-    uint32_t units = (total - 1) >> __builtin_ctz(unit);
-    return 31U - (uint32_t)__builtin_clz(2 * (units < most ? units : most) + 1);
+    return 31U - (uint32_t)__builtin_clz(2 * (total - 1 < most ? total - 1 : most) + 1);
 }
 
 /* Whether the expert's cell was never used before; then the caller sets its prior. */
@@ -85,24 +91,14 @@ static void set_prior(rs_calibration *calibration, const rs_prediction *predicti
     set_probability(calibration, cell, prior);
 }
 
-/* What was said once, or as little by older policies, has one source and no rival: so the source takes the place of the
- * share. Where older policies disagree, a total of at most a unit has the shares 2, 4, 5 and 6, which no source has. */
-static uint32_t share_or_source(const rs_proposal *p) {
-    static const uint8_t of_source[RS_NUM_SOURCES] = {0, 1, 3, RS_NUM_SHARES - 1};
-    bool certain = p->count == p->total;
-    uint32_t share = certain ? RS_NUM_SHARES - 1 : p->count * (RS_NUM_SHARES - 1) / p->total;
-    return certain & (p->total <= p->unit) ? of_source[p->source] : share;
-}
-
 void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert,
                              const rs_proposal *p) {
     uint32_t kind = expert == RS_CORPUS_EXPERT ? RS_NUM_MATCHES : (uint32_t)expert;
-    uint32_t cell = ((kind * RS_NUM_LENGTHS + length_bucket(p->match_len)) * RS_NUM_TOTALS +
-                     total_bucket(p->total, p->unit)) * RS_NUM_SHARES + share_or_source(p);
-    if (add(calibration, prediction, expert, p->token, cell)) {
+    uint32_t share = p->count * (RS_NUM_SHARES - 1) / p->total;
+    uint32_t row = (kind * RS_NUM_LENGTHS + length_bucket(p->match_len)) * RS_NUM_TOTALS + total_bucket(p->total);
+    if (add(calibration, prediction, expert, p->token, row * RS_NUM_SHARES + share)) {
         set_prior(calibration, prediction, expert,
-                  (double)p->count / (p->total + PRIOR_COUNT * p->unit) *
-                      (1.0 - PRIOR_COUNT / (p->match_len + PRIOR_COUNT)));
+                  p->count / (p->total + PRIOR_COUNT) * (1.0 - PRIOR_COUNT / (p->match_len + PRIOR_COUNT)));
     }
 }
 
@@ -139,7 +135,7 @@ static uint32_t proposers(const rs_prediction *prediction, int32_t candidate) {
 }
 
 /* A bit for every expert that proposes anything. */
-static uint32_t speakers(const rs_prediction *prediction) {
+static uint32_t all_proposers(const rs_prediction *prediction) {
     return ((1U << RS_NUM_EXPERTS) - 1) & ~proposers(prediction, -1);
 }
 
@@ -178,7 +174,7 @@ static float mix(const rs_calibration *calibration, const rs_prediction *predict
 double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) {
     float inputs[2][RS_NUM_EXPERTS];
     uint32_t sets[RS_NUM_SELECTORS];
-    uint32_t left = speakers(prediction); /* whose candidate is to be mixed */
+    uint32_t left = all_proposers(prediction); /* whose candidate is to be mixed */
     float best = -INFINITY;
     inputs_of(calibration, prediction, inputs);
     while (left != 0) {
@@ -221,7 +217,7 @@ void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, 
         learn_weights(calibration->weights[selector] + sets[selector], LEARNING_RATE * error, proposed, inputs);
     }
     const uint32_t right = proposers(prediction, token);
-    for (uint32_t left = speakers(prediction); left != 0; left &= left - 1) {
+    for (uint32_t left = all_proposers(prediction); left != 0; left &= left - 1) {
         int e = __builtin_ctz(left);
         rs_cell *cell = calibration->cells + prediction->cells[e];
         cell->num += cell->num < MAX_OBSERVATIONS;

@@ -3,12 +3,12 @@
  * An expert is a place where the next token may be found: the longest match and the next shorter
  * one in the group's automaton, the longest in the corpus, and the contexts of contexts.h. Each
  * proposes one token. How often an expert's proposals were right is counted in a cell, one for each
- * kind of circumstance (match length, count, and share of the follower, or its source where it occurred
- * once; confidence). The experts' probabilities are combined by logistic mixing with weights that are
- * learned online, as in the PAQ compressors (Mahoney, Adaptive weighing of context models, 2005). A
- * weight is the sum of three, looked up by the token before, by the candidate, and by which of the experts propose it: some
- * tokens are more predictable than others, and so are some coalitions. Everything is learned from
- * what the target then said. */
+ * kind of circumstance (match length, count, and share of the follower; confidence). The experts'
+ * probabilities are combined by logistic mixing with weights that are learned online, as in the PAQ
+ * compressors (Mahoney, Adaptive weighing of context models, 2005). A weight is the sum of three,
+ * looked up by the token before, by the candidate, and by which of the experts propose it: some tokens
+ * are more predictable than others, and so are some coalitions. Everything is learned from what the
+ * target then says. */
 #ifndef RS_EVIDENCE_H
 #define RS_EVIDENCE_H
 
@@ -61,17 +61,12 @@ void rs_calibration_init(rs_calibration *calibration);
 /* No expert has said anything of the token behind `previous`. */
 void rs_prediction_init(rs_prediction *prediction, int32_t previous);
 
-/* Who said first what an expert in the group's automaton proposes. The prompt is every sequence's own. */
-typedef enum { RS_OWN_TEXT, RS_LIVE_SIBLING, RS_FINISHED_SIBLING, RS_OLDER_POLICY, RS_NUM_SOURCES } rs_source;
-
 /* Of an expert in an automaton: the most frequent follower of its match. */
 typedef struct {
     int32_t token;
     uint32_t match_len;
     uint32_t count;
     uint32_t total; /* of the counts of all followers */
-    uint32_t unit;  /* what one occurrence of full weight counts */
-    rs_source source;
 } rs_proposal;
 
 /* Expert 0 is the longest match in the group's automaton, RS_CORPUS_EXPERT that in the corpus. */

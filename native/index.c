@@ -1,75 +1,28 @@
+/* The life of an index, its groups and its sequences. Steps are in step.c.
+ *
+ *     groups     [ 0: open ][ 1: closed ][ 2: open ]        one automaton each
+ *                     ^          ^
+ *                     |          +-- free_group, a list through next_free
+ *     sequences  [ 0 ][ 1 ][ 2: closed ][ 3 ]               a state in the group's automaton each, `last`
+ *
+ * Invariants: an id is a slot of its table; every closed slot is in the table's list once; a group has as many open
+ * sequences as it says. What fails leaves everything as it was, but for capacities. */
 #include "index.h"
 
 #include <inttypes.h>
-#include <math.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <string.h>
 
 int32_t rs_abi_version(void) { return RS_ABI_VERSION; }
-
-rs_status rs_fail(rs_error *error, rs_status status, int32_t row, const char *format, ...) {
-    if (error != NULL) {
-        va_list arguments;
-        va_start(arguments, format);
-        vsnprintf(error->message, sizeof error->message, format, arguments);
-        va_end(arguments);
-        error->row = row;
-    }
-    return status;
-}
-
-rs_status rs_memory_error(const rs_index *index, rs_error *error, rs_status status, int32_t row) {
-    if (status == RS_EBUDGET) {
-        return rs_fail(error, status, row, "max_bytes=%" PRIu64 ": reached, %" PRIu64 " bytes are in use",
-                       index->memory.max_bytes, index->memory.num_bytes);
-    }
-    return status == RS_OK ? status : rs_fail(error, status, row, "out of memory");
-}
 
 static rs_status check_options(const rs_options *options, rs_error *error) {
     if (options->num_speculative_tokens < 1 || options->num_speculative_tokens > RS_MAX_SPECULATIVE_TOKENS) {
         return rs_fail(error, RS_EINVAL, -1, "num_speculative_tokens=%" PRId32 ": must be between 1 and %d",
                        options->num_speculative_tokens, (int)RS_MAX_SPECULATIVE_TOKENS);
     }
-    if (options->mode < RS_MODE_EARLIEST || options->mode > RS_MODE_SUFFIX_POLICY) {
-        return rs_fail(error, RS_EINVAL, -1, "mode=%" PRId32 ": unknown", options->mode);
-    }
-    if (options->min_match_len < 1) {
-        return rs_fail(error, RS_EINVAL, -1, "min_match_len=%" PRId32 ": must be at least 1", options->min_match_len);
-    }
-    if (!(options->max_spec_factor >= 0.0 && isfinite(options->max_spec_factor))) {
-        return rs_fail(error, RS_EINVAL, -1, "max_spec_factor=%g: must be finite and not negative",
-                       options->max_spec_factor);
-    }
     if (!(options->min_token_prob >= 0.0 && options->min_token_prob <= 1.0)) {
         return rs_fail(error, RS_EINVAL, -1, "min_token_prob=%g: must be between 0 and 1", options->min_token_prob);
     }
-    if (options->share_contexts != 0 && options->share_contexts != 1) {
-        return rs_fail(error, RS_EINVAL, -1, "share_contexts=%" PRId32 ": must be 0 or 1", options->share_contexts);
-    }
-    if (options->corpus != NULL && options->corpus_margin < 1) {
-        return rs_fail(error, RS_EINVAL, -1, "corpus_margin=%" PRId32 ": must be at least 1", options->corpus_margin);
-    }
     return RS_OK;
-}
-
-static void free_text(rs_index *index, rs_sequence *sequence) {
-    rs_resize(&index->memory, (void **)&sequence->text, &sequence->text_capacity, 0, sizeof *sequence->text);
-}
-
-/* What mode sam learns, in every text and for as long as the index lives. */
-static rs_status make_experience(rs_index *index) {
-    if (index->options.mode != RS_MODE_SAM) {
-        return RS_OK;
-    }
-    rs_status status = rs_resize(&index->memory, (void **)&index->calibration, &index->calibration_capacity, 1,
-                                 sizeof *index->calibration);
-    if (status == RS_OK) {
-        rs_calibration_init(index->calibration);
-        status = rs_contexts_init(&index->contexts, &index->memory);
-    }
-    return status;
 }
 
 rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error) {
@@ -85,25 +38,28 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     uint32_t capacity = 0;
     status = rs_resize(&memory, (void **)&made, &capacity, 1, sizeof *made);
     if (status != RS_OK) {
-        rs_index nothing = {.memory = memory};
-        return rs_memory_error(&nothing, error, status, -1);
+        return rs_memory_error(&memory, error, status, -1);
     }
     memset(made, 0, sizeof *made);
     made->options = *options;
     made->memory = memory;
-    made->free_groups = made->free_sequences = (rs_free_slots){.first = -1, .newest = -1};
+    made->free_group = made->free_sequence = -1;
+    rs_calibration_init(&made->calibration);
     if (options->corpus != NULL && !rs_corpus_open(&made->corpus, options->corpus, options->corpus_bytes)) {
-        rs_index_free(made);
-        return rs_fail(error, RS_EINVAL, -1, "corpus: %" PRIu64 " bytes that are no corpus", options->corpus_bytes);
+        status = rs_fail(error, RS_EINVAL, -1, "corpus: %" PRIu64 " bytes that are no corpus", options->corpus_bytes);
+    } else {
+        status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory), -1);
     }
-    status = make_experience(made);
     if (status != RS_OK) {
-        rs_memory_error(made, error, status, -1);
         rs_index_free(made);
         return status;
     }
     *index = made;
     return RS_OK;
+}
+
+static void free_text(rs_index *index, rs_sequence *sequence) {
+    rs_resize(&index->memory, (void **)&sequence->text, &sequence->text_capacity, 0, sizeof *sequence->text);
 }
 
 /* What is large of it is freed later, as that of a closed group is. */
@@ -119,11 +75,10 @@ static void forget_everything(rs_index *index) {
     rs_memory *memory = &index->memory;
     rs_resize(memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
     rs_resize(memory, (void **)&index->sequences, &index->sequences_capacity, 0, sizeof *index->sequences);
-    rs_resize(memory, (void **)&index->drafts, &index->drafts_capacity, 0, sizeof *index->drafts);
     rs_resize(memory, (void **)&index->predictions, &index->predictions_capacity, 0, sizeof *index->predictions);
     rs_resize(memory, (void **)&index->extensions, &index->extensions_capacity, 0, sizeof *index->extensions);
     index->num_groups = index->num_sequences = 0;
-    index->free_groups = index->free_sequences = (rs_free_slots){.first = -1, .newest = -1};
+    index->free_group = index->free_sequence = -1;
 }
 
 void rs_index_free(rs_index *index) {
@@ -133,8 +88,6 @@ void rs_index_free(rs_index *index) {
     forget_everything(index);
     rs_release(&index->memory, UINT64_MAX);
     rs_contexts_free(&index->contexts, &index->memory);
-    rs_resize(&index->memory, (void **)&index->calibration, &index->calibration_capacity, 0,
-              sizeof *index->calibration);
     rs_memory memory = index->memory;
     void *block = index;
     uint32_t capacity = 1;
@@ -149,48 +102,20 @@ rs_status rs_index_clear(rs_index *index, rs_error *error) {
     return RS_OK;
 }
 
-/* The slot is not taken until take_slot. */
-static rs_status find_group_slot(rs_index *index, int32_t *slot) {
-    if (index->free_groups.first >= 0) {
-        *slot = index->free_groups.first;
-        return RS_OK;
-    }
-    *slot = (int32_t)index->num_groups;
-    return rs_reserve(&index->memory, (void **)&index->groups, &index->groups_capacity,
-                      (uint64_t)index->num_groups + 1, sizeof *index->groups);
-}
+/* ---- groups ---- */
 
-static rs_status find_sequence_slot(rs_index *index, int32_t *slot) {
-    if (index->free_sequences.first >= 0) {
-        *slot = index->free_sequences.first;
-        return RS_OK;
-    }
-    uint64_t needed = (uint64_t)index->num_sequences + 1;
-    uint64_t draft_len = (uint64_t)index->options.num_speculative_tokens;
-    *slot = (int32_t)index->num_sequences;
-    rs_status status = rs_reserve(&index->memory, (void **)&index->drafts, &index->drafts_capacity,
-                                  needed * draft_len, sizeof *index->drafts);
-    if (status == RS_OK) {
-        uint64_t num_predictions = needed * (uint64_t)rs_predictions_per_sequence(index);
-        status = rs_reserve(&index->memory, (void **)&index->predictions, &index->predictions_capacity,
-                            num_predictions, sizeof *index->predictions);
-    }
-    if (status == RS_OK) {
-        status = rs_reserve(&index->memory, (void **)&index->sequences, &index->sequences_capacity, needed,
-                            sizeof *index->sequences);
+static rs_status index_prompt(rs_index *index, rs_group *group, const int32_t *tokens, int64_t num_tokens) {
+    rs_status status = rs_automaton_init(&group->automaton, &index->memory, true);
+    for (int64_t i = 0; i < num_tokens && status == RS_OK; i++) {
+        rs_extension extension = {.after = RS_ROOT};
+        status = rs_extend(&group->automaton, group->prompt_last, tokens[i], &extension);
+        group->prompt_last = extension.after;
+        rs_recent_push(&group->prompt_recent, tokens[i]);
+        if (index->corpus.states != NULL) {
+            rs_cursor_move(&index->corpus, &group->prompt_cursor, tokens[i]);
+        }
     }
     return status;
-}
-
-static void take_slot(rs_free_slots *slots, uint32_t *num_slots, int32_t slot, int32_t next_free) {
-    if (slots->first != slot) {
-        ++*num_slots;
-        return;
-    }
-    slots->first = next_free;
-    if (next_free < 0) {
-        slots->newest = -1;
-    }
 }
 
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
@@ -198,45 +123,33 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
     if (index == NULL || group == NULL) {
         return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "group");
     }
-    if (num_prompt_tokens < 0 || num_prompt_tokens > RS_MAX_TEXT_TOKENS) {
-        return rs_fail(error, RS_EINVAL, -1, "num_prompt_tokens=%" PRId64 ": out of range", num_prompt_tokens);
-    }
-    if (prompt_token_ids == NULL && num_prompt_tokens > 0) {
-        return rs_fail(error, RS_EINVAL, -1, "prompt_token_ids: must not be null");
-    }
-    for (int64_t i = 0; i < num_prompt_tokens; i++) {
-        if (prompt_token_ids[i] < 0) {
-            return rs_fail(error, RS_EINVAL, -1, "prompt_token_ids[%" PRId64 "]=%" PRId32 ": must not be negative", i,
-                           prompt_token_ids[i]);
-        }
-    }
-    int32_t slot;
-    rs_group opened = {.open = true, .next_free = -1, .prompt_len = (int32_t)num_prompt_tokens};
-    rs_status status = find_group_slot(index, &slot);
-    if (status == RS_OK) {
-        status = rs_automaton_init(&opened.automaton, &index->memory, index->options.mode != RS_MODE_EARLIEST);
-    }
-    rs_extension extension = {.after = RS_ROOT};
-    for (int64_t i = 0; i < num_prompt_tokens && status == RS_OK; i++) {
-        status = rs_extend(&opened.automaton, opened.prompt_last, prompt_token_ids[i], RS_FULL_WEIGHT, RS_PROMPT,
-                           &extension);
-        opened.prompt_last = extension.after;
-        rs_recent_push(&opened.prompt_end, prompt_token_ids[i]);
-        if (index->corpus.states != NULL) {
-            rs_cursor_move(&index->corpus, &opened.prompt_cursor, prompt_token_ids[i]);
-        }
-    }
+    rs_status status = rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error);
     if (status != RS_OK) {
-        if (opened.automaton.memory != NULL) {
-            rs_automaton_free(&opened.automaton);
-        }
-        return rs_memory_error(index, error, status, -1);
+        return status;
     }
-    opened.num_tokens = (uint64_t)num_prompt_tokens;
-    bool reused = index->free_groups.first == slot;
-    take_slot(&index->free_groups, &index->num_groups, slot, reused ? index->groups[slot].next_free : -1);
-    index->groups[slot] = opened;
-    *group = slot;
+    if (index->free_group < 0) {
+        status = rs_reserve(&index->memory, (void **)&index->groups, &index->groups_capacity,
+                            (uint64_t)index->num_groups + 1, sizeof *index->groups);
+        if (status != RS_OK) {
+            return rs_memory_error(&index->memory, error, status, -1);
+        }
+    }
+    rs_group opened = {.open = true,
+                       .next_free = -1,
+                       .prompt_len = (int32_t)num_prompt_tokens,
+                       .num_tokens = (uint64_t)num_prompt_tokens};
+    status = index_prompt(index, &opened, prompt_token_ids, num_prompt_tokens);
+    if (status != RS_OK) {
+        rs_automaton_free(&opened.automaton);
+        return rs_memory_error(&index->memory, error, status, -1);
+    }
+    *group = index->free_group;
+    if (*group < 0) {
+        *group = (int32_t)index->num_groups++;
+    } else {
+        index->free_group = index->groups[*group].next_free;
+    }
+    index->groups[*group] = opened;
     return RS_OK;
 }
 
@@ -253,66 +166,69 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
                        found->num_sequences);
     }
     rs_automaton_discard(&found->automaton);
-    *found = (rs_group){.next_free = -1};
-    if (index->free_groups.newest >= 0) {
-        index->groups[index->free_groups.newest].next_free = group;
-    } else {
-        index->free_groups.first = group;
-    }
-    index->free_groups.newest = group;
+    *found = (rs_group){.next_free = index->free_group};
+    index->free_group = group;
     return RS_OK;
 }
 
-static uint8_t new_speaker(rs_group *group, int32_t weight) {
-    if (weight < RS_FULL_WEIGHT) {
-        return RS_OLDER_POLICIES;
+/* ---- sequences ---- */
+
+void rs_sequence_restart(const rs_index *index, rs_sequence *sequence) {
+    const rs_group *group = index->groups + sequence->group;
+    if (sequence->after_prompt) {
+        sequence->level = group->prompt_len;
+        sequence->last = group->prompt_last;
+        sequence->recent = group->prompt_recent;
+        sequence->cursor = group->prompt_cursor;
+    } else {
+        sequence->level = 0;
+        sequence->last = RS_ROOT;
+        sequence->recent = (rs_recent){.num = 0};
+        sequence->cursor = (rs_cursor){.len = 0};
     }
-    return (uint8_t)(RS_FIRST_SEQUENCE + group->num_speakers++ % (RS_NUM_SPEAKERS - RS_FIRST_SEQUENCE));
 }
 
-rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t weight, int32_t keep_text,
-                           int32_t *sequence, rs_error *error) {
+static rs_status reserve_sequence(rs_index *index) {
+    uint64_t needed = (uint64_t)index->num_sequences + 1;
+    uint64_t num_predictions = needed * (uint64_t)index->options.num_speculative_tokens;
+    rs_status status = rs_reserve(&index->memory, (void **)&index->predictions, &index->predictions_capacity,
+                                  num_predictions, sizeof *index->predictions);
+    if (status != RS_OK) {
+        return status;
+    }
+    return rs_reserve(&index->memory, (void **)&index->sequences, &index->sequences_capacity, needed,
+                      sizeof *index->sequences);
+}
+
+rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t *sequence, rs_error *error) {
     if (index == NULL || sequence == NULL) {
         return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "sequence");
     }
     if (after_prompt != 0 && after_prompt != 1) {
         return rs_fail(error, RS_EINVAL, -1, "after_prompt=%" PRId32 ": must be 0 or 1", after_prompt);
     }
-    if (keep_text != 0 && keep_text != 1) {
-        return rs_fail(error, RS_EINVAL, -1, "keep_text=%" PRId32 ": must be 0 or 1", keep_text);
-    }
-    if (weight < 1 || weight > RS_FULL_WEIGHT) {
-        return rs_fail(error, RS_EINVAL, -1, "weight=%" PRId32 ": must be between 1 and %d", weight, RS_FULL_WEIGHT);
-    }
     rs_group *found = rs_find_group(index, group);
     if (found == NULL) {
         return rs_fail(error, RS_EUNKNOWN, -1, "group=%" PRId32 ": unknown", group);
     }
-    int32_t slot;
-    rs_status status = find_sequence_slot(index, &slot);
-    if (status != RS_OK) {
-        return rs_memory_error(index, error, status, -1);
+    int32_t slot = index->free_sequence;
+    if (slot >= 0) {
+        index->free_sequence = index->sequences[slot].next_free;
+    } else {
+        rs_status status = reserve_sequence(index);
+        if (status != RS_OK) {
+            return rs_memory_error(&index->memory, error, status, -1);
+        }
+        slot = (int32_t)index->num_sequences++;
     }
-    rs_sequence opened = {.open = true,
-                          .next_free = -1,
-                          .group = group,
-                          .speaker = new_speaker(found, weight),
-                          .weight = (uint32_t)weight,
-                          .keep_text = keep_text != 0,
-                          .serial = ++index->num_opened};
-    if (after_prompt) {
-        opened.start = opened.last = found->prompt_last;
-        opened.start_level = opened.level = found->prompt_len;
-        opened.recent = found->prompt_end;
-        opened.cursor = found->prompt_cursor;
-    }
-    opened.plain = true;
-    opened.plain_level = opened.level;
-    bool reused = index->free_sequences.first == slot;
-    take_slot(&index->free_sequences, &index->num_sequences, slot, reused ? index->sequences[slot].next_free : -1);
-    index->sequences[slot] = opened;
+    rs_sequence *opened = index->sequences + slot;
+    *opened = (rs_sequence){.open = true,
+                            .next_free = -1,
+                            .group = group,
+                            .after_prompt = after_prompt != 0,
+                            .serial = ++index->num_opened};
+    rs_sequence_restart(index, opened);
     found->num_sequences++;
-    found->num_live[opened.speaker]++;
     *sequence = slot;
     return RS_OK;
 }
@@ -326,15 +242,9 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) 
         return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
     }
     index->groups[found->group].num_sequences--;
-    index->groups[found->group].num_live[found->speaker]--;
     free_text(index, found);
-    *found = (rs_sequence){.next_free = -1};
-    if (index->free_sequences.newest >= 0) {
-        index->sequences[index->free_sequences.newest].next_free = sequence;
-    } else {
-        index->free_sequences.first = sequence;
-    }
-    index->free_sequences.newest = sequence;
+    *found = (rs_sequence){.next_free = index->free_sequence};
+    index->free_sequence = sequence;
     return RS_OK;
 }
 
@@ -348,13 +258,10 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
     if (found == NULL) {
         return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
     }
-    if (!found->keep_text) {
-        return rs_fail(error, RS_EINVAL, -1, "keep_text=0: the sequence keeps no text");
-    }
     if (capacity < 0) {
         return rs_fail(error, RS_EINVAL, -1, "capacity=%" PRId64 ": must not be negative", capacity);
     }
-    *num_tokens = found->level - found->start_level;
+    *num_tokens = found->level - rs_start_level(index, found);
     int64_t num_copied = *num_tokens < capacity ? *num_tokens : capacity;
     if (num_copied > 0) {
         memcpy(tokens, found->text, (size_t)num_copied * sizeof *tokens);

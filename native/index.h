@@ -1,25 +1,20 @@
-/* The index behind the opaque handle: tables of groups and sequences. */
+/* The index behind the opaque handle: tables of groups and sequences, and what is learned from all of them. */
 #ifndef RS_INDEX_H
 #define RS_INDEX_H
 
 #include "corpus.h"
+#include "error.h"
 #include "evidence.h"
-
-/* Whose a text is. All sequences of less than full weight are one speaker; each of the others is its own, by
- * the order of opening. In a group of more than RS_NUM_SPEAKERS some are taken for one another. */
-enum { RS_PROMPT = 0, RS_OLDER_POLICIES = 1, RS_FIRST_SEQUENCE = 2, RS_NUM_SPEAKERS = 256 };
 
 typedef struct {
     bool open;
-    int32_t next_free; /* while closed; -1: none */
-    int32_t prompt_len;
+    int32_t next_free;     /* while closed; -1: none */
     int32_t num_sequences; /* open */
-    uint32_t prompt_last;
-    rs_recent prompt_end;
-    rs_cursor prompt_cursor;
+    int32_t prompt_len;
+    uint32_t prompt_last;    /* the state of the prompt */
+    rs_recent prompt_recent; /* its end */
+    rs_cursor prompt_cursor; /* its place in the corpus */
     uint64_t num_tokens;
-    uint32_t num_speakers; /* sequences of full weight ever opened */
-    uint16_t num_live[RS_NUM_SPEAKERS]; /* open sequences */
     rs_automaton automaton;
 } rs_group;
 
@@ -27,78 +22,41 @@ typedef struct {
     bool open;
     int32_t next_free; /* while closed; -1: none */
     int32_t group;
-    uint8_t speaker;
-    uint32_t weight;     /* of each of its tokens */
-    int32_t start_level; /* prompt length or 0 */
-    uint32_t start;
-    int32_t level; /* tokens indexed, those before start_level included */
-    uint32_t last;
-    int32_t num_draft_tokens; /* of the draft that is not verified yet */
-    int32_t num_predictions;  /* of the same */
-    rs_recent recent;         /* the end of its text */
-    rs_cursor cursor;         /* of its text in the corpus */
-    bool keep_text;
-    int32_t *text;            /* behind start_level, with keep_text */
+    bool after_prompt;
+    int32_t level;     /* tokens indexed, the prompt included if it comes after it */
+    uint32_t last;     /* the state of its text */
+    rs_recent recent;  /* the end of its text */
+    rs_cursor cursor;  /* the place of its text in the corpus */
+    int32_t *text;     /* what comes after its start */
     uint32_t text_capacity;
-    bool begun_anew;          /* at some time */
-    bool drafts;              /* allowed in its last step */
-    bool plain;               /* its next tokens are: no row was allowed to draft then, or it never was */
-    int32_t plain_level;      /* the last plain token is before it */
-    int64_t num_row_steps;    /* in which it was allowed to draft */
-    int64_t num_drafted;      /* tokens */
+    int32_t num_draft_tokens; /* of the draft that is not verified yet */
+    int32_t num_predictions;  /* of the same; the first are the draft, one more may have been too unlikely */
     uint64_t serial;          /* of all sequences ever opened, from 1 */
     uint64_t latest_step;
 } rs_sequence;
-
-/* Closed slots, the one closed longest ago first. */
-typedef struct {
-    int32_t first; /* -1: none */
-    int32_t newest;
-} rs_free_slots;
 
 struct rs_index {
     rs_options options;
     rs_memory memory;
     rs_group *groups;
-    uint32_t num_groups; /* slots in use or closed */
+    uint32_t num_groups; /* slots, open and closed */
     uint32_t groups_capacity;
-    rs_free_slots free_groups;
+    int32_t free_group; /* the closed slot to be used next, -1: none */
     rs_sequence *sequences;
-    uint32_t num_sequences; /* slots in use or closed */
+    uint32_t num_sequences; /* likewise */
     uint32_t sequences_capacity;
-    rs_free_slots free_sequences;
-    int32_t *drafts; /* [sequences][num_speculative_tokens] */
-    uint32_t drafts_capacity;
-    rs_prediction *predictions; /* in mode sam, [sequences][num_speculative_tokens + 1] */
+    int32_t free_sequence;
+    rs_prediction *predictions; /* [sequences][num_speculative_tokens] */
     uint32_t predictions_capacity;
-    rs_contexts contexts;        /* in mode sam */
-    rs_calibration *calibration; /* in mode sam */
-    uint32_t calibration_capacity;
     uint64_t num_opened; /* sequences */
+    uint64_t num_steps;
     rs_extension *extensions; /* of the step that is running */
     uint32_t extensions_capacity;
-    uint64_t num_steps;
+    rs_contexts contexts;
+    rs_calibration calibration;
     rs_corpus corpus; /* states NULL: none */
-    rs_stats totals; /* the counters of drafts and acceptance only */
+    rs_stats totals;  /* the counters of drafts and acceptance only */
 };
-
-/* Write the error, if any is wanted, and return status. */
-rs_status rs_fail(rs_error *error, rs_status status, int32_t row, const char *format, ...)
-    __attribute__((format(printf, 4, 5)));
-
-/* The message for a status of rs_reserve or rs_extend; RS_OK passes. */
-rs_status rs_memory_error(const rs_index *index, rs_error *error, rs_status status, int32_t row);
-
-static inline int32_t rs_predictions_per_sequence(const rs_index *index) {
-    return index->options.mode == RS_MODE_SAM ? index->options.num_speculative_tokens + 1 : 0;
-}
-
-/* What keeps the contexts of a sequence from being shared, or does not. */
-static inline uint64_t rs_salt(const rs_index *index, const rs_sequence *sequence) {
-    return index->options.share_contexts ? 0 : sequence->serial << 8;
-}
-
-static inline uint64_t rs_own_salt(const rs_sequence *sequence) { return ~(sequence->serial << 8); }
 
 static inline rs_group *rs_find_group(const rs_index *index, int32_t group) {
     bool known = group >= 0 && (uint32_t)group < index->num_groups && index->groups[group].open;
@@ -110,20 +68,19 @@ static inline rs_sequence *rs_find_sequence(const rs_index *index, int32_t seque
     return known ? index->sequences + sequence : NULL;
 }
 
-/* Entry i's row of the token matrix. */
-static inline const int32_t *rs_row_tokens(const rs_batch *batch, int32_t i) {
-    return batch->token_ids + batch->rows[i] * batch->row_stride;
+/* The level at which the sequence's own text begins. */
+static inline int32_t rs_start_level(const rs_index *index, const rs_sequence *sequence) {
+    return sequence->after_prompt ? index->groups[sequence->group].prompt_len : 0;
 }
 
-/* Of n new tokens the last is the target's own; those before it are the accepted draft tokens. */
-static inline int32_t rs_num_accepted(const int32_t *draft, int32_t num_draft_tokens, const int32_t *new_tokens,
-                                      int32_t n) {
-    int32_t most = num_draft_tokens < n - 1 ? num_draft_tokens : n - 1;
-    int32_t num = 0;
-    while (num < most && draft[num] == new_tokens[num]) {
-        num++;
-    }
-    return num;
+/* Put the sequence back to its start: the prompt, or the root. */
+void rs_sequence_restart(const rs_index *index, rs_sequence *sequence);
+
+static inline rs_prediction *rs_predictions(const rs_index *index, int32_t sequence) {
+    return index->predictions + (size_t)sequence * (size_t)index->options.num_speculative_tokens;
 }
+
+/* What keeps the own contexts of a sequence apart from those of others. */
+static inline uint64_t rs_own_salt(const rs_sequence *sequence) { return ~(sequence->serial << 8); }
 
 #endif

@@ -1,3 +1,10 @@
+/* The account of an index's bytes, growth of its arrays, and freeing in pieces.
+ *
+ *     discarded --> [ next | num_bytes | ......... 5 MiB ] --> [ next | num_bytes | ... ] --> NULL
+ *                     rs_release cuts pieces off the end of the first, until nothing of it is left
+ *
+ * Invariants: num_bytes is the sum of capacity * element_size over all arrays and of what is discarded, and never
+ * above max_bytes; what is discarded gives way to what is needed. */
 #include "memory.h"
 
 #include <stdbool.h>
@@ -116,7 +123,7 @@ rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint
     }
     /* The slack is part of the bytes per token; large arrays move by remapping, not copying. */
     bool large = (uint64_t)*capacity * element_size >= RS_HUGE_PAGE_BYTES;
-    uint64_t grown = *capacity + (uint64_t)*capacity / (large ? 16 : 4) + 8;
+    uint64_t grown = *capacity + (uint64_t)*capacity / (large ? 16 : 8) + 8;
     if (needed > UINT32_MAX) {
         return RS_ENOMEM;
     }

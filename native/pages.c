@@ -1,3 +1,9 @@
+/* Bytes of arrays, below a huge page from malloc, from one on as a mapping of whole huge pages:
+ *
+ *     [ malloc: 1.4 MiB ]  --- grows beyond 2 MiB --->  [ 2 MiB page ][ 2 MiB page ][ 2 MiB page ]
+ *                                copied once              from here on moved by mremap, never copied
+ *
+ * Invariants: a mapping begins at a multiple of a huge page; the number of bytes alone says which kind an array is. */
 #define _GNU_SOURCE /* mremap */
 #include "pages.h"
 

@@ -1,3 +1,10 @@
+/* Blocks of transitions, from a pool with buddies' sizes: lists of free blocks by size, larger ones split in halves.
+ *
+ *     list, 4 units:      [ t0 ][ t1 ][ t2 ][ -1 ]                        ends with the first token < 0
+ *     indexed, 32 units:  [ num ][ t0 ][ t1 ] ... [ t22 ][ 32 uint16_t ]  slots of a hash index over the entries
+ *
+ * Invariants: entries stay in the order of insertion; a block is aligned to its size; every unit below `top` is in a
+ * block of one state or in one free list; free blocks are not joined again. */
 #include "transitions.h"
 
 #include <string.h>

@@ -8,13 +8,23 @@ from collections.abc import Mapping
 from typing import Any
 
 METHODS = ("sam", "off")
-MODES = ("sam", "earliest", "frequent", "suffix_policy")
 VERIFY = ("coupled", "standard")
 ROUTINGS = ("default", "group")
 MAX_SPECULATIVE_TOKENS = 64
-AUTO = "auto"  # of batch_threshold and min_token_prob
-# What min_token_prob=auto is, in mode sam to begin with, without and with history (record/drafters.md).
-MIN_TOKEN_PROB, MIN_TOKEN_PROB_WITH_HISTORY = 0.2, 0.055
+AUTO = "auto"  # of batch_threshold
+# The price of a draft token where batch_threshold is a number; benchmarks/record/gate.md compares prices with
+# step times of two CPU cores and of a GPU.
+MIN_TOKEN_PROB = 0.1
+
+REMOVED = {
+    "mode": "there is one way of drafting",
+    "min_match_len": "min_token_prob ends drafts that are too unlikely",
+    "max_spec_factor": "min_token_prob ends drafts that are too unlikely",
+    "group_sharing": "samples of one prompt always share one index",
+    "corpus_margin": "the corpus counts wherever its match is longer",
+    "max_groups": "max_index_mb bounds the index",
+}
+"""Options that are gone, and what there is instead."""
 
 
 class ConfigError(ValueError):
@@ -22,10 +32,15 @@ class ConfigError(ValueError):
 
 
 def _option(
-    default: Any, help_: str, low: float | None = None, high: float | None = None, or_auto: type | None = None
+    default: Any,
+    help_: str,
+    when: str,
+    low: float | None = None,
+    high: float | None = None,
+    or_auto: type | None = None,
 ) -> Any:
-    """A field; one of type `or_auto` takes AUTO as well."""
-    metadata = {"help": help_, "low": low, "high": high, "or_auto": or_auto}
+    """A field; one of type `or_auto` takes AUTO as well. `when` completes "Change it when ..."."""
+    metadata = {"help": help_, "when": when, "low": low, "high": high, "or_auto": or_auto}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -37,55 +52,59 @@ class SpecConfig:
         ConfigError: a value has the wrong type or lies outside its range.
     """
 
-    method: str = _option("sam", "sam: draft with the suffix automaton; off: plain verl and vLLM")
-    mode: str = _option("sam", "how drafts are chosen: sam, earliest, frequent or suffix_policy")
+    method: str = _option(
+        "sam",
+        "sam: draft with the suffix automaton; off: plain verl and vLLM",
+        "you need a baseline: `off` is plain verl and vLLM, measured in the same way",
+    )
     verify: str = _option(
-        "coupled", "coupled: the same tokens with and without drafts; standard: the same distribution"
+        "coupled",
+        "coupled: the same tokens with and without drafts; standard: the same distribution",
+        "you need vLLM's own random generators, or a model runner that `coupled` refuses",
     )
-    num_speculative_tokens: int = _option(8, "most draft tokens per row and step", 1, MAX_SPECULATIVE_TOKENS)
-    min_match_len: int = _option(
-        1, "shortest suffix match that is drafted from, in tokens; mode sam does not heed it", 1, 1024
+    num_speculative_tokens: int = _option(
+        16,
+        "most draft tokens per row and step",
+        "text repeats in long runs (more), or memory for CUDA graphs is short (fewer)",
+        1,
+        MAX_SPECULATIVE_TOKENS,
     )
-    max_spec_factor: float = _option(
-        2.0,
-        "draft at most this many tokens per matched token; mode sam does not heed it",
-        0.0,
-        1024.0,
-    )
-    min_token_prob: float | str = _option(
-        AUTO,
-        "stop a draft where its estimated survival falls below; auto: mode sam spends as many draft tokens "
-        f"as SuffixDecoding would, other modes {MIN_TOKEN_PROB}, with history "
-        f"{MIN_TOKEN_PROB_WITH_HISTORY}; mode earliest does not heed it, batch_threshold=auto has prices of "
-        "its own",
+    min_token_prob: float = _option(
+        MIN_TOKEN_PROB,
+        "end a draft where its estimated survival falls below; batch_threshold=auto has prices of its own",
+        "you set `batch_threshold` to a number, and a verified token is dear (higher) or nearly free (lower)",
         0.0,
         1.0,
-        float,
     )
-    group_sharing: bool = _option(True, "samples of one prompt share one index")
     history: int = _option(
-        0,
-        "responses of earlier steps kept per prompt, 0: none (what mode sam has learned of wording stays)",
+        8,
+        "responses of earlier steps kept per prompt, 0: none",
+        "no prompt returns in a later step (0 saves memory), or prompts return often (more)",
         0,
         1 << 16,
     )
-    corpus: str = _option("", "file of `rollout-spec corpus build` that is drafted from too; none if empty")
-    corpus_margin: int = _option(
-        1, "heed the corpus where its match is at least this many tokens longer", 1, 1024
+    corpus: str = _option(
+        "",
+        "file of `rollout-spec corpus build` that is drafted from too; none if empty",
+        "`replay --corpus` shows a gain on your recordings",
     )
     batch_threshold: int | str = _option(
-        8,
-        "more decoding requests than this and no row drafts; auto: draft what is worth its cost",
+        AUTO,
+        "auto: draft where it saves time; a number: draft while at most so many requests decode",
+        "you want the published rule (8), or `share_off_guard` stays high because step times vary",
         0,
         1 << 20,
         int,
     )
-    routing: str = _option("default", "group: siblings to one engine while load allows; default: verl's own")
-    max_groups: int = _option(512, "most prompts indexed at a time; idle ones make room", 1, 1 << 20)
+    routing: str = _option(
+        "default",
+        "group: siblings to one engine while load allows; default: verl's own",
+        "several engines each serve few samples of a prompt",
+    )
     max_index_mb: int = _option(
         1024,
-        "byte budget of the index and of the history, MiB each, in every worker of an engine; what finds the "
-        "price may take 3/16 more",
+        "byte budget of the index and of the history, MiB each, in every worker of an engine",
+        "`num_untracked_rows` is above 0 (more), or memory is short (less)",
         1,
         1 << 20,
     )
@@ -94,9 +113,6 @@ class SpecConfig:
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
         _check_choice("method", self.method, METHODS)
-        _check_choice("mode", self.mode, MODES)
-        if self.history and not self.group_sharing:
-            raise ConfigError(f"rollout.spec.history={self.history!r}: must be 0 without group_sharing")
         _check_choice("verify", self.verify, VERIFY)
         _check_choice("routing", self.routing, ROUTINGS)
 
@@ -108,29 +124,19 @@ class SpecConfig:
     def coupled(self) -> bool:
         return self.verify == "coupled"
 
-    @property
-    def least_survival(self) -> float:
-        """What `min_token_prob` comes to, or begins with if it `has_own_price`."""
-        if not isinstance(self.min_token_prob, str):
-            return self.min_token_prob
-        return MIN_TOKEN_PROB_WITH_HISTORY if self.history else MIN_TOKEN_PROB
-
-    @property
-    def has_own_price(self) -> bool:
-        """Whether the drafter finds the price of a draft token itself (`rollout_spec.price`)."""
-        needs_none = self.batch_threshold in (
-            AUTO,
-            0,
-        )  # a gate with prices of its own, or one that never opens
-        return self.min_token_prob == AUTO and self.mode == "sam" and not needs_none
-
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SpecConfig:
         """Build from a plain mapping (YAML, JSON); an unknown key is an error, a missing one its default."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in options:
+            if key in REMOVED:
+                raise ConfigError(f"rollout.spec.{key}: was removed: {REMOVED[key]}")
             if key not in known:
                 raise ConfigError(f"rollout.spec.{key}: unknown field (known fields: {', '.join(known)})")
+        if options.get("min_token_prob") == AUTO:
+            raise ConfigError(
+                f"rollout.spec.min_token_prob='{AUTO}': was removed: batch_threshold={AUTO} finds the price"
+            )
         return cls(**options)
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,14 +146,6 @@ class SpecConfig:
 def parse_threshold(text: str) -> int | str:
     """A `batch_threshold` of the command line; whether it can be one is SpecConfig's to say."""
     return int(text) if text.lstrip("-").isdecimal() else text
-
-
-def parse_price(text: str) -> float | str:
-    """A `min_token_prob` of the command line; whether it can be one is SpecConfig's to say."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

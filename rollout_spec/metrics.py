@@ -9,6 +9,114 @@ from typing import Any, Self
 PREFIX = "rollout/spec_"
 
 
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """What the documentation says of one metric; `name` is without the PREFIX."""
+
+    name: str
+    meaning: str
+    advice: str  # what a user does about it
+
+
+METRICS = (
+    Metric(
+        "rollout_seconds",
+        "Time from the first request of the step to its last token, measured at the server; with `off` too.",
+        "Compare it between two runs with `rollout-spec compare`.",
+    ),
+    Metric("generated_tokens", "Tokens generated in the step; with `off` too.", "Nothing: it is context."),
+    Metric(
+        "tokens_per_step",
+        "Generated tokens per decode step of a request. Steps without a draft count too.",
+        "Near 1: drafts are rare or wrong. `replay` says what the text gives.",
+    ),
+    Metric(
+        "accept_rate",
+        "verl's own mean over requests of accepted per draft tokens. A request without a draft counts as 0.",
+        "Prefer `acceptance_rate`.",
+    ),
+    Metric(
+        "accept_length",
+        "verl's own mean over requests of the mean acceptance length.",
+        "Prefer `tokens_per_step`.",
+    ),
+    Metric(
+        "num_drafts", "Drafts verified in the step.", "0: see `share_off_threshold` and `share_off_cost`."
+    ),
+    Metric("num_draft_tokens", "Draft tokens verified in the step.", "Nothing: it is context."),
+    Metric("num_accepted_tokens", "Draft tokens accepted in the step.", "Nothing: it is context."),
+    Metric(
+        "acceptance_rate",
+        "Accepted tokens per draft token.",
+        "Low is fine while `achieved_gain` is above 1. With a fixed threshold, raise `min_token_prob`.",
+    ),
+    Metric(
+        "num_failed_steps",
+        "Engine steps in which drafting failed. The rollout goes on without drafts.",
+        "Above 0: the engine's log has the reason, once. Report it.",
+    ),
+    Metric(
+        "num_untracked_rows",
+        "Decoding rows that had no place in the index, summed over steps.",
+        "Above 0: the index is full. Raise `max_index_mb`.",
+    ),
+    Metric(
+        "share_on",
+        "Share of the engine's steps with drafting on.",
+        "Low in the tail of a rollout: look at the `share_off_*` metrics.",
+    ),
+    Metric(
+        "draft_ms",
+        "Milliseconds in the drafter per engine step, indexing included.",
+        "Above 1: other work runs on the host's cores, or very many rows decode.",
+    ),
+    Metric(
+        "min_token_prob",
+        "The price of a draft token: the least survival that is verified, mean over the steps with drafts.",
+        "High means that verified tokens are dear here. Nothing to do.",
+    ),
+    Metric("budget", "Draft tokens per step with drafting on.", "Nothing: it is context."),
+    Metric(
+        "expected_gain",
+        "With `batch_threshold=auto`: speed of steps with drafts over plain ones, as the gate foresees it.",
+        "Far above `achieved_gain`: step times vary. Look for other work on the machine.",
+    ),
+    Metric(
+        "achieved_gain",
+        "The same ratio as it was. It counts tokens per second in these steps only. A rollout ends with its "
+        "slowest response and gains less.",
+        "Below 1: the guard pauses drafting by itself. If it lasts, set a number as `batch_threshold`.",
+    ),
+    Metric(
+        "share_off_threshold",
+        "Share of steps without drafts because more requests decode than `batch_threshold`.",
+        "High throughout: raise `batch_threshold`, or take `auto`.",
+    ),
+    Metric(
+        "share_off_cost",
+        "Share of steps without drafts because no draft token repays its measured time.",
+        "High: many requests run, or the text does not repeat. Fine where the tail drafts; else `replay`.",
+    ),
+    Metric(
+        "share_off_guard",
+        "Share of steps without drafts in the guard's comparison windows and pauses. About 0.02 is normal.",
+        "Above 0.05: steps with drafts took longer than plain ones. Look for other work on the machine, "
+        "measure with `bench engine`, and set a number as `batch_threshold`.",
+    ),
+    Metric(
+        "share_off_probe",
+        "Share of steps without drafts to measure what a plain step takes. About 0.03 is normal.",
+        "Nothing.",
+    ),
+    Metric("num_guard_stops", "Pauses that the guard began.", "As for `share_off_guard`."),
+    Metric(
+        "load_imbalance",
+        "Tokens of the busiest rollout engine over the mean of all engines.",
+        "High with `routing=group`: use more prompts, a smaller `max_imbalance`, or `routing=default`.",
+    ),
+)
+
+
 @dataclasses.dataclass
 class _Counters:
     def add(self, other: Self) -> None:
@@ -35,7 +143,7 @@ class EngineCounters(_Counters):
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
     # Steps without drafts, by what decided so
     num_steps_off_threshold: int = 0  # more rows than batch_threshold
-    num_steps_off_cost: int = 0  # no draft was worth its cost
+    num_steps_off_cost: int = 0  # no draft paid for its cost
     num_steps_off_guard: int = 0  # to compare with plain steps, or a pause after a loss
     num_steps_off_probe: int = 0  # to measure a step without drafts
     num_guard_stops: int = 0

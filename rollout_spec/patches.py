@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.abc
 import importlib.util
 import inspect
@@ -41,11 +40,6 @@ def record(patch: Patch) -> None:
     _applied[patch.name] = patch
 
 
-def source_hash(function: Callable) -> str:
-    """The first 16 hex digits of the SHA-256 of the function's source text."""
-    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-
-
 def replace_function(
     owner: Any,
     name: str,
@@ -53,7 +47,6 @@ def replace_function(
     *,
     patch: Patch,
     expected_signature: str | Collection[str] | None = None,
-    expected_source: str | Collection[str] | None = None,
 ) -> Callable:
     """Replace `owner.name` (a module's function or a class's method) unless `patch` already did.
 
@@ -63,7 +56,6 @@ def replace_function(
         replacement: what takes its place; a plain function.
         patch: the entry for the register; its name makes the call idempotent.
         expected_signature: `str(inspect.signature(f))` of the original, or several accepted ones.
-        expected_source: `source_hash(f)` of the original, or several accepted ones.
 
     Returns:
         The original function.
@@ -75,14 +67,13 @@ def replace_function(
     try:
         current = getattr(owner, name)
     except AttributeError:
-        raise PatchError(_message(patch, f"{where} does not exist")) from None
+        raise misfit(patch, f"{where} does not exist") from None
     mark = getattr(current, _MARK, None)
     while mark is not None:  # another patch may have replaced what this one had replaced
         if mark[0] == patch.name:
             return mark[1]
         mark = getattr(mark[1], _MARK, None)
-    _guard(patch, where, "signature", expected_signature, lambda: str(inspect.signature(current)))
-    _guard(patch, where, "source", expected_source, lambda: source_hash(current))
+    _guard_signature(patch, where, current, expected_signature)
     setattr(replacement, _MARK, (patch.name, current))
     setattr(owner, name, replacement)
     record(patch)
@@ -123,25 +114,21 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _guard(
-    patch: Patch, where: str, what: str, expected: str | Collection[str] | None, actual: Callable[[], str]
+def _guard_signature(
+    patch: Patch, where: str, function: Callable, expected: str | Collection[str] | None
 ) -> None:
     if expected is None:
         return
     accepted = {expected} if isinstance(expected, str) else set(expected)
-    found = actual()
+    found = str(inspect.signature(function))
     if found not in accepted:
-        detail = f"the {what} of {where} is {found}, expected {' or '.join(sorted(accepted))}"
-        raise PatchError(_message(patch, detail))
+        detail = f"the signature of {where} is {found}, expected {' or '.join(sorted(accepted))}"
+        raise misfit(patch, detail)
 
 
 def misfit(patch: Patch, detail: str) -> PatchError:
-    """The error of a patch that is not a replaced function: `detail` is what was found instead."""
-    return PatchError(_message(patch, detail))
-
-
-def _message(patch: Patch, detail: str) -> str:
-    return (
+    """The error of a patch that does not fit: `detail` is what was found instead."""
+    return PatchError(
         f"patch {patch.name!r} does not fit the installed packages: {detail}. "
         f"It works around: {patch.reason} ({patch.upstream}; needed until {patch.until})."
     )

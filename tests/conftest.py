@@ -1,13 +1,30 @@
-"""The order of the tests, and the devices of those that ask for one."""
+"""Which tests are slow, and the devices of those that ask for one."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+TRAINING = "test_training.py"
 
+
+def pytest_configure() -> None:
+    """Two processes of as many threads as there are cores would wait for one another."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The training first, while this process is small: the engine tests leave gigabytes in it."""
-    items.sort(key=lambda item: item.path.name != "test_training.py")
+    """Engines and trainings are `slow`: they run in one process, since two at a time need too much memory.
+
+    The training comes first, while that process is small: the engine tests leave gigabytes in it.
+    """
+    items.sort(key=lambda item: item.path.name != TRAINING)
+    for item in items:
+        if item.path.name == TRAINING or item.path.parent.name == "engine":
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

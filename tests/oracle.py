@@ -1,7 +1,7 @@
 """An obviously correct, slow model of the native index: dictionaries of substrings, no automaton.
 
-The words match, earliest, frequent, sam, suffix_policy, corpus and count are defined in
-native/rollout_spec_native.h, what mode sam learns in native/contexts.h and native/evidence.h.
+The words match, class, count, expert and corpus are defined in native/rollout_spec_native.h, what is
+learned in native/contexts.h and native/evidence.h.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 Text = tuple[int, ...]
 
 COUNTED_STATES = 8
-FULL_WEIGHT = 4
 MAX_BRANCHES = 64
-UNSEEN_COUNT = 0.25
-MAX_SUFFIX_CLASSES = 64
 CORPUS_EXPERT = 8
 BITS64 = (1 << 64) - 1
 
@@ -31,13 +28,8 @@ def suffixes(text: Text) -> list[Text]:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     num_speculative_tokens: int
-    mode: str = "frequent"
-    min_match_len: int = 2
-    max_spec_factor: float = 4.0
     min_token_prob: float = 0.1
-    share_contexts: bool = True
     corpus: CorpusOracle | None = None
-    corpus_margin: int = 1
 
 
 class ContextsOracle:
@@ -91,16 +83,16 @@ class ContextsOracle:
             slot[2] = token
 
     @staticmethod
-    def identities(text: Text, salt: int, own_salt: int) -> dict[int, int]:
+    def identities(text: Text, own_salt: int) -> dict[int, int]:
         """Of the contexts of the token that comes after the text; keys 4 and 5 are the sequence's own."""
         found: dict[int, int] = {}
         value = 0
         for length, token in enumerate(reversed(text[-6:]), start=1):
             value = (value ^ token) * 0x9E3779B97F4A7C15 & BITS64
             value ^= value >> 29
-            for key, wanted, of in ((0, 1, salt + 1), (1, 2, salt + 2), (2, 3, salt + 3), (3, 6, salt + 6)):
+            for key, wanted in enumerate((1, 2, 3, 6)):
                 if length == wanted:
-                    found[key] = identity_of(value, of)
+                    found[key] = identity_of(value, length)
             if length <= 2:
                 found[6 - length] = identity_of(value, own_salt - length)
         return dict(sorted(found.items()))
@@ -120,7 +112,7 @@ class Prediction:
 
 
 class Experience:
-    """What mode sam learns in the life of an index: contexts, cells and weights."""
+    """What is learned in the life of an index: contexts, cells and weights."""
 
     NUM_EXPERTS = 9
     MAX_WEIGHT = 4.0 / 3.0
@@ -134,24 +126,21 @@ class Experience:
         )
         self.num_opened = 0
 
-    def predict(
-        self, group: GroupOracle, text: Text, salt: int, own_salt: int, speaker: object
-    ) -> Prediction:
+    def predict(self, group: GroupOracle, text: Text, own_salt: int) -> Prediction:
         context = group.match(text)
         prediction = Prediction({}, {}, text[-1] if text else -1)
         for expert in (0, 1):
             if not context:
                 break
             token, count, total = group.most_frequent(context)
-            source = group.source((*context, token), speaker)
-            self.add_match(prediction, expert, token, len(context), count, total, source)
+            self.add_match(prediction, expert, token, len(context), count, total)
             context = group.match(group.next_class(context))
         found = group.corpus_match(text)
         if found:
             corpus = group.options.corpus
             token, count, total = corpus.most_frequent(found)
             self.add_match(prediction, CORPUS_EXPERT, token, len(found), count, total)
-        for key, identity in self.contexts.identities(text, salt, own_salt).items():
+        for key, identity in self.contexts.identities(text, own_salt).items():
             slot = self.contexts.find(identity)
             if slot is not None:
                 prior = slot[1] / (slot[1] + 2.0)
@@ -165,17 +154,9 @@ class Experience:
         return prediction
 
     def add_match(
-        self,
-        prediction: Prediction,
-        expert: int,
-        token: int,
-        length: int,
-        count: float,
-        total: float,
-        source: str = "corpus",
+        self, prediction: Prediction, expert: int, token: int, length: int, count: int, total: int
     ) -> None:
-        share_or_source = source if total <= 1 and count == total else count * 8 // total
-        cell = ("match", expert, length_bucket(length), total_bucket(total), share_or_source)
+        cell = ("match", expert, length_bucket(length), total_bucket(total), count * 8 // total)
         prior = count / (total + 0.5) * (1.0 - 0.5 / (length + 0.5))
         self.add(prediction, expert, token, cell, prior)
 
@@ -244,18 +225,8 @@ def length_bucket(length: int) -> int:
     return sum(length >= start for start in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64))
 
 
-def total_bucket(total: float) -> int:
+def total_bucket(total: int) -> int:
     return sum(total > limit for limit in (1, 2, 4, 8, 16))
-
-
-@dataclass
-class Draft:
-    tokens: list[int] = field(default_factory=list)
-    survivals: list[float] = field(default_factory=list)
-
-    def append(self, token: int, survival: float) -> None:
-        self.tokens.append(token)
-        self.survivals.append(survival)
 
 
 class CorpusOracle:
@@ -281,18 +252,6 @@ class CorpusOracle:
         token = max(self.followers[context], key=lambda follower: self.counts[(*context, follower)])
         return token, self.counts[(*context, token)], self.counts[context]
 
-    def draft(self, context: Text, most: int, price: float) -> Draft:
-        draft = Draft()
-        survival = 1.0
-        while len(draft.tokens) < most and self.followers[context]:
-            token, count, total = self.most_frequent(context)
-            survival *= count / (total + UNSEEN_COUNT)
-            if survival < price:
-                break
-            draft.append(token, survival)
-            context += (token,)
-        return draft
-
 
 class GroupOracle:
     """Everything that was indexed in one group."""
@@ -303,14 +262,12 @@ class GroupOracle:
         self.followers: dict[Text, list[int]] = defaultdict(list)
         self.positions: dict[Text, int] = {}
         self.ends: dict[Text, set[int]] = defaultdict(set)
-        self.counts: dict[Text, float] = defaultdict(float)  # in occurrences of full weight, by quarters
-        self.speakers: dict[Text, object] = {}  # who said it first
-        self.live: set[object] = set()
+        self.counts: dict[Text, int] = defaultdict(int)
         text: Text = ()
         for token in self.prompt:
             text = self.extend(text, token)
 
-    def extend(self, text: Text, token: int, weight: int = FULL_WEIGHT, speaker: object = "prompt") -> Text:
+    def extend(self, text: Text, token: int) -> Text:
         """Index one token that comes after the text; returns the longer text."""
         for suffix in [*suffixes(text), ()]:
             if token not in self.followers[suffix]:
@@ -319,109 +276,34 @@ class GroupOracle:
         position = self.positions.setdefault(text, len(self.positions))
         for suffix in suffixes(text):
             self.ends[suffix].add(position)
-            self.speakers.setdefault(suffix, speaker)
         num_classes, ends = 0, None
         for suffix in suffixes(text):
             if self.ends[suffix] != ends:
                 num_classes, ends = num_classes + 1, self.ends[suffix]
             if num_classes <= COUNTED_STATES:
-                self.counts[suffix] += weight / FULL_WEIGHT
+                self.counts[suffix] += 1
         return text
 
     def match(self, text: Text) -> Text:
         """The longest suffix of the text that has been followed."""
         return next((suffix for suffix in suffixes(text) if self.followers[suffix]), ())
 
-    def source(self, string: Text, speaker: object) -> str:
-        """Whose the string's first occurrence is, seen by this speaker."""
-        first = self.speakers[string]
-        if first in ("prompt", speaker):
-            return "own text"
-        if first == "older policy":
-            return first
-        return "live sibling" if first in self.live else "finished sibling"
-
     def corpus_match(self, text: Text) -> Text:
-        """The corpus's, where it is longer by at least the margin; empty where it is not."""
+        """The corpus's, where it is longer; empty where it is not."""
         if self.options.corpus is None:
             return ()
         found = self.options.corpus.match(text)
-        return found if len(found) >= len(self.match(text)) + self.options.corpus_margin else ()
-
-    def draft_from_corpus(self, match: Text, max_draft_tokens: int, price: float) -> tuple[int, Draft]:
-        options = self.options
-        most = min(
-            options.num_speculative_tokens, max_draft_tokens, int(options.max_spec_factor * len(match))
-        )
-        if len(match) < options.min_match_len:
-            most = 0
-        return len(match), options.corpus.draft(match, most, price)
+        return found if len(found) > len(self.match(text)) else ()
 
     def next_class(self, context: Text) -> Text:
         """The longest suffix of the context that ends at more positions."""
         return next((s for s in suffixes(context) if self.ends[s] != self.ends[context]), ())
 
-    def most_frequent(self, context: Text) -> tuple[int, float, float]:
+    def most_frequent(self, context: Text) -> tuple[int, int, int]:
         """Of the followers that are looked at: the most frequent one, its count, all their counts."""
         candidates = self.followers[context][:MAX_BRANCHES]
         counts = [self.counts[(*context, candidate)] for candidate in candidates]
         return candidates[counts.index(max(counts))], max(counts), sum(counts)
-
-    def suffix_policy(self, text: Text, most: int, price: float) -> Draft:
-        best = Draft()
-        best_score = 0.0
-        context = self.match(text)
-        for _ in range(MAX_SUFFIX_CLASSES):
-            if not context:
-                break
-            path = self.path(context, min(most, int(self.options.max_spec_factor * len(context))), price)
-            score = sum(path.survivals)
-            if score > best_score and len(context) >= self.options.min_match_len:
-                best, best_score = path, score
-            context = self.next_class(context)
-        return best
-
-    def path(self, context: Text, most: int, price: float) -> Draft:
-        path = Draft()
-        probability = 1.0
-        while len(path.tokens) < most and self.followers[context]:
-            token, count, _ = self.most_frequent(context)
-            probability *= count / max(count, self.counts[context])
-            if probability < price:
-                break
-            path.append(token, probability)
-            context += (token,)
-        return path
-
-    def draft(self, text: Text, max_draft_tokens: int, price: float) -> tuple[int, Draft]:
-        """The match length and the draft, in every mode but sam."""
-        if max_draft_tokens == 0:
-            return 0, Draft()
-        found = self.corpus_match(text)
-        if found:
-            return self.draft_from_corpus(found, max_draft_tokens, price)
-        if self.options.mode == "suffix_policy":
-            most = min(self.options.num_speculative_tokens, max_draft_tokens)
-            return len(self.match(text)), self.suffix_policy(text, most, price)
-        options = self.options
-        context = self.match(text)
-        match_len = len(context)
-        most = min(options.num_speculative_tokens, max_draft_tokens, int(options.max_spec_factor * match_len))
-        draft = Draft()
-        probability = 1.0
-        while len(draft.tokens) < most:
-            context = self.match(context)
-            if len(context) < options.min_match_len:
-                break
-            token = self.followers[context][0]
-            if options.mode == "frequent":
-                token, count, total = self.most_frequent(context)
-                probability *= count / (total + UNSEEN_COUNT)
-                if probability < price:
-                    break
-            draft.append(token, probability)
-            context += (token,)
-        return match_len, draft
 
 
 @dataclass
@@ -430,8 +312,7 @@ class SequenceOracle:
 
     group: GroupOracle
     after_prompt: bool
-    experience: Experience | None = None  # in mode sam
-    weight: int = FULL_WEIGHT
+    experience: Experience
     text: Text = ()
     last_draft: list[int] = field(default_factory=list)
     survivals: list[float] = field(default_factory=list)
@@ -443,23 +324,16 @@ class SequenceOracle:
 
     def __post_init__(self) -> None:
         self.text = self.start
-        self.speaker: object = object() if self.weight == FULL_WEIGHT else "older policy"
-        self.group.live.add(self.speaker)
-        if self.experience is not None:
-            self.experience.num_opened += 1
-            self.serial = self.experience.num_opened
+        self.experience.num_opened += 1
+        self.serial = self.experience.num_opened
 
     @property
     def start(self) -> Text:
         return self.group.prompt if self.after_prompt else ()
 
     @property
-    def salts(self) -> tuple[int, int]:
-        shared = self.group.options.share_contexts
-        return (0 if shared else self.serial << 8), ~(self.serial << 8) & BITS64
-
-    def close(self) -> None:
-        self.group.live.discard(self.speaker)
+    def own_salt(self) -> int:
+        return ~(self.serial << 8) & BITS64
 
     def index(self, row: Sequence[int]) -> None:
         """The first half of a step: the row has these tokens now."""
@@ -477,37 +351,29 @@ class SequenceOracle:
                     break
         self.predictions = []
         for token in row[len(self.text) :]:
-            if self.experience is not None:
-                contexts = self.experience.contexts
-                contexts.learn(contexts.identities(self.text, *self.salts).values(), token)
-            self.text = self.group.extend(self.text, token, self.weight, self.speaker)
+            contexts = self.experience.contexts
+            contexts.learn(contexts.identities(self.text, self.own_salt).values(), token)
+            self.text = self.group.extend(self.text, token)
 
     def draft(self, max_draft_tokens: int, min_token_prob: float = 0.0) -> tuple[int, list[int]]:
-        """The second half, after every row of the step was indexed."""
-        price = max(min_token_prob, self.group.options.min_token_prob)
-        if self.experience is not None:
-            match_len, draft = self.draft_from_experience(max_draft_tokens, price)
-        else:
-            match_len, draft = self.group.draft(self.text, max_draft_tokens, price)
-        self.last_draft, self.survivals = draft.tokens, draft.survivals
-        self.num_drafts += bool(self.last_draft)
-        self.num_draft_tokens += len(self.last_draft)
-        return match_len, self.last_draft
-
-    def draft_from_experience(self, max_draft_tokens: int, price: float) -> tuple[int, Draft]:
-        if max_draft_tokens == 0:
-            return 0, Draft()
+        """The second half, after every row of the step was indexed: the match length and the draft."""
         options = self.group.options
-        draft = Draft()
+        price = max(min_token_prob, options.min_token_prob)
+        self.last_draft, self.survivals = [], []
+        if max_draft_tokens == 0:
+            return 0, []
         survival = 1.0
-        while len(draft.tokens) < min(options.num_speculative_tokens, max_draft_tokens):
-            text = (*self.text, *draft.tokens)
-            prediction = self.experience.predict(self.group, text, *self.salts, self.speaker)
+        while len(self.last_draft) < min(options.num_speculative_tokens, max_draft_tokens):
+            text = (*self.text, *self.last_draft)
+            prediction = self.experience.predict(self.group, text, self.own_salt)
             if prediction.token < 0:
                 break
             self.predictions.append(prediction)
             survival *= prediction.probability
             if survival < price:
                 break
-            draft.append(prediction.token, survival)
-        return len(self.group.match(self.text)), draft
+            self.last_draft.append(prediction.token)
+            self.survivals.append(survival)
+        self.num_drafts += bool(self.last_draft)
+        self.num_draft_tokens += len(self.last_draft)
+        return len(self.group.match(self.text)), self.last_draft

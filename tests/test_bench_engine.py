@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_spec.bench_engine import Load, Method, Timeline, measure, random_prompts, step_times, summarise
 from rollout_spec.cli import main
 from rollout_spec.cli.inputs import default_dtype, device_arguments
 from rollout_spec.config import ConfigError
+from rollout_spec.measure.engine import Load, Method, random_prompts
+from rollout_spec.measure.timeline import Timeline, measure, step_times, summarise
 
 
 def timeline(steps: list[tuple[float, int, int, int, int, int, int]]) -> Timeline:
@@ -69,13 +70,11 @@ def test_methods_are_compared_repeat_by_repeat():
     sam = [run((2, 80), (1, 40), 8, 4), run((4, 80), (2, 40), 8, 4)]
     first, second = summarise({"off": off, "sam": sam})
     assert first["ratios"]["tokens_per_s"] == {"value": 1.0, "ci95": [1.0, 1.0]}
-    assert (first["front_lost_s"], first["acceptance_rate"], first["share_on"]) == (0.0, None, 0.0)
+    assert (first["acceptance_rate"], first["share_on"]) == (None, 0.0)
     assert second["makespan_s"] == 4.5
     assert second["tail_tokens_per_s"] == pytest.approx(80 / 3)
     assert second["ratios"]["tail_tokens_per_s"]["ci95"] == pytest.approx([4.0, 4.0])
     assert second["ratios"]["front_tokens_per_s"]["value"] == pytest.approx(0.8)
-    # 80 tokens take 1.6 and 3.2 seconds without drafts.
-    assert second["front_lost_s"] == pytest.approx((0.4 + 0.8) / 2)
     assert (second["acceptance_rate"], second["tokens_per_step"], second["share_on"]) == (0.5, 1.4, 1.0)
 
 
@@ -93,7 +92,7 @@ def test_every_method_is_compared_with_every_other_in_pairs():
 
 def test_a_phase_that_never_was_has_no_rate():
     [only] = summarise({"off": [run((0, 0), (2, 20)), run((0, 0), (4, 20))]})
-    assert only["front_tokens_per_s"] is None and only["front_lost_s"] is None
+    assert only["front_tokens_per_s"] is None
     assert only["ratios"]["front_tokens_per_s"] == {"value": None, "ci95": [None, None]}
 
 
@@ -129,7 +128,7 @@ def test_random_prompts_have_no_structure():
 
 
 def test_methods_pass_their_threshold_on():
-    assert Method("sam:16").options({"mode": "frequent"}) == {"mode": "frequent", "batch_threshold": 16}
+    assert Method("sam:16").options({"history": 2}) == {"history": 2, "batch_threshold": 16}
     assert Method("sam").options({}) == {}
     for label, message in (
         ("magic", "method 'magic': must be off"),
@@ -146,7 +145,7 @@ def test_methods_pass_their_threshold_on():
     [
         (["--methods", "off,magic"], "method 'magic': must be off, off:coupled, ngram, suffix, sam or"),
         (["--methods", "off,off"], "--methods off,off: a method is named twice"),
-        (["--repeats", "0"], "--repeats 0: must be at least 1"),
+        (["--repeats", "0"], "--repeats: 0 must be at least 1"),
         (["--num-speculative-tokens", "65"], "num_speculative_tokens=65: must be between 1 and 64"),
         (["--spec", "min_token_prob"], "--spec min_token_prob: must be NAME=VALUE"),
         (["--spec", "depth=3"], "rollout.spec.depth: unknown field"),
@@ -171,7 +170,7 @@ def test_plain_vllm_decides_where_there_is_an_accelerator(
     import torch
     from vllm import EngineArgs
 
-    from rollout_spec.vllm_bench import _method_arguments
+    from rollout_spec.measure.engine_worker import _method_arguments
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
     default = EngineArgs(model="model")
@@ -182,10 +181,27 @@ def test_plain_vllm_decides_where_there_is_an_accelerator(
     assert default_dtype() == ("bfloat16" if has_accelerator else "float32")
 
 
+def test_each_method_drafts_its_own_number_of_tokens_unless_one_is_given():
+    from rollout_spec.config import SpecConfig
+    from rollout_spec.measure.engine_worker import _method_arguments
+
+    def numbers(given: int | None, **spec: int) -> list[int | None]:
+        jobs = [
+            {"method": method, "spec": spec, "num_speculative_tokens": given}
+            for method in ("sam:auto", "ngram", "suffix")
+        ]
+        configs = [_method_arguments(job)["speculative_config"] for job in jobs]
+        return [config.get("num_speculative_tokens") for config in configs]
+
+    own = SpecConfig.num_speculative_tokens
+    assert numbers(None) == [own, own, None]  # vLLM knows what is best for its `suffix`
+    assert numbers(3, num_speculative_tokens=3) == [3, 3, 3]
+
+
 def test_the_plot_is_drawn(tmp_path: Path):
     from dataclasses import asdict
 
-    from rollout_spec.plots import plot_rollouts
+    from rollout_spec.report.plots import plot_rollouts
 
     plot_rollouts({"off": asdict(LINE), "sam": asdict(LINE)}, 2, tmp_path / "engine.png")
     assert (tmp_path / "engine.png").stat().st_size > 10_000

@@ -13,11 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_spec import __version__
+from rollout_spec import __version__, processes
 from rollout_spec.cli import COMMANDS, doctor, main
-from rollout_spec.cli.certify import render_html, verdict
-from rollout_spec.demo import processes
-from rollout_spec.demo.runner import Plan, last_error, overrides
+from rollout_spec.demo.runner import Plan, overrides
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")
 TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
@@ -53,34 +51,42 @@ def test_version():
         (["demo", "--output", f"{__file__}/demo"], f"{__file__}/demo: Not a directory"),
         (["certify", "--train-file", "/nowhere"], "--train-file /nowhere: no such file"),
         (["certify", "--train-file", __file__], f"--train-file {__file__}: cannot be read as parquet"),
-        (["certify", "--top-k", "-5"], "--top-k -5: must be at least 0"),
-        (["certify", "--top-p", "2"], "--top-p 2.0: must be above 0 and at most 1"),
-        (["certify", "--top-p", "nan"], "--top-p nan: must be above 0 and at most 1"),
-        (["certify", "--temperatures", "1", "nan"], "--temperatures nan: must be at least 0, and finite"),
-        (["certify", "--temperatures", "inf"], "--temperatures inf: must be at least 0, and finite"),
-        (["certify", "--seed", "-1"], "--seed -1: must be at least 0 and below 2147483647"),
-        (["certify", "--seed", "2147483647"], "--seed 2147483647: must be at least 0 and below 2147483647"),
-        (["certify", "--dtype", "int8"], "--dtype int8: must be one of float32, bfloat16, float16"),
-        (["certify", "--tolerance", "0"], "--tolerance 0.0: must be above 0 and at most 1"),
-        (["certify", "--tolerance", "1.5"], "--tolerance 1.5: must be above 0 and at most 1"),
-        (["certify", "--tolerance", "nan"], "--tolerance nan: must be above 0 and at most 1"),
-        (["certify", "--distribution-samples", "-3"], "--distribution-samples -3: must be at least 0"),
+        (["certify", "--top-k", "-5"], "--top-k: -5 must be at least 0"),
+        (["certify", "--top-p", "0"], "--top-p: 0 must be above 0 and at most 1"),
+        (["certify", "--temperatures", "1", "nan"], "--temperatures: nan must be at least 0"),
+        (["certify", "--temperatures", "inf"], "--temperatures: inf must be at least 0"),
+        (
+            ["certify", "--seed", "2147483647"],
+            "--seed: 2147483647 must be at least 0 and at most 2,147,483,646",
+        ),
+        (["certify", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        (["certify", "--group-sizes", "two"], "--group-sizes: invalid int value: 'two'"),
+        (
+            ["certify", "--num-speculative-tokens", "65"],
+            "rollout.spec.num_speculative_tokens=65: must be between 1 and 64",
+        ),
+        (["certify", "--model", "/nowhere"], "--model /nowhere: no Hugging Face folder"),
         (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["demo", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["demo", "--steps", "0"], "--steps: 0 must be at least 1"),
         (["simulate", "/nowhere.jsonl", "--step-times", "1:0.1"], "/nowhere.jsonl"),
         (["simulate", TRACE, "--step-times", "nan:1"], "tokens from 1 and seconds above 0"),
         (["simulate", TRACE, "--step-times", "/nowhere.json"], "neither a file nor tokens:seconds"),
-        (["simulate", TRACE, "--step-times", "1:0.1", "--replicas", "1", "0"], "--replicas [1, 0]: must be"),
+        (
+            ["simulate", TRACE, "--step-times", "1:0.1", "--replicas", "1", "0"],
+            "--replicas: 0 must be at least 1",
+        ),
+        (["replay", TRACE, "--limit-groups", "0"], "--limit-groups: 0 must be at least 1"),
+        (["replay", TRACE, "--num-speculative-tokens", "0"], "num_speculative_tokens=0: must be between"),
+        (["replay", TRACE, "--spec", "routing=group"], "--spec routing=group: replay drafts in every step"),
         (
             ["simulate", TRACE, "--step-times", "1:0.1", "--batch-thresholds", "few"],
             "rollout.spec.batch_threshold='few': must be a number or auto",
         ),
-        (["simulate", TRACE, "--step-times", "1:0.1", "--spec", "mode"], "--spec mode: must be NAME=VALUE"),
         (
-            ["simulate", TRACE, "--step-times", "1:0.1", "--spec", "depth=3"],
-            "rollout.spec.depth: unknown field",
+            ["simulate", TRACE, "--step-times", "1:0.1", "--spec", "corpus"],
+            "--spec corpus: must be NAME=VALUE",
         ),
-        (["simulate", TRACE, "--step-times", "1:0.1", "--spec", "mode=magic"], "rollout.spec.mode='magic'"),
+        (["simulate", TRACE, "--step-times", "1:0.1", "--spec", "depth=3"], "rollout.spec.depth: unknown"),
         (["simulate", TRACE, "--step-times", "1:0.1", "--spec", "corpus=/nowhere"], "corpus='/nowhere'"),
         (
             ["simulate", TRACE, "--step-times", "1:0.1", "--spec", "batch_threshold=4"],
@@ -116,38 +122,6 @@ def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts
     (tmp_path / "config.json").write_text("{}")  # no model: an engine would say so
     assert main(["certify", "--model", str(tmp_path), "--output", __file__]) == 2
     assert f"{__file__}: File exists" in capsys.readouterr().err
-
-
-def certificate(**changes):
-    difference = {"prompt": 0, "number": 0, "temperature": 0.0, "position": 5, "explained": True}
-    difference |= {"num_speculative_tokens": 8, "batch_threshold": 8, "tolerance": 1e-3}
-    return {
-        "tokens_compared": 9, "tokens_identical": 7, "reference_tokens": 9, "temperatures": [],
-        "differences": [difference | {"logit_gap": 0.0}, difference | {"logit_gap": None}],
-        "unexplained_differences": 0, "tolerance": None, "num_draft_tokens": 4, "num_rejected_tokens": 2,
-        "max_logprob_difference": 0.0, "mean_logprob_difference": 0.0, "untested": [],
-        "accuracy": {"off": None, "on": None}, "distribution": None, "configurations": [],
-        "plan": {"model": "a <small> one", "dtype": "bfloat16", "distribution_samples": 0, "engine": {}},
-        "environment": {"device": "cpu", "cpu": "a processor", "num_cores": 2, "date": "today", "torch": "2"},
-    } | changes  # fmt: skip
-
-
-def test_the_certificates_page_tells_no_gap_from_no_finite_gap():
-    page = render_html(certificate())
-    assert page.count("<td>0.0e+00</td>") == page.count("<td>inf</td>") == 1
-    assert "its distribution was not tested (0 samples)" in page
-    assert "scores within 2 x bfloat16&#39;s epsilon x the largest |logit| / T there" in page
-    for name, value in {"model": "a &lt;small&gt; one", "versions": "torch 2", "date": "today"}.items():
-        assert f"<dt>{name}</dt><dd>{value}</dd>" in page
-
-
-def test_the_verdict_says_what_was_not_tested_and_what_differs():
-    assert verdict(certificate()) == "identical up to numerics"
-    assert verdict(certificate(differences=[])) == "identical"
-    assert verdict(certificate(unexplained_differences=1)) == "not certified"
-    assert verdict(certificate(distribution={"passed": False})) == "not certified"
-    part = certificate(differences=[], untested=["this one"], configurations=[{}, {}, {}])
-    assert verdict(part) == "certified in part: 2 of 3 configurations, identical"
 
 
 def test_a_missing_package_of_the_demos_model_is_one_line(monkeypatch, capsys):
@@ -199,10 +173,10 @@ def test_doctor_fails_where_torch_cannot_be_imported():
 
 def test_doctor_fails_on_a_native_module_of_another_version():
     code = (
-        "import sys; from types import SimpleNamespace; from rollout_spec import _native;"
+        "import sys; from types import SimpleNamespace; from rollout_spec.drafting import _native;"
         "from rollout_spec.cli import doctor, main;"
         "lib = SimpleNamespace(rs_abi_version=lambda: 1);"
-        "sys.modules['rollout_spec._native'] = SimpleNamespace(ffi=_native.ffi, lib=lib);"
+        "sys.modules['rollout_spec.drafting._native'] = SimpleNamespace(ffi=_native.ffi, lib=lib);"
         "doctor.PROBES = [pair for pair in doctor.PROBES if pair[0] == 'native module'];"
         "sys.exit(main(['doctor']))"
     )
@@ -237,14 +211,10 @@ def test_bench_native_measures_as_json_and_keeps_a_record(tmp_path):
     done = run("bench", "native", "--json", "--repeats", 1, "--output", tmp_path / "record.json")
     record = json.loads(done.stdout)
     assert json.loads((tmp_path / "record.json").read_text()) == record
-    assert list(record["modes"]) == ["sam", "frequent", "earliest"]
-    for result in record["modes"].values():
-        assert list(result["sizes"]) == ["2048", "8192", "32768", "131072"]
-        assert result["step"]["rows"] == 256
-        assert result["step"]["share_of_rows_drafting"] > 0.95
-        assert result["steps"]["p99_ms"] >= result["steps"]["median_ms"] > 0
-        assert result["evictions"]["max_ms"] >= result["evictions"]["p99_ms"] > 0
-        assert result["evictions"]["num_groups_evicted"] > 0
+    assert list(record["sizes"]) == ["2048", "32768", "131072"]
+    assert all(size["us_per_token"] > 0 and size["bytes_per_token"] > 16 for size in record["sizes"].values())
+    assert record["step"]["rows"] == 256 and record["step"]["share_of_rows_drafting"] > 0.95
+    assert record["whole_steps"]["p99_ms"] >= record["whole_steps"]["median_ms"] > 0
 
 
 def test_simulate_compares_thresholds_on_clusters():
@@ -275,11 +245,11 @@ def test_simulate_takes_options_of_the_drafter(tmp_path, capsys):
         record = json.loads(capsys.readouterr().out)
         return record["spec"], record["results"][0]["runs"][1]["speedup"]
 
-    spec, with_history = speedup("--spec", "history=1", "--spec", "mode=frequent")
-    assert spec == {"history": 1, "mode": "frequent"}
+    spec, with_history = speedup("--spec", "history=1", "--spec", "min_token_prob=0.1")
+    assert spec == {"history": 1, "min_token_prob": 0.1}
     # A token a step in the first rollout, up to nine in the second.
     assert 1.5 < with_history < 2
-    assert speedup("--spec", "mode=frequent") == ({"mode": "frequent"}, 1.0)
+    assert speedup("--spec", "min_token_prob=1.0") == ({"min_token_prob": 1.0}, 1.0)
 
 
 def test_the_plans_own_overrides_come_last(tmp_path):
@@ -298,7 +268,7 @@ def test_the_last_error_of_a_log_is_found_under_colours_and_actor_names(tmp_path
         "\x1b[36m(TaskRunnerV1 pid=77)\x1b[0m RuntimeError: the engine did not draft\n"
         "\x1b[36m(TaskRunnerV1 pid=77)\x1b[0m closing down\n"
     )
-    assert last_error(log) == "RuntimeError: the engine did not draft"
+    assert processes.last_error(log) == "RuntimeError: the engine did not draft"
 
 
 # As Ray and vLLM do: a child in a session of its own, SIGTERM ignored, shared memory open.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollout_spec.config import MIN_TOKEN_PROB, MIN_TOKEN_PROB_WITH_HISTORY, ConfigError, SpecConfig
+from rollout_spec.config import REMOVED, ConfigError, SpecConfig
 
 
 def test_defaults_are_valid_and_survive_a_round_trip() -> None:
@@ -36,18 +36,16 @@ def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
         ({"num_speculative_tokens": "4"}, "rollout.spec.num_speculative_tokens='4': must be of type int"),
         ({"num_speculative_tokens": True}, "must be of type int"),
         ({"num_speculative_tokens": 2.0}, "must be of type int"),
-        ({"group_sharing": 1}, "must be of type bool"),
         ({"min_token_prob": float("nan")}, "must be between 0 and 1"),
-        (
-            {"mode": "latest"},
-            "rollout.spec.mode='latest': must be one of sam, earliest, frequent, suffix_policy",
-        ),
         ({"method": "ngram"}, "must be one of sam, off"),
         ({"batch_threshold": "fast"}, "rollout.spec.batch_threshold='fast': must be a number or auto"),
-        ({"min_token_prob": "low"}, "rollout.spec.min_token_prob='low': must be a number or auto"),
+        ({"min_token_prob": "low"}, "rollout.spec.min_token_prob='low': must be of type float"),
+        (
+            {"min_token_prob": "auto"},
+            "rollout.spec.min_token_prob='auto': was removed: batch_threshold=auto ",
+        ),
         ({"batch_threshold": 1.5}, "rollout.spec.batch_threshold=1.5: must be of type int"),
         ({"max_index_mb": 0}, "rollout.spec.max_index_mb=0: must be between 1 and 1,048,576"),
-        ({"max_spec_factor": 1025}, "must be between 0 and 1,024"),
         ({"routing": "random"}, "rollout.spec.routing='random': must be one of default, group"),
     ],
 )
@@ -56,10 +54,12 @@ def test_bad_options_name_the_field(options: dict[str, Any], message: str) -> No
         SpecConfig.from_mapping(options)
 
 
-def test_the_price_follows_the_history_unless_it_is_given() -> None:
-    assert SpecConfig().least_survival == MIN_TOKEN_PROB
-    assert SpecConfig(history=1).least_survival == MIN_TOKEN_PROB_WITH_HISTORY < MIN_TOKEN_PROB
-    assert SpecConfig(history=1, min_token_prob=0.3).least_survival == 0.3
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_option_says_what_there_is_instead(name: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        SpecConfig.from_mapping({name: 1})
+    assert str(raised.value) == f"rollout.spec.{name}: was removed: {REMOVED[name]}"
+    assert name not in SpecConfig().to_dict()
 
 
 def test_the_threshold_may_be_automatic() -> None:
@@ -67,4 +67,4 @@ def test_the_threshold_may_be_automatic() -> None:
 
 
 def test_a_whole_number_is_a_float() -> None:
-    assert SpecConfig(max_spec_factor=2).max_spec_factor == 2
+    assert SpecConfig(min_token_prob=1).min_token_prob == 1

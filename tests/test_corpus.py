@@ -15,10 +15,15 @@ from hypothesis import strategies as st
 
 from rollout_spec.cli import main
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.corpus import CONTENT_OFFSET, check_corpus, open_corpus, write_corpus
-from rollout_spec.index import CorpusBuilder, SuffixIndex
-from rollout_spec.native import InvalidArgument
-from rollout_spec.price import make_index
+from rollout_spec.drafting.corpus import (
+    CONTENT_OFFSET,
+    CorpusBuilder,
+    check_corpus,
+    open_corpus,
+    write_corpus,
+)
+from rollout_spec.drafting.index import SuffixIndex, make_index
+from rollout_spec.drafting.native import InvalidArgument
 from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 
 
@@ -52,19 +57,14 @@ SPOKEN = st.lists(st.sampled_from(WORDS), max_size=8).map(lambda words: list(cha
     corpus=st.lists(SPOKEN, min_size=1, max_size=4),
     prompt=SPOKEN,
     pieces=st.lists(SPOKEN | st.lists(st.integers(0, 9), max_size=2), min_size=1, max_size=6),
-    mode=st.sampled_from(["sam", "earliest", "frequent", "suffix_policy"]),
     min_token_prob=st.sampled_from([0.0, 0.3]),
-    margin=st.integers(1, 3),
     after_prompt=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
-def test_drafts_equal_the_oracle(folder, corpus, prompt, pieces, mode, min_token_prob, margin, after_prompt):
-    options = {"num_speculative_tokens": 5, "mode": mode, "min_match_len": 2, "max_spec_factor": 1.5}
-    options |= {"min_token_prob": min_token_prob, "corpus_margin": margin}
-    experience = Experience() if mode == "sam" else None
-    slow = SequenceOracle(
-        GroupOracle(prompt, Options(**options, corpus=CorpusOracle(corpus))), after_prompt, experience
-    )
+@settings(max_examples=150, deadline=None)
+def test_drafts_equal_the_oracle(folder, corpus, prompt, pieces, min_token_prob, after_prompt):
+    options = {"num_speculative_tokens": 5, "min_token_prob": min_token_prob}
+    group = GroupOracle(prompt, Options(**options, corpus=CorpusOracle(corpus)))
+    slow = SequenceOracle(group, after_prompt, Experience())
     mapped = open_corpus(save(folder / "corpus.sam", corpus))
     with SuffixIndex(**options, corpus=mapped) as index:
         group = index.open_group(np.array(prompt, np.int32))
@@ -82,32 +82,30 @@ def test_drafts_equal_the_oracle(folder, corpus, prompt, pieces, mode, min_token
         index.validate()
 
 
-@pytest.mark.parametrize("mode", ["sam", "earliest", "frequent", "suffix_policy"])
-@pytest.mark.parametrize(("margin", "drafts"), [(1, True), (3, True), (4, False), (1024, False)])
-def test_the_corpus_has_a_say_where_its_match_is_longer_by_the_margin(path, mode, margin, drafts):
-    options = {"num_speculative_tokens": 3, "mode": mode, "min_token_prob": 0.0, "corpus_margin": margin}
-    with SuffixIndex(**options, corpus=open_corpus(path)) as index:
-        sequence = int32(index.open_sequence(index.open_group(int32(5, 200, 201))))
-        result = index.step(sequence, int32(5, 200, 201, 202)[None], int32(0), int32(4), int32(3))
-        expected = [203, 204, 205] if drafts else []
-        assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == expected
-        if drafts and mode != "sam":
-            assert result.match_lens.tolist() == [3]
-            assert result.survivals[0] == pytest.approx([0.8, 0.8**2, 0.8**3])
+@pytest.mark.parametrize(("repeated", "first"), [(False, 203), (True, 7)])
+def test_the_corpus_counts_where_its_match_is_longer_than_the_groups(path, repeated, first):
+    """Where the group has followed as long a suffix, what it has said comes first."""
+    prompt = int32(5, 200, 201, 202, 7, 5) if repeated else int32(5)
+    text = np.append(prompt, int32(200, 201, 202))[None].astype(np.int32)
+    with SuffixIndex(num_speculative_tokens=3, min_token_prob=0.0, corpus=open_corpus(path)) as index:
+        sequence = int32(index.open_sequence(index.open_group(prompt)))
+        result = index.step(sequence, text, int32(0), int32(text.size), int32(3))
+        assert result.draft_tokens[0, 0] == first
+        assert result.match_lens.tolist() == [4 if repeated else 0]
 
 
-def test_a_text_that_ended_is_not_followed(path):
-    options = {"num_speculative_tokens": 3, "mode": "frequent", "min_token_prob": 0.0}
+def test_what_follows_in_a_text_that_ended_is_not_known(path):
+    options = {"num_speculative_tokens": 3, "min_token_prob": 0.0}
     with SuffixIndex(**options, corpus=open_corpus(path)) as index:
         sequence = int32(index.open_sequence(index.open_group(int32())))
         result = index.step(sequence, int32(101, 7)[None], int32(0), int32(2), int32(3))
         assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == [8]
         result = index.step(sequence, int32(101, 7, 8)[None], int32(0), int32(3), int32(3))
-        assert result.match_lens.tolist() == [0]
+        assert result.num_draft_tokens.tolist() == [0]
 
 
 def test_what_is_cleared_or_failed_leaves_the_corpus(path):
-    options = {"num_speculative_tokens": 3, "mode": "frequent", "min_token_prob": 0.0}
+    options = {"num_speculative_tokens": 3, "min_token_prob": 0.0}
     with SuffixIndex(**options, corpus=open_corpus(path)) as index:
         for _ in range(2):
             sequence = int32(index.open_sequence(index.open_group(int32())))
@@ -115,7 +113,7 @@ def test_what_is_cleared_or_failed_leaves_the_corpus(path):
             with pytest.raises(InvalidArgument, match="must not be negative"):
                 index.step(sequence, int32(300, 301, 302, -1)[None], int32(0), int32(4), int32(3))
             result = index.step(sequence, int32(300, 301, 302)[None], int32(0), int32(3), int32(3))
-            assert (result.match_lens[0], result.draft_tokens[0].tolist()) == (3, [303, 304, 305])
+            assert result.draft_tokens[0].tolist() == [303, 304, 305]
             index.validate()
             index.clear()
 
@@ -147,7 +145,7 @@ def test_many_followers_are_found(tmp_path):
     """More than a page of transitions at the root, in no order."""
     tokens = np.random.default_rng(0).permutation(50_000).astype(np.int32)
     path = save(tmp_path / "wide.sam", [tokens])
-    options = {"num_speculative_tokens": 1, "mode": "frequent", "min_token_prob": 0.0}
+    options = {"num_speculative_tokens": 1, "min_token_prob": 0.0}
     with SuffixIndex(**options, corpus=open_corpus(path)) as index:
         group = index.open_group(int32())
         places = np.random.default_rng(1).choice(len(tokens) - 1, 200, replace=False)
@@ -155,7 +153,6 @@ def test_many_followers_are_found(tmp_path):
         rows = np.arange(len(places), dtype=np.int32)
         ones = np.ones(len(places), np.int32)
         result = index.step(sequences, tokens[places][:, None], rows, ones, ones)
-        assert result.match_lens.tolist() == ones.tolist()
         assert result.draft_tokens[:, 0].tolist() == tokens[places + 1].tolist()
 
 
@@ -217,8 +214,6 @@ def test_bytes_that_are_no_corpus_are_refused(path):
         content = bytes(CONTENT_OFFSET + num_bytes)
         with pytest.raises(InvalidArgument, match=rf"^corpus: {num_bytes} bytes that are no corpus"):
             SuffixIndex(num_speculative_tokens=1, corpus=whole._replace(mapped=content))
-    with pytest.raises(InvalidArgument, match=r"^corpus_margin=0: must be at least 1"):
-        SuffixIndex(num_speculative_tokens=1, corpus=whole, corpus_margin=0)
     with pytest.raises(InvalidArgument, match=r"token_ids\[1\]=-1: must not be negative"):
         CorpusBuilder().add(int32(1, -1))
 
@@ -247,7 +242,7 @@ def test_a_file_that_is_replaced_stays_with_those_that_have_it_open(path):
 
 MAPS = """
 import re, sys
-from rollout_spec.corpus import open_corpus
+from rollout_spec.drafting.corpus import open_corpus
 corpus = open_corpus(sys.argv[1])
 smaps = open("/proc/self/smaps").read()
 entry = next(part for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", smaps) if sys.argv[1] in part)
@@ -322,18 +317,17 @@ def test_what_cannot_be_built_is_one_line_and_leaves_nothing(tmp_path, capsys, f
     assert set(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("mode", ["sam", "frequent"])
-def test_replay_takes_a_corpus(tmp_path, capsys, mode):
+def test_replay_takes_a_corpus(tmp_path, capsys):
     text = list(range(10, 60))
     trace = write_trace(tmp_path / "trace.jsonl", [text])
     assert command("corpus", "build", trace, "-o", tmp_path / "corpus.sam") == 0
     found = []
     for options in ((), ("--corpus", tmp_path / "corpus.sam")):
         capsys.readouterr()
-        assert command("replay", trace, "--json", "--mode", mode, "--min-token-prob", 0, *options) == 0
+        assert command("replay", trace, "--json", "--spec", "min_token_prob=0", *options) == 0
         found.append(json.loads(capsys.readouterr().out)["tokens_per_step"])
     assert found[0] == 1.0 and found[1] > 5
-    assert command("replay", trace, "--mode", mode, "--corpus", tmp_path / "corpus.sam") == 0
+    assert command("replay", trace, "--corpus", tmp_path / "corpus.sam") == 0
     assert "corpus.sam" in capsys.readouterr().out.replace("\n", "")
 
 

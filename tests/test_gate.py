@@ -5,17 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_spec.gate import (
-    GUARD_STEPS,
-    GUARD_WINDOW,
+from rollout_spec.drafting.gate import (
     HYSTERESIS_STEPS,
-    MIN_PAUSE,
     NUM_FIRST_STEPS,
     AutoGate,
     FixedGate,
     Step,
     make_gate,
 )
+from rollout_spec.drafting.guard import GUARD_STEPS, GUARD_WINDOW, MIN_PAUSE
 from rollout_spec.metrics import EngineCounters
 
 NUM_ROWS, K = 4, 8

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout_spec.corpus import Corpus, open_corpus
-from rollout_spec.index import CorpusBuilder, SuffixIndex
-from rollout_spec.native import BudgetExceeded, InvalidArgument, UnknownId
-from tests.oracle import FULL_WEIGHT, CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
+from rollout_spec.drafting.corpus import Corpus, CorpusBuilder, open_corpus
+from rollout_spec.drafting.index import SuffixIndex
+from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
+from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 
 NUM_COLUMNS = 160
-EXPERIENCE_BYTES = 110_000  # what mode sam learns with, empty
+EXPERIENCE_BYTES = 110_000  # of an empty index
 
 
 def texts(max_size: int) -> st.SearchStrategy[list[int]]:
@@ -46,22 +46,16 @@ def build_corpus(given: list[list[int]]) -> Corpus:
 class IndexMachine(RuleBasedStateMachine):
     @initialize(
         num_speculative_tokens=st.integers(1, 6),
-        mode=st.sampled_from(["sam", "earliest", "frequent", "suffix_policy"]),
-        min_match_len=st.integers(1, 3),
-        max_spec_factor=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
         min_token_prob=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-        share_contexts=st.booleans(),
         corpus=st.none() | st.lists(texts(30), max_size=3),
-        corpus_margin=st.integers(1, 4),
         tight=st.sampled_from([0, 0, 6000, 12000]),
     )
     def make(self, tight, corpus, **options):
         self.options = Options(**options, corpus=None if corpus is None else CorpusOracle(corpus))
         self.corpus = corpus or [[]]
-        sam = self.options.mode == "sam"
-        self.max_bytes = tight + EXPERIENCE_BYTES if tight and sam else tight
+        self.max_bytes = tight + EXPERIENCE_BYTES if tight else 0
         # A tight budget has no room for a larger table of contexts.
-        self.experience = Experience(max_bytes=tight) if sam else None
+        self.experience = Experience(max_bytes=tight)
         mapped = None if corpus is None else build_corpus(corpus)
         self.index = SuffixIndex(**options, corpus=mapped, max_bytes=self.max_bytes)
         self.groups: dict[int, GroupOracle] = {}
@@ -86,18 +80,16 @@ class IndexMachine(RuleBasedStateMachine):
         self.num_tokens[group] = len(prompt)
 
     @precondition(lambda self: self.groups)
-    @rule(data=st.data(), after_prompt=st.booleans(), weight=st.integers(1, FULL_WEIGHT))
-    def open_sequence(self, data, after_prompt, weight):
+    @rule(data=st.data(), after_prompt=st.booleans())
+    def open_sequence(self, data, after_prompt):
         group = self.pick(data, self.groups)
         try:
-            sequence = self.index.open_sequence(
-                group, after_prompt=after_prompt, weight=weight, keep_text=True
-            )
+            sequence = self.index.open_sequence(group, after_prompt=after_prompt)
         except BudgetExceeded:
             assert self.max_bytes
             return
         assert sequence not in self.sequences
-        self.sequences[sequence] = SequenceOracle(self.groups[group], after_prompt, self.experience, weight)
+        self.sequences[sequence] = SequenceOracle(self.groups[group], after_prompt, self.experience)
         self.sequence_group[sequence] = group
 
     @precondition(lambda self: self.sequences)
@@ -158,7 +150,6 @@ class IndexMachine(RuleBasedStateMachine):
     def close_sequence(self, data):
         sequence = self.pick(data, self.sequences)
         self.index.close_sequence(sequence)
-        self.sequences[sequence].close()
         self.closed.append(self.sequences.pop(sequence))
         with pytest.raises(UnknownId):
             self.index.close_sequence(sequence)

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rollout_spec.report import COLOURS, write_report
-from rollout_spec.runs import MEASURES, Comparison, compare, read_run
+from rollout_spec.report.page import COLOURS, write_report
+from rollout_spec.report.runs import MEASURES, Comparison, compare, read_run
 from tests.test_report import write_run
 
 WIDTH, HEIGHT = 1200, 3200

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import random
-from pathlib import Path
 
+import numpy as np
 import pytest
 
-from rollout_spec.cli import UserError
-from rollout_spec.cli import replay as command
-from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.replay import POSITIONS, TraceError, read_trace, replay
-from tests.oracle import GroupOracle, Options, SequenceOracle
+from rollout_spec.cli import main
+from rollout_spec.config import SpecConfig
+from rollout_spec.measure.replay import POSITIONS, ReplayResult, TraceError, read_trace, replay, replay_line
+from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
 
 
 def write_trace(path, *lines):
@@ -31,21 +29,35 @@ def path(request, tmp_path):
     return tmp_path / request.param
 
 
-def run_replay(path, *, max_responses=None, limit_groups=None, **options):
-    config = SpecConfig(
-        **{
-            "mode": "frequent",
-            "num_speculative_tokens": 4,
-            "min_match_len": 1,
-            "max_spec_factor": 4.0,
-            **options,
-        }
-    )
-    return replay(read_trace(path), config, max_responses=max_responses, limit_groups=limit_groups)
+class Copier:
+    """A drafter to count by hand with: what came after the last token where the row had it last."""
+
+    def start(self, prompt, num_rows, earlier):
+        assert not len(earlier)
+
+    def step(self, rows, token_ids, levels, max_draft_tokens):
+        drafts = np.zeros((len(rows), 4), np.int32)
+        numbers = np.zeros(len(rows), np.int32)
+        for i, (row, level) in enumerate(zip(rows, levels, strict=True)):
+            [places] = np.nonzero(token_ids[row, : level - 1] == token_ids[row, level - 1])
+            if len(places) and max_draft_tokens[i]:
+                copied = token_ids[row, places[-1] + 1 : level][:4]
+                numbers[i], drafts[i, : len(copied)] = len(copied), copied
+        return drafts, numbers
+
+    def finish(self): ...
+
+
+def count(path):
+    """What a replay of the trace counts with the Copier."""
+    result = ReplayResult()
+    for line in read_trace(path):
+        replay_line(Copier(), line, (), 4, result)
+    return result
 
 
 def test_without_repetition_every_step_yields_one_token(path):
-    result = run_replay(write_trace(path, ([1, 2, 3], [[4, 5, 6, 7]])))
+    result = count(write_trace(path, ([1, 2, 3], [[4, 5, 6, 7]])))
     # The prefill yields 4; three steps yield 5, 6 and 7.
     assert (result.num_tokens, result.num_steps, result.num_draft_tokens) == (4, 3, 0)
     assert result.tokens_per_step == 1.0
@@ -54,7 +66,7 @@ def test_without_repetition_every_step_yields_one_token(path):
 
 
 def test_hand_counted_drafts(path):
-    result = run_replay(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]])))
+    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]])))
     # Prefill: 1. Step 1 drafts 2 3 4 5, all accepted, and the target adds 6. Step 2 matches the whole of
     # 1 2 3 4 5 6, drafts 1 2 3 4 (what followed it was the response itself), and the target says 9.
     assert result.num_steps == 2
@@ -69,14 +81,14 @@ def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(path):
     # to 8: a quarter is 2, so the last three steps are the tail.
     lengths = (2, 3, 3, 4, 5, 6, 7, 9)
     texts = [[100 * i + j for j in range(n)] for i, n in enumerate(lengths, 1)]
-    result = run_replay(write_trace(path, ([1], texts)))
+    result = count(write_trace(path, ([1], texts)))
     assert result.num_draft_tokens == 0
     assert result.num_steps == sum(lengths) - len(lengths)
     assert (result.num_tail_steps, result.num_tail_tokens) == (4, 4)
     assert result.tail_tokens_per_step == 1.0
     # Of three siblings the last one is the tail; with drafts it gains more than one token a step.
     texts = [[7], [8], [1, 2, 3, 4, 5, 6, 9]]
-    result = run_replay(write_trace(path, ([1, 2, 3, 4, 5, 6], texts)))
+    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], texts)))
     assert (result.num_tail_steps, result.num_tail_tokens) == (2, 6)
     assert result.tail_tokens_per_step == 3.0
 
@@ -85,55 +97,50 @@ def test_drafts_count_where_they_begin(path):
     # 63 tokens that never come again, then 1 2 3 4 5 6 of the prompt: the drafts behind 1 (of 2 to 5, all
     # accepted) and behind 6 (of the text itself, of which nothing is right) begin with tokens 64 and 69.
     text = [*range(100, 163), 1, 2, 3, 4, 5, 6, 99]
-    result = run_replay(write_trace(path, ([1, 2, 3, 4, 5, 6], [text])))
+    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [text])))
     assert result.num_draft_tokens_at.tolist() == [0, 8, *[0] * (len(POSITIONS) - 3)]
     assert result.acceptance_by_position == {"64": 4 / 8}
-    result = run_replay(write_trace(path, ([1, 2, 3, 4, 5, 6], [text[1:]])))
+    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [text[1:]])))
     assert result.num_draft_tokens_at.tolist()[:2] == [4, 4]
     assert result.acceptance_by_position == {"0": 1.0, "64": 0.0}
 
 
 def test_drafts_past_the_end_count_as_drafted_and_the_final_token_counts(path):
-    result = run_replay(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]])))
+    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]])))
     # Step 1 drafts 2 3 4 5; 2 and 3 are accepted, and with 3 the response is over.
     assert (result.num_steps, result.num_draft_tokens, result.num_accepted_tokens) == (1, 4, 2)
     assert result.tokens_per_step == 2.0
 
 
 def test_siblings_see_new_tokens_from_the_next_step_on(path):
+    config = SpecConfig(min_token_prob=0.01)
     # Both rows decode the same text in lockstep: neither is ahead, so neither can draft for the other.
     same = write_trace(path, ([1], [[2, 3, 4, 5], [2, 3, 4, 5]]))
-    assert run_replay(same).tokens_per_step == 1.0
+    assert replay(read_trace(same), config).num_accepted_tokens == 0
     behind = write_trace(path, ([1], [[2, 3, 4, 5, 6, 7], [9, 2, 3, 4, 5, 6, 7]]))
     # In step 2 the second row has 9 2 and the first row 2 3: it drafts 3, and draws level.
-    result = run_replay(behind)
-    assert (result.num_draft_tokens, result.num_accepted_tokens) == (1, 1)
-    assert result.tokens_per_step == 11 / 10
-    assert run_replay(behind, group_sharing=False).tokens_per_step == 1.0
+    assert replay(read_trace(behind), config).num_accepted_tokens > 0
 
 
 def test_a_single_token_needs_no_step(path):
-    result = run_replay(write_trace(path, ([1], [[2], [3, 4]]), ([], [[]])))
+    result = count(write_trace(path, ([1], [[2], [3, 4]]), ([], [[]])))
     assert (result.num_groups, result.num_responses, result.num_tokens, result.num_steps) == (2, 3, 3, 1)
 
 
-def test_lines_do_not_share_and_can_be_limited(path):
+def test_lines_can_be_limited(path):
     line = ([1, 2], [[3, 4, 5, 6], [7, 8]])
     write_trace(path, line, line, line)
-    assert run_replay(path).tokens_per_step == 1.0
-    limited = run_replay(path, max_responses=1, limit_groups=2)
+    limited = replay(read_trace(path), SpecConfig(), max_responses=1, limit_groups=2)
     assert (limited.num_groups, limited.num_responses, limited.num_tokens) == (2, 2, 8)
 
 
-def slow_replay(lines, options, sharing):
+def slow_replay(lines, options):
     """(steps, drafts, draft tokens, accepted tokens), one row at a time and without numpy."""
     totals = [0, 0, 0, 0]
+    experience = Experience()
     for prompt, responses in lines:
-        shared = GroupOracle(prompt, options)
-        rows = []
-        for response in responses:
-            group = shared if sharing else GroupOracle(prompt, options)
-            rows.append((SequenceOracle(group, True), list(response)))
+        group = GroupOracle(prompt, options)
+        rows = [(SequenceOracle(group, True, experience), list(response)) for response in responses]
         levels = [min(1, len(response)) for _, response in rows]
         seen = [0] * len(rows)
         while any(level < len(response) for level, (_, response) in zip(levels, rows, strict=True)):
@@ -163,10 +170,8 @@ def noisy(rng, motif, alphabet):
     return [rng.randrange(alphabet) if rng.random() < 0.2 else motif[i % 10] for i in range(length)]
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-@pytest.mark.parametrize("mode", ["earliest", "frequent"])
 @pytest.mark.parametrize("alphabet", [2, 6])
-def test_equals_the_slow_replay(tmp_path, mode, sharing, alphabet):
+def test_equals_the_slow_replay(tmp_path, alphabet):
     rng = random.Random(alphabet)
     lines = []
     for _ in range(4):
@@ -174,11 +179,10 @@ def test_equals_the_slow_replay(tmp_path, mode, sharing, alphabet):
         texts = [noisy(rng, motif, alphabet) for _ in range(4)]
         lines.append((texts[0], texts[1:]))
     path = write_trace(tmp_path / "trace.jsonl", *lines)
-    tuned = {"num_speculative_tokens": 5, "min_match_len": 2, "max_spec_factor": 1.5, "min_token_prob": 0.2}
-    result = run_replay(path, mode=mode, group_sharing=sharing, **tuned)
-    expected = slow_replay(lines, Options(mode=mode, **tuned), sharing)
+    options = {"num_speculative_tokens": 5, "min_token_prob": 0.2}
+    result = replay(read_trace(path), SpecConfig(history=0, **options))
     counted = (result.num_steps, result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens)
-    assert counted == expected
+    assert counted == slow_replay(lines, Options(**options))
 
 
 @pytest.mark.parametrize(
@@ -228,52 +232,25 @@ def test_files_that_are_no_text_or_cut_short(tmp_path):
         list(read_trace(path))
 
 
-def parse(*argv):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args([str(argument) for argument in argv])
-
-
 def test_command_prints_json(path, capsys):
     write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]]))
-    options = ("--mode", "frequent", "--num-speculative-tokens", 4, "--max-spec-factor", 4)
-    assert command.run(parse(path, *options, "--json")) == 0
+    options = ["--num-speculative-tokens", "4", "--spec", "min_token_prob=0.01", "--spec", "history=0"]
+    assert main(["replay", str(path), *options, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert values["tokens_per_step"] == 3.0
-    assert values["acceptance_rate"] == 0.5
-    assert values["num_groups"] == 1
-    assert values["num_tokens"] == 7
-    assert values["native_us_per_row"] > 0
-    assert {"draft_tokens_per_step", "mean_acceptance_length"} <= values.keys()
+    assert (values["num_groups"], values["num_tokens"]) == (1, 7)
+    assert values["tokens_per_step"] > 1 and values["native_us_per_row"] > 0
+    assert {"draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length"} <= values.keys()
 
 
 def test_command_prints_a_table(path, capsys):
     write_trace(path, ([1, 2], [[1, 2, 3]]))
-    assert command.run(parse(path, "--no-group-sharing", "--mode", "earliest")) == 0
+    assert main(["replay", str(path), "--spec", "history=3"]) == 0
     out = capsys.readouterr().out
-    assert "tokens per step" in out and "no group sharing" in out
+    assert "tokens per step" in out and f"K = {SpecConfig.num_speculative_tokens}, history 3" in out
 
 
-def test_command_errors(path, tmp_path):
-    write_trace(path, ([1, 2], [[1, 2, 3]]))
-    with pytest.raises(ConfigError, match="num_speculative_tokens"):
-        command.run(parse(path, "--num-speculative-tokens", 0))
-    with pytest.raises(UserError, match="--limit-groups"):
-        command.run(parse(path, "--limit-groups", 0))
-    with pytest.raises(FileNotFoundError):
-        command.run(parse(tmp_path / "nothing"))
+def test_command_says_where_a_trace_is_broken(tmp_path, capsys):
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{")
-    with pytest.raises(UserError, match=r"broken.jsonl:1"):
-        command.run(parse(broken))
-
-
-def test_sharing_pays_on_the_demos_own_rollouts():
-    """Four groups of 8 that the demo recorded (two prompts, twice); the replay is deterministic."""
-    trace = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
-    shared, alone = (
-        replay(read_trace(trace), SpecConfig(group_sharing=sharing)) for sharing in (True, False)
-    )
-    assert (shared.num_groups, shared.num_responses, shared.num_tokens) == (4, 32, 2030)
-    assert alone.num_tokens == shared.num_tokens
-    assert shared.tokens_per_step > 1.1 * alone.tokens_per_step > 1.3
+    assert main(["replay", str(broken)]) == 2
+    assert "broken.jsonl:1" in capsys.readouterr().err

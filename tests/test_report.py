@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from rollout_spec.cli import main
-from rollout_spec.demo.looping import is_looping
-from rollout_spec.logs import RunError
-from rollout_spec.report import headline, sentences, summary_table, write_report
-from rollout_spec.runs import MEASURES, Agreement, compare, first_step_agreement, read_run
+from rollout_spec.report.logs import RunError
+from rollout_spec.report.looping import is_looping
+from rollout_spec.report.page import headline, sentences, summary_table, write_report
+from rollout_spec.report.runs import MEASURES, Agreement, compare, first_step_agreement, read_run
 
 SPEC = "rollout/spec_"
 
@@ -49,22 +49,29 @@ def write_run(folder, seconds, tokens, drafting=False, responses=()):
     return folder
 
 
-@pytest.fixture
-def runs(tmp_path):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("runs")
     loop, plain = [7, 8] * 20, list(range(40))
     off = write_run(tmp_path / "off", [10.0, 20.0, 10.0], [1000, 2000, 1000], responses=[loop, plain])
     sam = write_run(tmp_path / "sam", [5.0, 10.0, 6.0], [1000, 1800, 1200], True, [plain, plain, plain, loop])
     return off, sam
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def comparison(runs):
     return compare(read_run(runs[0], "off", is_looping), read_run(runs[1], "sam", is_looping))
 
 
+@pytest.fixture(scope="module")
+def report(comparison, tmp_path_factory):
+    return write_report(comparison, tmp_path_factory.mktemp("report"), {"Model": "a <small> one"})
+
+
 def test_speedup_is_the_ratio_of_tokens_per_second_over_all_steps(comparison):
-    assert comparison.off.tokens_per_second == pytest.approx(4000 / 40)
-    assert comparison.on.tokens_per_second == pytest.approx(4000 / 21)
+    tokens_per_second = comparison.measures["tokens_per_second"]
+    assert tokens_per_second.off.value == pytest.approx(4000 / 40)
+    assert tokens_per_second.on.value == pytest.approx(4000 / 21)
     assert comparison.speedup == pytest.approx(40 / 21)
     low, high = comparison.speedup_ci95
     assert low <= comparison.speedup <= high
@@ -94,11 +101,14 @@ def test_the_interval_covers_a_known_ratio_about_as_often_as_it_says(tmp_path):
 
 def test_totals_weigh_each_step_by_what_it_decoded(comparison):
     # 1000/2 + 1800/4 + 1200/4 decode steps for 4000 tokens.
-    assert comparison.on.tokens_per_step == pytest.approx(4000 / (500 + 450 + 300))
-    assert comparison.on.acceptance_rate == pytest.approx(60 / (40 + 80 + 120))
-    assert comparison.on.num_drafts == 30
-    assert comparison.off.tokens_per_step == 1.0
-    assert math.isnan(comparison.off.acceptance_rate)
+    tokens_per_step, acceptance_rate = (
+        comparison.measures[n] for n in ("tokens_per_step", "acceptance_rate")
+    )
+    assert tokens_per_step.on.value == pytest.approx(4000 / (500 + 450 + 300))
+    assert acceptance_rate.on.value == pytest.approx(60 / (40 + 80 + 120))
+    assert comparison.on.total("num_drafts") == 30
+    assert tokens_per_step.off.value == 1.0
+    assert math.isnan(acceptance_rate.off.value)
     assert (comparison.off.looping_share, comparison.on.looping_share) == (0.5, 0.25)
 
 
@@ -150,16 +160,15 @@ def test_means_have_intervals_and_a_missing_value_is_left_out(tmp_path):
 def test_only_common_steps_are_compared(runs, tmp_path):
     short = write_run(tmp_path / "short", [10.0], [1000], True)
     result = compare(read_run(runs[0], "off"), read_run(short, "sam"))
-    assert result.off.generated_tokens == 1000
+    assert result.off.total("generated_tokens") == 1000
     assert result.speedup == pytest.approx(1.0)
     assert all(math.isnan(bound) for bound in result.speedup_ci95)
     assert result.verdict == "unclear"
 
 
-def test_the_summary_has_the_documented_keys(comparison, tmp_path):
-    paths = write_report(comparison, tmp_path / "report", {"Model": "a <small> one"})
-    summary = json.loads(paths["json"].read_text())
-    assert paths["json"].name == "demo-summary.json"
+def test_the_summary_has_the_documented_keys(report):
+    summary = json.loads(report["json"].read_text())
+    assert report["json"].name == "demo-summary.json"
     assert set(summary) == {"off", "sam", "speedup", "speedup_ci95", "first_step_agreement", "measures"}
     assert summary["first_step_agreement"] is None, "these rollouts were recorded without names"
     assert set(summary["measures"]) == {measure.name for measure in MEASURES}
@@ -174,16 +183,15 @@ def test_the_summary_has_the_documented_keys(comparison, tmp_path):
     assert {"tokens_per_step", "acceptance_rate", "num_drafts", "looping_share"} <= set(summary["off"])
 
 
-def test_picture_and_page_are_written_and_need_nothing_else(comparison, tmp_path):
-    paths = write_report(comparison, tmp_path / "report", {"Model": "a <small> one"})
-    assert paths["png"].read_bytes().startswith(b"\x89PNG")
-    page = paths["html"].read_text()
+def test_picture_and_page_are_written_and_need_nothing_else(comparison, report):
+    assert report["png"].read_bytes().startswith(b"\x89PNG")
+    page = report["html"].read_text()
     assert headline(comparison) in page
     assert "a &lt;small&gt; one" in page
     assert "http://" not in page
     assert "https://" not in page
     assert page.count("data:image/png;base64,") == len(MEASURES)
-    charts = sorted(paths["charts"].iterdir())
+    charts = sorted(report["charts"].iterdir())
     assert [chart.stem for chart in charts] == sorted(measure.name for measure in MEASURES)
     assert all(chart.read_bytes().startswith(b"\x89PNG") for chart in charts)
 
@@ -200,24 +208,16 @@ def test_few_steps_and_looping_are_named(comparison):
     text = " ".join(sentences(comparison))
     assert "50.0% with off, 25.0% with sam" in text
     assert "3 steps is rough" in text
-    assert summary_table(comparison).row_count == len(MEASURES) + 3
+    table = summary_table(comparison)
+    assert table.row_count == len(MEASURES) + 3 and table.title.startswith("1.90×")
 
 
-def test_compare_prints_json_and_writes_the_report(runs, tmp_path, capsys):
-    assert main(["compare", str(runs[0]), str(runs[1]), "--json", "--output", str(tmp_path / "out")]) == 0
-    assert json.loads(capsys.readouterr().out)["speedup"] == pytest.approx(40 / 21)
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        "charts",
-        "demo-summary.json",
-        "report.html",
-        "report.png",
-    }
-
-
-def test_compare_takes_the_logger_file_itself(runs, tmp_path, capsys):
+def test_compare_takes_the_logger_file_itself_and_prints_json(runs, tmp_path, capsys):
     files = [str(run / "metrics.jsonl") for run in runs]
-    assert main(["compare", *files, "--output", str(tmp_path / "out")]) == 0
-    assert "1.90×" in capsys.readouterr().out
+    assert main(["compare", *files, "--json", "--output", str(tmp_path / "out")]) == 0
+    assert json.loads(capsys.readouterr().out)["speedup"] == pytest.approx(40 / 21)
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    assert written == {"charts", "demo-summary.json", "report.html", "report.png"}
 
 
 @pytest.mark.parametrize(
@@ -251,10 +251,11 @@ def test_a_run_that_cannot_be_read_is_one_clear_line(runs, tmp_path, capsys, tex
     assert error.count("\n") == 1
 
 
-def test_a_line_still_being_written_is_left_for_later(runs):
-    with (runs[0] / "metrics.jsonl").open("a") as file:
+def test_a_line_still_being_written_is_left_for_later(tmp_path):
+    run = write_run(tmp_path / "off", [10.0, 20.0, 10.0], [1000, 2000, 1000])
+    with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "data"')
-    assert len(read_run(runs[0], "off").steps) == 3
+    assert len(read_run(run, "off").steps) == 3
 
 
 def test_runs_without_a_common_step_do_not_compare(runs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -17,8 +16,9 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.verl_config import check_config
-from rollout_spec.vllm_proposer import CLASS_PATH
+from rollout_spec.verl import plugin
+from rollout_spec.verl.options import CheckConfig, check_config, check_overrides
+from rollout_spec.vllm.options import CLASS_PATH
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -62,7 +62,7 @@ def test_routing_names_the_router_in_verls_own_option() -> None:
     config = composed("+rollout.spec=sam", "rollout.spec.routing=group")
     assert check_config(config) == SpecConfig(routing="group")
     path = pathlib.Path(config.actor_rollout_ref.rollout.router_config_path)
-    assert OmegaConf.load(path).router_class == "rollout_spec.verl_router.GroupRouter"
+    assert OmegaConf.load(path).router_class == "rollout_spec.verl.router.GroupRouter"
 
 
 def test_the_default_routing_leaves_a_users_router_alone() -> None:
@@ -85,7 +85,8 @@ def test_full_determinism_goes_with_drafts_but_not_with_group_routing() -> None:
 CONFLICTS = {
     "rollout.spec.num_speculative_tokens=0": r"rollout\.spec\.num_speculative_tokens=0: must be between 1",
     "+rollout.spec.colour=red": r"rollout\.spec\.colour: unknown field",
-    f"{ENGINE}.speculative_config.method=ngram": "speculative_config.method='ngram'",
+    "rollout.spec.min_token_prob=auto": "min_token_prob='auto': was removed: batch_threshold=auto",
+    f"{ENGINE}.speculative_config.method=ngram": "'method': 'ngram'.*: rollout.spec sets it",
     f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "batch_threshold instead",
     f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",
     f"+{ENGINE}.logits_processors=[my.Processor]": "logits_processors",
@@ -152,66 +153,77 @@ def test_a_plain_string_is_refused() -> None:
         check_config(config)
 
 
-def test_the_command_ends_before_ray_starts(tmp_path: pathlib.Path) -> None:
-    """The real entry point: one line, exit code 2, nothing launched."""
-    overrides = ["+rollout.spec=sam", "rollout.spec.min_token_prob=1.5", VLLM, f"hydra.run.dir={tmp_path}"]
-    result = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *overrides],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "RAY_TMPDIR": str(tmp_path)},
-    )
-    assert result.returncode == 2
-    last = result.stderr.strip().splitlines()[-1]
-    assert last == "rollout_spec: rollout.spec.min_token_prob=1.5: must be between 0 and 1"
-    assert "Started a local Ray instance" not in result.stdout + result.stderr
-    assert not (tmp_path / "ray").exists()
+def test_the_command_ends_before_hydra_composes(tmp_path: pathlib.Path) -> None:
+    """The real entry point: one line, exit code 2. test_recipes has a value out of range."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "+rollout.spec=sam", VLLM]
+    done = run([*command, "rollout.spec.mode=earliest", f"hydra.run.dir={tmp_path}"])
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == "rollout_spec: rollout.spec.mode: was removed: there is one way of drafting"
+    assert list(tmp_path.iterdir()) == []
 
 
-BREAK_THE_PLUGIN = """
-import sys
-from rollout_spec import verl_cpu
+def test_unknown_options_are_refused_among_other_overrides() -> None:
+    fine = ["+rollout.spec=sam", "rollout.spec.history=3", "rollout.spec.routing=group", "trainer.nnodes=1"]
+    check_overrides([*fine, "++rollout.spec.corpus=a.b=c", "--config-name", "x"])
+    for prefix in ("", "+", "++"):
+        with pytest.raises(
+            ConfigError, match=r"rollout\.spec\.colour: unknown field \(known fields: method, "
+        ):
+            check_overrides([*fine, f"{prefix}rollout.spec.colour=red"])
+    with pytest.raises(ConfigError, match=r"rollout\.spec\.max_groups: was removed: max_index_mb"):
+        check_overrides([*fine, "rollout.spec.max_groups=5"])
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_broken_plugin_ends_a_run_that_asked_for_it() -> None:
+    """verl would go on without the plugin, so what it raises must get past verl."""
+    code = """
+from rollout_spec.verl_cpu import plugin
 def fail(): raise RuntimeError("no such platform")
-verl_cpu.activate = fail
+plugin.activate = fail
+import verl
 """
-
-
-def run_broken(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", BREAK_THE_PLUGIN + code, *arguments],
-        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
-
-
-def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it() -> None:
-    done = run_broken("import verl; print('went on')", "trainer.nnodes=1")
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "went on"), done.stderr
-    assert "Traceback" in done.stderr
-    assert "rollout_spec: the verl plugin failed: no such platform; runs without" in done.stderr
+    done = run([sys.executable, "-c", code, "+rollout.spec=sam"])
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1] == "rollout_spec: the verl plugin failed: no such platform"
 
 
 @pytest.mark.parametrize(
-    ("code", "arguments", "environment", "message"),
-    [
-        ("import verl", ("+rollout.spec=sam",), {}, "the verl plugin failed: no such platform"),
-        ("import verl", (), {"ROLLOUT_SPEC_METHOD": "sam"}, "the verl plugin failed: no such platform"),
-        # A file of the user's own may name the group.
-        (
-            "import verl; from rollout_spec.verl_config import CheckConfig; CheckConfig().on_job_start({})",
-            (),
-            {},
-            "the verl plugin failed: no such platform; run `rollout-spec doctor`",
-        ),
-    ],
+    ("argument", "variable", "is_asked_for"),
+    [("trainer.nnodes=1", None, False), ("+rollout.spec=sam", None, True), ("", "sam", True)],
 )
-def test_a_broken_plugin_ends_a_run_that_asked_for_it(
-    code: str, arguments: tuple[str, ...], environment: dict[str, str], message: str
+def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
+    argument: str,
+    variable: str | None,
+    is_asked_for: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = run_broken(code, *arguments, **environment)
-    assert done.returncode != 0
-    assert done.stderr.splitlines()[-1] == f"rollout_spec: {message}"
+    def fail() -> None:
+        raise RuntimeError("no such platform")
+
+    monkeypatch.setattr("rollout_spec.verl_cpu.plugin.activate", fail)
+    monkeypatch.setattr(plugin, "failure", None)
+    monkeypatch.setattr(sys, "argv", ["main_ppo", argument])
+    monkeypatch.delenv(plugin.ASKED_VARIABLE, raising=False)
+    if variable:
+        monkeypatch.setenv(plugin.ASKED_VARIABLE, variable)
+    if is_asked_for:
+        with pytest.raises(SystemExit, match="the verl plugin failed: no such platform"):
+            plugin.activate()
+        return
+    plugin.activate()
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert "the verl plugin failed: no such platform; runs without rollout.spec go on as they are" in error
+    # A file of the user's own may name the group.
+    with pytest.raises(SystemExit):
+        CheckConfig().on_job_start(OmegaConf.create({}))
+    assert "no such platform; run `rollout-spec doctor`" in capsys.readouterr().err
 
 
 def test_a_driver_without_accelerator_or_engine_passes_a_run_that_has_both() -> None:
@@ -228,15 +240,13 @@ importlib.metadata.version = without_engine
 import verl
 from hydra import compose, initialize_config_module
 from verl.plugin.platform import PlatformRegistry
-from rollout_spec.verl_config import CheckConfig
+from rollout_spec.verl.options import CheckConfig
 with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam"])
 assert config.trainer.device != "cpu" and PlatformRegistry.get("cpu") is None
 CheckConfig().on_job_start(config)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
 
 
@@ -247,8 +257,8 @@ def test_a_validation_is_kept_out_of_a_steps_metrics(monkeypatch: pytest.MonkeyP
     import ray
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    from rollout_spec import verl_metrics
     from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
+    from rollout_spec.verl import hooks
 
     class Server:
         """Reports what it has served since the last report, as SpecHttpServer does."""
@@ -278,7 +288,7 @@ def test_a_validation_is_kept_out_of_a_steps_metrics(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", compute)
     monkeypatch.setattr(PPOTrainer, "_validate", lambda self: serve(1000, 1000))
     monkeypatch.setattr(ray, "get", lambda replies: replies)
-    verl_metrics.install()
+    hooks.install()
     trainer: Any = types.SimpleNamespace(
         config=OmegaConf.create({"rollout": {"spec": {"method": "sam"}}}),
         _rollout_server_managers=lambda: [types.SimpleNamespace(server_handles=servers)],
@@ -303,7 +313,7 @@ def test_a_validation_is_kept_out_of_a_steps_metrics(monkeypatch: pytest.MonkeyP
 
 
 def test_first_turns_name_the_group() -> None:
-    from rollout_spec.verl_server import FirstTurns
+    from rollout_spec.verl.server import FirstTurns
 
     turns = FirstTurns()
     first = turns.group([1, 2, 3])
@@ -314,7 +324,7 @@ def test_first_turns_name_the_group() -> None:
 
 
 def test_first_turns_forget_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout_spec import verl_server
+    from rollout_spec.verl import server as verl_server
 
     monkeypatch.setattr(verl_server, "MAX_FIRST_TURNS", 2)
     turns = verl_server.FirstTurns()
@@ -326,7 +336,7 @@ def test_first_turns_forget_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_busy_clock_counts_overlapping_requests_once() -> None:
-    from rollout_spec.verl_server import BusyClock
+    from rollout_spec.verl.server import BusyClock
 
     clock = BusyClock()
     with clock.request():
@@ -342,7 +352,7 @@ def test_the_busy_clock_counts_overlapping_requests_once() -> None:
 
 
 def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:
-    from rollout_spec.verl_server import TraceWriter
+    from rollout_spec.verl.server import TraceWriter
 
     writer = TraceWriter(tmp_path / "traces", replica_rank=1)
     writer.add([1, 2], [3], "first")
@@ -370,7 +380,7 @@ def test_the_turns_of_a_prompt_are_recorded_as_one_group(
 
     import numpy as np
 
-    from rollout_spec import verl_server
+    from rollout_spec.verl import server as verl_server
 
     def init(self: Any) -> None:
         options = {"vllm": {"additional_config": {"rollout_spec": {"method": method}}}}
@@ -399,7 +409,7 @@ def test_the_turns_of_a_prompt_are_recorded_as_one_group(
 
 
 def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
-    from rollout_spec.verl_agent_loop import Occurrences, sample_name
+    from rollout_spec.verl.agent_loop import Occurrences, sample_name
 
     sample = {"index": 4, "raw_prompt": [{"role": "user", "content": "2 + 2"}], "session_id": 0, "uid": "x"}
     step = {"step": 3, "validate": False, "rollout_n": 0}
@@ -430,7 +440,7 @@ def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: p
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
-    from rollout_spec import verl_agent_loop
+    from rollout_spec.verl import agent_loop as verl_agent_loop
 
     config = composed("+rollout.spec=sam", "actor_rollout_ref.rollout.seed=7")
     prompt = [{"role": "user", "content": "2 + 2"}]

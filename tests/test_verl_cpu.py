@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_spec import patches, verl_cpu, verl_cpu_patches
+from rollout_spec import patches
+from rollout_spec.config import SpecConfig
+from rollout_spec.verl_cpu import patches as verl_cpu_patches
+from rollout_spec.verl_cpu import plugin as verl_cpu
 
 # Importing verl runs the plugin, as in every process of a run.
 _REPORT = """
@@ -24,7 +27,9 @@ import torch
 {before}
 import verl
 import verl.utils.distributed
-from rollout_spec import patches, verl_cpu_patches
+from rollout_spec import patches
+from rollout_spec.config import SpecConfig
+from rollout_spec.verl_cpu import patches as verl_cpu_patches
 from verl.plugin.platform import PlatformRegistry, get_platform
 initialize = verl.utils.distributed.initialize_global_process_group_ray
 print(json.dumps({{
@@ -122,7 +127,7 @@ def test_an_accelerator_that_ray_hides_still_counts(monkeypatch, tmp_path):
 def platform():
     import verl  # noqa: F401  (whose plugin imports the platform)
 
-    from rollout_spec.verl_cpu_platform import PlatformCPU
+    from rollout_spec.verl_cpu.platform import PlatformCPU
 
     return PlatformCPU()
 
@@ -309,14 +314,15 @@ def test_a_recipe_is_the_demo_configuration_and_the_drafter(name):
     import verl  # noqa: F401
     from hydra import compose, initialize_config_dir
 
+    from rollout_spec.verl.options import check_config
+
     folder = Path(__file__).parents[1] / "recipes" / name
     with initialize_config_dir(str(folder), version_base=None):
         recipe = compose(name)
         plain = compose(name, overrides=["rollout.spec=off"])
     _validate(recipe)
-    from rollout_spec.demo.runner import DRAFTING
-
-    assert recipe == _compose(f"+rollout_spec_demo=[cpu,{name}]", "+rollout.spec=sam", *DRAFTING)
+    assert check_config(recipe) == SpecConfig()
+    assert recipe == _compose(f"+rollout_spec_demo=[cpu,{name}]", "+rollout.spec=sam")
     assert plain.rollout.spec.method == "off"
 
 

@@ -13,8 +13,15 @@ import pytest
 import ray
 from omegaconf import OmegaConf
 
-from rollout_spec.history import History, prompt_key
-from rollout_spec.verl_history import FILE, keeps_history, load_history, remove_orphans, save_history, share
+from rollout_spec.drafting.history import History, prompt_key
+from rollout_spec.verl.history import (
+    FILE,
+    keeps_history,
+    load_history,
+    remove_orphans,
+    save_history,
+    share_history,
+)
 
 PROMPT = prompt_key(np.array([1, 2, 3], np.int32))
 
@@ -43,7 +50,7 @@ class Server:
         self._drafts = False
 
     async def texts(self) -> list[list[int]]:
-        return [response.tokens.tolist() for response in self._history.get(PROMPT)]
+        return [response.tolist() for response in self._history.get(PROMPT)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,32 +60,13 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_every_server_learns_once_what_the_others_served() -> None:
-    actor = ray.remote(num_cpus=0)(Server)
-    servers = [actor.remote() for _ in range(3)]
-    for step in (0, 10):
-        ray.get([server.serve.remote([step + i]) for i, server in enumerate(servers)])
-        share(servers)
-    for i, server in enumerate(servers):
-        others = [j for j in range(3) if j != i]
-        expected = [[i], *([j] for j in others), [10 + i], *([10 + j] for j in others)]
-        assert ray.get(server.texts.remote()) == expected
-
-
-def test_one_server_has_nobody_to_share_with() -> None:
-    server = ray.remote(num_cpus=0)(Server).remote()
-    ray.get(server.serve.remote([1]))
-    share([server])
-    assert ray.get(server.texts.remote()) == [[1]]
-
-
-def make_trainer(folder: Path, num_servers: int = 2, step: int = 5, **options: Any) -> Any:
+def make_trainer(folder: Path = Path(), num_servers: int = 2, step: int = 5, **options: Any) -> Any:
     """A trainer as far as its checkpoints and servers go."""
     options = {"default_local_dir": str(folder), "resume_mode": "auto", **options}
     actor = ray.remote(num_cpus=0)(Server)
     handles = [actor.remote() for _ in range(num_servers)]
     return SimpleNamespace(
-        config=OmegaConf.create({"trainer": options}),
+        config=OmegaConf.create({"trainer": options, "rollout": {"spec": {"method": "sam", "history": 8}}}),
         global_steps=step,
         handles=handles,
         _rollout_server_managers=lambda: [SimpleNamespace(server_handles=handles)],
@@ -87,6 +75,24 @@ def make_trainer(folder: Path, num_servers: int = 2, step: int = 5, **options: A
 
 def texts_of(trainer: Any) -> list[list[list[int]]]:
     return [sorted(texts) for texts in ray.get([handle.texts.remote() for handle in trainer.handles])]
+
+
+def test_every_server_learns_once_what_the_others_served() -> None:
+    trainer = make_trainer(num_servers=3)
+    for step in (0, 10):
+        ray.get([server.serve.remote([step + i]) for i, server in enumerate(trainer.handles)])
+        share_history(trainer)
+    for i, server in enumerate(trainer.handles):
+        others = [j for j in range(3) if j != i]
+        expected = [[i], *([j] for j in others), [10 + i], *([10 + j] for j in others)]
+        assert ray.get(server.texts.remote()) == expected
+
+
+def test_one_server_has_nobody_to_share_with() -> None:
+    trainer = make_trainer(num_servers=1)
+    ray.get(trainer.handles[0].serve.remote([1]))
+    share_history(trainer)
+    assert texts_of(trainer) == [[[1]]]
 
 
 def test_a_checkpoint_has_what_all_served_and_any_number_of_servers_resumes(tmp_path: Path) -> None:
@@ -122,11 +128,11 @@ def test_a_history_goes_with_its_checkpoint(tmp_path: Path) -> None:
         file.write_bytes(b"a history")
         if has_actor:
             (file.parent / "actor").mkdir()
-    remove_orphans(tmp_path, 20)
+    remove_orphans(make_trainer(tmp_path, step=20, num_servers=0))
     assert sorted(file.parent.name for file in tmp_path.glob(f"*/{FILE}")) == [
         *("global_step_10_best", "global_step_20", "global_step_40", "global_step_5")
     ]
-    remove_orphans(tmp_path / "nowhere", 20)
+    remove_orphans(make_trainer(tmp_path / "nowhere", step=20, num_servers=0))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.rollout import router as verls
 
-from rollout_spec import verl_router
-from rollout_spec.hydra_plugin import config_file
-from rollout_spec.replay import Rollout
-from rollout_spec.verl_router import GroupRouter
+from rollout_spec.measure.replay import Rollout
+from rollout_spec.verl import router as verl_router
+from rollout_spec.verl.hydra_plugin import config_file
+from rollout_spec.verl.router import GroupRouter
 from tests.text import tokens_per_step
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.replay import Rollout, replay
+from rollout_spec.measure.replay import Rollout, replay
 
 
 def speak(rng, length, num_words=400, alphabet=300):

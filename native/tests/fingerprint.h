@@ -21,7 +21,7 @@ static uint64_t automaton_fingerprint(const rs_automaton *a) {
     uint64_t hash = mix(a->num_states, a->num_transitions);
     for (uint32_t i = 0; i < a->num_states; i++) {
         const rs_state *state = a->states + i;
-        hash = mix(mix(mix(mix(hash, state->len), state->speaker), state->link), state->count);
+        hash = mix(mix(mix(hash, state->len), state->link), state->count);
         hash = state->token < 0 ? mix(hash, 7) : mix(mix(hash, (uint64_t)state->token), state->target);
         uint32_t num = 0;
         const rs_transition *others = state->block == 0 ? NULL : rs_block_entries(&a->pool, state->block, &num);
@@ -33,8 +33,7 @@ static uint64_t automaton_fingerprint(const rs_automaton *a) {
 static uint64_t group_fingerprint(const rs_group *group) {
     uint64_t hash = mix(mix(group->open, (uint64_t)group->next_free), (uint64_t)group->prompt_len);
     hash = mix(mix(mix(hash, (uint64_t)group->num_sequences), group->prompt_last), group->num_tokens);
-    hash = mix_words(mix(hash, group->num_speakers), group->num_live, sizeof group->num_live);
-    hash = mix_words(hash, &group->prompt_end, sizeof group->prompt_end);
+    hash = mix_words(hash, &group->prompt_recent, sizeof group->prompt_recent);
     hash = mix_words(hash, &group->prompt_cursor, sizeof group->prompt_cursor);
     return mix(hash, automaton_fingerprint(&group->automaton));
 }
@@ -42,31 +41,26 @@ static uint64_t group_fingerprint(const rs_group *group) {
 static uint64_t sequence_fingerprint(const rs_index *index, uint32_t id) {
     const rs_sequence *sequence = index->sequences + id;
     uint64_t hash = mix(mix(sequence->open, (uint64_t)sequence->next_free), (uint64_t)sequence->group);
-    hash = mix(mix(mix(hash, (uint64_t)sequence->start_level), sequence->start), (uint64_t)sequence->level);
-    hash = mix(mix(mix(hash, sequence->last), sequence->speaker), sequence->serial);
+    hash = mix(mix(mix(hash, sequence->after_prompt), (uint64_t)sequence->level), sequence->last);
+    hash = mix(hash, sequence->serial);
     hash = mix_words(hash, &sequence->recent, sizeof sequence->recent);
     hash = mix_words(hash, &sequence->cursor, sizeof sequence->cursor);
     hash = mix(mix(hash, (uint64_t)sequence->num_draft_tokens), (uint64_t)sequence->num_predictions);
-    const int32_t *draft = index->drafts + (size_t)id * (size_t)index->options.num_speculative_tokens;
-    hash = mix_words(hash, draft, (size_t)sequence->num_draft_tokens * sizeof *draft);
     for (int32_t i = 0; i < sequence->num_predictions; i++) {
-        const rs_prediction *prediction =
-            index->predictions + (size_t)id * (size_t)rs_predictions_per_sequence(index) + (size_t)i;
+        const rs_prediction *prediction = rs_predictions(index, (int32_t)id) + i;
         hash = mix_words(hash, prediction->tokens, sizeof prediction->tokens);
         for (int e = 0; e < RS_NUM_EXPERTS; e++) {
             hash = mix(hash, prediction->cells[e]);
         }
         hash = mix(mix(hash, (uint64_t)prediction->previous), (uint64_t)prediction->token);
     }
-    hash = mix(mix(hash, (uint64_t)sequence->plain_level), (uint64_t)sequence->drafts << 2 | (uint64_t)sequence->plain << 1 | sequence->begun_anew);
-    size_t text_len = sequence->keep_text ? (size_t)(sequence->level - sequence->start_level) : 0;
+    size_t text_len = sequence->open ? (size_t)(sequence->level - rs_start_level(index, sequence)) : 0;
     return mix_words(hash, sequence->text, text_len * sizeof *sequence->text);
 }
 
 static uint64_t fingerprint(const rs_index *index) {
     uint64_t hash = mix(mix(index->num_groups, index->num_sequences), index->num_opened);
-    hash = mix_words(hash, &index->free_groups, sizeof index->free_groups);
-    hash = mix_words(hash, &index->free_sequences, sizeof index->free_sequences);
+    hash = mix(mix(hash, (uint64_t)index->free_group), (uint64_t)index->free_sequence);
     for (uint32_t i = 0; i < index->num_groups; i++) {
         hash = mix(hash, group_fingerprint(index->groups + i));
     }
@@ -76,7 +70,7 @@ static uint64_t fingerprint(const rs_index *index) {
     const rs_contexts *contexts = &index->contexts;
     hash = mix(mix(mix(hash, contexts->capacity), contexts->num_buckets), contexts->num_used);
     hash = mix_words(hash, contexts->buckets, contexts->num_buckets * sizeof *contexts->buckets);
-    hash = mix_words(hash, index->calibration, index->calibration == NULL ? 0 : sizeof *index->calibration);
+    hash = mix_words(hash, &index->calibration, sizeof index->calibration);
     return mix_words(hash, &index->totals, sizeof index->totals);
 }
 

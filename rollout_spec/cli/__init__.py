@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from rollout_spec import __version__
 
@@ -30,18 +31,50 @@ class UserError(Exception):
     """Something the user can put right: shown as one line, exit code 2."""
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """The help of an option ends with its default; examples stay as they are written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        help_, default = action.help or "", action.default
+        if default is None or isinstance(default, bool) or default in ([], argparse.SUPPRESS):
+            return help_
+        if "%(default)s" in help_:
+            return help_
+        return f"{help_} ({' '.join(map(str, default)) if isinstance(default, list) else default})"
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage; its subparsers do likewise."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=HelpFormatter, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
+
+
+def add_example(parser: argparse.ArgumentParser, command: str) -> None:
+    """End the parser's `--help` with a command that works as it stands."""
+    parser.epilog = f"example:\n  {command}"
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="rollout-spec", description="Model-free speculative decoding for RL rollouts with verl and vLLM."
     )
     parser.add_argument("--version", action="version", version=f"rollout-spec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"rollout_spec.cli.{name}")
-        sub = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        sub = commands.add_parser(name, help=module.HELP, description=_sentence(module.HELP))
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
+    add_example(parser, "rollout-spec doctor")
     return parser
+
+
+def _sentence(phrase: str) -> str:
+    return f"{phrase[0].upper()}{phrase[1:]}."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 1 where a command's answer is "no", 2 for a user error, 130 for Ctrl-C.
     """
-    args = build_parser().parse_args(argv)
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as done:  # --help and --version, or a wrong option
+        return int(done.code or 0)
     try:
         return args.run(args)
     except KeyboardInterrupt:
@@ -72,7 +108,7 @@ def _user_error(error: Exception) -> str | None:
     """What to tell the user; None for anything that is a defect of ours and deserves its traceback."""
     from rollout_spec.config import ConfigError
     from rollout_spec.demo.model import ModelError
-    from rollout_spec.logs import RunError
+    from rollout_spec.report.logs import RunError
 
     if isinstance(error, (UserError, ConfigError, ModelError, RunError)):
         return str(error)

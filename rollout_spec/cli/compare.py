@@ -6,6 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from rollout_spec.cli import add_example
+
 HELP = "compare two training runs, one without and one with speculation"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
 
@@ -13,25 +15,27 @@ _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("off", metavar="RUN_OFF", help=f"run with +rollout.spec=off: {_RUN}")
     parser.add_argument("on", metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds")
-    parser.add_argument(
+    output = parser.add_argument_group("output")
+    output.add_argument(
         "--output",
         type=Path,
         default=Path("outputs/comparison"),
         metavar="DIR",
-        help="where the page, the PNGs and the JSON go (%(default)s)",
+        help="where the page, the PNGs and the JSON go",
     )
-    parser.add_argument(
+    output.add_argument(
         "--wandb", action="store_true", help="add the table and the charts to the summary of RUN_ON at wandb"
     )
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    output.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    add_example(parser, "rollout-spec compare outputs/demo/off outputs/demo/sam")
 
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.tables import make_console
-    from rollout_spec.demo.looping import is_looping
-    from rollout_spec.publish import publish
-    from rollout_spec.report import sentences, summary_table, write_report
-    from rollout_spec.runs import compare, first_step_agreement, read_run
+    from rollout_spec.report.looping import is_looping
+    from rollout_spec.report.page import sentences, summary_table, write_report
+    from rollout_spec.report.publish import publish
+    from rollout_spec.report.runs import compare, first_step_agreement, read_run
 
     off, on = read_run(args.off, "off", is_looping), read_run(args.on, "on", is_looping)
     comparison = compare(off, on, agreement=first_step_agreement(Path(args.off), Path(args.on)))

@@ -8,30 +8,37 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.cli import add_example
+
 HELP = "build a static corpus that is drafted from too"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
-    build = kinds.add_parser("build", help="make the file from the responses of recorded rollouts")
+    help_ = "make the file from the responses of recorded rollouts"
+    build = kinds.add_parser("build", help=help_, description=f"{help_.capitalize()}.")
     build.add_argument(
         "files",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help=".jsonl or .jsonl.gz, token ids, as `replay` takes",
+        help="recorded rollouts, as `replay` takes",
     )
-    build.add_argument(
+    output = build.add_argument_group("output")
+    output.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="for example corpus.sam"
     )
-    build.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    example = "rollout-spec corpus build outputs/dapo/off/rollouts/rollouts-0.jsonl -o outputs/corpus.sam"
+    add_example(parser, example)
+    add_example(build, example)
 
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli import UserError
     from rollout_spec.cli.tables import print_values
-    from rollout_spec.native import OutOfMemory
-    from rollout_spec.replay import TraceError
+    from rollout_spec.drafting.native import OutOfMemory
+    from rollout_spec.measure.replay import TraceError
 
     if args.output.is_dir() or not args.output.parent.is_dir():
         raise UserError(f"--output {args.output}: must be a file in a folder that exists")
@@ -51,9 +58,8 @@ def run(args: argparse.Namespace) -> int:
 def _build(files: list[Path], output: Path) -> dict[str, Any]:
     from rollout_spec.cli import UserError
     from rollout_spec.cli.progress import counted
-    from rollout_spec.corpus import open_corpus
-    from rollout_spec.index import CorpusBuilder
-    from rollout_spec.replay import read_trace
+    from rollout_spec.drafting.corpus import CorpusBuilder, open_corpus
+    from rollout_spec.measure.replay import read_trace
 
     started = time.perf_counter()
     builder = CorpusBuilder()

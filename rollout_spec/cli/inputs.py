@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,25 @@ _CPU = {
 }
 
 
-def add_spec_argument(parser: argparse.ArgumentParser, help_: str) -> None:
+def number(
+    kind: type[int] | type[float], low: float, high: float = math.inf, *, above: bool = False
+) -> Callable[[str], Any]:
+    """An argparse type: finite numbers from `low`, or `above` it, to `high`."""
+    bounds = f"{'above' if above else 'at least'} {low:g}"
+    bounds += f" and at most {high:,.10g}" if math.isfinite(high) else ""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        fits = low <= value <= high and math.isfinite(value) and not (above and value == low)
+        if not fits:
+            raise argparse.ArgumentTypeError(f"{text} must be {bounds}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse says it of what is no number
+    return parse
+
+
+def add_spec_argument(parser: argparse._ActionsContainer, help_: str) -> None:
     parser.add_argument("--spec", action="append", default=[], metavar="NAME=VALUE", help=help_)
 
 
@@ -49,6 +68,10 @@ def _parsed(value: str) -> Any:
         return value
 
 
+def add_model_argument(group: Any) -> None:
+    group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (SmolLM2-135M)")
+
+
 def model_folder(model: Path | None, dtype: str) -> str:
     """`--model`, a Hugging Face folder; the demo's, made where it is missing, for None."""
     if model is None:
@@ -74,8 +97,12 @@ def default_dtype() -> str:
     return "bfloat16" if torch.accelerator.is_available() else "float32"
 
 
-def read_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:
-    """The first rows of a verl parquet file of prompts."""
+def prompt_rows(option: str, file: Path | None, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
+    """The first rows of the verl parquet file that `option` names; generated, as the demo's are, for None."""
+    if file is None:
+        from rollout_spec.demo.data import make_rows
+
+        return make_rows(num_rows, seed, split)
     import pandas
 
     if not file.is_file():

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 
 from rollout_spec.demo.runner import Watcher
-from rollout_spec.runs import Step
+from rollout_spec.report.runs import Step
 
 T = TypeVar("T")
 

@@ -8,12 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.cli.inputs import add_spec_argument, spec_options
-from rollout_spec.config import AUTO, SpecConfig, parse_threshold
+from rollout_spec.cli import add_example
+from rollout_spec.cli.inputs import add_spec_argument, number, spec_options
 
-HELP = "recorded rollouts through drafter and gate under a table of step times: makespan, threshold to choose"
+HELP = "take recorded rollouts through drafter and gate in virtual time, to choose options for a cluster"
 REFUSED = {  # as --spec, and why
     "method": "off and sam are both simulated",
+    "verify": "tokens are recorded ones",
     "num_speculative_tokens": "--num-speculative-tokens sets it",
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "--routing sets it",
@@ -21,59 +22,59 @@ REFUSED = {  # as --spec, and why
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    positive = number(int, 1)
     parser.add_argument(
-        "trace",
-        type=Path,
-        metavar="TRACE",
-        help=".jsonl or .jsonl.gz; the lines of one `step` are one rollout",
+        "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz; lines of one `step` are one rollout"
     )
-    parser.add_argument(
+    parser.add_argument("--limit-groups", type=positive, metavar="N", help="only the first N lines")
+    cluster = parser.add_argument_group("cluster; of several values every combination is simulated")
+    cluster.add_argument(
         "--step-times",
         required=True,
         metavar="TABLE",
         help="engine.json of `bench engine`, or verified tokens:seconds of a step: 1:0.02,64:0.021,256:0.04",
     )
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1], metavar="N", help="engines (1)")
-    parser.add_argument(
-        "--max-num-seqs", type=int, nargs="+", default=[64], metavar="N", help="of an engine (64)"
+    cluster.add_argument("--replicas", type=positive, nargs="+", default=[1], metavar="N", help="engines")
+    cluster.add_argument(
+        "--max-num-seqs", type=positive, nargs="+", default=[64], metavar="N", help="of an engine"
     )
-    parser.add_argument(
-        "--group-size", type=int, nargs="+", metavar="N", help="the first N responses of each line (all)"
+    cluster.add_argument(
+        "--group-size", type=positive, nargs="+", metavar="N", help="the first N responses of each line (all)"
     )
-    parser.add_argument(
+    cluster.add_argument(
+        "--routing", choices=("default", "group"), default="default", help="group: siblings to one engine"
+    )
+    drafter = parser.add_argument_group("drafter")
+    drafter.add_argument(
         "--batch-thresholds",
         nargs="+",
-        default=["4", "8", "16", "32", AUTO],
+        default=["4", "8", "16", "32", "auto"],
         metavar="T",
-        help="(%(default)s)",
+        help="numbers or auto",
     )
-    parser.add_argument(
-        "--num-speculative-tokens", type=int, default=SpecConfig.num_speculative_tokens, metavar="K"
+    drafter.add_argument(
+        "--num-speculative-tokens", type=int, metavar="K", help="most draft tokens per row and step"
     )
     add_spec_argument(
-        parser,
-        "another option of rollout.spec: mode, min_token_prob, corpus, ... history=N: a line drafts from the "
-        "last N responses of its `group` in earlier steps of the trace, whichever engine gave them",
+        drafter,
+        "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "
+        "`group` in earlier steps of the trace, whichever engine gave them",
     )
-    parser.add_argument("--routing", choices=("default", "group"), default="default", help="(%(default)s)")
-    parser.add_argument("--limit-groups", type=int, metavar="N", help="only the first N lines of the trace")
-    parser.add_argument(
-        "--tail-rows", type=int, default=8, metavar="N", help="the tail: at most N requests run (%(default)s)"
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--tail-rows", type=positive, default=8, metavar="N", help="the tail: at most N requests run"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    trace = "outputs/demo/off/rollouts/rollouts-0.jsonl"
+    add_example(parser, f"rollout-spec simulate {trace} --step-times 1:0.02,64:0.021,256:0.04")
 
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli import UserError
-    from rollout_spec.corpus import check_corpus
-    from rollout_spec.replay import TraceError, read_trace
-    from rollout_spec.simulate import Cluster, StepTimes, StepTimesError, comes_back, requests_of
+    from rollout_spec.drafting.corpus import check_corpus
+    from rollout_spec.measure.replay import TraceError, read_trace
+    from rollout_spec.measure.simulate import Cluster, StepTimes, StepTimesError, comes_back, requests_of
 
-    for name in ("replicas", "max_num_seqs", "group_size", "limit_groups", "tail_rows"):
-        value = getattr(args, name)
-        numbers = value if isinstance(value, list) else [] if value is None else [value]
-        if any(number < 1 for number in numbers):
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     spec = spec_options(args.spec, REFUSED)
     configs = [_config(args, spec, threshold) for threshold in ("off", *args.batch_thresholds)]
     if spec.get("corpus"):
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.trace}: no token in any response")
     if spec.get("history") and not comes_back(lines):
         raise UserError(f"--spec history: no group of {args.trace} comes back in a later step")
-    results = [_simulate(lines, cluster, configs, times, args) for cluster in clusters]
+    results = [_simulate(lines, cluster, configs, times, args.tail_rows) for cluster in clusters]
     if args.json:
         print(json.dumps({"spec": spec, "results": results}, indent=2, allow_nan=False))
     else:
@@ -101,33 +102,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config(args: argparse.Namespace, spec: dict[str, Any], threshold: str) -> SpecConfig:
+def _config(args: argparse.Namespace, spec: dict[str, Any], threshold: str) -> Any:
+    from rollout_spec.config import SpecConfig
+
     if threshold == "off":
         return SpecConfig(method="off")
-    fixed = {
-        "batch_threshold": parse_threshold(threshold),
-        "num_speculative_tokens": args.num_speculative_tokens,
-    }
+    fixed = spec_options([f"batch_threshold={threshold}"], {})
+    if args.num_speculative_tokens is not None:
+        fixed["num_speculative_tokens"] = args.num_speculative_tokens
     return SpecConfig.from_mapping(spec | fixed)
 
 
-def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, args: argparse.Namespace) -> dict[str, Any]:
+def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, tail_rows: int) -> dict[str, Any]:
     """One cluster: without drafts, and with every threshold."""
     from rollout_spec.cli.progress import counted
-    from rollout_spec.simulate import simulate
+    from rollout_spec.measure.simulate import simulate
 
     num_tokens = sum(len(response) for line in lines for response in line.responses[: cluster.group_size])
     runs = []
     for config in configs:
         threshold = config.batch_threshold if config.enabled else "off"
-        with counted(
-            f"{cluster.num_replicas} x {cluster.max_num_seqs} rows, {threshold}", num_tokens
-        ) as advance:
-            figures = simulate(lines, cluster, config, times, args.tail_rows, advance)
+        title = f"{cluster.num_replicas} x {cluster.max_num_seqs} rows, {threshold}"
+        with counted(title, num_tokens) as advance:
+            figures = simulate(lines, cluster, config, times, tail_rows, advance)
         runs.append({"batch_threshold": threshold, **figures})
-    off = runs[0]
     for figures in runs:
-        figures["speedup"] = off["makespan_s"] / figures["makespan_s"]
+        figures["speedup"] = runs[0]["makespan_s"] / figures["makespan_s"]
     best = min(runs, key=lambda figures: figures["makespan_s"])
     return {
         "replicas": cluster.num_replicas,
@@ -139,13 +139,11 @@ def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, args: argparse
 
 
 def _print_table(title: str, results: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
     from rollout_spec.cli.tables import make_console
+    from rollout_spec.report.tables import make_table
 
-    table = Table(title=f"{title}: simulated rollouts, * the threshold to choose", title_justify="left")
-    for name in ("engines", "rows", "group", "threshold", "makespan s", "x off", "tail share", "acceptance"):
-        table.add_column(name, justify="right")
+    columns = ("rows", "group", "threshold", "makespan s", "x off", "tail share", "acceptance")
+    table = make_table(f"{title}: simulated rollouts, * the threshold to choose", "engines", *columns)
     for result in results:
         for figures in result["runs"]:
             mark = " *" if figures["batch_threshold"] == result["best_threshold"] else ""

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
-from rollout_spec.demo.looping import is_looping
-from rollout_spec.demo.processes import started
-from rollout_spec.logs import METRICS_FILE
-from rollout_spec.runs import (
+from rollout_spec.processes import last_error, started
+from rollout_spec.report.logs import METRICS_FILE
+from rollout_spec.report.looping import is_looping
+from rollout_spec.report.runs import (
     TRACE_FOLDER,
     Comparison,
     Step,
@@ -27,20 +25,11 @@ from rollout_spec.runs import (
 )
 
 METHODS = ("off", "sam")
-DRAFTING = (
-    # A CPU is busy with few tokens, a GPU is not: let the gate find out.
-    "rollout.spec.batch_threshold=auto",
-    # Every prompt comes back in the next epoch; so does what its group of 8 said.
-    "rollout.spec.history=8",
-)
 LOG_FILE = "train.log"
 # A run that says nothing for this long will never go on: a good one is silent for two minutes at most.
 STALL_SECONDS = 900.0
 _POLL_SECONDS = 0.5
 _MAKE_MODEL = "import sys; from rollout_spec.demo.model import make_model; make_model(sys.argv[1])"
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_ACTOR = re.compile(r"^\([\w:]+ pid=\d+[^)]*\)\s?")
-_ERROR = re.compile(r"^(rollout_spec: |\w[\w.]*(Error|Exception|Exit|Interrupt|Failure)\b:? )")
 PHASES = (
     ("Started a local Ray instance", "loading verl"),
     ("Loading weights", "loading the model"),
@@ -67,7 +56,7 @@ class Plan:
 
 
 class Watcher:
-    """Told what a run does while it does it; the default says nothing."""
+    """Receives what a run does while it does it; this one says nothing."""
 
     def run_started(self, method: str, log: Path) -> None: ...
 
@@ -126,7 +115,7 @@ def train(plan: Plan, method: str, model: Path, train_file: Path, watcher: Watch
     (folder / "command.json").write_text(json.dumps(command, indent=2))
     watcher.run_started(method, log)
     with started(command, log, environment(plan.output, folder)) as process:
-        _follow(process, folder, watcher)
+        _watch(process, folder, watcher)
     num_steps = len(_steps(folder))
     if num_steps < plan.steps:
         raise RunFailedError(f"{method}: {num_steps} of {plan.steps} steps were trained; log: {log}")
@@ -134,7 +123,7 @@ def train(plan: Plan, method: str, model: Path, train_file: Path, watcher: Watch
 
 def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[str]:
     """The Hydra overrides of one run; the plan's own come last and so win."""
-    from rollout_spec import verl_cpu
+    from rollout_spec.verl_cpu import plugin as verl_cpu
 
     folder = (plan.output / method).absolute()
     # Not is_wanted(): it imports torch, which would delay the run and can swallow a Ctrl-C.
@@ -151,7 +140,6 @@ def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[st
         f"trainer.experiment_name={plan.recipe}-{method}",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         f"hydra.run.dir={folder / 'hydra'}",
-        *(DRAFTING if method == "sam" else ()),
         *plan.overrides,
     ]
 
@@ -177,28 +165,28 @@ def environment(output: Path, folder: Path) -> dict[str, str]:
     }
 
 
-def _follow(process: subprocess.Popen, folder: Path, watcher: Watcher) -> None:
+def _watch(process: subprocess.Popen, folder: Path, watcher: Watcher) -> None:
     """Report steps and phases until the run ends; raise when it fails or falls silent."""
     log = folder / LOG_FILE
     phases = list(PHASES)
-    told = position = 0
-    heard = time.monotonic()
+    num_steps = position = 0
+    last_output = time.monotonic()
     while True:
         code = process.poll()
         text, position = _read_from(log, position)
-        heard = time.monotonic() if text else heard
+        last_output = time.monotonic() if text else last_output
         while phases and any(mark in text for mark, _ in phases):
             mark, label = phases.pop(0)
             if mark in text:
                 watcher.phase(label)
-        for step in _steps(folder)[told:]:
+        for step in _steps(folder)[num_steps:]:
             watcher.step(step)
-            told += 1
+            num_steps += 1
         if code == 0:
             return
         if code is not None:
             raise RunFailedError(f"the trainer ended with code {code}: {last_error(log)}; log: {log}")
-        if time.monotonic() - heard > STALL_SECONDS:
+        if time.monotonic() - last_output > STALL_SECONDS:
             raise RunFailedError(
                 f"the trainer was silent for {STALL_SECONDS:.0f} s: {last_error(log)}; log: {log}"
             )
@@ -215,12 +203,3 @@ def _read_from(log: Path, position: int) -> tuple[str, int]:
 def _steps(folder: Path) -> list[Step]:
     file = folder / METRICS_FILE
     return list(read_steps(file)) if file.exists() else []
-
-
-def last_error(log: Path, num_lines: int = 400) -> str:
-    """The last line that names an error, without colours and actor prefixes; else the last line."""
-    with log.open(errors="replace") as file:
-        lines = [_ACTOR.sub("", _ANSI.sub("", line)).strip() for line in deque(file, num_lines)]
-    lines = [line for line in lines if line]
-    errors = [line for line in lines if _ERROR.match(line)]
-    return (errors or lines or ["no output"])[-1][:500]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -24,10 +25,10 @@ ENVIRONMENT = {
 
 VOCAB_SIZE = 128
 EOS_TOKEN_ID = 2
-PROPOSER = "rollout_spec.vllm_proposer.SuffixProposer"
+PROPOSER = "rollout_spec.vllm.SuffixProposer"
 
 
-@pytest.fixture(scope="package", autouse=True)
+@contextlib.contextmanager
 def own_environment() -> Iterator[None]:
     """What is set here, and what vLLM adds (LD_PRELOAD), is not for the processes of other tests."""
     before = dict(os.environ)
@@ -40,6 +41,12 @@ def own_environment() -> Iterator[None]:
         yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def environment_of_engines() -> Iterator[None]:
+    with own_environment():
+        yield
 
 
 def collect_unless_vllm_asks(generation: int = 2, *, collect: Callable[[int], int] = gc.collect) -> int:
@@ -94,30 +101,56 @@ def new_engine(tiny_model: str, spec: dict[str, Any] | None = None, **arguments:
     if "model" not in arguments:
         settings["skip_tokenizer_init"] = True
     if spec is not None:
-        spec = {"batch_threshold": 64, **spec}
+        spec = {"batch_threshold": 64, "num_speculative_tokens": 8, "history": 0} | spec
         settings["speculative_config"] = {
             "method": "custom_class",
             "model": PROPOSER,
-            "num_speculative_tokens": spec.get("num_speculative_tokens", 8),
+            "num_speculative_tokens": spec["num_speculative_tokens"],
         }
         settings["additional_config"] = {"rollout_spec": spec}
     return LLM(**settings | arguments)
 
 
-@pytest.fixture
-def make_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
-    """`make_engine(spec=None, **engine_arguments)`: `new_engine` of the tiny model, or of another one."""
+@pytest.fixture(scope="package")
+def plain_engines() -> Iterator[dict[str, Any]]:
+    """The tiny model's engines without drafts, by their arguments; no test leaves anything in them."""
+    engines: dict[str, Any] = {}
+    yield engines
+    close(engines.values())
 
-    def make(spec: dict[str, Any] | None = None, **arguments: Any) -> Any:
+
+@pytest.fixture
+def make_engine(tiny_model: str, plain_engines: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+    """`make_engine(spec=None, **engine_arguments)`: `new_engine` of the tiny model, or of another one.
+
+    Without drafts it may be one that earlier tests have used, unless `fresh`.
+    """
+
+    def make(spec: dict[str, Any] | None = None, *, fresh: bool = False, **arguments: Any) -> Any:
+        if spec is None and not fresh and not {"model", "additional_config"} & arguments.keys():
+            name = repr(sorted(arguments.items()))
+            if name not in plain_engines:
+                plain_engines[name] = new_engine(tiny_model, **arguments)
+            return plain_engines[name]
         engines.append(new_engine(tiny_model, spec, **arguments))
         return engines[-1]
 
     engines: list[Any] = []
     yield make
+    close(engines)
+
+
+def close(engines: Iterable[Any]) -> None:
+    """Shut them down; their memory, which is part of reference cycles, goes when some have piled up."""
+    global num_closed
     for engine in engines:
         engine.llm_engine.engine_core.shutdown()
-    engines.clear()
-    gc.collect()  # an engine's weights and key-value cache are part of a reference cycle
+        num_closed += 1
+        if num_closed % 8 == 0:
+            gc.collect()
+
+
+num_closed = 0
 
 
 def proposer_of(llm: Any) -> Any:

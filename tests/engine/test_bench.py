@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.bench_engine import Load, random_prompts
-from rollout_spec.gate import HYSTERESIS_STEPS
+from rollout_spec.drafting.gate import HYSTERESIS_STEPS
+from rollout_spec.measure.engine import Load, random_prompts
 from tests.engine.conftest import VOCAB_SIZE
 
 METHODS = ["off", "sam:4", "sam:auto", "ngram"]

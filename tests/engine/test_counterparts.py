@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_spec import keyed, noise, patches, verify
+from rollout_spec import patches
+from rollout_spec.verification import coupled, noise, standard
 
 SOURCE = pathlib.Path(__file__).parents[1] / "data" / "vllm-ascend-0.11.0"
 MODULE = "vllm_ascend.sample.rejection_sampler"
-FUNCTIONS = ("rejection_sample", "expand_batch_to_tokens", "sample_recovered_tokens")
+FUNCTIONS = ("rejection_sample", "expand_batch_to_tokens")
 GREEDY = -1.0  # vLLM 0.11's temperature of a greedy row
 
 
@@ -33,7 +34,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     """The published functions; the module that holds them has been imported with the plugin in force."""
     from vllm.v1.sample import rejection_sampler
 
-    from rollout_spec import vllm_ascend_patches
+    from rollout_spec.vllm import ascend as vllm_ascend_patches
 
     def compute_probs(logits: torch.Tensor, ends: torch.Tensor, sampling: Any) -> torch.Tensor:
         return rejection_sampler.apply_sampling_constraints(logits, ends, sampling).softmax(dim=-1)
@@ -120,15 +121,13 @@ def test_vllms_functions_give_the_same_tokens(has_draft_probs: bool, vllms: type
         draft_probs = batch.draft_probs if has_draft_probs else None
         given = (batch.drafts, batch.counts, max(batch.counts), batch.ends, draft_probs)
         given += (batch.probs.log(), batch.bonus)
-        recovering = (max(batch.counts), batch.counts, batch.ends, batch.drafts, draft_probs, batch.probs)
         expanding = (torch.arange(len(batch.counts)), batch.ends, len(batch.drafts), 0, 7)
         outputs = [
             (
                 functions.rejection_sample(*given, batch.metadata()),
-                functions.sample_recovered_tokens(*recovering, batch.metadata(), batch.probs.device),
                 functions.expand_batch_to_tokens(*expanding),
             )
-            for functions in (vllms, verify)
+            for functions in (vllms, standard)
         ]
         for theirs, ours in zip(*outputs, strict=True):
             assert torch.equal(theirs, ours)
@@ -138,7 +137,7 @@ def test_vllms_functions_give_the_same_tokens(has_draft_probs: bool, vllms: type
 def test_the_signatures_are_vllms(name: str, vllms: types.SimpleNamespace) -> None:
     """So that ours can take the place in any call; what only ours takes comes last and may be left out."""
     theirs = list(inspect.signature(getattr(vllms, name)).parameters.values())
-    ours = list(inspect.signature(getattr(verify, name)).parameters.values())
+    ours = list(inspect.signature(getattr(standard, name)).parameters.values())
     assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
     assert all(p.default is not p.empty for p in ours[len(theirs) :])
 
@@ -156,14 +155,6 @@ def test_the_replacement_gives_the_same_tokens(loops: Any, has_draft_probs: bool
         )
         assert torch.equal(one, other)
         num_accepted += int((one >= 0).sum()) - len(batch.counts)
-        recovered = [
-            function(
-                max(batch.counts), batch.counts, batch.ends, batch.drafts, draft_probs, batch.probs.clone(),
-                batch.metadata(), torch.device("cpu"),
-            )
-            for function in (loops.sample_recovered_tokens, loops.module.sample_recovered_tokens)
-        ]  # fmt: skip
-        assert torch.equal(*recovered)
         expanded = [
             function(batch.temperature, batch.ends, sum(batch.counts), replace_from=-1, replace_to=1)
             for function in (loops.expand_batch_to_tokens, loops.module.expand_batch_to_tokens)
@@ -174,7 +165,7 @@ def test_the_replacement_gives_the_same_tokens(loops: Any, has_draft_probs: bool
 
 def test_the_published_keywords_are_taken(loops: Any) -> None:
     """With the plugin's two replacements in force, the second of which is of rows with keys."""
-    from rollout_spec.vllm_sampler import let_rejection_sample_be_coupled
+    from rollout_spec.vllm.sampler import couple_rejection_sample
 
     batch = Batch([2, 3], 50, 1)
     names = list(inspect.signature(loops.rejection_sample).parameters)
@@ -183,7 +174,7 @@ def test_the_published_keywords_are_taken(loops: Any) -> None:
     for _ in range(2):
         keywords = dict(zip(names, (*given, batch.metadata()), strict=True))
         assert torch.equal(loops.module.rejection_sample(**keywords), expected)
-        let_rejection_sample_be_coupled(loops.module)
+        couple_rejection_sample(loops.module)
 
 
 def test_the_published_sampler_uses_the_replacement(loops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +195,7 @@ def test_the_published_sampler_uses_the_replacement(loops: Any, monkeypatch: pyt
 
 
 def test_the_replacement_is_listed_and_put_in_place_once(loops: Any) -> None:
-    from rollout_spec import vllm_ascend_patches
+    from rollout_spec.vllm import ascend as vllm_ascend_patches
 
     assert [patch.name for patch in patches.applied()] == ["vllm-ascend-rejection-sample"]
     in_place = [getattr(loops.module, name) for name in FUNCTIONS]
@@ -213,7 +204,7 @@ def test_the_replacement_is_listed_and_put_in_place_once(loops: Any) -> None:
 
 
 def test_another_signature_is_refused_and_a_later_version_left_alone(loops: Any) -> None:
-    from rollout_spec import vllm_ascend_patches
+    from rollout_spec.vllm import ascend as vllm_ascend_patches
 
     def changed(draft_token_ids: Any, target_probs: Any, sampling_metadata: Any) -> None: ...
 
@@ -228,16 +219,16 @@ def test_another_signature_is_refused_and_a_later_version_left_alone(loops: Any)
 
 
 def test_rows_with_keys_are_coupled(loops: Any) -> None:
-    from rollout_spec.vllm_sampler import RowGenerators, let_rejection_sample_be_coupled
+    from rollout_spec.vllm.sampler import RowGenerators, couple_rejection_sample
 
-    let_rejection_sample_be_coupled(loops.module)
+    couple_rejection_sample(loops.module)
     batch = Batch([2, 4, 0, 3], 600, 5, num_greedy=1)
     keys = [noise.make_key(i) for i in range(4)]
-    step = keyed.KeyedStep(keys, [7, 8, 9, 10], batch.counts)
+    step = coupled.CoupledStep(keys, [7, 8, 9, 10], batch.counts)
     given = (batch.drafts, batch.counts, 4, batch.ends)
     rows = RowGenerators({}, step, batch.counts)
     tokens = loops.module.rejection_sample(*given, None, batch.probs, batch.bonus, batch.metadata(rows))
-    expected = verify.coupled_sample(batch.drafts, 4, batch.probs.log(), batch.bonus, batch.metadata(), step)
+    expected = coupled.coupled_sample(batch.drafts, 4, batch.probs.log(), batch.bonus, batch.metadata(), step)
     assert torch.equal(tokens, expected)
     plain = loops.module.rejection_sample(*given, None, batch.probs, batch.bonus, batch.metadata())
     assert torch.equal(
@@ -271,7 +262,8 @@ def test_vllm_ascends_plain_sampler_draws_with_keyed_noise(
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    from rollout_spec.vllm_sampler import KEY, RowSampling, key_of_name
+    from rollout_spec.vllm.keys import KEY, key_of_name
+    from rollout_spec.vllm.sampler import RowSampling
 
     monkeypatch.setattr(patches, "_applied", {})
     monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.rejection_sample)
@@ -288,7 +280,7 @@ def test_vllm_ascends_plain_sampler_draws_with_keyed_noise(
         model_config=types.SimpleNamespace(seed=0),
     )  # fmt: skip
     own = ascend_sampler.topk_topp_sampler
-    RowSampling(runner, coupled=True).install()
+    RowSampling(runner, is_coupled=True).install()
 
     logits = torch.randn(len(names), 700, generator=torch.Generator().manual_seed(2)) * 2
     temperature = torch.tensor([1.0, 0.6, 0.0, 1.0, 0.7])
@@ -304,7 +296,7 @@ def test_vllm_ascends_plain_sampler_draws_with_keyed_noise(
     output = ascend_sampler(logits=logits.clone(), sampling_metadata=sampling)
     scaled = logits / torch.where(temperature == 0, 1.0, temperature).unsqueeze(-1)
     keys = torch.tensor([key_of_name(name) for name in names])
-    expected = keyed.keyed_sample(apply_top_k_top_p(scaled.clone(), k, p), keys, torch.tensor(positions))
+    expected = coupled.keyed_sample(apply_top_k_top_p(scaled.clone(), k, p), keys, torch.tensor(positions))
     expected[2] = logits[2].argmax()
     assert output.sampled_token_ids.view(-1).tolist() == expected.tolist()
 
@@ -319,10 +311,10 @@ def test_vllm_ascends_plain_sampler_draws_with_keyed_noise(
 
 def test_what_coupled_verification_does_not_know_is_refused() -> None:
     """The two later forms of the function: logits with the token ids that were kept, and one not yet seen."""
-    from rollout_spec.vllm_sampler import RowGenerators, let_rejection_sample_be_coupled
+    from rollout_spec.vllm.sampler import RowGenerators, couple_rejection_sample
 
     batch = Batch([2, 1], 50, 3)
-    names = list(inspect.signature(verify.rejection_sample).parameters)[:8]
+    names = list(inspect.signature(standard.rejection_sample).parameters)[:8]
 
     def module_with(sixth: str) -> types.ModuleType:
         module, scope = types.ModuleType("other"), {}
@@ -331,31 +323,17 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
         module.rejection_sample = scope["rejection_sample"]
         return module
 
-    step = keyed.KeyedStep(range(2), range(2), batch.counts)
+    step = coupled.CoupledStep(range(2), range(2), batch.counts)
     rows = RowGenerators({}, step, batch.counts)
     later = module_with("target_logits_or_tuple")
-    let_rejection_sample_be_coupled(later)
+    couple_rejection_sample(later)
     given = (batch.drafts, batch.counts, 2, batch.ends, None)
     tokens = later.rejection_sample(*given, (batch.probs.log(), None), batch.bonus, batch.metadata(rows))
     assert tokens.shape == (2, 3)
     with pytest.raises(RuntimeError, match="enable_reduce_sample"):
         later.rejection_sample(*given, (batch.probs.log(), batch.drafts), batch.bonus, batch.metadata(rows))
     with pytest.raises(patches.PatchError, match=r"vllm-coupled-verification.*other\.rejection_sample"):
-        let_rejection_sample_be_coupled(module_with("target_scores"))
-
-
-def test_tokens_behind_drafts_that_were_never_drawn_are_no_tokens() -> None:
-    """A verifier that does without `rejection_sample` would hand on the zeros that stood for them."""
-    from rollout_spec.vllm_sampler import RowGenerators, _after_verification
-
-    batch, logits = Batch([2, 1], 50, 3), torch.randn(2, 50)
-    step = keyed.KeyedStep(range(2), range(2), batch.counts)
-    given = (None, None, None, batch.metadata(RowGenerators({}, step, batch.counts)))
-    assert step.sample_behind(logits).tolist() == [0, 0]
-    with pytest.raises(RuntimeError, match=r"Linear has not called rejection_sample.*verify=standard"):
-        _after_verification(torch.nn.Linear(1, 1), given, None)
-    verify.coupled_sample(batch.drafts, 2, batch.probs.log(), batch.bonus, batch.metadata(), step)
-    _after_verification(torch.nn.Linear(1, 1), given, None)
+        couple_rejection_sample(module_with("target_scores"))
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
@@ -366,7 +344,7 @@ def test_logprobs_of_what_is_kept_are_vllms(counts: list[int], num_logprobs: int
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
 
-    from rollout_spec.vllm_logprobs import PARAMETERS, kept_logprobs
+    from rollout_spec.vllm.logprobs import PARAMETERS, kept_logprobs
 
     torch.manual_seed(len(counts))
     vocab_size, batch_size, longest = 500, len(counts), max(counts)

@@ -19,7 +19,7 @@ PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(5) for _ in range(3)][:13]
 
 
 def test_any_key_is_a_key() -> None:
-    from rollout_spec.vllm_sampler import key_of_name
+    from rollout_spec.vllm.keys import key_of_name
 
     assert key_of_name({1: 0, "a": 1}) == key_of_name({1: 0, "a": 1}) != key_of_name({1: 0, "a": 2})
     assert key_of_name({(1, 2): 0}) >= 0
@@ -214,7 +214,7 @@ def test_the_distribution_is_plain_vllms(make_engine: Any) -> None:
 
     settings = {"temperature": 0.8, "top_k": 12}
     plain = test_sampling.sample(make_engine(max_num_seqs=64), 1, **settings)
-    drafting = make_engine({"min_match_len": 1, "num_speculative_tokens": 3}, max_num_seqs=64)
+    drafting = make_engine({"num_speculative_tokens": 3}, max_num_seqs=64)
     values = test_sampling.p_values(plain, test_sampling.sample(drafting, 2, **settings))
     assert_drafts_were_accepted_and_rejected(drafting)
     assert min(values) > test_sampling.FALSE_ALARM_RATE / len(values), values
@@ -267,7 +267,7 @@ def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engin
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     from rollout_spec.patches import PatchError
-    from rollout_spec.vllm_sampler import RowSampling
+    from rollout_spec.vllm.sampler import RowSampling
 
     class Another(RejectionSampler):
         def forward(self, metadata, draft_probs, logits, bonus_token_ids, sampling_metadata):  # type: ignore
@@ -277,4 +277,4 @@ def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engin
     runner.rejection_sampler = Another(runner.sampler)
     message = "'vllm-min-tokens-bonus' does not fit the installed packages: Another.forward takes metadata, "
     with pytest.raises(PatchError, match=message):
-        RowSampling(runner, coupled=True).install()
+        RowSampling(runner, is_coupled=True).install()

@@ -63,7 +63,7 @@ def test_drafts_leave_the_distribution(make_engine: Any, settings: list[dict[str
     """Also by vLLM's own way of verification, where the CPU engine needs the mend of `rejection_sample`."""
     plain = make_engine(max_num_seqs=64)
     coupled, standard = (
-        make_engine({"min_match_len": 1, "num_speculative_tokens": 3, "verify": verify}, max_num_seqs=64)
+        make_engine({"num_speculative_tokens": 3, "verify": verify}, max_num_seqs=64)
         for verify in ("coupled", "standard")
     )
     values: list[float] = []
@@ -88,9 +88,9 @@ def test_the_comparison_fails_on_the_upstream_bug(make_engine: Any, monkeypatch:
     """Without the mend of `expand_batch_to_tokens` the same comparison finds the wrong distribution."""
     from vllm.v1.sample import rejection_sampler
 
-    from rollout_spec import vllm_patches
+    from rollout_spec.vllm import mends as vllm_patches
 
-    drafting = make_engine({"min_match_len": 1, "num_speculative_tokens": 3}, max_num_seqs=64)
+    drafting = make_engine({"num_speculative_tokens": 3}, max_num_seqs=64)
     assert not vllm_patches.expand_is_right(), "upstream is right: this test and the mend can go"
     original = rejection_sampler.expand_batch_to_tokens.__rollout_spec_patch__[1]
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", original)
@@ -119,7 +119,9 @@ def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tu
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
 
-    from rollout_spec import patches, verify, vllm_patches
+    from rollout_spec import patches
+    from rollout_spec.verification import standard
+    from rollout_spec.vllm import mends as vllm_patches
 
     kernels = {
         "expand": ("_expand_kernel_impl", right_expand),
@@ -128,7 +130,7 @@ def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tu
     for name in right:
         monkeypatch.setattr(cpu_triton_utils, *kernels[name])
     replaced = {"expand": "expand_batch_to_tokens", "recovery": "rejection_sample"}
-    for owner in (rejection_sampler, verify):  # not those that this process may have mended already
+    for owner in (rejection_sampler, standard):  # not those that this process may have mended already
         for function in replaced.values():
             monkeypatch.setattr(owner, function, lambda *_: None)
     monkeypatch.setattr(patches, "_applied", {})

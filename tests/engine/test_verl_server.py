@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from rollout_spec.history import History, group_key
+from rollout_spec.drafting.history import History, group_key
 from tests.engine.conftest import proposer_of
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 
-SCHEDULER = "rollout_spec.vllm_scheduler.CountingScheduler"
-EXTENSION = "rollout_spec.verl_server.SpecWorkerExtension"
+SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
+EXTENSION = "rollout_spec.verl.server.SpecWorkerExtension"
 
 
 def count_by_hand(
@@ -97,7 +97,7 @@ def make_server(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     from omegaconf import OmegaConf
     from verl.workers.rollout.vllm_rollout import utils
 
-    from rollout_spec import verl_server
+    from rollout_spec.verl import server as verl_server
 
     class Engine:
         def __init__(self, llm: Any) -> None:
@@ -179,12 +179,12 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(
     make_server: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Requests as verl's agent loops send them, with names, and others without."""
-    from rollout_spec.verl_agent_loop import sample_name
-    from rollout_spec.vllm_sampler import KEY
+    from rollout_spec.verl.agent_loop import sample_name
+    from rollout_spec.vllm.keys import KEY
 
     server = make_server({}, full_determinism=True)
     caplog.set_level(logging.WARNING)
-    logging.getLogger("vllm.rollout_spec.verl_server").addHandler(caplog.handler)
+    logging.getLogger("vllm.rollout_spec.verl.server").addHandler(caplog.handler)
 
     def respond(number: int | None) -> tuple[int, ...]:
         params: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
@@ -207,7 +207,7 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(
 def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
     """Packed before the sync, as for a checkpoint: the engine still takes its last request for running."""
     packed: list[bytes] = []
-    for expected_ages in ([0, 0], [1, 0, 0]):
+    for num_kept in (2, 3):
         server = make_server({"history": 3})
         asyncio.run(server.add_history(*packed))
         asyncio.run(server.set_global_steps(0))
@@ -218,8 +218,7 @@ def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
         assert len(kept) == 2
         for prompt in PROMPTS[:2]:
             responses = kept.get(group_key(server._first_turns.group(prompt)))
-            assert [response.policy_age for response in responses] == expected_ages
-            assert [len(response.tokens) for response in responses] == [40] * len(expected_ages)
+            assert [len(response) for response in responses] == [40] * num_kept
         asyncio.run(server.set_global_steps(1))
         history = proposer_of(server.engine.llm)._drafter.history
         assert len(history) == 2

@@ -1,0 +1,41 @@
+/* Error messages. One begins with the name of the argument that it is about, so that a binding can pass it on. */
+#include "error.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+
+rs_status rs_fail(rs_error *error, rs_status status, int32_t row, const char *format, ...) {
+    if (error != NULL) {
+        va_list arguments;
+        va_start(arguments, format);
+        vsnprintf(error->message, sizeof error->message, format, arguments);
+        va_end(arguments);
+        error->row = row;
+    }
+    return status;
+}
+
+rs_status rs_memory_error(const rs_memory *memory, rs_error *error, rs_status status, int32_t row) {
+    if (status == RS_EBUDGET) {
+        return rs_fail(error, status, row, "max_bytes=%" PRIu64 ": reached, %" PRIu64 " bytes are in use",
+                       memory->max_bytes, memory->num_bytes);
+    }
+    return status == RS_OK ? status : rs_fail(error, status, row, "out of memory");
+}
+
+rs_status rs_check_tokens(const int32_t *tokens, int64_t num_tokens, const char *name, rs_error *error) {
+    if (tokens == NULL && num_tokens > 0) {
+        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", name);
+    }
+    if (num_tokens < 0 || num_tokens > RS_MAX_TEXT_TOKENS) {
+        return rs_fail(error, RS_EINVAL, -1, "%s: %" PRId64 " tokens: out of range", name, num_tokens);
+    }
+    for (int64_t i = 0; i < num_tokens; i++) {
+        if (tokens[i] < 0) {
+            return rs_fail(error, RS_EINVAL, -1, "%s[%" PRId64 "]=%" PRId32 ": must not be negative", name, i,
+                           tokens[i]);
+        }
+    }
+    return RS_OK;
+}

@@ -1,0 +1,145 @@
+"""The file of a static corpus: a header, and behind it the automaton itself, as native/corpus.h lays it out.
+
+A file is mapped, never read in: opening takes the same time at any size, and all engines of a machine share
+its pages. It is replaced by a move only, so an engine that has it open keeps what it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from rollout_spec.config import ConfigError
+from rollout_spec.drafting.native import Int32Array, check_status, check_vector, ffi, lib
+
+_KIND = b"rollout_spec corpus "
+_MAGIC = _KIND + f"1 {sys.byteorder}\n".encode()
+_HEADER = struct.Struct("=32s32sQ")  # magic; SHA-256 and number of bytes of what follows
+_HEAD = struct.Struct("=QII")  # the first bytes of what follows
+_STATE = struct.Struct("=4I")
+_TRANSITION = struct.Struct("=iI")
+CONTENT_OFFSET = _HEADER.size
+
+
+class Corpus(NamedTuple):
+    """An open file; it stays mapped for as long as this lives."""
+
+    mapped: mmap.mmap
+    """Read-only, shared with every process that has the file open; the content begins at CONTENT_OFFSET."""
+    digest: bytes
+    num_tokens: int
+    num_states: int
+    num_transitions: int
+
+    @property
+    def largest_token(self) -> int:
+        """-1 of a corpus without text. Every token of it has a transition from the root, the first state."""
+        first, end = (
+            _STATE.unpack_from(self.mapped, CONTENT_OFFSET + _HEAD.size + i * _STATE.size)[3] for i in (0, 1)
+        )
+        transitions = CONTENT_OFFSET + _HEAD.size + (self.num_states + 1) * _STATE.size
+        with memoryview(self.mapped) as whole:
+            begin, stop = (transitions + i * _TRANSITION.size for i in (first, end))
+            return max((token for token, _ in _TRANSITION.iter_unpack(whole[begin:stop])), default=-1)
+
+
+def open_corpus(path: str | Path) -> Corpus:
+    """Map a file, without reading it through.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a corpus of this version and of this length.
+    """
+    try:
+        with open(path, "rb") as file:
+            header = file.read(_HEADER.size)
+            if not header.startswith(_KIND):
+                raise _error(path, "not a corpus of rollout-spec")
+            if not header.startswith(_MAGIC):
+                raise _error(path, "of another version of rollout-spec or another byte order: build it again")
+            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise _error(path, str(error.strerror)) from error
+    _, digest, num_bytes = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+    if len(mapped) != CONTENT_OFFSET + num_bytes or num_bytes < _HEAD.size:
+        raise _error(path, f"cut short or added to, it has {len(mapped)} bytes")
+    return Corpus(mapped, digest, *_HEAD.unpack_from(mapped, CONTENT_OFFSET))
+
+
+def check_corpus(path: str | Path) -> None:
+    """Read a file through and compare its checksum, about a second per gigabyte.
+
+    Raises:
+        ConfigError: as open_corpus, or the file is damaged.
+    """
+    corpus = open_corpus(path)
+    if _digest(corpus.mapped) != corpus.digest:
+        raise _error(path, "damaged, its checksum does not match")
+
+
+def write_corpus(path: str | Path, num_bytes: int, fill: Callable[[mmap.mmap], None]) -> None:
+    """Write a file; an older one is replaced in one move.
+
+    Args:
+        num_bytes: of the content.
+        fill: writes the content into the mapping that it is given, from CONTENT_OFFSET on.
+
+    Raises:
+        OSError: the file cannot be written, or there is no room for it; nothing is left of it then.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(partial, "w+b") as file:
+            # A full disk is an error here, not a signal while the mapping is written.
+            os.posix_fallocate(file.fileno(), 0, CONTENT_OFFSET + num_bytes)
+            with mmap.mmap(file.fileno(), 0) as mapped:
+                fill(mapped)
+                mapped[:CONTENT_OFFSET] = _HEADER.pack(_MAGIC, _digest(mapped), num_bytes)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class CorpusBuilder:
+    """Makes the file of a static corpus; in memory it takes about as much as an index of the same text.
+
+    Raises:
+        OutOfMemory
+    """
+
+    def __init__(self) -> None:
+        self._error = ffi.new("rs_error *")
+        made = ffi.new("rs_corpus_builder **")
+        check_status(lib.rs_corpus_new(made, self._error), self._error)
+        self._builder = ffi.gc(made[0], lib.rs_corpus_free)
+
+    def add(self, token_ids: Int32Array) -> None:
+        """Index a text, int32 [n]. Raises InvalidArgument; OutOfMemory, after which nothing can be saved."""
+        check_vector("token_ids", token_ids, None)
+        tokens = ffi.from_buffer("int32_t[]", token_ids)
+        check_status(lib.rs_corpus_add(self._builder, tokens, len(token_ids), self._error), self._error)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file. Raises OSError."""
+        write_corpus(path, int(lib.rs_corpus_num_bytes(self._builder)), self._freeze)
+
+    def _freeze(self, mapped: mmap.mmap) -> None:
+        with ffi.from_buffer("char[]", mapped, require_writable=True) as buffer:
+            content, num_bytes = buffer + CONTENT_OFFSET, len(buffer) - CONTENT_OFFSET
+            status = lib.rs_corpus_write(self._builder, content, num_bytes, self._error)
+            check_status(status, self._error)
+
+
+def _digest(mapped: mmap.mmap) -> bytes:
+    with memoryview(mapped) as whole, whole[CONTENT_OFFSET:] as content:
+        return hashlib.sha256(content).digest()
+
+
+def _error(path: str | Path, message: str) -> ConfigError:
+    return ConfigError(f"rollout.spec.corpus={str(path)!r}: {message}")

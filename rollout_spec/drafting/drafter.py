@@ -1,0 +1,291 @@
+"""One engine's drafter: its requests, and what each step asks of the gate and of the index.
+
+It knows neither torch nor vLLM: a step is arrays of row numbers and token levels in, draft tokens out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.gate import Step, make_gate
+from rollout_spec.drafting.groups import Groups, Member
+from rollout_spec.drafting.history import History
+from rollout_spec.drafting.index import StepResult, SuffixIndex, make_index
+from rollout_spec.drafting.native import BudgetExceeded, Int32Array, InvalidArgument
+from rollout_spec.metrics import EngineCounters
+
+# The share of steps, of about the last ALIKE_MEMORY, whose time can be compared: below it requests come and
+# go all the time, and any step is as good as another.
+ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
+
+
+class _Rows:
+    """The rows of the engine's token matrix that have a place in the index, as arrays that stay the same."""
+
+    def __init__(self, numbers: Int32Array, sequences: Int32Array, last_levels: Int32Array) -> None:
+        self.numbers, self.sequences = numbers, sequences
+        self._last_levels = last_levels  # at which drafts end at the latest
+        self.levels, self.max_draft_tokens = np.zeros((2, len(numbers)), np.int32)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def among(self, kept: npt.NDArray[np.bool_]) -> _Rows:
+        """Those of the rows that are kept, bool [rows of the matrix]."""
+        chosen = kept[self.numbers]
+        return _Rows(self.numbers[chosen], self.sequences[chosen], self._last_levels[chosen])
+
+    def set_levels(self, levels: Int32Array, may_draft: bool) -> None:
+        """Take over the levels of this step, int32 [>= rows of the matrix]."""
+        np.take(levels, self.numbers, out=self.levels)
+        if may_draft:
+            np.subtract(self._last_levels, self.levels, out=self.max_draft_tokens)
+            np.maximum(self.max_draft_tokens, 0, out=self.max_draft_tokens)
+        else:
+            self.max_draft_tokens.fill(0)
+
+
+@dataclasses.dataclass
+class _Request:
+    member: Member | None  # None: it has no place in the index
+    max_level: int  # no token is generated beyond this level
+
+
+class Drafter:
+    """Drafts for the rows of an engine's batch.
+
+    Usage: `open` every new request, `close` every ended one, then `step` once per engine step.
+    Not thread-safe; one per engine.
+
+    Args:
+        config: the options; `config.num_speculative_tokens` bounds every draft.
+        clock: seconds, of which the gate learns what a step takes.
+    """
+
+    def __init__(self, config: SpecConfig, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.config = config
+        self.counters = EngineCounters()
+        self._gate = make_gate(config.batch_threshold)
+        self._clock = clock
+        self._last_start: float | None = None  # when the last step ended, and whether all its rows decoded
+        self._all_decoded = False
+        self._share_alike = 1.0
+        self._index = make_index(config)
+        self.history = History(config.history, config.max_index_mb << 20)
+        self._groups = Groups(self._index, self.history)
+        self._requests: dict[str, _Request] = {}
+        self._row_ids: list[str] = []  # the rows of the last step
+        self._rows: _Rows | None = None  # of these that have a place in the index; None: to be mapped anew
+
+    @property
+    def index(self) -> SuffixIndex:
+        return self._index
+
+    @property
+    def request_ids(self) -> Collection[str]:
+        return self._requests.keys()
+
+    def open(
+        self, request_id: str, prompt_token_ids: Int32Array, max_level: int, group: Hashable | None = None
+    ) -> None:
+        """Start a request.
+
+        Args:
+            request_id: unique among the open requests.
+            prompt_token_ids: int32, shape [num_prompt_tokens].
+            max_level: the most tokens, prompt included, that the request can reach.
+            group: requests with the same value are siblings. By default the exact prompt decides.
+
+        A group's first prompt is the group's prompt. A later request whose prompt begins with it (a resumed
+        request, a later turn) continues behind it; any other starts at the root of the same automaton.
+        """
+        self._requests[request_id] = _Request(self._groups.open(prompt_token_ids, group), max_level)
+        self._rows = None
+
+    def close(self, request_id: str) -> None:
+        """End a request; its text stays in its group until the group is evicted."""
+        self._untrack(self._requests.pop(request_id))
+
+    def close_all(self) -> None:
+        for request_id in list(self._requests):
+            self.close(request_id)
+
+    def _untrack(self, request: _Request) -> None:
+        self._rows = None
+        if request.member is not None:
+            self._groups.close(request.member)
+            request.member = None
+
+    def step(
+        self,
+        request_ids: Sequence[str],
+        nums_new_tokens: Sequence[int],
+        token_ids: Int32Array,
+        levels: Int32Array,
+    ) -> list[list[int]]:
+        """Index every decoding row's new tokens and draft for it what the gate lets through.
+
+        Args:
+            request_ids: the request of each row; all are open.
+            nums_new_tokens: list [num_rows], the tokens each row got in the step that has ended; 0 for a row
+                that does not decode (a partial prefill).
+            token_ids: shape [>= num_rows, max_model_len], row i holds the tokens of `request_ids[i]`.
+            levels: int32, shape [>= num_rows], how many tokens each row has.
+
+        Returns:
+            The draft tokens of each row, most often empty.
+
+        Raises:
+            NativeError: out of memory, or an argument is wrong; nothing but idle groups has gone then. A full
+                index raises nothing: idle groups leave it, then the requests that do not fit.
+        """
+        started = time.perf_counter()
+        if len(nums_new_tokens) != len(request_ids):
+            raise InvalidArgument(
+                f"nums_new_tokens: has {len(nums_new_tokens)} entries, request_ids has {len(request_ids)}"
+            )
+        if len(levels) < len(request_ids):
+            raise InvalidArgument(f"levels: has {len(levels)} entries, request_ids has {len(request_ids)}")
+        counters = self.counters
+        step = self._ended_step(request_ids, nums_new_tokens, levels)
+        self._groups.index_history(len(request_ids))
+        if step.num_rows == 0:
+            return [[] for _ in request_ids]
+        price = self._gate.begin(step, counters)
+        least = max(price or 0.0, self._index.min_token_prob)
+        decoding = None if step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
+        rows, result = self._step_index(decoding, token_ids, levels, price)
+        counters.num_steps += 1
+        counters.num_row_steps += step.num_rows
+        counters.num_untracked_rows += step.num_rows - len(rows)
+        drafts: list[list[int]] = []
+        if result is not None and price is not None:
+            drafts = self._chosen_drafts(result, least)
+        if len(drafts) < len(request_ids):
+            drafts = _spread(drafts, rows, len(request_ids))
+        counters.draft_seconds += time.perf_counter() - started
+        return drafts
+
+    def _chosen_drafts(self, result: StepResult, min_token_prob: float) -> list[list[int]]:
+        """What the gate takes of each draft."""
+        counters = self.counters
+        chosen = self._gate.choose(result.survivals, result.num_draft_tokens, counters)
+        numbers = chosen.tolist()
+        num_drafts = len(numbers) - numbers.count(0)
+        is_on = num_drafts > 0 or not result.num_draft_tokens.any()
+        counters.num_steps_on += is_on
+        counters.sum_min_token_prob += is_on * min_token_prob
+        counters.num_drafts += num_drafts
+        counters.num_draft_tokens += sum(numbers)
+        tokens = self._index.leading_tokens(chosen)
+        end = 0
+        return [tokens[end : (end := end + number)] for number in numbers]
+
+    def _ended_step(
+        self, request_ids: Sequence[str], nums_new_tokens: Sequence[int], levels: Int32Array
+    ) -> Step:
+        has_no_new_rows = self._map_rows(request_ids)
+        num_rows = len(nums_new_tokens) - nums_new_tokens.count(0)
+        if not self._gate.weighs_costs:
+            return Step(num_rows)
+        now = self._clock()
+        # A step that prefills, or that new rows have come to, says nothing of what a decoding step costs.
+        all_decode = num_rows == len(nums_new_tokens)
+        is_alike = has_no_new_rows and all_decode and self._all_decoded
+        self._share_alike += (is_alike - self._share_alike) / ALIKE_MEMORY
+        seconds = None
+        if self._last_start is not None and (is_alike or self._share_alike < ALIKE_SHARE):
+            seconds = now - self._last_start
+        self._last_start, self._all_decoded = now, all_decode
+        context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
+        return Step(num_rows, context, sum(nums_new_tokens), seconds)
+
+    def _map_rows(self, request_ids: Sequence[str]) -> bool:
+        """Whether all were rows of the step before, of which some may have ended; called once a step."""
+        # Batches change seldom; comparing two lists of the same string objects is cheap.
+        if self._rows is not None and self._row_ids == request_ids:
+            return True
+        self._rows = self._tracked_rows(request_ids)
+        last, self._row_ids = self._row_ids, list(request_ids)
+        return set(last).issuperset(request_ids)
+
+    def _tracked_rows(self, request_ids: Sequence[str]) -> _Rows:
+        rows = enumerate(self._requests[request_id] for request_id in request_ids)
+        # The target adds a token of its own, so a draft that ends one short of the limit is enough.
+        tracked = [(row, r.member.sequence, r.max_level - 1) for row, r in rows if r.member is not None]
+        return _Rows(*np.array(tracked, np.int32).reshape(-1, 3).T.copy())
+
+    def take_counters(self) -> EngineCounters:
+        """The counts since the last call."""
+        taken, self.counters = self.counters, EngineCounters()
+        return taken
+
+    def clear(self) -> None:
+        """The target's weights have changed: forget every request and group, but for the history.
+
+        A request that goes on is indexed anew.
+        """
+        for request in self._requests.values():
+            if request.member is not None:
+                self._groups.remember(request.member)
+        self._groups.clear()
+        self._requests.clear()
+        self._row_ids = []
+        self._rows = None
+        self._last_start = None  # the time until the next step is no step's
+
+    def _step_index(
+        self,
+        decoding: npt.NDArray[np.bool_] | None,
+        token_ids: Int32Array,
+        levels: Int32Array,
+        price: float | None,
+    ) -> tuple[Int32Array, StepResult | None]:
+        """Index and draft for the decoding rows (None: all) that have a place in the index.
+
+        Returns:
+            These rows, and the result unless there are none.
+        """
+        while True:
+            assert self._rows is not None
+            rows = self._rows if decoding is None else self._rows.among(decoding)
+            if not len(rows):
+                return rows.numbers, None
+            rows.set_levels(levels, price is not None)
+            attempt = partial(
+                self._index.step,
+                rows.sequences,
+                token_ids,
+                rows.numbers,
+                rows.levels,
+                rows.max_draft_tokens,
+                price or 0.0,
+            )
+            try:
+                return rows.numbers, self._groups.evicting(attempt)
+            except BudgetExceeded as error:
+                # What was too much may be all rows' together; then the longest goes.
+                entry = error.row if error.row >= 0 else int(np.argmax(rows.levels))
+                self._untrack_row(rows.numbers[entry])
+
+    def _untrack_row(self, row: int) -> None:
+        self._untrack(self._requests[self._row_ids[row]])
+        self._rows = self._tracked_rows(self._row_ids)
+
+
+def _spread(drafts: list[list[int]], rows: Int32Array, num_rows: int) -> list[list[int]]:
+    """The draft of each of num_rows rows: of `rows` the given ones, if any; of the others an empty one."""
+    spread: list[list[int]] = [[] for _ in range(num_rows)]
+    if not drafts:
+        return spread
+    for row, draft in zip(rows.tolist(), drafts, strict=False):
+        spread[row] = draft
+    return spread

@@ -1,0 +1,144 @@
+"""The groups of an index: opened with their history, kept while idle, evicted when room is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import partial
+from itertools import islice
+from typing import TypeVar
+
+import numpy as np
+
+from rollout_spec.drafting.history import Backlog, History, group_key, prompt_key
+from rollout_spec.drafting.index import SuffixIndex
+from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
+
+# Siblings that wait in the engine's queue find their group's text here when they start.
+# Few are enough: the samples of a prompt arrive together and are served in order.
+MAX_IDLE_GROUPS = 32
+
+# Tokens of history that one step indexes, and more for every row: as long as the rest takes, about.
+_HISTORY_TOKENS = 256
+_HISTORY_TOKENS_PER_ROW = 16
+_HISTORY_SHARE = 0.875  # of the byte budget: beyond it no group gets its history
+_BYTES_PER_TOKEN = 64  # about, of the index
+
+_T = TypeVar("_T")
+_Key = tuple[str, Hashable]  # what identifies a group, and its value
+
+
+@dataclasses.dataclass
+class _Group:
+    handle: int
+    prompt: Int32Array
+    history_key: bytes
+    num_live: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """An open sequence of a group."""
+
+    sequence: int
+    key: _Key
+    after_prompt: bool  # its text in the index is what comes after the group's prompt
+
+
+class Groups:
+    """The groups and sequences of an index within its byte budget, and the history they begin with."""
+
+    def __init__(self, index: SuffixIndex, history: History) -> None:
+        self._index = index
+        self._history = history
+        self._backlog = Backlog(index)
+        self._groups: dict[_Key, _Group] = {}
+        # The groups without live requests, which may be evicted; the one that has been idle longest first.
+        self._idle: OrderedDict[_Key, None] = OrderedDict()
+
+    def open(self, prompt: Int32Array, group: Hashable | None) -> Member | None:
+        """A new sequence in a group, by default that of the exact prompt; None where no memory is left."""
+        key: _Key = ("group", group) if group is not None else ("prompt", prompt.tobytes())
+        try:
+            opened = self._groups.get(key) or self._open_group(key, prompt)
+            after_prompt = np.array_equal(prompt[: len(opened.prompt)], opened.prompt)
+            sequence = self._index.open_sequence(opened.handle, after_prompt=after_prompt)
+        except (BudgetExceeded, OutOfMemory):
+            return None
+        opened.num_live += 1
+        self._idle.pop(key, None)
+        return Member(sequence, key, after_prompt)
+
+    def close(self, member: Member) -> None:
+        """Its text stays in its group until the group is evicted."""
+        self.remember(member)
+        self._index.close_sequence(member.sequence)
+        group = self._groups[member.key]
+        group.num_live -= 1
+        if group.num_live == 0:
+            self._idle[member.key] = None
+            self._evict_idle(len(self._idle) - MAX_IDLE_GROUPS)
+
+    def remember(self, member: Member) -> None:
+        """Keep its text in the history."""
+        if self._history.num_responses and member.after_prompt:
+            self._history.add(self._groups[member.key].history_key, self._index.text(member.sequence))
+
+    def clear(self) -> None:
+        """Close every group and sequence."""
+        self._index.clear()
+        self._backlog.clear()
+        self._groups.clear()
+        self._idle.clear()
+
+    def index_history(self, num_rows: int) -> None:
+        """Index what one step may of the history that waits."""
+        if self._backlog:
+            with contextlib.suppress(BudgetExceeded, OutOfMemory):
+                self._backlog.index(_HISTORY_TOKENS + num_rows * _HISTORY_TOKENS_PER_ROW)
+
+    def evicting(self, attempt: Callable[[], _T]) -> _T:
+        """What `attempt` returns, after as many idle groups are closed as it takes to give it room.
+
+        An attempt costs as much as a step: each that fails has twice as many closed as the one before.
+
+        Raises:
+            BudgetExceeded, OutOfMemory: no idle group is left.
+        """
+        num = 1
+        while True:
+            try:
+                return attempt()
+            except (BudgetExceeded, OutOfMemory):
+                if not self._evict_idle(num):
+                    raise
+                num *= 2
+
+    def _open_group(self, key: _Key, prompt: Int32Array) -> _Group:
+        handle = self.evicting(partial(self._index.open_group, prompt))
+        kind, name = key
+        history_key = group_key(name) if kind == "group" else prompt_key(prompt)
+        self._groups[key] = group = _Group(handle, prompt.copy(), history_key)
+        self._idle[key] = None
+        self._add_history(group)
+        return group
+
+    def _add_history(self, group: _Group) -> None:
+        responses = self._history.get(group.history_key)
+        # A full index does without history rather than without what is said now.
+        num_tokens = sum(len(response) for response in responses) + self._backlog.num_tokens
+        num_bytes = self._index.stats().num_bytes + num_tokens * _BYTES_PER_TOKEN
+        if responses and num_bytes <= _HISTORY_SHARE * self._index.max_bytes:
+            self._backlog.add(group.handle, len(group.prompt), responses)
+
+    def _evict_idle(self, num: int) -> bool:
+        """Close up to `num` idle groups, those idle longest; False if none was closed."""
+        evicted = list(islice(self._idle, max(0, num)))
+        for key in evicted:
+            del self._idle[key]
+            handle = self._groups.pop(key).handle
+            self._backlog.drop(handle)
+            self._index.close_group(handle)
+        return bool(evicted)

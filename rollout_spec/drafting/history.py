@@ -1,0 +1,254 @@
+"""What was said to a prompt in earlier training steps: the last responses of every prompt, as tokens.
+
+Four bytes a token are all that it costs to keep them; a group that is opened again indexes its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import os
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rollout_spec.drafting.index import SuffixIndex
+from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
+
+_MAGIC = b"rollout_spec history 3\n"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_KEY_BYTES = 16
+_OVERHEAD_BYTES = 200  # of a response and of a prompt, beyond the tokens
+_ZERO = np.zeros(1, np.int32)
+
+
+class HistoryError(ValueError):
+    """A file that is damaged or not a history; the message names it."""
+
+
+class Responses:
+    """The last responses to every prompt, int32 [n] each, within a budget.
+
+    Args:
+        num_responses: kept per prompt, the latest.
+        max_bytes: of everything; beyond it the prompts that have most responses lose their earliest, in turn,
+            so that as many prompts as possible keep one. No call drops more than it takes the place of.
+    """
+
+    def __init__(self, num_responses: int, max_bytes: int) -> None:
+        self.num_responses = num_responses
+        self._max_bytes = max_bytes
+        # The prompt that was met longest ago first.
+        self._responses: OrderedDict[bytes, deque[Int32Array]] = OrderedDict()
+        # The prompts that have so many; the one that has been among them longest first.
+        self._prompts_with: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        """The number of prompts."""
+        return len(self._responses)
+
+    def add(self, prompt_key: bytes, response: Int32Array) -> None:
+        """Keep a response as the latest of its prompt."""
+        if len(response) == 0 or response.nbytes + 2 * _OVERHEAD_BYTES > self._max_bytes:
+            return
+        if prompt_key not in self._responses:
+            self._responses[prompt_key] = deque()
+            self.num_bytes += _OVERHEAD_BYTES
+        self._responses.move_to_end(prompt_key)
+        responses = self._responses[prompt_key]
+        responses.append(response)
+        self.num_bytes += response.nbytes + _OVERHEAD_BYTES
+        self._move(prompt_key, len(responses) - 1, len(responses))
+        if len(responses) > self.num_responses:
+            self._drop_earliest(prompt_key)
+        while self.num_bytes > self._max_bytes:
+            most = self._prompts_with[max(self._prompts_with)]
+            self._drop_earliest(next(iter(most)))
+
+    def _drop_earliest(self, prompt_key: bytes) -> None:
+        responses = self._responses[prompt_key]
+        self.num_bytes -= responses.popleft().nbytes + _OVERHEAD_BYTES
+        self._move(prompt_key, len(responses) + 1, len(responses))
+        if not responses:
+            del self._responses[prompt_key]
+            self.num_bytes -= _OVERHEAD_BYTES
+
+    def _move(self, prompt_key: bytes, before: int, now: int) -> None:
+        """Among the prompts with `now` responses, from those with `before`."""
+        if before:
+            del self._prompts_with[before][prompt_key]
+            if not self._prompts_with[before]:
+                del self._prompts_with[before]
+        if now:
+            self._prompts_with[now][prompt_key] = None
+
+    def get(self, prompt_key: bytes) -> list[Int32Array]:
+        """The responses to a prompt, the earliest first."""
+        return list(self._responses.get(prompt_key, ()))
+
+    def pack(self) -> bytes:
+        """Everything, with a version and a checksum."""
+        keys = [key for key, responses in self._responses.items() for _ in responses]
+        kept = [response for responses in self._responses.values() for response in responses]
+        buffer = io.BytesIO()
+        np.savez(
+            buffer,
+            keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, _KEY_BYTES),
+            lengths=np.array([len(response) for response in kept], np.int64),
+            tokens=np.concatenate([np.empty(0, np.int32), *kept]),
+        )
+        content = buffer.getvalue()
+        return _MAGIC + hashlib.sha256(content).digest() + content
+
+
+class History(Responses):
+    """What was said to a prompt, here and in other engines; what is new can be shared.
+
+    Args:
+        num_responses, max_bytes: as of Responses.
+    """
+
+    def __init__(self, num_responses: int, max_bytes: int) -> None:
+        super().__init__(num_responses, max_bytes)
+        self._new = Responses(num_responses, max_bytes)
+
+    def add(self, prompt_key: bytes, response: Int32Array) -> None:
+        """Keep a response of this engine as the latest of its prompt."""
+        super().add(prompt_key, response)
+        self._new.add(prompt_key, response)
+
+    def take_new(self) -> bytes:
+        """What `add` has kept since the last call, for `merge` of other engines' histories."""
+        taken, self._new = self._new, Responses(self.num_responses, self._max_bytes)
+        return taken.pack()
+
+    def merge(self, content: bytes) -> None:
+        """Keep what another history's `take_new` or `pack` has given, as the latest of its prompts.
+
+        Raises:
+            HistoryError: it is of another version or damaged; nothing was added.
+        """
+        for key, response in _unpack(content, "history of another engine"):
+            super().add(key, response)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write what `pack` made; an older file is replaced in one move."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_file(path: Path) -> bytes:
+    """What `write_file` wrote, for `merge`.
+
+    Raises:
+        OSError: the file cannot be read.
+        HistoryError: it is not one of ours, of another version, or damaged.
+    """
+    content = path.read_bytes()
+    _check(content, str(path))
+    return content
+
+
+def _check(content: bytes, where: str) -> bytes:
+    """The arrays in what `pack` made. Raises HistoryError, beginning with `where`."""
+    if not content.startswith(_MAGIC):
+        raise HistoryError(f"{where}: not a history of this version")
+    digest = content[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES]
+    content = content[len(_MAGIC) + _DIGEST_BYTES :]
+    if hashlib.sha256(content).digest() != digest:
+        raise HistoryError(f"{where}: damaged, its checksum does not match")
+    return content
+
+
+def _unpack(content: bytes, where: str) -> list[tuple[bytes, Int32Array]]:
+    """Prompt keys and responses of what `pack` made. Raises HistoryError, beginning with `where`."""
+    with np.load(io.BytesIO(_check(content, where))) as arrays:
+        texts = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
+        # Of nothing, split makes one empty text.
+        return [(key.tobytes(), tokens.copy()) for key, tokens in zip(arrays["keys"], texts, strict=False)]
+
+
+def prompt_key(prompt_token_ids: Int32Array) -> bytes:
+    return hashlib.blake2b(b"prompt" + prompt_token_ids.tobytes(), digest_size=_KEY_BYTES).digest()
+
+
+def group_key(group: Hashable) -> bytes:
+    return hashlib.blake2b(f"group{type(group).__name__}{group}".encode(), digest_size=_KEY_BYTES).digest()
+
+
+@dataclasses.dataclass
+class _Part:
+    group: int
+    row: Int32Array  # [1, length]; the prompt's tokens are not read again and may be anything
+    level: int  # tokens indexed, the prompt included
+    sequence: int = -1  # -1: not opened yet
+
+
+class Backlog:
+    """Responses of earlier steps on their way into an index: in parts, so that no step waits for all."""
+
+    def __init__(self, index: SuffixIndex) -> None:
+        self._index = index
+        self._parts: deque[_Part] = deque()
+
+    def __len__(self) -> int:
+        """The number of responses still to be indexed."""
+        return len(self._parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Still to be indexed."""
+        return sum(part.row.shape[1] - part.level for part in self._parts)
+
+    def add(self, group: int, num_prompt_tokens: int, responses: Sequence[Int32Array]) -> None:
+        """Index responses behind the prompt of a group, when their turn comes.
+
+        The latest first: of followers that are equally frequent the one that came first is drafted.
+        """
+        for response in reversed(responses):
+            row = np.zeros((1, num_prompt_tokens + len(response)), np.int32)
+            row[0, num_prompt_tokens:] = response
+            self._parts.append(_Part(group, row, num_prompt_tokens))
+
+    def index(self, max_tokens: int) -> None:
+        """Index the next tokens.
+
+        Raises:
+            BudgetExceeded, OutOfMemory: their group gets no more of its responses.
+        """
+        while self._parts and max_tokens > 0:
+            part = self._parts[0]
+            level = min(part.level + max_tokens, part.row.shape[1])
+            try:
+                if part.sequence < 0:
+                    part.sequence = self._index.open_sequence(part.group)
+                sequence, levels = np.array([part.sequence], np.int32), np.array([level], np.int32)
+                self._index.step(sequence, part.row, _ZERO, levels, _ZERO)
+            except (BudgetExceeded, OutOfMemory):
+                self.drop(part.group)
+                raise
+            max_tokens -= level - part.level
+            part.level = level
+            if level == part.row.shape[1]:
+                self._index.close_sequence(self._parts.popleft().sequence)
+
+    def drop(self, group: int) -> None:
+        """Leave out what is left for a group; it can be closed then."""
+        for part in self._parts:
+            if part.group == group and part.sequence >= 0:
+                self._index.close_sequence(part.sequence)
+        self._parts = deque(part for part in self._parts if part.group != group)
+
+    def clear(self) -> None:
+        """Forget everything, after the index has been cleared."""
+        self._parts.clear()

@@ -1,0 +1,307 @@
+"""The suffix index: texts of groups of sequences, drafts from them, and the buffers that a step fills."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollout_spec.config import AUTO, MIN_TOKEN_PROB, SpecConfig
+from rollout_spec.drafting.corpus import CONTENT_OFFSET, Corpus, open_corpus
+from rollout_spec.drafting.native import (
+    Float32Array,
+    Int32Array,
+    InvalidArgument,
+    check_status,
+    check_vector,
+    ffi,
+    int32,
+    lib,
+)
+
+
+class StepResult(NamedTuple):
+    """Views into the index's buffers, valid until its next step: n rows, K = num_speculative_tokens."""
+
+    draft_tokens: Int32Array
+    """[n, K]; row i holds num_draft_tokens[i] draft tokens, the rest is unspecified."""
+    survivals: Float32Array
+    """[n, K]: estimated probability that the draft up to and with this token is accepted."""
+    num_draft_tokens: Int32Array
+    """[n]"""
+    match_lens: Int32Array
+    """[n], tokens, in the group; 0 where nothing matched or max_draft_tokens is 0."""
+
+
+class IndexStats(NamedTuple):
+    """What the index holds now; the last three count since it was made."""
+
+    num_groups: int
+    num_sequences: int
+    num_states: int
+    num_transitions: int
+    num_tokens: int
+    num_bytes: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+def make_index(config: SpecConfig) -> SuffixIndex:
+    """The index that the options of `rollout.spec` describe.
+
+    Raises:
+        ConfigError: the corpus cannot be used.
+        BudgetExceeded, OutOfMemory: there is no room even for an empty index.
+    """
+    return SuffixIndex(
+        num_speculative_tokens=config.num_speculative_tokens,
+        # The automatic gate has prices of its own.
+        min_token_prob=0.0 if config.batch_threshold == AUTO else config.min_token_prob,
+        max_bytes=config.max_index_mb << 20,
+        corpus=open_corpus(config.corpus) if config.corpus else None,
+    )
+
+
+class SuffixIndex:
+    """Text of groups of sequences, and drafts from it. Not thread safe; one per engine.
+
+    Args:
+        num_speculative_tokens: most draft tokens per row and step, K.
+        min_token_prob: end a draft where its estimated survival falls below.
+        max_bytes: budget of the whole index, 0: none.
+        corpus: drafted from too; it is not copied and not part of the budget.
+
+    native/rollout_spec_native.h says exactly what is drafted.
+
+    Raises:
+        InvalidArgument: an option is out of range; OutOfMemory, BudgetExceeded.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_speculative_tokens: int,
+        min_token_prob: float = MIN_TOKEN_PROB,
+        max_bytes: int = 0,
+        corpus: Corpus | None = None,
+    ) -> None:
+        self._index = ffi.NULL
+        self._error = ffi.new("rs_error *")
+        self._batch = ffi.new("rs_batch *")
+        self._id = ffi.new("int32_t *")
+        # Of the latest step: the batch has their places, and they stay there for being held.
+        self._matrix: Int32Array | None = None
+        self._vectors: tuple[Int32Array, ...] | None = None
+        if not 0 <= max_bytes < 2**64:
+            raise InvalidArgument(f"max_bytes={max_bytes!r}: out of range")
+        options = ffi.new("rs_options *")
+        options.num_speculative_tokens = int32("num_speculative_tokens", num_speculative_tokens)
+        options.min_token_prob = min_token_prob
+        options.max_bytes = max_bytes
+        # Held for as long as the index.
+        self._corpus = None if corpus is None else ffi.from_buffer("char[]", corpus.mapped)
+        if self._corpus is not None:
+            options.corpus = self._corpus + CONTENT_OFFSET
+            options.corpus_bytes = len(self._corpus) - CONTENT_OFFSET
+        made = ffi.new("rs_index **")
+        self._check(lib.rs_index_new(options, made, self._error))
+        self._index = ffi.gc(made[0], lib.rs_index_free)
+        self._num_speculative_tokens = int(num_speculative_tokens)
+        self.min_token_prob = float(min_token_prob)
+        self.max_bytes = max_bytes  # 0: no budget
+        self._make_buffers(64)
+
+    def open_group(self, prompt_token_ids: Int32Array) -> int:
+        """Index a prompt (int32 vector, may be empty) and return the new group's id."""
+        check_vector("prompt_token_ids", prompt_token_ids, None)
+        tokens = ffi.from_buffer("int32_t[]", prompt_token_ids) if len(prompt_token_ids) else ffi.NULL
+        status = lib.rs_group_open(self._open_index(), tokens, len(prompt_token_ids), self._id, self._error)
+        self._check(status)
+        return int(self._id[0])
+
+    def close_group(self, group: int) -> None:
+        """Forget a group's text, in constant time: what is large of it is freed in the steps that follow, or
+        where its bytes are needed, and counts in `stats` until then.
+
+        Raises:
+            UnknownId: no such group; InvalidArgument: one of its sequences is open.
+        """
+        self._check(lib.rs_group_close(self._open_index(), int32("group", group), self._error))
+
+    def open_sequence(self, group: int, *, after_prompt: bool = True) -> int:
+        """Open a sequence and return its id.
+
+        after_prompt: the rows of this sequence begin with the group's prompt, which is not indexed
+        again. Otherwise it begins at the root and all its tokens are its own.
+        """
+        index, group = self._open_index(), int32("group", group)
+        self._check(lib.rs_sequence_open(index, group, bool(after_prompt), self._id, self._error))
+        return int(self._id[0])
+
+    def text(self, sequence: int) -> Int32Array:
+        """The tokens of an open sequence after its start, int32 [n]. Raises UnknownId."""
+        number = ffi.new("int64_t *")
+        index, sequence = self._open_index(), int32("sequence", sequence)
+        self._check(lib.rs_sequence_text(index, sequence, ffi.NULL, 0, number, self._error))
+        tokens = np.empty(int(number[0]), np.int32)
+        if len(tokens):
+            buffer = ffi.from_buffer("int32_t[]", tokens, require_writable=True)
+            self._check(lib.rs_sequence_text(index, sequence, buffer, len(tokens), number, self._error))
+        return tokens
+
+    def close_sequence(self, sequence: int) -> None:
+        """Close a sequence; its text stays in the group. Raises UnknownId."""
+        self._check(lib.rs_sequence_close(self._open_index(), int32("sequence", sequence), self._error))
+
+    def step(
+        self,
+        sequences: Int32Array,
+        token_ids: Int32Array,
+        rows: Int32Array,
+        levels: Int32Array,
+        max_draft_tokens: Int32Array,
+        min_token_prob: float = 0.0,
+    ) -> StepResult:
+        """Index what is new in n rows, then draft for them, in one native call without the GIL.
+
+        Args:
+            sequences: int32 [n], ids, each at most once.
+            token_ids: int32 [R, L], rows contiguous (the stride between rows may be larger than L).
+            rows: int32 [n], the row of token_ids that holds each sequence.
+            levels: int32 [n], the number of tokens in that row, prompt included.
+            max_draft_tokens: int32 [n]; 0: index only.
+            min_token_prob: of this step, where it is more than the index's.
+
+        Raises:
+            InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: naming the argument and entry;
+            nothing was indexed.
+        """
+        index, batch = self._open_index(), self._batch
+        # What is the same array as in the step before needs no look: engines' batches change seldom.
+        last = self._vectors
+        if not (
+            last is not None
+            and last[0] is sequences
+            and last[1] is rows
+            and last[2] is levels
+            and last[3] is max_draft_tokens
+        ):
+            self._set_vectors(sequences, rows, levels, max_draft_tokens)
+        if token_ids is not self._matrix:
+            self._set_matrix(token_ids)
+        batch.min_token_prob = min_token_prob
+        status = lib.rs_step(index, batch, self._error)
+        if status != lib.RS_OK:
+            self._check(status)
+        return self._result
+
+    def leading_tokens(self, numbers: Int32Array) -> list[int]:
+        """Of the drafts of the latest step, the first numbers[i] tokens of every row i, row after row.
+
+        Args:
+            numbers: int32 [n], each at most the row's `num_draft_tokens`.
+
+        Raises:
+            InvalidArgument
+        """
+        index = self._open_index()
+        if numbers is not self._result.num_draft_tokens:
+            check_vector("numbers", numbers, self._batch.num_rows)
+        num = lib.rs_leading_tokens(index, self._batch, ffi.from_buffer("int32_t[]", numbers), self._leading)
+        leading: list[int] = ffi.unpack(self._leading, num)
+        return leading
+
+    def clear(self) -> None:
+        """Close every sequence and group, as `close_group` does; the counters of drafts go on."""
+        self._check(lib.rs_index_clear(self._open_index(), self._error))
+        self._matrix = self._vectors = None
+
+    def stats(self) -> IndexStats:
+        stats = ffi.new("rs_stats *")
+        lib.rs_index_stats(self._open_index(), stats)
+        return IndexStats._make(getattr(stats, field) for field in IndexStats._fields)
+
+    def validate(self) -> None:
+        """Check every invariant of the index (slow, for tests). Raises NativeError naming a broken one."""
+        self._check(lib.rs_index_validate(self._open_index(), self._error))
+
+    def close(self) -> None:
+        """Free the index; every later call but close raises InvalidArgument."""
+        if self._index != ffi.NULL:
+            ffi.release(self._index)
+            self._index = ffi.NULL
+            self._corpus = self._matrix = self._vectors = None
+
+    def __enter__(self) -> SuffixIndex:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_index(self) -> Any:
+        if not self._index:
+            raise InvalidArgument("index: is closed")
+        return self._index
+
+    def _check(self, status: int) -> None:
+        check_status(status, self._error)
+
+    def _set_vectors(
+        self, sequences: Int32Array, rows: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
+    ) -> None:
+        """Raises InvalidArgument."""
+        self._vectors = None
+        check_vector("sequences", sequences, None)
+        n = len(sequences)
+        if n == 0:
+            raise InvalidArgument("sequences: must not be empty")
+        vectors = {"rows": rows, "levels": levels, "max_draft_tokens": max_draft_tokens}
+        for name, vector in vectors.items():
+            check_vector(name, vector, n)
+        if n > len(self._match_lens):
+            self._make_buffers(n + n // 2)
+        batch = self._batch
+        batch.num_rows = n
+        batch.sequences = ffi.from_buffer("int32_t[]", sequences)
+        for name, vector in vectors.items():
+            setattr(batch, name, ffi.from_buffer("int32_t[]", vector))
+        self._set_result(n)
+        self._vectors = (sequences, rows, levels, max_draft_tokens)
+
+    def _set_result(self, num_rows: int) -> None:
+        buffers = (self._draft_tokens, self._survivals, self._num_draft_tokens, self._match_lens)
+        self._result = StepResult._make(buffer[:num_rows] for buffer in buffers)
+
+    def _make_buffers(self, num_rows: int) -> None:
+        self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)
+        self._survivals = np.zeros((num_rows, self._num_speculative_tokens), np.float32)
+        self._num_draft_tokens = np.zeros(num_rows, np.int32)
+        self._match_lens = np.zeros(num_rows, np.int32)
+        self._batch.draft_tokens = ffi.from_buffer("int32_t[]", self._draft_tokens)
+        self._batch.survivals = ffi.from_buffer("float[]", self._survivals)
+        self._batch.num_draft_tokens = ffi.from_buffer("int32_t[]", self._num_draft_tokens)
+        self._batch.match_lens = ffi.from_buffer("int32_t[]", self._match_lens)
+        self._leading = ffi.new("int32_t[]", num_rows * self._num_speculative_tokens)
+        self._batch.num_rows = 0
+        self._set_result(0)
+        self._vectors = None
+
+    def _set_matrix(self, token_ids: Int32Array) -> None:
+        if type(token_ids) is not np.ndarray or token_ids.dtype != np.int32 or token_ids.ndim != 2:
+            raise InvalidArgument("token_ids: must be a two-dimensional int32 array")
+        num_rows, num_columns = token_ids.shape
+        row_bytes, token_bytes = token_ids.strides
+        if num_rows == 1:
+            row_bytes = 4 * num_columns
+        if (num_columns > 1 and token_bytes != 4) or row_bytes % 4 or row_bytes < 4 * num_columns:
+            raise InvalidArgument("token_ids: the tokens of a row must be contiguous")
+        batch = self._batch
+        batch.num_matrix_rows = num_rows
+        batch.num_columns = num_columns
+        batch.row_stride = row_bytes // 4
+        batch.token_ids = ffi.cast("int32_t *", token_ids.__array_interface__["data"][0])
+        self._matrix = token_ids

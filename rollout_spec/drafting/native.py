@@ -1,0 +1,95 @@
+"""The boundary to C: the native module, which only this package imports, its errors, the arrays it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_spec.drafting._native import ffi as ffi
+from rollout_spec.drafting._native import lib as lib
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+
+# Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
+ABI_VERSION = 11
+
+_INT32 = np.dtype(np.int32)
+
+
+class NativeError(Exception):
+    """A call into the native index failed and changed nothing; the message begins with the argument."""
+
+    row: int = -1
+    """The entry of the batch that is wrong or does not fit; -1 where it is none in particular."""
+
+
+class InvalidArgument(NativeError, ValueError):  # noqa: N818
+    """An argument has the wrong type, shape or range."""
+
+
+class UnknownId(NativeError, LookupError):  # noqa: N818
+    """No open group or sequence has this id."""
+
+
+class OutOfMemory(NativeError, MemoryError):  # noqa: N818
+    """The allocator refused."""
+
+
+class BudgetExceeded(NativeError, MemoryError):  # noqa: N818
+    """The index would grow beyond `max_bytes`."""
+
+
+def native_version() -> int:
+    """The version of the native interface that the compiled module was built from."""
+    return int(lib.rs_abi_version()) if hasattr(lib, "rs_abi_version") else 0
+
+
+if native_version() != ABI_VERSION:
+    raise ImportError(
+        f"rollout_spec.drafting._native was built from version {native_version()} of its interface, "
+        f"this package needs {ABI_VERSION}: build it again (in a checkout: pip install -e .)"
+    )
+
+_EXCEPTIONS: dict[int, type[NativeError]] = {
+    lib.RS_EINVAL: InvalidArgument,
+    lib.RS_EUNKNOWN: UnknownId,
+    lib.RS_ENOMEM: OutOfMemory,
+    lib.RS_EBUDGET: BudgetExceeded,
+}
+
+
+def int32(name: str, value: Any) -> int:
+    """The value, which must fit an int32_t. Raises InvalidArgument."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise InvalidArgument(f"{name}={value!r}: must be an int")
+    if not -(2**31) <= value < 2**31:
+        raise InvalidArgument(f"{name}={value!r}: out of range")
+    return int(value)
+
+
+def check_vector(name: str, array: Any, length: int | None) -> None:
+    """Raise InvalidArgument unless the array is a contiguous int32 vector (of that length)."""
+    fits = (
+        type(array) is np.ndarray and array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous
+    )
+    if not fits:
+        raise InvalidArgument(f"{name}: must be a contiguous one-dimensional int32 array")
+    if length is not None and len(array) != length:
+        raise InvalidArgument(f"{name}: has {len(array)} entries, sequences has {length}")
+
+
+def check_status(status: int, native_error: Any) -> None:
+    """Raise the NativeError that a status of the native module stands for, unless it is RS_OK.
+
+    Args:
+        native_error: the rs_error * of the call.
+    """
+    if status != lib.RS_OK:
+        error = _EXCEPTIONS.get(status, NativeError)(ffi.string(native_error.message).decode())
+        error.row = int(native_error.row)
+        raise error

@@ -1,0 +1,5 @@
+"""What drafting gains, costs and changes: replay, simulate, bench and certify.
+
+In: recorded rollouts, a model, options. Out: numbers and dataclasses; `cli` prints them, `report` draws them.
+May import: `drafting`, `verification`, `vllm`, `report`. Engines run in `engine_worker` and `certify` only.
+"""

@@ -1,0 +1,158 @@
+"""What a certificate counts: pairs of responses, configurations, the verdict. Knows no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.metrics import RequestCounters
+
+
+class CertifyError(RuntimeError):
+    """There is nothing to certify: nothing was drafted, or no draft token was rejected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One of the requests: which prompt, at which temperature, which of the group."""
+
+    prompt: int
+    temperature: float
+    number: int
+
+    def name(self, seed: int) -> list[Any]:
+        return ["certify", seed, self.prompt, self.temperature, self.number]
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    counters: RequestCounters
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    num_speculative_tokens: int
+    batch_threshold: int | str
+    group_size: int
+    temperature: float
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(self).items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The responses to one request, without drafts and with a configuration's."""
+
+    sample: Sample
+    off: Response
+    on: Response
+
+    @cached_property
+    def num_identical(self) -> int:
+        """The length of the common beginning."""
+        pairs = enumerate(zip(self.off.token_ids, self.on.token_ids, strict=False))
+        shorter = min(len(self.off.token_ids), len(self.on.token_ids))
+        return next((i for i, (off, on) in pairs if off != on), shorter)
+
+    @property
+    def num_compared(self) -> int:
+        """The common beginning and the first difference behind it, if there is one."""
+        return min(self.num_identical + 1, max(len(self.off.token_ids), len(self.on.token_ids)))
+
+    @property
+    def differs(self) -> bool:
+        return self.num_identical < self.num_compared
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Those of the first difference; -1 where a response has ended."""
+        at = slice(self.num_identical, self.num_identical + 1)
+        off, on = ((response.token_ids[at] or [-1])[0] for response in (self.off, self.on))
+        return off, on
+
+
+def counts(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Of some pairs together.
+
+    `reference_tokens` are the different tokens of the run without drafts that were compared, in one
+    configuration or in several.
+    """
+    counters = total(pair.on.counters for pair in pairs)
+    reference: dict[Sample, int] = {}
+    for pair in pairs:
+        compared = min(pair.num_compared, len(pair.off.token_ids))
+        reference[pair.sample] = max(reference.get(pair.sample, 0), compared)
+    return {
+        "reference_tokens": sum(reference.values()),
+        "tokens_compared": sum(pair.num_compared for pair in pairs),
+        "tokens_identical": sum(pair.num_identical for pair in pairs),
+        "num_drafts": counters.num_drafts,
+        "num_draft_tokens": counters.num_draft_tokens,
+        "num_accepted_tokens": counters.num_accepted_tokens,
+        "num_rejected_tokens": counters.num_draft_tokens - counters.num_accepted_tokens,
+        "tokens_per_step": counters.num_decoded_tokens / max(counters.num_decode_steps, 1),
+    }
+
+
+def untested(counted: Mapping[Configuration, Mapping[str, Any]]) -> dict[Configuration, str]:
+    """The configurations that say nothing, because no draft token was rejected, and why.
+
+    Raises:
+        CertifyError: they all are.
+    """
+    reasons = {
+        where: "no draft token was rejected" if found["num_draft_tokens"] else "nothing was drafted"
+        for where, found in counted.items()
+        if not found["num_rejected_tokens"]
+    }
+    if len(reasons) == len(counted):
+        listed = "; ".join(f"{where}: {reason}" for where, reason in reasons.items())
+        raise CertifyError(f"there is nothing to certify: {listed}")
+    return reasons
+
+
+def total(counters: Iterable[RequestCounters]) -> RequestCounters:
+    result = RequestCounters()
+    for one in counters:
+        result.add(one)
+    return result
+
+
+def logprob_differences(pairs: Sequence[Pair]) -> dict[str, float]:
+    gaps = [
+        np.abs(np.subtract(pair.off.logprobs[: pair.num_identical], pair.on.logprobs[: pair.num_identical]))
+        for pair in pairs
+    ]
+    found = np.concatenate(gaps)
+    return {
+        "mean_logprob_difference": float(found.mean()) if len(found) else 0.0,
+        "max_logprob_difference": float(found.max()) if len(found) else 0.0,
+    }
+
+
+def means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(score[name] for score in scores) / len(scores) for name in scores[0]}
+
+
+def passed(record: Mapping[str, Any]) -> bool:
+    distribution = record["distribution"]
+    return not record["unexplained_differences"] and (distribution is None or distribution["passed"])
+
+
+def verdict(record: Mapping[str, Any]) -> str:
+    if not passed(record):
+        return "not certified"
+    agreement = "identical" if not record["differences"] else "identical up to numerics"
+    if not record["untested"]:
+        return agreement
+    num_all = len(record["configurations"])
+    num_tested = num_all - len(record["untested"])
+    return f"certified in part: {num_tested} of {num_all} configurations, {agreement}"

@@ -1,0 +1,227 @@
+"""Whole rollouts side by side: the load, the methods, and one engine after the other.
+
+Knows neither torch nor vLLM: `engine_worker` serves a rollout in a process of its own, and `timeline` reads
+what its steps say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.config import ConfigError, SpecConfig, parse_threshold
+from rollout_spec.measure.environment import environment
+from rollout_spec.measure.timeline import Timeline, measure, step_times, summarise
+from rollout_spec.processes import last_error, started
+
+MIN_RESPONSE_TOKENS = 8
+RANDOM_PROMPT_TOKENS = 64
+WORKER = "rollout_spec.measure.engine_worker"
+
+Served = dict[str, list[dict[str, Any]]]
+"""By method what `engine_worker.run` gave of each repeat."""
+
+
+class EngineError(RuntimeError):
+    """An engine has failed; the message holds its last error."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One competitor.
+
+    `off` is plain vLLM, `off:coupled` the same with the noise of verify=coupled, `ngram` and `suffix` are
+    vLLM's own drafters, `sam` is ours, `sam:N` and `sam:auto` ours with that `batch_threshold`.
+
+    Raises:
+        ConfigError: there is no such method, or it takes no such variant.
+    """
+
+    label: str
+
+    def __post_init__(self) -> None:
+        if self.label in ("off", "off:coupled", "ngram", "suffix"):
+            return
+        if self.name != "sam":
+            raise ConfigError(
+                f"method {self.label!r}: must be off, off:coupled, ngram, suffix, sam or sam:THRESHOLD"
+            )
+        self.options({})
+
+    @property
+    def name(self) -> str:
+        return self.label.partition(":")[0]
+
+    def options(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of `rollout.spec` for `sam`: those given, and the method's threshold."""
+        _, _, threshold = self.label.partition(":")
+        options = dict(spec)
+        if threshold:
+            options["batch_threshold"] = parse_threshold(threshold)
+        SpecConfig.from_mapping(options)
+        return options
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Requests shaped like GRPO's: groups of samples of one prompt, a few of them much longer than the rest.
+
+    Args:
+        prompts: token ids of each prompt.
+        group_size: samples of each prompt.
+        median_tokens, sigma: of the log-normal distribution that response lengths are drawn from. Every
+            request generates exactly its length, whatever the method: ends of text are ignored.
+        max_tokens: no response is longer.
+        natural_ends: responses end where the model ends them, or at `max_tokens`; the method changes lengths.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    group_size: int = 8
+    median_tokens: float = 96.0
+    sigma: float = 0.9
+    max_tokens: int = 512
+    natural_ends: bool = False
+    temperature: float = 1.0
+    seed: int = 0
+
+    def requests(self, repeat: int) -> list[dict[str, Any]]:
+        """The requests of one repeat, the same for every method, siblings next to each other.
+
+        Returns:
+            Of each: `prompt`, the number of its prompt; `max_tokens`; `name`, which keys its noise.
+        """
+        number = len(self.prompts) * self.group_size
+        lengths = np.full(number, self.max_tokens)
+        if not self.natural_ends:
+            rng = np.random.default_rng([self.seed, repeat])
+            drawn = self.median_tokens * np.exp(self.sigma * rng.standard_normal(number))
+            lengths = np.clip(drawn.astype(int), min(MIN_RESPONSE_TOKENS, self.max_tokens), self.max_tokens)
+        return [
+            {
+                "prompt": i // self.group_size,
+                "max_tokens": int(length),
+                "name": ["bench", self.seed, repeat, i // self.group_size, i % self.group_size],
+            }
+            for i, length in enumerate(lengths)
+        ]
+
+
+def random_prompts(number: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Prompts without any structure: token ids drawn alike from the whole vocabulary."""
+    rng = np.random.default_rng([seed, vocab_size])
+    return rng.integers(0, vocab_size, (number, RANDOM_PROMPT_TOKENS)).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is served, by which methods, in which engines."""
+
+    load: Load
+    methods: Sequence[str]  # labels of `Method`; the others are compared with the first
+    model: str
+    dtype: str
+    engine: Mapping[str, Any]  # further arguments of vLLM's
+    spec: Mapping[str, Any]  # fields of `rollout.spec` for sam
+    num_speculative_tokens: int | None = None  # None: each method's default
+    repeats: int = 3
+    tail_threshold: int = 8  # the tail comes behind the last step with more running requests
+
+    def job(self, repeat: int, method: str) -> dict[str, Any]:
+        """What `engine_worker.run` takes."""
+        load = self.load
+        names = ("model", "dtype", "engine", "spec", "num_speculative_tokens")
+        return {name: getattr(self, name) for name in names} | {
+            "method": method, "seed": load.seed + repeat, "prompts": load.prompts,
+            "requests": load.requests(repeat), "temperature": load.temperature,
+            "natural_ends": load.natural_ends,
+        }  # fmt: skip
+
+
+def rollouts(
+    plan: Plan, folder: Path, tracked: Callable[[list[Any]], Iterable[Any]] = iter
+) -> Iterator[Served]:
+    """Every method once a repeat, each time another one first; after each repeat, what was served so far.
+
+    Before that, the first method serves the first load once for nothing: the first rollout of a run
+    was found slow.
+
+    Args:
+        folder: where an engine's files lie while it runs, and stay if it fails.
+        tracked: shows progress through the rollouts.
+
+    Raises:
+        EngineError: an engine has failed.
+    """
+    methods = plan.methods
+    turns = [
+        (repeat, methods[(repeat + i) % len(methods)])
+        for repeat in range(plan.repeats)
+        for i in range(len(methods))
+    ]
+    served: Served = {method: [] for method in methods}
+    for i, (repeat, method) in enumerate(tracked([turns[0], *turns])):
+        result = _serve(plan.job(repeat, method), folder)
+        if i == 0:
+            continue
+        served[method].append(result)
+        if all(len(done) > repeat for done in served.values()):
+            yield served
+
+
+def _serve(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What `engine_worker` says of a job."""
+    task, result, log = (folder / name for name in ("job.json", "result.json", "engine.log"))
+    task.write_text(json.dumps(job))
+    result.unlink(missing_ok=True)
+    env = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that its drafter can be watched
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+    with started([sys.executable, "-m", WORKER, str(task), str(result)], log, env) as process:
+        code = process.wait()
+    if code:
+        raise EngineError(f"{job['method']}: the engine ended with code {code}: {last_error(log)}")
+    found = json.loads(result.read_text())
+    for file in (task, result, log):
+        file.unlink()
+    return found
+
+
+def make_record(plan: Plan, served: Served) -> dict[str, Any]:
+    """What `rollout-spec bench engine --json` prints, but for the names of the load."""
+    lines = {method: [Timeline(**one["timeline"]) for one in served[method]] for method in plan.methods}
+    runs: dict[str, list[dict[str, Any]]] = {
+        method: [
+            measure(line, plan.tail_threshold)
+            | {name: one[name] for name in ("draft_s", "draft_cpu_s", "counters")}
+            for line, one in zip(lines[method], served[method], strict=True)
+        ]
+        for method in plan.methods
+    }
+    # vLLM's other drafters take time of their own in each step.
+    comparable = [line for method in plan.methods if Method(method).name in ("off", "sam")
+                  for line in lines[method]]  # fmt: skip
+    load = dataclasses.asdict(plan.load)
+    return {
+        "environment": environment() | {"num_cores": len(os.sched_getaffinity(0))},
+        "engines": {method: served[method][0]["settings"] for method in plan.methods},
+        "load": load | {
+            "num_prompts": len(load.pop("prompts")),
+            "max_num_seqs": plan.engine["max_num_seqs"],
+            "dtype": plan.dtype,
+            "repeats": len(served[plan.methods[0]]),
+            "tail_threshold": plan.tail_threshold,
+        },
+        "num_speculative_tokens": plan.num_speculative_tokens,
+        "spec": plan.spec,
+        "results": summarise(runs),
+        "step_times": step_times(comparable),
+    }  # fmt: skip

@@ -1,0 +1,211 @@
+"""One rollout in a fresh engine and process: `python -m rollout_spec.measure.engine_worker JOB RESULT`.
+
+Every method is watched in the same way: by vLLM's own statistics of a step, one clock, and a clock around
+`propose`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.measure.engine import Method
+from rollout_spec.measure.timeline import Timeline
+from rollout_spec.metrics import EngineCounters
+from rollout_spec.vllm.keys import KEY
+from rollout_spec.vllm.options import CLASS_PATH, OPTIONS_KEY
+from rollout_spec.vllm.proposer import SuffixProposer
+
+NGRAM = {  # vLLM asks for all three
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 5,
+    "num_speculative_tokens": SpecConfig.num_speculative_tokens,
+}
+WARM_UP_TOKENS = 8
+
+
+class Watch:
+    """The engine's only statistics logger, and the clock around its drafter."""
+
+    def __init__(self, engine: Any) -> None:
+        core = engine.engine_core.engine_core  # the engine is in this process
+        self._drafter = getattr(core.model_executor.driver_worker.worker.model_runner, "drafter", None)
+        self._propose = getattr(self._drafter, "propose", None)
+        if self._drafter is not None:
+            self._drafter.propose = self._timed_propose
+        # In place of vLLM's own loggers, which cost a step as much as a small model does.
+        engine.logger_manager.stat_loggers[:] = [self]
+        self.start()
+
+    def start(self) -> None:
+        self.timeline = Timeline()
+        self.counters = EngineCounters()
+        self.draft_s = self.draft_cpu_s = 0.0
+        self._is_on = False
+        self._take_counters()
+        self._last = time.perf_counter()
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """vLLM's StatLoggerBase: once for each step that gave a token."""
+        now = time.perf_counter()
+        drafts = scheduler_stats.spec_decoding_stats
+        counters = self._take_counters()
+        self.counters.add(counters)
+        self.timeline.add(
+            seconds=now - self._last,
+            num_running=scheduler_stats.num_running_reqs + len(iteration_stats.finished_requests),
+            num_rows=len(iteration_stats.inter_token_latencies_iter),
+            num_tokens=iteration_stats.num_generation_tokens,
+            num_prefills=len(iteration_stats.time_to_first_tokens_iter),
+            num_draft_tokens=drafts.num_draft_tokens if drafts else 0,
+            num_accepted_tokens=drafts.num_accepted_tokens if drafts else 0,
+            is_on=int(counters.num_steps_on > 0 or self._is_on),
+        )
+        self._last, self._is_on = now, False
+
+    def log(self) -> None:
+        """vLLM asks every few seconds."""
+
+    def _timed_propose(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._propose is not None
+        begin, cpu_begin = time.perf_counter(), time.thread_time()
+        drafts = self._propose(*args, **kwargs)
+        self.draft_s += time.perf_counter() - begin
+        self.draft_cpu_s += time.thread_time() - cpu_begin
+        # Ours has a gate and says so itself; vLLM's draft in every step.
+        self._is_on = not isinstance(self._drafter, SuffixProposer)
+        return drafts
+
+    def _take_counters(self) -> EngineCounters:
+        if isinstance(self._drafter, SuffixProposer):
+            return self._drafter.take_counters()
+        return EngineCounters()
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Serve a job.
+
+    Args:
+        job: of `engine.Plan.job`.
+
+    Returns:
+        timeline, draft_s and draft_cpu_s (wall and CPU seconds in `propose`), counters (our drafter's),
+        responses, and settings, what the engine really runs with.
+    """
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=job["model"], dtype=job["dtype"], seed=job["seed"],
+            skip_tokenizer_init=not job["natural_ends"], **job["engine"], **_method_arguments(job),
+        )
+    )  # fmt: skip
+    watch = Watch(engine)
+    _serve(engine, *_warm_up(engine))
+    prompts, params = _requests(job)
+    watch.start()
+    responses = _serve(engine, prompts, params)
+    return {
+        "timeline": dataclasses.asdict(watch.timeline),
+        "draft_s": watch.draft_s,
+        "draft_cpu_s": watch.draft_cpu_s,
+        "counters": watch.counters.to_dict(),
+        "responses": responses,
+        "settings": _settings(engine.vllm_config),
+    }
+
+
+def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
+    method = Method(job["method"])
+    if method.label == "off":
+        return {}
+    if method.name == "off":
+        return {"additional_config": {OPTIONS_KEY: {"method": "off", "verify": "coupled"}}}
+    if method.name == "sam":
+        options = method.options(job["spec"])
+        k = SpecConfig(**options).num_speculative_tokens
+        return {
+            "speculative_config": {
+                "method": "custom_class",
+                "model": CLASS_PATH,
+                "num_speculative_tokens": k,
+            },
+            "additional_config": {OPTIONS_KEY: options},
+        }
+    speculative: dict[str, Any] = {"method": method.name} | (NGRAM if method.name == "ngram" else {})
+    if job["num_speculative_tokens"] is not None:  # vLLM has a default for `suffix`
+        speculative["num_speculative_tokens"] = job["num_speculative_tokens"]
+    return {"speculative_config": speculative}
+
+
+def _requests(job: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = [
+        SamplingParams(
+            temperature=job["temperature"], max_tokens=request["max_tokens"], detokenize=False,
+            ignore_eos=not job["natural_ends"], extra_args={KEY: request["name"]},
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        for request in job["requests"]
+    ]  # fmt: skip
+    return [job["prompts"][request["prompt"]] for request in job["requests"]], params
+
+
+def _warm_up(engine: Any) -> tuple[list[list[int]], list[Any]]:
+    """A full batch of random prompts: nothing to draft from, but every code path has run once."""
+    from vllm import SamplingParams
+
+    config = engine.vllm_config
+    rng = np.random.default_rng(config.model_config.seed)
+    shape = (config.scheduler_config.max_num_seqs, 2 * WARM_UP_TOKENS)
+    prompts = rng.integers(0, config.model_config.get_vocab_size(), shape).tolist()
+    params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
+    return prompts, [params] * len(prompts)
+
+
+def _serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:
+    """The responses, in the order of the requests."""
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, param)
+    responses: dict[int, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                responses[int(output.request_id)] = list(output.outputs[0].token_ids)
+    return [responses[i] for i in range(len(prompts))]
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    import torch
+    from vllm.platforms import current_platform
+
+    speculative = config.speculative_config
+    return {
+        "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
+        "device": current_platform.get_device_name(),
+        "cuda_graphs": config.compilation_config.cudagraph_mode.name,
+        "async_scheduling": config.scheduler_config.async_scheduling,
+        "enforce_eager": config.model_config.enforce_eager,
+        "num_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    job, result = map(Path, sys.argv[1:])
+    result.write_text(json.dumps(run(json.loads(job.read_text()))))
+
+
+if __name__ == "__main__":
+    main()

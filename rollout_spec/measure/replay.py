@@ -1,0 +1,333 @@
+"""Replay recorded rollouts through the suffix index, with a simulated verifier and no model.
+
+A draft token is accepted exactly when it equals the recorded token. The responses of one line of the trace
+decode in lockstep, as siblings do in a rollout; of other lines the drafter has its history and what it has
+learned of wording.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.history import Backlog, History, group_key
+from rollout_spec.drafting.index import make_index
+from rollout_spec.drafting.native import Int32Array
+
+# Edges of the buckets in which acceptance along a response is counted, tokens.
+POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 30)
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read; the message names file, line and field."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One line of a trace: the responses to one prompt, token ids as int32 vectors."""
+
+    group: str
+    step: int | None
+    prompt_token_ids: Int32Array
+    responses: list[Int32Array]
+
+
+@dataclass
+class ReplayResult:
+    """What a replay counted. A step is a row-step: one sequence, one forward of the target."""
+
+    num_groups: int = 0
+    num_responses: int = 0
+    num_tokens: int = 0
+    """Response tokens, the first one of each included, which the prefill yields."""
+    num_steps: int = 0
+    num_decoded_tokens: int = 0
+    """Response tokens that a step yielded: all but the first of each response."""
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_tail_steps: int = 0
+    """Of num_steps, those with at most max(1, n // 4) of the n siblings running."""
+    num_tail_tokens: int = 0
+    num_proposed_rows: int = 0
+    propose_seconds: float = 0.0
+    num_draft_tokens_at: np.ndarray = dataclasses.field(default_factory=lambda: _per_position())
+    """[len(POSITIONS) - 1], by where in the response the draft begins."""
+    num_accepted_tokens_at: np.ndarray = dataclasses.field(default_factory=lambda: _per_position())
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.num_decoded_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def draft_tokens_per_step(self) -> float:
+        return self.num_draft_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
+
+    @property
+    def native_us_per_row(self) -> float:
+        return 1e6 * self.propose_seconds / self.num_proposed_rows if self.num_proposed_rows else 0.0
+
+    @property
+    def tail_tokens_per_step(self) -> float:
+        return self.num_tail_tokens / self.num_tail_steps if self.num_tail_steps else 0.0
+
+    @property
+    def acceptance_by_position(self) -> dict[str, float]:
+        """Acceptance rate by the first position of each bucket that has drafts."""
+        counts = zip(POSITIONS, self.num_draft_tokens_at, self.num_accepted_tokens_at, strict=False)
+        return {str(start): float(accepted / drafted) for start, drafted, accepted in counts if drafted}
+
+    def to_dict(self) -> dict[str, float]:
+        names = (
+            *("num_groups", "num_responses", "num_tokens", "num_steps", "tokens_per_step"),
+            *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length", "native_us_per_row"),
+        )
+        return {name: getattr(self, name) for name in names}
+
+
+def _per_position() -> np.ndarray:
+    return np.zeros(len(POSITIONS) - 1, np.int64)
+
+
+def read_trace(path: str | Path) -> Iterator[Rollout]:
+    """Read a `.jsonl` or `.jsonl.gz` trace line by line, empty lines skipped.
+
+    Raises:
+        OSError: the file cannot be opened.
+        TraceError: it is not such a trace.
+    """
+    path = Path(path)
+    with open(path, "rb") as raw:
+        compressed = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    file: IO[str]
+    with gzip.open(path, "rt", encoding="utf-8") if compressed else open(path, encoding="utf-8") as file:
+        number = 0
+        try:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _parse_line(line, f"{path}:{number}")
+        except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+            raise TraceError(f"{path}:{number + 1}: {error}") from error
+
+
+def _parse_line(line: str, where: str) -> Rollout:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{where}: not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise TraceError(f"{where}: must be a JSON object")
+    for name in ("group", "prompt_token_ids", "responses"):
+        if name not in fields:
+            raise TraceError(f"{where}: {name}: is missing")
+    group, step, responses = fields["group"], fields.get("step"), fields["responses"]
+    if not isinstance(group, str):
+        raise TraceError(f"{where}: group: must be a string")
+    if step is not None and type(step) is not int:
+        raise TraceError(f"{where}: step: must be an integer or null")
+    if not isinstance(responses, list) or not responses:
+        raise TraceError(f"{where}: responses: must be a list of at least one response")
+    return Rollout(
+        group=group,
+        step=step,
+        prompt_token_ids=_token_ids(fields["prompt_token_ids"], f"{where}: prompt_token_ids"),
+        responses=[_token_ids(tokens, f"{where}: responses[{i}]") for i, tokens in enumerate(responses)],
+    )
+
+
+def _token_ids(value: Any, where: str) -> Int32Array:
+    if not isinstance(value, list):
+        raise TraceError(f"{where}: must be a list of token ids")
+    for i, token in enumerate(value):
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise TraceError(f"{where}[{i}]: {token!r} is not a token id")
+    return np.array(value, np.int32)
+
+
+class Proposer(Protocol):
+    """A drafter in a replay. The rollout of a line is start, one step per decode step, finish."""
+
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+        """Begin a group of num_rows responses; `earlier` are responses to the same prompt."""
+
+    def step(
+        self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
+    ) -> tuple[Int32Array, Int32Array]:
+        """Index what is new in n rows and draft for them.
+
+        Args:
+            rows: [n], rows of token_ids.
+            token_ids: [num_rows, L], the prompt and the whole response of every row.
+            levels: [n], the number of tokens that each row has so far.
+            max_draft_tokens: [n], 0: index only.
+
+        Returns:
+            Draft tokens [n, >= longest draft], and their numbers [n].
+        """
+
+    def finish(self) -> None: ...
+
+
+class IndexProposer:
+    """The suffix index, one group a line, at the price `config.min_token_prob`."""
+
+    def __init__(self, config: SpecConfig) -> None:
+        # With a threshold that is a number the price is the option's.
+        self.index = make_index(dataclasses.replace(config, batch_threshold=0))
+        self._group = -1
+        self._sequences = np.empty(0, np.int32)
+
+    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+        self._group = self.index.open_group(prompt)
+        backlog = Backlog(self.index)
+        backlog.add(self._group, len(prompt), earlier)
+        backlog.index(backlog.num_tokens)
+        sequences = [self.index.open_sequence(self._group) for _ in range(num_rows)]
+        self._sequences = np.array(sequences, np.int32)
+
+    def step(
+        self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
+    ) -> tuple[Int32Array, Int32Array]:
+        result = self.index.step(self._sequences[rows], token_ids, rows, levels, max_draft_tokens)
+        return result.draft_tokens, result.num_draft_tokens
+
+    def finish(self) -> None:
+        for sequence in self._sequences:
+            self.index.close_sequence(int(sequence))
+        self.index.close_group(self._group)
+
+    def close(self) -> None:
+        self.index.close()
+
+
+def replay(
+    trace: Iterable[Rollout],
+    config: SpecConfig,
+    *,
+    max_responses: int | None = None,
+    limit_groups: int | None = None,
+    on_group: Callable[[ReplayResult], None] | None = None,
+) -> ReplayResult:
+    """Replay a trace.
+
+    Args:
+        trace: the lines, in order; each is indexed afresh. With config.history the last so many responses of
+            earlier lines with the same `group` are indexed first. What was learned of wording stays from line
+            to line.
+        config: batch_threshold does not apply, every step drafts.
+        max_responses: at most the first so many responses of each line.
+        limit_groups: at most the first so many lines.
+        on_group: called with the counters so far after each line.
+    """
+    result = ReplayResult()
+    history = History(config.history, config.max_index_mb << 20)
+    with contextlib.closing(IndexProposer(config)) as proposer:
+        for rollout in islice(trace, limit_groups):
+            line = dataclasses.replace(rollout, responses=rollout.responses[:max_responses])
+            key = group_key(line.group)
+            replay_line(proposer, line, history.get(key), config.num_speculative_tokens, result)
+            for response in line.responses if config.history else ():
+                history.add(key, response)
+            if on_group is not None:
+                on_group(result)
+    return result
+
+
+def replay_line(
+    proposer: Proposer,
+    line: Rollout,
+    earlier: Sequence[Int32Array],
+    num_speculative_tokens: int,
+    result: ReplayResult,
+) -> None:
+    """Decode the responses of one line in lockstep; adds to the result."""
+    n, prompt_len = len(line.responses), len(line.prompt_token_ids)
+    token_ids, ends = _token_matrix(line, num_speculative_tokens)
+    levels = np.minimum(prompt_len + 1, ends)
+    result.num_groups += 1
+    result.num_responses += n
+    result.num_tokens += int((ends - prompt_len).sum())
+    proposer.start(line.prompt_token_ids, n, earlier)
+    rows = np.arange(n, dtype=np.int32)
+    is_running = levels < ends
+    while is_running.any():
+        running = is_running[rows]
+        budgets = np.where(running, num_speculative_tokens, 0).astype(np.int32)
+        begin = time.perf_counter()
+        drafts, numbers = proposer.step(rows, token_ids, levels[rows], budgets)
+        result.propose_seconds += time.perf_counter() - begin
+        result.num_proposed_rows += len(rows)
+        accepted = _num_accepted(drafts, numbers, token_ids, rows, levels[rows])
+        gained = np.where(running, np.minimum(accepted + 1, ends[rows] - levels[rows]), 0)
+        _count(result, n, int(running.sum()), levels[rows] - prompt_len, numbers, accepted, int(gained.sum()))
+        levels[rows] += gained.astype(np.int32)
+        # A row that ends in this step takes part in the next once more: its siblings see its last tokens.
+        rows = np.flatnonzero(is_running).astype(np.int32)
+        is_running = levels < ends
+    proposer.finish()
+
+
+def _token_matrix(line: Rollout, num_speculative_tokens: int) -> tuple[Int32Array, Int32Array]:
+    """The rows of a line, [n, L], and how many tokens each has, [n]."""
+    prompt_len = len(line.prompt_token_ids)
+    lengths = np.array([len(response) for response in line.responses], np.int32)
+    # What a draft is compared with behind the end of a response is no token at all.
+    width = prompt_len + int(lengths.max()) + num_speculative_tokens
+    token_ids = np.full((len(lengths), width), -1, np.int32)
+    token_ids[:, :prompt_len] = line.prompt_token_ids
+    for row, response in zip(token_ids, line.responses, strict=True):
+        row[prompt_len : prompt_len + len(response)] = response
+    return token_ids, prompt_len + lengths
+
+
+def _num_accepted(
+    drafts: Int32Array, numbers: Int32Array, token_ids: Int32Array, rows: Int32Array, levels: Int32Array
+) -> np.ndarray:
+    """Of each row's draft, the tokens up to the first that is not the recorded one, [n]."""
+    offsets = np.arange(drafts.shape[1])
+    # Rows that have ended draft nothing; clipping keeps their columns inside the matrix.
+    columns = np.minimum(levels[:, None] + offsets, token_ids.shape[1] - 1)
+    agrees = (drafts == token_ids[rows[:, None], columns]) & (offsets < numbers[:, None])
+    return np.logical_and.accumulate(agrees, axis=1).sum(axis=1)
+
+
+def _count(
+    result: ReplayResult,
+    num_siblings: int,
+    num_running: int,
+    positions: np.ndarray,
+    numbers: np.ndarray,
+    accepted: np.ndarray,
+    num_gained: int,
+) -> None:
+    result.num_steps += num_running
+    result.num_decoded_tokens += num_gained
+    result.num_drafts += int(np.count_nonzero(numbers))
+    result.num_draft_tokens += int(numbers.sum())
+    result.num_accepted_tokens += int(accepted.sum())
+    if num_running <= max(1, num_siblings // 4):
+        result.num_tail_steps += num_running
+        result.num_tail_tokens += num_gained
+    buckets = np.searchsorted(POSITIONS, positions, "right") - 1
+    np.add.at(result.num_draft_tokens_at, buckets, numbers)
+    np.add.at(result.num_accepted_tokens_at, buckets, accepted)

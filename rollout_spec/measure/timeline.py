@@ -1,0 +1,137 @@
+"""What a rollout's engine steps say: its phases, methods in pairs, and the time of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.report.runs import paired, plain, ratio
+
+RATIOS = {  # of what, to the first method's: tokens and seconds of a rollout
+    "tokens_per_s": ("num_tokens", "makespan_s"),
+    "front_tokens_per_s": ("front_tokens", "front_s"),
+    "tail_tokens_per_s": ("tail_tokens", "tail_s"),
+}
+
+
+@dataclasses.dataclass
+class Timeline:
+    """One rollout: a value per engine step that gave a token, so all lists have the same length."""
+
+    seconds: list[float] = dataclasses.field(default_factory=list)  # since the step before
+    num_running: list[int] = dataclasses.field(default_factory=list)  # requests, prefills included
+    num_rows: list[int] = dataclasses.field(default_factory=list)  # of them, those that decoded
+    num_tokens: list[int] = dataclasses.field(default_factory=list)  # generated, by prefills too
+    num_prefills: list[int] = dataclasses.field(default_factory=list)  # requests that gave their first token
+    num_draft_tokens: list[int] = dataclasses.field(default_factory=list)  # verified in this step
+    num_accepted_tokens: list[int] = dataclasses.field(default_factory=list)
+    is_on: list[int] = dataclasses.field(default_factory=list)  # 1: the drafter was asked for the next drafts
+
+    def add(self, **step: float) -> None:
+        for field in dataclasses.fields(self):
+            getattr(self, field.name).append(step[field.name])
+
+    def num_front_steps(self, threshold: int) -> int:
+        """Steps of the front phase: up to the last one with more than `threshold` running requests."""
+        above = np.flatnonzero(np.array(self.num_running) > threshold)
+        return int(above[-1]) + 1 if len(above) else 0
+
+
+def measure(timeline: Timeline, threshold: int) -> dict[str, float]:
+    """Seconds and counts of one rollout, whose tail is what comes behind the front phase."""
+    front = timeline.num_front_steps(threshold)
+    seconds, tokens = np.array(timeline.seconds), np.array(timeline.num_tokens)
+    return {
+        "makespan_s": float(seconds.sum()),
+        "front_s": float(seconds[:front].sum()),
+        "tail_s": float(seconds[front:].sum()),
+        "num_tokens": int(tokens.sum()),
+        "front_tokens": int(tokens[:front].sum()),
+        "tail_tokens": int(tokens[front:].sum()),
+        "num_decoded_tokens": int(tokens.sum()) - sum(timeline.num_prefills),
+        "num_row_steps": sum(timeline.num_rows),
+        "num_steps": len(seconds),
+        "num_steps_on": sum(timeline.is_on),
+        "num_draft_tokens": sum(timeline.num_draft_tokens),
+        "num_accepted_tokens": sum(timeline.num_accepted_tokens),
+    }
+
+
+def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
+    """One result per method.
+
+    Args:
+        runs: per method what `measure` said of every repeat, and `draft_s`, `draft_cpu_s`; repeats with the
+            same number are pairs, and the first method is what the others are compared with.
+
+    Returns:
+        Means of the seconds, ratios of the sums, `ratios` to the first method with their 95 % intervals (see
+        `runs.paired`), and `tokens_per_s_over` every other method likewise.
+    """
+    first = next(iter(runs.values()))
+    results = []
+    for method, mine in runs.items():
+
+        def total(name: str, mine: Sequence[Mapping[str, float]] = mine) -> float:
+            return sum(run[name] for run in mine)
+
+        changes = {name: paired(_amounts(first, name), _amounts(mine, name)) for name in RATIOS}
+        seconds = ("makespan_s", "front_s", "tail_s", "draft_s", "draft_cpu_s")
+        result: dict[str, Any] = {"method": method, "num_repeats": len(mine)}
+        result |= {name: total(name) / len(mine) for name in seconds}
+        result |= {name: plain(on.value) for name, (_, on, _) in changes.items()}
+        result["acceptance_rate"] = plain(ratio(total("num_accepted_tokens"), total("num_draft_tokens")))
+        result["tokens_per_step"] = plain(ratio(total("num_decoded_tokens"), total("num_row_steps")))
+        result["share_on"] = plain(ratio(total("num_steps_on"), total("num_steps")))
+        result["ratios"] = {name: change.to_dict() for name, (_, _, change) in changes.items()}
+        result["tokens_per_s_over"] = {
+            other: paired(_amounts(theirs, "tokens_per_s"), _amounts(mine, "tokens_per_s"))[2].to_dict()
+            for other, theirs in runs.items()
+            if other != method
+        }
+        results.append(result | {"repeats": list(mine)})
+    return results
+
+
+def _amounts(runs: Sequence[Mapping[str, float]], name: str) -> np.ndarray:
+    return np.array([[run[amount] for run in runs] for amount in RATIOS[name]], float)
+
+
+def step_times(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
+    """Mean seconds of an engine step by what it had to do; steps with a prefill are left out.
+
+    Args:
+        timelines: rollouts of plain vLLM and of our drafter.
+
+    Returns:
+        Rows of `drafted` (the step verified draft tokens), `num_tokens` (verified: running requests and draft
+        tokens), `seconds` and `num_running` (means), `num_steps`; sorted.
+    """
+    found: dict[tuple[bool, int], list[tuple[float, int]]] = {}
+    for seconds, rows, drafts in _decode_steps(timelines):
+        found.setdefault((bool(drafts), rows + drafts), []).append((seconds, rows))
+    table = []
+    for (with_drafts, num_tokens), steps in sorted(found.items()):
+        seconds, rows = np.mean(steps, axis=0).tolist()
+        table.append(
+            {
+                "drafted": with_drafts,
+                "num_tokens": num_tokens,
+                "seconds": seconds,
+                "num_running": rows,
+                "num_steps": len(steps),
+            }
+        )
+    return table
+
+
+def _decode_steps(timelines: Sequence[Timeline]) -> Iterator[tuple[float, int, int]]:
+    """Seconds, rows and draft tokens of every step in which all running requests decoded."""
+    for line in timelines:
+        columns = (line.seconds, line.num_running, line.num_rows, line.num_draft_tokens)
+        for seconds, running, rows, drafts in zip(*columns, strict=True):
+            if rows == running:
+                yield seconds, rows, drafts

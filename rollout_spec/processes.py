@@ -1,0 +1,162 @@
+"""One training run as a tree of processes that is gone when we are done with it.
+
+Ray's workers and vLLM's engines start sessions of their own, so no process group holds them all, and they
+rewrite their titles, which wipes the environment that could have marked them. So this process becomes the
+reaper of its descendants (prctl(2)): one whose parent dies is handed to us and stays in sight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+GRACE_SECONDS = 10.0
+_PR_SET_CHILD_SUBREAPER = 36
+_SHARED_MEMORY = Path("/dev/shm")
+# Python's segments and semaphores, verl's weight sync, OpenMP's registration of itself.
+_SEGMENTS = ("psm_*", "sem.mp-*", "verl_*", "__KMP_REGISTERED_LIB_*")
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_ACTOR = re.compile(r"^\([\w:]+ pid=\d+[^)]*\)\s?")
+_ERROR = re.compile(r"^(rollout_spec: |\w[\w.]*(Error|Exception|Exit|Interrupt|Failure)\b:? )")
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen]:
+    """Run `command` with its output in `log`; on leaving, nothing of it is left.
+
+    Ray gets a private folder for its sockets and logs (their paths must be short, so not in the log's
+    folder); the logs move beside `log` when the command has failed.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    others = descendants(os.getpid())
+    began = time.time()
+    ray = Path(tempfile.mkdtemp(prefix="rollout_spec_"))
+    # Without a token of its own Ray would write one into the home folder.
+    private = {"RAY_TMPDIR": str(ray), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**env, **private},
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        # A second Ctrl-C must not leave half of it running.
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            _end(process, others)
+            _remove_segments(began)
+            if process.returncode:
+                _keep_logs(ray, log.with_name("ray-logs"))
+            shutil.rmtree(ray, ignore_errors=True)
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+def _end(process: subprocess.Popen, others: set[int]) -> None:
+    """Terminate, wait, kill: first the trainer, which stops Ray by itself, then whatever is still there."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + GRACE_SECONDS
+        for pid in descendants(os.getpid()) - others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sign)
+        while (left := descendants(os.getpid()) - others) and time.monotonic() < deadline:
+            _reap(left - {process.pid})
+            process.poll()
+            time.sleep(0.1)
+
+
+def _reap(pids: set[int]) -> None:
+    for pid in pids:
+        # Only a child can be waited for; the others are their own parent's to reap.
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def descendants(ancestor: int) -> set[int]:
+    """The processes below `ancestor`, zombies included."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        # The process may have ended since it was listed.
+        with contextlib.suppress(OSError):
+            # The name in parentheses may itself hold spaces and parentheses.
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found: set[int] = set()
+    todo = [ancestor]
+    while todo:
+        new = children.get(todo.pop(), [])
+        found.update(new)
+        todo += new
+    return found
+
+
+def _remove_segments(began: float) -> None:
+    """Delete shared memory that a killed engine left behind: ours, made since `began`, used by nobody."""
+    candidates = []
+    for pattern in _SEGMENTS:
+        for file in _SHARED_MEMORY.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                status = file.stat()
+                if status.st_uid == os.getuid() and status.st_ctime >= began:
+                    candidates.append((file, status.st_ino))
+    # Only now: another run of the same user may be making segments all the time.
+    used = _used_segments() if candidates else set()
+    for file, inode in candidates:
+        if inode not in used:
+            file.unlink(missing_ok=True)
+
+
+def _used_segments() -> set[int]:
+    """The inodes of shared memory that a process has open or mapped; open first: one maps before one closes.
+
+    Not the names: a semaphore is mapped under one that it has lost.
+    """
+    used: set[int] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(descriptor).startswith("/dev/shm/"):
+                        used.add(descriptor.stat().st_ino)
+        with contextlib.suppress(OSError):
+            lines = (process / "maps").read_text().splitlines()
+            # address, permissions, offset, device, inode, path
+            used.update(int(line.split()[4]) for line in lines if "/dev/shm/" in line)
+    return used
+
+
+def _keep_logs(ray: Path, target: Path) -> None:
+    for logs in ray.glob("ray/session_*/logs"):
+        if not logs.parent.is_symlink():
+            shutil.copytree(logs, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+
+
+def last_error(log: Path, num_lines: int = 400) -> str:
+    """The last line that names an error, without colours and actor prefixes; else the last line."""
+    with log.open(errors="replace") as file:
+        lines = [_ACTOR.sub("", _ANSI.sub("", line)).strip() for line in deque(file, num_lines)]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return (errors or lines or ["no output"])[-1][:500]

@@ -1,0 +1,100 @@
+"""Pictures of what the benches measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
+    """What `bench drafters` measured, per trace: gains and acceptance along the response.
+
+    Gains are tokens per step against draft tokens per step, with a line through the prices of a method.
+    Acceptance is that of the largest K and the least history.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    traces = list(dict.fromkeys(result["trace"] for result in results))
+    methods = list(dict.fromkeys(result["method"] for result in results))
+    colours = {method: pyplot.get_cmap("tab20")(i) for i, method in enumerate(methods)}
+    figure, rows = pyplot.subplots(len(traces), 2, figsize=(10.8, 4 * len(traces)), squeeze=False)
+    for trace, (gains, along) in zip(traces, rows, strict=True):
+        of_trace = [result for result in results if result["trace"] == trace]
+        _plot_gains(gains, of_trace, colours)
+        _plot_along(along, of_trace, colours)
+        for axis in (gains, along):
+            axis.set_title(trace)
+        along.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.text(0.01, 0.002, "Numbers: K. Squares: with the responses of earlier steps.", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def _plot_gains(axis: Any, results: list[dict[str, Any]], colours: dict[str, Any]) -> None:
+    lines: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    for result in results:
+        line = (result["method"], result["num_speculative_tokens"], result["history"])
+        point = (result["draft_tokens_per_step"], result["tokens_per_step"])
+        lines.setdefault(line, []).append(point)
+    for (method, k, history), points in lines.items():
+        style = {"color": colours[method], "marker": "s" if history else "o", "linewidth": 1.0}
+        axis.plot(*zip(*sorted(points), strict=True), **style)
+        axis.annotate(str(k), max(points), fontsize=7)
+    axis.set(xlabel="draft tokens per step", ylabel="tokens per step")
+
+
+def _plot_along(axis: Any, results: list[dict[str, Any]], colours: dict[str, Any]) -> None:
+    k = max(result["num_speculative_tokens"] for result in results)
+    history = min(result["history"] for result in results)
+    num_lines: Counter[str] = Counter()
+    for result in results:
+        if (result["num_speculative_tokens"], result["history"]) != (k, history) or result["equal_drafts"]:
+            continue
+        method, price, curve = (result[n] for n in ("method", "min_token_prob", "acceptance_by_position"))
+        style = ("-", "--", "-.", ":")[num_lines[method] % 4]
+        num_lines[method] += 1
+        positions = [max(1, int(start)) for start in curve]
+        label = method if price is None else f"{method} {price:g}"
+        axis.plot(positions, list(curve.values()), color=colours[method], linestyle=style, label=label)
+    axis.set(xlabel="position in the response", ylabel=f"acceptance rate, K = {k}", xscale="log")
+
+
+def plot_rollouts(timelines: dict[str, dict[str, list]], threshold: int, file: Path) -> None:
+    """Per method: the running requests over time, shaded where draft tokens were verified.
+
+    Args:
+        timelines: the columns of a `measure.engine.Timeline` by method, all of one repeat.
+        threshold: of running requests, where the tail begins.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        len(timelines), 1, figsize=(10, 1.9 * len(timelines) + 0.6), sharex=True, sharey=True, squeeze=False
+    )
+    for (method, columns), axis in zip(timelines.items(), axes[:, 0], strict=True):
+        ends = np.cumsum(columns["seconds"])
+        edges = np.concatenate([[0.0], ends])
+        running = np.array(columns["num_running"])
+        drafted = np.array(columns["num_draft_tokens"]) > 0
+        axis.stairs(np.where(drafted, running, 0), edges, fill=True, color="#9dc3f2", label="drafts verified")
+        axis.stairs(running, edges, color="#1b2a3d", linewidth=1.0, label="running requests")
+        axis.axhline(threshold, color="#c0504d", linewidth=0.8, linestyle="--", label="tail below")
+        tokens = sum(columns["num_tokens"])
+        axis.set_title(
+            f"{method}: {ends[-1]:.1f} s, {tokens / ends[-1]:.0f} tokens/s", fontsize=9, loc="left"
+        )
+        axis.set_ylabel("running")
+    axes[0, 0].legend(fontsize=7, loc="upper right")
+    axes[-1, 0].set_xlabel("seconds")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)

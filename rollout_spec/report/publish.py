@@ -1,0 +1,58 @@
+"""A comparison into wandb: a table and the charts, in the summary of the second run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollout_spec.report.logs import RunError
+from rollout_spec.report.page import shown, table_columns, table_rows
+from rollout_spec.report.runs import Comparison
+
+PREFIX = "rollout_spec/"
+
+
+def publish(comparison: Comparison, charts: Path) -> str:
+    """Add the comparison to the summary of the second run, which its history does not notice.
+
+    A run that was read offline is continued offline: a further folder in wandb's (WANDB_DIR) with the same
+    run id, which `wandb sync` puts together with the first.
+
+    Args:
+        comparison: its second run must have been logged by wandb.
+        charts: the folder that `write_report` wrote them to.
+
+    Returns:
+        Where it went: the run's address, or the folder to sync.
+
+    Raises:
+        RunError: wandb knows nothing of the second run, or does not take it.
+    """
+    import wandb
+
+    of = comparison.on.wandb
+    if of is None:
+        raise RunError(
+            f"--wandb: the log of {comparison.on.name} does not say which run of wandb it is; compare with "
+            "the run's wandb folder, or with entity/project/run_id"
+        )
+    try:
+        run = wandb.init(
+            id=of.run_id,
+            project=of.project,
+            entity=of.entity or None,
+            mode="online" if of.online else "offline",
+            resume="must" if of.online else "allow",
+            # The run's own commit, machine and command stay what they were.
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, x_disable_meta=True, x_disable_stats=True
+            ),
+        )
+        rows = [list(row) for row in table_rows(comparison)]
+        run.summary[PREFIX + "speedup"] = comparison.speedup
+        run.summary[PREFIX + "comparison"] = wandb.Table(columns=table_columns(comparison), data=rows)
+        for name in (compared.measure.name for compared in shown(comparison)):
+            run.summary[f"{PREFIX}charts/{name}"] = wandb.Image(str(charts / f"{name}.png"))
+        run.finish()
+    except wandb.Error as error:
+        raise RunError(f"--wandb: {error}") from error
+    return str(run.url if of.online else Path(run.settings.sync_dir))

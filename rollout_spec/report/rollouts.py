@@ -1,0 +1,81 @@
+"""Rollouts in real engines as tables and files; `record` is what `bench engine --json` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from rollout_spec.report.plots import plot_rollouts
+from rollout_spec.report.tables import make_table
+
+_FIGURES = {  # of the table: what is shown of a result, and how
+    "seconds": ("makespan_s", "{:.1f}"),
+    "tokens/s": ("tokens_per_s", "{:.0f}"),
+    "front": ("front_tokens_per_s", "{:.0f}"),
+    "tail": ("tail_tokens_per_s", "{:.0f}"),
+    "accepted": ("acceptance_rate", "{:.1%}"),
+    "per step": ("tokens_per_step", "{:.2f}"),
+    "CPU, s": ("draft_cpu_s", "{:.2f}"),
+}
+_CAPTION = "tail: after the last step with more than {} running requests. CPU: drafting."
+
+
+def write_rollouts(
+    record: Mapping[str, Any],
+    served: Mapping[str, Sequence[Mapping[str, Any]]],
+    prompts: Sequence[Sequence[int]],
+    folder: Path,
+) -> None:
+    """engine.json, timelines.json, engine.png, and the first method's rollouts-*.jsonl for `simulate`.
+
+    Args:
+        served: by method the `timeline` and the `responses` of each repeat, siblings next to each other.
+    """
+    timelines = {method: [one["timeline"] for one in repeats] for method, repeats in served.items()}
+    (folder / "engine.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    (folder / "timelines.json").write_text(json.dumps(timelines) + "\n")
+    first = {method: lines[0] for method, lines in timelines.items()}
+    plot_rollouts(first, record["load"]["tail_threshold"], folder / "engine.png")
+    size = record["load"]["group_size"]
+    for repeat, one in enumerate(next(iter(served.values()))):
+        with (folder / f"rollouts-{repeat}.jsonl").open("w") as trace:
+            for i, prompt in enumerate(prompts):
+                siblings = one["responses"][i * size : (i + 1) * size]
+                line = {"group": str(i), "step": None, "prompt_token_ids": prompt, "responses": siblings}
+                trace.write(json.dumps(line) + "\n")
+
+
+def tables(record: Mapping[str, Any]) -> list[Table]:
+    """The figures, the ratios to the first method, and, of three or more, those of every pair."""
+    results, load = record["results"], record["load"]
+    first, *others = (result["method"] for result in results)
+    title = (
+        f"{load['num_prompts']} x {load['group_size']} responses, {load['max_num_seqs']} at a time, "
+        f"{load['repeats']} repeats"
+    )
+    figures = make_table(title, "method", *_FIGURES, caption=_CAPTION.format(load["tail_threshold"]))
+    ratios = make_table(f"times {first}, with 95 % intervals", "method", "tokens/s", "front", "tail")
+    title = "tokens/s of a row's method over a column's, with 95 % intervals"
+    pairs = make_table(title, "method", *others)
+    for result in results:
+        method, over = result["method"], result["tokens_per_s_over"]
+        figures.add_row(method, *(_cell(result[name], shape) for name, shape in _FIGURES.values()))
+        ratios.add_row(method, *map(_ratio, result["ratios"].values()))
+        pairs.add_row(method, *(_ratio(over.get(other)) for other in others))
+    return [figures, ratios, pairs] if len(others) > 1 else [figures, ratios]
+
+
+def _cell(value: float | None, shape: str) -> str:
+    return "–" if value is None else shape.format(value)
+
+
+def _ratio(ratio: Mapping[str, Any] | None) -> str:
+    """Nothing of a method over itself."""
+    if ratio is None:
+        return ""
+    value, low, high = (_cell(number, "{:.3f}") for number in (ratio["value"], *ratio["ci95"]))
+    return f"{value} ({low} to {high})"

@@ -1,0 +1,364 @@
+"""Training runs read back from verl's logs, and what two of them say about each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.metrics import PREFIX
+from rollout_spec.report.logs import Record, RunError, WandbRun, read_json_lines, read_log
+
+TRACE_FOLDER = "rollouts"
+NUM_RESAMPLES = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """What is compared: per step `numerator / denominator`, over steps the ratio of their sums.
+
+    The names are fields of `Step`; without a denominator every step weighs the same. The change from one run
+    to the other is a ratio where the measure is a positive amount, else a difference.
+    """
+
+    name: str
+    title: str
+    unit: str
+    numerator: str
+    denominator: str = ""
+    is_ratio: bool = True
+
+
+MEASURES = (
+    Measure("rollout_seconds", "Rollout time per step", "s", "rollout_seconds"),
+    Measure("step_seconds", "Training step time", "s", "step_seconds"),
+    Measure("tokens_per_second", "Generated tokens per second", "", "generated_tokens", "rollout_seconds"),
+    Measure("tokens_per_step", "Tokens per step", "", "generated_tokens", "decode_steps"),
+    Measure("acceptance_rate", "Acceptance rate", "%", "num_accepted_tokens", "num_draft_tokens", False),
+    Measure("reward", "Reward", "", "reward", is_ratio=False),
+    Measure("response_length", "Response length", "tokens", "response_length"),
+    Measure("entropy", "Entropy", "nats", "entropy", is_ratio=False),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One training step as verl logged it; NaN where a value is missing."""
+
+    step: int
+    rollout_seconds: float
+    step_seconds: float
+    generated_tokens: int
+    reward: float
+    response_length: float
+    entropy: float
+    tokens_per_step: float
+    num_drafts: float
+    num_draft_tokens: float
+    num_accepted_tokens: float
+
+    @property
+    def decode_steps(self) -> float:
+        return ratio(self.generated_tokens, self.tokens_per_step)
+
+    @property
+    def acceptance_rate(self) -> float:
+        return ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return ratio(self.generated_tokens, self.rollout_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The steps of one run."""
+
+    name: str
+    steps: tuple[Step, ...]
+    looping_share: float = math.nan
+    wandb: WandbRun | None = None
+
+    def column(self, name: str) -> list[float]:
+        return [getattr(step, name) for step in self.steps]
+
+    def total(self, name: str) -> float:
+        return sum(self.column(name))
+
+    def to_dict(self) -> dict[str, Any]:
+        amounts = ("step", "rollout_seconds", "step_seconds", "generated_tokens")
+        qualities = ("reward", "response_length", "entropy")
+        return {name: plain(self.column(name)) for name in amounts + qualities} | {
+            "tokens_per_step_by_step": plain(self.column("tokens_per_step")),
+            "acceptance_rate_by_step": plain(self.column("acceptance_rate")),
+            "num_drafts": int(self.total("num_drafts")),
+            "looping_share": plain(self.looping_share),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """How many tokens of two runs' first rollouts are the same, each response up to its first difference."""
+
+    num_tokens: int  # compared: up to and with the first that differs
+    num_identical: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval; NaN where it is not known."""
+
+    value: float
+    ci95: tuple[float, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"value": plain(self.value), "ci95": plain(self.ci95)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One measure in both runs, and the change from `off` to `on`: on / off, or on - off."""
+
+    measure: Measure
+    off: Estimate
+    on: Estimate
+    change: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        change = "ratio" if self.measure.is_ratio else "difference"
+        return {"off": self.off.to_dict(), "on": self.on.to_dict(), change: self.change.to_dict()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two runs over the same steps. `speedup` is the ratio of generated tokens per second."""
+
+    off: Run
+    on: Run
+    measures: Mapping[str, Compared]
+    agreement: Agreement | None = None  # of the first step; None where samples were not named and recorded
+
+    @property
+    def speedup(self) -> float:
+        return self.measures["tokens_per_second"].change.value
+
+    @property
+    def speedup_ci95(self) -> tuple[float, float]:
+        return self.measures["tokens_per_second"].change.ci95
+
+    @property
+    def verdict(self) -> str:
+        """faster, slower, or unclear where the interval holds 1 (or there is no interval)."""
+        low, high = self.speedup_ci95
+        if low > 1.0:
+            return "faster"
+        return "slower" if high < 1.0 else "unclear"
+
+    def to_dict(self) -> dict[str, Any]:
+        over_all = ("tokens_per_second", "tokens_per_step", "acceptance_rate")
+        values = [self.measures[name] for name in over_all]
+        return {
+            self.off.name: self.off.to_dict() | {c.measure.name: plain(c.off.value) for c in values},
+            self.on.name: self.on.to_dict() | {c.measure.name: plain(c.on.value) for c in values},
+            "speedup": plain(self.speedup),
+            "first_step_agreement": self.agreement and dataclasses.asdict(self.agreement),
+            "speedup_ci95": plain(self.speedup_ci95),
+            "measures": {name: compared.to_dict() for name, compared in self.measures.items()},
+        }
+
+
+def read_run(path: str | Path, name: str, is_looping: Callable[[Sequence[int]], bool] | None = None) -> Run:
+    """Read a run from the log that verl left of it (see `logs.read_log`), and perhaps its recorded rollouts.
+
+    Args:
+        path: a folder, a file, or the name of a run at wandb.
+        name: what to call the run in tables and keys.
+        is_looping: of a response's token ids; without it `looping_share` stays NaN.
+
+    Raises:
+        RunError: nothing there, no step carries rollout times, or a value is no number.
+    """
+    log = read_log(path)
+    steps = tuple(_steps(log.records, log.source))
+    if not steps:
+        raise RunError(
+            f"{log.source}: no step has {PREFIX}rollout_seconds; was the run started with "
+            "+rollout.spec=sam or +rollout.spec=off?"
+        )
+    share = math.nan
+    if is_looping is not None and Path(path).is_dir():
+        share = looping_share(Path(path) / TRACE_FOLDER, is_looping)
+    return Run(name, steps, share, log.wandb)
+
+
+def read_steps(file: Path) -> Iterator[Step]:
+    """The steps that the file logger has written so far."""
+    return _steps(read_json_lines(file), str(file))
+
+
+def _steps(records: Iterable[Record], source: str) -> Iterator[Step]:
+    """Records without rollout times (a validation) are passed over."""
+    return (_step(step, data, source) for step, data in records if data.get(PREFIX + "rollout_seconds"))
+
+
+def _step(step: int, data: Mapping[str, Any], source: str) -> Step:
+    def number(name: str, default: float | None = None) -> float:
+        value = data.get(name, default)
+        try:
+            # The file logger writes NaN as null.
+            return math.nan if value is None else float(value)
+        except (TypeError, ValueError):
+            raise RunError(f"{source}: step {step}: {name} is no number: {value!r}") from None
+
+    def spec(name: str, default: float = 0.0) -> float:
+        value = number(PREFIX + name, default)
+        if not math.isfinite(value):
+            raise RunError(f"{source}: step {step}: {PREFIX}{name} is no finite number")
+        return value
+
+    return Step(
+        step=step,
+        rollout_seconds=spec("rollout_seconds"),
+        step_seconds=number("timing_s/step"),
+        generated_tokens=int(spec("generated_tokens")),
+        reward=number("critic/rewards/mean"),
+        response_length=number("response_length/mean"),
+        entropy=number("actor/entropy"),
+        # A run that does not draft takes one decode step a token.
+        tokens_per_step=spec("tokens_per_step", 1.0),
+        num_drafts=spec("num_drafts"),
+        num_draft_tokens=spec("num_draft_tokens"),
+        num_accepted_tokens=spec("num_accepted_tokens"),
+    )
+
+
+def looping_share(folder: Path, is_looping: Callable[[Sequence[int]], bool]) -> float:
+    """The share of recorded responses that `is_looping` says repeat themselves; NaN without any."""
+    responses = [
+        response
+        for file in sorted(folder.glob("*.jsonl"))
+        for line in file.read_text().splitlines()
+        for response in json.loads(line)["responses"]
+    ]
+    return ratio(sum(map(is_looping, responses)), len(responses))
+
+
+def first_step_agreement(off: Path, on: Path) -> Agreement | None:
+    """Compare the tokens of the first training step of two runs, sample by sample.
+
+    Before the second step nothing but the drafts tells the runs apart: with verify=coupled in both, the
+    tokens are the same up to numerics.
+
+    Args:
+        off, on: the runs' folders.
+
+    Returns:
+        None unless both runs recorded samples of the same names.
+    """
+    ours, theirs = (_first_step_responses(folder / TRACE_FOLDER) for folder in (off, on))
+    common = ours.keys() & theirs.keys()
+    if not common:
+        return None
+    compared = identical = 0
+    for name in common:
+        one, other = ours[name], theirs[name]
+        pairs = enumerate(zip(one, other, strict=False))
+        agreed = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+        identical += agreed
+        compared += min(agreed + 1, max(len(one), len(other)))
+    return Agreement(compared, identical)
+
+
+def _first_step_responses(folder: Path) -> dict[str, list[int]]:
+    """Responses by the names of their samples, which begin with seed, training step, train or val."""
+    named = [
+        (name, response)
+        for file in sorted(folder.glob("*.jsonl"))
+        for record in map(json.loads, file.read_text().splitlines())
+        for name, response in zip(record.get("names", []), record["responses"], strict=False)
+        if name and name[2] == "train"
+    ]
+    first = min((name[1] for name, _ in named), default=0)
+    return {json.dumps(name): response for name, response in named if name[1] == first}
+
+
+def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None) -> Comparison:
+    """Compare the steps that both runs have.
+
+    The intervals are those of `paired` over steps: a step is drawn in both runs at once, because its prompts
+    are the same. One step gives no interval (NaN).
+    """
+    common = {step.step for step in off.steps} & {step.step for step in on.steps}
+    if not common:
+        raise RunError(f"the runs {off.name} and {on.name} have no step in common")
+    off, on = (
+        dataclasses.replace(run, steps=tuple(step for step in run.steps if step.step in common))
+        for run in (off, on)
+    )
+    measures = {
+        measure.name: Compared(
+            measure, *paired(_amounts(off, measure), _amounts(on, measure), measure.is_ratio, seed)
+        )
+        for measure in MEASURES
+    }
+    return Comparison(off, on, measures, agreement)
+
+
+def paired(
+    off: np.ndarray, on: np.ndarray, is_ratio: bool = True, seed: int = 0
+) -> tuple[Estimate, Estimate, Estimate]:
+    """What was measured in pairs: both sides, and the change, each with a percentile bootstrap over pairs.
+
+    Args:
+        off, on: [numerator or denominator, pair]; a side's value is the ratio of the sums.
+
+    Returns:
+        `off`, `on`, and on / off, or on - off unless `is_ratio`.
+    """
+    draws = _draws(off.shape[1], seed)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sides = [np.divide(*(amounts @ draws.T)) for amounts in (off, on)]
+        change = sides[1] / sides[0] if is_ratio else sides[1] - sides[0]
+    first, second, third = (_estimate(values, off.shape[1]) for values in (*sides, change))
+    return first, second, third
+
+
+@functools.lru_cache(maxsize=1)
+def _draws(num_pairs: int, seed: int) -> np.ndarray:
+    """[1 + resample, pair], how often a pair was drawn; first the pairs themselves, each once."""
+    draws = np.random.default_rng(seed).multinomial(num_pairs, [1 / num_pairs] * num_pairs, NUM_RESAMPLES)
+    return np.vstack([np.ones(num_pairs), draws])
+
+
+def _amounts(run: Run, measure: Measure) -> np.ndarray:
+    """[numerator or denominator, step]; both are 0 where a step lacks one of them: it does not count."""
+    numerator = np.array(run.column(measure.numerator), float)
+    denominator = np.array(run.column(measure.denominator), float) if measure.denominator else 1.0
+    amounts = np.array(np.broadcast_arrays(numerator, denominator))
+    amounts[:, ~np.isfinite(amounts).all(axis=0)] = 0.0
+    return amounts
+
+
+def _estimate(values: np.ndarray, num_pairs: int) -> Estimate:
+    if num_pairs < 2 or not np.isfinite(values[0]):
+        return Estimate(float(values[0]), (math.nan, math.nan))
+    low, high = np.nanpercentile(np.where(np.isfinite(values[1:]), values[1:], np.nan), [2.5, 97.5])
+    return Estimate(float(values[0]), (float(low), float(high)))
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """NaN where there is no denominator."""
+    return numerator / denominator if denominator else math.nan
+
+
+def plain(value: float | Iterable[float]) -> Any:
+    """For JSON, which has no NaN: null instead."""
+    if isinstance(value, Iterable):
+        return [plain(item) for item in value]
+    return value if math.isfinite(value) else None

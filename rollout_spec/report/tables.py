@@ -1,0 +1,80 @@
+"""Tables of what was measured, for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+
+FIGURES = {
+    "tokens/step": "tokens_per_step",
+    "drafted/step": "draft_tokens_per_step",
+    "acceptance": "acceptance_rate",
+    "tail": "tail_tokens_per_step",
+}
+SETTING = ("method", "P", "K", "history")
+
+
+def make_table(title: str, *columns: str, caption: str | None = None) -> Table:
+    """The first column to the left, figures to the right."""
+    table = Table(title=title, title_justify="left", caption=caption)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    return table
+
+
+def drafters_tables(record: dict[str, Any]) -> Iterator[Table]:
+    """Of each trace in what `bench drafters` measured: the drafters, `sam` over vLLM's suffix, and costs."""
+    for rows, make in (("results", _figures), ("results", _ratios), ("costs", _costs)):
+        for trace, of_trace in groupby(record[rows], key=lambda row: row["trace"]):
+            table = make(trace, list(of_trace))
+            if table.row_count:
+                yield table
+
+
+def _setting(row: dict[str, Any]) -> tuple[str, ...]:
+    price = row["min_token_prob"]
+    return (
+        row["method"] if row["equal_drafts"] is None else f"{row['method']} as {row['equal_drafts']}",
+        "" if price is None else f"{price:.3g}",
+        str(row["num_speculative_tokens"]),
+        str(row["history"]),
+    )
+
+
+def _figures(trace: str, results: list[dict[str, Any]]) -> Table:
+    table = make_table(trace, *SETTING, *FIGURES)
+    for row in results:
+        table.add_row(*_setting(row), *(f"{row[figure]:.3f}" for figure in FIGURES.values()))
+    return table
+
+
+def _ratios(trace: str, results: list[dict[str, Any]]) -> Table:
+    """A column for each baseline: tokens per step over its @ draft tokens per step over its."""
+    rows = [row for row in results if row["method"] == "sam" and row["over"]]
+    baselines = list(dict.fromkeys(name for row in rows for name in row["over"]))
+    table = make_table(
+        f"{trace}: sam over vLLM's suffix, tokens per step @ draft tokens per step", *SETTING, *baselines
+    )
+    for row in rows:
+        pairs = [row["over"].get(name) for name in baselines]
+        cells = ("" if pair is None else f"{pair[0]:.3f} @ {pair[1]:.3f}" for pair in pairs)
+        table.add_row(*_setting(row), *cells)
+    return table
+
+
+def _costs(trace: str, costs: list[dict[str, Any]]) -> Table:
+    first = costs[0]
+    sizes = [f"{int(size) >> 10} k" for size in first["bytes_per_token"]]
+    columns = [f"us, {size} rows" for size in first["us_per_row"]]
+    columns += [f"{unit}, {size}" for unit in ("ns", "bytes") for size in sizes]
+    title = f"{trace}: a step per row, K = {first['num_speculative_tokens']}, and a token of an indexed text"
+    table = make_table(title, "method", *columns)
+    for cost in costs:
+        times = (f"{value:.2f}" for value in cost["us_per_row"].values())
+        indexed = (*cost["ns_per_indexed_token"].values(), *cost["bytes_per_token"].values())
+        cells = ("" if value is None else f"{value:.0f}" for value in indexed)
+        table.add_row(cost["method"], *times, *cells)
+    return table

@@ -1,0 +1,242 @@
+"""Coupled verification: what is sampled does not depend on drafts.
+
+`coupled_sample` draws the target's own token at every position of a draft and keeps the draft as far as it
+is the same. A token's noise is a function of the request's key and the position. Plain steps draw with the
+same noise, so a request gets the same tokens whatever was drafted, in any batch. A draft token is accepted
+exactly as often as by rejection sampling: with the target's probability of it.
+
+Read from top to bottom: `CoupledStep` holds the noise of a step's rows, `coupled_sample` verifies its
+drafts, `keyed_sample` draws a token, `shortfall` says by how much another token missed being drawn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollout_spec.verification import noise
+from rollout_spec.verification.blocks import (
+    BLOCK_SIZE,
+    argmax,
+    best_token,
+    block_peaks,
+    block_values,
+    rows_at_a_time,
+    split_blocks,
+)
+from rollout_spec.verification.prefixes import matching_prefixes
+
+SUM_SIZE = 16  # values added at a time: `_sums`
+WINNING_DISTANCE = (
+    32  # from a row's largest logit, at most, of the largest in the winning block: `_token_scores`
+)
+
+
+class CoupledStep:
+    """The noise of a step's rows: of all draft positions, then of the positions behind the drafts.
+
+    Args:
+        keys: int64 [batch_size], each request's (`noise.make_key`).
+        positions: int64 [batch_size], of each request's first token in this step.
+        num_draft_tokens: per request, 0 included.
+    """
+
+    def __init__(self, keys: npt.ArrayLike, positions: npt.ArrayLike, num_draft_tokens: list[int]) -> None:
+        counts, requests = np.array(num_draft_tokens), np.arange(len(num_draft_tokens))
+        self.num_draft_tokens = num_draft_tokens
+        self.draft_requests = requests.repeat(counts)  # the request of each draft token, int64 [num_tokens]
+        num_tokens = len(self.draft_requests)
+        offsets = np.arange(num_tokens) - (counts.cumsum() - counts)[self.draft_requests]
+        rows, ahead = np.concatenate([self.draft_requests, requests]), np.concatenate([offsets, counts])
+        self._seeds = noise.row_seeds(np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead)
+        self._drawn: torch.Tensor | None = None
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """`keyed_sample` at the draft positions, int64 [num_tokens], of logits [num_tokens, vocab_size]."""
+        return race(logits, self._noise(logits)[: len(self.draft_requests)])
+
+    def sample_behind(self, logits: torch.Tensor) -> torch.Tensor:
+        """`keyed_sample` behind the drafts, int64 [batch_size], of logits [batch_size, vocab_size]."""
+        return race(logits, self._noise(logits)[len(self.draft_requests) :])
+
+    def _noise(self, logits: torch.Tensor) -> torch.Tensor:
+        """All rows' noise; drawn together, when the first logits come."""
+        if self._drawn is None:
+            self._drawn = _draw(self._seeds, logits)
+        return self._drawn
+
+
+def coupled_sample(
+    draft_token_ids: torch.Tensor,
+    max_spec_len: int,
+    target_logits: torch.Tensor,
+    bonus_token_ids: torch.Tensor,
+    sampling_metadata: Any,
+    step: CoupledStep,
+) -> torch.Tensor:
+    """Draw the target's own tokens; keep them up to and with the first that differs from the draft.
+
+    Args:
+        draft_token_ids: int [num_tokens], of all requests, one after the other.
+        max_spec_len: the largest number of a request's draft tokens, or more.
+        target_logits: float32 [num_tokens, vocab_size], temperature, top-k and top-p applied.
+        bonus_token_ids: int [batch_size, 1], the target's token behind each draft (`sample_behind`).
+        sampling_metadata: vLLM's; `temperature`, `all_greedy` and `all_random` are read.
+
+    Returns:
+        int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1.
+
+    Memory: as `keyed_sample`.
+    """
+    if sampling_metadata.all_greedy:
+        own = argmax(target_logits)
+    else:
+        own = step.sample(target_logits)
+        if not sampling_metadata.all_random:
+            requests = torch.from_numpy(step.draft_requests).to(own.device)
+            is_sampled = sampling_metadata.temperature[requests] > 0
+            own = torch.where(is_sampled, own, argmax(target_logits))
+    return matching_prefixes(own, draft_token_ids, bonus_token_ids, step.num_draft_tokens, max_spec_len)
+
+
+def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Draw one token a row, by noise that depends on the row's key and position only.
+
+    Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 128
+    tokens, by their sums, one between the tokens of the block that won. A race is won in proportion to the
+    masses that run, so a token is drawn with (its block's share) x (its share of the block): the softmax. A
+    row needs noise for vocab_size / 128 + 128 runners instead of one for every token. Ties go to the lowest
+    token id.
+
+    Args:
+        logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
+        keys: int64 [n], not negative (`noise.make_key`).
+        positions: int64 [n], the token's place in its sequence, prompt included.
+
+    Returns:
+        int64 [n]. A row's token does not depend on the other rows.
+
+    Memory: one temporary of 16 MiB or of the logits' size, whichever is less, and at most
+    32 x (128 + vocab_size / 128) bytes a row: less than 0.1 of its logits from a vocabulary of 32,000 on.
+    """
+    return race(logits, _draw(noise.row_seeds(keys.cpu(), positions.cpu()), logits))
+
+
+def shortfall(
+    logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """By how much a token missed being drawn: 0 for the token that `keyed_sample` draws.
+
+    The larger of its block's and its own distance to the winner, in units of (logit + Gumbel noise): about
+    the least error of a logit that could have made it win.
+
+    Args:
+        token_ids: int64 [n]; the other arguments as in `keyed_sample`.
+
+    Returns:
+        float32 [n]; inf for a token of probability 0, also where float32 can only say 0 of its whole block
+        (e**-87 or less of the likeliest token's).
+    """
+    drawn = _draw(noise.row_seeds(keys.cpu(), positions.cpu()), logits)
+    peaks = block_peaks(logits)
+    top = peaks.amax(dim=-1, keepdim=True)
+    masses = _block_masses(logits, torch.ones_like(peaks, dtype=torch.bool), top)
+    block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
+    # A block that cannot win may have nothing above 0 relative to the row's largest logit.
+    peak = peaks.gather(-1, block)
+    scores = _token_scores(logits, block, torch.where(peak < top - WINNING_DISTANCE, peak, top), drawn)
+    missed = torch.cat(
+        [
+            _missed(masses / drawn[:, BLOCK_SIZE:], block),
+            _missed(scores, (token_ids % BLOCK_SIZE).unsqueeze(-1)),
+        ],
+        dim=-1,
+    )
+    # Not a number: nothing of its block can be drawn, or the logits have no number.
+    return torch.where(missed >= 0, missed, torch.inf).amax(dim=-1)
+
+
+def _missed(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    logarithms = scores.log()
+    return logarithms.amax(dim=-1, keepdim=True) - logarithms.gather(-1, chosen)
+
+
+def num_drawn(vocab_size: int) -> int:
+    """How many values of noise a token takes: one for each token of a block, one for each block."""
+    return BLOCK_SIZE + -(-vocab_size // BLOCK_SIZE)
+
+
+def _draw(seeds: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The noise of `race`, where the logits are."""
+    return noise.exponential(seeds, num_drawn(logits.shape[-1]), logits.device)
+
+
+def race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Draw one token a row, by the two races of `keyed_sample`.
+
+    A block's sum lies between its largest probability and 128 times that. So most blocks cannot win, and
+    only the others are summed.
+
+    Args:
+        logits: float32 [n, vocab_size].
+        drawn: Exp(1) noise, float32 [n, num_drawn(vocab_size)]: of a block's tokens, then of the blocks.
+
+    Returns:
+        int64 [n].
+    """
+    of_blocks = drawn[:, BLOCK_SIZE:]
+    peaks = block_peaks(logits)
+    top = peaks.amax(dim=-1, keepdim=True)
+    least = (peaks - top).exp_().div_(of_blocks)
+    # None can win of a row that has no number: its token does not depend on the other rows either.
+    can_win = least >= least.amax(dim=-1, keepdim=True) / (BLOCK_SIZE + 1)
+    block = _block_masses(logits, can_win, top).div_(of_blocks).argmax(dim=-1, keepdim=True)
+    return best_token(block, _token_scores(logits, block, top, drawn))
+
+
+def _block_masses(logits: torch.Tensor, wanted: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """The sums of exp(logit - the row's largest) of the blocks that are wanted, of others 0.
+
+    Args:
+        wanted: bool [n, number of blocks]; a last block that is not whole is always summed.
+        top: the largest logit of each row, [n, 1].
+
+    Returns:
+        float32 [n, number of blocks].
+    """
+    whole, rest = split_blocks(logits)
+    masses = torch.zeros_like(wanted, dtype=top.dtype)
+    for chunk in wanted[:, : whole.shape[1]].nonzero().split(rows_at_a_time(BLOCK_SIZE)):
+        rows, blocks = chunk.unbind(-1)
+        masses[rows, blocks] = _sums(whole[rows, blocks].sub_(top.index_select(0, rows)).exp_())
+    if rest.shape[1]:
+        last = (rest - top).exp_()
+        missing = last.new_zeros(len(last), -last.shape[1] % SUM_SIZE)
+        masses[:, -1] = _sums(torch.cat([last, missing], dim=-1))
+    return masses
+
+
+def _sums(values: torch.Tensor) -> torch.Tensor:
+    """Each row's sum, [n]; it does not depend on the other rows.
+
+    CUDA's order of additions depends on the number of rows where more than 32 values are added at a time.
+    """
+    return values.view(len(values), values.shape[1] // SUM_SIZE, SUM_SIZE).sum(dim=-1).sum(dim=-1)
+
+
+def _token_scores(
+    logits: torch.Tensor, block: torch.Tensor, top: torch.Tensor, drawn: torch.Tensor
+) -> torch.Tensor:
+    """The scores of the tokens of one block a row, [n, BLOCK_SIZE].
+
+    Relative to the row's largest logit: a block that wins the other race has one WINNING_DISTANCE of it at
+    most, since no two values of noise are further apart than 2**38 and a sum has 2**7 tokens.
+
+    Args:
+        block: int64 [n, 1].
+        top: what 1 stands for in each row, the largest logit of the row or of the block, [n, 1].
+    """
+    return block_values(logits, block).sub_(top).exp_().div_(drawn[:, :BLOCK_SIZE])

@@ -1,0 +1,61 @@
+"""From the target's own tokens to the tokens that each request gets; both ways of verifying end here.
+
+It runs on the host, in numpy. These arrays are tiny, and on an accelerator each operation on them would be a
+launch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+PLACEHOLDER_TOKEN_ID = -1  # vLLM's, where a row has no token
+
+
+def matching_prefixes(
+    own: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    bonus_token_ids: torch.Tensor,
+    num_draft_tokens: list[int],
+    max_spec_len: int,
+) -> torch.Tensor:
+    """The target's own tokens, up to and with the first that differs from the draft.
+
+    Args:
+        own: int64 [num_tokens], at the draft positions of all requests, one request after the other.
+        draft_token_ids: int [num_tokens].
+        bonus_token_ids: int [batch_size, 1], behind the drafts.
+        num_draft_tokens: per request, 0 included.
+        max_spec_len: the largest of these, or more.
+
+    Returns:
+        int32 [batch_size, max_spec_len + 1], on the device of `own`; PLACEHOLDER_TOKEN_ID behind the tokens.
+    """
+    tokens = np.concatenate([own.cpu().numpy(), bonus_token_ids.view(-1).cpu().numpy()], dtype=np.int32)
+    counts, requests = np.array(num_draft_tokens)[:, np.newaxis], np.arange(len(num_draft_tokens))
+    is_same = np.zeros(len(tokens), np.bool_)  # never behind a draft, so each row has one that is not
+    is_same[: len(own)] = tokens[: len(own)] == draft_token_ids.cpu().numpy()
+    offsets = np.arange(max_spec_len + 1)
+    places = np.where(
+        offsets < counts, counts.cumsum(axis=0) - counts + offsets, len(own) + requests[:, np.newaxis]
+    )
+    num_accepted = is_same[places].argmin(axis=1)
+    rows = tokens[places]
+    rows[offsets > num_accepted[:, np.newaxis]] = PLACEHOLDER_TOKEN_ID
+    return torch.from_numpy(rows).to(own.device)
+
+
+def first_rejected(
+    accepted: npt.NDArray[np.bool_], num_draft_tokens: list[int]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The requests that reject a draft token, and where the first of each stands; both int64 [n].
+
+    Args:
+        accepted: bool [num_tokens].
+        num_draft_tokens: per request, 0 included.
+    """
+    (rejected,) = (~accepted).nonzero()
+    of_tokens = np.arange(len(num_draft_tokens)).repeat(num_draft_tokens)
+    requests, first = np.unique(of_tokens[rejected], return_index=True)
+    return requests, rejected[first]

@@ -1,0 +1,106 @@
+"""verl's agent loops, naming every sample: what `rollout.spec.verify=coupled` derives a sample's noise from.
+
+A rollout server knows neither a request's prompt in the data set nor its number among the samples of that
+prompt; an agent loop knows both. verl's option `actor_rollout_ref.rollout.agent.agent_loop_manager_class`
+names the manager.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+import verl.utils.tensordict_utils as tu
+from tensordict import TensorDict  # type: ignore[import-untyped]
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+KEY = "rollout_spec_key"  # in `SamplingParams.extra_args`; see rollout_spec.vllm
+_OCCURRENCE = "rollout_spec_occurrence"  # a column of verl's batch, taken out before an agent loop runs
+
+
+class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
+    """verl's worker; it hands each sample's name on in the sampling parameters, whatever the agent loop."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Ray would wrap and copy an inherited one, and verl's then finds itself in another class.
+        super().__init__(*args, **kwargs)
+
+    async def _run_agent_loop(
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        occurrence = kwargs.pop(_OCCURRENCE, 0)
+        name = sample_name(self.config.actor_rollout_ref.rollout.seed, trajectory, occurrence, kwargs)
+        extra_args = {**(sampling_params.get("extra_args") or {}), KEY: name}
+        named = {**sampling_params, "extra_args": extra_args}
+        return await super()._run_agent_loop(named, trajectory, **kwargs)
+
+
+class KeyedAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager, with `KeyedAgentLoopWorker`s where `rollout.spec.verify=coupled`."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._is_keyed = config.rollout.spec.verify == "coupled"
+        self._occurrences = Occurrences()
+        if self._is_keyed:
+            self.agent_loop_workers_class = ray.remote(KeyedAgentLoopWorker)
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        if self._is_keyed:
+            prompts = prompts.clone(recurse=False)
+            step, validate = tu.get(prompts, "global_steps"), bool(tu.get(prompts, "validate", False))
+            names = [
+                (validate, *prompt_name(index, raw_prompt))
+                for index, raw_prompt in zip(
+                    tu.get(prompts, "index"), tu.get(prompts, "raw_prompt"), strict=True
+                )
+            ]
+            tu.assign_non_tensor_stack(prompts, _OCCURRENCE, self._occurrences.of(step, names))
+        super().generate_sequences(prompts)
+
+
+class Occurrences:
+    """Numbers the prompts that are drawn more than once in one training step."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._counts: Counter[tuple[Any, ...]] = Counter()
+
+    def of(self, step: int, names: Sequence[tuple[Any, ...]]) -> list[int]:
+        """How often each prompt has been drawn before in this step."""
+        if step != self._step:
+            self._step, self._counts = step, Counter()
+        numbers = []
+        for name in names:
+            numbers.append(self._counts[name])
+            self._counts[name] += 1
+        return numbers
+
+
+def sample_name(
+    seed: int, trajectory: Mapping[str, Any], occurrence: int, sample: Mapping[str, Any]
+) -> list[Any]:
+    """A name that no other sample of a run has, and that a run which repeats it gives again.
+
+    Args:
+        seed: `actor_rollout_ref.rollout.seed`.
+        trajectory: verl's, with the training step and whether it is a validation.
+        occurrence: how often the prompt has been drawn before in this step.
+        sample: the fields of the sample; `index`, `raw_prompt` and `session_id` are read.
+
+    Returns:
+        Plain values: seed, step, train or val, the prompt's index and text, occurrence, number in the group.
+    """
+    kind = "val" if trajectory["validate"] else "train"
+    prompt = prompt_name(sample["index"], sample["raw_prompt"])
+    return [int(seed), int(trajectory["step"]), kind, *prompt, int(occurrence), int(sample["session_id"])]
+
+
+def prompt_name(index: Any, raw_prompt: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """A prompt's index in its file, and a digest of its text: files are joined, and some have no index."""
+    text = json.dumps(list(raw_prompt), sort_keys=True, default=lambda _: None)  # images and the like
+    return str(index), hashlib.sha256(text.encode()).hexdigest()[:16]

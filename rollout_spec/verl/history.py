@@ -1,0 +1,98 @@
+"""Shares the history between the rollout servers, so that a prompt finds its responses wherever it is served,
+and keeps it in verl's checkpoints: one file for all servers, beside the state of the data loader.
+
+Each function does nothing where `rollout.spec` keeps no history.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.drafting.history import HistoryError, read_file, write_file
+from rollout_spec.verl.trainer import option, servers
+
+FILE = "rollout_spec_history"
+
+logger = logging.getLogger(__name__)
+
+
+def keeps_history(trainer: Any) -> bool:
+    return option(trainer, "method") not in (None, "off") and bool(option(trainer, "history"))
+
+
+def share_history(trainer: Any) -> None:
+    """Let every server add what the others have served since the last call, while none of them is serving.
+
+    The texts go from server to server through Ray's object store, not through this process.
+    """
+    import ray
+
+    handles = servers(trainer) if keeps_history(trainer) else []
+    if len(handles) < 2:
+        return
+    taken = [handle.take_history.remote() for handle in handles]
+    others = [taken[:i] + taken[i + 1 :] for i in range(len(taken))]
+    ray.get([handle.add_history.remote(*parts) for handle, parts in zip(handles, others, strict=True)])
+
+
+def save_history(trainer: Any) -> None:
+    """Write what all servers have served to the folder of the checkpoint that is about to be saved.
+
+    Where that fails there is a warning, and the checkpoint has no history.
+    """
+    import ray
+
+    if not keeps_history(trainer):
+        return
+    share_history(trainer)
+    packed = (ray.get(handle.pack_history.remote()) for handle in servers(trainer))  # all have the same
+    content = next((content for content in packed if content is not None), None)
+    if content is None:
+        logger.warning("rollout_spec: the checkpoint has no history: no engine gives one, and says why")
+        return
+    folder = Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
+    try:
+        write_file(folder / FILE, content)
+    except OSError as error:
+        logger.warning("rollout_spec: the checkpoint has no history: %s", error)
+
+
+def remove_orphans(trainer: Any) -> None:
+    """Remove the history of checkpoints whose actor verl has removed (max_actor_ckpt_to_keep)."""
+    if not keeps_history(trainer):
+        return
+    for file in Path(trainer.config.trainer.default_local_dir).glob(f"global_step_*/{FILE}"):
+        # verl may be writing the latest one still.
+        is_latest = file.parent.name == f"global_step_{trainer.global_steps}"
+        if not is_latest and not (file.parent / "actor").exists():
+            try:
+                file.unlink()
+            except OSError as error:
+                logger.warning("rollout_spec: cannot remove an old history: %s", error)
+
+
+def load_history(trainer: Any) -> None:
+    """Give every server the history of the checkpoint that training resumes from, if it has one.
+
+    A file that cannot be used costs a warning that names it, not the training.
+    """
+    import ray
+
+    if not keeps_history(trainer) or not trainer.global_steps:
+        return
+    options = trainer.config.trainer
+    if options.resume_mode == "resume_path":
+        folder = Path(options.resume_from_path)
+    else:
+        folder = Path(options.default_local_dir) / f"global_step_{trainer.global_steps}"
+    if not (folder / FILE).exists():
+        logger.warning("rollout_spec: %s has no history: training begins without", folder)
+        return
+    try:
+        content = ray.put(read_file(folder / FILE))
+    except (OSError, HistoryError) as error:
+        logger.warning("rollout_spec: training goes on without the saved history: %s", error)
+        return
+    ray.get([handle.add_history.remote(content) for handle in servers(trainer)])

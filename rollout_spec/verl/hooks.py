@@ -1,0 +1,62 @@
+"""Hooks into verl's V1 trainer: metrics and history at the end of a step, history in its checkpoints."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from rollout_spec.patches import Patch, replace_function
+from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
+from rollout_spec.verl.metrics import step_metrics, take_reports
+
+_TAKEN = "_rollout_spec_taken_reports"
+_PATCH = Patch(
+    name="verl-trainer-hooks",
+    reason="verl counts drafts for MTP only, and its one class of checkpoint callbacks is the user's own",
+    upstream="verl/trainer/ppo/v1/trainer_base.py, PPOTrainer",
+    until="verl calls back at the end of a step, around a validation, before a save and after a load",
+)
+
+
+def install() -> None:
+    """Wrap the trainer's methods. Called in the trainer's process, when it asks for its replica class."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    compute, validate = PPOTrainer._compute_metrics, PPOTrainer._validate
+    save, load = PPOTrainer._save_checkpoint, PPOTrainer._load_checkpoint
+
+    @functools.wraps(compute)
+    def compute_metrics(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        result = compute(self, batch, metrics, *args, **kwargs)
+        # A validation comes between a step and its metrics, so it has taken the step's reports already.
+        metrics.update(step_metrics(self.__dict__.pop(_TAKEN, []) + take_reports(self)))
+        share_history(self)
+        return result
+
+    @functools.wraps(validate)
+    def validate_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the validation generates is no part of the step."""
+        setattr(self, _TAKEN, take_reports(self))
+        result = validate(self, *args, **kwargs)
+        take_reports(self)
+        return result
+
+    @functools.wraps(save)
+    def save_checkpoint(self: Any) -> None:
+        save_history(self)  # first: verl's last act is to declare the checkpoint complete
+        save(self)
+        remove_orphans(self)
+
+    @functools.wraps(load)
+    def load_checkpoint(self: Any) -> None:
+        load(self)
+        load_history(self)
+
+    signature = "(self, batch: transfer_queue.metadata.KVBatchMeta, metrics, timing_raw, global_steps, epoch)"
+    for name, function, expected in (
+        ("_compute_metrics", compute_metrics, signature),
+        ("_validate", validate_apart, None),
+        ("_save_checkpoint", save_checkpoint, "(self)"),
+        ("_load_checkpoint", load_checkpoint, "(self)"),
+    ):
+        replace_function(PPOTrainer, name, function, patch=_PATCH, expected_signature=expected)

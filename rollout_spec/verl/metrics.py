@@ -1,0 +1,32 @@
+"""The rollout servers' reports as metrics for verl's stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout_spec.metrics import RolloutReport, rollout_metrics
+from rollout_spec.verl.trainer import option, servers
+
+
+def take_reports(trainer: Any) -> list[RolloutReport]:
+    """What every rollout server served since the last call; nothing where rollout.spec is not used."""
+    import ray
+
+    if option(trainer, "method") is None:
+        return []
+    return ray.get([handle.take_rollout_report.remote() for handle in servers(trainer)])
+
+
+def step_metrics(reports: list[RolloutReport]) -> dict[str, float]:
+    """The metrics of one training step: ours, and verl's own of speculative decoding."""
+    from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
+
+    metrics = rollout_metrics(reports) if reports else {}
+    requests = [request for report in reports for request in report.requests]
+    if any(report.engine is not None for report in reports):
+        metrics |= compute_spec_decode_metrics(
+            [request.num_draft_tokens for request in requests],
+            [request.num_accepted_tokens for request in requests],
+            [request.num_drafts for request in requests],
+        )
+    return metrics

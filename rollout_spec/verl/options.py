@@ -1,0 +1,200 @@
+"""Checks a verl configuration that asks for `rollout.spec`, on the driver, before Ray starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.drafting.corpus import check_corpus
+from rollout_spec.verl import plugin
+from rollout_spec.verl.hydra_plugin import config_file
+
+OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`; see rollout_spec.vllm
+SAMPLER = "pkg://rollout_spec.verl.sampler"
+PROPOSER = "rollout_spec.vllm.SuffixProposer"
+SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
+MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
+_VARIABLES = "ray_kwargs.ray_init.runtime_env.env_vars"
+_OURS = "rollout.spec sets it, leave it alone"
+
+
+class CheckConfig(Callback):
+    """Hydra's callback, named by the `rollout.spec` group: it runs where the group is used, only there."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Name the method for a Ray that runs already: its processes do not have this one's environment."""
+        method = OmegaConf.select(config, "rollout.spec.method")
+        with open_dict(config):
+            OmegaConf.update(config, f"{_VARIABLES}.{plugin.ASKED_VARIABLE}", str(method), force_add=True)
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        # Hydra turns an Exception in a callback into a warning; SystemExit it lets through.
+        with one_line_errors():
+            if plugin.failure is not None:
+                raise ConfigError(f"{plugin.failure}; run `rollout-spec doctor`")
+            os.environ[plugin.ASKED_VARIABLE] = check_config(config).method
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """A ConfigError ends the command: its message on stderr, exit code 2."""
+    try:
+        yield
+    except ConfigError as error:
+        print(f"rollout_spec: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Refuse `rollout.spec.NAME=VALUE` of a NAME that is no option.
+
+    Hydra would do so too, before any callback of ours, and advise to add the name with a `+`.
+
+    Raises:
+        ConfigError: the name is unknown or was removed.
+    """
+    known = {field.name for field in dataclasses.fields(SpecConfig)}
+    for argument in arguments:
+        override = re.match(r"\+{0,2}rollout\.spec\.([^.=@]+)=(.*)", argument)
+        if override and override[1] not in known:
+            SpecConfig.from_mapping({override[1]: override[2]})
+
+
+def check_config(config: DictConfig) -> SpecConfig:
+    """The options under `rollout.spec`.
+
+    Args:
+        config: verl's whole configuration.
+
+    Raises:
+        ConfigError: an option is unknown or out of range, or does not go together with another setting.
+    """
+    options = _value(config, "rollout.spec")
+    if not isinstance(options, dict):
+        raise ConfigError(
+            f"rollout.spec={options!r}: not a configuration group. Is rollout-spec's plugin for verl loaded "
+            "(VERL_USE_EXTERNAL_PLUGINS)? Run `rollout-spec doctor`."
+        )
+    spec = SpecConfig.from_mapping(options)
+    _check_trainer(config, spec)
+    _check_sampler(config)
+    _check_routing(config, spec)
+    _check_engine(config, spec)
+    if spec.enabled:
+        _check_drafting(config)
+    return spec
+
+
+def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
+    """What is measured in each step, with drafts and without, needs a trainer whose steps have their own."""
+    _require(config, f"{_ROLLOUT}.name", ("vllm",), "rollout.spec needs vllm")
+    _require(config, "trainer.use_v1", (True,), "rollout.spec supports verl's V1 trainer only")
+    overlap = (
+        "the rollouts of an asynchronous trainer overlap its steps, so that no step's counts are its own"
+    )
+    _require(config, "trainer.v1.trainer_mode", (None, "sync"), f"rollout.spec supports sync only; {overlap}")
+    if spec.coupled:
+        names = (
+            "verify=coupled needs every sample's number; leave it alone or set rollout.spec.verify=standard"
+        )
+        key = f"{_ROLLOUT}.agent.agent_loop_manager_class"
+        _require(config, key, (MANAGER,), f"rollout.spec sets it, because {names}")
+
+
+def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
+    """What the group puts into the engine's arguments is there, and nothing that contradicts it."""
+    options = _value(config, f"{_ENGINE}.additional_config.{OPTIONS_KEY}")
+    if options is None or SpecConfig.from_mapping(options) != spec:
+        raise ConfigError(f"{_ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
+    key = f"{_ENGINE}.speculative_config"
+    if not spec.enabled:
+        _require(config, key, (None,), "remove it, rollout.spec=off is the run without drafts")
+        return
+    schedule = "num_speculative_tokens_per_batch_size"
+    if schedule in (_value(config, key) or {}):
+        raise ConfigError(f"{key}.{schedule}: use rollout.spec.batch_threshold instead")
+    num_tokens = spec.num_speculative_tokens
+    expected = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_tokens}
+    _require(config, key, (expected,), _OURS)
+
+
+def _check_drafting(config: DictConfig) -> None:
+    """What goes without drafts and not with them."""
+    _require(config, f"{_ENGINE}.scheduler_cls", (SCHEDULER,), _OURS)
+    with_drafts = "together with speculative decoding"
+    _require(config, f"{_ENGINE}.logits_processors", (None, []), f"vLLM runs none {with_drafts}")
+    for name in ("override_generation_config", "generation_config"):
+        if _min_p(_value(config, f"{_ENGINE}.{name}")):
+            raise ConfigError(f"{_ENGINE}.{name}.min_p: vLLM refuses min_p {with_drafts}")
+    if _value(config, "actor_rollout_ref.model.mtp.enable"):
+        mtp = "actor_rollout_ref.model.mtp.enable_rollout"
+        _require(config, mtp, (None, False), "MTP drafts already, use one or the other")
+    blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
+    _require(config, f"{_ROLLOUT}.disaggregation.enabled", (None, False), blind)
+    if _value(config, f"{_ROLLOUT}.checkpoint_engine.backend") == "delta_sharded":
+        raise ConfigError(
+            f"{_ROLLOUT}.checkpoint_engine.backend=delta_sharded: verl's delta weight transfer refuses any "
+            "speculative_config"
+        )
+    for name in ("pipeline_model_parallel_size", "data_parallel_size"):
+        _require(config, f"{_ROLLOUT}.{name}", (None, 1), "must be 1 with rollout.spec")
+    if corpus := _value(config, "rollout.spec.corpus"):
+        check_corpus(corpus)
+
+
+def _min_p(value: Any) -> Any:
+    """Of a generation configuration; verl takes vLLM's dictionaries as JSON text too."""
+    if isinstance(value, str):
+        with contextlib.suppress(json.JSONDecodeError):  # else a path, or a mistake that vLLM names
+            value = json.loads(value)
+    return isinstance(value, Mapping) and value.get("min_p")
+
+
+def _require(config: DictConfig, key: str, allowed: Sequence[Any], reason: str) -> None:
+    value = _value(config, key)
+    if value not in allowed:
+        raise ConfigError(f"{key}={value}: {reason}")
+
+
+def _value(config: DictConfig, key: str) -> Any:
+    """Plain Python; None where there is no such key."""
+    node = OmegaConf.select(config, key)
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def _check_sampler(config: DictConfig) -> None:
+    sampler = _value(config, "trainer.v1.sampler.custom_sampler.path")
+    max_batches = _value(config, "algorithm.filter_groups.max_num_gen_batches")
+    if sampler == SAMPLER and (type(max_batches) is not int or max_batches < 1):
+        raise ConfigError(
+            f"algorithm.filter_groups.max_num_gen_batches={max_batches}: must be at least 1 with the "
+            "sampler of +rollout_spec_sampler=bounded"
+        )
+
+
+def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
+    if spec.routing == "default":
+        return
+    router = f"{_ROLLOUT}.router_config_path"
+    if _value(config, router) != config_file(f"rollout_spec_router/{spec.routing}.yaml"):
+        raise ConfigError(
+            f"rollout.spec.routing={spec.routing}: does not go together with another {router}. It is a "
+            "group of Hydra: choose it on the command line, or in a defaults list (`/rollout.spec.routing`)"
+        )
+    if _value(config, f"{_ROLLOUT}.full_determinism"):
+        raise ConfigError(
+            f"rollout.spec.routing={spec.routing}: places requests by load, so in another way every time; "
+            f"{_ROLLOUT}.full_determinism needs rollout.spec.routing=default"
+        )

@@ -1,0 +1,90 @@
+"""DAPO's dynamic sampling with a bound on the prompts of one step.
+
+verl's V1 trainer bounds what is in flight, not what a step generates in all: where most groups score the same
+throughout, a step never ends. Used through verl's `trainer.v1.sampler.custom_sampler`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+logger = logging.getLogger(__name__)
+
+
+class BoundedReplayBuffer(ReplayBuffer):
+    """verl's synchronous replay buffer that throws away groups only while it may generate others for them.
+
+    At most `max_num_gen_batches * train_batch_size` prompts are generated for one batch. What can no longer
+    be replaced stays in the batch: a group whose samples all score the same has no advantage, so no gradient.
+
+    Args:
+        sampler_kwargs: `filter_groups` (verl's `algorithm.filter_groups`) and `train_batch_size`, prompts.
+        refill_fn: submits that many fresh prompts.
+        kwargs: verl's other arguments.
+
+    Raises:
+        ValueError: `max_num_gen_batches` is below 1.
+    """
+
+    def __init__(self, *, sampler_kwargs: Any, refill_fn: Callable[[int], None], **kwargs: Any) -> None:
+        groups, train_batch_size = sampler_kwargs["filter_groups"], int(sampler_kwargs["train_batch_size"])
+        max_batches = int(groups["max_num_gen_batches"])
+        if max_batches < 1:
+            raise ValueError(
+                f"algorithm.filter_groups.max_num_gen_batches={max_batches}: must be at least 1 with the "
+                "sampler rollout_spec.verl.sampler.BoundedReplayBuffer"
+            )
+        super().__init__(
+            sampler_kwargs=sampler_kwargs,
+            refill_fn=self._refill,
+            filter_groups_metric=groups["metric"] if groups["enable"] else None,
+            train_batch_size=train_batch_size,
+            gen_batch_size=1,
+            max_inflight_gen_batches=int(groups["max_inflight_gen_batches"]),
+            **kwargs,
+        )
+        self._submit = refill_fn
+        self._max_prompts = max_batches * train_batch_size
+        self._num_prompts = 0  # generated for the batch that is being sampled
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict]:
+        """As verl's, with `training/filter_groups/num_gen_batches` among the metrics."""
+        # The trainer has submitted one batch before it asks for one.
+        self._num_prompts = batch_size
+        batch, metrics = super().sample(global_steps, partition_id, batch_size)
+        if partition_id != "val" and self.filter_groups_metric is not None:
+            metrics["training/filter_groups/num_gen_batches"] = self._num_prompts / batch_size
+        return batch, metrics
+
+    def _refill(self, num_prompts: int) -> None:
+        num_prompts = min(num_prompts, self._max_prompts - self._num_prompts)
+        if num_prompts > 0:
+            self._num_prompts += num_prompts
+            self._submit(num_prompts)
+
+    def _dapo_filtered_keys(self, partition_id: str) -> tuple[set[str], Counter]:
+        """Those of verl's that leave enough prompts, done, in flight or still allowed, for a batch."""
+        filtered, counts = super()._dapo_filtered_keys(partition_id)
+        if not filtered:
+            return filtered, counts
+        known = (
+            self.pending_keys[partition_id]
+            | self.running_keys[partition_id]
+            | self.finished_keys[partition_id]
+            | self.failure_keys[partition_id]
+        )
+        num_spare = len(known) + self._max_prompts - self._num_prompts - self.train_batch_size
+        if num_spare >= len(filtered):
+            return filtered, counts
+        logger.warning(
+            "algorithm.filter_groups.max_num_gen_batches is reached: %d groups without signal stay",
+            len(filtered) - max(0, num_spare),
+        )
+        evicted = set(sorted(filtered)[: max(0, num_spare)])
+        rewards = self._dapo_classification_cache[partition_id]
+        return evicted, Counter(rewards[uid] for uid in evicted)

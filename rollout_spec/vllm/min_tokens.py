@@ -1,0 +1,48 @@
+"""min_tokens behind a draft: vLLM counts the tokens before the draft only."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+
+from rollout_spec.patches import Patch
+
+MIN_TOKENS = Patch(
+    name="vllm-min-tokens-bonus",
+    reason="behind an accepted draft that reaches min_tokens, vLLM forbids the stop tokens once more: the "
+    "bonus token is masked by the number of tokens before the draft",
+    upstream="vllm/v1/sample/logits_processor/builtin.py, MinTokensLogitsProcessor.apply",
+    until="MinTokensLogitsProcessor counts the draft tokens for the bonus token",
+)
+
+
+class MinTokensBehindDrafts:
+    """vLLM's processor of min_tokens for the tokens that come behind whole drafts."""
+
+    def __init__(self, plain: MinTokensLogitsProcessor, num_draft_tokens: list[int]) -> None:
+        self._plain = plain
+        self._num_draft_tokens = num_draft_tokens
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Mask the stop tokens of each row that needs more tokens; logits is [batch_size, vocab_size]."""
+        for row, (min_tokens, output_token_ids, stop_token_ids) in self._plain.min_toks.items():
+            if stop_token_ids and len(output_token_ids) + self._num_draft_tokens[row] < min_tokens:
+                logits[row, list(stop_token_ids)] = -torch.inf
+        return logits
+
+
+def counting_drafts(sampling: Any, num_draft_tokens: list[int]) -> Any:
+    """The sampling metadata of a step's bonus tokens, with the draft tokens counted for min_tokens."""
+    processors = sampling.logitsprocs.non_argmax_invariant
+    if not any(isinstance(p, MinTokensLogitsProcessor) and p.min_toks for p in processors):
+        return sampling
+    counting = copy.copy(sampling.logitsprocs)
+    counting.non_argmax_invariant = [
+        MinTokensBehindDrafts(p, num_draft_tokens) if isinstance(p, MinTokensLogitsProcessor) else p
+        for p in processors
+    ]
+    return dataclasses.replace(sampling, logitsprocs=counting)

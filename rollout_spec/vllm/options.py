@@ -1,0 +1,91 @@
+"""An engine's options, read from vLLM's configuration; what cannot work is refused before it starts."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+
+from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.drafting.corpus import check_corpus, open_corpus
+
+OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
+CLASS_PATH = "rollout_spec.vllm.SuffixProposer"
+
+
+def check_options(vllm_config: VllmConfig) -> None:
+    """Check all that can be checked before an engine's process is launched; reads the corpus through.
+
+    Raises:
+        ConfigError: naming the option or vLLM's setting.
+    """
+    config = engine_options(vllm_config)
+    if config is None:
+        return
+    if config.enabled and config.corpus:
+        check_corpus(config.corpus)
+    refuse_unsupported(vllm_config, config)
+
+
+def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
+    """The options of an engine; None where neither the drafter nor an option is asked for.
+
+    Raises:
+        ConfigError: an option is unknown or out of range, or contradicts vLLM's own.
+    """
+    options = (vllm_config.additional_config or {}).get(OPTIONS_KEY)
+    speculative = vllm_config.speculative_config
+    drafts = speculative is not None and speculative.model == CLASS_PATH
+    if not drafts:
+        if options is None:
+            return None
+        config = SpecConfig.from_mapping(options)
+        if config.enabled:
+            raise ConfigError(
+                f"rollout.spec.method={config.method} without a speculative_config that names the drafter"
+            )
+        return config
+    options = dict(options or {})
+    num_speculative_tokens = speculative.num_speculative_tokens
+    if options.setdefault("num_speculative_tokens", num_speculative_tokens) != num_speculative_tokens:
+        raise ConfigError(
+            f"rollout.spec.num_speculative_tokens={options['num_speculative_tokens']} differs from "
+            f"speculative_config.num_speculative_tokens={num_speculative_tokens}"
+        )
+    config = SpecConfig.from_mapping(options)
+    if not config.enabled:
+        raise ConfigError("rollout.spec.method=off together with a speculative_config that names the drafter")
+    return config
+
+
+def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
+    """Raise for what vLLM would only refuse request by request, or not use at all, once it serves.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if config.coupled and vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            "rollout.spec.verify=coupled needs vLLM's model runner V1: set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if not config.enabled:
+        if config.coupled and speculative is not None:
+            raise ConfigError("speculative_config: rollout.spec.verify=coupled goes with our drafter or none")
+        return
+    if speculative.num_speculative_tokens_per_batch_size:
+        raise ConfigError(
+            "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; "
+            "set rollout.spec.batch_threshold instead"
+        )
+    if config.corpus:
+        largest, vocab_size = open_corpus(config.corpus).largest_token, model.get_vocab_size()
+        if largest >= vocab_size:
+            raise ConfigError(
+                f"rollout.spec.corpus={config.corpus!r}: has the token {largest}, the model's vocabulary "
+                f"is of {vocab_size}: build it from texts of the model's own tokenizer"
+            )
+    if model.logits_processors:
+        raise ConfigError(
+            "logits_processors: vLLM does not run custom logits processors with speculative decoding"
+        )
+    if model.get_diff_sampling_param().get("min_p"):
+        raise ConfigError("generation_config.min_p: vLLM refuses min_p together with speculative decoding")

@@ -1,0 +1,119 @@
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in every process of an engine."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from rollout_spec.patches import Patch, replace_function
+
+_BIND = Patch(
+    name="vllm-bind-proposer",
+    reason="vLLM hands a custom proposer token arrays without the requests they belong to, so siblings, "
+    "finished and preempted requests cannot be told apart",
+    upstream="vllm/v1/worker/worker_base.py, WorkerWrapperBase.init_device",
+    until="`propose` of a custom_class proposer is given the input batch, as the suffix proposer's is",
+)
+_CHECK = Patch(
+    name="vllm-check-options",
+    reason="a custom proposer is built in the engine's process, so a wrong option would only show as "
+    "'engine core initialization failed' after a process was launched",
+    upstream="vllm/engine/arg_utils.py, EngineArgs.create_engine_config",
+    until="vLLM lets a custom proposer validate its configuration",
+)
+_NUMBER = Patch(
+    name="vllm-number-samples",
+    reason="vLLM copies `extra_args` to each of a request's n samples: all of them would have one noise key "
+    "and come out alike",
+    upstream="vllm/v1/engine/parallel_sampling.py, ParentRequest.get_child_info",
+    until="vLLM puts a sample's number into its request",
+)
+
+
+def register() -> None:
+    """Connect the proposer with the engine, and mend sampling on the CPU and on NPUs. Idempotent.
+
+    Raises:
+        PatchError: the installed vLLM is not one that these patches were written for.
+    """
+    from rollout_spec.vllm.ascend import mend_ascend_sampling
+    from rollout_spec.vllm.mends import mend_cpu_sampling
+
+    _bind_proposers()
+    _check_configurations()
+    _number_samples()
+    mend_cpu_sampling()
+    mend_ascend_sampling()
+
+
+def _bind_proposers() -> None:
+    """Give a worker's proposer and samplers what they need as soon as the worker has a model runner."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    init_device = WorkerWrapperBase.init_device
+
+    @functools.wraps(init_device)
+    def init_device_and_bind(self: Any) -> None:
+        init_device(self)
+        _bind(self.worker)
+
+    replace_function(
+        WorkerWrapperBase, "init_device", init_device_and_bind, patch=_BIND, expected_signature="(self)"
+    )
+
+
+def _bind(worker: Any) -> None:
+    from rollout_spec.vllm.options import engine_options
+    from rollout_spec.vllm.proposer import SuffixProposer
+    from rollout_spec.vllm.sampler import RowSampling
+
+    runner = getattr(worker, "model_runner", None)
+    config = engine_options(worker.vllm_config)
+    if config is None or runner is None:
+        return
+    proposer = getattr(runner, "drafter", None)
+    if isinstance(proposer, SuffixProposer):
+        proposer.bind(runner)
+    RowSampling(runner, config.coupled).install()
+
+
+def _check_configurations() -> None:
+    """Check an engine's options where its configuration is made."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create_engine_config = EngineArgs.create_engine_config
+
+    @functools.wraps(create_engine_config)
+    def create_checked_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from rollout_spec.vllm.options import check_options
+
+        vllm_config = create_engine_config(self, *args, **kwargs)
+        check_options(vllm_config)
+        return vllm_config
+
+    replace_function(EngineArgs, "create_engine_config", create_checked_engine_config, patch=_CHECK)
+
+
+def _number_samples() -> None:
+    """Give each of a request's n samples a noise key of its own."""
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    get_child_info = ParentRequest.get_child_info
+
+    @functools.wraps(get_child_info)
+    def get_numbered_child_info(self: Any, index: int) -> tuple[str, Any]:
+        from rollout_spec.vllm.keys import with_numbered_key
+
+        request_id, params = get_child_info(self, index)
+        return request_id, with_numbered_key(params, index)
+
+    replace_function(
+        ParentRequest,
+        "get_child_info",
+        get_numbered_child_info,
+        patch=_NUMBER,
+        expected_signature=(
+            "(self, index: int) -> tuple[str, vllm.sampling_params.SamplingParams]",
+            "(self, index: int) -> 'tuple[str, SamplingParams]'",
+        ),
+    )

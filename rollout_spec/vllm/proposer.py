@@ -1,0 +1,190 @@
+"""vLLM's custom proposer: hands the engine's batch to the drafter, step by step. An adapter, no algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.history import HistoryError
+from rollout_spec.drafting.native import NativeError
+from rollout_spec.metrics import EngineCounters, engine_summary
+from rollout_spec.vllm.options import engine_options, refuse_unsupported
+
+GROUP_KEY = "rollout_spec_group"  # in `SamplingParams.extra_args`
+LOG_EVERY = 1000  # engine steps in which rows decoded
+MAX_MESSAGE_BYTES = 1 << 31  # between an engine and its server; msgpack's limit is twice that
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class SuffixProposer:
+    """The class that `speculative_config={"method": "custom_class", "model": CLASS_PATH, ...}` names.
+
+    Its options are `additional_config["rollout_spec"]`, the fields of `SpecConfig`; the number of draft
+    tokens is vLLM's `num_speculative_tokens`. Requests are siblings when their prompts are equal token for
+    token, or when `SamplingParams.extra_args["rollout_spec_group"]` is.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        config = engine_options(vllm_config)
+        assert config is not None, "vLLM builds this class only where its configuration names it"
+        refuse_unsupported(vllm_config, config)
+        self.config = config
+        self._drafter: Drafter | None = Drafter(self.config)
+        self._runner: Any = None
+        self._warned: set[str] = set()
+        # Not taken yet, and no longer the drafter's: of steps that failed, or were logged.
+        self._counters = EngineCounters()
+        parallel = vllm_config.parallel_config  # with pipeline parallelism the last stage drafts
+        self._is_first_rank = parallel.rank % parallel.tensor_parallel_size == 0
+
+    def bind(self, runner: Any) -> None:
+        """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
+        self._runner = runner
+        # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
+        # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
+        # its own end.
+        runner.effective_drafter_max_model_len = 1 << 31
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """There is no model to load; the last moment before serving to see that the plugin has run."""
+        if self._runner is None:
+            raise RuntimeError(
+                "rollout_spec: vLLM did not load the plugin 'rollout_spec' in this process, so the drafter "
+                "does not know the requests of its rows. Let VLLM_PLUGINS name it or leave that variable "
+                "unset, and run `rollout-spec doctor`."
+            )
+        logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: npt.NDArray[np.int32],
+        token_ids_cpu: npt.NDArray[np.int32],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft for every row of the step.
+
+        Args:
+            sampled_token_ids: the tokens each row got in this step; none for a partial prefill.
+            num_tokens_no_spec: int32 [max_num_reqs], tokens of each row, draft tokens excluded.
+            token_ids_cpu: int32 [max_num_reqs, max_model_len], the tokens of each row.
+            slot_mappings: not used.
+
+        Returns:
+            The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
+        """
+        if self._drafter is not None:
+            nums_new_tokens = list(map(len, sampled_token_ids))
+            try:
+                self._open_and_close(self._drafter)
+                request_ids: list[str] = self._runner.input_batch.req_ids
+                drafts = self._drafter.step(request_ids, nums_new_tokens, token_ids_cpu, num_tokens_no_spec)
+                self._log(self._drafter, nums_new_tokens)
+                return drafts
+            except NativeError as error:  # the index is as it was before the step
+                self._warn("step", f"this step goes without drafts: {error}")
+            except Exception as error:
+                self._counters.add(self._drafter.take_counters())
+                self._drafter = None
+                self._warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
+        self._counters.num_failed_steps += 1
+        return [[] for _ in sampled_token_ids]
+
+    def take_counters(self) -> EngineCounters:
+        """The counts since the last call."""
+        taken, self._counters = self._counters, EngineCounters()
+        if self._drafter is not None:
+            taken.add(self._drafter.take_counters())
+        return taken
+
+    def end_step(self) -> None:
+        """The target's weights have changed: the text of the older policy is dropped, but for the history."""
+        if self._drafter is not None:
+            self._drafter.clear()
+
+    def take_history(self) -> bytes | None:
+        """The responses that this engine has kept since the last call; None where the drafter is off.
+
+        vLLM names finished requests with its next step only. So no request may be in flight: all end here.
+        """
+        if self._drafter is None:
+            return None
+        self._drafter.close_all()
+        return self._drafter.history.take_new()
+
+    def pack_history(self) -> bytes | None:
+        """All responses that this engine keeps; None, with a warning, where it cannot hand them on.
+
+        As for `take_history`, no request may be in flight.
+        """
+        if self._drafter is None:
+            logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
+            return None
+        self._drafter.close_all()
+        if self._drafter.history.num_bytes > MAX_MESSAGE_BYTES:
+            logger.warning("rollout_spec: no history from this engine: more than vLLM can pass on, 2 GiB")
+            return None
+        try:
+            return self._drafter.history.pack()
+        except MemoryError as error:
+            logger.warning("rollout_spec: no history from this engine: %r", error)
+            return None
+
+    def add_history(self, contents: Sequence[bytes]) -> None:
+        """Keep what `take_history` or `pack_history` of other engines gave."""
+        if self._drafter is None:
+            return
+        for content in contents:
+            try:
+                self._drafter.history.merge(content)
+            except (HistoryError, MemoryError) as error:
+                logger.warning("rollout_spec: training goes on without a part of the history: %r", error)
+
+    def _open_and_close(self, drafter: Drafter) -> None:
+        """Open the requests that are new in the engine and close those that have left it."""
+        live = self._runner.requests  # preempted requests included: they keep their place in the index
+        known = drafter.request_ids
+        if known == live.keys():
+            return
+        for request_id in [r for r in known if r not in live]:
+            drafter.close(request_id)
+        for request_id in [r for r in live if r not in known]:
+            self._open(drafter, request_id, live[request_id])
+
+    def _open(self, drafter: Drafter, request_id: str, request: Any) -> None:
+        prompt = np.asarray(request.prompt_token_ids or [], np.int32)
+        params = request.sampling_params
+        max_tokens = getattr(params, "max_tokens", None)
+        # The runner's own: with max_model_len=-1 vLLM fits it to the memory after this proposer was made.
+        max_level: int = self._runner.max_model_len
+        if max_tokens is not None:
+            max_level = min(max_level, len(prompt) + max_tokens)
+        group = (getattr(params, "extra_args", None) or {}).get(GROUP_KEY)
+        if not isinstance(group, (str, int, type(None))):
+            group = repr(group)  # whatever a caller sends, it must not cost the engine its drafter
+        drafter.open(request_id, prompt, max_level, group)
+
+    def _log(self, drafter: Drafter, nums_new_tokens: list[int]) -> None:
+        """Say every so often how drafting does, unless the counters are taken before (as with verl)."""
+        counters = drafter.counters
+        counters.num_accepted_tokens += sum(nums_new_tokens) - sum(map(bool, nums_new_tokens))
+        if counters.num_steps < LOG_EVERY:
+            return
+        self._counters.add(drafter.take_counters())
+        if self._is_first_rank:
+            logger.info("rollout_spec: the last %d steps: %s", counters.num_steps, engine_summary(counters))
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        logger.exception(
+            "rollout_spec: %s. This is said once; the metric spec_num_failed_steps counts on.", message
+        )

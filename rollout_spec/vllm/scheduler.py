@@ -1,0 +1,67 @@
+"""vLLM's scheduler, counting per request what was drafted and accepted (vLLM's `scheduler_cls`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from rollout_spec.metrics import RequestCounters
+
+# Both in a finished request's `RequestOutput.kv_transfer_params`.
+COUNTERS_KEY = "rollout_spec"  # its own counts
+ABORTED_KEY = "rollout_spec_aborted"  # the sums over the requests aborted since the last one finished
+CLASS_PATH = "rollout_spec.vllm.scheduler.CountingScheduler"
+
+
+class CountingScheduler(Scheduler):
+    """Scheduling is vLLM's own; a finished request carries its counts in `kv_transfer_params[COUNTERS_KEY]`.
+
+    vLLM has no output for an aborted request, which a request that meets a stop string is to the engine: the
+    next one to finish carries its counts.
+
+    That dict is the one free-form field of vLLM 0.24's RequestOutput; from 0.29 on
+    `CompletionOutput.spec_decode_metrics` can take its place.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._request_counters: defaultdict[str, RequestCounters] = defaultdict(RequestCounters)
+        self._aborted = RequestCounters()
+
+    def make_spec_decoding_stats(  # type: ignore[no-untyped-def]
+        self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
+    ):
+        counters = self._request_counters[request_id]
+        counters.num_drafts += 1
+        counters.num_draft_tokens += num_draft_tokens
+        counters.num_accepted_tokens += num_accepted_tokens
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted_tokens,
+            num_invalid_spec_tokens=num_invalid_spec_tokens,
+            request_id=request_id,
+        )
+
+    def _update_request_with_output(self, request, new_token_ids):  # type: ignore[no-untyped-def]
+        # The first token of a response comes from the prefill (also the one behind a preemption's recompute,
+        # which gives a further token and is counted as the decode step it replaces).
+        is_decode = request.num_output_tokens > 0
+        kept_token_ids, stopped = super()._update_request_with_output(request, new_token_ids)
+        counters = self._request_counters[request.request_id]
+        if is_decode:
+            counters.num_decoded_tokens += len(kept_token_ids)
+            counters.num_decode_steps += 1
+        return kept_token_ids, stopped
+
+    def _free_request(self, request, *args, **kwargs):  # type: ignore[no-untyped-def]
+        params = super()._free_request(request, *args, **kwargs)
+        counters = self._request_counters.pop(request.request_id, RequestCounters())
+        if request.status == RequestStatus.FINISHED_ABORTED:
+            self._aborted.add(counters)
+            return params
+        aborted, self._aborted = self._aborted, RequestCounters()
+        return {**(params or {}), COUNTERS_KEY: counters.to_dict(), ABORTED_KEY: aborted.to_dict()}

@@ -1,0 +1,238 @@
+"""A certificate's arithmetic: what is compared, what explains a difference, what the page says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2_contingency  # type: ignore[import-untyped]
+
+from rollout_spec.measure.certify_counts import (
+    CertifyError,
+    Configuration,
+    Pair,
+    Response,
+    Sample,
+    counts,
+    untested,
+    verdict,
+)
+from rollout_spec.measure.certify_numerics import (
+    DISTRIBUTION_TOKENS,
+    FALSE_ALARM_RATE,
+    _chi_square,
+    explain,
+    p_values,
+    rounding,
+)
+from rollout_spec.metrics import RequestCounters
+from rollout_spec.report.certificate import render_html
+from rollout_spec.verification.coupled import keyed_sample
+
+VOCAB_SIZE = 128
+CONFIGURATION = Configuration(8, 64, 4, 0.6)
+
+
+def response(token_ids: list[int], num_rejected: int = 0) -> Response:
+    counters = RequestCounters(num_drafts=1, num_draft_tokens=3, num_accepted_tokens=3 - num_rejected)
+    return Response(token_ids, [0.0] * len(token_ids), "", counters)
+
+
+def test_a_configuration_that_rejected_nothing_says_nothing() -> None:
+    accepted = {"num_draft_tokens": 5, "num_rejected_tokens": 0}
+    rejected = {"num_draft_tokens": 5, "num_rejected_tokens": 1}
+    nothing = {"num_draft_tokens": 0, "num_rejected_tokens": 0}
+    greedy = Configuration(8, 64, 4, 0.0)
+    with pytest.raises(CertifyError, match=r"temperature=0\.6: no draft token .*=0\.0: nothing was drafted"):
+        untested({CONFIGURATION: accepted, greedy: nothing})
+    # One that says nothing is named, and costs the others nothing.
+    assert untested({CONFIGURATION: accepted, greedy: rejected}) == {
+        CONFIGURATION: "no draft token was rejected"
+    }
+
+
+def test_counts_end_at_the_first_difference() -> None:
+    """Two samples in two configurations; the second differs in its first response."""
+    off = response([1, 2, 3, 4])
+    same = Pair(Sample(0, 1.0, 1), off, response([1, 2, 3, 4]))
+    first = [Pair(Sample(0, 1.0, 0), off, response([1, 2, 3, 4], 2)), same]
+    second = [Pair(Sample(0, 1.0, 0), off, response([1, 9, 9], 1)), same]
+    shown = ("reference_tokens", "tokens_compared", "tokens_identical", "num_rejected_tokens")
+    assert [counts(first)[name] for name in shown] == [8, 8, 8, 2]
+    assert [counts(second)[name] for name in shown] == [2 + 4, 2 + 4, 1 + 4, 1]
+    together = counts([*first, *second])
+    assert [together[name] for name in shown] == [8, 8 + 6, 8 + 5, 2 + 1]
+    assert (together["num_drafts"], together["num_draft_tokens"]) == (4, 12)
+    assert second[0].tokens == (2, 9) and second[0].differs and not same.differs
+    longer = Pair(Sample(0, 1.0, 0), off, response([1, 2, 3, 4, 5]))
+    assert (longer.num_identical, longer.num_compared, longer.tokens) == (4, 5, (-1, 5))
+
+
+def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:
+    logprobs = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)).mul(2).log_softmax(0)
+    order = logprobs.argsort(descending=True).tolist()
+    assert explain(logprobs, 0.0, 0, 1.0, 1, 1, order[:2], 1e-4) == pytest.approx(
+        float(logprobs[order[0]] - logprobs[order[1]])
+    )
+    own = int(keyed_sample(logprobs[None] / 0.5, torch.tensor([7]), torch.tensor([3])))
+    assert explain(logprobs, 0.5, 0, 1.0, 7, 3, [own, own], 1e-4) == 0
+    other = next(token for token in order if token != own)
+    assert explain(logprobs, 0.5, 0, 1.0, 7, 3, [own, other], 1e-4) > 0
+    assert explain(logprobs, 0.5, 0, 1.0, 7, 3, [own, -1], 1e-4) == float("inf")
+
+
+def drawn(logits: torch.Tensor, kept: list[int], position: int = 3) -> int:
+    """What is drawn of these tokens, with the noise of key 7."""
+    masked = torch.full_like(logits, -torch.inf)
+    masked[kept] = logits[kept]
+    return int(keyed_sample(masked[None], torch.tensor([7]), torch.tensor([position])))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (0, 0.5), (30, 0.5), (4, 0.99)])
+def test_a_boundary_that_was_on_either_side_explains(top_k: int, top_p: float) -> None:
+    """Logits whose boundary is moved to 1e-5 beyond a token, or before it; with either, either draw."""
+    checked = 0
+    for seed in range(40):
+        logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)).mul(2)
+        order = logits.argsort(descending=True).tolist()
+        ahead = logits.double().softmax(0)[order].cumsum(0)
+        if top_k == 30 and top_p == 0.5:  # top-p is of what top-k leaves
+            ahead = ahead / ahead[29]
+        num_kept = top_k if top_k == 4 else int((ahead < top_p).sum()) + 1
+        if num_kept == 1:
+            continue  # the first token is never left out
+        for moved in (1e-5, -1e-5):
+            near = logits.clone()
+            if top_k == 4:  # the fourth and the fifth token, so close
+                near[order[4]] = near[order[3]] - moved
+                inside, outside = (order[:4], [*order[:3], order[4]])[:: 1 if moved > 0 else -1]
+            else:  # those before the last one have as much less than top_p, or more
+                before = ahead[num_kept - 2]
+                near[order[: num_kept - 1]] += (
+                    float(np.log(top_p / (1 - top_p)) - torch.logit(before)) - moved
+                )
+                inside, outside = (order[:num_kept], order[: num_kept - 1])[:: 1 if moved > 0 else -1]
+            one, other = drawn(near, inside), drawn(near, outside)
+            assert explain(near, 1.0, top_k, top_p, 7, 3, [one, one], 1e-4) == 0
+            if one == other:
+                continue
+            checked += 1
+            assert 0 < explain(near, 1.0, top_k, top_p, 7, 3, [one, other], 1e-4) < 3e-5
+            wrong = next(token for token in order if token not in (one, other))
+            assert explain(near, 1.0, top_k, top_p, 7, 3, [one, wrong], 1e-4) > 1e-4
+    assert checked > 5
+
+
+def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn() -> None:
+    explained = []
+    for seed in range(40):
+        logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)).mul(2)
+        order = logits.argsort(descending=True).tolist()
+        own = drawn(logits, order[:4])
+        for token in order[4:20]:
+            gap = explain(logits, 1.0, 4, 1.0, 7, 3, [own, token], 1e-4)
+            assert gap > 0.9999 * float(logits[order[3]] - logits[token])
+        logits[order[4]] = logits[order[3]] - 1e-5  # as close as can be; others may still be ahead of it
+        wins = drawn(logits, order[:5]) == order[4] or drawn(logits, [*order[:3], order[4]]) == order[4]
+        explained.append(explain(logits, 1.0, 4, 1.0, 7, 3, [own, order[4]], 1e-4) < 1e-4)
+        assert explained[-1] == wins
+    assert 3 < sum(explained) < 37
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.1, 0, 1.0), (0.5, 0, 1.0), (0.3, 50, 0.95)])
+def test_a_token_that_is_out_of_reach_is_never_explained(
+    temperature: float, top_k: int, top_p: float
+) -> None:
+    """Whichever engine drew it, and however much less than float32's smallest number is its probability."""
+    for seed in range(20):
+        logits = torch.randn(1000, generator=torch.Generator().manual_seed(seed)).mul(3)
+        logits[:128] += 15
+        logits[640:768] -= 40 + 3 * seed  # a whole block
+        own, wrong = drawn(logits / temperature, list(range(1000)), position=seed), 640 + seed
+        for token_ids in ([own, wrong], [wrong, own], [wrong]):
+            assert explain(logits, temperature, top_k, top_p, 7, seed, token_ids, 1e-4) > 50
+    logits[3] = torch.nan
+    assert explain(logits, temperature, top_k, top_p, 7, 0, [own, own], 1e-4) == np.inf
+
+
+def test_logits_of_few_bits_are_explained() -> None:
+    """Ties at the boundary, distances that are multiples of 1 / 32, pairs that change places."""
+    rng = torch.Generator().manual_seed(0)
+    explained = []
+    for position in range(900):
+        logits = (torch.randn(VOCAB_SIZE, generator=rng) * 2 * 32).round() / 32
+        wrong = logits + torch.randint(-1, 2, logits.shape, generator=rng) / 32
+        tolerance = 3 / 32  # any two are wrong by 2 / 32 at most
+        tokens = []
+        for given in (logits, wrong):
+            fourth = given.topk(4).values[-1]
+            tokens.append(drawn(given, (given >= fourth).nonzero().flatten().tolist(), position))
+        if tokens[0] != tokens[1]:
+            explained.append(explain(logits, 1.0, 4, 1.0, 7, position, tokens, tolerance) < tolerance)
+    assert len(explained) > 10
+    assert all(explained)
+
+
+def test_what_is_rounded_is_tolerated() -> None:
+    logits = torch.tensor([3.0, -16.0, -torch.inf])  # of a token that the model never says
+    assert rounding("bfloat16", logits, 1.0) == rounding("bfloat16", logits, 0.0) == 2 * 16 * 2**-7
+    assert rounding("float16", logits, 0.5) == 2 * 2 * 16 * 2**-10
+
+
+def test_the_chi_square_test_is_scipys() -> None:
+    for rows in ([[300, 500], [450, 350]], [[30, 50, 20], [45, 40, 15]], [[90, 20, 7, 3], [60, 30, 20, 10]]):
+        table = np.array(rows)
+        expected = chi2_contingency(table, correction=False).pvalue
+        assert _chi_square(table) == pytest.approx(expected, rel=1e-9)
+
+
+def test_what_a_thousand_samples_find() -> None:
+    """A temperature 30 % off, not one 10 % off; of Zipf's law here, DESIGN.md has the demo's policy."""
+
+    rng, logits = np.random.default_rng(0), -np.log(np.arange(1, 201))
+
+    def draw(temperature: float) -> list[list[int]]:
+        probabilities = np.exp(logits / temperature)
+        probabilities /= probabilities.sum()
+        return rng.choice(200, (1000, DISTRIBUTION_TOKENS), p=probabilities).tolist()
+
+    def found(temperature: float) -> int:
+        runs = [p_values(draw(1.0), draw(temperature)) for _ in range(20)]
+        return sum(min(values) <= FALSE_ALARM_RATE / len(values) for values in runs)
+
+    assert found(1.0) == 0
+    assert found(1.3) == found(0.75) == 20
+    assert found(1.1) < 5
+
+
+def certificate(**changes):
+    difference = {"prompt": 0, "number": 0, "temperature": 0.0, "position": 5, "explained": True}
+    difference |= {"num_speculative_tokens": 8, "batch_threshold": 8, "tolerance": 1e-3}
+    return {
+        "verdict": "identical",
+        "tokens_compared": 9, "tokens_identical": 7, "reference_tokens": 9, "temperatures": [],
+        "differences": [difference | {"logit_gap": 0.0}, difference | {"logit_gap": None}],
+        "unexplained_differences": 0, "tolerance": None, "num_draft_tokens": 4, "num_rejected_tokens": 2,
+        "max_logprob_difference": 0.0, "mean_logprob_difference": 0.0, "untested": [],
+        "accuracy": {"off": None, "on": None}, "distribution": None, "configurations": [],
+        "plan": {"model": "a <small> one", "dtype": "bfloat16", "distribution_samples": 0, "engine": {}},
+        "environment": {"device": "cpu", "cpu": "a processor", "num_cores": 2, "date": "today", "torch": "2"},
+    } | changes  # fmt: skip
+
+
+def test_the_certificates_page_tells_no_gap_from_no_finite_gap():
+    page = render_html(certificate())
+    assert page.count("<td>0.0e+00</td>") == page.count("<td>inf</td>") == 1
+    assert "its distribution was not tested (0 samples)" in page
+    assert "scores within 2 x bfloat16&#39;s epsilon x the largest |logit| / T there" in page
+    for name, value in {"model": "a &lt;small&gt; one", "versions": "torch 2", "date": "today"}.items():
+        assert f"<dt>{name}</dt><dd>{value}</dd>" in page
+
+
+def test_the_verdict_says_what_was_not_tested_and_what_differs():
+    assert verdict(certificate()) == "identical up to numerics"
+    assert verdict(certificate(differences=[])) == "identical"
+    assert verdict(certificate(unexplained_differences=1)) == "not certified"
+    assert verdict(certificate(distribution={"passed": False})) == "not certified"
+    part = certificate(differences=[], untested=["this one"], configurations=[{}, {}, {}])
+    assert verdict(part) == "certified in part: 2 of 3 configurations, identical"

@@ -1,0 +1,120 @@
+"""The documentation says what the code says: options, metrics, arguments, messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docs.generate import DOCS, PART, renewed
+from rollout_spec.config import SpecConfig
+from rollout_spec.metrics import (
+    METRICS,
+    PREFIX,
+    EngineCounters,
+    RequestCounters,
+    RolloutReport,
+    rollout_metrics,
+)
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(DOCS.rglob("*.md"))
+TEXTS = [ROOT / "README.md", *PAGES, *sorted(ROOT.glob("recipes/*/README.md"))]
+OF_VERL = {PREFIX + "accept_rate", PREFIX + "accept_length"}
+
+
+def logged() -> set[str]:
+    report = RolloutReport(
+        EngineCounters(num_steps=2, num_steps_on=1, gate_seconds=1.0, gate_expected_seconds=1.0),
+        [RequestCounters(9, 4, 3, 6, 2)],
+        9,
+        rollout_seconds=1.0,
+    )
+    return set(rollout_metrics([report, report]))
+
+
+def test_what_comes_from_the_code_is_up_to_date():
+    stale = [page.name for page in PAGES if renewed(page.read_text()) != page.read_text()]
+    assert not stale, "run: python -m docs.generate"
+    assert sum(len(PART.findall(page.read_text())) for page in PAGES) >= 12
+
+
+def test_every_metric_that_is_logged_is_explained_once():
+    names = [PREFIX + metric.name for metric in METRICS]
+    assert sorted(names) == sorted(logged() | OF_VERL)
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_metrics_and_options_that_are_named_exist(page):
+    text = page.read_text()
+    metrics = set(re.findall(r"rollout/spec_[a-z_]+", text)) - {PREFIX}
+    assert metrics <= logged() | OF_VERL, metrics - logged()
+    options = set(re.findall(r"rollout\.spec\.([a-z_]+)", text))
+    assert options <= {field.name for field in dataclasses.fields(SpecConfig)}, options
+
+
+def messages() -> list[str]:
+    """What the tables of the page on trouble quote."""
+    rows = [line for line in (DOCS / "troubleshooting.md").read_text().splitlines() if line.startswith("| `")]
+    return [quoted for row in rows for quoted in re.findall(r"`([^`]+)`", row.split("|")[1]) if " " in quoted]
+
+
+def test_quoted_messages_are_those_of_the_code():
+    source = " ".join(path.read_text() for path in (ROOT / "rollout_spec").rglob("*.py"))
+    # Messages run over several lines of source.
+    joined = re.sub(r'"\s*f?"', "", source)
+    found = [message for message in messages() if message in joined]
+    # vllm-ascend's own.
+    assert set(messages()) - set(found) == {"Unknown speculative decoding method: custom_class"}
+    assert len(found) > 6
+
+
+def test_the_menu_has_every_page():
+    def targets(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [target for value in entry.values() for item in aslist(value) for target in targets(item)]
+
+    def aslist(value):
+        return value if isinstance(value, list) else [value]
+
+    menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = [target for entry in menu for target in targets(entry)]
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES)
+
+
+@pytest.mark.parametrize("figure", sorted(DOCS.rglob("*.svg")), ids=lambda path: path.name)
+def test_figures_are_drawings_with_a_description_and_need_nothing_else(figure):
+    root = ElementTree.parse(figure).getroot()
+    names = [element.tag.rpartition("}")[2] for element in root.iter()]
+    assert "title" in names and "desc" in names and len(names) > 20
+    assert not {"script", "image", "use", "foreignObject", "style"} & set(names)
+
+
+def test_workflows_and_forms_are_yaml_that_does_what_it_says():
+    folder = ROOT / ".github"
+    files = {file.name: yaml.safe_load(file.read_text()) for file in folder.rglob("*.yml")}
+    runs = {
+        name: [step.get("run", "") for job in file["jobs"].values() for step in job["steps"]]
+        for name, file in files.items()
+        if "jobs" in file
+    }
+    assert any(".ci/run" in run for run in runs["ci.yml"])
+    assert any("make docs" in run for run in runs["release.yml"])
+    assert any("cibuildwheel" in run for run in runs["release.yml"])
+    fields = {field.get("id"): field for field in files["bug.yml"]["body"]}
+    assert fields["doctor"]["validations"]["required"]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert {hook["id"] for repo in hooks for hook in repo["hooks"]} == {"ruff-format", "ruff", "mypy"}
+
+
+def test_the_citation_is_complete():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "type", "authors", "version", "license"} <= set(citation)
+    for work in [citation, *citation["references"]]:
+        assert work["title"] and work["authors"] and work["type"]
+        assert all({"name"} <= set(a) or {"family-names"} <= set(a) for a in work["authors"])

@@ -1,0 +1,366 @@
+"""The vectorised verification against its definition: a loop over requests, and the exact distribution.
+
+Chi-square tests of 60,000 samples each, with fixed seeds, so they pass or fail for good; for a choice of
+other seeds the false-alarm rate is 1e-6 each. Samplers that are wrong in one place each fail them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+import rollout_spec.verification
+from rollout_spec.verification import blocks, coupled, prefixes, standard
+from tests.test_coupled import Operations, PeakMemory
+
+FALSE_ALARM_RATE = 1e-6
+NUM_SAMPLES = 60_000
+TARGET = torch.tensor([0.05, 0.3, 0.0, 0.15, 0.02, 0.28, 0.2])
+
+
+def metadata(temperature: list[float], generators: dict | None = None) -> types.SimpleNamespace:
+    values = torch.tensor(temperature)
+    return types.SimpleNamespace(
+        temperature=values,
+        all_greedy=bool((values == 0).all()),
+        all_random=bool((values != 0).all()),
+        generators=generators or {},
+    )
+
+
+def run(
+    drafts: list[list[int]], logits: torch.Tensor, bonus: list[int], sampling, draft_probs=None, **options
+) -> torch.Tensor:
+    """`standard.rejection_sample` on the logits' device; what it gives, on the CPU."""
+    device, counts = logits.device, [len(draft) for draft in drafts]
+    return standard.rejection_sample(
+        torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32, device=device),
+        counts,
+        max(counts),
+        torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32),
+        draft_probs,
+        logits,
+        torch.tensor(bonus, dtype=torch.int32, device=device).unsqueeze(-1),
+        moved(sampling, device),
+        **options,
+    ).cpu()
+
+
+def moved(sampling: types.SimpleNamespace, device: torch.device) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**vars(sampling) | {"temperature": sampling.temperature.to(device)})
+
+
+def assert_distribution(tokens: torch.Tensor, probs: torch.Tensor) -> None:
+    counts = np.bincount(tokens.numpy(), minlength=len(probs))
+    expected = probs.double().numpy() / probs.double().sum().item() * len(tokens)
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    assert chisquare(counts[kept], expected[kept]).pvalue > FALSE_ALARM_RATE
+
+
+def verify_one_token(draft: int, device: str = "cpu", **options: bool) -> torch.Tensor:
+    torch.manual_seed(draft)
+    logits = TARGET.log().to(device).repeat(NUM_SAMPLES, 1)
+    sampling = metadata([1.0] * NUM_SAMPLES)
+    return run([[draft]] * NUM_SAMPLES, logits, [0] * NUM_SAMPLES, sampling, **options)
+
+
+def verify_proposals(device: str = "cpu") -> torch.Tensor:
+    torch.manual_seed(0)
+    proposal = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+    drafts = torch.multinomial(proposal, NUM_SAMPLES, replacement=True)
+    return run(
+        drafts.unsqueeze(-1).tolist(),
+        TARGET.log().to(device).repeat(NUM_SAMPLES, 1),
+        [0] * NUM_SAMPLES,
+        metadata([1.0] * NUM_SAMPLES),
+        proposal.to(device).repeat(NUM_SAMPLES, 1),
+    )
+
+
+@pytest.mark.parametrize("draft", range(len(TARGET)))
+def test_point_mass_drafts_leave_the_targets_distribution(draft: int, torch_device: str) -> None:
+    output = verify_one_token(draft, torch_device, use_fp64_gumbel=draft % 2 > 0)
+    assert_distribution(output[:, 0], TARGET)
+    accepted = output[:, 0] == draft
+    # only behind an accepted draft token comes the bonus token
+    assert torch.equal(output[:, 1], torch.where(accepted, 0, prefixes.PLACEHOLDER_TOKEN_ID).int())
+    # behind a rejected one the target's distribution without it
+    residual = TARGET.clone()
+    residual[draft] = 0
+    assert_distribution(output[~accepted, 0], residual)
+
+
+def test_full_draft_distributions_leave_the_targets_distribution(torch_device: str) -> None:
+    assert_distribution(verify_proposals(torch_device)[:, 0], TARGET)
+
+
+def sharpened(drawn: torch.Tensor, *_: Any) -> None:
+    """Noise that draws the recovered tokens at temperature 1.2."""
+    drawn.exponential_().pow_(1.2)
+
+
+WRONG: dict[str, tuple[str, Any]] = {
+    "every draft token is accepted": ("_uniform", lambda counts, *_: torch.zeros(sum(counts))),
+    "two in three are tried": ("_uniform", lambda counts, *_: torch.rand(sum(counts)) * 1.5),
+    "no noise": ("_fill_with_noise", lambda drawn, *_: drawn.fill_(1.0)),
+    "recovered at another temperature": ("_fill_with_noise", sharpened),
+    "a rejected token is drawn again": (
+        "_recovered",
+        lambda requests, rows, *_: TARGET.multinomial(len(rows), replacement=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_distribution_test_fails_on_a_wrong_sampler(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(standard, *WRONG[name])
+    for output in (verify_one_token(3), verify_proposals()):
+        with pytest.raises(AssertionError):
+            assert_distribution(output[:, 0], TARGET)
+
+
+def greedy_by_loop(drafts: list[list[int]], logits: torch.Tensor, bonus: list[int]) -> list[list[int]]:
+    result, position = [], 0
+    for draft, extra in zip(drafts, bonus, strict=True):
+        best = logits[position : position + len(draft)].argmax(-1).tolist()
+        position += len(draft)
+        row: list[int] = []
+        for token, own in zip(draft, best, strict=True):
+            row.append(own)
+            if token != own:
+                break
+        else:
+            row.append(extra)
+        result.append(row)
+    return result
+
+
+def test_greedy_ties_go_to_the_lowest_token_id(torch_device: str) -> None:
+    """Of drafted rows by `blocks.argmax`, as of plain ones by torch's; most rows tie across blocks."""
+    logits = torch.randint(0, 60, (300, 1300), generator=torch.Generator().manual_seed(1)).float()
+    lowest = [row.index(max(row)) for row in logits.tolist()]
+    ties = (logits == logits.amax(dim=-1, keepdim=True)).nonzero()
+    assert len(
+        set(map(tuple, torch.stack([ties[:, 0], ties[:, 1] // blocks.BLOCK_SIZE], dim=-1).tolist()))
+    ) > 3 * len(logits)
+    logits = logits.to(torch_device)
+    assert blocks.argmax(logits).tolist() == logits.argmax(dim=-1).tolist() == lowest
+    output = run([[token] for token in lowest], logits, [7] * len(lowest), metadata([0.0] * len(lowest)))
+    assert output.tolist() == [[token, 7] for token in lowest]
+
+
+drafts_strategy = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6).filter(any)
+
+
+@settings(deadline=None, max_examples=100)
+@given(drafts=drafts_strategy, seed=st.integers(0, 1000))
+def test_greedy_equals_the_loop(drafts: list[list[int]], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(sum(map(len, drafts)), 3, generator=generator)
+    bonus = torch.randint(0, 3, (len(drafts),), generator=generator).tolist()
+    output = run(drafts, logits, bonus, metadata([0.0] * len(drafts)))
+    assert [[token for token in row if token >= 0] for row in output.tolist()] == greedy_by_loop(
+        drafts, logits, bonus
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(drafts=drafts_strategy, seed=st.integers(0, 1000), data=st.data())
+def test_mixed_rows_and_ragged_lengths(drafts: list[list[int]], seed: int, data: st.DataObject) -> None:
+    """Greedy rows in a mixed batch are exact; sampled rows keep a prefix of the draft and add one token."""
+    torch.manual_seed(seed)
+    logits = torch.randn(sum(map(len, drafts)), 3)
+    bonus = [2] * len(drafts)
+    temperature = data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=len(drafts), max_size=len(drafts)))
+    output = run(drafts, logits, bonus, metadata(temperature))
+    exact = greedy_by_loop(drafts, logits, bonus)
+    for i, row in enumerate(output.tolist()):
+        kept = [token for token in row if token >= 0]
+        assert row[: len(kept)] == kept and 1 <= len(kept) <= len(drafts[i]) + 1
+        if temperature[i] == 0:
+            assert kept == exact[i]
+            continue
+        num_accepted = len(kept) - 1
+        assert kept[:num_accepted] == drafts[i][:num_accepted]
+        if num_accepted < len(drafts[i]):
+            assert kept[-1] != drafts[i][num_accepted]
+        else:
+            assert kept[-1] == bonus[i]
+
+
+def sampled_by_loop(
+    drafts: list[list[int]],
+    probs: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    bonus: list[int],
+    uniform: torch.Tensor,
+    drawn: torch.Tensor,
+) -> list[list[int]]:
+    """The definition, as vLLM's kernels and vllm-ascend's loops have it, with their random numbers given."""
+    result, position = [], 0
+    for request, draft in enumerate(drafts):
+        row: list[int] = []
+        for token in draft:
+            target_row, at = probs[position], position
+            position += 1
+            if len(row) and row[-1] < 0:
+                continue
+            proposed = 1.0 if draft_probs is None else draft_probs[at, token].item()
+            if proposed > 0 and uniform[at].item() < target_row[token].item() / proposed:
+                row.append(token)
+                continue
+            left = target_row.clone() if draft_probs is None else (target_row - draft_probs[at]).clamp(min=0)
+            if draft_probs is None:
+                left[token] = 0
+            row += [int((left / drawn[request]).argmax()), -1]
+        row = row if row and row[-1] < 0 else [*row, bonus[request]]
+        result.append([token for token in row if token >= 0])
+    return result
+
+
+@settings(deadline=None, max_examples=100)
+@given(drafts=drafts_strategy, seed=st.integers(0, 1000), has_probs=st.booleans(), use_fp64=st.booleans())
+def test_sampled_equals_the_loop(drafts: list[list[int]], seed: int, has_probs: bool, use_fp64: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens, n = sum(map(len, drafts)), len(drafts)
+    logits = torch.randn(num_tokens, 3, generator=generator) * 2
+    draft_probs = torch.randn(num_tokens, 3, generator=generator).softmax(-1) if has_probs else None
+    uniform = torch.rand(num_tokens, dtype=torch.float64, generator=generator)
+    dtype = torch.float64 if use_fp64 else torch.float32
+    drawn = torch.empty(n, 3, dtype=dtype).exponential_(generator=generator)
+    bonus = [0, 1, 2, 0, 1, 2][:n]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standard, "_uniform", lambda *_: uniform)
+
+        def given_noise(out: torch.Tensor, requests: list[int], generators: dict) -> None:
+            assert out.dtype == dtype
+            out.copy_(drawn[requests])
+
+        patch.setattr(standard, "_fill_with_noise", given_noise)
+        # Requests with generators race by token; what these would draw is `drawn`.
+        sampling = metadata([1.0] * n, {0: torch.Generator()})
+        output = run(drafts, logits, bonus, sampling, draft_probs, use_fp64_gumbel=use_fp64)
+    expected = sampled_by_loop(drafts, logits.softmax(-1), draft_probs, bonus, uniform, drawn)
+    assert [[token for token in row if token >= 0] for row in output.tolist()] == expected
+
+
+def test_a_seeded_request_does_not_depend_on_its_neighbours() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+
+    def draw(drafts: list[list[int]], rows: torch.Tensor, slot: int) -> list[int]:
+        generators = {slot: torch.Generator().manual_seed(7)}
+        return run(drafts, rows, [1] * len(drafts), metadata([1.0] * len(drafts), generators))[slot].tolist()
+
+    alone = draw([[4, 5]], logits[:2], 0)
+    assert draw([[3], [4, 5]], torch.cat([logits[2:], logits[:2]]), 1) == alone
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=8),
+    dtype=st.sampled_from([torch.float32, torch.int32, torch.int64]),
+)
+def test_expand_equals_the_loop(counts: list[int], dtype: torch.dtype) -> None:
+    values = torch.arange(len(counts)).to(dtype)
+    expanded = standard.expand_batch_to_tokens(values, torch.tensor(counts).cumsum(0), sum(counts), 0, 9)
+    assert expanded.dtype == dtype
+    assert expanded.tolist() == [i if i else 9 for i, n in enumerate(counts) for _ in range(n)]
+
+
+@pytest.mark.parametrize("chunk_size", [1 << 21, 1 << 19])
+@pytest.mark.parametrize("use_fp64", [False, True])
+@pytest.mark.parametrize("has_draft_probs", [False, True])
+def test_memory_is_at_most_one_temporary(
+    monkeypatch: pytest.MonkeyPatch, torch_device: str, has_draft_probs: bool, use_fp64: bool, chunk_size: int
+) -> None:
+    """No draft token is accepted, so that every request needs a token of the target's own."""
+    monkeypatch.setattr(blocks, "CHUNK_SIZE", chunk_size)
+    counts, vocab_size = [8] + [1] * 63, 32_000
+    logits = torch.randn(sum(counts), vocab_size, device=torch_device)
+    logits[:, 0] = -torch.inf
+    draft_probs = logits.softmax(dim=-1).roll(1) if has_draft_probs else None
+    drafts, sampling = [[0] * n for n in counts], metadata([1.0] * len(counts))
+    with PeakMemory() as memory:
+        output = run(drafts, logits, [1] * len(counts), sampling, draft_probs, use_fp64_gumbel=use_fp64)
+    assert bool((output[:, 1:] == prefixes.PLACEHOLDER_TOKEN_ID).all())
+    assert 0.9 * 4 * chunk_size < memory.peak < 1.05 * 4 * chunk_size < logits.nbytes
+
+
+VIEWS_AND_COPIES = {
+    "alias", "clone", "copy", "detach", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select",
+    "slice", "split", "squeeze", "to_copy", "unbind", "unsafe_view", "unsqueeze", "view",
+}  # fmt: skip
+
+
+def test_the_operations_are_those_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, drafts = [2, 0, 3], torch.tensor([1, 2, 3, 4, 5])
+    ends, bonus, keys = torch.tensor([2, 2, 5]), torch.zeros(3, 1, dtype=torch.int32), torch.arange(3)
+    operations = Operations()
+    for chunk_size, vocab_size, use_fp64, generators in itertools.product(
+        (1 << 10, 1 << 20), (512, 600), (False, True), ({}, {0: torch.Generator()})
+    ):
+        sampling = metadata([1.0, 0.0, 0.7], generators)
+        monkeypatch.setattr(blocks, "CHUNK_SIZE", chunk_size)
+        logits, probs = torch.randn(5, vocab_size), torch.rand(5, vocab_size).softmax(-1)
+        with operations:
+            step = coupled.CoupledStep(keys, keys, counts)
+            step.sample_behind(logits[:3])
+            coupled.coupled_sample(drafts, 3, logits, bonus, sampling, step)
+            coupled.shortfall(logits, drafts, drafts, drafts)
+            for draft_probs in (None, probs):
+                standard.rejection_sample(
+                    drafts, counts, 3, ends, draft_probs, logits, bonus, sampling, use_fp64_gumbel=use_fp64
+                )
+    listed = re.search(r"torch_npu has.*?: ([\w,\s]+)\.", str(rollout_spec.verification.__doc__), re.DOTALL)
+    assert listed is not None
+    names = set(re.split(r",\s+", listed[1]))
+    assert set(operations.names) - VIEWS_AND_COPIES == names
+
+
+@pytest.mark.parametrize("has_draft_probs", [False, True])
+def test_deterministic_algorithms_give_the_same_tokens(torch_device: str, has_draft_probs: bool) -> None:
+    """verl's full_determinism asks torch for them; an operation that has none would raise."""
+    counts, keys = [2, 0, 3, 1], torch.arange(4)
+    logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0)).to(torch_device) * 3
+    drafts = logits.argmax(dim=-1)
+    draft_probs = logits.roll(1).softmax(dim=-1) if has_draft_probs else None
+    sampling = moved(metadata([1.0, 0.0, 0.7, 1.0]), logits.device)
+    outputs = []
+    try:
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            torch.manual_seed(5)
+            step = coupled.CoupledStep(keys, keys, counts)
+            own = step.sample_behind(logits[:4]).unsqueeze(-1)
+            by_key = coupled.coupled_sample(drafts, 3, logits, own, sampling, step)
+            rows = [rows.tolist() for rows in drafts.split(counts)]
+            outputs.append((by_key, run(rows, logits, [1] * 4, sampling, draft_probs)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for plain, deterministic in zip(*outputs, strict=True):
+        assert torch.equal(plain, deterministic)
+
+
+def test_synthetic_acceptance_is_refused() -> None:
+    with pytest.raises(ValueError, match="synthetic"):
+        standard.rejection_sample(
+            torch.zeros(1),
+            [1],
+            1,
+            torch.ones(1),
+            None,
+            torch.zeros(1, 3),
+            torch.zeros(1, 1),
+            None,
+            synthetic_mode=True,
+        )
