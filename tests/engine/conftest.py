@@ -111,12 +111,14 @@ def new_engine(tiny_model: str, spec: dict[str, Any] | None = None, **arguments:
     return LLM(**settings | arguments)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def plain_engines() -> Iterator[dict[str, Any]]:
     """The tiny model's engines without drafts, by their arguments; no test leaves anything in them."""
     engines: dict[str, Any] = {}
     yield engines
     close(engines.values())
+    for engine in engines.values():
+        engine.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture
@@ -141,10 +143,16 @@ def make_engine(tiny_model: str, plain_engines: dict[str, Any]) -> Iterator[Call
 
 
 def close(engines: Iterable[Any]) -> None:
-    """Shut them down; their memory, which is part of reference cycles, goes when some have piled up."""
+    """Shut them down, but for the process groups, which engines in one process share.
+
+    Their memory, which is part of reference cycles, goes when some have piled up.
+    """
     global num_closed
     for engine in engines:
-        engine.llm_engine.engine_core.shutdown()
+        core = engine.llm_engine.engine_core.engine_core
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        gc.unfreeze()
         num_closed += 1
         if num_closed % 8 == 0:
             gc.collect()
