@@ -14,7 +14,7 @@ MAX_SPECULATIVE_TOKENS = 64
 AUTO = "auto"  # of batch_threshold
 # The price of a draft token where batch_threshold is a number; benchmarks/record/gate.md compares prices with
 # step times of two CPU cores and of a GPU.
-MIN_TOKEN_PROB = 0.1
+MIN_TOKEN_PROB = 0.2
 
 REMOVED = {
     "mode": "there is one way of drafting",

@@ -28,7 +28,7 @@ def suffixes(text: Text) -> list[Text]:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     num_speculative_tokens: int
-    min_token_prob: float = 0.1
+    min_token_prob: float = 0.2
     corpus: CorpusOracle | None = None
 
 

@@ -145,8 +145,11 @@ def make_engine(tiny_model: str, plain_engines: dict[str, Any]) -> Iterator[Call
 def close(engines: Iterable[Any]) -> None:
     """Shut them down, but for the process groups, which engines in one process share.
 
-    Their memory, which is part of reference cycles, goes when some have piled up.
+    Their memory, which is part of reference cycles, goes when some have piled up. An engine also makes vLLM
+    read no environment variable again, which would count for all tests after it.
     """
+    from vllm.envs import disable_envs_cache
+
     global num_closed
     for engine in engines:
         core = engine.llm_engine.engine_core.engine_core
@@ -156,6 +159,7 @@ def close(engines: Iterable[Any]) -> None:
         num_closed += 1
         if num_closed % 8 == 0:
             gc.collect()
+    disable_envs_cache()
 
 
 num_closed = 0
