@@ -212,7 +212,8 @@ def test_a_request_that_does_not_fit_is_left_out_and_the_others_draft() -> None:
 
 
 def test_rows_that_do_not_fit_together_go_one_by_one() -> None:
-    batch = Batch(Drafter(SpecConfig(max_index_mb=1, batch_threshold=8)), num_rows=2, length=200_000)
+    config = SpecConfig(max_index_mb=1, batch_threshold=8, min_token_prob=0.1)
+    batch = Batch(Drafter(config), num_rows=2, length=200_000)
     batch.open("short", max_level=200_000)
     batch.open("long", max_level=200_000)
     # Even the record of what the step has done is over the budget: it names no row.
