@@ -312,27 +312,43 @@ def test_a_validation_is_kept_out_of_a_steps_metrics(monkeypatch: pytest.MonkeyP
         assert metrics["rollout/spec_accept_rate"] == 0.5
 
 
-def test_first_turns_name_the_group() -> None:
-    from rollout_spec.verl.server import FirstTurns
+def test_every_request_says_what_is_its_groups_and_what_is_its_turns() -> None:
+    """Two turns of one sample; verl's client sends the second one again, longer, after an abort."""
+    import asyncio
 
-    turns = FirstTurns()
-    first = turns.group([1, 2, 3])
-    assert turns.group([1, 2, 3]) == first
-    assert turns.group([1, 2, 3, 9, 9, 4]) == first, "a later turn or a resumed request"
-    assert turns.group([1, 2, 4]) != first
-    assert FirstTurns().group([1, 2, 3]) == first, "the same on every replica"
+    from rollout_spec.verl.agent_loop import TurnClient
 
+    class Client:
+        tokenizer = "verl's own"
 
-def test_first_turns_forget_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout_spec.verl import server as verl_server
+        def __init__(self) -> None:
+            self.sent: list[dict[str, Any]] = []
 
-    monkeypatch.setattr(verl_server, "MAX_FIRST_TURNS", 2)
-    turns = verl_server.FirstTurns()
-    old = turns.group([1])
-    turns.group([2, 2])
-    turns.group([3, 3, 3])
-    assert turns.group([1, 5]) != old
-    assert turns.group([3, 3, 3, 1]) == turns.group([3, 3, 3])
+        async def generate(self, request_id: str, **request: Any) -> str:
+            self.sent.append(request)
+            return request_id
+
+    client = Client()
+    turns = TurnClient(client)
+    assert turns.tokenizer == "verl's own"
+    params = {"temperature": 1.0, "extra_args": {"rollout_spec_group": "4:ab"}}
+    for prompt in ([1, 2], [1, 2, 8, 9, 5]):
+        answer = asyncio.run(turns.generate("r", prompt_ids=prompt, sampling_params=params, image_data=None))
+        assert answer == "r"
+    assert [request["prompt_ids"] for request in client.sent] == [[1, 2], [1, 2, 8, 9, 5]]
+    assert [request["sampling_params"] for request in client.sent] == [
+        {
+            "temperature": 1.0,
+            "extra_args": {
+                "rollout_spec_group": "4:ab",
+                "rollout_spec_group_tokens": 2,
+                "rollout_spec_turn_tokens": num_turn_tokens,
+            },
+        }
+        for num_turn_tokens in (2, 5)
+    ]
+    asyncio.run(turns.generate("r", prompt_ids=[1], sampling_params={}))
+    assert client.sent[-1]["sampling_params"] == {}, "an agent loop that keeps none of the parameters"
 
 
 def test_the_busy_clock_counts_overlapping_requests_once() -> None:
@@ -352,33 +368,39 @@ def test_the_busy_clock_counts_overlapping_requests_once() -> None:
 
 
 def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:
+    from rollout_spec.measure.replay import read_trace
     from rollout_spec.verl.server import TraceWriter
 
+    first = {"rollout_spec_group": "first", "rollout_spec_turn_tokens": 2}
     writer = TraceWriter(tmp_path / "traces", replica_rank=1)
-    writer.add([1, 2], [3], "first")
-    writer.add([5], [6, 7], "second")
-    writer.add([1, 2], [4, 4], "first", [7, 1, "train"])
+    writer.add([1, 2], [3], first)
+    writer.add([5], [6, 7], {"rollout_spec_group": "second"})
+    # It was interrupted behind two tokens, and went on.
+    writer.add([1, 2, 4, 4], [5], first | {"rollout_spec_key": [7, 1, "train"]})
+    writer.add([5], [], {"rollout_spec_group": "second"})
+    writer.add([9], [1], {})
     writer.flush(step=3)
     writer.flush(step=4)
     lines = [json.loads(line) for line in (tmp_path / "traces/rollouts-1.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt_token_ids"], line["responses"]) for line in lines] == [
-        (3, [1, 2], [[3], [4, 4]]),
+        (3, [1, 2], [[3], [4, 4, 5]]),
         (3, [5], [[6, 7]]),
+        (3, [9], [[1]]),
     ]
-    assert [line["group"] for line in lines] == ["first", "second"]
+    assert [line["group"] for line in lines][:2] == ["first", "second"]
+    assert list(read_trace(tmp_path / "traces/rollouts-1.jsonl"))[2].prompt_token_ids.tolist() == [9], (
+        "without a name too"
+    )
     assert lines[0]["names"] == [None, [7, 1, "train"]]
 
 
 @pytest.mark.parametrize("method", ["off", "sam"])
-def test_the_turns_of_a_prompt_are_recorded_as_one_group(
+def test_a_response_is_recorded_once_whatever_interrupts_it(
     method: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our server around upstream's, which would need an engine."""
     import asyncio
-    import hashlib
     from types import SimpleNamespace
-
-    import numpy as np
 
     from rollout_spec.verl import server as verl_server
 
@@ -387,24 +409,29 @@ def test_the_turns_of_a_prompt_are_recorded_as_one_group(
         self.config = OmegaConf.create({"engine_kwargs": options, "seed": 0})
         self.replica_rank, self.global_steps = 0, 1
 
-    async def generate(self: Any, *_: Any) -> Any:
-        return SimpleNamespace(token_ids=[8, 9], extra_fields={})
+    async def generate(self: Any, _: Any, sampling_params: dict[str, Any], request_id: str) -> Any:
+        return SimpleNamespace(token_ids=[8, 9], extra_fields={}, stop_reason=request_id)
 
     monkeypatch.setattr(verl_server.vLLMHttpServer, "__init__", init)
     monkeypatch.setattr(verl_server.vLLMHttpServer, "generate", generate)
     monkeypatch.setenv("ROLLOUT_SPEC_TRACE_DIR", str(tmp_path))
     server = verl_server.SpecHttpServer()
-    for prompt in ([1, 2], [1, 2], [3, 4], [1, 2, 8, 9, 5]):
-        asyncio.run(server.generate(prompt, {}, "id"))
+
+    def serve(prompt: list[int], group: str, num_turn_tokens: int, stop_reason: str = "completed") -> None:
+        named = {"rollout_spec_group": group, "rollout_spec_turn_tokens": num_turn_tokens}
+        asyncio.run(server.generate(prompt, {"extra_args": named}, stop_reason))
+
+    serve([1, 2], "a", 2)
+    serve([3, 4], "b", 2)
+    serve([1, 2], "a", 2, "aborted")
+    serve([1, 2, 8, 9], "a", 2)
+    serve([1, 2, 8, 9, 5], "a", 5)
     server._trace.flush(1)
     lines = [json.loads(line) for line in (tmp_path / "rollouts-0.jsonl").read_text().splitlines()]
-    first, second = (
-        hashlib.sha256(np.array(prompt, np.int32).tobytes()).hexdigest()[:16] for prompt in ([1, 2], [3, 4])
-    )
-    assert [(line["group"], len(line["responses"])) for line in lines] == [
-        (first, 2),
-        (second, 1),
-        (first, 1),
+    assert [(line["group"], line["prompt_token_ids"], line["responses"]) for line in lines] == [
+        ("a", [1, 2], [[8, 9], [8, 9, 8, 9]]),
+        ("b", [3, 4], [[8, 9]]),
+        ("a", [1, 2, 8, 9, 5], [[8, 9]]),
     ]
 
 
@@ -442,7 +469,7 @@ def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: p
 
     from rollout_spec.verl import agent_loop as verl_agent_loop
 
-    config = composed("+rollout.spec=sam", "actor_rollout_ref.rollout.seed=7")
+    config = composed("+rollout.spec=sam", "actor_rollout_ref.rollout.seed=7", "rollout.spec.verify=standard")
     prompt = [{"role": "user", "content": "2 + 2"}]
     batch = tu.get_tensordict({"raw_prompt": [prompt, prompt], "index": [4, 4], "uid": ["a", "b"]})
     tu.assign_non_tensor_data(batch, "global_steps", 3)
@@ -474,6 +501,7 @@ def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: p
         assert "rollout_spec_occurrence" not in kwargs and kwargs["session_id"] == session
         assert sampling["temperature"] == 1.0 and sampling["extra_args"]["mine"] == 1
         names.append(sampling["extra_args"]["rollout_spec_key"])
+        assert sampling["extra_args"]["rollout_spec_group"] == f"4:{names[-1][4]}"
     assert [name[-1] for name in names] == [0, 1]
     assert names[0][:-1] == names[1][:-1] == [7, 3, "train", "4", names[0][4], 1]
     json.dumps(names)

@@ -24,6 +24,11 @@ def make(num_servers: int = 2, max_imbalance: Any = 16) -> GroupRouter:
     return GroupRouter({f"s{i}": f"handle{i}" for i in range(num_servers)}, {"max_imbalance": max_imbalance})
 
 
+def of(prompt: int) -> dict[str, Any]:
+    """The sampling parameters of a request, as our agent loops send them."""
+    return {"temperature": 1.0, "extra_args": {"rollout_spec_group": str(prompt)}}
+
+
 def loads(router: GroupRouter) -> dict[str, int]:
     return router.get_status()["servers"]
 
@@ -31,8 +36,15 @@ def loads(router: GroupRouter) -> dict[str, int]:
 def test_verl_finds_and_makes_it() -> None:
     config = verls._load_router_yaml(config_file("rollout_spec_router/group.yaml"))
     assert load_class_from_fqn(config["router_class"], "router") is GroupRouter
-    assert GroupRouter({"a": 1}, config).acquire_server("r", prompt_ids=[1]) == ("a", 1)
-    assert make().require_acquire_fields() == ["prompt_ids"]
+    assert GroupRouter({"a": 1}, config).acquire_server("r", sampling_params=of(1)) == ("a", 1)
+    assert make().require_acquire_fields() == ["sampling_params"]
+
+
+def test_requests_without_a_group_are_verls() -> None:
+    router = make(num_servers=4)
+    placed = Counter(router.acquire_server(str(i), {"temperature": 1.0})[0] for i in range(8))
+    assert placed == Counter({f"s{i}": 2 for i in range(4)})
+    assert router.get_status()["groups"] == 0
 
 
 @pytest.mark.parametrize("limit", [None, -1, 2.5, True, "16"])
@@ -45,7 +57,7 @@ def test_siblings_go_together_and_prompts_are_spread() -> None:
     router, placed = make(num_servers=4), {}
     for prompt in range(8):
         placed[prompt] = {
-            router.acquire_server(f"{prompt}-{i}", prompt_ids=[prompt, 7])[0] for i in range(16)
+            router.acquire_server(f"{prompt}-{i}", sampling_params=of(prompt))[0] for i in range(16)
         }
     assert all(len(servers) == 1 for servers in placed.values())
     assert set(loads(router).values()) == {32}
@@ -56,7 +68,7 @@ def test_interleaved_siblings_go_together() -> None:
     router, placed = make(num_servers=2), {0: set(), 1: set()}
     for i in range(16):
         for prompt in placed:
-            placed[prompt].add(router.acquire_server(f"{prompt}-{i}", prompt_ids=[prompt])[0])
+            placed[prompt].add(router.acquire_server(f"{prompt}-{i}", sampling_params=of(prompt))[0])
     assert [len(servers) for servers in placed.values()] == [1, 1]
     assert placed[0] != placed[1]
 
@@ -80,7 +92,7 @@ def served(lines: list[Rollout], router: Any) -> list[list[Rollout]]:
     parts: dict[str, list[list[Any]]] = {server: [[] for _ in lines] for server in router.get_all_servers()}
     for sample in range(len(lines[0].responses)):
         for prompt, line in enumerate(lines):
-            extra = dict.fromkeys(router.require_acquire_fields(), line.prompt_token_ids)
+            extra = dict.fromkeys(router.require_acquire_fields(), of(prompt))
             server, _ = router.acquire_server(f"{prompt}-{sample}", **extra)
             parts[server][prompt].append(line.responses[sample])
     return [
@@ -91,7 +103,7 @@ def served(lines: list[Rollout], router: Any) -> list[list[Rollout]]:
 
 def test_a_group_larger_than_the_limit_splits_into_large_parts() -> None:
     router = make(num_servers=2, max_imbalance=8)
-    placed = Counter(router.acquire_server(str(i), prompt_ids=[1])[0] for i in range(64))
+    placed = Counter(router.acquire_server(str(i), sampling_params=of(1))[0] for i in range(64))
     assert set(placed) == {"s0", "s1"}
     assert abs(placed["s0"] - placed["s1"]) <= 8
     assert router.get_status()["split_groups"] == 1
@@ -100,46 +112,46 @@ def test_a_group_larger_than_the_limit_splits_into_large_parts() -> None:
 def test_zero_balances_as_verl_does() -> None:
     router = make(num_servers=3, max_imbalance=0)
     for i in range(30):
-        router.acquire_server(str(i), prompt_ids=[1])
+        router.acquire_server(str(i), sampling_params=of(1))
         assert max(loads(router).values()) - min(loads(router).values()) <= 1
 
 
 def test_a_request_that_goes_on_stays_and_needs_no_prompt() -> None:
     router = make()
-    home = router.acquire_server("r", prompt_ids=[1, 2])[0]
+    home = router.acquire_server("r", sampling_params=of(1))[0]
     router.release_server(home, "r")
-    assert router.acquire_server("r", prompt_ids=[1, 2, 3, 4])[0] == home
+    assert router.acquire_server("r", sampling_params=of(1))[0] == home
     assert router.acquire_server("without") is not None
 
 
 def test_a_prompt_of_an_earlier_epoch_goes_where_it_was() -> None:
     router = make(num_servers=3)
-    first = router.acquire_server("a", prompt_ids=[1])[0]
-    router.acquire_server("b", prompt_ids=[2])
+    first = router.acquire_server("a", sampling_params=of(1))[0]
+    router.acquire_server("b", sampling_params=of(2))
     router.release_server(first)
     router.clear_sticky_cache()
-    assert router.acquire_server("later", prompt_ids=[1])[0] == first
+    assert router.acquire_server("later", sampling_params=of(1))[0] == first
 
 
 def test_servers_come_and_go() -> None:
     router = make(num_servers=2)
-    home = router.acquire_server("a", prompt_ids=[1])[0]
+    home = router.acquire_server("a", sampling_params=of(1))[0]
     router.remove_servers([home])
-    other = router.acquire_server("b", prompt_ids=[1])[0]
+    other = router.acquire_server("b", sampling_params=of(1))[0]
     assert other != home
-    assert router.acquire_server("a", prompt_ids=[1])[0] == other, "its server is gone"
+    assert router.acquire_server("a", sampling_params=of(1))[0] == other, "its server is gone"
     router.remove_servers([other])
     with pytest.raises(RuntimeError, match="No available servers"):
-        router.acquire_server("c", prompt_ids=[1])
+        router.acquire_server("c", sampling_params=of(1))
     router.add_servers({"new": 1})
-    assert router.acquire_server("c", prompt_ids=[1]) == ("new", 1)
+    assert router.acquire_server("c", sampling_params=of(1)) == ("new", 1)
 
 
 def test_old_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verl_router, "MAX_GROUPS", 3)
     router = make()
     for prompt in range(10):
-        server, _ = router.acquire_server(str(prompt), prompt_ids=[prompt])
+        server, _ = router.acquire_server(str(prompt), sampling_params=of(prompt))
         router.release_server(server)
     assert router.get_status()["groups"] == 3
     assert sum(router._num_groups.values()) == 3
@@ -159,7 +171,7 @@ def test_no_request_exceeds_the_bound(num_servers: int, limit: int, events: list
                 router.release_server(running.pop(0))
             continue
         before = loads(router)
-        server, _ = router.acquire_server(str(number), prompt_ids=[prompt])
+        server, _ = router.acquire_server(str(number), sampling_params=of(prompt))
         running.append(server)
         assert before[server] + 1 <= min(before.values()) + max(1, limit)
         assert sum(loads(router).values()) == len(running)

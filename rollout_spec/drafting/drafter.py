@@ -94,7 +94,12 @@ class Drafter:
         return self._requests.keys()
 
     def open(
-        self, request_id: str, prompt_token_ids: Int32Array, max_level: int, group: Hashable | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: Int32Array,
+        max_level: int,
+        group: Hashable | None = None,
+        num_group_tokens: int | None = None,
     ) -> None:
         """Start a request.
 
@@ -103,25 +108,34 @@ class Drafter:
             prompt_token_ids: int32, shape [num_prompt_tokens].
             max_level: the most tokens, prompt included, that the request can reach.
             group: requests with the same value are siblings. By default the exact prompt decides.
+            num_group_tokens: how many of the prompt's tokens are the group's prompt, by default all.
 
-        A group's first prompt is the group's prompt. A later request whose prompt begins with it (a resumed
-        request, a later turn) continues behind it; any other starts at the root of the same automaton.
+        The first request of a group gives the group its prompt. A request whose prompt begins with that (one
+        that was interrupted, a later turn) continues behind it; any other starts at the automaton's root.
         """
-        self._requests[request_id] = _Request(self._groups.open(prompt_token_ids, group), max_level)
+        member = self._groups.open(prompt_token_ids, group, num_group_tokens)
+        self._requests[request_id] = _Request(member, max_level)
         self._rows = None
 
-    def close(self, request_id: str) -> None:
-        """End a request; its text stays in its group until the group is evicted."""
-        self._untrack(self._requests.pop(request_id))
+    def close(self, request_id: str, *, remember: bool = True) -> None:
+        """End a request; its text stays in its group until the group is evicted.
 
-    def close_all(self) -> None:
+        Args:
+            request_id: an open one.
+            remember: keep its text in the history; not that of an aborted request, which goes on under
+                another name.
+        """
+        self._untrack(self._requests.pop(request_id), remember=remember)
+
+    def close_all(self, aborted: Collection[str] = ()) -> None:
+        """End every request; those in `aborted` are not remembered."""
         for request_id in list(self._requests):
-            self.close(request_id)
+            self.close(request_id, remember=request_id not in aborted)
 
-    def _untrack(self, request: _Request) -> None:
+    def _untrack(self, request: _Request, *, remember: bool = True) -> None:
         self._rows = None
         if request.member is not None:
-            self._groups.close(request.member)
+            self._groups.close(request.member, remember=remember)
             request.member = None
 
     def step(
@@ -228,13 +242,13 @@ class Drafter:
         taken, self.counters = self.counters, EngineCounters()
         return taken
 
-    def clear(self) -> None:
+    def clear(self, aborted: Collection[str] = ()) -> None:
         """The target's weights have changed: forget every request and group, but for the history.
 
-        A request that goes on is indexed anew.
+        A request that goes on is indexed anew; the history does not keep those in `aborted`.
         """
-        for request in self._requests.values():
-            if request.member is not None:
+        for request_id, request in self._requests.items():
+            if request.member is not None and request_id not in aborted:
                 self._groups.remember(request.member)
         self._groups.clear()
         self._requests.clear()

@@ -58,11 +58,20 @@ class Groups:
         # The groups without live requests, which may be evicted; the one that has been idle longest first.
         self._idle: OrderedDict[_Key, None] = OrderedDict()
 
-    def open(self, prompt: Int32Array, group: Hashable | None) -> Member | None:
-        """A new sequence in a group, by default that of the exact prompt; None where no memory is left."""
+    def open(
+        self, prompt: Int32Array, group: Hashable | None, num_group_tokens: int | None = None
+    ) -> Member | None:
+        """A new sequence in a group, by default that of the exact prompt; None where no memory is left.
+
+        Args:
+            prompt: int32 [num_prompt_tokens], the request's.
+            group: names the group.
+            num_group_tokens: how many of them are the group's prompt, by default all. The rest is text of
+                this sequence: what it said before it was interrupted, or earlier turns.
+        """
         key: _Key = ("group", group) if group is not None else ("prompt", prompt.tobytes())
         try:
-            opened = self._groups.get(key) or self._open_group(key, prompt)
+            opened = self._groups.get(key) or self._open_group(key, prompt[:num_group_tokens])
             after_prompt = np.array_equal(prompt[: len(opened.prompt)], opened.prompt)
             sequence = self._index.open_sequence(opened.handle, after_prompt=after_prompt)
         except (BudgetExceeded, OutOfMemory):
@@ -71,9 +80,10 @@ class Groups:
         self._idle.pop(key, None)
         return Member(sequence, key, after_prompt)
 
-    def close(self, member: Member) -> None:
-        """Its text stays in its group until the group is evicted."""
-        self.remember(member)
+    def close(self, member: Member, *, remember: bool = True) -> None:
+        """Its text stays in its group until the group is evicted, and in the history if to be remembered."""
+        if remember:
+            self.remember(member)
         self._index.close_sequence(member.sequence)
         group = self._groups[member.key]
         group.num_live -= 1

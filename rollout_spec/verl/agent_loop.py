@@ -1,8 +1,9 @@
-"""verl's agent loops, naming every sample: what `rollout.spec.verify=coupled` derives a sample's noise from.
+"""verl's agent loops, naming every sample and its group in the sampling parameters of each request.
 
 A rollout server knows neither a request's prompt in the data set nor its number among the samples of that
-prompt; an agent loop knows both. verl's option `actor_rollout_ref.rollout.agent.agent_loop_manager_class`
-names the manager.
+prompt, nor which part of a long prompt the samples share; an agent loop knows all three. What it says stays
+true when a sample is interrupted and goes on, on whatever server. verl's option
+`actor_rollout_ref.rollout.agent.agent_loop_manager_class` names the manager.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import verl.utils.tensordict_utils as tu
 from tensordict import TensorDict  # type: ignore[import-untyped]
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-KEY = "rollout_spec_key"  # in `SamplingParams.extra_args`; see rollout_spec.vllm
+from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY
+
 _OCCURRENCE = "rollout_spec_occurrence"  # a column of verl's batch, taken out before an agent loop runs
 
 
@@ -28,38 +30,67 @@ class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Ray would wrap and copy an inherited one, and verl's then finds itself in another class.
         super().__init__(*args, **kwargs)
+        # Not before: verl's sets attributes of the client.
+        self.llm_client: Any = TurnClient(self.llm_client)
 
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any
     ) -> Any:
         occurrence = kwargs.pop(_OCCURRENCE, 0)
         name = sample_name(self.config.actor_rollout_ref.rollout.seed, trajectory, occurrence, kwargs)
-        extra_args = {**(sampling_params.get("extra_args") or {}), KEY: name}
+        group = ":".join(prompt_name(kwargs["index"], kwargs["raw_prompt"]))
+        extra_args = {**(sampling_params.get("extra_args") or {}), KEY: name, GROUP_KEY: group}
         named = {**sampling_params, "extra_args": extra_args}
         return await super()._run_agent_loop(named, trajectory, **kwargs)
 
 
-class KeyedAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager, with `KeyedAgentLoopWorker`s where `rollout.spec.verify=coupled`."""
+class TurnClient:
+    """verl's client of the rollout servers; it says how much of each prompt is the group's, and the turn's.
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self._is_keyed = config.rollout.spec.verify == "coupled"
+    An agent loop calls `generate` once a turn, with the prompt so far and the same sampling parameters. The
+    client may make several requests of one call: after each abort one more, with a longer prompt.
+
+    Args:
+        client: verl's, which has everything but `generate` to itself.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """As verl's."""
+        extra_args = sampling_params.get("extra_args") or {}
+        if GROUP_KEY in extra_args:
+            # Kept in the caller's own: its next turn finds it there.
+            extra_args.setdefault(GROUP_TOKENS_KEY, len(prompt_ids))
+            extra_args = {**extra_args, TURN_TOKENS_KEY: len(prompt_ids)}
+            sampling_params = {**sampling_params, "extra_args": extra_args}
+        return await self._client.generate(
+            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+        )
+
+
+class KeyedAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager, with `KeyedAgentLoopWorker`s."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._occurrences = Occurrences()
-        if self._is_keyed:
-            self.agent_loop_workers_class = ray.remote(KeyedAgentLoopWorker)
+        self.agent_loop_workers_class = ray.remote(KeyedAgentLoopWorker)
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        if self._is_keyed:
-            prompts = prompts.clone(recurse=False)
-            step, validate = tu.get(prompts, "global_steps"), bool(tu.get(prompts, "validate", False))
-            names = [
-                (validate, *prompt_name(index, raw_prompt))
-                for index, raw_prompt in zip(
-                    tu.get(prompts, "index"), tu.get(prompts, "raw_prompt"), strict=True
-                )
-            ]
-            tu.assign_non_tensor_stack(prompts, _OCCURRENCE, self._occurrences.of(step, names))
+        prompts = prompts.clone(recurse=False)
+        step, validate = tu.get(prompts, "global_steps"), bool(tu.get(prompts, "validate", False))
+        names = [
+            (validate, *prompt_name(index, raw_prompt))
+            for index, raw_prompt in zip(tu.get(prompts, "index"), tu.get(prompts, "raw_prompt"), strict=True)
+        ]
+        tu.assign_non_tensor_stack(prompts, _OCCURRENCE, self._occurrences.of(step, names))
         super().generate_sequences(prompts)
 
 

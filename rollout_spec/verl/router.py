@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+from rollout_spec.vllm.keys import GROUP_KEY
 
 MAX_GROUPS = 10_000
 
@@ -37,25 +37,24 @@ class GroupRouter(GlobalRequestLoadBalancer):
             raise ValueError(f"max_imbalance={limit!r}: must be a whole number of at least 0")
         self._max_imbalance = limit
         # By group, how many of its requests each server has had; the group used last stands at the end.
-        self._homes: OrderedDict[bytes, Counter[str]] = OrderedDict()
+        self._homes: OrderedDict[str, Counter[str]] = OrderedDict()
         self._num_groups: Counter[str] = Counter()
         self._num_split = 0
 
     def require_acquire_fields(self) -> list[str]:
-        return ["prompt_ids"]
+        return ["sampling_params"]
 
-    def acquire_server(self, request_id: str, prompt_ids: Sequence[int] | None = None) -> tuple[str, Any]:
-        """As verl's; `prompt_ids` names the group, and without it there is none."""
-        if (
-            prompt_ids is not None
-            and request_id not in self._request_id_to_server
-            and self._inflight_requests
-        ):
+    def acquire_server(
+        self, request_id: str, sampling_params: Mapping[str, Any] | None = None
+    ) -> tuple[str, Any]:
+        """As verl's; `sampling_params` name the group, and a request that does not has no siblings."""
+        group = ((sampling_params or {}).get("extra_args") or {}).get(GROUP_KEY)
+        if group is not None and request_id not in self._request_id_to_server and self._inflight_requests:
             # What verl takes for the server of an earlier request of this id.
-            self._request_id_to_server[request_id] = self._choose(_key(prompt_ids))
+            self._request_id_to_server[request_id] = self._choose(group)
         return super().acquire_server(request_id)
 
-    def _choose(self, key: bytes) -> str:
+    def _choose(self, key: str) -> str:
         homes = self._homes.setdefault(key, Counter())
         self._homes.move_to_end(key)
         if len(self._homes) > MAX_GROUPS:
@@ -77,7 +76,3 @@ class GroupRouter(GlobalRequestLoadBalancer):
 
     def get_status(self) -> dict:
         return super().get_status() | {"groups": len(self._homes), "split_groups": self._num_split}
-
-
-def _key(prompt_ids: Sequence[int]) -> bytes:
-    return hashlib.sha256(np.asarray(prompt_ids, np.int32).tobytes()).digest()[:16]

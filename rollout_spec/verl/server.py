@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import pathlib
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
@@ -21,13 +19,12 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
-from rollout_spec.vllm.keys import KEY
+from rollout_spec.vllm.keys import GROUP_KEY, KEY, TURN_TOKENS_KEY
 from rollout_spec.vllm.options import OPTIONS_KEY
-from rollout_spec.vllm.proposer import GROUP_KEY, SuffixProposer
+from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.scheduler import ABORTED_KEY, COUNTERS_KEY
 
 TRACE_DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"
-MAX_FIRST_TURNS = 4096
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -66,42 +63,40 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
 
 
 class SpecHttpServer(vLLMHttpServer):
-    """verl's rollout server. Generation is upstream's; around it the rollout is measured and grouped."""
+    """verl's rollout server. Generation is upstream's; around it the rollout is measured."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         spec = requested_spec(self.config)
         assert spec is not None, "SpecReplica starts this server only where rollout.spec is used"
         self._spec = spec
-        self._first_turns = FirstTurns()
         self._busy = BusyClock()
         self._requests: list[RequestCounters] = []
         self._aborted = RequestCounters()
         self._num_generated_tokens = 0
         self._num_unnamed = 0
+        self._aborted_ids: list[str] = []  # since the engine's requests ended last
         directory = os.environ.get(TRACE_DIR_VARIABLE)
         self._trace = TraceWriter(pathlib.Path(directory), self.replica_rank) if directory else None
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> TokenOutput:
-        group = self._first_turns.group(prompt_ids)
         extra_args = dict(sampling_params.get("extra_args") or {})
-        if self._spec.enabled:
-            extra_args.setdefault(GROUP_KEY, group)
         if self._spec.coupled and KEY not in extra_args:
-            extra_args[KEY] = self._name_unnamed(group)
-        if extra_args:
+            extra_args[KEY] = self._name_unnamed()
             sampling_params = {**sampling_params, "extra_args": extra_args}
         with self._busy.request():
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         self._num_generated_tokens += len(output.token_ids)
         self._take_request_counters(output)
-        if self._trace is not None and output.token_ids:
-            self._trace.add(prompt_ids, output.token_ids, group, extra_args.get(KEY))
+        if output.stop_reason == "aborted":
+            self._aborted_ids.append(request_id)
+        elif self._trace is not None:
+            self._trace.add(prompt_ids, output.token_ids, extra_args)
         return output
 
-    def _name_unnamed(self, group: str) -> list[Any]:
+    def _name_unnamed(self) -> list[Any]:
         """For a request that did not come from verl's agent loops: no two of them share their noise."""
         self._num_unnamed += 1
         if self._num_unnamed == 1:
@@ -110,28 +105,33 @@ class SpecHttpServer(vLLMHttpServer):
                 "the replica and the order of arrival: other runs have other tokens. This is said once.",
                 KEY,
             )
-        return ["unnamed", self.config.seed, self.replica_rank, self.global_steps, group, self._num_unnamed]
+        return ["unnamed", self.config.seed, self.replica_rank, self.global_steps, self._num_unnamed]
 
     async def set_global_steps(self, global_steps: int) -> None:
         """The end of a weight sync: what has been indexed so far is of an older policy."""
         await super().set_global_steps(global_steps)
         if self._spec.enabled and self.node_rank == 0:
-            await self._call("end_step")
+            await self._end_requests("end_step")
 
     async def take_history(self) -> bytes | None:
         """The responses that this replica has served since the last call, as its history keeps them.
 
         None where its drafter is off. To be called while no request is in flight.
         """
-        return await self._call("take_history")
+        return await self._end_requests("take_history")
 
     async def pack_history(self) -> bytes | None:
         """The whole history of this replica, for a file; None where its drafter is off."""
-        return await self._call("pack_history")
+        return await self._end_requests("pack_history")
 
     async def add_history(self, *contents: bytes | None) -> None:
         """Add what other replicas' `take_history`, or anybody's `pack_history`, returned."""
         await self._call("add_history", [content for content in contents if content is not None])
+
+    async def _end_requests(self, method: str) -> Any:
+        """Call a method of the drafter that ends all its requests: it has to know which were aborted."""
+        aborted, self._aborted_ids = self._aborted_ids, []
+        return await self._call(method, aborted)
 
     async def _call(self, method: str, *args: Any) -> Any:
         """What the drafter's method returns; None where no worker has a drafter."""
@@ -188,33 +188,6 @@ class SpecHttpServer(vLLMHttpServer):
         return f"{__name__}.{SpecWorkerExtension.__name__}"
 
 
-class FirstTurns:
-    """Names the group of a request by its trajectory's first prompt.
-
-    Samples of one prompt share it token for token. The prompt of a later turn, or of a request that goes on
-    after an abort, begins with the first one: the known first prompt that is a prefix of it names its group.
-    """
-
-    def __init__(self) -> None:
-        self._groups: OrderedDict[bytes, str] = OrderedDict()
-        self._lengths: set[int] = set()  # of all first prompts so far, in bytes
-
-    def group(self, prompt_ids: Sequence[int]) -> str:
-        prompt = np.asarray(prompt_ids, np.int32).tobytes()
-        # Most requests are first turns: their whole prompt is known from a sibling, or is new.
-        for length in (len(prompt), *sorted(self._lengths)):
-            name = self._groups.get(prompt[:length]) if length <= len(prompt) else None
-            if name is not None:
-                self._groups.move_to_end(prompt[:length])
-                return name
-        name = hashlib.sha256(prompt).hexdigest()[:16]
-        self._groups[prompt] = name
-        self._lengths.add(len(prompt))
-        if len(self._groups) > MAX_FIRST_TURNS:
-            self._groups.popitem(last=False)
-        return name
-
-
 class BusyClock:
     """Wall time during which at least one request was in flight, in seconds."""
 
@@ -254,16 +227,20 @@ class TraceWriter:
         # By group and prompt: each response, and its sample's name.
         self._responses: dict[tuple[str, tuple[int, ...]], list[tuple[list[int], Any]]] = defaultdict(list)
 
-    def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int], group: str, name: Any = None) -> None:
-        """Record a response.
+    def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int], named: Mapping[str, Any]) -> None:
+        """Record a response that has come to its end, with what it said before it was interrupted.
 
         Args:
-            prompt_ids: the prompt's tokens.
-            token_ids: the response's.
-            group: the same for the prompts of all turns.
-            name: the sample's own, the same in a run that repeats this one.
+            prompt_ids: the request's prompt, which holds what the response said before.
+            token_ids: what the request gave.
+            named: what the request says of itself (`rollout_spec.vllm.keys`).
         """
-        self._responses[group, tuple(prompt_ids)].append((list(token_ids), name))
+        num_turn_tokens = named.get(TURN_TOKENS_KEY, len(prompt_ids))
+        prompt, before = tuple(prompt_ids[:num_turn_tokens]), list(prompt_ids[num_turn_tokens:])
+        response = before + list(token_ids)
+        if response:
+            group = str(named.get(GROUP_KEY, hash(prompt)))  # without a name it is a group of its own
+            self._responses[group, prompt].append((response, named.get(KEY)))
 
     def flush(self, step: int | None) -> None:
         with self._path.open("a", encoding="utf-8") as file:

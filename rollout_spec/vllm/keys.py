@@ -1,4 +1,7 @@
-"""The noise key of a request: which tokens `verify=coupled` gives it, in any engine and any batch."""
+"""What a request says of itself in `SamplingParams.extra_args`, and the noise key that follows.
+
+The noise key decides which tokens `verify=coupled` gives a request, in any engine and any batch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,12 @@ from typing import Any
 
 from rollout_spec.verification.noise import make_key
 
-KEY = "rollout_spec_key"  # in `SamplingParams.extra_args`
+KEY = "rollout_spec_key"  # the request's name, any JSON value
+GROUP_KEY = "rollout_spec_group"  # a string or a number, the same for siblings
+GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's tokens are the group's prompt
+TURN_TOKENS_KEY = (
+    "rollout_spec_turn_tokens"  # how many are this turn's prompt; what follows was said before an abort
+)
 
 
 def key_of_name(name: Any) -> int:

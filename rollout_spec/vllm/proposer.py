@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import HistoryError
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
+from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
 from rollout_spec.vllm.options import engine_options, refuse_unsupported
 
-GROUP_KEY = "rollout_spec_group"  # in `SamplingParams.extra_args`
 LOG_EVERY = 1000  # engine steps in which rows decoded
 MAX_MESSAGE_BYTES = 1 << 31  # between an engine and its server; msgpack's limit is twice that
 
@@ -28,7 +28,8 @@ class SuffixProposer:
 
     Its options are `additional_config["rollout_spec"]`, the fields of `SpecConfig`; the number of draft
     tokens is vLLM's `num_speculative_tokens`. Requests are siblings when their prompts are equal token for
-    token, or when `SamplingParams.extra_args["rollout_spec_group"]` is.
+    token, or when `SamplingParams.extra_args["rollout_spec_group"]` is; the first
+    `extra_args["rollout_spec_group_tokens"]` tokens are then the group's prompt.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -104,30 +105,36 @@ class SuffixProposer:
             taken.add(self._drafter.take_counters())
         return taken
 
-    def end_step(self) -> None:
-        """The target's weights have changed: the text of the older policy is dropped, but for the history."""
-        if self._drafter is not None:
-            self._drafter.clear()
+    def end_step(self, aborted: Collection[str] = ()) -> None:
+        """The target's weights have changed: the text of the older policy is dropped, but for the history.
 
-    def take_history(self) -> bytes | None:
+        Args:
+            aborted: the requests, by the name that their sender gave them, that were aborted. They go on
+                under other names, so the history does not keep what they have said so far.
+        """
+        if self._drafter is not None:
+            self._drafter.clear(self._opened_as(aborted))
+
+    def take_history(self, aborted: Collection[str] = ()) -> bytes | None:
         """The responses that this engine has kept since the last call; None where the drafter is off.
 
         vLLM names finished requests with its next step only. So no request may be in flight: all end here.
+        `aborted` as of `end_step`.
         """
         if self._drafter is None:
             return None
-        self._drafter.close_all()
+        self._drafter.close_all(self._opened_as(aborted))
         return self._drafter.history.take_new()
 
-    def pack_history(self) -> bytes | None:
+    def pack_history(self, aborted: Collection[str] = ()) -> bytes | None:
         """All responses that this engine keeps; None, with a warning, where it cannot hand them on.
 
-        As for `take_history`, no request may be in flight.
+        As for `take_history`, no request may be in flight. `aborted` as of `end_step`.
         """
         if self._drafter is None:
             logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
             return None
-        self._drafter.close_all()
+        self._drafter.close_all(self._opened_as(aborted))
         if self._drafter.history.num_bytes > MAX_MESSAGE_BYTES:
             logger.warning("rollout_spec: no history from this engine: more than vLLM can pass on, 2 GiB")
             return None
@@ -146,6 +153,11 @@ class SuffixProposer:
                 self._drafter.history.merge(content)
             except (HistoryError, MemoryError) as error:
                 logger.warning("rollout_spec: training goes on without a part of the history: %r", error)
+
+    def _opened_as(self, names: Collection[str]) -> set[str]:
+        """The open requests of these names: vLLM adds a dash and eight characters to each."""
+        known, names = self._drafter.request_ids if self._drafter is not None else (), set(names)
+        return {each for each in known if each in names or each.rpartition("-")[0] in names}
 
     def _open_and_close(self, drafter: Drafter) -> None:
         """Open the requests that are new in the engine and close those that have left it."""
@@ -166,10 +178,14 @@ class SuffixProposer:
         max_level: int = self._runner.max_model_len
         if max_tokens is not None:
             max_level = min(max_level, len(prompt) + max_tokens)
-        group = (getattr(params, "extra_args", None) or {}).get(GROUP_KEY)
+        extra_args = getattr(params, "extra_args", None) or {}
+        group, num_group_tokens = extra_args.get(GROUP_KEY), extra_args.get(GROUP_TOKENS_KEY)
+        # Whatever a caller sends, it must not cost the engine its drafter.
         if not isinstance(group, (str, int, type(None))):
-            group = repr(group)  # whatever a caller sends, it must not cost the engine its drafter
-        drafter.open(request_id, prompt, max_level, group)
+            group = repr(group)
+        if group is None or type(num_group_tokens) is not int or num_group_tokens < 0:
+            num_group_tokens = None
+        drafter.open(request_id, prompt, max_level, group, num_group_tokens)
 
     def _log(self, drafter: Drafter, nums_new_tokens: list[int]) -> None:
         """Say every so often how drafting does, unless the counters are taken before (as with verl)."""

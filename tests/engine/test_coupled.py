@@ -200,14 +200,6 @@ def test_the_samples_of_one_request_differ(make_engine: Any) -> None:
     assert all(tokens == samples[0] for tokens in samples)
 
 
-def test_a_resumed_request_goes_on_with_its_noise(make_engine: Any) -> None:
-    llm = make_engine({})
-    sampling = params({"temperature": 1.0})
-    whole = token_ids(generate(llm, [sampling], PROMPTS[:1]))[0]
-    resumed = token_ids(generate(llm, [params({"temperature": 1.0}, 0, 35)], [PROMPTS[0] + whole[:25]]))[0]
-    assert resumed == whole[25:]
-
-
 def test_the_distribution_is_plain_vllms(make_engine: Any) -> None:
     """Against vLLM's own sampler, by the test that finds the upstream bug in test_sampling."""
     from tests.engine import test_sampling

@@ -175,17 +175,6 @@ def test_requests_join_and_abort_between_steps(make_engine: Any) -> None:
     )  # the last batch is closed when the next one starts
 
 
-def test_a_resumed_request_continues_its_group(make_engine: Any) -> None:
-    """As after an abort in an asynchronous trainer: the new prompt holds the old prompt and its response."""
-    plain = generate(make_engine(), PROMPTS[:1])[0]
-    params = greedy(20, extra_args={GROUP_KEY: "resumed"})
-    llm = make_engine({"batch_threshold": 1})
-    assert generate(llm, PROMPTS[:1], params)[0] == plain[:20]
-    resumed = PROMPTS[0] + plain[:20]
-    assert generate(llm, [resumed], params)[0] == plain[20:40]
-    assert proposer_of(llm)._drafter.index.stats().num_groups == 1
-
-
 def test_siblings_by_explicit_group_with_different_prompts(make_engine: Any) -> None:
     plain = generate(make_engine())
     llm = make_engine({})

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rollout_spec.drafting.history import History, group_key
+from rollout_spec.drafting.history import History, prompt_key
 from tests.engine.conftest import proposer_of
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 
@@ -160,8 +161,9 @@ def test_the_turns_of_a_trajectory_and_of_its_siblings_are_one_group(make_server
     server = make_server({})
     index = proposer_of(server.engine.llm)._drafter.index
 
-    def respond(prompt: list[int]) -> list[int]:
-        params = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    def respond(prompt: list[int], group: str = "first") -> list[int]:
+        extra_args = {"rollout_spec_group": group, "rollout_spec_group_tokens": len(PROMPTS[0])}
+        params = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "extra_args": extra_args}
         return list(asyncio.run(server.generate(prompt, params, "id")).token_ids)
 
     response = respond(PROMPTS[0])
@@ -171,7 +173,7 @@ def test_the_turns_of_a_trajectory_and_of_its_siblings_are_one_group(make_server
     after = index.stats()
     assert after.num_groups == before.num_groups == 1
     assert after.num_accepted_tokens > before.num_accepted_tokens
-    respond(PROMPTS[1])
+    respond(PROMPTS[1], "second")
     assert index.stats().num_groups == 2
 
 
@@ -217,7 +219,7 @@ def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
         kept.merge(packed[0])
         assert len(kept) == 2
         for prompt in PROMPTS[:2]:
-            responses = kept.get(group_key(server._first_turns.group(prompt)))
+            responses = kept.get(prompt_key(np.array(prompt, np.int32)))
             assert [len(response) for response in responses] == [40] * num_kept
         asyncio.run(server.set_global_steps(1))
         history = proposer_of(server.engine.llm)._drafter.history
