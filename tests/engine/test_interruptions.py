@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -28,41 +29,56 @@ def history_of(packed: bytes) -> list[list[int]]:
     return [response.tolist() for response in history.get(group_key(GROUP))]
 
 
-def abort_when_due(llm: Any) -> dict[str, list[int]]:
-    """Sample number n until it has n tokens or more; returns what each has generated when it is aborted."""
-    engine, generated = llm.llm_engine, {}
+def going_on(llm: Any, generated: dict[int, list[int]]) -> dict[int, list[int]]:
+    """What each of the interrupted samples generates in all, once it has gone on as another request."""
+    rest = generate(
+        llm,
+        [sampled(number, LENGTH - len(tokens)) for number, tokens in generated.items()],
+        [PROMPT + tokens for tokens in generated.values()],
+    )
+    return {
+        number: tokens + more
+        for (number, tokens), more in zip(generated.items(), token_ids(rest), strict=True)
+    }
+
+
+def uninterrupted(llm: Any, numbers: Iterable[int]) -> dict[int, list[int]]:
+    return going_on(llm, {number: [] for number in numbers})
+
+
+def test_a_sample_that_is_aborted_anywhere_goes_on_as_if_it_were_not(make_engine: Any) -> None:
+    """No position's noise is drawn twice, none is left out: sample n is aborted at n tokens or soon after."""
+    llm, generated = make_engine({}), {}
+    engine = llm.llm_engine
     for number in range(1, LENGTH):
         engine.add_request(str(number), {"prompt_token_ids": PROMPT}, sampled(number))
     while engine.has_unfinished_requests():
         for output in engine.step():
-            generated[output.request_id] = list(output.outputs[0].token_ids)
-            if len(output.outputs[0].token_ids) >= int(output.request_id):
+            number, tokens = int(output.request_id), list(output.outputs[0].token_ids)
+            if len(tokens) >= number and not output.finished:
+                generated[number] = tokens
                 engine.abort_request([output.request_id], internal=False)
-    return generated
-
-
-def test_a_sample_that_is_aborted_anywhere_goes_on_as_if_it_were_not(make_engine: Any) -> None:
-    """No position's noise is drawn twice, none is left out, and only whole texts are remembered, once."""
-    numbers = range(1, LENGTH)
-    whole = token_ids(generate(make_engine(**OFF), [sampled(n) for n in numbers], [PROMPT] * len(numbers)))
-    llm = make_engine({"history": 1000})
-    generated = abort_when_due(llm)
-    lengths = [len(generated[str(number)]) for number in range(1, LENGTH)]
-    assert len(set(lengths)) > LENGTH / 2 and min(lengths) == 1
-    proposer_of(llm).end_step(list(generated))
-    going_on = {number: tokens for number, tokens in generated.items() if len(tokens) < LENGTH}
-    rest = token_ids(
-        generate(
-            llm,
-            [sampled(int(number), LENGTH - len(tokens)) for number, tokens in going_on.items()],
-            [PROMPT + tokens for tokens in going_on.values()],
-        )
-    )
-    for (number, tokens), more in zip(going_on.items(), rest, strict=True):
-        assert tokens + more == whole[int(number) - 1]
-    remembered = history_of(proposer_of(llm).take_history())
-    assert sorted(remembered) == sorted(whole[int(number) - 1] for number in going_on)
+    assert len({len(tokens) for tokens in generated.values()}) > LENGTH / 2
     assert proposer_of(llm).take_counters().num_draft_tokens > 0
+    assert going_on(llm, generated) == uninterrupted(make_engine(**OFF), generated)
+
+
+def test_the_history_has_each_finished_text_once(make_engine: Any) -> None:
+    """A weight sync: samples that had finished just before, and others that go on behind it."""
+    llm, texts = make_engine({"history": 100}), {}
+    engine, lengths = llm.llm_engine, {number: 12 if number < 4 else LENGTH for number in range(12)}
+    for number, length in lengths.items():
+        engine.add_request(str(number), {"prompt_token_ids": PROMPT}, sampled(number, length))
+    while any(len(texts.get(number, [])) < 12 for number in range(4)):
+        for output in engine.step():
+            texts[int(output.request_id)] = list(output.outputs[0].token_ids)
+    aborted = {number: texts[number] for number in range(4, 12)}
+    assert all(0 < len(tokens) < LENGTH for tokens in aborted.values())
+    engine.abort_request([str(number) for number in aborted], internal=False)
+    proposer_of(llm).end_step([str(number) for number in aborted])
+    assert sorted(history_of(proposer_of(llm).pack_history())) == sorted(texts[i] for i in range(4))
+    texts |= going_on(llm, aborted)
+    assert sorted(history_of(proposer_of(llm).take_history())) == sorted(texts.values())
 
 
 def test_the_first_of_a_group_to_come_may_have_been_interrupted(make_engine: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_spec.drafting.history import History, prompt_key
+from rollout_spec.drafting.history import History, group_key, prompt_key
 from tests.engine.conftest import proposer_of
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 
@@ -104,10 +104,23 @@ def make_server(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         def __init__(self, llm: Any) -> None:
             self.llm = llm
             self.seeds: set[int | None] = set()
+            self.num_steps_to_abort = 0
 
-        async def generate(self, prompt: Any, sampling_params: Any, **_: Any) -> AsyncIterator[Any]:
+        def aborted(self, prompt: Any, sampling_params: Any, request_id: str) -> Any:
+            self.llm.llm_engine.add_request(request_id, prompt, sampling_params)
+            *_, [output] = [self.llm.llm_engine.step() for _ in range(self.num_steps_to_abort)]
+            self.llm.llm_engine.abort_request([request_id], internal=False)
+            output.outputs[0].finish_reason = "abort"  # as vLLM's asynchronous engine gives it
+            return output
+
+        async def generate(
+            self, prompt: Any, sampling_params: Any, request_id: str, **_: Any
+        ) -> AsyncIterator[Any]:
             self.seeds.add(sampling_params.seed)
             sampling_params.detokenize = False
+            if self.num_steps_to_abort:
+                yield self.aborted(prompt, sampling_params, request_id)
+                return
             [output] = self.llm.generate(prompt, sampling_params, use_tqdm=False)
             yield output
 
@@ -225,6 +238,26 @@ def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
         history = proposer_of(server.engine.llm)._drafter.history
         assert len(history) == 2
         serve(server)  # and it goes on
+
+
+def test_a_response_that_was_interrupted_is_remembered_once(make_server: Any) -> None:
+    server = make_server({"history": 3})
+
+    def respond(prompt: list[int], request_id: str) -> Any:
+        extra_args = {"rollout_spec_group": "one", "rollout_spec_group_tokens": len(PROMPTS[0])}
+        params = {"max_tokens": 40 - len(prompt) + len(PROMPTS[0]), "temperature": 0, "ignore_eos": True}
+        return asyncio.run(server.generate(prompt, params | {"extra_args": extra_args}, request_id))
+
+    server.engine.num_steps_to_abort = 5
+    before = respond(PROMPTS[0], "first")
+    assert before.stop_reason == "aborted" and 5 <= len(before.token_ids) < 40
+    asyncio.run(server.set_global_steps(1))
+    server.engine.num_steps_to_abort = 0
+    after = respond(PROMPTS[0] + list(before.token_ids), "second")
+    history = History(3, 1 << 20)
+    history.merge(asyncio.run(server.take_history()))
+    [response] = history.get(group_key("one"))
+    assert response.tolist() == list(before.token_ids) + list(after.token_ids)
 
 
 def test_an_engine_without_the_drafter_fails_the_run(make_server: Any) -> None:
