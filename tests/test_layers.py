@@ -1,94 +1,150 @@
-"""No layer imports upward, and only the named modules import vLLM, verl or torch."""
+"""No layer imports upward, and a package imports only what MAY_IMPORT, DESIGN.md and its docstring allow."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1] / "rollout_spec"
-# What each layer may import of the others; every one may import the modules beside the packages.
-LAYERS = {
-    "": (),
-    "drafting": (),
-    "verification": (),
-    "vllm": ("drafting", "verification"),
-    "verl_cpu": (),
-    "verl": ("drafting", "vllm", "verl_cpu"),
-    "report": (),
-    "measure": ("drafting", "verification", "vllm", "report"),
-    "demo": ("report", "verl_cpu"),
-    "cli": ("drafting", "verification", "vllm", "verl", "verl_cpu", "report", "measure", "demo"),
-}
-# Where each foreign package may be imported: packages, and modules that stand alone in theirs.
-FOREIGN = {
-    "torch": (
-        "verification",
-        "vllm",
-        "verl",
-        "verl_cpu",
-        "measure",
-        "demo",
-        "cli/certify.py",
-        "cli/doctor.py",
-        "cli/inputs.py",
+# From the bottom up: (what of rollout_spec, what else) a package may import. A file's entry adds to its
+# package's.
+MAY_IMPORT = {
+    "config": ("", ""),
+    "metrics": ("", ""),
+    "patches": ("", ""),
+    "processes": ("", ""),
+    "drafting": ("config metrics", "numpy"),
+    "verification": ("", "numpy torch"),
+    "vllm": ("config metrics patches drafting verification", "numpy torch vllm"),
+    "verl_cpu": ("patches", "torch verl zmq"),
+    "verl": (
+        "config metrics patches drafting vllm verl_cpu",
+        "hydra numpy omegaconf ray tensordict verl",
     ),
-    "vllm": (
-        "vllm",
-        "verl/server.py",
-        "verl_cpu",
-        "measure/certify.py",
-        "measure/engine_worker.py",
-        "measure/vllm_drafters.py",
-        "cli/doctor.py",
-    ),
-    "verl": ("verl", "verl_cpu", "vllm/ascend.py", "cli/doctor.py"),
-    "ray": ("verl", "verl_cpu"),
-    "hydra": ("verl", "cli/doctor.py"),
+    "verl/server.py": ("", "vllm"),
+    "report": ("metrics", "jinja2 matplotlib numpy rich tensorboard wandb"),
+    "measure": ("config metrics processes drafting verification vllm report", "numpy torch"),
+    "measure/certify.py": ("", "vllm"),
+    "measure/engine_worker.py": ("", "vllm"),
+    "measure/vllm_drafters.py": ("", "vllm"),
+    "measure/drafters.py": ("", "arctic_inference"),
+    "demo": ("processes verl_cpu report", ""),
+    "demo/data.py": ("", "pandas"),
+    "demo/model.py": ("", "torch transformers"),
+    "cli": ("config patches drafting vllm verl report measure demo", "rich"),
+    "cli/doctor.py": ("", "hydra omegaconf torch verl"),
+    "cli/inputs.py": ("", "pandas torch transformers"),
 }
 FILES = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.rglob("*.py"))
+PACKAGES = sorted(file.removesuffix("/__init__.py") for file in FILES if file.endswith("/__init__.py"))
+Pair = tuple[set[str], set[str]]
 
 
-def imported(name: str) -> list[str]:
+def imported(file: str) -> list[str]:
     """The dotted names that a file imports, anywhere in it."""
     names = []
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name}: relative import"
+            assert node.level == 0, f"{file}: relative import"
             names += [f"{node.module}.{alias.name}" for alias in node.names]
     return names
 
 
-def layer_of(path: str) -> str:
-    first = path.split("/")[0]
-    return first if first in LAYERS else ""
+def layer_of(file: str) -> str:
+    return file.split("/")[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_layer_imports_upward(name):
-    own = layer_of(name)
-    for imports in imported(name):
-        package, *rest = imports.split(".")
-        if package == "rollout_spec" and rest:
-            other = layer_of(rest[0])
-            assert other in ("", own, *LAYERS[own]), f"{name} imports {imports}"
+def outside(file: str) -> Pair:
+    """What a file imports beyond its own layer and the standard library, as in MAY_IMPORT."""
+    ours, foreign = set(), set()
+    for name in imported(file):
+        first, *rest = name.split(".")
+        if first != "rollout_spec":
+            foreign.add(first)
+        elif rest and rest[0] in MAY_IMPORT:
+            ours.add(rest[0])
+    return ours - {layer_of(file)}, foreign - set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_foreign_packages_stay_at_their_places(name):
-    for imports in imported(name):
-        places = FOREIGN.get(imports.split(".")[0])
-        assert places is None or name.split("/")[0] in places or name in places, f"{name} imports {imports}"
+def allowed(*entries: str) -> Pair:
+    """What entries of MAY_IMPORT allow together."""
+    pairs = [MAY_IMPORT[entry] for entry in entries if entry in MAY_IMPORT]
+    ours, foreign = (
+        (set(" ".join(names).split()) for names in zip(*pairs, strict=True)) if pairs else ((), ())
+    )
+    return set(ours), set(foreign)
 
 
-def test_drafting_needs_neither_torch_nor_vllm_nor_verl():
+def allowed_to_package(package: str) -> Pair:
+    """What a package and its files may import."""
+    return allowed(*(entry for entry in MAY_IMPORT if layer_of(entry) == package))
+
+
+def named_in(text: str) -> Pair:
+    """The names of a list: in backticks those of rollout_spec."""
+    return set(re.findall(r"`(\w+)`", text)), set(re.findall(r"\w+", re.sub("`.*?`", "", text)))
+
+
+def design() -> dict[str, str]:
+    """The last column of DESIGN.md's table, by package."""
+    rows = re.findall(
+        r"^\| `rollout_spec/(\w+)` \|.*\| (.*) \|$", (ROOT.parent / "DESIGN.md").read_text(), re.M
+    )
+    return dict(rows)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_import_is_allowed(file):
+    ours, foreign = outside(file)
+    may_ours, may_foreign = allowed(layer_of(file), file)
+    assert ours <= may_ours
+    assert foreign <= may_foreign
+
+
+def test_every_allowance_is_used():
+    used = defaultdict(lambda: (set(), set()))
+    for file in FILES:
+        for entry in (layer_of(file), file):
+            for names, imports in zip(used[entry], outside(file), strict=True):
+                names |= imports
+    for entry in MAY_IMPORT:
+        ours, foreign = allowed(entry)
+        assert ours <= used[entry][0], entry
+        assert foreign <= used[entry][1], entry
+
+
+def test_no_layer_may_import_one_above_it():
+    layers = [entry for entry in MAY_IMPORT if "/" not in entry]
+    assert set(PACKAGES) <= set(layers)
+    for package in PACKAGES:
+        assert allowed_to_package(package)[0] <= set(layers[: layers.index(package)]), package
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_design_and_the_docstring_say_the_same(package):
+    docstring = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+    (sentence,) = re.findall(r"May import: ([^.]*)\.", docstring)
+    assert named_in(sentence) == allowed_to_package(package)
+    assert named_in(design()[package]) == allowed_to_package(package)
+
+
+def test_only_one_module_imports_the_c_module():
+    importers = [file for file in FILES if any("._native" in name for name in imported(file))]
+    assert importers == ["drafting/native.py"]
+
+
+def test_drafting_imports_without_what_other_packages_need():
     modules = [file.removesuffix(".py").replace("/", ".") for file in FILES if file.startswith("drafting/")]
-    blocked = ("torch", "vllm", "verl", "ray", "hydra", "transformers")
+    foreign = set.union(*(allowed_to_package(package)[1] for package in PACKAGES))
+    blocked = sorted(foreign - allowed_to_package("drafting")[1])
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked}));"
     code += "".join(f"import rollout_spec.{module};" for module in [*modules, "config", "metrics"])
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,8 @@
-"""The command `rollout-spec`.
+"""The command `rollout-spec`, one thin module per subcommand.
+
+In: arguments. Out: tables, JSON, files and an exit code.
+May import: `config`, `patches`, `drafting`, `vllm`, `verl`, `report`, `measure`, `demo`, hydra, omegaconf,
+pandas, rich, torch, transformers, verl.
 
 Each module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code, and imports what is slow
 inside `run`, so that `--help` answers at once.
