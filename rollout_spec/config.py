@@ -55,7 +55,8 @@ class SpecConfig:
     method: str = _option(
         "sam",
         "sam: draft with the suffix automaton; off: plain verl and vLLM",
-        "you need a baseline: `off` is plain verl and vLLM, measured in the same way",
+        "you need a baseline, measured in the same way. With verl, take `+rollout.spec=off` for it: "
+        "`rollout.spec.method=off` on top of `sam` is refused",
     )
     verify: str = _option(
         "coupled",
@@ -72,7 +73,7 @@ class SpecConfig:
     min_token_prob: float = _option(
         MIN_TOKEN_PROB,
         "end a draft where its estimated survival falls below; batch_threshold=auto has prices of its own",
-        "you set `batch_threshold` to a number, and a verified token is dear (higher) or nearly free (lower)",
+        "you set `batch_threshold` to a number, and a verified token costs much (higher) or little (lower)",
         0.0,
         1.0,
     )
@@ -98,7 +99,7 @@ class SpecConfig:
     )
     routing: str = _option(
         "default",
-        "group: siblings to one engine while load allows; default: verl's own",
+        "with verl only; group: siblings to one engine while load allows; default: verl's own",
         "several engines each serve few samples of a prompt",
     )
     max_index_mb: int = _option(

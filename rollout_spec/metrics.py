@@ -21,10 +21,10 @@ class Metric:
 METRICS = (
     Metric(
         "rollout_seconds",
-        "Time from the first request of the step to its last token, measured at the server; with `off` too.",
+        "Seconds from the step's first request to its last token, at the server.",
         "Compare it between two runs with `rollout-spec compare`.",
     ),
-    Metric("generated_tokens", "Tokens generated in the step; with `off` too.", "Nothing: it is context."),
+    Metric("generated_tokens", "Tokens generated in the step.", "Nothing: it is context."),
     Metric(
         "tokens_per_step",
         "Generated tokens per decode step of a request. Steps without a draft count too.",
@@ -32,12 +32,12 @@ METRICS = (
     ),
     Metric(
         "accept_rate",
-        "verl's own mean over requests of accepted per draft tokens. A request without a draft counts as 0.",
+        "verl's own mean of acceptance over requests, 0 for one without a draft.",
         "Prefer `acceptance_rate`.",
     ),
     Metric(
         "accept_length",
-        "verl's own mean over requests of the mean acceptance length.",
+        "verl's own mean of the acceptance length over requests.",
         "Prefer `tokens_per_step`.",
     ),
     Metric(
@@ -48,7 +48,7 @@ METRICS = (
     Metric(
         "acceptance_rate",
         "Accepted tokens per draft token.",
-        "Low is fine while `achieved_gain` is above 1. With a fixed threshold, raise `min_token_prob`.",
+        "Low: fine while `achieved_gain` is above 1; with a fixed threshold, raise `min_token_prob`.",
     ),
     Metric(
         "num_failed_steps",
@@ -72,20 +72,19 @@ METRICS = (
     ),
     Metric(
         "min_token_prob",
-        "The price of a draft token: the least survival that is verified, mean over the steps with drafts.",
-        "High means that verified tokens are dear here. Nothing to do.",
+        "The price: the least survival that is verified, mean over steps with drafts.",
+        "Nothing: high means that a verified token costs much time here.",
     ),
     Metric("budget", "Draft tokens per step with drafting on.", "Nothing: it is context."),
     Metric(
         "expected_gain",
-        "With `batch_threshold=auto`: speed of steps with drafts over plain ones, as the gate foresees it.",
-        "Far above `achieved_gain`: step times vary. Look for other work on the machine.",
+        "Speed of steps with drafts over plain ones, as `batch_threshold=auto` predicts it.",
+        "Far above `achieved_gain`: step times vary; look for other work on the machine.",
     ),
     Metric(
         "achieved_gain",
-        "The same ratio as it was. It counts tokens per second in these steps only. A rollout ends with its "
-        "slowest response and gains less.",
-        "Below 1: the guard pauses drafting by itself. If it lasts, set a number as `batch_threshold`.",
+        "The same ratio as measured, in these steps only. A whole rollout gains less.",
+        "Below 1: the guard pauses drafting. If it lasts, set `batch_threshold` to a number.",
     ),
     Metric(
         "share_off_threshold",
@@ -95,24 +94,23 @@ METRICS = (
     Metric(
         "share_off_cost",
         "Share of steps without drafts because no draft token repays its measured time.",
-        "High: many requests run, or the text does not repeat. Fine where the tail drafts; else `replay`.",
+        "Fine in full batches. High in the tail too: the text rarely repeats; run `replay`.",
     ),
     Metric(
         "share_off_guard",
-        "Share of steps without drafts in the guard's comparison windows and pauses. About 0.02 is normal.",
-        "Above 0.05: steps with drafts took longer than plain ones. Look for other work on the machine, "
-        "measure with `bench engine`, and set a number as `batch_threshold`.",
+        "Share of steps without drafts in the guard's windows and pauses; 0.02 is normal.",
+        "Above 0.05: drafts cost time. Look for other work on the machine.",
     ),
     Metric(
         "share_off_probe",
-        "Share of steps without drafts to measure what a plain step takes. About 0.03 is normal.",
+        "Share of steps without drafts that measure a plain step; 0.03 is normal.",
         "Nothing.",
     ),
     Metric("num_guard_stops", "Pauses that the guard began.", "As for `share_off_guard`."),
     Metric(
         "load_imbalance",
-        "Tokens of the busiest rollout engine over the mean of all engines.",
-        "High with `routing=group`: use more prompts, a smaller `max_imbalance`, or `routing=default`.",
+        "Tokens of the busiest rollout engine over the mean, where there are several.",
+        "High with `routing=group`: take more prompts, a smaller `max_imbalance`, or `routing=default`.",
     ),
 )
 
