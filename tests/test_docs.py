@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -106,6 +107,12 @@ def test_workflows_and_forms_are_yaml_that_does_what_it_says():
     assert any(".ci/run" in run for run in runs["ci.yml"])
     assert any("make docs" in run for run in runs["release.yml"])
     assert any("cibuildwheel" in run for run in runs["release.yml"])
+    assert any("abi3audit" in run for run in runs["release.yml"])
+    # What a job installs is pinned, and make takes the Python that the job has set up.
+    for job in (files["ci.yml"]["jobs"]["all"], files["release.yml"]["jobs"]["docs"]):
+        assert job["env"]["PYTHON"] == "python"
+    installed = [run.split()[4:] for run in runs["release.yml"] if "pip install" in run]
+    assert len(installed) >= 2 and all("==" in package for packages in installed for package in packages)
     fields = {field.get("id"): field for field in files["bug.yml"]["body"]}
     assert fields["doctor"]["validations"]["required"]
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
@@ -115,6 +122,8 @@ def test_workflows_and_forms_are_yaml_that_does_what_it_says():
 def test_the_citation_is_complete():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "type", "authors", "version", "license"} <= set(citation)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
     for work in [citation, *citation["references"]]:
         assert work["title"] and work["authors"] and work["type"]
         assert all({"name"} <= set(a) or {"family-names"} <= set(a) for a in work["authors"])
