@@ -17,7 +17,6 @@ from typing import Any
 from tqdm import tqdm
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.measure.engine import Method
 from rollout_spec.measure.replay import read_trace
 from rollout_spec.measure.simulate import Cluster, StepTimes, simulate
 from rollout_spec.measure.timeline import Timeline, step_times
@@ -27,12 +26,7 @@ WANTED = 0.15  # of what was measured
 
 def config_of(method: str, record: dict[str, Any]) -> SpecConfig:
     """Of `off`, `sam` or `sam:THRESHOLD`, with the options that were measured."""
-    if method.startswith("off"):
-        return SpecConfig(method="off")
-    options = Method(method).options(record["spec"])
-    if record["num_speculative_tokens"] is not None:
-        options["num_speculative_tokens"] = record["num_speculative_tokens"]
-    return SpecConfig.from_mapping(options)
+    return SpecConfig.from_mapping(record["engines"][method]["options"] or {"method": "off"})
 
 
 def times_without(repeat: int, timelines: dict[str, list[dict[str, Any]]]) -> StepTimes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -181,9 +182,9 @@ def test_plain_vllm_decides_where_there_is_an_accelerator(
     assert default_dtype() == ("bfloat16" if has_accelerator else "float32")
 
 
-def test_each_method_drafts_its_own_number_of_tokens_unless_one_is_given():
+def test_each_method_drafts_its_own_number_of_tokens_unless_one_is_given(capsys: pytest.CaptureFixture[str]):
     from rollout_spec.config import SpecConfig
-    from rollout_spec.measure.engine_worker import _method_arguments
+    from rollout_spec.measure.engine_worker import NGRAM, _method_arguments
 
     def numbers(given: int | None, **spec: int) -> list[int | None]:
         jobs = [
@@ -194,8 +195,43 @@ def test_each_method_drafts_its_own_number_of_tokens_unless_one_is_given():
         return [config.get("num_speculative_tokens") for config in configs]
 
     own = SpecConfig.num_speculative_tokens
-    assert numbers(None) == [own, own, None]  # vLLM knows what is best for its `suffix`
+    assert numbers(None) == [own, NGRAM["num_speculative_tokens"], None]  # vLLM has a default for `suffix`
     assert numbers(3, num_speculative_tokens=3) == [3, 3, 3]
+    assert main(["bench", "engine", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"ngram {NGRAM['num_speculative_tokens']}, suffix what vLLM takes, sam {own}" in shown
+
+
+def test_a_record_holds_every_option_of_ours_and_nothing_of_others():
+    from types import SimpleNamespace
+
+    from benchmarks.simulate import config_of
+    from rollout_spec.config import SpecConfig
+    from rollout_spec.measure.engine_worker import _method_arguments, _options
+
+    def of(method: str) -> SpecConfig:
+        job = {"method": method, "spec": {"history": 2}, "num_speculative_tokens": None}
+        given = _method_arguments(job).get("additional_config", {})
+        record = {"engines": {method: {"options": _options(SimpleNamespace(additional_config=given))}}}
+        return config_of(method, json.loads(json.dumps(record)))
+
+    assert of("sam:16") == SpecConfig(history=2, batch_threshold=16)
+    assert not any(of(method).enabled for method in ("off", "off:coupled", "ngram"))
+
+
+@pytest.mark.parametrize("has_arctic", [True, False])
+def test_suffix_is_compared_where_it_is_installed(
+    has_arctic: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from types import ModuleType
+
+    from rollout_spec.cli.bench_engine import _methods
+
+    name = "arctic_inference.suffix_decoding"
+    monkeypatch.setitem(sys.modules, "arctic_inference", ModuleType("arctic_inference"))
+    monkeypatch.setitem(sys.modules, name, ModuleType(name) if has_arctic else None)
+    assert _methods(None, {}) == ["off", "ngram", *["suffix"] * has_arctic, "sam"]
+    assert ("rollout-spec bench engine: without suffix: " in capsys.readouterr().err) != has_arctic
 
 
 def test_the_plot_is_drawn(tmp_path: Path):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import UserError, add_example
-from rollout_spec.cli.inputs import add_spec_argument, number, spec_options
+from rollout_spec.cli.inputs import add_spec_argument, installed, number, spec_options
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig
 
 HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
@@ -121,25 +120,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _methods(named: str | None) -> list[str]:
     """The methods asked for; by default those whose packages are installed."""
-    from rollout_spec.measure.drafters import MissingError, require
+    from rollout_spec.measure.drafters import require
 
-    if named:
-        methods = named.split(",")
-        for method in methods:
-            if method not in METHODS:
-                raise UserError(f"--methods {method}: must be one of {', '.join(METHODS)}")
-        return methods
-    found: list[str] = []
-    left_out: dict[str, list[str]] = {}
-    for method in METHODS:
-        try:
-            require(method)
-            found.append(method)
-        except MissingError as error:
-            left_out.setdefault(" ".join(str(error).split()), []).append(method)
-    for reason, names in left_out.items():
-        print(f"rollout-spec bench drafters: without {', '.join(names)}: {reason}", file=sys.stderr)
-    return found
+    if not named:
+        return installed("bench drafters", METHODS, require)
+    methods = named.split(",")
+    for method in methods:
+        if method not in METHODS:
+            raise UserError(f"--methods {method}: must be one of {', '.join(METHODS)}")
+    return methods
 
 
 def _of_trace(

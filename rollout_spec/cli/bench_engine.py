@@ -16,17 +16,20 @@ from rollout_spec.cli.inputs import (
     add_spec_argument,
     default_dtype,
     device_arguments,
+    installed,
     model_folder,
     number,
     prompt_rows,
     spec_options,
     tokenized,
 )
+from rollout_spec.config import SpecConfig
 
 if TYPE_CHECKING:
     from rollout_spec.measure.engine import Plan
 
 HELP = "whole rollouts in real engines: without drafts, with vLLM's drafters, with ours"
+METHODS = ("off", "ngram", "suffix", "sam")
 REFUSED = {"num_speculative_tokens": "--num-speculative-tokens sets it"}
 
 
@@ -57,13 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     compared = parser.add_argument_group("what is compared")
     compared.add_argument(
-        "--methods", default="off,ngram,sam", metavar="M,M",
+        "--methods", metavar="M,M",
         help="off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; each is compared with the first",
+        f"sam:auto; each is compared with the first ({','.join(METHODS)}, without what is not installed)",
     )  # fmt: skip
     compared.add_argument(
-        "--num-speculative-tokens", type=int, metavar="K", help="of every method (each method's own default)"
-    )
+        "--num-speculative-tokens", type=int, metavar="K",
+        help="of every method (each method's own default: ngram 8, suffix what vLLM takes, "
+        f"sam {SpecConfig.num_speculative_tokens})",
+    )  # fmt: skip
     add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed")
     compared.add_argument("--repeats", type=count, default=3, metavar="N", help="rollouts of each method")
     compared.add_argument("--seed", type=number(int, 0), default=0, help="of prompts, lengths and noise")
@@ -152,16 +157,14 @@ def _plan(args: argparse.Namespace) -> Plan:
     )  # fmt: skip
 
 
-def _methods(given: str, spec: dict[str, Any]) -> list[str]:
-    from rollout_spec.measure.drafters import require_arctic_inference
-    from rollout_spec.measure.engine import Method
+def _methods(given: str | None, spec: dict[str, Any]) -> list[str]:
+    from rollout_spec.measure.engine import Method, require
 
-    labels = given.split(",")
+    labels = given.split(",") if given else installed("bench engine", METHODS, require)
     if len(set(labels)) < len(labels):
         raise UserError(f"--methods {given}: a method is named twice")
     for method in map(Method, labels):
         if method.name == "sam":
             method.options(spec)
-        if method.name == "suffix":
-            require_arctic_inference()
+        require(method.name)
     return labels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,27 @@ def _parsed(value: str) -> Any:
         return json.loads(value)
     except ValueError:
         return value
+
+
+def installed(command: str, methods: Sequence[str], require: Callable[[str], None]) -> list[str]:
+    """The methods whose packages are installed; a line on standard error says why others are left out.
+
+    Args:
+        require: raises MissingError for a method that needs something else.
+    """
+    from rollout_spec.measure.drafters import MissingError
+
+    found: list[str] = []
+    left_out: dict[str, list[str]] = {}
+    for method in methods:
+        try:
+            require(method)
+            found.append(method)
+        except MissingError as error:
+            left_out.setdefault(" ".join(str(error).split()), []).append(method)
+    for reason, names in left_out.items():
+        print(f"rollout-spec {command}: without {', '.join(names)}: {reason}", file=sys.stderr)
+    return found
 
 
 def add_model_argument(group: Any) -> None:

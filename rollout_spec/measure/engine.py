@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rollout_spec.config import ConfigError, SpecConfig, parse_threshold
+from rollout_spec.measure.drafters import require_arctic_inference
 from rollout_spec.measure.environment import environment
 from rollout_spec.measure.timeline import Timeline, measure, step_times, summarise
 from rollout_spec.processes import last_error, started
@@ -67,6 +68,12 @@ class Method:
             options["batch_threshold"] = parse_threshold(threshold)
         SpecConfig.from_mapping(options)
         return options
+
+
+def require(method: str) -> None:
+    """Raise MissingError where a method needs more than vLLM, and that is not installed."""
+    if method == "suffix":
+        require_arctic_inference()
 
 
 @dataclasses.dataclass(frozen=True)

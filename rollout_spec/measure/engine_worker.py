@@ -24,11 +24,9 @@ from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.options import CLASS_PATH, OPTIONS_KEY
 from rollout_spec.vllm.proposer import SuffixProposer
 
-NGRAM = {  # vLLM asks for all three
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 5,
-    "num_speculative_tokens": SpecConfig.num_speculative_tokens,
-}
+# vLLM asks for all three and has a default for none. 8 draft tokens, as in earlier records: what sam drafts
+# by default is no measure for ngram, which drafts that many in every step.
+NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 8}
 WARM_UP_TOKENS = 8
 
 
@@ -98,7 +96,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         timeline, draft_s and draft_cpu_s (wall and CPU seconds in `propose`), counters (our drafter's),
-        responses, and settings, what the engine really runs with.
+        responses, and settings, what the engine really runs with; `options`: all of rollout.spec for sam.
     """
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -142,7 +140,7 @@ def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
             "additional_config": {OPTIONS_KEY: options},
         }
     speculative: dict[str, Any] = {"method": method.name} | (NGRAM if method.name == "ngram" else {})
-    if job["num_speculative_tokens"] is not None:  # vLLM has a default for `suffix`
+    if job["num_speculative_tokens"] is not None:  # else vLLM's default for `suffix`
         speculative["num_speculative_tokens"] = job["num_speculative_tokens"]
     return {"speculative_config": speculative}
 
@@ -199,7 +197,15 @@ def _settings(config: Any) -> dict[str, Any]:
         "enforce_eager": config.model_config.enforce_eager,
         "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "options": _options(config),
     }
+
+
+def _options(config: Any) -> dict[str, Any] | None:
+    """Every option of our drafter, defaults too: a record must not change its meaning when defaults move."""
+    options = (config.additional_config or {}).get(OPTIONS_KEY, {"method": "off"})
+    found = SpecConfig.from_mapping(options)
+    return found.to_dict() if found.enabled else None
 
 
 def main() -> None:
