@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from rollout_spec.config import SpecConfig
 from rollout_spec.measure.certify_counts import (
     CertifyError,
     Configuration,
@@ -50,22 +49,25 @@ Score = Callable[[int, str], Mapping[str, float]]  # of a prompt's number and a 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is compared. Every value of a list is combined with every value of the others."""
+    """What is compared. Every value of a list is combined with every value of the others.
+
+    Defaults are the command line's to give.
+    """
 
     model: str
     prompts: Sequence[Sequence[int]]
-    temperatures: Sequence[float] = (1.0, 0.6, 0.0)
-    nums_speculative_tokens: Sequence[int] = (SpecConfig.num_speculative_tokens,)
-    batch_thresholds: Sequence[int | str] = (8,)
-    group_sizes: Sequence[int] = (8,)
-    max_tokens: int = 256
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    seed: int = 0
-    dtype: str = "float32"
-    tolerance: float | None = None  # None: by the dtype
-    distribution_samples: int = 0
-    engine: dict[str, Any] = dataclasses.field(default_factory=dict)  # further arguments of vLLM's
+    temperatures: Sequence[float]
+    nums_speculative_tokens: Sequence[int]
+    batch_thresholds: Sequence[int | str]
+    group_sizes: Sequence[int]
+    max_tokens: int
+    top_k: int  # 0: all
+    top_p: float
+    seed: int
+    dtype: str
+    tolerance: float | None  # None: by the dtype
+    distribution_samples: int
+    engine: dict[str, Any]  # further arguments of vLLM's
 
     @property
     def fixed_tolerance(self) -> float | None:

@@ -23,8 +23,9 @@ def tiny_plan(model: str, **changes: Any) -> Any:
 
     prompts = [[5, 6, 7, 8 + i] * 4 for i in range(3)]
     settings = {
-        "temperatures": [1.0], "batch_thresholds": [64], "group_sizes": [4], "max_tokens": 40,
-        "engine": TINY | SMALL,
+        "temperatures": [1.0], "nums_speculative_tokens": [16], "batch_thresholds": [64], "group_sizes": [4],
+        "max_tokens": 40, "top_k": 0, "top_p": 1.0, "seed": 0, "dtype": "float32", "tolerance": None,
+        "distribution_samples": 0, "engine": TINY | SMALL,
     }  # fmt: skip
     return Plan(model, prompts, **settings | changes)
 
@@ -50,7 +51,7 @@ def test_the_policys_rollouts_are_identical(policy: str, tmp_path: pathlib.Path)
     from rollout_spec.cli import main
 
     arguments = ["--num-speculative-tokens", "4", "--group-sizes", "4", "--max-tokens", "80"]
-    arguments += ["--distribution-samples", "0", "--output", str(tmp_path)]
+    arguments += ["--batch-thresholds", "64", "--distribution-samples", "0", "--output", str(tmp_path)]
     assert main(["certify", "--model", policy, *arguments]) == 0
     record = json.loads((tmp_path / "certificate.json").read_text())
     page = (tmp_path / "certificate.html").read_text()
