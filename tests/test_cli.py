@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 from rollout_spec import __version__, processes
-from rollout_spec.cli import COMMANDS, doctor, main
+from rollout_spec.cli import COMMANDS, build_parser, doctor, main
+from rollout_spec.config import REMOVED
 from rollout_spec.demo.runner import Plan, overrides
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")
@@ -96,6 +98,13 @@ def test_version():
             ["simulate", TRACE, "--step-times", "1:0.1", "--spec", "history=8", "--limit-groups", "2"],
             f"--spec history: no group of {TRACE} comes back in a later step",
         ),
+        (["replay", TRACE, "--history", "0"], "--history: use --spec history=0"),
+        (["replay", TRACE, "--history=0"], "--history: use --spec history=0"),
+        (["replay", TRACE, "--batch-threshold", "8"], "--batch-threshold: replay drafts in every step"),
+        (["replay", TRACE, "--mode", "sam"], f"--mode: was removed: {REMOVED['mode']}"),
+        (["demo", "--mode", "sam"], f"--mode: was removed: {REMOVED['mode']}"),
+        (["replay", TRACE, "--depth", "3"], "unrecognized arguments: --depth 3"),
+        (["doctor", "--history", "0"], "unrecognized arguments: --history 0"),
         (["demo", "--model", "/nowhere"], "--model /nowhere: not found"),
         (["demo", "--train-file", "/nowhere"], "--train-file /nowhere: not found"),
         (["demo", "trainer.nnodes"], "'trainer.nnodes': a Hydra override looks like key=value"),
@@ -107,6 +116,53 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
     assert message in error
     assert error.startswith(f"rollout-spec {arguments[0]}: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "drafters x --max-index-mb 4",
+            "rollout-spec bench drafters: --max-index-mb: use --spec max_index_mb=4",
+        ),
+        ("engine --history 0", "rollout-spec bench engine: --history: use --spec history=0"),
+        ("native --depth", "rollout-spec bench native: unrecognized arguments: --depth"),
+        (
+            "drafters x --methods sam_single",
+            "rollout-spec bench drafters: --methods sam_single: was removed: use sam",
+        ),
+        (
+            "drafters x --methods off --spec mode=a",
+            f"rollout-spec bench drafters: rollout.spec.mode: was removed: {REMOVED['mode']}",
+        ),
+    ],
+)
+def test_a_bench_is_named_in_what_it_says(arguments, message, capsys):
+    assert main(["bench", *arguments.split()]) == 2
+    assert capsys.readouterr().err == message + "\n"
+
+
+def parsers(parser, name="rollout-spec"):
+    yield name, parser
+    for action in parser._actions:
+        for command, sub in (
+            action.choices if isinstance(action, argparse._SubParsersAction) else {}
+        ).items():
+            yield from parsers(sub, f"{name} {command}")
+
+
+PARSERS = dict(parsers(build_parser()))
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_command_has_groups_for_its_arguments_and_one_example(name):
+    positional, optional, *_ = PARSERS[name]._action_groups
+    outside = [a for group in (positional, optional) for a in group._group_actions]
+    known = (argparse._HelpAction, argparse._VersionAction, argparse._SubParsersAction)
+    assert all(isinstance(action, known) for action in outside), outside
+    title, command = PARSERS[name].epilog.splitlines()
+    assert title == "example:" and f"{command} ".startswith(f"  {name} ")
+    build_parser().parse_args(command.split()[1:])  # exits where it cannot
 
 
 @pytest.mark.parametrize("text", ["", '{"group": "a", "prompt_token_ids": [1], "responses": [[], [2]]}\n'])

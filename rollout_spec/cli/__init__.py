@@ -14,7 +14,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rollout_spec import __version__
@@ -48,10 +48,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage; its subparsers do likewise."""
+    """Says what is wrong in one line, without the usage; its subparsers do likewise.
+
+    Takes no abbreviations: the removed `--mode` is not `--model`.
+    """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(formatter_class=HelpFormatter, **settings)
+        super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
@@ -88,10 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or 1 where a command's answer is "no", 2 for a user error, 130 for Ctrl-C.
     """
     try:
-        args = build_parser().parse_args(argv)
+        args, unknown = build_parser().parse_known_args(argv)
     except SystemExit as done:  # --help and --version, or a wrong option
         return int(done.code or 0)
     try:
+        if unknown:
+            raise UserError(_unknown(unknown, getattr(args, "refused", None)))
         return args.run(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -104,8 +109,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = _user_error(error)
         if line is None:
             raise
-        print(f"rollout-spec {args.command}: {' '.join(line.split())}", file=sys.stderr)
+        command = " ".join(("rollout-spec", args.command, *([args.kind] if "kind" in args else ())))
+        print(f"{command}: {' '.join(line.split())}", file=sys.stderr)
         return 2
+
+
+def _unknown(arguments: Sequence[str], refused: Mapping[str, str] | None) -> str:
+    """What to say of arguments that a command does not have: the replacement, where there is one.
+
+    Args:
+        refused: of `add_spec_argument`; None for a command without `--spec`.
+    """
+    from rollout_spec.config import REMOVED, SpecConfig
+
+    option, sign, value = arguments[0].partition("=")
+    name = option.removeprefix("--").replace("-", "_")
+    if option.startswith("--") and name in REMOVED:
+        return f"{option}: was removed: {REMOVED[name]}"
+    if option.startswith("--") and refused is not None and name in SpecConfig.__dataclass_fields__:
+        if name in refused:
+            return f"{option}: {refused[name]}"
+        given = value if sign else next(iter(arguments[1:]), "VALUE")
+        return f"{option}: use --spec {name}={given}"
+    return f"unrecognized arguments: {' '.join(arguments)}"
 
 
 def _user_error(error: Exception) -> str | None:

@@ -18,6 +18,11 @@ METHODS = (
     *("off", "ngram", "suffix_server", "suffix_server_tuned", "suffix", "suffix_tuned"),
     *("sam", "oracle"),
 )
+REMOVED = {  # methods, and which to compare with instead
+    **dict.fromkeys(("earliest", "earliest_single", "frequent", "suffix_policy", "sam_single"), "sam"),
+    "suffix": "suffix_server",
+    "suffix_tuned": "suffix_server_tuned",
+}
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
     **{
@@ -28,8 +33,9 @@ REFUSED = {  # as --spec, and why
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help=".jsonl or .jsonl.gz")
-    parser.add_argument(
+    lines = parser.add_argument_group("lines of the trace")
+    lines.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help=".jsonl or .jsonl.gz")
+    lines.add_argument(
         "--limit-groups", type=number(int, 1), metavar="N", help="only the first N lines of each trace"
     )
     drafters = parser.add_argument_group("drafters; of several values every combination is replayed")
@@ -68,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="sam also at the prices, found by trial, at which it drafts as many tokens as each suffix*",
     )
-    add_spec_argument(drafters, "another option of rollout.spec for sam, for example max_index_mb=64")
+    add_spec_argument(
+        drafters, "another option of rollout.spec for sam, for example max_index_mb=64", REFUSED
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--no-cost", action="store_true", help="do not time steps and indexing")
     output.add_argument(
@@ -127,6 +135,8 @@ def _methods(named: str | None) -> list[str]:
     methods = named.split(",")
     for method in methods:
         if method not in METHODS:
+            if method in REMOVED:
+                raise UserError(f"--methods {method}: was removed: use {REMOVED[method]}")
             raise UserError(f"--methods {method}: must be one of {', '.join(METHODS)}")
     return methods
 

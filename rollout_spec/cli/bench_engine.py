@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of every method (each method's own default: ngram 8, suffix what vLLM takes, "
         f"sam {SpecConfig.num_speculative_tokens})",
     )  # fmt: skip
-    add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed")
+    add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
     compared.add_argument("--repeats", type=count, default=3, metavar="N", help="rollouts of each method")
     compared.add_argument("--seed", type=number(int, 0), default=0, help="of prompts, lengths and noise")
     compared.add_argument(

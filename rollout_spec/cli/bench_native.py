@@ -14,8 +14,9 @@ HELP = "measure what indexing a token, one step and a whole engine's steps cost"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", type=Path, help="take the text from a recorded trace, not a made one")
-    parser.add_argument(
+    measured = parser.add_argument_group("what is measured")
+    measured.add_argument("--trace", type=Path, help="take the text from a recorded trace, not a made one")
+    measured.add_argument(
         "--repeats", type=number(int, 1), default=7, metavar="N", help="take the least of N runs"
     )
     output = parser.add_argument_group("output")
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(str(error)) from error
     rendered = json.dumps(record, indent=2)
     if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(rendered + "\n")
     if args.json:
         print(rendered)

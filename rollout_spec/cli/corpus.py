@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
     help_ = "make the file from the responses of recorded rollouts"
     build = kinds.add_parser("build", help=help_, description=f"{help_.capitalize()}.")
-    build.add_argument(
+    read = build.add_argument_group("what is read")
+    read.add_argument(
         "files",
         type=Path,
         nargs="+",
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, required=True, metavar="FILE", help="for example corpus.sam"
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    example = "rollout-spec corpus build outputs/dapo/off/rollouts/rollouts-0.jsonl -o outputs/corpus.sam"
+    example = "rollout-spec corpus build outputs/demo/sam/rollouts/rollouts-0.jsonl -o outputs/corpus.sam"
     add_example(parser, example)
     add_example(build, example)
 

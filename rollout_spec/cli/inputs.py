@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import UserError
+from rollout_spec.config import SpecConfig
 
 # Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
 # the samples of one short prompt share its prefill.
@@ -40,16 +41,18 @@ def number(
     return parse
 
 
-def add_spec_argument(parser: argparse._ActionsContainer, help_: str) -> None:
-    parser.add_argument("--spec", action="append", default=[], metavar="NAME=VALUE", help=help_)
-
-
-def spec_options(given: Sequence[str], refused: Mapping[str, str]) -> dict[str, Any]:
-    """What `--spec` names; whether it can be is SpecConfig's to say.
+def add_spec_argument(group: argparse._ActionsContainer, help_: str, refused: Mapping[str, str]) -> None:
+    """Add `--spec`.
 
     Args:
         refused: names that the command does not take, each with what to say of it.
     """
+    group.add_argument("--spec", action="append", default=[], metavar="NAME=VALUE", help=help_)
+    group.set_defaults(refused=refused)
+
+
+def spec_options(given: Sequence[str], refused: Mapping[str, str]) -> dict[str, Any]:
+    """What `--spec` names; whether it can be is SpecConfig's to say. `refused`: of `add_spec_argument`."""
     spec = {}
     for option in given:
         name, sign, value = option.partition("=")
@@ -88,6 +91,13 @@ def installed(command: str, methods: Sequence[str], require: Callable[[str], Non
     for reason, names in left_out.items():
         print(f"rollout-spec {command}: without {', '.join(names)}: {reason}", file=sys.stderr)
     return found
+
+
+def add_k_argument(group: Any) -> None:
+    group.add_argument(
+        "--num-speculative-tokens", type=int, default=SpecConfig.num_speculative_tokens, metavar="K",
+        help="most draft tokens per row and step",
+    )  # fmt: skip
 
 
 def add_model_argument(group: Any) -> None:

@@ -8,27 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_spec_argument, number, spec_options
+from rollout_spec.cli.inputs import add_k_argument, add_spec_argument, number, spec_options
 
 HELP = "replay recorded rollouts through the drafter, without a model"
-REFUSED = dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "replay drafts in every step")
+REFUSED = {  # as --spec, and why
+    **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "replay drafts in every step"),
+    "num_speculative_tokens": "--num-speculative-tokens sets it",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    lines = parser.add_argument_group("lines of the trace")
+    lines.add_argument(
         "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz, one group of rollouts a line"
     )
-    drafter = parser.add_argument_group("drafter")
-    drafter.add_argument(
-        "--num-speculative-tokens", type=int, metavar="K", help="most draft tokens per row and step"
-    )
-    drafter.add_argument("--corpus", metavar="FILE", help="file of `corpus build` that is drafted from too")
-    add_spec_argument(drafter, "any other option of rollout.spec, for example history=0")
-    lines = parser.add_argument_group("lines of the trace")
     lines.add_argument(
         "--max-responses", type=number(int, 1), metavar="N", help="only the first N responses of each line"
     )
     lines.add_argument("--limit-groups", type=number(int, 1), metavar="N", help="only the first N lines")
+    drafter = parser.add_argument_group("drafter")
+    add_k_argument(drafter)
+    drafter.add_argument("--corpus", metavar="FILE", help="file of `corpus build` that is drafted from too")
+    add_spec_argument(drafter, "any other option of rollout.spec, for example history=0", REFUSED)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
@@ -67,6 +68,5 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Those of rollout.spec that the command line names."""
-    flags = {"num_speculative_tokens": args.num_speculative_tokens, "corpus": args.corpus}
-    given = {name: value for name, value in flags.items() if value is not None}
-    return spec_options(args.spec, REFUSED) | given
+    given = {"corpus": args.corpus} if args.corpus is not None else {}
+    return spec_options(args.spec, REFUSED) | given | {"num_speculative_tokens": args.num_speculative_tokens}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_spec_argument, number, spec_options
+from rollout_spec.cli.inputs import add_k_argument, add_spec_argument, number, spec_options
 
 HELP = "take recorded rollouts through drafter and gate in virtual time, to choose options for a cluster"
 REFUSED = {  # as --spec, and why
@@ -23,10 +23,11 @@ REFUSED = {  # as --spec, and why
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     positive = number(int, 1)
-    parser.add_argument(
+    lines = parser.add_argument_group("lines of the trace")
+    lines.add_argument(
         "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz; lines of one `step` are one rollout"
     )
-    parser.add_argument("--limit-groups", type=positive, metavar="N", help="only the first N lines")
+    lines.add_argument("--limit-groups", type=positive, metavar="N", help="only the first N lines")
     cluster = parser.add_argument_group("cluster; of several values every combination is simulated")
     cluster.add_argument(
         "--step-times",
@@ -52,13 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="numbers or auto",
     )
-    drafter.add_argument(
-        "--num-speculative-tokens", type=int, metavar="K", help="most draft tokens per row and step"
-    )
+    add_k_argument(drafter)
     add_spec_argument(
         drafter,
         "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "
         "`group` in earlier steps of the trace, whichever engine gave them",
+        REFUSED,
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -103,13 +103,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace, spec: dict[str, Any], threshold: str) -> Any:
-    from rollout_spec.config import SpecConfig
+    from rollout_spec.config import SpecConfig, parse_threshold
 
     if threshold == "off":
         return SpecConfig(method="off")
-    fixed = spec_options([f"batch_threshold={threshold}"], {})
-    if args.num_speculative_tokens is not None:
-        fixed["num_speculative_tokens"] = args.num_speculative_tokens
+    fixed = {
+        "batch_threshold": parse_threshold(threshold),
+        "num_speculative_tokens": args.num_speculative_tokens,
+    }
     return SpecConfig.from_mapping(spec | fixed)
 
 
