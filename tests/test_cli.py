@@ -128,6 +128,10 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
         ("engine --history 0", "rollout-spec bench engine: --history: use --spec history=0"),
         ("native --depth", "rollout-spec bench native: unrecognized arguments: --depth"),
         (
+            "drafters x --methods suffix",
+            "rollout-spec bench drafters: --methods suffix: was removed: use suffix_server",
+        ),
+        (
             "drafters x --methods sam_single",
             "rollout-spec bench drafters: --methods sam_single: was removed: use sam",
         ),

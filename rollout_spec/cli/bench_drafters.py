@@ -14,10 +14,7 @@ from rollout_spec.cli.inputs import add_spec_argument, installed, number, spec_o
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig
 
 HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
-METHODS = (
-    *("off", "ngram", "suffix_server", "suffix_server_tuned", "suffix", "suffix_tuned"),
-    *("sam", "oracle"),
-)
+METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam", "oracle")
 REMOVED = {  # methods, and which to compare with instead
     **dict.fromkeys(("earliest", "earliest_single", "frequent", "suffix_policy", "sam_single"), "sam"),
     "suffix": "suffix_server",
@@ -42,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafters.add_argument(
         "--methods",
         metavar="M,M",
-        help=f"by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it; "
-        f"suffix: with a cache a prompt ({', '.join(METHODS)}, without what is not installed)",
+        help=f"by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
+        f"({','.join(METHODS)}, without what is not installed)",
     )
     drafters.add_argument(
         "--num-speculative-tokens",

@@ -22,13 +22,9 @@ SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
 SUFFIX_DEFAULTS = {"max_tree_depth": 24, "max_spec_factor": 1.0, "min_token_prob": 0.1}  # vLLM's
 SUFFIX_TUNED = SUFFIX_DEFAULTS | {"max_tree_depth": 64, "max_spec_factor": 4.0}
 SUFFIX_MAX_CACHED_REQUESTS = 10_000  # vLLM's default
-# One cache for all lines, as vLLM serves it; the others begin with an empty one for each line.
-ONE_CACHE = ("suffix_server", "suffix_server_tuned")
 SUFFIX: dict[str, dict[str, float]] = {
     "suffix_server": SUFFIX_DEFAULTS,
     "suffix_server_tuned": SUFFIX_TUNED,
-    "suffix": SUFFIX_DEFAULTS,
-    "suffix_tuned": SUFFIX_TUNED,
 }
 NGRAM = (2, 5)
 NUM_HALVINGS = 8
@@ -93,46 +89,32 @@ class Off:
 
 
 class Suffix:
-    """vLLM's `suffix`: its proposer, on ArcticInference's cache.
+    """vLLM's `suffix` as a server runs it: its proposer, on one cache of ArcticInference for all lines.
+
+    That cache is its history: `start` needs no earlier responses.
 
     Args:
-        method: of SUFFIX. Those of ONE_CACHE keep their cache from line to line; with the others each line
-            begins with an empty one and the earlier responses of its group.
+        method: of SUFFIX.
         k: num_speculative_tokens.
     """
 
     def __init__(self, method: str, k: int) -> None:
         require(method)
-        self._k = k
-        self._options = SUFFIX[method] | {"max_cached_requests": SUFFIX_MAX_CACHED_REQUESTS}
-        self._keep = method in ONE_CACHE
-        self._num_requests = 0
-        self.proposer = self._make()
-
-    def _make(self) -> Any:
         from rollout_spec.measure.vllm_drafters import suffix_proposer
 
-        return suffix_proposer(self._k, **self._options)
+        self._k = k
+        self._num_requests = 0
+        self.proposer = suffix_proposer(k, **SUFFIX[method], max_cached_requests=SUFFIX_MAX_CACHED_REQUESTS)
 
     @property
     def cache(self) -> Any:
         return self.proposer.suffix_cache
 
     def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
-        if not self._keep:
-            self.proposer = self._make()
-            for response in earlier:
-                name = self._name()
-                self.cache.start_request(name, prompt)
-                self.cache.add_active_response(name, response)
-                self.cache.stop_request(name)
-        self._names = [self._name() for _ in range(num_rows)]
+        self._names = [str(self._num_requests + i) for i in range(num_rows)]
+        self._num_requests += num_rows
         self._num_prompt_tokens = np.full(num_rows, len(prompt), np.int32)
         self._levels = self._num_prompt_tokens.copy()
-
-    def _name(self) -> str:
-        self._num_requests += 1
-        return str(self._num_requests)
 
     def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         sampled: list[list[int]] = [[] for _ in self._names]  # an absent row: as one that prefills
