@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from rollout_spec import __version__, processes
-from rollout_spec.cli import COMMANDS, build_parser, doctor, main
+from rollout_spec.cli import COMMANDS, build_parser, main
 from rollout_spec.config import REMOVED
 from rollout_spec.demo.runner import Plan, overrides
+from rollout_spec.measure import diagnosis
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")
 TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
@@ -191,7 +192,7 @@ def test_a_missing_package_of_the_demos_model_is_one_line(monkeypatch, capsys):
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(doctor, "diagnose", lambda: 1 / 0)
+    monkeypatch.setattr(diagnosis, "diagnose", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])
 
@@ -234,10 +235,10 @@ def test_doctor_fails_where_torch_cannot_be_imported():
 def test_doctor_fails_on_a_native_module_of_another_version():
     code = (
         "import sys; from types import SimpleNamespace; from rollout_spec.drafting import _native;"
-        "from rollout_spec.cli import doctor, main;"
+        "from rollout_spec.cli import main; from rollout_spec.measure import diagnosis;"
         "lib = SimpleNamespace(rs_abi_version=lambda: 1);"
         "sys.modules['rollout_spec.drafting._native'] = SimpleNamespace(ffi=_native.ffi, lib=lib);"
-        "doctor.PROBES = [pair for pair in doctor.PROBES if pair[0] == 'native module'];"
+        "diagnosis.PROBES = [pair for pair in diagnosis.PROBES if pair[0] == 'native module'];"
         "sys.exit(main(['doctor']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -259,10 +260,10 @@ def test_doctor_fails_on_a_native_module_of_another_version():
     ],
 )
 def test_doctor_sees_plugins_that_are_shut_out(monkeypatch, variable, value, fails):
-    for name in doctor.ENTRY_POINTS.values():
+    for name in diagnosis.ENTRY_POINTS.values():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, value)
-    failed = [check for check in doctor._entry_points() if check.status == doctor.FAIL]
+    failed = [check for check in diagnosis._entry_points() if check.status == diagnosis.FAIL]
     assert [check.detail for check in failed] == ([f"{variable}={value} excludes it"] if fails else [])
     assert all(variable in check.fix for check in failed)
 

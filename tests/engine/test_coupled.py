@@ -241,9 +241,10 @@ def test_what_cannot_be_coupled_is_refused(make_engine: Any, arguments: dict, me
 def test_doctor_fails_where_an_engine_patch_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, patch: str
 ) -> None:
-    from rollout_spec.cli import doctor, main
+    from rollout_spec.cli import main
+    from rollout_spec.measure import diagnosis
 
-    monkeypatch.setattr(doctor, "PROBES", [("engine patches", doctor._engine_patches)])
+    monkeypatch.setattr(diagnosis, "PROBES", [("engine patches", diagnosis._engine_patches)])
     assert main(["doctor"]) == 0
     monkeypatch.setattr(f"vllm.v1.sample.{where}", lambda self, other: None)
     capsys.readouterr()
