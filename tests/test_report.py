@@ -168,7 +168,7 @@ def test_only_common_steps_are_compared(runs, tmp_path):
 
 def test_the_summary_has_the_documented_keys(report):
     summary = json.loads(report["json"].read_text())
-    assert report["json"].name == "demo-summary.json"
+    assert report["json"].name == "summary.json"
     assert set(summary) == {"off", "sam", "speedup", "speedup_ci95", "first_step_agreement", "measures"}
     assert summary["first_step_agreement"] is None, "these rollouts were recorded without names"
     assert set(summary["measures"]) == {measure.name for measure in MEASURES}
@@ -201,7 +201,7 @@ def test_a_loss_is_called_a_loss(runs):
     assert slower.verdict == "slower"
     text = " ".join(sentences(slower))
     assert "was slower here" in text
-    assert "drafted nothing" in text
+    assert "drafted nothing" in text and "rollout/spec_share_off_cost" in text
 
 
 def test_few_steps_and_looping_are_named(comparison):
@@ -217,7 +217,7 @@ def test_compare_takes_the_logger_file_itself_and_prints_json(runs, tmp_path, ca
     assert main(["compare", *files, "--json", "--output", str(tmp_path / "out")]) == 0
     assert json.loads(capsys.readouterr().out)["speedup"] == pytest.approx(40 / 21)
     written = {file.name for file in (tmp_path / "out").iterdir()}
-    assert written == {"charts", "demo-summary.json", "report.html", "report.png"}
+    assert written == {"charts", "summary.json", "report.html", "report.png"}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COLOURS = ("#8a94a3", "#1463d8")
 BARS = ("rollout_seconds", "step_seconds", "tokens_per_second")
 MAX_BARS = 40
-FILES = {"json": "demo-summary.json", "png": "report.png", "html": "report.html"}
+FILES = {"json": "summary.json", "png": "report.png", "html": "report.html"}
 CHARTS_FOLDER = "charts"
 
 
@@ -84,7 +84,8 @@ def sentences(comparison: Comparison) -> list[str]:
     else:
         text.append(
             f"{on.name} drafted nothing, so this says nothing about drafting. "
-            "Was the batch larger than rollout.spec.batch_threshold throughout?"
+            "High rollout/spec_share_off_cost: drafts cost more time than they save, as with many requests "
+            "at a time. High rollout/spec_share_off_threshold: raise rollout.spec.batch_threshold."
         )
     if not math.isnan(on.looping_share):
         text.append(
