@@ -11,7 +11,7 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.config import SpecConfig
-from rollout_spec.measure.replay import POSITIONS, ReplayResult, TraceError, read_trace, replay, replay_line
+from rollout_spec.measure.replay import ReplayResult, TraceError, read_trace, replay, replay_line
 from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
 
 
@@ -93,18 +93,6 @@ def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(path):
     assert result.tail_tokens_per_step == 3.0
 
 
-def test_drafts_count_where_they_begin(path):
-    # 63 tokens that never come again, then 1 2 3 4 5 6 of the prompt: the drafts behind 1 (of 2 to 5, all
-    # accepted) and behind 6 (of the text itself, of which nothing is right) begin with tokens 64 and 69.
-    text = [*range(100, 163), 1, 2, 3, 4, 5, 6, 99]
-    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [text])))
-    assert result.num_draft_tokens_at.tolist() == [0, 8, *[0] * (len(POSITIONS) - 3)]
-    assert result.acceptance_by_position == {"64": 4 / 8}
-    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [text[1:]])))
-    assert result.num_draft_tokens_at.tolist()[:2] == [4, 4]
-    assert result.acceptance_by_position == {"0": 1.0, "64": 0.0}
-
-
 def test_drafts_past_the_end_count_as_drafted_and_the_final_token_counts(path):
     result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]])))
     # Step 1 drafts 2 3 4 5; 2 and 3 are accepted, and with 3 the response is over.
@@ -127,11 +115,12 @@ def test_a_single_token_needs_no_step(path):
     assert (result.num_groups, result.num_responses, result.num_tokens, result.num_steps) == (2, 3, 3, 1)
 
 
-def test_lines_can_be_limited(path):
+def test_lines_can_be_limited(path, capsys):
     line = ([1, 2], [[3, 4, 5, 6], [7, 8]])
     write_trace(path, line, line, line)
-    limited = replay(read_trace(path), SpecConfig(), max_responses=1, limit_groups=2)
-    assert (limited.num_groups, limited.num_responses, limited.num_tokens) == (2, 2, 8)
+    assert main(["replay", str(path), "--max-responses", "1", "--limit-groups", "2", "--json"]) == 0
+    limited = json.loads(capsys.readouterr().out)
+    assert [limited[name] for name in ("num_groups", "num_responses", "num_tokens")] == [2, 2, 8]
 
 
 def slow_replay(lines, options):

@@ -20,7 +20,7 @@ T = TypeVar("T")
 def tracked(items: Iterable[T], text: str) -> Iterable[T]:
     """The items, with a bar on a terminal."""
     console = Console(stderr=True)
-    return track(list(items), text, console=console, transient=True, disable=not console.is_terminal)
+    return track(items, text, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli import UserError
-    from rollout_spec.cli.progress import counted
+    from rollout_spec.cli.progress import tracked
     from rollout_spec.cli.tables import print_values
     from rollout_spec.config import SpecConfig
     from rollout_spec.drafting.corpus import check_corpus
@@ -47,14 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if config.corpus:
         check_corpus(config.corpus)
     try:
-        with counted(args.trace.name, args.limit_groups) as advance:
-            result = replay(
-                read_trace(args.trace),
-                config,
-                max_responses=args.max_responses,
-                limit_groups=args.limit_groups,
-                on_group=lambda _: advance(1),
-            )
+        lines = tracked(islice(read_trace(args.trace), args.limit_groups), args.trace.name)
+        result = replay(lines, config, max_responses=args.max_responses)
     except TraceError as error:
         raise UserError(str(error)) from error
     if args.json:

@@ -19,12 +19,14 @@ from rollout_spec.drafting.native import Int32Array
 from rollout_spec.measure.replay import IndexProposer, Proposer, ReplayResult, Rollout, replay_line
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
-SUFFIX_DEFAULTS = {"max_tree_depth": 24, "max_spec_factor": 1.0, "min_token_prob": 0.1}  # vLLM's
-SUFFIX_TUNED = SUFFIX_DEFAULTS | {"max_tree_depth": 64, "max_spec_factor": 4.0}
-SUFFIX_MAX_CACHED_REQUESTS = 10_000  # vLLM's default
-SUFFIX: dict[str, dict[str, float]] = {
-    "suffix_server": SUFFIX_DEFAULTS,
-    "suffix_server_tuned": SUFFIX_TUNED,
+SUFFIX: dict[str, dict[str, float]] = {  # but for depth and factor of the tuned one, vLLM's defaults
+    name: {
+        "max_tree_depth": depth,
+        "max_spec_factor": factor,
+        "min_token_prob": 0.1,
+        "max_cached_requests": 10_000,
+    }
+    for name, depth, factor in (("suffix_server", 24, 1.0), ("suffix_server_tuned", 64, 4.0))
 }
 NGRAM = (2, 5)
 NUM_HALVINGS = 8
@@ -79,13 +81,9 @@ class Batch:
         self.req_id_to_index = {name: i for i, name in enumerate(self.req_ids)}
 
 
-class Off:
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None: ...
-
+class Off(Proposer):
     def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         return np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32)
-
-    def finish(self) -> None: ...
 
 
 class Suffix:
@@ -104,7 +102,7 @@ class Suffix:
 
         self._k = k
         self._num_requests = 0
-        self.proposer = suffix_proposer(k, **SUFFIX[method], max_cached_requests=SUFFIX_MAX_CACHED_REQUESTS)
+        self.proposer = suffix_proposer(k, **SUFFIX[method])
 
     @property
     def cache(self) -> Any:
@@ -136,7 +134,7 @@ class Suffix:
         self.proposer.propose(self._k, Batch([], none, none[None], none), [])  # stops all requests
 
 
-class Ngram:
+class Ngram(Proposer):
     """vLLM's `ngram` (prompt lookup), its numba code, for matches of 5 to 2 tokens."""
 
     def __init__(self, k: int) -> None:
@@ -144,8 +142,6 @@ class Ngram:
         from rollout_spec.measure.vllm_drafters import batch_propose_numba
 
         self._propose, self._k = batch_propose_numba, k
-
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None: ...
 
     def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         num_tokens = np.zeros(len(token_ids), np.int32)
@@ -158,10 +154,8 @@ class Ngram:
             self._propose(wanted, num_tokens, token_ids, *NGRAM, longest, self._k, drafts, numbers)
         return drafts[rows], np.minimum(numbers[rows], budgets)
 
-    def finish(self) -> None: ...
 
-
-class Oracle:
+class Oracle(Proposer):
     """The bound: the longest continuation after the last token that the group's text holds, chosen knowing
     what comes. `token_ids` must hold the whole responses, as the replay's does."""
 
@@ -193,8 +187,6 @@ class Oracle:
                 numbers[i] += 1
             drafts[i, : numbers[i]] = future[1 : numbers[i] + 1]
         return drafts, numbers
-
-    def finish(self) -> None: ...
 
 
 def make_proposer(method: str, config: SpecConfig) -> Proposer:
@@ -241,8 +233,7 @@ def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) ->
             num_speculative_tokens and history, the responses of a line's group in lines before.
 
     Returns:
-        One result per run, in their order: FIGURES and acceptance_by_position; min_token_prob is None but of
-        `sam`, equal_drafts is None.
+        One result per run, in their order: FIGURES; min_token_prob, None but of `sam`; equal_drafts, None.
 
     Raises:
         MissingError: a method needs a package that is not installed.
@@ -269,7 +260,6 @@ def _result(method: str, config: SpecConfig, result: ReplayResult) -> dict[str, 
         "min_token_prob": config.min_token_prob if method == "sam" else None,
         "equal_drafts": None,
         **{figure: getattr(result, figure) for figure in FIGURES},
-        "acceptance_by_position": result.acceptance_by_position,
     }
 
 

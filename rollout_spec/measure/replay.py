@@ -12,9 +12,8 @@ import dataclasses
 import gzip
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -25,8 +24,6 @@ from rollout_spec.drafting.history import Backlog, History, group_key
 from rollout_spec.drafting.index import make_index
 from rollout_spec.drafting.native import Int32Array
 
-# Edges of the buckets in which acceptance along a response is counted, tokens.
-POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 30)
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -63,9 +60,6 @@ class ReplayResult:
     num_tail_tokens: int = 0
     num_proposed_rows: int = 0
     propose_seconds: float = 0.0
-    num_draft_tokens_at: np.ndarray = dataclasses.field(default_factory=lambda: _per_position())
-    """[len(POSITIONS) - 1], by where in the response the draft begins."""
-    num_accepted_tokens_at: np.ndarray = dataclasses.field(default_factory=lambda: _per_position())
 
     @property
     def tokens_per_step(self) -> float:
@@ -91,22 +85,12 @@ class ReplayResult:
     def tail_tokens_per_step(self) -> float:
         return self.num_tail_tokens / self.num_tail_steps if self.num_tail_steps else 0.0
 
-    @property
-    def acceptance_by_position(self) -> dict[str, float]:
-        """Acceptance rate by the first position of each bucket that has drafts."""
-        counts = zip(POSITIONS, self.num_draft_tokens_at, self.num_accepted_tokens_at, strict=False)
-        return {str(start): float(accepted / drafted) for start, drafted, accepted in counts if drafted}
-
     def to_dict(self) -> dict[str, float]:
         names = (
             *("num_groups", "num_responses", "num_tokens", "num_steps", "tokens_per_step"),
             *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length", "native_us_per_row"),
         )
         return {name: getattr(self, name) for name in names}
-
-
-def _per_position() -> np.ndarray:
-    return np.zeros(len(POSITIONS) - 1, np.int64)
 
 
 def read_trace(path: str | Path) -> Iterator[Rollout]:
@@ -169,6 +153,7 @@ class Proposer(Protocol):
 
     def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
         """Begin a group of num_rows responses; `earlier` are responses to the same prompt."""
+        return
 
     def step(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
@@ -185,7 +170,8 @@ class Proposer(Protocol):
             Draft tokens [n, >= longest draft], and their numbers [n].
         """
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        return
 
 
 class IndexProposer:
@@ -225,8 +211,6 @@ def replay(
     config: SpecConfig,
     *,
     max_responses: int | None = None,
-    limit_groups: int | None = None,
-    on_group: Callable[[ReplayResult], None] | None = None,
 ) -> ReplayResult:
     """Replay a trace.
 
@@ -236,20 +220,16 @@ def replay(
             to line.
         config: batch_threshold does not apply, every step drafts.
         max_responses: at most the first so many responses of each line.
-        limit_groups: at most the first so many lines.
-        on_group: called with the counters so far after each line.
     """
     result = ReplayResult()
     history = History(config.history, config.max_index_mb << 20)
     with contextlib.closing(IndexProposer(config)) as proposer:
-        for rollout in islice(trace, limit_groups):
+        for rollout in trace:
             line = dataclasses.replace(rollout, responses=rollout.responses[:max_responses])
             key = group_key(line.group)
             replay_line(proposer, line, history.get(key), config.num_speculative_tokens, result)
             for response in line.responses if config.history else ():
                 history.add(key, response)
-            if on_group is not None:
-                on_group(result)
     return result
 
 
@@ -279,7 +259,7 @@ def replay_line(
         result.num_proposed_rows += len(rows)
         accepted = _num_accepted(drafts, numbers, token_ids, rows, levels[rows])
         gained = np.where(running, np.minimum(accepted + 1, ends[rows] - levels[rows]), 0)
-        _count(result, n, int(running.sum()), levels[rows] - prompt_len, numbers, accepted, int(gained.sum()))
+        _count(result, n, int(running.sum()), numbers, accepted, int(gained.sum()))
         levels[rows] += gained.astype(np.int32)
         # A row that ends in this step takes part in the next once more: its siblings see its last tokens.
         rows = np.flatnonzero(is_running).astype(np.int32)
@@ -315,7 +295,6 @@ def _count(
     result: ReplayResult,
     num_siblings: int,
     num_running: int,
-    positions: np.ndarray,
     numbers: np.ndarray,
     accepted: np.ndarray,
     num_gained: int,
@@ -328,6 +307,3 @@ def _count(
     if num_running <= max(1, num_siblings // 4):
         result.num_tail_steps += num_running
         result.num_tail_tokens += num_gained
-    buckets = np.searchsorted(POSITIONS, positions, "right") - 1
-    np.add.at(result.num_draft_tokens_at, buckets, numbers)
-    np.add.at(result.num_accepted_tokens_at, buckets, accepted)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 
 def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
-    """What `bench drafters` measured, per trace: gains and acceptance along the response.
-
-    Gains are tokens per step against draft tokens per step, with a line through the prices of a method.
-    Acceptance is that of the largest K and the least history.
-    """
+    """What `bench drafters` measured, per trace: tokens per step against draft tokens per step, with a line
+    through the prices of a method."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -21,14 +17,11 @@ def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
     traces = list(dict.fromkeys(result["trace"] for result in results))
     methods = list(dict.fromkeys(result["method"] for result in results))
     colours = {method: pyplot.get_cmap("tab20")(i) for i, method in enumerate(methods)}
-    figure, rows = pyplot.subplots(len(traces), 2, figsize=(10.8, 4 * len(traces)), squeeze=False)
-    for trace, (gains, along) in zip(traces, rows, strict=True):
-        of_trace = [result for result in results if result["trace"] == trace]
-        _plot_gains(gains, of_trace, colours)
-        _plot_along(along, of_trace, colours)
-        for axis in (gains, along):
-            axis.set_title(trace)
-        along.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure, axes = pyplot.subplots(len(traces), 1, figsize=(7.2, 4 * len(traces)), squeeze=False)
+    for trace, axis in zip(traces, axes[:, 0], strict=True):
+        _plot_gains(axis, [result for result in results if result["trace"] == trace], colours)
+        axis.set_title(trace)
+        axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.text(0.01, 0.002, "Numbers: K. Squares: with the responses of earlier steps.", fontsize=8)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
@@ -43,25 +36,10 @@ def _plot_gains(axis: Any, results: list[dict[str, Any]], colours: dict[str, Any
         lines.setdefault(line, []).append(point)
     for (method, k, history), points in lines.items():
         style = {"color": colours[method], "marker": "s" if history else "o", "linewidth": 1.0}
-        axis.plot(*zip(*sorted(points), strict=True), **style)
+        is_named = method in axis.get_legend_handles_labels()[1]
+        axis.plot(*zip(*sorted(points), strict=True), **style, label=None if is_named else method)
         axis.annotate(str(k), max(points), fontsize=7)
     axis.set(xlabel="draft tokens per step", ylabel="tokens per step")
-
-
-def _plot_along(axis: Any, results: list[dict[str, Any]], colours: dict[str, Any]) -> None:
-    k = max(result["num_speculative_tokens"] for result in results)
-    history = min(result["history"] for result in results)
-    num_lines: Counter[str] = Counter()
-    for result in results:
-        if (result["num_speculative_tokens"], result["history"]) != (k, history) or result["equal_drafts"]:
-            continue
-        method, price, curve = (result[n] for n in ("method", "min_token_prob", "acceptance_by_position"))
-        style = ("-", "--", "-.", ":")[num_lines[method] % 4]
-        num_lines[method] += 1
-        positions = [max(1, int(start)) for start in curve]
-        label = method if price is None else f"{method} {price:g}"
-        axis.plot(positions, list(curve.values()), color=colours[method], linestyle=style, label=label)
-    axis.set(xlabel="position in the response", ylabel=f"acceptance rate, K = {k}", xscale="log")
 
 
 def plot_rollouts(timelines: dict[str, dict[str, list]], threshold: int, file: Path) -> None:
