@@ -10,7 +10,7 @@ import pytest
 
 from rollout_spec.demo import data, model
 from rollout_spec.demo.reward import WEIGHTS, compute_score
-from rollout_spec.report.looping import is_looping
+from rollout_spec.report.responses import is_looping
 
 
 def test_rows_have_the_columns_that_verl_reads():

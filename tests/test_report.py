@@ -11,9 +11,9 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.report.logs import RunError
-from rollout_spec.report.looping import is_looping
 from rollout_spec.report.page import headline, sentences, summary_table, write_report
-from rollout_spec.report.runs import MEASURES, Agreement, compare, first_step_agreement, read_run
+from rollout_spec.report.responses import Agreement, first_step_agreement
+from rollout_spec.report.runs import MEASURES, compare, read_run
 
 SPEC = "rollout/spec_"
 
@@ -60,7 +60,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def comparison(runs):
-    return compare(read_run(runs[0], "off", is_looping), read_run(runs[1], "sam", is_looping))
+    return compare(read_run(runs[0], "off"), read_run(runs[1], "sam"))
 
 
 @pytest.fixture(scope="module")

@@ -33,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.tables import make_console
-    from rollout_spec.report.looping import is_looping
     from rollout_spec.report.page import sentences, summary_table, write_report
     from rollout_spec.report.publish import publish
-    from rollout_spec.report.runs import compare, first_step_agreement, read_run
+    from rollout_spec.report.responses import first_step_agreement
+    from rollout_spec.report.runs import compare, read_run
 
-    off, on = read_run(args.off, "off", is_looping), read_run(args.on, "on", is_looping)
+    off, on = read_run(args.off, "off"), read_run(args.on, "on")
     comparison = compare(off, on, agreement=first_step_agreement(Path(args.off), Path(args.on)))
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
     published = publish(comparison, paths["charts"]) if args.wandb else ""

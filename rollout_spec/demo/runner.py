@@ -13,16 +13,8 @@ from pathlib import Path
 
 from rollout_spec.processes import last_error, started
 from rollout_spec.report.logs import METRICS_FILE
-from rollout_spec.report.looping import is_looping
-from rollout_spec.report.runs import (
-    TRACE_FOLDER,
-    Comparison,
-    Step,
-    compare,
-    first_step_agreement,
-    read_run,
-    read_steps,
-)
+from rollout_spec.report.responses import TRACE_FOLDER, first_step_agreement
+from rollout_spec.report.runs import Comparison, Step, compare, read_run, read_steps
 
 METHODS = ("off", "sam")
 LOG_FILE = "train.log"
@@ -74,7 +66,7 @@ def run_demo(plan: Plan, watcher: Watcher) -> Comparison:
     model, train_file = prepare(plan, watcher)
     for method in METHODS:
         train(plan, method, model, train_file, watcher)
-    off, sam = (read_run(plan.output / method, method, is_looping) for method in METHODS)
+    off, sam = (read_run(plan.output / method, method) for method in METHODS)
     agreement = first_step_agreement(*(plan.output / method for method in METHODS))
     return compare(off, sam, agreement=agreement)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import numpy as np
 
 from rollout_spec.metrics import PREFIX
 from rollout_spec.report.logs import Record, RunError, WandbRun, read_json_lines, read_log
+from rollout_spec.report.responses import Agreement, looping_share
 
-TRACE_FOLDER = "rollouts"
 NUM_RESAMPLES = 10_000
 
 
@@ -103,14 +102,6 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreement:
-    """How many tokens of two runs' first rollouts are the same, each response up to its first difference."""
-
-    num_tokens: int  # compared: up to and with the first that differs
-    num_identical: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Estimate:
     """A value with its 95 % interval; NaN where it is not known."""
 
@@ -173,13 +164,12 @@ class Comparison:
         }
 
 
-def read_run(path: str | Path, name: str, is_looping: Callable[[Sequence[int]], bool] | None = None) -> Run:
+def read_run(path: str | Path, name: str) -> Run:
     """Read a run from the log that verl left of it (see `logs.read_log`), and perhaps its recorded rollouts.
 
     Args:
         path: a folder, a file, or the name of a run at wandb.
         name: what to call the run in tables and keys.
-        is_looping: of a response's token ids; without it `looping_share` stays NaN.
 
     Raises:
         RunError: nothing there, no step carries rollout times, or a value is no number.
@@ -191,10 +181,7 @@ def read_run(path: str | Path, name: str, is_looping: Callable[[Sequence[int]], 
             f"{log.source}: no step has {PREFIX}rollout_seconds; was the run started with "
             "+rollout.spec=sam or +rollout.spec=off?"
         )
-    share = math.nan
-    if is_looping is not None and Path(path).is_dir():
-        share = looping_share(Path(path) / TRACE_FOLDER, is_looping)
-    return Run(name, steps, share, log.wandb)
+    return Run(name, steps, looping_share(Path(path)), log.wandb)
 
 
 def read_steps(file: Path) -> Iterator[Step]:
@@ -236,56 +223,6 @@ def _step(step: int, data: Mapping[str, Any], source: str) -> Step:
         num_draft_tokens=spec("num_draft_tokens"),
         num_accepted_tokens=spec("num_accepted_tokens"),
     )
-
-
-def looping_share(folder: Path, is_looping: Callable[[Sequence[int]], bool]) -> float:
-    """The share of recorded responses that `is_looping` says repeat themselves; NaN without any."""
-    responses = [
-        response
-        for file in sorted(folder.glob("*.jsonl"))
-        for line in file.read_text().splitlines()
-        for response in json.loads(line)["responses"]
-    ]
-    return ratio(sum(map(is_looping, responses)), len(responses))
-
-
-def first_step_agreement(off: Path, on: Path) -> Agreement | None:
-    """Compare the tokens of the first training step of two runs, sample by sample.
-
-    Before the second step nothing but the drafts tells the runs apart: with verify=coupled in both, the
-    tokens are the same up to numerics.
-
-    Args:
-        off, on: the runs' folders.
-
-    Returns:
-        None unless both runs recorded samples of the same names.
-    """
-    ours, theirs = (_first_step_responses(folder / TRACE_FOLDER) for folder in (off, on))
-    common = ours.keys() & theirs.keys()
-    if not common:
-        return None
-    compared = identical = 0
-    for name in common:
-        one, other = ours[name], theirs[name]
-        pairs = enumerate(zip(one, other, strict=False))
-        agreed = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-        identical += agreed
-        compared += min(agreed + 1, max(len(one), len(other)))
-    return Agreement(compared, identical)
-
-
-def _first_step_responses(folder: Path) -> dict[str, list[int]]:
-    """Responses by the names of their samples, which begin with seed, training step, train or val."""
-    named = [
-        (name, response)
-        for file in sorted(folder.glob("*.jsonl"))
-        for record in map(json.loads, file.read_text().splitlines())
-        for name, response in zip(record.get("names", []), record["responses"], strict=False)
-        if name and name[2] == "train"
-    ]
-    first = min((name[1] for name, _ in named), default=0)
-    return {json.dumps(name): response for name, response in named if name[1] == first}
 
 
 def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None) -> Comparison:

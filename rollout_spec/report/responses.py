@@ -1,0 +1,91 @@
+"""What a run's recorded responses say: how many end in a loop, and how many are another run's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+TRACE_FOLDER = "rollouts"
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """How many tokens of two runs' first rollouts are the same, each response up to its first difference."""
+
+    num_tokens: int  # compared: up to and with the first that differs
+    num_identical: int
+
+
+def _records(run: Path) -> Iterator[dict[str, Any]]:
+    for file in sorted((run / TRACE_FOLDER).glob("*.jsonl")):
+        yield from map(json.loads, file.read_text().splitlines())
+
+
+def looping_share(run: Path) -> float:
+    """The share of a run's recorded responses that end in a loop, which is easy to draft; NaN without any."""
+    found = [is_looping(response) for record in _records(run) for response in record["responses"]]
+    return sum(found) / len(found) if found else math.nan
+
+
+def is_looping(
+    token_ids: Sequence[int], max_period: int = 32, min_repeats: int = 4, min_tokens: int = 24
+) -> bool:
+    """True when the text ends in one n-gram repeated without a break.
+
+    Args:
+        token_ids: the response.
+        max_period: the longest n-gram looked for.
+        min_repeats: how many times in a row it must stand at the end.
+        min_tokens: and how many tokens the repetitions must cover together, which keeps
+            short runs of one token ("----") from counting.
+    """
+    num_tokens = len(token_ids)
+    for period in range(1, max_period + 1):
+        covered = max(period * min_repeats, min_tokens)
+        if covered > num_tokens:
+            continue
+        if all(token_ids[-i] == token_ids[-i - period] for i in range(1, covered - period + 1)):
+            return True
+    return False
+
+
+def first_step_agreement(off: Path, on: Path) -> Agreement | None:
+    """Compare the tokens of the first training step of two runs, sample by sample.
+
+    Before the second step nothing but the drafts tells the runs apart: with verify=coupled in both, the
+    tokens are the same up to numerics.
+
+    Args:
+        off, on: the runs' folders.
+
+    Returns:
+        None unless both runs recorded samples of the same names.
+    """
+    ours, theirs = (_first_step_responses(run) for run in (off, on))
+    common = ours.keys() & theirs.keys()
+    if not common:
+        return None
+    compared = identical = 0
+    for name in common:
+        one, other = ours[name], theirs[name]
+        pairs = enumerate(zip(one, other, strict=False))
+        agreed = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+        identical += agreed
+        compared += min(agreed + 1, max(len(one), len(other)))
+    return Agreement(compared, identical)
+
+
+def _first_step_responses(run: Path) -> dict[str, list[int]]:
+    """Responses by the names of their samples, which begin with seed, training step, train or val."""
+    named = [
+        (name, response)
+        for record in _records(run)
+        for name, response in zip(record.get("names", []), record["responses"], strict=False)
+        if name and name[2] == "train"
+    ]
+    first = min((name[1] for name, _ in named), default=0)
+    return {json.dumps(name): response for name, response in named if name[1] == first}
