@@ -33,8 +33,8 @@ static void find_contexts(rs_walk *walk, const rs_index *index) {
     rs_contexts_fetch(&index->contexts, walk->tags, walk->buckets);
 }
 
-int32_t rs_walk_start(rs_walk *walk, const rs_index *index, int32_t id, int32_t max_draft_tokens,
-                      double min_token_prob) {
+void rs_walk_start(rs_walk *walk, const rs_index *index, int32_t id, int32_t max_draft_tokens,
+                   double min_token_prob) {
     const rs_sequence *sequence = index->sequences + id;
     walk->automaton = &index->groups[sequence->group].automaton;
     walk->state = sequence->last;
@@ -49,7 +49,6 @@ int32_t rs_walk_start(rs_walk *walk, const rs_index *index, int32_t id, int32_t 
     walk->num_predictions = 0;
     move_to_followed(walk);
     find_contexts(walk, index);
-    return (int32_t)walk->match_len;
 }
 
 /* ---- what is asked for is fetched first ---- */

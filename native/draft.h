@@ -31,9 +31,9 @@ typedef struct {
     int32_t num_predictions;
 } rs_walk;
 
-/* Start behind the sequence's text, for at least one token; returns the match length. */
-int32_t rs_walk_start(rs_walk *walk, const rs_index *index, int32_t sequence, int32_t max_draft_tokens,
-                      double min_token_prob);
+/* Start behind the sequence's text, for at least one token. */
+void rs_walk_start(rs_walk *walk, const rs_index *index, int32_t sequence, int32_t max_draft_tokens,
+                   double min_token_prob);
 
 /* Before each rs_walk_next: find the states that will be asked, and have fetched from memory what they will be asked
  * for. Each stage reads what the one before has had fetched: in between it is the turn of other rows. */

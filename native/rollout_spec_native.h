@@ -32,7 +32,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 11, /* raised with every change of this file */
+    RS_ABI_VERSION = 12, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -79,7 +79,6 @@ typedef struct {
     float *survivals;                /* out [num_rows][K]: the estimated probability that the draft up to and with
                                         this token is accepted */
     int32_t *num_draft_tokens;       /* out [num_rows] */
-    int32_t *match_lens;             /* out [num_rows], in the group; 0 where max_draft_tokens is 0 */
 } rs_batch;
 
 typedef struct {

@@ -59,7 +59,6 @@ static rs_status check_batch(const rs_batch *batch, rs_error *error) {
         {"draft_tokens", batch->draft_tokens},
         {"survivals", batch->survivals},
         {"num_draft_tokens", batch->num_draft_tokens},
-        {"match_lens", batch->match_lens},
     };
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
         if (arrays[i].pointer == NULL) {
@@ -299,11 +298,10 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
     rs_walk *walking[WALKS_AT_A_TIME]; /* those that go on */
     int32_t num_walking = 0;
     for (int32_t i = first; i < end; i++) {
-        batch->num_draft_tokens[i] = batch->match_lens[i] = 0;
+        batch->num_draft_tokens[i] = 0;
         if (batch->max_draft_tokens[i] > 0) {
             rs_walk *walk = walks + (i - first);
-            batch->match_lens[i] = rs_walk_start(walk, index, batch->sequences[i], batch->max_draft_tokens[i],
-                                                 price(index, batch));
+            rs_walk_start(walk, index, batch->sequences[i], batch->max_draft_tokens[i], price(index, batch));
             walking[num_walking++] = walk;
         }
     }

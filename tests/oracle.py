@@ -355,13 +355,13 @@ class SequenceOracle:
             contexts.learn(contexts.identities(self.text, self.own_salt).values(), token)
             self.text = self.group.extend(self.text, token)
 
-    def draft(self, max_draft_tokens: int, min_token_prob: float = 0.0) -> tuple[int, list[int]]:
-        """The second half, after every row of the step was indexed: the match length and the draft."""
+    def draft(self, max_draft_tokens: int, min_token_prob: float = 0.0) -> list[int]:
+        """The second half, after every row of the step was indexed."""
         options = self.group.options
         price = max(min_token_prob, options.min_token_prob)
         self.last_draft, self.survivals = [], []
         if max_draft_tokens == 0:
-            return 0, []
+            return []
         survival = 1.0
         while len(self.last_draft) < min(options.num_speculative_tokens, max_draft_tokens):
             text = (*self.text, *self.last_draft)
@@ -376,4 +376,4 @@ class SequenceOracle:
             self.survivals.append(survival)
         self.num_drafts += bool(self.last_draft)
         self.num_draft_tokens += len(self.last_draft)
-        return len(self.group.match(self.text)), self.last_draft
+        return self.last_draft

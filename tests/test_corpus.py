@@ -75,9 +75,8 @@ def test_drafts_equal_the_oracle(folder, corpus, prompt, pieces, min_token_prob,
             row = np.array([*text, 0], np.int32)[None]
             result = index.step(sequence, row, int32(0), int32(len(text)), int32(5))
             slow.index(text)
-            match_len, draft = slow.draft(5)
             num = int(result.num_draft_tokens[0])
-            assert (result.match_lens[0], result.draft_tokens[0, :num].tolist()) == (match_len, draft)
+            assert result.draft_tokens[0, :num].tolist() == slow.draft(5)
             assert result.survivals[0, :num] == pytest.approx(slow.survivals, rel=1e-5)
         index.validate()
 
@@ -91,7 +90,6 @@ def test_the_corpus_counts_where_its_match_is_longer_than_the_groups(path, repea
         sequence = int32(index.open_sequence(index.open_group(prompt)))
         result = index.step(sequence, text, int32(0), int32(text.size), int32(3))
         assert result.draft_tokens[0, 0] == first
-        assert result.match_lens.tolist() == [4 if repeated else 0]
 
 
 def test_what_follows_in_a_text_that_ended_is_not_known(path):

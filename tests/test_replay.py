@@ -140,7 +140,7 @@ def slow_replay(lines, options):
             for i, (sequence, response) in enumerate(rows):
                 if levels[i] == len(response):
                     continue
-                _, draft = sequence.draft(options.num_speculative_tokens)
+                draft = sequence.draft(options.num_speculative_tokens)
                 num_accepted = 0
                 for drafted, token in zip(draft, response[levels[i] :], strict=False):
                     if drafted != token:

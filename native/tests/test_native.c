@@ -64,7 +64,7 @@ static void check_valid(const rs_index *index) {
 typedef struct {
     int32_t token_ids[MAX_ROWS][NUM_COLUMNS];
     int32_t sequences[MAX_ROWS], rows[MAX_ROWS], levels[MAX_ROWS], max_draft_tokens[MAX_ROWS];
-    int32_t draft_tokens[MAX_ROWS][DRAFT_LEN], num_draft_tokens[MAX_ROWS], match_lens[MAX_ROWS];
+    int32_t draft_tokens[MAX_ROWS][DRAFT_LEN], num_draft_tokens[MAX_ROWS];
     float survivals[MAX_ROWS][DRAFT_LEN];
     rs_batch batch;
 } fixture;
@@ -83,8 +83,7 @@ static fixture *new_fixture(int32_t num_rows) {
                           .max_draft_tokens = f->max_draft_tokens,
                           .draft_tokens = f->draft_tokens[0],
                           .survivals = f->survivals[0],
-                          .num_draft_tokens = f->num_draft_tokens,
-                          .match_lens = f->match_lens};
+                          .num_draft_tokens = f->num_draft_tokens};
     for (int32_t i = 0; i < num_rows; i++) {
         f->sequences[i] = f->rows[i] = i;
         f->max_draft_tokens[i] = DRAFT_LEN;
@@ -429,7 +428,6 @@ static void test_max_branches(void) {
     f->token_ids[0][n++] = 1000;
     f->levels[0] = n;
     CHECK(rs_step(index, &f->batch, NULL) == RS_OK);
-    CHECK(f->match_lens[0] == 1);
     CHECK(rs_predictions(index, id)->tokens[0] == RS_MAX_BRANCHES);
     rs_index_free(index);
     free(f);
@@ -470,7 +468,7 @@ static void test_null_pointers(void) {
         CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strstr(error.message, "must not be null") != NULL);
         *inputs[i] = kept;
     }
-    int32_t **outputs[] = {&f->batch.draft_tokens, &f->batch.num_draft_tokens, &f->batch.match_lens};
+    int32_t **outputs[] = {&f->batch.draft_tokens, &f->batch.num_draft_tokens};
     for (size_t i = 0; i < sizeof outputs / sizeof outputs[0]; i++) {
         int32_t *kept = *outputs[i];
         *outputs[i] = NULL;

@@ -30,8 +30,6 @@ class StepResult(NamedTuple):
     """[n, K]: estimated probability that the draft up to and with this token is accepted."""
     num_draft_tokens: Int32Array
     """[n]"""
-    match_lens: Int32Array
-    """[n], tokens, in the group; 0 where nothing matched or max_draft_tokens is 0."""
 
 
 class IndexStats(NamedTuple):
@@ -262,7 +260,7 @@ class SuffixIndex:
         vectors = {"rows": rows, "levels": levels, "max_draft_tokens": max_draft_tokens}
         for name, vector in vectors.items():
             check_vector(name, vector, n)
-        if n > len(self._match_lens):
+        if n > len(self._num_draft_tokens):
             self._make_buffers(n + n // 2)
         batch = self._batch
         batch.num_rows = n
@@ -273,18 +271,16 @@ class SuffixIndex:
         self._vectors = (sequences, rows, levels, max_draft_tokens)
 
     def _set_result(self, num_rows: int) -> None:
-        buffers = (self._draft_tokens, self._survivals, self._num_draft_tokens, self._match_lens)
+        buffers = (self._draft_tokens, self._survivals, self._num_draft_tokens)
         self._result = StepResult._make(buffer[:num_rows] for buffer in buffers)
 
     def _make_buffers(self, num_rows: int) -> None:
         self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)
         self._survivals = np.zeros((num_rows, self._num_speculative_tokens), np.float32)
         self._num_draft_tokens = np.zeros(num_rows, np.int32)
-        self._match_lens = np.zeros(num_rows, np.int32)
         self._batch.draft_tokens = ffi.from_buffer("int32_t[]", self._draft_tokens)
         self._batch.survivals = ffi.from_buffer("float[]", self._survivals)
         self._batch.num_draft_tokens = ffi.from_buffer("int32_t[]", self._num_draft_tokens)
-        self._batch.match_lens = ffi.from_buffer("int32_t[]", self._match_lens)
         self._leading = ffi.new("int32_t[]", num_rows * self._num_speculative_tokens)
         self._batch.num_rows = 0
         self._set_result(0)
