@@ -270,16 +270,14 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
 }
 
 void rs_index_stats(const rs_index *index, rs_stats *stats) {
-    *stats = index->totals;
+    *stats = (rs_stats){.num_bytes = index->memory.num_bytes};
     for (uint32_t i = 0; i < index->num_groups; i++) {
         const rs_group *group = index->groups + i;
         if (group->open) {
             stats->num_groups++;
             stats->num_sequences += (uint64_t)group->num_sequences;
             stats->num_states += group->automaton.num_states;
-            stats->num_transitions += group->automaton.num_transitions;
             stats->num_tokens += group->num_tokens;
         }
     }
-    stats->num_bytes = index->memory.num_bytes;
 }

@@ -29,9 +29,8 @@ typedef struct {
     rs_cursor cursor;  /* the place of its text in the corpus */
     int32_t *text;     /* what comes after its start */
     uint32_t text_capacity;
-    int32_t num_draft_tokens; /* of the draft that is not verified yet */
-    int32_t num_predictions;  /* of the same; the first are the draft, one more may have been too unlikely */
-    uint64_t serial;          /* of all sequences ever opened, from 1 */
+    int32_t num_predictions; /* of the draft that is not verified yet, and perhaps one that was too unlikely for it */
+    uint64_t serial;         /* of all sequences ever opened, from 1 */
     uint64_t latest_step;
 } rs_sequence;
 
@@ -55,7 +54,6 @@ struct rs_index {
     rs_contexts contexts;
     rs_calibration calibration;
     rs_corpus corpus; /* states NULL: none */
-    rs_stats totals;  /* the counters of drafts and acceptance only */
 };
 
 static inline rs_group *rs_find_group(const rs_index *index, int32_t group) {

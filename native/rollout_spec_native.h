@@ -32,7 +32,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 12, /* raised with every change of this file */
+    RS_ABI_VERSION = 13, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -85,12 +85,8 @@ typedef struct {
     uint64_t num_groups;    /* open */
     uint64_t num_sequences; /* open */
     uint64_t num_states;
-    uint64_t num_transitions;
-    uint64_t num_tokens;            /* indexed and not forgotten */
-    uint64_t num_bytes;             /* allocated, everything included */
-    uint64_t num_drafts;            /* proposed since rs_index_new; drafts of no token do not count */
-    uint64_t num_draft_tokens;      /* likewise */
-    uint64_t num_accepted_tokens;   /* likewise, bonus tokens excluded */
+    uint64_t num_tokens;    /* indexed and not forgotten */
+    uint64_t num_bytes;     /* allocated, everything included */
 } rs_stats;
 
 typedef struct rs_index rs_index;
@@ -122,16 +118,14 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
 
 /* Index what is new in every row, then draft for every row: siblings see each other's newest tokens.
  * A level above the last one indexes the tokens between; the same level indexes nothing; a lower one
- * (a request that was started again) indexes the row from its start, as a new sequence would.
- * Acceptance: of n new tokens, at most n - 1 that equal the sequence's draft of its last step. */
+ * (a request that was started again) indexes the row from its start, as a new sequence would. */
 rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error);
 
 /* Of the draft tokens of a step, the first numbers[i] of every entry i, or all it has, one entry after the other; tokens
  * has room for num_rows * num_speculative_tokens. Returns how many these are. */
 int32_t rs_leading_tokens(const rs_index *index, const rs_batch *batch, const int32_t *numbers, int32_t *tokens);
 
-/* Close all sequences and groups, in time that grows with their number only; the counters of drafts and acceptance
- * go on, and so does what was learned. */
+/* Close all sequences and groups, in time that grows with their number only; what was learned stays. */
 rs_status rs_index_clear(rs_index *index, rs_error *error);
 
 void rs_index_stats(const rs_index *index, rs_stats *stats);

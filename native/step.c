@@ -210,8 +210,8 @@ static rs_status index_rows(rs_index *index, const rs_batch *batch, rs_error *er
 
 /* ---- commit ---- */
 
-/* What the target has said of the last draft and of the other predictions, up to where it first said something else. Of
- * n new tokens the last is the target's own; those before it may be accepted draft tokens. */
+/* From the predictions that the new tokens are the outcome of: up to the first that was wrong, since those behind it
+ * are about a text that did not come. */
 static void learn_outcome(rs_index *index, int32_t id, const int32_t *new_tokens, int32_t num_new) {
     const rs_sequence *sequence = index->sequences + id;
     const rs_prediction *predictions = rs_predictions(index, id);
@@ -220,7 +220,6 @@ static void learn_outcome(rs_index *index, int32_t id, const int32_t *new_tokens
         if (predictions[i].token != new_tokens[i]) {
             return;
         }
-        index->totals.num_accepted_tokens += i < sequence->num_draft_tokens && i < num_new - 1;
     }
 }
 
@@ -260,7 +259,7 @@ static uint64_t commit_row(rs_index *index, const rs_batch *batch, int32_t i, rs
     }
     index->groups[sequence->group].num_tokens += num_new;
     sequence->level = level;
-    sequence->num_draft_tokens = sequence->num_predictions = 0;
+    sequence->num_predictions = 0;
     return num_new;
 }
 
@@ -322,11 +321,9 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
         num_walking = num_left;
     }
     for (int32_t i = first; i < end; i++) {
-        rs_sequence *sequence = index->sequences + batch->sequences[i];
-        sequence->num_draft_tokens = batch->num_draft_tokens[i];
-        sequence->num_predictions = batch->max_draft_tokens[i] > 0 ? walks[i - first].num_predictions : 0;
-        index->totals.num_drafts += sequence->num_draft_tokens > 0;
-        index->totals.num_draft_tokens += (uint64_t)sequence->num_draft_tokens;
+        if (batch->max_draft_tokens[i] > 0) {
+            index->sequences[batch->sequences[i]].num_predictions = walks[i - first].num_predictions;
+        }
     }
 }
 

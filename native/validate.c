@@ -118,9 +118,9 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     if (index->corpus.states != NULL && !cursor_holds(index, sequence)) {
         return "sequence: its cursor is not in the corpus";
     }
-    bool draft_fits = sequence->num_draft_tokens >= 0 && sequence->num_draft_tokens <= sequence->num_predictions &&
-                      sequence->num_predictions <= index->options.num_speculative_tokens;
-    return draft_fits ? NULL : "sequence: num_draft_tokens or num_predictions out of range";
+    bool fit = sequence->num_predictions >= 0 &&
+               sequence->num_predictions <= index->options.num_speculative_tokens;
+    return fit ? NULL : "sequence: num_predictions out of range";
 }
 
 static uint64_t num_bytes_of(const rs_index *index) {

@@ -318,9 +318,6 @@ class SequenceOracle:
     survivals: list[float] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
     serial: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.text = self.start
@@ -340,12 +337,7 @@ class SequenceOracle:
         if len(row) < len(self.text):
             self.text = self.start
         else:
-            new_tokens = list(row[len(self.text) :])
-            for drafted, token in zip(self.last_draft, new_tokens[:-1], strict=False):
-                if drafted != token:
-                    break
-                self.num_accepted_tokens += 1
-            for prediction, token in zip(self.predictions, new_tokens, strict=False):
+            for prediction, token in zip(self.predictions, row[len(self.text) :], strict=False):
                 self.experience.calibrate(prediction, token)
                 if prediction.token != token:
                     break
@@ -374,6 +366,4 @@ class SequenceOracle:
                 break
             self.last_draft.append(prediction.token)
             self.survivals.append(survival)
-        self.num_drafts += bool(self.last_draft)
-        self.num_draft_tokens += len(self.last_draft)
         return self.last_draft

@@ -63,7 +63,6 @@ def test_zero_max_draft_tokens_only_indexes(index, arguments):
     result = index.step(**arguments)
     assert result.num_draft_tokens.tolist() == [0, 4]
     assert index.stats().num_tokens == 3 + 1 + 2
-    assert index.stats().num_drafts == 1
 
 
 def test_max_draft_tokens_is_per_row(index, arguments):
@@ -132,20 +131,6 @@ def test_lower_level_starts_again(index):
         oracle.index(text)
         assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == oracle.draft(4)
         index.validate()
-
-
-def test_acceptance_is_counted_without_a_message(index):
-    group = index.open_group(int32(1, 2, 3, 4, 5))
-    sequence = int32(index.open_sequence(group))
-    tokens = np.array([[1, 2, 3, 4, 5, 2, 3, 4, 9, 9]], np.int32)
-    assert index.step(sequence, tokens, int32(0), int32(6), int32(4)).draft_tokens[0].tolist() == [3, 4, 5, 2]
-    # 3 and 4 were accepted, 9 is the target's own.
-    index.step(sequence, tokens, int32(0), int32(9), int32(0))
-    stats = index.stats()
-    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 4, 2)
-    # Without an outstanding draft nothing is accepted.
-    index.step(sequence, tokens, int32(0), int32(10), int32(0))
-    assert index.stats().num_accepted_tokens == 2
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ static uint64_t sequence_fingerprint(const rs_index *index, uint32_t id) {
     hash = mix(hash, sequence->serial);
     hash = mix_words(hash, &sequence->recent, sizeof sequence->recent);
     hash = mix_words(hash, &sequence->cursor, sizeof sequence->cursor);
-    hash = mix(mix(hash, (uint64_t)sequence->num_draft_tokens), (uint64_t)sequence->num_predictions);
+    hash = mix(hash, (uint64_t)sequence->num_predictions);
     for (int32_t i = 0; i < sequence->num_predictions; i++) {
         const rs_prediction *prediction = rs_predictions(index, (int32_t)id) + i;
         hash = mix_words(hash, prediction->tokens, sizeof prediction->tokens);
@@ -70,8 +70,7 @@ static uint64_t fingerprint(const rs_index *index) {
     const rs_contexts *contexts = &index->contexts;
     hash = mix(mix(mix(hash, contexts->capacity), contexts->num_buckets), contexts->num_used);
     hash = mix_words(hash, contexts->buckets, contexts->num_buckets * sizeof *contexts->buckets);
-    hash = mix_words(hash, &index->calibration, sizeof index->calibration);
-    return mix_words(hash, &index->totals, sizeof index->totals);
+    return mix_words(hash, &index->calibration, sizeof index->calibration);
 }
 
 #endif

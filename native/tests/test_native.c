@@ -243,7 +243,7 @@ static void test_allocation_failures(uint32_t alphabet) {
     perform_with_failures(&c, CLEAR);
     rs_stats stats;
     rs_index_stats(index, &stats);
-    CHECK(stats.num_groups == 0 && stats.num_drafts > 0);
+    CHECK(stats.num_groups == 0);
     /* What it has learned stays. */
     CHECK(stats.num_bytes == sizeof *index + index->contexts.capacity * sizeof *index->contexts.buckets);
     rs_index_free(index);

@@ -33,17 +33,13 @@ class StepResult(NamedTuple):
 
 
 class IndexStats(NamedTuple):
-    """What the index holds now; the last three count since it was made."""
+    """What the index holds now."""
 
     num_groups: int
     num_sequences: int
     num_states: int
-    num_transitions: int
     num_tokens: int
     num_bytes: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
 
 
 def make_index(config: SpecConfig) -> SuffixIndex:
@@ -212,7 +208,7 @@ class SuffixIndex:
         return leading
 
     def clear(self) -> None:
-        """Close every sequence and group, as `close_group` does; the counters of drafts go on."""
+        """Close every sequence and group, as `close_group` does; what was learned stays."""
         self._check(lib.rs_index_clear(self._open_index(), self._error))
         self._matrix = self._vectors = None
 

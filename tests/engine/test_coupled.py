@@ -46,8 +46,8 @@ def generate(llm: Any, sampling: list[Any], prompts: list[list[int]] = PROMPTS) 
 
 
 def assert_drafts_were_accepted_and_rejected(llm: Any) -> None:
-    stats = proposer_of(llm)._drafter.index.stats()
-    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    counters = proposer_of(llm).take_counters()
+    assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
 
 
 # One for each row of a batch, so that all of them meet in every step.
@@ -123,8 +123,8 @@ def deterministic_rollouts(model: str) -> tuple[list[list[int]], list[list[int]]
     llm = new_engine(model, {})
     drafted = token_ids(generate(llm, sampling))
     assert envs.VLLM_BATCH_INVARIANT and torch.are_deterministic_algorithms_enabled()
-    stats = proposer_of(llm)._drafter.index.stats()
-    return plain, drafted, stats.num_draft_tokens, stats.num_accepted_tokens
+    counters = proposer_of(llm).take_counters()
+    return plain, drafted, counters.num_draft_tokens, counters.num_accepted_tokens
 
 
 def test_full_determinism_changes_nothing(

@@ -30,4 +30,4 @@ def test_greedy_text_of_the_pretrained_policy(make_engine: Any, policy: str) -> 
     assert token_ids(drafted) == token_ids(plain)
     assert [o.outputs[0].finish_reason for o in drafted] == [o.outputs[0].finish_reason for o in plain]
     assert [o.outputs[0].text for o in drafted] == [o.outputs[0].text for o in plain]
-    assert proposer_of(llm)._drafter.index.stats().num_accepted_tokens > 0
+    assert proposer_of(llm).take_counters().num_accepted_tokens > 0

@@ -72,8 +72,8 @@ def test_drafts_leave_the_distribution(make_engine: Any, settings: list[dict[str
         values += p_values(expected, sample(coupled, 100 + i, **setting))
         values += p_values(expected, sample(standard, 200 + i, **setting))
     for llm in (coupled, standard):
-        stats = proposer_of(llm)._drafter.index.stats()
-        assert 0.05 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95, (
+        counters = proposer_of(llm).take_counters()
+        assert 0.05 < counters.num_accepted_tokens / counters.num_draft_tokens < 0.95, (
             "drafts must be accepted and rejected"
         )
     assert min(values) > FALSE_ALARM_RATE / len(values), values
