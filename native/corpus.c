@@ -7,7 +7,7 @@
  *     transitions  [ most frequent | others by token ][ ... ] ... end
  *
  * Invariants, which rs_corpus_check checks: everything points into the block, so that a damaged one is never read
- * outside; the first transition is on the most frequent follower; a state's strings are those of an automaton.
+ * outside; the first transition is on the most frequent continuation; a state's strings are those of an automaton.
  *
  * While a corpus is built, the count of a state is how many texts or beginnings of texts end in it; a string occurs
  * where a beginning ends in its state or in one that links to it, and writing sums these up. */
@@ -76,7 +76,7 @@ void rs_cursor_move(const rs_corpus *corpus, rs_cursor *cursor, int32_t token) {
     }
 }
 
-rs_cursor rs_cursor_followed(const rs_corpus *corpus, rs_cursor cursor) {
+rs_cursor rs_cursor_continued(const rs_corpus *corpus, rs_cursor cursor) {
     while (rs_corpus_next(corpus, cursor.state) == NULL && cursor.state != RS_ROOT) {
         cursor.state = corpus->states[cursor.state].link;
         cursor.len = corpus->states[cursor.state].len;
@@ -242,7 +242,7 @@ static const char *check_transitions(const rs_corpus *corpus, uint32_t at, uint3
             return "corpus: a target does not hold the string it is reached with";
         }
         if (target->count > corpus->states[corpus->transitions[state->first].target].count) {
-            return "corpus: the first transition is not on the most frequent follower";
+            return "corpus: the first transition is not on the most frequent continuation";
         }
         if (i > state->first + 1 && transition->token <= transition[-1].token) {
             return "corpus: transitions are not in the order of their tokens";
@@ -250,7 +250,7 @@ static const char *check_transitions(const rs_corpus *corpus, uint32_t at, uint3
         total += target->count;
         *num_solid += target->len == state->len + 1;
     }
-    return total > state->count ? "corpus: followers are more frequent than the state" : NULL;
+    return total > state->count ? "corpus: continuations are more frequent than the state" : NULL;
 }
 
 const char *rs_corpus_check(const rs_corpus *corpus) {

@@ -4,8 +4,8 @@
  *
  * The block, aligned to 8 bytes and in the byte order of the machine: rs_corpus_head, the states and
  * one more that only ends the transitions of the last, all transitions. Of a state's transitions the
- * one on its most frequent follower comes first, on a tie the one that was the first ever to follow;
- * the others are in ascending order of their tokens. Counts are exact. */
+ * one on its most frequent continuation comes first, on a tie the one that came first of all; the
+ * others are in ascending order of their tokens. Counts are exact. */
 #ifndef RS_CORPUS_H
 #define RS_CORPUS_H
 
@@ -21,7 +21,7 @@ typedef struct {
     uint32_t len;
     uint32_t link;  /* RS_NO_STATE: this is the root */
     uint32_t count; /* how often its strings occur in the texts */
-    uint32_t first; /* of its transitions; those of the next state follow */
+    uint32_t first; /* of its transitions; those of the next state come behind */
 } rs_corpus_state;
 
 typedef struct {
@@ -43,10 +43,10 @@ bool rs_corpus_open(rs_corpus *corpus, const void *content, uint64_t num_bytes);
 /* The text has got another token. */
 void rs_cursor_move(const rs_corpus *corpus, rs_cursor *cursor, int32_t token);
 
-/* The longest suffix, the cursor's included, that has been followed. */
-rs_cursor rs_cursor_followed(const rs_corpus *corpus, rs_cursor cursor);
+/* The longest suffix, the cursor's included, that has a continuation. */
+rs_cursor rs_cursor_continued(const rs_corpus *corpus, rs_cursor cursor);
 
-/* The transition on the most frequent follower, NULL where nothing ever followed. */
+/* The transition on the most frequent continuation, NULL where there is none. */
 static inline const rs_transition *rs_corpus_next(const rs_corpus *corpus, uint32_t state) {
     uint32_t first = corpus->states[state].first;
     return first == corpus->states[state + 1].first ? NULL : corpus->transitions + first;

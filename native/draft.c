@@ -2,26 +2,26 @@
  * where text + draft is then in everything that will be asked next:
  *
  *     text .. x y | d1 d2 ?        experts:  0  the match in the group's automaton: `state`
- *                 ^                          1  the next shorter class that was followed: `shorter`
+ *                 ^                          1  the next shorter class with a continuation: `shorter`
  *                 draft                      2  contexts: the last 1, 2, 3, 6 tokens, wherever; the last 2, 1 here
  *                                            .. the corpus, where its match is longer than expert 0's
  *
- * Invariants: after a fetch `state` and `shorter` are the root or have been followed, `shorter` is above `state`, and
- * `followers` are theirs; a walk makes no more predictions than max_draft_tokens. */
+ * Invariants: after a fetch `state` and `shorter` are the root or have continuations, `shorter` is above `state`, and
+ * `continuations` are theirs; a walk makes no more predictions than max_draft_tokens. */
 #include "draft.h"
 
 static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
 
-/* The longest suffix, `state` included, that has been followed; the root where none has. */
-static uint32_t followed_suffix(const rs_automaton *a, uint32_t state) {
+/* The longest suffix, `state` included, that has a continuation; the root where none has. */
+static uint32_t continued_suffix(const rs_automaton *a, uint32_t state) {
     while (a->states[state].token < 0 && state != RS_ROOT) {
         state = a->states[state].link;
     }
     return state;
 }
 
-static void move_to_followed(rs_walk *walk) {
-    uint32_t state = followed_suffix(walk->automaton, walk->state);
+static void move_to_continued(rs_walk *walk) {
+    uint32_t state = continued_suffix(walk->automaton, walk->state);
     if (state != walk->state) {
         walk->state = state;
         walk->match_len = walk->automaton->states[state].len;
@@ -47,19 +47,19 @@ void rs_walk_start(rs_walk *walk, const rs_index *index, int32_t id, int32_t max
     walk->survival = 1.0;
     walk->predictions = rs_predictions(index, id);
     walk->num_predictions = 0;
-    move_to_followed(walk);
+    move_to_continued(walk);
     find_contexts(walk, index);
 }
 
 /* ---- what is asked for is fetched first ---- */
 
-static rs_followers followers_of(const rs_automaton *a, const rs_state *state) {
-    rs_followers followers = {NULL, 0};
+static rs_continuations continuations_of(const rs_automaton *a, const rs_state *state) {
+    rs_continuations continuations = {NULL, 0};
     if (state->block != 0) {
-        followers.others = rs_block_entries(&a->pool, state->block, &followers.num);
+        continuations.others = rs_block_entries(&a->pool, state->block, &continuations.num);
     }
-    followers.num = followers.num < RS_MAX_BRANCHES - 1 ? followers.num : RS_MAX_BRANCHES - 1;
-    return followers;
+    continuations.num = continuations.num < RS_MAX_BRANCHES - 1 ? continuations.num : RS_MAX_BRANCHES - 1;
+    return continuations;
 }
 
 /* The target of its first transition, and where the others are. Inlined for the reason that contexts.h gives. */
@@ -69,48 +69,48 @@ __attribute__((always_inline)) static inline void fetch_transitions(const rs_aut
     __builtin_prefetch(a->pool.units + rs_block_offset(state->block));
 }
 
-/* The targets of the others; the root is not asked, and may have more followers than any. */
-__attribute__((always_inline)) static inline rs_followers fetch_followers(const rs_automaton *a, uint32_t at) {
+/* The targets of the others; the root is not asked, and may have more continuations than any. */
+__attribute__((always_inline)) static inline rs_continuations fetch_continuations(const rs_automaton *a, uint32_t at) {
     if (at == RS_ROOT) {
-        return (rs_followers){NULL, 0};
+        return (rs_continuations){NULL, 0};
     }
-    rs_followers followers = followers_of(a, a->states + at);
-    for (uint32_t i = 0; i < followers.num; i++) {
-        __builtin_prefetch(a->states + followers.others[i].target);
+    rs_continuations continuations = continuations_of(a, a->states + at);
+    for (uint32_t i = 0; i < continuations.num; i++) {
+        __builtin_prefetch(a->states + continuations.others[i].target);
     }
-    return followers;
+    return continuations;
 }
 
 void rs_walk_fetch(rs_walk *walk, int stage) {
     const rs_automaton *a = walk->automaton;
     if (stage == 0) {
-        move_to_followed(walk);
+        move_to_continued(walk);
         walk->shorter = walk->state == RS_ROOT ? RS_ROOT : a->states[walk->state].link;
         fetch_transitions(a, walk->state);
         __builtin_prefetch(a->states + walk->shorter);
     } else if (stage == 1) {
-        walk->shorter = followed_suffix(a, walk->shorter);
+        walk->shorter = continued_suffix(a, walk->shorter);
         fetch_transitions(a, walk->shorter);
     } else {
-        walk->followers[0] = fetch_followers(a, walk->state);
-        walk->followers[1] = fetch_followers(a, walk->shorter);
+        walk->continuations[0] = fetch_continuations(a, walk->state);
+        walk->continuations[1] = fetch_continuations(a, walk->shorter);
     }
 }
 
 /* ---- what the experts propose ---- */
 
-/* The most frequent follower of the state, which has one; among equals, the one that was inserted first. */
-static rs_proposal most_frequent(const rs_automaton *a, const rs_state *state, rs_followers followers) {
+/* The most frequent continuation of the state, which has one; among equals, the one that was inserted first. */
+static rs_proposal most_frequent(const rs_automaton *a, const rs_state *state, rs_continuations continuations) {
     uint32_t best = a->states[state->target].count;
     uint32_t total = best;
     uint32_t chosen = 0; /* the number of the transition, from 1; 0: the first */
-    for (uint32_t i = 0; i < followers.num; i++) {
-        uint32_t count = a->states[followers.others[i].target].count;
+    for (uint32_t i = 0; i < continuations.num; i++) {
+        uint32_t count = a->states[continuations.others[i].target].count;
         total += count;
         chosen = count > best ? i + 1 : chosen;
         best = count > best ? count : best;
     }
-    int32_t token = chosen > 0 ? followers.others[chosen - 1].token : state->token;
+    int32_t token = chosen > 0 ? continuations.others[chosen - 1].token : state->token;
     return (rs_proposal){.token = token, .count = best, .total = total};
 }
 
@@ -119,7 +119,7 @@ static void ask_matches(const rs_walk *walk, rs_calibration *calibration, rs_pre
     const uint32_t states[RS_NUM_MATCHES] = {walk->state, walk->shorter};
     const uint32_t match_lens[RS_NUM_MATCHES] = {walk->match_len, a->states[walk->shorter].len};
     for (int expert = 0; expert < RS_NUM_MATCHES && states[expert] != RS_ROOT; expert++) {
-        rs_proposal proposal = most_frequent(a, a->states + states[expert], walk->followers[expert]);
+        rs_proposal proposal = most_frequent(a, a->states + states[expert], walk->continuations[expert]);
         proposal.match_len = match_lens[expert];
         rs_prediction_add_match(calibration, prediction, expert, &proposal);
     }
@@ -134,7 +134,7 @@ static void ask_contexts(const rs_walk *walk, rs_calibration *calibration, rs_pr
 
 static void ask_corpus(const rs_walk *walk, rs_index *index, rs_prediction *prediction) {
     const rs_corpus *corpus = &index->corpus;
-    rs_cursor match = rs_cursor_followed(corpus, walk->cursor);
+    rs_cursor match = rs_cursor_continued(corpus, walk->cursor);
     if (match.len > walk->match_len) {
         const rs_transition *next = rs_corpus_next(corpus, match.state);
         const rs_proposal proposal = {.token = next->token,

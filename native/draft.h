@@ -11,15 +11,15 @@ enum { RS_NUM_FETCH_STAGES = 3 };
 typedef struct {
     const rs_transition *others;
     uint32_t num;
-} rs_followers;
+} rs_continuations;
 
 typedef struct {
     const rs_automaton *automaton;
     uint32_t state;
     uint32_t match_len; /* of the text and draft, at `state` */
-    uint32_t shorter;   /* the next class above `state` that has been followed */
-    rs_followers followers[RS_NUM_MATCHES]; /* of these two; of the root, none */
-    rs_recent recent;                       /* the end of the text and draft */
+    uint32_t shorter;   /* the next class above `state` with a continuation */
+    rs_continuations continuations[RS_NUM_MATCHES]; /* of these two; of the root, none */
+    rs_recent recent; /* the end of the text and draft */
     uint64_t own_salt;
     uint32_t tags[RS_NUM_CONTEXTS];
     rs_context_bucket *buckets[RS_NUM_CONTEXTS]; /* of these tags */

@@ -3,7 +3,7 @@
  * An expert is a place where the next token may be found: the longest match and the next shorter
  * one in the group's automaton, the longest in the corpus, and the contexts of contexts.h. Each
  * proposes one token. How often an expert's proposals were right is counted in a cell, one for each
- * kind of circumstance (match length, count, and share of the follower; confidence). The experts'
+ * kind of circumstance (match length, count, and share of the continuation; confidence). The experts'
  * probabilities are combined by logistic mixing with weights that are learned online, as in the PAQ
  * compressors (Mahoney, Adaptive weighing of context models, 2005). A weight is the sum of three,
  * looked up by the token before, by the candidate, and by which of the experts propose it: some tokens
@@ -61,12 +61,12 @@ void rs_calibration_init(rs_calibration *calibration);
 /* No expert has said anything of the token behind `previous`. */
 void rs_prediction_init(rs_prediction *prediction, int32_t previous);
 
-/* Of an expert in an automaton: the most frequent follower of its match. */
+/* Of an expert in an automaton: the most frequent continuation of its match. */
 typedef struct {
     int32_t token;
     uint32_t match_len;
     uint32_t count;
-    uint32_t total; /* of the counts of all followers */
+    uint32_t total; /* of the counts of all continuations */
 } rs_proposal;
 
 /* Expert 0 is the longest match in the group's automaton, RS_CORPUS_EXPERT that in the corpus. */

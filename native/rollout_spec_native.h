@@ -5,18 +5,19 @@
  *
  * An index holds groups (the samples of one prompt). A group holds the text of its prompt and of its sequences.
  *
- *   match     The longest suffix w of a sequence's text (the whole text included) that has been followed by some
- *             token, in this sequence or in a sibling. The match length is |w|.
+ *   continuation  Of a string: a token that came after it, in the text of any sequence of the group.
+ *   match     The longest suffix w of a sequence's text (the whole text included) that has a continuation. The match
+ *             length is |w|.
  *   class     A set of strings that end at the same positions: a state of the automaton.
  *   count(w)  How often w was indexed. Indexing a token counts the suffixes that end with it, but only in the
  *             RS_COUNTED_STATES longest classes of them.
- *   expert    A place where the next token may be found. There are: the match, and the longest suffix of it that
- *             has been followed in a shorter class, each with its most frequent follower c (the highest count(wc); on
- *             a tie the one that followed first; only the RS_MAX_BRANCHES earliest are looked at); what lately came
- *             after the last 1, 2, 3 and 6 tokens in any text of the index, and after the last 1 and 2 in this
- *             sequence; and the corpus.
- *   corpus    A static text. Its match is the longest suffix of the sequence's text that has been followed in it. It
- *             proposes its most frequent follower, where its match is longer than the group's. Its counts are exact.
+ *   expert    A place where the next token may be found. There are: the match, and the longest suffix of it in a
+ *             shorter class that has a continuation, each with its most frequent one c (the highest count(wc); on a
+ *             tie the one that came first; only the RS_MAX_BRANCHES earliest are looked at); what lately came after
+ *             the last 1, 2, 3 and 6 tokens in any text of the index, and after the last 1 and 2 in this sequence;
+ *             and the corpus.
+ *   corpus    A static text. Its match is the longest suffix of the sequence's text that has a continuation in it. It
+ *             proposes the most frequent one, where its match is longer than the group's. Its counts are exact.
  *   draft     At each position the experts' best proposal. native/evidence.h says how the probability that it is
  *             accepted is learned. A draft ends before the token with which the product of the probabilities, the
  *             survival, falls below min_token_prob.

@@ -230,26 +230,26 @@ def total_bucket(total: int) -> int:
 
 
 class CorpusOracle:
-    """A static corpus: how often every string occurs in its texts, and what followed it, the first first."""
+    """A static corpus: how often every string occurs in its texts, and its continuations, the first first."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.counts: dict[Text, int] = defaultdict(int)
-        self.followers: dict[Text, list[int]] = defaultdict(list)
+        self.continuations: dict[Text, list[int]] = defaultdict(list)
         for text in texts:
             for end in range(len(text)):
                 for context in [*suffixes(tuple(text[:end])), ()]:
-                    if text[end] not in self.followers[context]:
-                        self.followers[context].append(text[end])
+                    if text[end] not in self.continuations[context]:
+                        self.continuations[context].append(text[end])
                 for suffix in suffixes(tuple(text[: end + 1])):
                     self.counts[suffix] += 1
 
     def match(self, text: Text) -> Text:
-        """The longest suffix of the text that has been followed."""
-        return next((suffix for suffix in suffixes(text) if self.followers[suffix]), ())
+        """The longest suffix of the text that has a continuation."""
+        return next((suffix for suffix in suffixes(text) if self.continuations[suffix]), ())
 
     def most_frequent(self, context: Text) -> tuple[int, int, int]:
-        """The most frequent follower, its count, and that of the context."""
-        token = max(self.followers[context], key=lambda follower: self.counts[(*context, follower)])
+        """The most frequent continuation, its count, and that of the context."""
+        token = max(self.continuations[context], key=lambda token: self.counts[(*context, token)])
         return token, self.counts[(*context, token)], self.counts[context]
 
 
@@ -259,7 +259,7 @@ class GroupOracle:
     def __init__(self, prompt: Sequence[int], options: Options) -> None:
         self.options = options
         self.prompt: Text = tuple(prompt)
-        self.followers: dict[Text, list[int]] = defaultdict(list)
+        self.continuations: dict[Text, list[int]] = defaultdict(list)
         self.positions: dict[Text, int] = {}
         self.ends: dict[Text, set[int]] = defaultdict(set)
         self.counts: dict[Text, int] = defaultdict(int)
@@ -270,8 +270,8 @@ class GroupOracle:
     def extend(self, text: Text, token: int) -> Text:
         """Index one token that comes after the text; returns the longer text."""
         for suffix in [*suffixes(text), ()]:
-            if token not in self.followers[suffix]:
-                self.followers[suffix].append(token)
+            if token not in self.continuations[suffix]:
+                self.continuations[suffix].append(token)
         text += (token,)
         position = self.positions.setdefault(text, len(self.positions))
         for suffix in suffixes(text):
@@ -285,8 +285,8 @@ class GroupOracle:
         return text
 
     def match(self, text: Text) -> Text:
-        """The longest suffix of the text that has been followed."""
-        return next((suffix for suffix in suffixes(text) if self.followers[suffix]), ())
+        """The longest suffix of the text that has a continuation."""
+        return next((suffix for suffix in suffixes(text) if self.continuations[suffix]), ())
 
     def corpus_match(self, text: Text) -> Text:
         """The corpus's, where it is longer; empty where it is not."""
@@ -300,8 +300,8 @@ class GroupOracle:
         return next((s for s in suffixes(context) if self.ends[s] != self.ends[context]), ())
 
     def most_frequent(self, context: Text) -> tuple[int, int, int]:
-        """Of the followers that are looked at: the most frequent one, its count, all their counts."""
-        candidates = self.followers[context][:MAX_BRANCHES]
+        """Of the continuations that are looked at: the most frequent one, its count, all their counts."""
+        candidates = self.continuations[context][:MAX_BRANCHES]
         counts = [self.counts[(*context, candidate)] for candidate in candidates]
         return candidates[counts.index(max(counts))], max(counts), sum(counts)
 

@@ -83,7 +83,7 @@ def test_drafts_equal_the_oracle(folder, corpus, prompt, pieces, min_token_prob,
 
 @pytest.mark.parametrize(("repeated", "first"), [(False, 203), (True, 7)])
 def test_the_corpus_counts_where_its_match_is_longer_than_the_groups(path, repeated, first):
-    """Where the group has followed as long a suffix, what it has said comes first."""
+    """Where the group continues as long a suffix, its continuation comes first."""
     prompt = int32(5, 200, 201, 202, 7, 5) if repeated else int32(5)
     text = np.append(prompt, int32(200, 201, 202))[None].astype(np.int32)
     with SuffixIndex(num_speculative_tokens=3, min_token_prob=0.0, corpus=open_corpus(path)) as index:
@@ -92,7 +92,7 @@ def test_the_corpus_counts_where_its_match_is_longer_than_the_groups(path, repea
         assert result.draft_tokens[0, 0] == first
 
 
-def test_what_follows_in_a_text_that_ended_is_not_known(path):
+def test_the_end_of_a_text_has_no_continuation(path):
     options = {"num_speculative_tokens": 3, "min_token_prob": 0.0}
     with SuffixIndex(**options, corpus=open_corpus(path)) as index:
         sequence = int32(index.open_sequence(index.open_group(int32())))

@@ -53,7 +53,7 @@ def arguments(index):
 
 def test_drafts_from_prompt_and_siblings(index, arguments):
     result = index.step(**arguments)
-    # Entry 0 has 5 6 7 5, which entry 1 has followed with 6; entry 1 has 5 6 7 5 6, and the prompt 5 6 7.
+    # Entry 0 has 5 6 7 5, which entry 1 continues with 6; entry 1 has 5 6 7 5 6, and the prompt 5 6 7.
     assert result.draft_tokens.tolist() == [[6, 7, 5, 6], [7, 5, 6, 7]]
     assert result.num_draft_tokens.tolist() == [4, 4]
 

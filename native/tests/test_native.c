@@ -408,7 +408,7 @@ static void test_wide_blocks(void) {
     CHECK(memory.num_bytes == 0);
 }
 
-/* The most frequent follower counts only among the first RS_MAX_BRANCHES. */
+/* The most frequent continuation counts only among the first RS_MAX_BRANCHES. */
 static void test_max_branches(void) {
     rs_index *index = new_index(default_options());
     fixture *f = new_fixture(1);

@@ -213,7 +213,7 @@ class Backlog:
     def add(self, group: int, num_prompt_tokens: int, responses: Sequence[Int32Array]) -> None:
         """Index responses behind the prompt of a group, when their turn comes.
 
-        The latest first: of followers that are equally frequent the one that came first is drafted.
+        The latest first: of continuations that are equally frequent the one that came first is drafted.
         """
         for response in reversed(responses):
             row = np.zeros((1, num_prompt_tokens + len(response)), np.int32)
