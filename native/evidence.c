@@ -1,10 +1,10 @@
-/* What experts say becomes a probability here, and what the target then says a lesson.
+/* What experts propose becomes a probability here, and what the target then samples a lesson.
  *
  *     expert 0: token 7, cell 41 --> p = 0.8 --+
  *     expert 1: token 7, cell 17 --> p = 0.6 --+--> stretch, weigh, sum, squash --> candidate 7: 0.87
  *     expert 3: token 9, cell 90 --> p = 0.3 --+    (once for each candidate)  --> candidate 9: 0.11
  *
- * Invariants: cell 0 is nobody's and stays zero, so that experts that say nothing add 0 to every sum without a branch;
+ * Invariants: cell 0 is nobody's and stays zero, so that experts that propose nothing add 0 to every sum without a branch;
  * a cell is used from its prior on; no weight leaves +-MAX_WEIGHT. */
 #include "evidence.h"
 
@@ -112,7 +112,7 @@ void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *predi
     }
 }
 
-/* What each expert says for its own token, and for any other one; 0 where it says nothing, since the cell is the
+/* Each expert's input for its own token, and for any other one; 0 where it proposes nothing, since the cell is the
  * first then, which is nobody's: no match has length 0. */
 static void inputs_of(const rs_calibration *calibration, const rs_prediction *prediction,
                       float inputs[2][RS_NUM_EXPERTS]) {

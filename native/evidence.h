@@ -8,7 +8,7 @@
  * compressors (Mahoney, Adaptive weighing of context models, 2005). A weight is the sum of three,
  * looked up by the token before, by the candidate, and by which of the experts propose it: some tokens
  * are more predictable than others, and so are some coalitions. Everything is learned from what the
- * target then says. */
+ * target then samples. */
 #ifndef RS_EVIDENCE_H
 #define RS_EVIDENCE_H
 
@@ -43,22 +43,22 @@ typedef struct {
 } rs_weights;
 
 typedef struct {
-    rs_cell cells[RS_NUM_CELLS]; /* the first is never used: it stands for experts that say nothing */
+    rs_cell cells[RS_NUM_CELLS]; /* the first is never used: it stands for experts that propose nothing */
     rs_weights weights[RS_NUM_SELECTORS][RS_NUM_WEIGHT_SETS];
     float stretched[RS_NUM_STRETCHED]; /* ln(p / (1 - p)) at p = (i + 0.5) / RS_NUM_STRETCHED */
 } rs_calibration;
 
-/* What the experts said of one position. */
+/* What the experts propose at one position. */
 typedef struct {
-    int32_t tokens[RS_NUM_EXPERTS]; /* -1: nothing */
+    int32_t tokens[RS_NUM_EXPERTS]; /* -1: none */
     uint16_t cells[RS_NUM_EXPERTS];
     int32_t previous; /* the token before, -1: none */
-    int32_t token;    /* the one chosen, -1: no expert had any */
+    int32_t token;    /* the one chosen, -1: no expert proposes any */
 } rs_prediction;
 
 void rs_calibration_init(rs_calibration *calibration);
 
-/* No expert has said anything of the token behind `previous`. */
+/* No expert has proposed anything behind `previous` yet. */
 void rs_prediction_init(rs_prediction *prediction, int32_t previous);
 
 /* Of an expert in an automaton: the most frequent continuation of its match. */
@@ -73,14 +73,14 @@ typedef struct {
 void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert,
                              const rs_proposal *proposal);
 
-/* With confidence 0 and token -1 it says nothing. */
+/* With confidence 0 and token -1 it proposes nothing. */
 void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *prediction, int context, int32_t token,
                                uint32_t confidence);
 
-/* Choose prediction->token; returns the probability that the target says it. */
+/* Choose prediction->token; returns the probability that the target samples it. */
 double rs_predict(const rs_calibration *calibration, rs_prediction *prediction);
 
-/* The target has said `token` at the position. */
+/* The target has sampled `token` at the position. */
 void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, int32_t token);
 
 /* Check that all that was learned is within its bounds: NULL, or what is not. */

@@ -2,7 +2,7 @@
  *
  *     check    every entry, before anything changes
  *     index    the new tokens of all rows into the automata of their groups, with a log to undo it
- *     commit   what all rows have said: texts, places in the corpus, and what is learned from it
+ *     commit   what all rows have generated: texts, places in the corpus, and what is learned from it
  *     draft    for all rows that may, WALKS_AT_A_TIME of them in turns, since each waits for memory
  *
  * Invariants: a step that fails has changed nothing but capacities, since only `index` can fail after `check`, and it

@@ -20,8 +20,8 @@ def decode(index, sequence, text, start, budget=8):
     while level <= len(text):
         result = index.step(int32(sequence), text[None], int32(0), int32(level), int32(budget))
         draft = result.draft_tokens[0, : result.num_draft_tokens[0]].tolist()
-        said = text[level : level + len(draft)].tolist()
-        agrees = [drafted == token for drafted, token in zip(draft, said, strict=False)]
+        sampled = text[level : level + len(draft)].tolist()
+        agrees = [drafted == token for drafted, token in zip(draft, sampled, strict=False)]
         accepted = [*agrees, False].index(False)
         yield level, draft, accepted
         if level == len(text):
@@ -47,21 +47,21 @@ def test_long_texts_draft_as_the_oracle_does():
 
 
 def test_other_prompts_are_evidence():
-    """What was said under one prompt helps under the next, that with other wording does not."""
+    """What was sampled under one prompt helps under the next, that with other wording does not."""
     rng = np.random.default_rng(2)
     text = speak(rng, 600)
     num_accepted = []
     for first in (speak(rng, 3000), rng.integers(0, 300, 3000).astype(np.int32)):
         with SuffixIndex(num_speculative_tokens=8) as index:
-            for said in (first, text):
+            for sampled in (first, text):
                 sequence = index.open_sequence(index.open_group(int32()))
-                accepted = sum(accepted for *_, accepted in decode(index, sequence, said, 0))
+                accepted = sum(accepted for *_, accepted in decode(index, sequence, sampled, 0))
             num_accepted.append(accepted)
     assert num_accepted[0] > 1.2 * num_accepted[1]
 
 
-def converse(index, sequence, say, num_tokens):
-    """A target that sees what is drafted: `say(level, drafted)` is its token there, drafted -1 for nothing.
+def converse(index, sequence, sample, num_tokens):
+    """A target that sees what is drafted: `sample(level, drafted)` is its token there, drafted -1: none.
 
     Yields the level before every step, its draft, and how many tokens of it were accepted.
     """
@@ -72,9 +72,9 @@ def converse(index, sequence, say, num_tokens):
         draft = result.draft_tokens[0, : result.num_draft_tokens[0]].tolist()
         before = level
         for drafted in [*draft, -1]:
-            text[0, level] = said = say(level, drafted)
+            text[0, level] = sampled = sample(level, drafted)
             level += 1
-            if said != drafted:
+            if sampled != drafted:
                 break
         yield before, draft, level - before - 1
 
@@ -90,7 +90,7 @@ def test_an_adversary_wastes_little_and_honesty_is_believed_again(bait):
     cycle = rng.integers(0, 40, 50)
     lies, honest = 4000, 1500
 
-    def say(level, drafted):
+    def sample(level, drafted):
         expected = int(cycle[level % len(cycle)])
         if lies <= level < lies + honest or (bait and drafted < 0):
             return expected
@@ -100,7 +100,7 @@ def test_an_adversary_wastes_little_and_honesty_is_believed_again(bait):
     with SuffixIndex(num_speculative_tokens=8, min_token_prob=0.15) as index:
         sequence = index.open_sequence(index.open_group(int32()))
         steps = []
-        for i, step in enumerate(converse(index, sequence, say, 2 * lies + honest)):
+        for i, step in enumerate(converse(index, sequence, sample, 2 * lies + honest)):
             steps.append(step)
             if i % 100 == 0:
                 index.validate()
@@ -133,12 +133,12 @@ def test_a_failed_step_learns_nothing():
     for broken in (False, True):
         with SuffixIndex(num_speculative_tokens=8, min_token_prob=0.05) as index:
             sequence = index.open_sequence(index.open_group(int32()))
-            said = []
+            found = []
             for level, draft, _ in decode(index, sequence, text, 0):
-                said.append(draft)
+                found.append(draft)
                 if broken and level < len(text):
                     worse = np.full((1, len(text)), -1, np.int32)
                     with pytest.raises(ValueError, match="must not be negative"):
                         index.step(int32(sequence), worse, int32(0), int32(level + 1), int32(8))
-            drafts.append(said)
+            drafts.append(found)
     assert drafts[0] == drafts[1]

@@ -182,7 +182,7 @@ def test_history_is_indexed_a_few_tokens_a_step():
         drafter.open(name, prompt, 5000)
     token_ids = np.zeros((2, 5000), np.int32)
     token_ids[:, :8] = prompts
-    # What is said is the end of what was said first, which is indexed last.
+    # What is generated is the end of the first response, which is indexed last.
     token_ids[0, 8:1008], token_ids[1, 8:1008] = earlier[0][2000:], earlier[2][2000:]
     num_tokens, drafts = [16], []
     for level in range(9, 1009):
@@ -285,8 +285,8 @@ def test_what_is_shared_keeps_to_the_budget_and_is_checked():
 def test_replay_takes_the_responses_of_earlier_lines_of_the_group():
     rng = np.random.default_rng(1)
     prompt = int32(1, 2, 3)
-    said = rng.integers(0, 8, 300).astype(np.int32)  # no short context says what comes next
-    trace = [Rollout("a", step, prompt, [said, said[::-1].copy()]) for step in (1, 2)]
+    response = rng.integers(0, 8, 300).astype(np.int32)  # no short context says what comes next
+    trace = [Rollout("a", step, prompt, [response, response[::-1].copy()]) for step in (1, 2)]
     tokens_per_step = {}
     for history in (0, 1, 2):
         config = SpecConfig(history=history, min_token_prob=0.01)

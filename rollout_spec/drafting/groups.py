@@ -137,7 +137,7 @@ class Groups:
 
     def _add_history(self, group: _Group) -> None:
         responses = self._history.get(group.history_key)
-        # A full index does without history rather than without what is said now.
+        # A full index does without history rather than without what is generated now.
         num_tokens = sum(len(response) for response in responses) + self._backlog.num_tokens
         num_bytes = self._index.stats().num_bytes + num_tokens * _BYTES_PER_TOKEN
         if responses and num_bytes <= _HISTORY_SHARE * self._index.max_bytes:

@@ -1,4 +1,4 @@
-"""What was said to a prompt in earlier training steps: the last responses of every prompt, as tokens.
+"""The responses of earlier training steps: the last ones to every prompt, as tokens.
 
 Four bytes a token are all that it costs to keep them; a group that is opened again indexes its own.
 """
@@ -106,7 +106,7 @@ class Responses:
 
 
 class History(Responses):
-    """What was said to a prompt, here and in other engines; what is new can be shared.
+    """The responses to a prompt, of this engine and of others; what is new can be shared.
 
     Args:
         num_responses, max_bytes: as of Responses.

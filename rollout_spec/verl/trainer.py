@@ -1,4 +1,4 @@
-"""What verl's trainer says of rollout.spec, and its rollout servers."""
+"""What is read from verl's trainer: the options of rollout.spec, and the rollout servers."""
 
 from __future__ import annotations
 
