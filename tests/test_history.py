@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.backlog import Backlog
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import (
-    Backlog,
     History,
     HistoryError,
     group_key,

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from rollout_spec.drafting.history import Backlog, History, group_key, prompt_key
+from rollout_spec.drafting.backlog import Backlog
+from rollout_spec.drafting.history import History, group_key, prompt_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
 

@@ -5,24 +5,21 @@ Four bytes a token are all that it costs to keep them; a group that is opened ag
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import os
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from pathlib import Path
 
 import numpy as np
 
-from rollout_spec.drafting.index import SuffixIndex
-from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
+from rollout_spec.drafting.native import Int32Array
 
 _MAGIC = b"rollout_spec history 3\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _KEY_BYTES = 16
 _OVERHEAD_BYTES = 200  # of a response and of a prompt, beyond the tokens
-_ZERO = np.zeros(1, np.int32)
 
 
 class HistoryError(ValueError):
@@ -155,12 +152,12 @@ def read_file(path: Path) -> bytes:
         HistoryError: it is not one of ours, of another version, or damaged.
     """
     content = path.read_bytes()
-    _check(content, str(path))
+    _checked(content, str(path))
     return content
 
 
-def _check(content: bytes, where: str) -> bytes:
-    """The arrays in what `pack` made. Raises HistoryError, beginning with `where`."""
+def _checked(content: bytes, where: str) -> bytes:
+    """What `pack` made, without version and checksum. Raises HistoryError, beginning with `where`."""
     if not content.startswith(_MAGIC):
         raise HistoryError(f"{where}: not a history of this version")
     digest = content[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES]
@@ -172,7 +169,7 @@ def _check(content: bytes, where: str) -> bytes:
 
 def _unpack(content: bytes, where: str) -> list[tuple[bytes, Int32Array]]:
     """Prompt keys and responses of what `pack` made. Raises HistoryError, beginning with `where`."""
-    with np.load(io.BytesIO(_check(content, where))) as arrays:
+    with np.load(io.BytesIO(_checked(content, where))) as arrays:
         texts = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
         # Of nothing, split makes one empty text.
         return [(key.tobytes(), tokens.copy()) for key, tokens in zip(arrays["keys"], texts, strict=False)]
@@ -184,71 +181,3 @@ def prompt_key(prompt_token_ids: Int32Array) -> bytes:
 
 def group_key(group: Hashable) -> bytes:
     return hashlib.blake2b(f"group{type(group).__name__}{group}".encode(), digest_size=_KEY_BYTES).digest()
-
-
-@dataclasses.dataclass
-class _Part:
-    group: int
-    row: Int32Array  # [1, length]; the prompt's tokens are not read again and may be anything
-    level: int  # tokens indexed, the prompt included
-    sequence: int = -1  # -1: not opened yet
-
-
-class Backlog:
-    """Responses of earlier steps on their way into an index: in parts, so that no step waits for all."""
-
-    def __init__(self, index: SuffixIndex) -> None:
-        self._index = index
-        self._parts: deque[_Part] = deque()
-
-    def __len__(self) -> int:
-        """The number of responses still to be indexed."""
-        return len(self._parts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Still to be indexed."""
-        return sum(part.row.shape[1] - part.level for part in self._parts)
-
-    def add(self, group: int, num_prompt_tokens: int, responses: Sequence[Int32Array]) -> None:
-        """Index responses behind the prompt of a group, when their turn comes.
-
-        The latest first: of continuations that are equally frequent the one that came first is drafted.
-        """
-        for response in reversed(responses):
-            row = np.zeros((1, num_prompt_tokens + len(response)), np.int32)
-            row[0, num_prompt_tokens:] = response
-            self._parts.append(_Part(group, row, num_prompt_tokens))
-
-    def index(self, max_tokens: int) -> None:
-        """Index the next tokens.
-
-        Raises:
-            BudgetExceeded, OutOfMemory: their group gets no more of its responses.
-        """
-        while self._parts and max_tokens > 0:
-            part = self._parts[0]
-            level = min(part.level + max_tokens, part.row.shape[1])
-            try:
-                if part.sequence < 0:
-                    part.sequence = self._index.open_sequence(part.group)
-                sequence, levels = np.array([part.sequence], np.int32), np.array([level], np.int32)
-                self._index.step(sequence, part.row, _ZERO, levels, _ZERO)
-            except (BudgetExceeded, OutOfMemory):
-                self.drop(part.group)
-                raise
-            max_tokens -= level - part.level
-            part.level = level
-            if level == part.row.shape[1]:
-                self._index.close_sequence(self._parts.popleft().sequence)
-
-    def drop(self, group: int) -> None:
-        """Leave out what is left for a group; it can be closed then."""
-        for part in self._parts:
-            if part.group == group and part.sequence >= 0:
-                self._index.close_sequence(part.sequence)
-        self._parts = deque(part for part in self._parts if part.group != group)
-
-    def clear(self) -> None:
-        """Forget everything, after the index has been cleared."""
-        self._parts.clear()

@@ -20,7 +20,8 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.history import Backlog, History, group_key
+from rollout_spec.drafting.backlog import Backlog
+from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import make_index
 from rollout_spec.drafting.native import Int32Array
 

@@ -1,0 +1,82 @@
+"""Responses of the history on their way into an index: in parts, so that no step waits for all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollout_spec.drafting.index import SuffixIndex
+from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
+
+_ZERO = np.zeros(1, np.int32)
+
+
+@dataclasses.dataclass
+class _Part:
+    group: int
+    row: Int32Array  # [1, length]; the prompt's tokens are not read again and may be anything
+    level: int  # tokens indexed, the prompt included
+    sequence: int = -1  # -1: not opened yet
+
+
+class Backlog:
+    """The responses that are still to be indexed, in the order in which they are."""
+
+    def __init__(self, index: SuffixIndex) -> None:
+        self._index = index
+        self._parts: deque[_Part] = deque()
+
+    def __len__(self) -> int:
+        """The number of responses still to be indexed."""
+        return len(self._parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Still to be indexed."""
+        return sum(part.row.shape[1] - part.level for part in self._parts)
+
+    def add(self, group: int, num_prompt_tokens: int, responses: Sequence[Int32Array]) -> None:
+        """Index responses behind the prompt of a group, when their turn comes.
+
+        The latest first: of continuations that are equally frequent the one that came first is drafted.
+        """
+        for response in reversed(responses):
+            row = np.zeros((1, num_prompt_tokens + len(response)), np.int32)
+            row[0, num_prompt_tokens:] = response
+            self._parts.append(_Part(group, row, num_prompt_tokens))
+
+    def index(self, max_tokens: int) -> None:
+        """Index the next tokens.
+
+        Raises:
+            BudgetExceeded, OutOfMemory: their group gets no more of its responses.
+        """
+        while self._parts and max_tokens > 0:
+            part = self._parts[0]
+            level = min(part.level + max_tokens, part.row.shape[1])
+            try:
+                if part.sequence < 0:
+                    part.sequence = self._index.open_sequence(part.group)
+                sequence, levels = np.array([part.sequence], np.int32), np.array([level], np.int32)
+                self._index.step(sequence, part.row, _ZERO, levels, _ZERO)
+            except (BudgetExceeded, OutOfMemory):
+                self.drop(part.group)
+                raise
+            max_tokens -= level - part.level
+            part.level = level
+            if level == part.row.shape[1]:
+                self._index.close_sequence(self._parts.popleft().sequence)
+
+    def drop(self, group: int) -> None:
+        """Leave out what is left for a group; it can be closed then."""
+        for part in self._parts:
+            if part.group == group and part.sequence >= 0:
+                self._index.close_sequence(part.sequence)
+        self._parts = deque(part for part in self._parts if part.group != group)
+
+    def clear(self) -> None:
+        """Forget everything, after the index has been cleared."""
+        self._parts.clear()
