@@ -28,7 +28,10 @@ ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 
 
 class _Rows:
-    """The rows of the engine's token matrix that have a place in the index, as arrays that stay the same."""
+    """The rows of the engine's token matrix that have a place in the index.
+
+    As long as the batch does not change these are the same arrays, which the index then need not check again.
+    """
 
     def __init__(self, numbers: Int32Array, sequences: Int32Array, last_levels: Int32Array) -> None:
         self.numbers, self.sequences = numbers, sequences
@@ -75,9 +78,9 @@ class Drafter:
         self.counters = EngineCounters()
         self._gate = make_gate(config.batch_threshold)
         self._clock = clock
-        self._last_start: float | None = None  # when the last step ended, and whether all its rows decoded
-        self._all_decoded = False
-        self._share_alike = 1.0
+        self._last_end: float | None = None  # when the last step ended
+        self._all_decoded = False  # whether all rows of it did
+        self._share_alike = 1.0  # of late, the share of steps whose time can be compared
         self._index = make_index(config)
         self.history = History(config.history, config.max_index_mb << 20)
         self._groups = Groups(self._index, self.history)
@@ -211,14 +214,14 @@ class Drafter:
         if not self._gate.weighs_costs:
             return Step(num_rows)
         now = self._clock()
-        # A step that prefills, or that new rows have come to, says nothing of what a decoding step costs.
+        # A step that prefills, or that new rows have come to, does not show what a decoding step costs.
         all_decode = num_rows == len(nums_new_tokens)
         is_alike = has_no_new_rows and all_decode and self._all_decoded
         self._share_alike += (is_alike - self._share_alike) / ALIKE_MEMORY
         seconds = None
-        if self._last_start is not None and (is_alike or self._share_alike < ALIKE_SHARE):
-            seconds = now - self._last_start
-        self._last_start, self._all_decoded = now, all_decode
+        if self._last_end is not None and (is_alike or self._share_alike < ALIKE_SHARE):
+            seconds = now - self._last_end
+        self._last_end, self._all_decoded = now, all_decode
         context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
         return Step(num_rows, context, sum(nums_new_tokens), seconds)
 
@@ -254,7 +257,7 @@ class Drafter:
         self._requests.clear()
         self._row_ids = []
         self._rows = None
-        self._last_start = None  # the time until the next step is no step's
+        self._last_end = None  # the time until the next step is no step's
 
     def _step_index(
         self,

@@ -15,13 +15,13 @@ from rollout_spec.drafting.guard import Guard
 from rollout_spec.drafting.step_cost import MAX_SLOWNESS, StepCost
 from rollout_spec.metrics import EngineCounters
 
-# A gate moves after this many steps in a row that say so: one arrival is none.
+# Steps in a row that must agree before a gate opens or closes: a single arrival must not flip it.
 HYSTERESIS_STEPS = 4
 
 # The automatic gate. Steps are engine steps.
-PROBE_EVERY = 32  # steps with drafts after which one goes without, to know what that costs
-EXPLORE_EVERY = 16  # steps after which a budget may be a number of tokens that was never measured
-LOOK_EVERY = 8  # steps without drafts after which one is drafted for, to see whether it would pay by now
+PROBE_EVERY = 32  # steps with drafts, after which one goes without, to measure a plain step
+EXPLORE_EVERY = 16  # steps, after which a budget may go up to a number of tokens hardly measured yet
+LOOK_EVERY = 8  # steps of a closed gate, of which one asks for drafts, to see whether they would pay
 NUM_FIRST_STEPS = 4  # measured without drafts before the first draft
 MIN_PRICE = 0.02  # a draft token less likely than this is never proposed
 GAIN_MEMORY = 128  # steps after which gain and calibration have mostly forgotten what was
@@ -117,7 +117,7 @@ class AutoGate:
         self._num_chosen = 0  # draft tokens that the step now running verifies
         self._promised = 0.0  # of these, what their survivals promise; uncorrected
         self._expected_seconds = 0.0
-        self._price = MIN_PRICE
+        self._least_verified = MIN_PRICE  # the least survival in the latest budget
         self._steps_since_plain = self._steps_since_draft = self._steps_since_explored = 0
         self._closed_at: int | None = None  # rows at which no draft paid
         self._num_refused = 0  # steps in a row in which none did
@@ -153,7 +153,7 @@ class AutoGate:
             if 10 * step.num_rows >= 9 * self._closed_at and self._steps_since_draft % LOOK_EVERY:
                 counters.num_steps_off_cost += 1
                 return None
-        return max(MIN_PRICE, self._price / 2)
+        return max(MIN_PRICE, self._least_verified / 2)
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         assert self._last is not None, "begin comes first"
@@ -167,12 +167,12 @@ class AutoGate:
             if self._num_refused >= HYSTERESIS_STEPS:
                 self._close(self._last.num_rows)
             counters.num_steps_off_cost += 1
-            self._price = max(MIN_PRICE, self._price / 2)
+            self._least_verified = max(MIN_PRICE, self._least_verified / 2)
             return np.zeros_like(numbers)
         self._closed_at, self._num_refused = None, 0
         num = self._explored(num, len(sorted_survivals))
-        self._price = float(sorted_survivals[num - 1])
-        chosen = ((survivals >= np.float32(self._price)) & is_draft).sum(axis=1).astype(np.int32)
+        self._least_verified = float(sorted_survivals[num - 1])
+        chosen = ((survivals >= np.float32(self._least_verified)) & is_draft).sum(axis=1).astype(np.int32)
         self._num_chosen = int(chosen.sum())
         self._steps_since_draft = 0
         num_rows, num_context = self._last.num_rows, self._last.num_context
@@ -181,7 +181,7 @@ class AutoGate:
         return chosen
 
     def _close(self, num_rows: int) -> None:
-        """Draft no more, until a look says that it would pay."""
+        """Draft no more, until a look shows that drafts would pay."""
         self._closed_at = num_rows
         taken, plain = self._since_open
         if taken > 0.0:

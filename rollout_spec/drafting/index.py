@@ -85,7 +85,7 @@ class SuffixIndex:
         self._error = ffi.new("rs_error *")
         self._batch = ffi.new("rs_batch *")
         self._id = ffi.new("int32_t *")
-        # Of the latest step: the batch has their places, and they stay there for being held.
+        # The arrays of the latest step, held here because the batch only has their addresses.
         self._matrix: Int32Array | None = None
         self._vectors: tuple[Int32Array, ...] | None = None
         if not 0 <= max_bytes < 2**64:

@@ -29,10 +29,10 @@ from rollout_spec.verification.blocks import (
 )
 from rollout_spec.verification.prefixes import matching_prefixes
 
-SUM_SIZE = 16  # values added at a time: `_sums`
-WINNING_DISTANCE = (
-    32  # from a row's largest logit, at most, of the largest in the winning block: `_token_scores`
-)
+# Values that are added at a time: `_sums`.
+SUM_SIZE = 16
+# A block that wins has a logit this close to the row's largest: `_token_scores`.
+WINNING_DISTANCE = 32
 
 
 class CoupledStep:
@@ -237,6 +237,6 @@ def _token_scores(
 
     Args:
         block: int64 [n, 1].
-        top: what 1 stands for in each row, the largest logit of the row or of the block, [n, 1].
+        top: the logit that counts as probability 1: the row's largest or the block's, [n, 1].
     """
     return block_values(logits, block).sub_(top).exp_().div_(drawn[:, :BLOCK_SIZE])
