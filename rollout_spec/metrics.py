@@ -72,7 +72,7 @@ METRICS = (
     ),
     Metric(
         "min_token_prob",
-        "The price: the least survival that is verified, mean over steps with drafts.",
+        "The price: the least survival that is drafted, mean over steps with drafting on.",
         "Nothing: high means that a verified token costs much time here.",
     ),
     Metric("budget", "Draft tokens per step with drafting on.", "Nothing: it is context."),
@@ -130,14 +130,14 @@ class EngineCounters(_Counters):
     """Counts of one engine's drafter since the last reading; a step is one `propose` call."""
 
     num_steps: int = 0  # engine steps in which at least one row decoded
-    num_steps_on: int = 0  # of these, steps with the gate open
+    num_steps_on: int = 0  # of these, steps that drafted or found nothing to draft
     num_row_steps: int = 0  # decoding rows, summed over steps
     num_drafts: int = 0  # rows given at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # as the proposer sees it, bonus tokens excluded
     num_untracked_rows: int = 0  # decoding rows without a place in the index
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
-    sum_min_token_prob: float = 0.0  # the price of a draft token, over the steps with the gate open
+    sum_min_token_prob: float = 0.0  # the least survival that is drafted, over the steps with drafting on
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
     # Steps without drafts, by what decided so
     num_steps_off_threshold: int = 0  # more rows than batch_threshold

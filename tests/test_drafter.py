@@ -222,6 +222,21 @@ def test_rows_that_do_not_fit_together_go_one_by_one() -> None:
     assert batch.step([[7, 8], []])[0][:2] == [7, 8]
 
 
+@pytest.mark.parametrize("batch_threshold", [8, "auto"])
+def test_an_open_gate_is_on_though_no_row_fits(batch_threshold: object) -> None:
+    config = SpecConfig(max_index_mb=1, batch_threshold=batch_threshold)  # type: ignore[arg-type]
+    batch = Batch(Drafter(config), num_rows=1, length=200_000)
+    batch.open("long", max_level=200_000)
+    batch.step([[7] * 190_000])
+    for _ in range(40):
+        batch.step([[7]])
+    counters = batch.drafter.take_counters()
+    assert counters.num_untracked_rows == counters.num_steps == 41
+    reasons = ("threshold", "cost", "guard", "probe")
+    num_off = sum(getattr(counters, f"num_steps_off_{reason}") for reason in reasons)
+    assert counters.num_steps_on == 41 - num_off > 0
+
+
 def test_a_step_that_needs_the_room_of_many_groups_is_tried_a_few_times() -> None:
     random = np.random.default_rng(0)
     drafter = Drafter(SpecConfig(max_index_mb=2, batch_threshold=8))

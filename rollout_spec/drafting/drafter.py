@@ -177,30 +177,30 @@ class Drafter:
         if step.num_rows == 0:
             return [[] for _ in request_ids]
         price = self._gate.begin(step, counters)
-        least = max(price or 0.0, self._index.min_token_prob)
         decoding = None if step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
         rows, result = self._step_index(decoding, token_ids, levels, price)
         counters.num_steps += 1
         counters.num_row_steps += step.num_rows
         counters.num_untracked_rows += step.num_rows - len(rows)
         drafts: list[list[int]] = []
-        if result is not None and price is not None:
-            drafts = self._chosen_drafts(result, least)
+        is_on = price is not None
+        if is_on and result is not None:
+            drafts = self._chosen_drafts(result)
+            # What the gate has refused, it has counted as off.
+            is_on = any(drafts) or not result.num_draft_tokens.any()
+        counters.num_steps_on += is_on
+        counters.sum_min_token_prob += is_on * max(price or 0.0, self._index.min_token_prob)
         if len(drafts) < len(request_ids):
             drafts = _spread(drafts, rows, len(request_ids))
         counters.draft_seconds += time.perf_counter() - started
         return drafts
 
-    def _chosen_drafts(self, result: StepResult, min_token_prob: float) -> list[list[int]]:
+    def _chosen_drafts(self, result: StepResult) -> list[list[int]]:
         """What the gate takes of each draft."""
         counters = self.counters
         chosen = self._gate.choose(result.survivals, result.num_draft_tokens, counters)
         numbers = chosen.tolist()
-        num_drafts = len(numbers) - numbers.count(0)
-        is_on = num_drafts > 0 or not result.num_draft_tokens.any()
-        counters.num_steps_on += is_on
-        counters.sum_min_token_prob += is_on * min_token_prob
-        counters.num_drafts += num_drafts
+        counters.num_drafts += len(numbers) - numbers.count(0)
         counters.num_draft_tokens += sum(numbers)
         tokens = self._index.leading_tokens(chosen)
         end = 0
