@@ -1,4 +1,7 @@
-/* Error messages. One begins with the name of the argument that it is about, so that a binding can pass it on. */
+/* Error messages.
+ *
+ * Invariants: a message begins with the name of the argument that it is about, so that a binding can pass it on;
+ * rs_fail returns the status that it is given, so that its callers fail in one line. */
 #include "error.h"
 
 #include <inttypes.h>

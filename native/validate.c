@@ -1,5 +1,7 @@
 /* Every invariant of an index, for tests: an automaton is checked state by state, what points from one table into
- * another is looked up there, and the bytes of all arrays are summed. Nothing is changed. */
+ * another is looked up there, and the bytes of all arrays are summed.
+ *
+ * Invariants: nothing is changed; of what is broken the first that is found is named. */
 #include <inttypes.h>
 
 #include "index.h"
