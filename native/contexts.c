@@ -30,7 +30,6 @@ rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
 
 void rs_contexts_free(rs_contexts *contexts, rs_memory *memory) {
     rs_resize(memory, (void **)&contexts->buckets, &contexts->capacity, 0, sizeof *contexts->buckets);
-    contexts->num_buckets = contexts->num_used = 0;
 }
 
 /* One round of a multiplicative hash; the constants are those of splitmix64 (Steele et al. 2014). */

@@ -87,9 +87,6 @@ rs_cursor rs_cursor_continued(const rs_corpus *corpus, rs_cursor cursor) {
 /* ---- building ---- */
 
 rs_status rs_corpus_new(rs_corpus_builder **builder, rs_error *error) {
-    if (builder == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "builder: must not be null");
-    }
     rs_memory memory = {.max_bytes = 0};
     rs_corpus_builder *made = NULL;
     uint32_t capacity = 0;
@@ -106,9 +103,6 @@ rs_status rs_corpus_new(rs_corpus_builder **builder, rs_error *error) {
 }
 
 void rs_corpus_free(rs_corpus_builder *builder) {
-    if (builder == NULL) {
-        return;
-    }
     rs_automaton_free(&builder->automaton);
     rs_memory memory = builder->memory;
     void *block = builder;
@@ -117,9 +111,6 @@ void rs_corpus_free(rs_corpus_builder *builder) {
 }
 
 rs_status rs_corpus_add(rs_corpus_builder *builder, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
-    if (builder == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "builder: must not be null");
-    }
     rs_status status = rs_check_tokens(token_ids, num_tokens, "token_ids", error);
     if (status != RS_OK) {
         return status;
@@ -194,9 +185,6 @@ static uint32_t write_transitions(const rs_automaton *a, uint32_t at, const rs_c
 }
 
 rs_status rs_corpus_write(const rs_corpus_builder *builder, void *content, uint64_t num_bytes, rs_error *error) {
-    if (builder == NULL || content == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", builder == NULL ? "builder" : "content");
-    }
     rs_corpus_head *head = content;
     if ((uintptr_t)content % _Alignof(rs_corpus_head) != 0 || num_bytes != rs_corpus_num_bytes(builder)) {
         return rs_fail(error, RS_EINVAL, -1, "content: must be aligned and have %" PRIu64 " bytes",

@@ -28,9 +28,6 @@ rs_status rs_memory_error(const rs_memory *memory, rs_error *error, rs_status st
 }
 
 rs_status rs_check_tokens(const int32_t *tokens, int64_t num_tokens, const char *name, rs_error *error) {
-    if (tokens == NULL && num_tokens > 0) {
-        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", name);
-    }
     if (num_tokens < 0 || num_tokens > RS_MAX_TEXT_TOKENS) {
         return rs_fail(error, RS_EINVAL, -1, "%s: %" PRId64 " tokens: out of range", name, num_tokens);
     }

@@ -26,9 +26,6 @@ static rs_status check_options(const rs_options *options, rs_error *error) {
 }
 
 rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error) {
-    if (options == NULL || index == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", options == NULL ? "options" : "index");
-    }
     rs_status status = check_options(options, error);
     if (status != RS_OK) {
         return status;
@@ -62,8 +59,7 @@ static void free_text(rs_index *index, rs_sequence *sequence) {
     rs_resize(&index->memory, (void **)&sequence->text, &sequence->text_capacity, 0, sizeof *sequence->text);
 }
 
-/* What is large of it is freed later, as that of a closed group is. */
-static void forget_everything(rs_index *index) {
+void rs_index_clear(rs_index *index) {
     for (uint32_t i = 0; i < index->num_groups; i++) {
         if (index->groups[i].open) {
             rs_automaton_discard(&index->groups[i].automaton);
@@ -82,24 +78,13 @@ static void forget_everything(rs_index *index) {
 }
 
 void rs_index_free(rs_index *index) {
-    if (index == NULL) {
-        return;
-    }
-    forget_everything(index);
+    rs_index_clear(index);
     rs_release(&index->memory, UINT64_MAX);
     rs_contexts_free(&index->contexts, &index->memory);
     rs_memory memory = index->memory;
     void *block = index;
     uint32_t capacity = 1;
     rs_resize(&memory, &block, &capacity, 0, sizeof *index);
-}
-
-rs_status rs_index_clear(rs_index *index, rs_error *error) {
-    if (index == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "index: must not be null");
-    }
-    forget_everything(index);
-    return RS_OK;
 }
 
 /* ---- groups ---- */
@@ -120,9 +105,6 @@ static rs_status index_prompt(rs_index *index, rs_group *group, const int32_t *t
 
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
                         int32_t *group, rs_error *error) {
-    if (index == NULL || group == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "group");
-    }
     rs_status status = rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error);
     if (status != RS_OK) {
         return status;
@@ -154,9 +136,6 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
 }
 
 rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
-    if (index == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "index: must not be null");
-    }
     rs_group *found = rs_find_group(index, group);
     if (found == NULL) {
         return rs_fail(error, RS_EUNKNOWN, -1, "group=%" PRId32 ": unknown", group);
@@ -201,9 +180,6 @@ static rs_status reserve_sequence(rs_index *index) {
 }
 
 rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t *sequence, rs_error *error) {
-    if (index == NULL || sequence == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "sequence");
-    }
     if (after_prompt != 0 && after_prompt != 1) {
         return rs_fail(error, RS_EINVAL, -1, "after_prompt=%" PRId32 ": must be 0 or 1", after_prompt);
     }
@@ -234,9 +210,6 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
 }
 
 rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) {
-    if (index == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "index: must not be null");
-    }
     rs_sequence *found = rs_find_sequence(index, sequence);
     if (found == NULL) {
         return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
@@ -250,16 +223,9 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) 
 
 rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tokens, int64_t capacity,
                            int64_t *num_tokens, rs_error *error) {
-    if (index == NULL || num_tokens == NULL || (tokens == NULL && capacity > 0)) {
-        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null",
-                       index == NULL ? "index" : num_tokens == NULL ? "num_tokens" : "tokens");
-    }
     const rs_sequence *found = rs_find_sequence(index, sequence);
     if (found == NULL) {
         return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
-    }
-    if (capacity < 0) {
-        return rs_fail(error, RS_EINVAL, -1, "capacity=%" PRId64 ": must not be negative", capacity);
     }
     *num_tokens = found->level - rs_start_level(index, found);
     int64_t num_copied = *num_tokens < capacity ? *num_tokens : capacity;

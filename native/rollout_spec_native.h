@@ -25,7 +25,7 @@
  * No function is thread safe for one index; different indexes are independent.
  * Every function that returns a status changes nothing when it fails, except that reserved memory may stay
  * reserved, and but for rs_corpus_add.
- * `error` may be NULL; when it is not, it is written on failure only.
+ * `error` may be NULL; when it is not, it is written on failure only. So may an array of no tokens; nothing else.
  */
 #ifndef ROLLOUT_SPEC_NATIVE_H
 #define ROLLOUT_SPEC_NATIVE_H
@@ -33,7 +33,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 13, /* raised with every change of this file */
+    RS_ABI_VERSION = 14, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -127,7 +127,7 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error);
 int32_t rs_leading_tokens(const rs_index *index, const rs_batch *batch, const int32_t *numbers, int32_t *tokens);
 
 /* Close all sequences and groups, in time that grows with their number only; what was learned stays. */
-rs_status rs_index_clear(rs_index *index, rs_error *error);
+void rs_index_clear(rs_index *index);
 
 void rs_index_stats(const rs_index *index, rs_stats *stats);
 

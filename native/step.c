@@ -8,6 +8,7 @@
  * Invariants: a step that fails has changed nothing but capacities, since only `index` can fail after `check`, and it
  * is undone; after `commit` no draft is waiting to be verified; siblings see each other's newest tokens. */
 #include <inttypes.h>
+#include <math.h>
 #include <string.h>
 
 #include "draft.h"
@@ -47,24 +48,6 @@ static uint64_t num_new_tokens(const rs_index *index, const rs_batch *batch, int
 /* ---- check ---- */
 
 static rs_status check_batch(const rs_batch *batch, rs_error *error) {
-    const struct {
-        const char *name;
-        const void *pointer;
-    } arrays[] = {
-        {"sequences", batch->sequences},
-        {"token_ids", batch->token_ids},
-        {"rows", batch->rows},
-        {"levels", batch->levels},
-        {"max_draft_tokens", batch->max_draft_tokens},
-        {"draft_tokens", batch->draft_tokens},
-        {"survivals", batch->survivals},
-        {"num_draft_tokens", batch->num_draft_tokens},
-    };
-    for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
-        if (arrays[i].pointer == NULL) {
-            return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", arrays[i].name);
-        }
-    }
     if (batch->num_rows < 1) {
         return rs_fail(error, RS_EINVAL, -1, "num_rows=%" PRId32 ": must be at least 1", batch->num_rows);
     }
@@ -278,11 +261,6 @@ static void commit_rows(rs_index *index, const rs_batch *batch) {
 
 /* ---- draft ---- */
 
-static double price(const rs_index *index, const rs_batch *batch) {
-    return batch->min_token_prob > index->options.min_token_prob ? batch->min_token_prob
-                                                                 : index->options.min_token_prob;
-}
-
 static void fetch_for_walks(rs_walk *const *walking, int32_t num) {
     for (int stage = 0; stage < RS_NUM_FETCH_STAGES; stage++) {
         for (int32_t i = 0; i < num; i++) {
@@ -293,6 +271,7 @@ static void fetch_for_walks(rs_walk *const *walking, int32_t num) {
 
 /* Draft for entries first .. end - 1, at most WALKS_AT_A_TIME, their walks taking turns. */
 static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, int32_t end) {
+    const double price = fmax(batch->min_token_prob, index->options.min_token_prob);
     rs_walk walks[WALKS_AT_A_TIME];
     rs_walk *walking[WALKS_AT_A_TIME]; /* those that go on */
     int32_t num_walking = 0;
@@ -300,7 +279,7 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
         batch->num_draft_tokens[i] = 0;
         if (batch->max_draft_tokens[i] > 0) {
             rs_walk *walk = walks + (i - first);
-            rs_walk_start(walk, index, batch->sequences[i], batch->max_draft_tokens[i], price(index, batch));
+            rs_walk_start(walk, index, batch->sequences[i], batch->max_draft_tokens[i], price);
             walking[num_walking++] = walk;
         }
     }
@@ -337,9 +316,6 @@ static void draft_all(rs_index *index, const rs_batch *batch) {
 /* ---- the whole step ---- */
 
 rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
-    if (index == NULL || batch == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "%s: must not be null", index == NULL ? "index" : "batch");
-    }
     rs_status status = check(index, batch, error);
     if (status != RS_OK) {
         return status;

@@ -9,14 +9,7 @@
 
 #include <string.h>
 
-static uint32_t log2_of(uint32_t power_of_two) {
-    uint32_t k = 0;
-    while (power_of_two > 1) {
-        power_of_two >>= 1;
-        k++;
-    }
-    return k;
-}
+static uint32_t log2_of(uint32_t power_of_two) { return (uint32_t)__builtin_ctz(power_of_two); }
 
 static void push_free(rs_pool *pool, uint32_t offset, uint32_t k) {
     pool->units[offset].token = -1;

@@ -189,9 +189,6 @@ static const char *check_tables(const rs_index *index) {
 }
 
 rs_status rs_index_validate(const rs_index *index, rs_error *error) {
-    if (index == NULL) {
-        return rs_fail(error, RS_EINVAL, -1, "index: must not be null");
-    }
     const char *broken = index->corpus.states == NULL ? NULL : rs_corpus_check(&index->corpus);
     if (broken == NULL) {
         broken = check_tables(index);

@@ -1,4 +1,4 @@
-/* Tests of what Python cannot reach: an allocator that fails, null pointers, the exact undo. */
+/* Tests of what Python cannot reach: an allocator that fails, arguments that its binding refuses, the exact undo. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -115,7 +115,8 @@ static rs_status perform(caller *c, call kind, rs_error *error) {
     case CLOSE_GROUP:
         return rs_group_close(c->index, c->group, error);
     default:
-        return rs_index_clear(c->index, error);
+        rs_index_clear(c->index);
+        return RS_OK;
     }
 }
 
@@ -433,51 +434,17 @@ static void test_max_branches(void) {
     free(f);
 }
 
-static void test_null_pointers(void) {
-    rs_options options = default_options();
-    rs_index *index = new_index(options);
+/* Python's binding lets none of these through. */
+static void test_arguments(void) {
+    rs_index *index = new_index(default_options());
     fixture *f = new_fixture(1);
     int32_t id;
-    int64_t num_tokens;
     rs_error error = {.message = ""};
-    CHECK(rs_index_new(NULL, &index, &error) == RS_EINVAL && strncmp(error.message, "options", 7) == 0);
-    CHECK(rs_index_new(&options, NULL, NULL) == RS_EINVAL);
-    CHECK(rs_group_open(NULL, NULL, 0, &id, NULL) == RS_EINVAL);
-    CHECK(rs_group_open(index, NULL, 0, NULL, NULL) == RS_EINVAL);
-    CHECK(rs_group_open(index, NULL, 1, &id, &error) == RS_EINVAL);
+    CHECK(rs_group_open(index, NULL, -1, &id, &error) == RS_EINVAL);
     CHECK(strncmp(error.message, "prompt_token_ids", 16) == 0);
-    CHECK(rs_group_open(index, NULL, -1, &id, NULL) == RS_EINVAL);
-    CHECK(rs_group_close(NULL, 0, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_open(NULL, 0, 0, &id, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_open(index, 0, 0, NULL, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_open(index, 0, 2, &id, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_open(index, 0, -1, &id, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_close(NULL, 0, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_text(NULL, 0, NULL, 0, &num_tokens, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_text(index, 0, NULL, 1, &num_tokens, NULL) == RS_EINVAL);
-    CHECK(rs_sequence_text(index, 0, NULL, 0, NULL, NULL) == RS_EINVAL);
-    CHECK(rs_step(NULL, &f->batch, NULL) == RS_EINVAL);
-    CHECK(rs_step(index, NULL, NULL) == RS_EINVAL);
-    CHECK(rs_index_clear(NULL, NULL) == RS_EINVAL);
-    CHECK(rs_index_validate(NULL, NULL) == RS_EINVAL);
-    const int32_t **inputs[] = {&f->batch.sequences, &f->batch.token_ids, &f->batch.rows, &f->batch.levels,
-                                &f->batch.max_draft_tokens};
-    for (size_t i = 0; i < sizeof inputs / sizeof inputs[0]; i++) {
-        const int32_t *kept = *inputs[i];
-        *inputs[i] = NULL;
-        CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strstr(error.message, "must not be null") != NULL);
-        *inputs[i] = kept;
-    }
-    int32_t **outputs[] = {&f->batch.draft_tokens, &f->batch.num_draft_tokens};
-    for (size_t i = 0; i < sizeof outputs / sizeof outputs[0]; i++) {
-        int32_t *kept = *outputs[i];
-        *outputs[i] = NULL;
-        CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strstr(error.message, "must not be null") != NULL);
-        *outputs[i] = kept;
-    }
-    f->batch.survivals = NULL;
-    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "survivals", 9) == 0);
-    f->batch.survivals = f->survivals[0];
+    CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
+    CHECK(rs_sequence_open(index, id, 2, &id, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_open(index, id, -1, &id, NULL) == RS_EINVAL);
     f->batch.min_token_prob = 1.5;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "min_token_prob=1.5", 18) == 0);
     f->batch.min_token_prob = 0.0;
@@ -487,7 +454,6 @@ static void test_null_pointers(void) {
     f->batch.row_stride = NUM_COLUMNS - 1;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "token_ids", 9) == 0);
     rs_index_free(index);
-    rs_index_free(NULL);
     free(f);
 }
 
@@ -588,19 +554,13 @@ static void test_corpus_builder(void) {
         CHECK(rs_corpus_new(&builder, NULL) == RS_ENOMEM && builder == NULL);
     }
     rs_test_fail_allocation(0);
-    CHECK(rs_corpus_new(NULL, NULL) == RS_EINVAL);
-    rs_corpus_free(NULL);
     CHECK(rs_corpus_new(&builder, NULL) == RS_OK);
-    CHECK(rs_corpus_add(NULL, text, num, NULL) == RS_EINVAL);
-    CHECK(rs_corpus_add(builder, NULL, 1, NULL) == RS_EINVAL);
     CHECK(rs_corpus_add(builder, text, -1, NULL) == RS_EINVAL);
     CHECK(rs_corpus_add(builder, NULL, 0, NULL) == RS_OK);
     CHECK(rs_corpus_add(builder, text, num, NULL) == RS_OK);
     uint64_t content[256];
     uint64_t num_bytes = rs_corpus_num_bytes(builder);
     CHECK(num_bytes < sizeof content);
-    CHECK(rs_corpus_write(NULL, content, num_bytes, NULL) == RS_EINVAL);
-    CHECK(rs_corpus_write(builder, NULL, num_bytes, NULL) == RS_EINVAL);
     CHECK(rs_corpus_write(builder, content, num_bytes + 8, NULL) == RS_EINVAL);
     CHECK(rs_corpus_write(builder, (char *)content + 4, num_bytes, NULL) == RS_EINVAL);
     CHECK(rs_corpus_write(builder, content, num_bytes, NULL) == RS_OK);
@@ -636,7 +596,7 @@ int main(void) {
     test_many_branches();
     test_wide_blocks();
     test_max_branches();
-    test_null_pointers();
+    test_arguments();
     test_validator();
     test_validator_of_the_calibration();
     test_corpus_allocation_failures(2);

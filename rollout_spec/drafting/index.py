@@ -209,7 +209,7 @@ class SuffixIndex:
 
     def clear(self) -> None:
         """Close every sequence and group, as `close_group` does; what was learned stays."""
-        self._check(lib.rs_index_clear(self._open_index(), self._error))
+        lib.rs_index_clear(self._open_index())
         self._matrix = self._vectors = None
 
     def stats(self) -> IndexStats:
