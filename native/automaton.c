@@ -40,12 +40,6 @@ rs_status rs_automaton_init(rs_automaton *a, rs_memory *memory, bool counts) {
 }
 
 void rs_automaton_free(rs_automaton *a) {
-    rs_resize(a->memory, (void **)&a->states, &a->capacity, 0, sizeof *a->states);
-    rs_resize(a->memory, (void **)&a->pool.units, &a->pool.capacity, 0, sizeof *a->pool.units);
-    memset(a, 0, sizeof *a);
-}
-
-void rs_automaton_discard(rs_automaton *a) {
     rs_discard(a->memory, (void **)&a->states, &a->capacity, sizeof *a->states);
     rs_discard(a->memory, (void **)&a->pool.units, &a->pool.capacity, sizeof *a->pool.units);
     memset(a, 0, sizeof *a);

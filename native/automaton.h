@@ -43,10 +43,9 @@ typedef struct {
 } rs_extension;
 
 rs_status rs_automaton_init(rs_automaton *automaton, rs_memory *memory, bool counts);
-void rs_automaton_free(rs_automaton *automaton);
 
 /* In constant time: what is large is freed bit by bit, see rs_discard. */
-void rs_automaton_discard(rs_automaton *automaton);
+void rs_automaton_free(rs_automaton *automaton);
 
 /* Append one token to a text whose state is `last`. On failure nothing changes. */
 rs_status rs_extend(rs_automaton *automaton, uint32_t last, int32_t token, rs_extension *extension);

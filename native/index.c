@@ -62,7 +62,7 @@ static void free_text(rs_index *index, rs_sequence *sequence) {
 void rs_index_clear(rs_index *index) {
     for (uint32_t i = 0; i < index->num_groups; i++) {
         if (index->groups[i].open) {
-            rs_automaton_discard(&index->groups[i].automaton);
+            rs_automaton_free(&index->groups[i].automaton);
         }
     }
     for (uint32_t i = 0; i < index->num_sequences; i++) {
@@ -144,7 +144,7 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
         return rs_fail(error, RS_EINVAL, -1, "group=%" PRId32 ": %" PRId32 " of its sequences are open", group,
                        found->num_sequences);
     }
-    rs_automaton_discard(&found->automaton);
+    rs_automaton_free(&found->automaton);
     *found = (rs_group){.next_free = index->free_group};
     index->free_group = group;
     return RS_OK;

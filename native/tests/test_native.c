@@ -377,6 +377,7 @@ static void test_many_branches(void) {
     }
     CHECK(a.num_states == 1 && a.num_transitions == 0);
     rs_automaton_free(&a);
+    rs_release(&memory, UINT64_MAX);
     CHECK(memory.num_bytes == 0);
 }
 
@@ -406,6 +407,7 @@ static void test_wide_blocks(void) {
     CHECK(a.num_states == 1 && a.num_transitions == 0);
     free(extensions);
     rs_automaton_free(&a);
+    rs_release(&memory, UINT64_MAX);
     CHECK(memory.num_bytes == 0);
 }
 
