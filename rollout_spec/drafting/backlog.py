@@ -29,10 +29,6 @@ class Backlog:
         self._index = index
         self._parts: deque[_Part] = deque()
 
-    def __len__(self) -> int:
-        """The number of responses still to be indexed."""
-        return len(self._parts)
-
     @property
     def num_tokens(self) -> int:
         """Still to be indexed."""

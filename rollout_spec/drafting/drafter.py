@@ -18,7 +18,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate import Step, make_gate
 from rollout_spec.drafting.groups import Groups, Member
 from rollout_spec.drafting.history import History
-from rollout_spec.drafting.index import StepResult, SuffixIndex, make_index
+from rollout_spec.drafting.index import StepResult, make_index
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, InvalidArgument
 from rollout_spec.metrics import EngineCounters
 
@@ -81,16 +81,12 @@ class Drafter:
         self._last_end: float | None = None  # when the last step ended
         self._all_decoded = False  # whether all rows of it did
         self._share_alike = 1.0  # of late, the share of steps whose time can be compared
-        self._index = make_index(config)
+        self.index = make_index(config)
         self.history = History(config.history, config.max_index_mb << 20)
-        self._groups = Groups(self._index, self.history)
+        self._groups = Groups(self.index, self.history)
         self._requests: dict[str, _Request] = {}
         self._row_ids: list[str] = []  # the rows of the last step
         self._rows: _Rows | None = None  # of these that have a place in the index; None: to be mapped anew
-
-    @property
-    def index(self) -> SuffixIndex:
-        return self._index
 
     @property
     def request_ids(self) -> Collection[str]:
@@ -189,7 +185,7 @@ class Drafter:
             # What the gate has refused, it has counted as off.
             is_on = any(drafts) or not result.num_draft_tokens.any()
         counters.num_steps_on += is_on
-        counters.sum_min_token_prob += is_on * max(price or 0.0, self._index.min_token_prob)
+        counters.sum_min_token_prob += is_on * max(price or 0.0, self.index.min_token_prob)
         if len(drafts) < len(request_ids):
             drafts = _spread(drafts, rows, len(request_ids))
         counters.draft_seconds += time.perf_counter() - started
@@ -202,7 +198,7 @@ class Drafter:
         numbers = chosen.tolist()
         counters.num_drafts += len(numbers) - numbers.count(0)
         counters.num_draft_tokens += sum(numbers)
-        tokens = self._index.leading_tokens(chosen)
+        tokens = self.index.leading_tokens(chosen)
         end = 0
         return [tokens[end : (end := end + number)] for number in numbers]
 
@@ -278,7 +274,7 @@ class Drafter:
                 return rows.numbers, None
             rows.set_levels(levels, price is not None)
             attempt = partial(
-                self._index.step,
+                self.index.step,
                 rows.sequences,
                 token_ids,
                 rows.numbers,

@@ -106,9 +106,8 @@ class Groups:
 
     def index_history(self, num_rows: int) -> None:
         """Index what one step may of the history that waits."""
-        if self._backlog:
-            with contextlib.suppress(BudgetExceeded, OutOfMemory):
-                self._backlog.index(_HISTORY_TOKENS + num_rows * _HISTORY_TOKENS_PER_ROW)
+        with contextlib.suppress(BudgetExceeded, OutOfMemory):
+            self._backlog.index(_HISTORY_TOKENS + num_rows * _HISTORY_TOKENS_PER_ROW)
 
     def evicting(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns, after as many idle groups are closed as it takes to give it room.

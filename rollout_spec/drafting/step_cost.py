@@ -32,10 +32,6 @@ class StepCost:
         self._weights = np.zeros(len(KNOTS))
         self._covariance = self._variance = 0.0
 
-    @property
-    def is_known(self) -> bool:
-        return bool(self._weights.any())
-
     def unmeasured_above(self, num_tokens: int) -> int | None:
         """The next knot above that many tokens, if it was hardly ever measured."""
         knot = int(np.searchsorted(KNOTS, num_tokens, side="right"))
@@ -53,7 +49,7 @@ class StepCost:
             The seconds that count: a pause must not pass for the cost of a step, a lasting change comes
             through.
         """
-        if self.is_known:
+        if self._weights.any():
             seconds = min(seconds, MAX_SLOWNESS * self.seconds(np.array([num_tokens]), num_context)[0])
         position = np.interp(num_tokens, KNOTS, np.arange(len(KNOTS)))
         left = min(int(position), len(KNOTS) - 2)
