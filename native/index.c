@@ -14,26 +14,15 @@
 
 int32_t rs_abi_version(void) { return RS_ABI_VERSION; }
 
-static rs_status check_options(const rs_options *options, rs_error *error) {
+rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error) {
     if (options->num_speculative_tokens < 1 || options->num_speculative_tokens > RS_MAX_SPECULATIVE_TOKENS) {
         return rs_fail(error, RS_EINVAL, -1, "num_speculative_tokens=%" PRId32 ": must be between 1 and %d",
                        options->num_speculative_tokens, (int)RS_MAX_SPECULATIVE_TOKENS);
     }
-    if (!(options->min_token_prob >= 0.0 && options->min_token_prob <= 1.0)) {
-        return rs_fail(error, RS_EINVAL, -1, "min_token_prob=%g: must be between 0 and 1", options->min_token_prob);
-    }
-    return RS_OK;
-}
-
-rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error) {
-    rs_status status = check_options(options, error);
-    if (status != RS_OK) {
-        return status;
-    }
     rs_memory memory = {.max_bytes = options->max_bytes};
     rs_index *made = NULL;
     uint32_t capacity = 0;
-    status = rs_resize(&memory, (void **)&made, &capacity, 1, sizeof *made);
+    rs_status status = rs_resize(&memory, (void **)&made, &capacity, 1, sizeof *made);
     if (status != RS_OK) {
         return rs_memory_error(&memory, error, status, -1);
     }

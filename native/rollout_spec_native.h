@@ -33,7 +33,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 14, /* raised with every change of this file */
+    RS_ABI_VERSION = 15, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -51,7 +51,6 @@ typedef enum {
 
 typedef struct {
     int32_t num_speculative_tokens; /* 1 .. RS_MAX_SPECULATIVE_TOKENS, K below */
-    double min_token_prob;          /* 0 .. 1 */
     uint64_t max_bytes;             /* of the whole index; 0: no limit */
     const void *corpus;             /* what rs_corpus_write wrote, aligned to 8 bytes; NULL: none. Read only, and
                                        for as long as the index lives */
@@ -75,7 +74,7 @@ typedef struct {
     const int32_t *rows;             /* [num_rows], 0 .. num_matrix_rows - 1 */
     const int32_t *levels;           /* [num_rows], prompt included, at most num_columns and RS_MAX_TEXT_TOKENS */
     const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
-    double min_token_prob;           /* 0 .. 1: of this step, where it is more than the options' */
+    double min_token_prob;           /* 0 .. 1: the least survival that is drafted */
     int32_t *draft_tokens;           /* out [num_rows][K]; beyond num_draft_tokens unspecified */
     float *survivals;                /* out [num_rows][K]: the estimated probability that the draft up to and with
                                         this token is accepted */

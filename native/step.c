@@ -8,7 +8,6 @@
  * Invariants: a step that fails has changed nothing but capacities, since only `index` can fail after `check`, and it
  * is undone; after `commit` no draft is waiting to be verified; siblings see each other's newest tokens. */
 #include <inttypes.h>
-#include <math.h>
 #include <string.h>
 
 #include "draft.h"
@@ -271,7 +270,6 @@ static void fetch_for_walks(rs_walk *const *walking, int32_t num) {
 
 /* Draft for entries first .. end - 1, at most WALKS_AT_A_TIME, their walks taking turns. */
 static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, int32_t end) {
-    const double price = fmax(batch->min_token_prob, index->options.min_token_prob);
     rs_walk walks[WALKS_AT_A_TIME];
     rs_walk *walking[WALKS_AT_A_TIME]; /* those that go on */
     int32_t num_walking = 0;
@@ -279,7 +277,7 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
         batch->num_draft_tokens[i] = 0;
         if (batch->max_draft_tokens[i] > 0) {
             rs_walk *walk = walks + (i - first);
-            rs_walk_start(walk, index, batch->sequences[i], batch->max_draft_tokens[i], price);
+            rs_walk_start(walk, index, batch->sequences[i], batch->max_draft_tokens[i], batch->min_token_prob);
             walking[num_walking++] = walk;
         }
     }

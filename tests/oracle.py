@@ -347,10 +347,10 @@ class SequenceOracle:
             contexts.learn(contexts.identities(self.text, self.own_salt).values(), token)
             self.text = self.group.extend(self.text, token)
 
-    def draft(self, max_draft_tokens: int, min_token_prob: float = 0.0) -> list[int]:
+    def draft(self, max_draft_tokens: int, min_token_prob: float | None = None) -> list[int]:
         """The second half, after every row of the step was indexed."""
         options = self.group.options
-        price = max(min_token_prob, options.min_token_prob)
+        price = options.min_token_prob if min_token_prob is None else min_token_prob
         self.last_draft, self.survivals = [], []
         if max_draft_tokens == 0:
             return []

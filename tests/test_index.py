@@ -187,8 +187,6 @@ def test_step_errors_name_the_row(index, arguments):
         ("num_speculative_tokens", 65),
         ("num_speculative_tokens", 2.0),
         ("num_speculative_tokens", 2**40),
-        ("min_token_prob", 1.5),
-        ("min_token_prob", -0.1),
         ("max_bytes", -1),
         ("max_bytes", 2**64),
     ],

@@ -115,7 +115,7 @@ class IndexMachine(RuleBasedStateMachine):
             budgets.append(data.draw(st.integers(0, self.options.num_speculative_tokens + 1)))
             matrix[row, : len(oracle.start)] = -1
             oracle.row = tokens
-        price = data.draw(st.sampled_from([0.0, 0.0, 0.3, 0.7]), label="price")
+        price = data.draw(st.sampled_from([None, None, 0.0, 0.3, 0.7]), label="price")
         before = self.index.stats()
         arrays = [np.array(values, np.int32) for values in (chosen, rows, levels, budgets)]
         try:

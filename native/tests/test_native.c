@@ -27,7 +27,7 @@ static uint32_t random_below(uint32_t n) {
 /* ---- helpers ---- */
 
 static rs_options default_options(void) {
-    return (rs_options){.num_speculative_tokens = DRAFT_LEN, .min_token_prob = 0.0};
+    return (rs_options){.num_speculative_tokens = DRAFT_LEN};
 }
 
 /* A corpus of one random text, to be freed. */

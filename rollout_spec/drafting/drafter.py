@@ -173,6 +173,8 @@ class Drafter:
         if step.num_rows == 0:
             return [[] for _ in request_ids]
         price = self._gate.begin(step, counters)
+        if price is not None:
+            price = max(price, self.index.min_token_prob)
         decoding = None if step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
         rows, result = self._step_index(decoding, token_ids, levels, price)
         counters.num_steps += 1
@@ -185,7 +187,7 @@ class Drafter:
             # What the gate has refused, it has counted as off.
             is_on = any(drafts) or not result.num_draft_tokens.any()
         counters.num_steps_on += is_on
-        counters.sum_min_token_prob += is_on * max(price or 0.0, self.index.min_token_prob)
+        counters.sum_min_token_prob += is_on * (price or 0.0)
         if len(drafts) < len(request_ids):
             drafts = _spread(drafts, rows, len(request_ids))
         counters.draft_seconds += time.perf_counter() - started

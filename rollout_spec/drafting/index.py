@@ -63,7 +63,7 @@ class SuffixIndex:
 
     Args:
         num_speculative_tokens: most draft tokens per row and step, K.
-        min_token_prob: end a draft where its estimated survival falls below.
+        min_token_prob: end a draft where its estimated survival falls below; a step may have its own.
         max_bytes: budget of the whole index, 0: none.
         corpus: drafted from too; it is not copied and not part of the budget.
 
@@ -92,7 +92,6 @@ class SuffixIndex:
             raise InvalidArgument(f"max_bytes={max_bytes!r}: out of range")
         options = ffi.new("rs_options *")
         options.num_speculative_tokens = int32("num_speculative_tokens", num_speculative_tokens)
-        options.min_token_prob = min_token_prob
         options.max_bytes = max_bytes
         # Held for as long as the index.
         self._corpus = None if corpus is None else ffi.from_buffer("char[]", corpus.mapped)
@@ -156,7 +155,7 @@ class SuffixIndex:
         rows: Int32Array,
         levels: Int32Array,
         max_draft_tokens: Int32Array,
-        min_token_prob: float = 0.0,
+        min_token_prob: float | None = None,
     ) -> StepResult:
         """Index what is new in n rows, then draft for them, in one native call without the GIL.
 
@@ -166,7 +165,7 @@ class SuffixIndex:
             rows: int32 [n], the row of token_ids that holds each sequence.
             levels: int32 [n], the number of tokens in that row, prompt included.
             max_draft_tokens: int32 [n]; 0: index only.
-            min_token_prob: of this step, where it is more than the index's.
+            min_token_prob: of this step; None: the index's.
 
         Raises:
             InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: naming the argument and entry;
@@ -185,7 +184,7 @@ class SuffixIndex:
             self._set_vectors(sequences, rows, levels, max_draft_tokens)
         if token_ids is not self._matrix:
             self._set_matrix(token_ids)
-        batch.min_token_prob = min_token_prob
+        batch.min_token_prob = self.min_token_prob if min_token_prob is None else min_token_prob
         status = lib.rs_step(index, batch, self._error)
         if status != lib.RS_OK:
             self._check(status)
