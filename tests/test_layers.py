@@ -25,11 +25,12 @@ MAY_IMPORT = {
     "verl_cpu": ("patches", "torch verl zmq"),
     "verl": (
         "config metrics patches drafting vllm verl_cpu",
-        "hydra numpy omegaconf ray tensordict verl",
+        "hydra omegaconf ray tensordict verl",
     ),
     "verl/server.py": ("", "vllm"),
     "report": ("metrics", "jinja2 matplotlib numpy rich tensorboard wandb"),
-    "measure": ("config metrics processes drafting verification vllm report", "numpy torch"),
+    "measure": ("config metrics patches processes drafting verification vllm verl report", "numpy torch"),
+    "measure/diagnosis.py": ("", "hydra omegaconf verl"),
     "measure/certify.py": ("", "vllm"),
     "measure/engine_worker.py": ("", "vllm"),
     "measure/vllm_drafters.py": ("", "vllm"),
@@ -37,8 +38,7 @@ MAY_IMPORT = {
     "demo": ("processes verl_cpu report", ""),
     "demo/data.py": ("", "pandas"),
     "demo/model.py": ("", "torch transformers"),
-    "cli": ("config patches drafting vllm verl report measure demo", "rich"),
-    "cli/doctor.py": ("", "hydra omegaconf torch verl"),
+    "cli": ("config drafting report measure demo", "rich"),
     "cli/inputs.py": ("", "pandas torch transformers"),
 }
 FILES = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.rglob("*.py"))

@@ -1,6 +1,7 @@
-"""What drafting gains, costs and changes: replay, simulate, bench and certify.
+"""What drafting gains, costs and changes: replay, simulate, bench, certify; and what `doctor` checks.
 
 In: recorded rollouts, a model, options. Out: numbers and dataclasses; `cli` prints them, `report` draws them.
-May import: `config`, `metrics`, `processes`, `drafting`, `verification`, `vllm`, `report`, arctic_inference,
-numpy, torch, vllm. Engines run in `engine_worker` and `certify` only.
+May import: `config`, `metrics`, `patches`, `processes`, `drafting`, `verification`, `vllm`, `verl`, `report`,
+arctic_inference, hydra, numpy, omegaconf, torch, verl, vllm. Engines run in `engine_worker` and `certify`
+only, and only `diagnosis` asks verl anything.
 """
