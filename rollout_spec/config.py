@@ -27,7 +27,11 @@ REMOVED = {
 """Options that are gone, and what there is instead."""
 
 
-class ConfigError(ValueError):
+class UserError(Exception):
+    """Something the user can put right: the command line shows it as one line, exit code 2."""
+
+
+class ConfigError(UserError, ValueError):
     """An option that is unknown, of the wrong type or out of range. The message names the field."""
 
 

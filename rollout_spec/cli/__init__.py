@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rollout_spec import __version__
+from rollout_spec.config import REMOVED, SpecConfig, UserError
 
 OPTIONAL = {
     "matplotlib": "report",
@@ -28,10 +29,6 @@ OPTIONAL = {
 }
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 COMMANDS = ("demo", "replay", "corpus", "compare", "certify", "bench", "simulate", "doctor")
-
-
-class UserError(Exception):
-    """Something the user can put right: shown as one line, exit code 2."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -119,8 +116,6 @@ def _unknown(arguments: Sequence[str], refused: Mapping[str, str] | None) -> str
     Args:
         refused: of `add_spec_argument`; None for a command without `--spec`.
     """
-    from rollout_spec.config import REMOVED, SpecConfig
-
     option, sign, value = arguments[0].partition("=")
     name = option.removeprefix("--").replace("-", "_")
     if option.startswith("--") and name in REMOVED:
@@ -135,11 +130,7 @@ def _unknown(arguments: Sequence[str], refused: Mapping[str, str] | None) -> str
 
 def _user_error(error: Exception) -> str | None:
     """What to tell the user; None for anything that is a defect of ours and deserves its traceback."""
-    from rollout_spec.config import ConfigError
-    from rollout_spec.demo.model import ModelError
-    from rollout_spec.report.logs import RunError
-
-    if isinstance(error, (UserError, ConfigError, ModelError, RunError)):
+    if isinstance(error, UserError):
         return str(error)
     if isinstance(error, _FILE_ERRORS):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)

@@ -9,9 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.cli import UserError, add_example
+from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import add_spec_argument, installed, number, spec_options
-from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 
 HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
 METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam", "oracle")
@@ -90,9 +90,8 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from rollout_spec.cli.tables import make_console
     from rollout_spec.drafting.native import BudgetExceeded
-    from rollout_spec.measure.drafters import SUFFIX, MissingError
+    from rollout_spec.measure.drafters import SUFFIX
     from rollout_spec.measure.environment import environment
-    from rollout_spec.measure.replay import TraceError
     from rollout_spec.report.tables import drafters_tables
 
     methods = _methods(args.methods)
@@ -104,8 +103,6 @@ def run(args: argparse.Namespace) -> int:
         for trace in args.traces:
             for kind, rows in _of_trace(args, trace, methods, config).items():
                 record[kind] += [{"trace": trace.name, **row} for row in rows]
-    except (TraceError, MissingError) as error:
-        raise UserError(str(error)) from error
     except BudgetExceeded as error:
         raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
     if args.output:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import UserError, add_example
+from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_model_argument,
     add_spec_argument,
@@ -23,7 +23,7 @@ from rollout_spec.cli.inputs import (
     spec_options,
     tokenized,
 )
-from rollout_spec.config import SpecConfig
+from rollout_spec.config import SpecConfig, UserError
 
 if TYPE_CHECKING:
     from rollout_spec.measure.engine import Plan
@@ -91,21 +91,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.progress import tracked
     from rollout_spec.cli.tables import make_console
-    from rollout_spec.measure.drafters import MissingError
-    from rollout_spec.measure.engine import EngineError, make_record, rollouts
+    from rollout_spec.measure.engine import make_record, rollouts
     from rollout_spec.report.rollouts import tables, write_rollouts
 
-    try:
-        plan = _plan(args)
-        with _folder(args.output) as folder:
-            # What is complete is kept, if the command is stopped early.
-            for served in rollouts(plan, folder, lambda turns: tracked(turns, "serving")):
-                record = make_record(plan, served)
-                record["load"] |= {"kind": args.load, "prompts": args.prompts and str(args.prompts)}
-                if args.output:
-                    write_rollouts(record, served, plan.load.prompts, folder)
-    except (MissingError, EngineError) as error:
-        raise UserError(str(error)) from error
+    plan = _plan(args)
+    with _folder(args.output) as folder:
+        # What is complete is kept, if the command is stopped early.
+        for served in rollouts(plan, folder, lambda turns: tracked(turns, "serving")):
+            record = make_record(plan, served)
+            record["load"] |= {"kind": args.load, "prompts": args.prompts and str(args.prompts)}
+            if args.output:
+                write_rollouts(record, served, plan.load.prompts, folder)
     if args.json:
         print(json.dumps(record, indent=2, allow_nan=False))
         return 0

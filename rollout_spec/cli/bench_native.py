@@ -26,14 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli import UserError
     from rollout_spec.measure.native import measure
-    from rollout_spec.measure.replay import TraceError
 
-    try:
-        record = measure(args.trace, args.repeats)
-    except TraceError as error:
-        raise UserError(str(error)) from error
+    record = measure(args.trace, args.repeats)
     rendered = json.dumps(record, indent=2)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.cli import UserError, add_example
+from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_model_argument,
     device_arguments,
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from rollout_spec.cli.progress import counted
     from rollout_spec.measure.certify import Plan, certify
-    from rollout_spec.measure.certify_counts import CertifyError, passed
+    from rollout_spec.measure.certify_counts import passed
 
     same = ("max_tokens", "top_k", "top_p", "seed", "dtype", "tolerance", "distribution_samples")
     plan = Plan(
@@ -106,11 +106,8 @@ def run(args: argparse.Namespace) -> int:
         },
         **{name: getattr(args, name) for name in same},
     )
-    try:
-        with counted("certifying", plan.num_engines) as advance:
-            record = certify(plan, _score(rows), advance)
-    except CertifyError as error:
-        raise UserError(str(error)) from error
+    with counted("certifying", plan.num_engines) as advance:
+        record = certify(plan, _score(rows), advance)
     record["plan"] |= {
         "model": str(args.model or "SmolLM2-135M-Instruct"),
         "prompts": str(args.train_file or f"generated problems, seed {args.seed}"),

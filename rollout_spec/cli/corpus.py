@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli import UserError
     from rollout_spec.cli.tables import print_values
+    from rollout_spec.config import UserError
     from rollout_spec.drafting.native import OutOfMemory
     from rollout_spec.measure.replay import TraceError
 
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(files: list[Path], output: Path) -> dict[str, Any]:
-    from rollout_spec.cli import UserError
     from rollout_spec.cli.progress import counted
+    from rollout_spec.config import UserError
     from rollout_spec.drafting.corpus import CorpusBuilder, open_corpus
     from rollout_spec.measure.replay import read_trace
 

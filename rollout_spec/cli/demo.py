@@ -10,8 +10,9 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import UserError, add_example
+from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import add_model_argument, number
+from rollout_spec.config import UserError
 
 if TYPE_CHECKING:
     from rollout_spec.demo.runner import Plan

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.cli import UserError
-from rollout_spec.config import SpecConfig
+from rollout_spec.config import SpecConfig, UserError
 
 # Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
 # the samples of one short prompt share its prefill.

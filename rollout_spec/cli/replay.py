@@ -37,21 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli import UserError
     from rollout_spec.cli.progress import tracked
     from rollout_spec.cli.tables import print_values
     from rollout_spec.config import SpecConfig
     from rollout_spec.drafting.corpus import check_corpus
-    from rollout_spec.measure.replay import TraceError, read_trace, replay
+    from rollout_spec.measure.replay import read_trace, replay
 
     config = SpecConfig.from_mapping(_options(args))
     if config.corpus:
         check_corpus(config.corpus)
-    try:
-        lines = tracked(islice(read_trace(args.trace), args.limit_groups), args.trace.name)
-        result = replay(lines, config, max_responses=args.max_responses)
-    except TraceError as error:
-        raise UserError(str(error)) from error
+    lines = tracked(islice(read_trace(args.trace), args.limit_groups), args.trace.name)
+    result = replay(lines, config, max_responses=args.max_responses)
     if args.json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:

@@ -70,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli import UserError
+    from rollout_spec.config import UserError
     from rollout_spec.drafting.corpus import check_corpus
-    from rollout_spec.measure.replay import TraceError, read_trace
-    from rollout_spec.measure.simulate import Cluster, StepTimes, StepTimesError, comes_back, requests_of
+    from rollout_spec.measure.replay import read_trace
+    from rollout_spec.measure.simulate import Cluster, StepTimes, comes_back, requests_of
 
     spec = spec_options(args.spec, REFUSED)
     configs = [_config(args, spec, threshold) for threshold in ("off", *args.batch_thresholds)]
@@ -85,11 +85,8 @@ def run(args: argparse.Namespace) -> int:
             args.replicas, args.max_num_seqs, args.group_size or [None]
         )
     ]
-    try:
-        times = StepTimes.parse(args.step_times)
-        lines = list(itertools.islice(read_trace(args.trace), args.limit_groups))
-    except (StepTimesError, TraceError) as error:
-        raise UserError(str(error)) from error
+    times = StepTimes.parse(args.step_times)
+    lines = list(itertools.islice(read_trace(args.trace), args.limit_groups))
     if not all(requests_of(lines, cluster.group_size) for cluster in clusters):
         raise UserError(f"{args.trace}: no token in any response")
     if spec.get("history") and not comes_back(lines):

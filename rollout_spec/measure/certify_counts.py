@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from rollout_spec.config import UserError
 from rollout_spec.metrics import RequestCounters
 
 
-class CertifyError(RuntimeError):
+class CertifyError(UserError):
     """There is nothing to certify: nothing was drafted, or no draft token was rejected."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.config import SpecConfig
+from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.measure.replay import IndexProposer, Proposer, ReplayResult, Rollout, replay_line
@@ -33,7 +33,7 @@ NUM_HALVINGS = 8
 FIGURES = ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step")
 
 
-class MissingError(RuntimeError):
+class MissingError(UserError):
     """A method needs a package that is not installed."""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.config import ConfigError, SpecConfig, parse_threshold
+from rollout_spec.config import ConfigError, SpecConfig, UserError, parse_threshold
 from rollout_spec.measure.drafters import require_arctic_inference
 from rollout_spec.measure.environment import environment
 from rollout_spec.measure.timeline import Timeline, measure, step_times, summarise
@@ -30,7 +30,7 @@ Served = dict[str, list[dict[str, Any]]]
 """By method what `engine_worker.run` gave of each repeat."""
 
 
-class EngineError(RuntimeError):
+class EngineError(UserError):
     """An engine has failed; the message holds its last error."""
 
 

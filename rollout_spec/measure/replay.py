@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from rollout_spec.config import SpecConfig
+from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.backlog import Backlog
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import make_index
@@ -28,7 +28,7 @@ from rollout_spec.drafting.native import Int32Array
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-class TraceError(ValueError):
+class TraceError(UserError):
     """A trace that cannot be read; the message names file, line and field."""
 
 

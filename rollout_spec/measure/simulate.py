@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout_spec.config import SpecConfig
+from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.native import Int32Array
@@ -26,7 +26,7 @@ from rollout_spec.measure.replay import Rollout
 _Point = tuple[float, float, float]
 
 
-class StepTimesError(ValueError):
+class StepTimesError(UserError):
     """A table of step times that cannot be used; the message says why."""
 
 

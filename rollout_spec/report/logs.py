@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.config import UserError
+
 METRICS_FILE = "metrics.jsonl"
 _WANDB_FILE = "*.wandb"
 _TENSORBOARD_FILE = "*tfevents*"
@@ -19,7 +21,7 @@ _ONLINE = re.compile(r"(?:wandb:)?([\w.-]+)/([\w.-]+)/([\w.-]+)")
 Record = tuple[int, dict[str, Any]]  # a training step and what was logged at it, by verl's names
 
 
-class RunError(ValueError):
+class RunError(UserError):
     """A run that cannot be found, read or compared; the message names the file."""
 
 
