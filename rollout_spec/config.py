@@ -76,7 +76,7 @@ class SpecConfig:
     )
     min_token_prob: float = _option(
         MIN_TOKEN_PROB,
-        "end a draft where its estimated survival falls below; batch_threshold=auto has prices of its own",
+        "end a draft where its estimated survival falls below this; unused with batch_threshold=auto",
         "you set `batch_threshold` to a number, and a verified token costs much (higher) or little (lower)",
         0.0,
         1.0,
