@@ -19,7 +19,7 @@ from rollout_spec.cli.inputs import (
     prompt_rows,
     tokenized,
 )
-from rollout_spec.config import AUTO, SpecConfig, parse_threshold
+from rollout_spec.config import SpecConfig, parse_threshold
 
 HELP = "run a model with and without drafts and compare every token"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafting = parser.add_argument_group("drafting", "Every combination is compared.")
     for name, kind, default, help_ in (
         ("--num-speculative-tokens", int, [SpecConfig.num_speculative_tokens], "most draft tokens per row"),
-        ("--batch-thresholds", parse_threshold, [64, AUTO], "rollout.spec.batch_threshold, numbers or auto"),
+        ("--batch-thresholds", parse_threshold, [64], "rollout.spec.batch_threshold, numbers or auto"),
         ("--group-sizes", count, [4], "responses to each prompt"),
     ):
         drafting.add_argument(name, type=kind, nargs="+", default=default, metavar="N", help=help_)
