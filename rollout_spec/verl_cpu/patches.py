@@ -48,6 +48,13 @@ _SYNC = Patch(
     upstream="verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py",
     until="verl's receiver reports errors to the sender",
 )
+_SAVED = Patch(
+    name="copy-saved-weights",
+    reason="the old log-probabilities of a step's later updates are those of its latest weights: verl saves "
+    "weights by moving them to the CPU, which copies nothing where they are there already",
+    upstream="verl/utils/fsdp_utils.py, fsdp2_sharded_save_to_cpu (trainer_mode=separate_async)",
+    until="verl copies what it saves",
+)
 
 
 def apply() -> None:
@@ -62,6 +69,7 @@ def apply() -> None:
         _waiting.append(True)
         when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
         when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", fail_weight_sync)
+        when_imported("verl.utils.fsdp_utils", copy_saved_weights)
 
 
 _waiting: list[bool] = []
@@ -172,4 +180,21 @@ def fail_weight_sync(transfer: Any) -> None:
     )
     init_socket = replace_function(
         sender, "_init_socket", init_socket_with_timeout, patch=_SYNC, expected_signature="(self)"
+    )
+
+
+def copy_saved_weights(fsdp_utils: Any) -> None:
+    """Let what verl saves of a model stay as it is while the model is trained on."""
+
+    def save(model: Any) -> tuple[dict[str, tuple[Any, Any]], Any]:
+        shards, global_spec = original(model)
+        return {name: (shard.clone(), spec) for name, (shard, spec) in shards.items()}, global_spec
+
+    tensor_spec = "torch.distributed.tensor._dtensor_spec.DTensorSpec"
+    signature = (
+        f"(model: torch.nn.modules.module.Module) -> tuple[dict[str, tuple[torch.Tensor, {tensor_spec}]], "
+        f"{tensor_spec}]"
+    )
+    original = replace_function(
+        fsdp_utils, "fsdp2_sharded_save_to_cpu", save, patch=_SAVED, expected_signature=signature
     )
