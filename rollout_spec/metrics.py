@@ -21,10 +21,25 @@ class Metric:
 METRICS = (
     Metric(
         "rollout_seconds",
-        "Seconds from the step's first request to its last token, at the server.",
+        "Seconds in which the busiest server had training requests; waiting for a weight sync is excluded.",
         "Compare it between two runs with `rollout-spec compare`.",
     ),
-    Metric("generated_tokens", "Tokens generated in the step.", "Nothing: it is context."),
+    Metric(
+        "generated_tokens",
+        "Tokens generated in this time, those of interrupted responses included.",
+        "Nothing: it is context.",
+    ),
+    Metric(
+        "num_interrupted",
+        "Requests that a weight sync interrupted; 0 in the synchronous trainer.",
+        "Nothing: they go on behind the sync.",
+    ),
+    Metric(
+        "first_version",
+        "First version of the weights that these metrics are of; v: after step v.",
+        "Nothing: a step logs the versions that it replaced.",
+    ),
+    Metric("last_version", "The last of these versions.", "Nothing: it is context."),
     Metric(
         "tokens_per_step",
         "Generated tokens per decode step of a request. Steps without a draft count too.",
@@ -169,20 +184,34 @@ class RequestCounters(_Counters):
 
 @dataclasses.dataclass
 class RolloutReport:
-    """What one rollout server saw since its last report: one training step's rollout."""
+    """What one rollout server has served of the training, under weights that it has no more."""
 
-    engine: EngineCounters | None  # None: the engine does not draft (rollout.spec off)
-    requests: list[RequestCounters]  # of every finished request
-    num_generated_tokens: int  # of every finished request, counted where it was served
-    rollout_seconds: float  # first arrival to last finish, wall clock
+    engine: EngineCounters | None = None  # None: the engine does not draft (rollout.spec off)
+    requests: list[RequestCounters] = dataclasses.field(default_factory=list)  # of every finished request
+    num_generated_tokens: int = 0  # of every request, counted where it was served
+    rollout_seconds: float = 0.0  # wall time with at least one request in the engine
     # Sums over what vLLM aborted, which includes every request that a stop string ended.
     aborted: RequestCounters = dataclasses.field(default_factory=RequestCounters)
+    num_interrupted: int = 0  # requests that were aborted for a weight sync
+    versions: list[int | None] = dataclasses.field(default_factory=list)  # of the weights
+
+    def add(self, other: RolloutReport) -> None:
+        """Take in what the same server has served in another time."""
+        if other.engine is not None:
+            self.engine = self.engine or EngineCounters()
+            self.engine.add(other.engine)
+        self.requests += other.requests
+        self.num_generated_tokens += other.num_generated_tokens
+        self.rollout_seconds += other.rollout_seconds
+        self.aborted.add(other.aborted)
+        self.num_interrupted += other.num_interrupted
+        self.versions += [version for version in other.versions if version not in self.versions]
 
 
 def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
     """The token-weighted metrics of one training step over all rollout servers.
 
-    Rollout time is that of the slowest server. Ratios appear only where their denominator is not 0.
+    Rollout time is that of the busiest server. Ratios appear only where their denominator is not 0.
     """
     reports = list(reports)
     engine, total, drafting = EngineCounters(), RequestCounters(), False
@@ -195,7 +224,11 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
     values: dict[str, float] = {
         "rollout_seconds": max((report.rollout_seconds for report in reports), default=0.0),
         "generated_tokens": sum(report.num_generated_tokens for report in reports),
+        "num_interrupted": sum(report.num_interrupted for report in reports),
     }
+    versions = {version for report in reports for version in report.versions if version is not None}
+    if versions:
+        values |= {"first_version": min(versions), "last_version": max(versions)}
     if len(reports) > 1:
         most = max(report.num_generated_tokens for report in reports)
         values |= _ratio("load_imbalance", most * len(reports), values["generated_tokens"])

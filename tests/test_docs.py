@@ -34,6 +34,7 @@ def logged() -> set[str]:
         [RequestCounters(9, 4, 3, 6, 2)],
         9,
         rollout_seconds=1.0,
+        versions=[0],
     )
     return set(rollout_metrics([report, report]))
 

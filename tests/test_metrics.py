@@ -23,6 +23,8 @@ def test_the_metrics_of_two_servers_by_hand() -> None:
         ],
         num_generated_tokens=21,
         rollout_seconds=3.0,
+        num_interrupted=2,
+        versions=[4, 5],
     )  # fmt: skip
     two = RolloutReport(
         engine=EngineCounters(num_steps=30, num_steps_on=30, draft_seconds=0.06, num_failed_steps=1),
@@ -34,6 +36,9 @@ def test_the_metrics_of_two_servers_by_hand() -> None:
         {
             "rollout/spec_rollout_seconds": 3.0,
             "rollout/spec_generated_tokens": 32,
+            "rollout/spec_num_interrupted": 2,
+            "rollout/spec_first_version": 4,
+            "rollout/spec_last_version": 5,
             "rollout/spec_load_imbalance": 21 / 16,
             "rollout/spec_num_drafts": 5,
             "rollout/spec_num_draft_tokens": 20,
@@ -76,7 +81,27 @@ def test_the_reference_run_reports_its_rollout_only() -> None:
     assert rollout_metrics([report]) == {
         "rollout/spec_rollout_seconds": 1.0,
         "rollout/spec_generated_tokens": 7.0,
+        "rollout/spec_num_interrupted": 0.0,
     }
+
+
+def test_what_a_server_served_in_two_windows_adds_up() -> None:
+    counts = RequestCounters(6, 3, 2, 8, 3)
+    total = RolloutReport()
+    for version in (3, 4, 4):
+        engine = EngineCounters(num_steps=5, draft_seconds=0.5)
+        total.add(RolloutReport(engine, [counts], 7, 2.0, RequestCounters(1, 1), 1, [version]))
+    assert total == RolloutReport(
+        EngineCounters(num_steps=15, draft_seconds=1.5),
+        [counts] * 3,
+        21,
+        6.0,
+        RequestCounters(3, 3),
+        3,
+        [3, 4],
+    )
+    total.add(RolloutReport())
+    assert total.engine is not None and total.engine.num_steps == 15
 
 
 def test_nothing_served_gives_no_ratio() -> None:

@@ -11,8 +11,8 @@ import types
 from typing import Any
 
 import pytest
-import verl  # noqa: F401 - loads the plugin, which puts our groups on Hydra's search path
-from hydra import compose, initialize_config_module
+import verl  # loads the plugin, which puts our groups on Hydra's search path
+from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError, SpecConfig
@@ -94,9 +94,8 @@ CONFLICTS = {
     f"+{ENGINE}.override_generation_config='{{\"min_p\":0.1}}'": "min_p",
     "actor_rollout_ref.rollout.name=sglang": "needs vllm",
     "+rollout_spec_sampler=bounded": "max_num_gen_batches=0: must be at least 1",
-    "trainer.use_v1=false": "V1 trainer",
-    "trainer.v1.trainer_mode=separate_async": "supports sync only",
-    "trainer.v1.trainer_mode=colocate_async": "supports sync only",
+    "trainer.use_v1=false": "V1 trainer only; .*trainer_mode=separate_async",
+    "trainer.v1.trainer_mode=mine": "must be sync, colocate_async, separate_async",
     "actor_rollout_ref.rollout.data_parallel_size=2": "must be 1",
     f"{ENGINE}.additional_config.rollout_spec={{method: sam, batch_threshold: 3}}": "leave it alone",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded": "delta weight transfer",
@@ -109,7 +108,7 @@ CONFLICTS = {
 
 
 @pytest.mark.parametrize("override", [key for key in CONFLICTS if key.startswith("trainer.")])
-def test_the_reference_run_needs_a_trainer_with_steps_too(override: str) -> None:
+def test_the_reference_run_needs_such_a_trainer_too(override: str) -> None:
     with pytest.raises(ConfigError, match=CONFLICTS[override]):
         check_config(composed("+rollout.spec=off", override))
 
@@ -130,8 +129,36 @@ def test_the_reference_run_of_coupled_verification_composes() -> None:
 
 def test_a_manager_of_ones_own_goes_with_standard_verification() -> None:
     own = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
-    config = check_config(composed("+rollout.spec=sam", "rollout.spec.verify=standard", own))
-    assert not config.coupled
+    options = ["+rollout.spec=sam", "rollout.spec.verify=standard", own]
+    assert not check_config(composed(*options)).coupled
+    with pytest.raises(ConfigError, match="validation and training are told apart by their samples' names"):
+        check_config(composed(*options, "trainer.v1.trainer_mode=colocate_async"))
+
+
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+@pytest.mark.parametrize("method", ["off", "sam"])
+def test_asynchronous_modes_of_verls_trainer_compose(method: str, mode: str) -> None:
+    config = composed(f"+rollout.spec={method}", f"trainer.v1.trainer_mode={mode}")
+    assert check_config(config).method == method
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "section"),
+    [
+        ("fully_async_policy", "fully_async_ppo_trainer", "async_training"),
+        ("one_step_off_policy", "one_step_off_ppo_trainer", "rollout.nnodes"),
+    ],
+)
+def test_verls_experimental_trainers_are_refused_for_separate_async(
+    package: str, name: str, section: str
+) -> None:
+    """Their own configurations, as their entry points compose them."""
+    folder = pathlib.Path(verl.__file__).parent
+    trainer = f"hydra.searchpath=[file://{folder}/trainer/config]"
+    with initialize_config_dir(str(folder / "experimental" / package / "config"), version_base=None):
+        config = compose(name, [trainer, VLLM, "+rollout.spec=sam"])
+    with pytest.raises(ConfigError, match=rf"^{section}: .* trainer\.v1\.trainer_mode=separate_async"):
+        check_config(config)
 
 
 def test_mtp_is_refused() -> None:
@@ -238,7 +265,7 @@ def without_engine(name):
     return version(name)
 importlib.metadata.version = without_engine
 import verl
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from verl.plugin.platform import PlatformRegistry
 from rollout_spec.verl.options import CheckConfig
 with initialize_config_module("verl.trainer.config", version_base=None):
@@ -250,43 +277,48 @@ CheckConfig().on_job_start(config)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_validation_is_kept_out_of_a_steps_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real wrappers; the trainer's two methods are cut down to what they do to the servers."""
+def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real wrappers and windows; the trainer's methods are cut down to what they do to the servers."""
     import inspect
 
     import ray
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
+    from rollout_spec.metrics import EngineCounters, RequestCounters
     from rollout_spec.verl import hooks
+    from rollout_spec.verl.windows import Windows
 
     class Server:
-        """Reports what it has served since the last report, as SpecHttpServer does."""
+        """Counts as SpecHttpServer does: a token a step, and of two draft tokens one is accepted."""
 
-        take_rollout_report = property(lambda self: self)
-        num_tokens = 0
+        def __init__(self) -> None:
+            self.windows, self.engine, self.version = Windows(), EngineCounters(), 0
+            self.take_rollout_report = types.SimpleNamespace(remote=self.windows.take)
+            self.end_validation = types.SimpleNamespace(remote=self.forget)
 
-        def remote(self) -> RolloutReport:
-            served, self.num_tokens = self.num_tokens, 0
-            request = RequestCounters(
-                num_decoded_tokens=served, num_decode_steps=served, num_draft_tokens=2 * served,
-                num_drafts=served, num_accepted_tokens=served,
-            )  # fmt: skip
-            steps = EngineCounters(num_steps=served, num_steps_on=served)
-            return RolloutReport(steps, [request] if served else [], served, float(served))
+        def serve(self, num_tokens: int, is_training: bool = True, stop: str = "completed") -> None:
+            with self.windows.request("id", is_training) as request:
+                self.windows.admit("id")
+            counts = RequestCounters(num_tokens, num_tokens, num_tokens, 2 * num_tokens, num_tokens)
+            self.windows.count(request, num_tokens, counts, stop)
+            self.engine.add(EngineCounters(num_steps=num_tokens, num_steps_on=num_tokens * is_training))
+
+        def sync(self) -> None:
+            self.windows.end(self.version, self.engine, RequestCounters())
+            self.engine, self.version = EngineCounters(), self.version + 1
+
+        def forget(self) -> None:
+            if not self.windows.has_training:
+                self.engine = EngineCounters()
 
     servers = [Server(), Server()]
-
-    def serve(*tokens: int) -> None:
-        for server, num in zip(servers, tokens, strict=True):
-            server.num_tokens += num
 
     def compute(self: Any, batch: Any, metrics: Any, timing_raw: Any, global_steps: Any, epoch: Any) -> None:
         metrics["upstream"] = global_steps
 
     compute.__signature__ = inspect.signature(PPOTrainer._compute_metrics)  # type: ignore[attr-defined]
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", compute)
-    monkeypatch.setattr(PPOTrainer, "_validate", lambda self: serve(1000, 1000))
+    monkeypatch.setattr(PPOTrainer, "_validate", lambda self: [s.serve(1000, False) for s in servers])
     monkeypatch.setattr(ray, "get", lambda replies: replies)
     hooks.install()
     trainer: Any = types.SimpleNamespace(
@@ -294,22 +326,32 @@ def test_a_validation_is_kept_out_of_a_steps_metrics(monkeypatch: pytest.MonkeyP
         _rollout_server_managers=lambda: [types.SimpleNamespace(server_handles=servers)],
     )
 
-    def step(*tokens: int, validate: bool) -> dict[str, float]:
+    def metrics_of(step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        serve(*tokens)
-        if validate:
-            PPOTrainer._validate(trainer)
-        PPOTrainer._compute_metrics(trainer, None, metrics, {}, 1, 0)
+        PPOTrainer._compute_metrics(trainer, None, metrics, {}, step, 0)
         return metrics
 
     PPOTrainer._validate(trainer)  # trainer.val_before_train
-    for tokens, validate in (((10, 20), False), ((30, 5), True), ((1, 2), False), ((4, 4), True)):
-        metrics = step(*tokens, validate=validate)
+    for step, (tokens, validate) in enumerate((((10, 20), False), ((30, 5), True), ((4, 4), True)), start=1):
+        for server, num in zip(servers, tokens, strict=True):
+            server.serve(num, stop="aborted" if num == 5 else "completed")
+            server.sync()
+        if validate:
+            PPOTrainer._validate(trainer)
+        metrics = metrics_of(step)
+        assert metrics["rollout/spec_first_version"] == metrics["rollout/spec_last_version"] == step - 1
         assert metrics["rollout/spec_generated_tokens"] == sum(tokens)
         assert metrics["rollout/spec_num_draft_tokens"] == 2 * sum(tokens)
-        assert metrics["rollout/spec_rollout_seconds"] == max(tokens)
-        assert metrics["rollout/spec_share_on"] == metrics["upstream"] == 1
+        assert metrics["rollout/spec_num_interrupted"] == (5 in tokens)
+        assert metrics["rollout/spec_share_on"] == 1 and metrics["upstream"] == step
         assert metrics["rollout/spec_accept_rate"] == 0.5
+    # An asynchronous trainer: what is under way when a step is logged is of a later one.
+    servers[0].serve(7)
+    PPOTrainer._validate(trainer)
+    assert metrics_of(4)["rollout/spec_generated_tokens"] == 0
+    servers[0].serve(8)
+    servers[0].sync()
+    assert metrics_of(5)["rollout/spec_generated_tokens"] == 15
 
 
 def test_every_request_says_what_is_its_groups_and_what_is_its_turns() -> None:
@@ -352,19 +394,61 @@ def test_every_request_says_what_is_its_groups_and_what_is_its_turns() -> None:
 
 
 def test_the_busy_clock_counts_overlapping_requests_once() -> None:
-    from rollout_spec.verl.server import BusyClock
+    from rollout_spec.verl.windows import BusyClock
 
     clock = BusyClock()
-    with clock.request():
-        with clock.request():
-            time.sleep(0.05)
-        time.sleep(0.05)
+    clock.begin()
+    clock.begin()
+    time.sleep(0.05)
+    clock.end()
+    time.sleep(0.05)
+    clock.end()
     time.sleep(0.2)
     assert 0.1 <= clock.take_seconds() < 0.2
     assert clock.take_seconds() == 0
-    with clock.request():
+    clock.begin()
+    time.sleep(0.05)
+    assert clock.take_seconds() >= 0.05
+
+
+def test_a_request_that_waits_for_a_weight_sync_is_no_work() -> None:
+    import asyncio
+
+    from rollout_spec.metrics import RequestCounters
+    from rollout_spec.verl.agent_loop import sample_name
+    from rollout_spec.verl.windows import Windows, is_validation
+
+    windows = Windows()
+    with windows.request("waits", is_training=True):
+        time.sleep(0.1)
+        assert windows.is_quiet and windows.is_untouched
+        windows.admit("waits")
         time.sleep(0.05)
-        assert clock.take_seconds() >= 0.05
+        assert not windows.is_quiet and not asyncio.run(windows.wait_until_quiet(max_wait_s=0.01))
+        # Turned away by verl's gate: it goes on elsewhere.
+        with windows.request("rejected", is_training=True) as rejected:
+            pass
+        windows.count(rejected, 0, None, "aborted")
+    windows.end(3, None, RequestCounters())
+    report = windows.take()
+    assert 0.05 <= report.rollout_seconds < 0.1
+    assert report.versions == [3] and report.num_interrupted == 0
+    sample = {"index": 4, "raw_prompt": [], "session_id": 0}
+    for validate in (True, False):
+        assert is_validation(sample_name(7, {"step": 1, "validate": validate}, 0, sample)) == validate
+    assert not any(map(is_validation, (None, "val", ["unnamed", 0, 0, 3, 1])))
+
+
+def test_verls_server_admits_every_request_at_its_gate() -> None:
+    """What `SpecHttpServer._park_until_admitted` relies on."""
+    import inspect
+
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    gate = inspect.signature(vLLMHttpServer._park_until_admitted)
+    assert list(gate.parameters) == ["self", "request_id"]
+    source = inspect.getsource(vLLMHttpServer.generate)
+    assert source.index("await self._park_until_admitted(request_id)") < source.index("self.engine.generate(")
 
 
 def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,11 +37,11 @@ class Server:
     async def serve(self, response: list[int]) -> None:
         self._history.add(PROMPT, np.array(response, np.int32))
 
-    async def take_history(self) -> bytes:
-        return self._history.take_new()
+    async def take_history(self) -> list[bytes]:
+        return [self._history.take_new()]
 
-    async def add_history(self, *contents: bytes) -> None:
-        for content in contents:
+    async def add_history(self, *contents: list[bytes]) -> None:
+        for content in chain.from_iterable(contents):
             self._history.merge(content)
 
     async def pack_history(self) -> bytes | None:

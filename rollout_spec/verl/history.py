@@ -23,9 +23,10 @@ def keeps_history(trainer: Any) -> bool:
 
 
 def share_history(trainer: Any) -> None:
-    """Let every server add what the others have served since the last call, while none of them is serving.
+    """Let every server add what the others have served since the last call.
 
-    The texts go from server to server through Ray's object store, not through this process.
+    A server that is serving gives what it had at its last weight sync, and adds the others' at its next one:
+    no engine step waits for that. The texts go from server to server through Ray's object store.
     """
     import ray
 
@@ -91,7 +92,7 @@ def load_history(trainer: Any) -> None:
         logger.warning("rollout_spec: %s has no history: training begins without", folder)
         return
     try:
-        content = ray.put(read_file(folder / FILE))
+        content = ray.put([read_file(folder / FILE)])
     except (OSError, HistoryError) as error:
         logger.warning("rollout_spec: training goes on without the saved history: %s", error)
         return

@@ -1,4 +1,4 @@
-"""Hooks into verl's V1 trainer: metrics and history at the end of a step, history in its checkpoints."""
+"""Hooks into verl's V1 trainers: metrics and history at the end of a step, history in its checkpoints."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 from rollout_spec.patches import Patch, replace_function
 from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
-from rollout_spec.verl.metrics import step_metrics, take_reports
+from rollout_spec.verl.metrics import end_validation, step_metrics, take_reports
 
-_TAKEN = "_rollout_spec_taken_reports"
 _PATCH = Patch(
     name="verl-trainer-hooks",
     reason="verl counts drafts for MTP only, and its one class of checkpoint callbacks is the user's own",
     upstream="verl/trainer/ppo/v1/trainer_base.py, PPOTrainer",
-    until="verl calls back at the end of a step, around a validation, before a save and after a load",
+    until="verl calls back at the start, at the end of a step, after a validation and before a save",
 )
 
 
@@ -23,22 +22,20 @@ def install() -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     compute, validate = PPOTrainer._compute_metrics, PPOTrainer._validate
-    save, load = PPOTrainer._save_checkpoint, PPOTrainer._load_checkpoint
+    save, init = PPOTrainer._save_checkpoint, PPOTrainer.init
 
     @functools.wraps(compute)
     def compute_metrics(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         result = compute(self, batch, metrics, *args, **kwargs)
-        # A validation comes between a step and its metrics, so it has taken the step's reports already.
-        metrics.update(step_metrics(self.__dict__.pop(_TAKEN, []) + take_reports(self)))
+        metrics.update(step_metrics(take_reports(self)))
         share_history(self)
         return result
 
     @functools.wraps(validate)
     def validate_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the validation generates is no part of the step."""
-        setattr(self, _TAKEN, take_reports(self))
+        """What it generates is no part of a step: the servers know its requests by their names."""
         result = validate(self, *args, **kwargs)
-        take_reports(self)
+        end_validation(self)
         return result
 
     @functools.wraps(save)
@@ -47,9 +44,9 @@ def install() -> None:
         save(self)
         remove_orphans(self)
 
-    @functools.wraps(load)
-    def load_checkpoint(self: Any) -> None:
-        load(self)
+    @functools.wraps(init)
+    def init_with_history(self: Any) -> None:
+        init(self)  # only then there are all servers, engines of their own included
         load_history(self)
 
     signature = "(self, batch: transfer_queue.metadata.KVBatchMeta, metrics, timing_raw, global_steps, epoch)"
@@ -57,6 +54,6 @@ def install() -> None:
         ("_compute_metrics", compute_metrics, signature),
         ("_validate", validate_apart, None),
         ("_save_checkpoint", save_checkpoint, "(self)"),
-        ("_load_checkpoint", load_checkpoint, "(self)"),
+        ("init", init_with_history, "(self)"),
     ):
         replace_function(PPOTrainer, name, function, patch=_PATCH, expected_signature=expected)

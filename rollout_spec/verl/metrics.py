@@ -9,12 +9,23 @@ from rollout_spec.verl.trainer import option, servers
 
 
 def take_reports(trainer: Any) -> list[RolloutReport]:
-    """What every rollout server served since the last call; nothing where rollout.spec is not used."""
+    """What every rollout server served of the versions replaced since the last call, one report each.
+
+    Nothing where rollout.spec is not used.
+    """
     import ray
 
     if option(trainer, "method") is None:
         return []
     return ray.get([handle.take_rollout_report.remote() for handle in servers(trainer)])
+
+
+def end_validation(trainer: Any) -> None:
+    """Tell every rollout server that a validation has ended."""
+    import ray
+
+    if option(trainer, "method") is not None:
+        ray.get([handle.end_validation.remote() for handle in servers(trainer)])
 
 
 def step_metrics(reports: list[RolloutReport]) -> dict[str, float]:

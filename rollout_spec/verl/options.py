@@ -23,6 +23,7 @@ OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`; see rollout_spec.
 SAMPLER = "pkg://rollout_spec.verl.sampler"
 PROPOSER = "rollout_spec.vllm.SuffixProposer"
 SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
+MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
 MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
@@ -98,19 +99,29 @@ def check_config(config: DictConfig) -> SpecConfig:
 
 
 def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
-    """What is measured in each step, with drafts and without, needs a trainer whose steps have their own."""
+    """What is measured, with drafts and without, needs a trainer with verl's hooks for it."""
     _require(config, f"{_ROLLOUT}.name", ("vllm",), "rollout.spec needs vllm")
-    _require(config, "trainer.use_v1", (True,), "rollout.spec supports verl's V1 trainer only")
-    overlap = (
-        "the rollouts of an asynchronous trainer overlap its steps, so that no step's counts are its own"
+    instead = (
+        "rollout.spec supports verl's V1 trainer only; for rollouts beside the training take "
+        "trainer.use_v1=True with trainer.v1.trainer_mode=separate_async"
     )
-    _require(config, "trainer.v1.trainer_mode", (None, "sync"), f"rollout.spec supports sync only; {overlap}")
-    if spec.coupled:
-        names = (
-            "verify=coupled needs every sample's number; leave it alone or set rollout.spec.verify=standard"
-        )
-        key = f"{_ROLLOUT}.agent.agent_loop_manager_class"
-        _require(config, key, (MANAGER,), f"rollout.spec sets it, because {names}")
+    # Sections that fully_async and one_step_off have and ppo_trainer has not.
+    for section in ("async_training", "rollout.nnodes"):
+        if _value(config, section) is not None:
+            raise ConfigError(f"{section}: {instead}")
+    _require(config, "trainer.use_v1", (True,), instead)
+    mode = _value(config, "trainer.v1.trainer_mode") or "sync"
+    if mode not in MODES:
+        raise ConfigError(f"trainer.v1.trainer_mode={mode}: must be {', '.join(MODES)} with rollout.spec")
+    if not spec.coupled and mode == "sync":
+        return
+    needs = (
+        "verify=coupled needs every sample's number; leave it alone or set rollout.spec.verify=standard"
+        if spec.coupled
+        else "an asynchronous trainer's validation and training are told apart by their samples' names"
+    )
+    key = f"{_ROLLOUT}.agent.agent_loop_manager_class"
+    _require(config, key, (MANAGER,), f"rollout.spec sets it, because {needs}")
 
 
 def _check_engine(config: DictConfig, spec: SpecConfig) -> None:

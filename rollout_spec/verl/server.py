@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import ray
@@ -19,10 +18,12 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
+from rollout_spec.verl.windows import Windows, is_validation
 from rollout_spec.vllm.keys import GROUP_KEY, KEY, TURN_TOKENS_KEY
 from rollout_spec.vllm.options import OPTIONS_KEY
+from rollout_spec.vllm.plugin import TAKE_ABORTED
 from rollout_spec.vllm.proposer import SuffixProposer
-from rollout_spec.vllm.scheduler import ABORTED_KEY, COUNTERS_KEY
+from rollout_spec.vllm.scheduler import COUNTERS_KEY, UNCOUNTED_KEY
 
 TRACE_DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"
 
@@ -70,12 +71,11 @@ class SpecHttpServer(vLLMHttpServer):
         spec = requested_spec(self.config)
         assert spec is not None, "SpecReplica starts this server only where rollout.spec is used"
         self._spec = spec
-        self._busy = BusyClock()
-        self._requests: list[RequestCounters] = []
-        self._aborted = RequestCounters()
-        self._num_generated_tokens = 0
+        self._windows = Windows()
         self._num_unnamed = 0
         self._aborted_ids: list[str] = []  # since the engine's requests ended last
+        # What other servers are to have, once one has asked for it, and what this one is to take in.
+        self._is_sharing, self._shared, self._received = False, list[bytes](), list[bytes]()
         directory = os.environ.get(TRACE_DIR_VARIABLE)
         self._trace = TraceWriter(pathlib.Path(directory), self.replica_rank) if directory else None
 
@@ -85,16 +85,27 @@ class SpecHttpServer(vLLMHttpServer):
         extra_args = dict(sampling_params.get("extra_args") or {})
         if self._spec.coupled and KEY not in extra_args:
             extra_args[KEY] = self._name_unnamed()
+        is_training = not is_validation(extra_args.get(KEY))
+        if not is_training:
+            extra_args[UNCOUNTED_KEY] = True
+        if extra_args:
             sampling_params = {**sampling_params, "extra_args": extra_args}
-        with self._busy.request():
+        with self._windows.request(request_id, is_training) as request:
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-        self._num_generated_tokens += len(output.token_ids)
-        self._take_request_counters(output)
+        counters = _take_counters(output)
+        self._windows.count(request, len(output.token_ids), counters, output.stop_reason or "")
         if output.stop_reason == "aborted":
             self._aborted_ids.append(request_id)
         elif self._trace is not None:
             self._trace.add(prompt_ids, output.token_ids, extra_args)
         return output
+
+    async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
+        """Verl's gate, where a request waits for a weight sync."""
+        rejected = await super()._park_until_admitted(request_id)
+        if rejected is None:
+            self._windows.admit(request_id)
+        return rejected
 
     def _name_unnamed(self) -> list[Any]:
         """For a request that did not come from verl's agent loops: no two of them share their noise."""
@@ -107,26 +118,85 @@ class SpecHttpServer(vLLMHttpServer):
             )
         return ["unnamed", self.config.seed, self.replica_rank, self.global_steps, self._num_unnamed]
 
+    async def abort_all_requests(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The beginning of a weight sync."""
+        result = await super().abort_all_requests(*args, **kwargs)
+        if self.node_rank == 0:
+            if not await self._windows.wait_until_quiet():
+                logger.warning("rollout_spec: aborted requests go on: they count towards the next weights")
+            await self._end_window()
+        return result
+
     async def set_global_steps(self, global_steps: int) -> None:
         """The end of a weight sync: what has been indexed so far is of an older policy."""
+        if self.node_rank == 0:
+            await self._end_window()
         await super().set_global_steps(global_steps)
         if self._spec.enabled and self.node_rank == 0:
             await self._end_requests("end_step")
 
-    async def take_history(self) -> bytes | None:
-        """The responses that this replica has served since the last call, as its history keeps them.
+    async def end_validation(self) -> None:
+        """What a validation that had the engine to itself has counted there is no part of the training."""
+        self._flush_trace()
+        if self._spec.enabled and not self._windows.has_training:
+            await self._call("take_counters")
 
-        None where its drafter is off. To be called while no request is in flight.
+    async def _end_window(self) -> None:
+        """No request is in flight, and the weights may change: a time to count, and to hand on texts."""
+        if self._windows.is_untouched:
+            return
+        engine, aborted = None, RequestCounters()
+        if self._spec.enabled:
+            counters = await self._call("take_counters")
+            engine = None if counters is None else EngineCounters(**counters)
+            aborted = RequestCounters(
+                **(await self.engine.engine_core.call_utility_async(TAKE_ABORTED) or {})
+            )
+        self._windows.end(self.global_steps, engine, aborted)
+        self._flush_trace()
+        if self._is_sharing:
+            await self._exchange()
+
+    def _flush_trace(self) -> None:
+        if self._trace is not None:
+            self._trace.flush(self.global_steps)
+
+    async def take_history(self) -> list[bytes]:
+        """The responses that this replica has served, each once, as its history keeps them.
+
+        While requests are in flight, those up to the last weight sync.
         """
-        return await self._end_requests("take_history")
+        self._is_sharing = True
+        if self._windows.is_quiet:
+            await self._exchange()
+        taken, self._shared = self._shared, []
+        return taken
+
+    async def add_history(self, *contents: Sequence[bytes]) -> None:
+        """Add what other replicas' `take_history` returned, or what is in the file of a checkpoint.
+
+        While requests are in flight the engine does not wait for that: it is done at the next weight sync.
+        """
+        self._received += chain.from_iterable(contents)
+        if self._windows.is_quiet:
+            await self._add_received()
 
     async def pack_history(self) -> bytes | None:
         """The whole history of this replica, for a file; None where its drafter is off."""
-        return await self._end_requests("pack_history")
+        await self._add_received()
+        if self._windows.is_quiet:
+            return await self._end_requests("pack_history")
+        return await self._call("pack_history", None)
 
-    async def add_history(self, *contents: bytes | None) -> None:
-        """Add what other replicas' `take_history`, or anybody's `pack_history`, returned."""
-        await self._call("add_history", [content for content in contents if content is not None])
+    async def _exchange(self) -> None:
+        if (taken := await self._end_requests("take_history")) is not None:
+            self._shared.append(taken)
+        await self._add_received()
+
+    async def _add_received(self) -> None:
+        if self._received:
+            received, self._received = self._received, []
+            await self._call("add_history", received)
 
     async def _end_requests(self, method: str) -> Any:
         """Call a method of the drafter that ends all its requests: it has to know which were aborted."""
@@ -139,20 +209,13 @@ class SpecHttpServer(vLLMHttpServer):
         return next((result for result in per_worker if result is not None), None)
 
     async def take_rollout_report(self) -> RolloutReport:
-        """What was served since the last call.
+        """What was served under the weights that were replaced since the last call.
 
         Raises:
             RuntimeError: drafting was asked for, and the engine has no drafter or decoded without it.
         """
-        counters = await self._call("take_counters") if self._spec.enabled else None
-        engine = None if counters is None else EngineCounters(**counters)
-        report = RolloutReport(
-            engine, self._requests, self._num_generated_tokens, self._busy.take_seconds(), self._aborted
-        )
-        self._requests, self._num_generated_tokens, self._aborted = [], 0, RequestCounters()
-        if self._trace is not None:
-            self._trace.flush(self.global_steps)
-        if self._spec.enabled:
+        report = self._windows.take()
+        if self._spec.enabled and report.versions:
             self._check_drafter(report)
         return report
 
@@ -169,53 +232,24 @@ class SpecHttpServer(vLLMHttpServer):
             f"{defect}; run `rollout-spec doctor`"
         )
 
-    def _take_request_counters(self, output: TokenOutput) -> None:
-        params = output.extra_fields.pop("kv_transfer_params", None) or {}
-        counts = params.pop(COUNTERS_KEY, None)
-        self._aborted.add(RequestCounters(**params.pop(ABORTED_KEY, {})))
-        if params:
-            output.extra_fields["kv_transfer_params"] = params
-        if counts is None:
-            return
-        counters = RequestCounters(**counts)
-        self._requests.append(counters)
-        # verl's own names for the same, which it fills for MTP rollouts
-        output.extra_fields["spec_num_draft_tokens"] = counters.num_draft_tokens
-        output.extra_fields["spec_num_accepted_tokens"] = counters.num_accepted_tokens
-        output.extra_fields["spec_num_verify_steps"] = counters.num_drafts
-
     def _get_worker_extension_cls(self) -> str:
         return f"{__name__}.{SpecWorkerExtension.__name__}"
 
 
-class BusyClock:
-    """Wall time during which at least one request was in flight, in seconds."""
-
-    def __init__(self) -> None:
-        self._num_in_flight = 0
-        self._since = 0.0
-        self._seconds = 0.0
-
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        if not self._num_in_flight:
-            self._since = time.perf_counter()
-        self._num_in_flight += 1
-        try:
-            yield
-        finally:
-            self._num_in_flight -= 1
-            if not self._num_in_flight:
-                self._seconds += time.perf_counter() - self._since
-
-    def take_seconds(self) -> float:
-        """The time since the last call; a request in flight goes on counting towards the next."""
-        now = time.perf_counter()
-        if self._num_in_flight:
-            self._seconds += now - self._since
-            self._since = now
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+def _take_counters(output: TokenOutput) -> RequestCounters | None:
+    """The scheduler's counts, which go no further than this; None where it gave none."""
+    params = output.extra_fields.pop("kv_transfer_params", None) or {}
+    counts = params.pop(COUNTERS_KEY, None)
+    if params:
+        output.extra_fields["kv_transfer_params"] = params
+    if counts is None:
+        return None
+    counters = RequestCounters(**counts)
+    # verl's own names for the same, which it fills for MTP rollouts
+    output.extra_fields["spec_num_draft_tokens"] = counters.num_draft_tokens
+    output.extra_fields["spec_num_accepted_tokens"] = counters.num_accepted_tokens
+    output.extra_fields["spec_num_verify_steps"] = counters.num_drafts
+    return counters
 
 
 class TraceWriter:

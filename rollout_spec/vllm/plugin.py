@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from rollout_spec.patches import Patch, replace_function
+from rollout_spec.patches import Patch, record, replace_function, when_imported
+
+TAKE_ABORTED = "rollout_spec_take_aborted"  # a method of vLLM's EngineCore, for its client's utility calls
 
 _BIND = Patch(
     name="vllm-bind-proposer",
@@ -28,6 +30,13 @@ _NUMBER = Patch(
     upstream="vllm/v1/engine/parallel_sampling.py, ParentRequest.get_child_info",
     until="vLLM puts a sample's number into its request",
 )
+_ABORTED = Patch(
+    name="vllm-aborted-counts",
+    reason="the output of an aborted request carries no counts, and a server's calls reach the workers of an "
+    "engine core and not its scheduler: what a weight sync interrupts would not be counted",
+    upstream="vllm/v1/engine/core.py, EngineCore",
+    until="the output of an aborted request has kv_transfer_params",
+)
 
 
 def register() -> None:
@@ -42,6 +51,7 @@ def register() -> None:
     _bind_proposers()
     _check_configurations()
     _number_samples()
+    when_imported("vllm.v1.engine.core", _give_aborted_counts)
     mend_cpu_sampling()
     mend_ascend_sampling()
 
@@ -92,6 +102,17 @@ def _check_configurations() -> None:
         return vllm_config
 
     replace_function(EngineArgs, "create_engine_config", create_checked_engine_config, patch=_CHECK)
+
+
+def _give_aborted_counts(core: Any) -> None:
+    """Let an engine core answer `TAKE_ABORTED`: the counts as a dictionary; None where nobody counts."""
+
+    def take_aborted(self: Any) -> dict[str, Any] | None:
+        take = getattr(self.scheduler, "take_aborted", None)
+        return None if take is None else take().to_dict()
+
+    setattr(core.EngineCore, TAKE_ABORTED, take_aborted)
+    record(_ABORTED)
 
 
 def _number_samples() -> None:

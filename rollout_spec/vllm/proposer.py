@@ -126,15 +126,17 @@ class SuffixProposer:
         self._drafter.close_all(self._opened_as(aborted))
         return self._drafter.history.take_new()
 
-    def pack_history(self, aborted: Collection[str] = ()) -> bytes | None:
+    def pack_history(self, aborted: Collection[str] | None = ()) -> bytes | None:
         """All responses that this engine keeps; None, with a warning, where it cannot hand them on.
 
-        As for `take_history`, no request may be in flight. `aborted` as of `end_step`.
+        Args:
+            aborted: as of `end_step`, where no request is in flight; else None, and none ends.
         """
         if self._drafter is None:
             logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
             return None
-        self._drafter.close_all(self._opened_as(aborted))
+        if aborted is not None:
+            self._drafter.close_all(self._opened_as(aborted))
         if self._drafter.history.num_bytes > MAX_MESSAGE_BYTES:
             logger.warning("rollout_spec: no history from this engine: more than vLLM can pass on, 2 GiB")
             return None

@@ -10,17 +10,16 @@ from vllm.v1.request import RequestStatus
 
 from rollout_spec.metrics import RequestCounters
 
-# Both in a finished request's `RequestOutput.kv_transfer_params`.
-COUNTERS_KEY = "rollout_spec"  # its own counts
-ABORTED_KEY = "rollout_spec_aborted"  # the sums over the requests aborted since the last one finished
+COUNTERS_KEY = "rollout_spec"  # a finished request's counts, in its `RequestOutput.kv_transfer_params`
+UNCOUNTED_KEY = "rollout_spec_uncounted"  # in `SamplingParams.extra_args`: it is not among `take_aborted`
 CLASS_PATH = "rollout_spec.vllm.scheduler.CountingScheduler"
 
 
 class CountingScheduler(Scheduler):
     """Scheduling is vLLM's own; a finished request carries its counts in `kv_transfer_params[COUNTERS_KEY]`.
 
-    vLLM has no output for an aborted request, which a request that meets a stop string is to the engine: the
-    next one to finish carries its counts.
+    vLLM has no output for the counts of an aborted request (which to the engine is also one that meets a stop
+    string): `take_aborted` has their sums.
 
     That dict is the one free-form field of vLLM 0.24's RequestOutput; from 0.29 on
     `CompletionOutput.spec_decode_metrics` can take its place.
@@ -60,8 +59,13 @@ class CountingScheduler(Scheduler):
     def _free_request(self, request, *args, **kwargs):  # type: ignore[no-untyped-def]
         params = super()._free_request(request, *args, **kwargs)
         counters = self._request_counters.pop(request.request_id, RequestCounters())
-        if request.status == RequestStatus.FINISHED_ABORTED:
+        if request.status != RequestStatus.FINISHED_ABORTED:
+            return {**(params or {}), COUNTERS_KEY: counters.to_dict()}
+        if not (getattr(request.sampling_params, "extra_args", None) or {}).get(UNCOUNTED_KEY):
             self._aborted.add(counters)
-            return params
-        aborted, self._aborted = self._aborted, RequestCounters()
-        return {**(params or {}), COUNTERS_KEY: counters.to_dict(), ABORTED_KEY: aborted.to_dict()}
+        return params
+
+    def take_aborted(self) -> RequestCounters:
+        """The sums over the requests aborted since the last call."""
+        taken, self._aborted = self._aborted, RequestCounters()
+        return taken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafting.history import History, group_key, prompt_key
+from rollout_spec.metrics import RequestCounters, RolloutReport
 from tests.engine.conftest import proposer_of
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 
@@ -83,13 +85,14 @@ def test_the_counts_of_a_request_equal_those_taken_by_hand(make_engine: Any) -> 
     assert finished.keys() == counts.keys() - {"5", "6"}
     assert any(output.outputs[0].finish_reason == "stop" for output in finished.values())
     assert sum(count["num_accepted_tokens"] for count in counts.values()) > 0
-    aborted = dict.fromkeys(counts["5"], 0)
     assert counts["5"]["num_decode_steps"] > counts["5"]["num_drafts"] == 2, "steps without a draft, and with"
     for name, output in finished.items():
         assert output.kv_transfer_params["rollout_spec"] == counts[name], name
-        for key, count in output.kv_transfer_params["rollout_spec_aborted"].items():
-            aborted[key] += count
-    assert aborted == {key: counts["5"][key] + counts["6"][key] for key in aborted}
+    core = llm.llm_engine.engine_core.engine_core
+    assert core.rollout_spec_take_aborted() == {
+        key: counts["5"][key] + counts["6"][key] for key in counts["5"]
+    }
+    assert not any(core.rollout_spec_take_aborted().values())
 
 
 @pytest.fixture
@@ -127,18 +130,78 @@ def make_server(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
             return self.llm.collective_rpc(method, args=args)
 
-    def init(self: Any, llm: Any, spec: dict[str, Any], full_determinism: bool) -> None:
+        @property
+        def engine_core(self) -> Any:
+            return self
+
+        async def call_utility_async(self, method: str) -> Any:
+            return getattr(self.llm.llm_engine.engine_core.engine_core, method)()
+
+    class SteppingEngine(Engine):
+        """As AsyncLLM is to verl's server: requests come and are aborted while the engine steps."""
+
+        def __init__(self, llm: Any) -> None:
+            super().__init__(llm)
+            self.output_processor = SimpleNamespace(request_states={})
+            self.last: dict[str, Any] = {}
+            self.is_paused = False
+
+        async def generate(
+            self, prompt: Any, sampling_params: Any, request_id: str, **_: Any
+        ) -> AsyncIterator[Any]:
+            sampling_params.detokenize = False
+            outputs = self.output_processor.request_states[request_id] = asyncio.Queue()
+            self.llm.llm_engine.add_request(request_id, prompt, sampling_params)
+            is_finished = False
+            while not is_finished:
+                output = await outputs.get()
+                is_finished = output.finished
+                yield output
+            del self.output_processor.request_states[request_id]
+
+        async def run(self) -> None:
+            while True:
+                if not self.is_paused and self.llm.llm_engine.has_unfinished_requests():
+                    for output in self.llm.llm_engine.step():
+                        self.last[output.request_id] = output
+                        self.output_processor.request_states[output.request_id].put_nowait(output)
+                await asyncio.sleep(0)
+
+        async def pause_generation(self, **_: Any) -> None:
+            from vllm.outputs import RequestOutput
+
+            self.is_paused = True
+            states = self.output_processor.request_states
+            self.llm.llm_engine.abort_request(list(states), internal=False)
+            for request_id, outputs in states.items():
+                last = self.last.get(request_id)
+                if last is None:
+                    outputs.put_nowait(RequestOutput(request_id, None, None, None, [], True))
+                elif not last.finished:
+                    last.outputs[0].finish_reason, last.finished = "abort", True
+                    outputs.put_nowait(last)
+
+        async def resume_generation(self) -> None:
+            self.is_paused = False
+
+    def init(
+        self: Any, llm: Any, spec: dict[str, Any], full_determinism: bool, engine_class: type[Engine] = Engine
+    ) -> None:
         options = {"vllm": {"additional_config": {"rollout_spec": spec}}}
         config = {"engine_kwargs": options, "seed": 0, "max_model_len": 512, "mtp": None}
         config |= {"full_determinism": full_determinism, "enable_rollout_routing_replay": False}
         self.config, self.model_config = OmegaConf.create(config), SimpleNamespace(processor=None, lora={})
-        self.engine, self.replica_rank, self.node_rank, self.global_steps = Engine(llm), 3, 0, None
+        self.engine, self.replica_rank, self.node_rank, self.global_steps = engine_class(llm), 3, 0, None
         self._disaggregation_role, self._submission_paused, self._admitting = "null", False, 0
+        self._rejecting, self._resume_event = False, asyncio.Event()
 
-    def make(spec: dict[str, Any] | None, full_determinism: bool = False) -> verl_server.SpecHttpServer:
+    def make(
+        spec: dict[str, Any] | None, full_determinism: bool = False, is_stepping: bool = False
+    ) -> verl_server.SpecHttpServer:
         llm = make_engine(spec, scheduler_cls=SCHEDULER, worker_extension_cls=EXTENSION)
         options = {"method": "sam", **(spec or {})}
-        return verl_server.SpecHttpServer(llm, options, full_determinism)  # type: ignore[arg-type]
+        engine_class = SteppingEngine if is_stepping else Engine
+        return verl_server.SpecHttpServer(llm, options, full_determinism, engine_class)  # type: ignore[arg-type]
 
     # It would kill the test's process when the process's parent ends.
     monkeypatch.setattr(utils, "set_death_signal", lambda: None)
@@ -147,27 +210,36 @@ def make_server(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def serve(server: Any) -> Any:
+def serve(server: Any) -> None:
     for prompt in PROMPTS[:2] * 2:
         params = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
         asyncio.run(server.generate(prompt, params, "id"))
+
+
+def serve_a_step(server: Any) -> RolloutReport:
+    serve(server)
+    asyncio.run(server.set_global_steps(1))
     return asyncio.run(server.take_rollout_report())
 
 
-def test_a_server_reports_its_rollout_and_a_weight_sync_ends_it(make_server: Any) -> None:
+def test_a_server_reports_its_rollout_when_a_weight_sync_has_ended_it(make_server: Any) -> None:
     server = make_server({})
-    report = serve(server)
+    index = proposer_of(server.engine.llm)._drafter.index
+    asyncio.run(server.generate(PROMPTS[0], {"max_tokens": 1}, "id"))
+    assert index.stats().num_groups == 1
+    assert asyncio.run(server.take_rollout_report()).versions == []
+    asyncio.run(server.set_global_steps(0))
+    assert asyncio.run(server.take_rollout_report()).num_generated_tokens == 1
+    report = serve_a_step(server)
     assert len(report.requests) == 4
     assert report.num_generated_tokens == 4 * 40
     assert sum(request.num_decoded_tokens for request in report.requests) == 4 * 39
     assert sum(request.num_accepted_tokens for request in report.requests) > 0
     assert report.engine.num_steps == sum(request.num_decode_steps + 1 for request in report.requests)
-    index = proposer_of(server.engine.llm)._drafter.index
-    assert index.stats().num_groups == 2
-    asyncio.run(server.set_global_steps(1))
+    assert report.versions == [0]
     assert (server.global_steps, index.stats().num_groups) == (1, 0)
-    empty = asyncio.run(server.take_rollout_report())
-    assert (empty.requests, empty.num_generated_tokens, empty.engine.num_steps) == ([], 0, 0)
+    asyncio.run(server.set_global_steps(2))
+    assert asyncio.run(server.take_rollout_report()) == RolloutReport()
 
 
 def test_the_turns_of_a_trajectory_and_of_its_siblings_are_one_group(make_server: Any) -> None:
@@ -224,7 +296,7 @@ def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
     packed: list[bytes] = []
     for num_kept in (2, 3):
         server = make_server({"history": 3})
-        asyncio.run(server.add_history(*packed))
+        asyncio.run(server.add_history(packed))
         asyncio.run(server.set_global_steps(0))
         serve(server)  # twice two prompts
         packed = [asyncio.run(server.pack_history())]
@@ -255,18 +327,123 @@ def test_a_response_that_was_interrupted_is_remembered_once(make_server: Any) ->
     server.engine.num_steps_to_abort = 0
     after = respond(PROMPTS[0] + list(before.token_ids), "second")
     history = History(3, 1 << 20)
-    history.merge(asyncio.run(server.take_history()))
+    history.merge(join(asyncio.run(server.take_history())))
     [response] = history.get(group_key("one"))
     assert response.tolist() == list(before.token_ids) + list(after.token_ids)
 
 
 def test_an_engine_without_the_drafter_fails_the_run(make_server: Any) -> None:
     with pytest.raises(RuntimeError, match=r"engine of replica 3 has no drafter of rollout_spec"):
-        serve(make_server(None))
+        serve_a_step(make_server(None))
 
 
 def test_an_engine_that_never_calls_its_drafter_fails_the_run(make_server: Any) -> None:
     server = make_server({})
     proposer_of(server.engine.llm)._runner.effective_drafter_max_model_len = 0
     with pytest.raises(RuntimeError, match=r"engine of replica 3 decoded without calling its drafter"):
-        serve(server)
+        serve_a_step(server)
+
+
+MAX_TOKENS = 60
+
+
+async def finish(server: Any, number: int, kind: str, parts: list[tuple[int, int, str]]) -> list[int]:
+    """Generate as verl's client does, which goes on behind an abort; adds (version, tokens, kind) by part."""
+    prompt, tokens, stop = PROMPTS[number % 4], [], "aborted"
+    extra_args = {"rollout_spec_key": [0, 1, kind, number], "rollout_spec_group": str(number % 4)}
+    extra_args |= dict.fromkeys(("rollout_spec_group_tokens", "rollout_spec_turn_tokens"), len(prompt))
+    while stop == "aborted":
+        params = {"max_tokens": MAX_TOKENS - len(tokens), "temperature": 1.0, "ignore_eos": True}
+        params["extra_args"] = extra_args
+        output = await server.generate(prompt + tokens, params, f"{kind}{number}x{len(parts)}")
+        parts.append((output.extra_fields["global_steps"], len(output.token_ids), kind))
+        tokens += output.token_ids
+        stop = output.stop_reason
+        await asyncio.sleep(0.01)
+    return tokens
+
+
+async def train(server: Any, num_syncs: int, pause_s: float) -> tuple[list[Any], list[Any], dict[int, Any]]:
+    """Twelve samples, four of them of a validation, while the weights change `num_syncs` times.
+
+    Returns:
+        The texts, the parts that they came in, and the servers' reports by version.
+    """
+    steps, parts, reports = asyncio.create_task(server.engine.run()), [], {}
+    await server.set_global_steps(0)
+    samples = [(number, "train") for number in range(8)] + [(number, "val") for number in range(4)]
+    texts = asyncio.gather(*(finish(server, number, kind, parts) for number, kind in samples))
+    for version in range(num_syncs + 1):
+        for _ in range(60):
+            await asyncio.sleep(0)
+        await server.abort_all_requests(reject_request=version % 2 == 1)
+        reports[version] = await server.take_rollout_report()
+        await server.end_validation()
+        await asyncio.sleep(pause_s)
+        await server.set_global_steps(version + 1)
+        await server.resume_generation()
+    done = await texts
+    await server.set_global_steps(version + 2)
+    reports[version + 1] = await server.take_rollout_report()
+    steps.cancel()
+    return done, parts, reports
+
+
+def test_every_version_has_exactly_the_counts_of_what_it_generated(make_server: Any) -> None:
+    """Both sides: what verl's clients got of each version, and what the server and its engine counted."""
+    server = make_server({"history": 100}, is_stepping=True)
+    started = time.monotonic()
+    texts, parts, reports = asyncio.run(train(server, num_syncs=3, pause_s=0.2))
+    seconds = time.monotonic() - started
+    assert [len(text) for text in texts] == [MAX_TOKENS] * 12
+    assert len(parts) > 24, "samples were interrupted, and more than once"
+    for version, report in reports.items():
+        assert report.versions == [version]
+        served = [num for of, num, kind in parts if of == version and kind == "train" and num > 0]
+        assert report.num_generated_tokens == sum(served)
+        counts = RequestCounters()
+        for request in (*report.requests, report.aborted):
+            counts.add(request)
+        assert counts.num_decoded_tokens == sum(served) - len(served), "a part's first is of its prefill"
+        assert counts.num_decoded_tokens == counts.num_decode_steps + counts.num_accepted_tokens
+    num_ended = sum(len(report.requests) for report in reports.values())
+    assert num_ended == 8 and all(request.num_drafts for request in reports[4].requests)
+    # The gate has turned some away, which were not interrupted then.
+    num_interrupted = sum(report.num_interrupted for report in reports.values())
+    assert 0 < num_interrupted <= sum(kind == "train" for *_, kind in parts) - 8
+    assert sum(report.rollout_seconds for report in reports.values()) < seconds - 4 * 0.2
+
+
+def test_servers_share_whole_texts_and_only_between_two_versions(make_server: Any) -> None:
+    server = make_server({"history": 100}, is_stepping=True)
+
+    async def step() -> list[bytes]:
+        assert await server.take_history() != [], "it begins to share"
+        await train(server, num_syncs=2, pause_s=0.0)
+        taken = await server.take_history()
+        running = asyncio.create_task(server.engine.run())
+        sample = asyncio.create_task(finish(server, 1, "train", []))
+        while server._windows.is_quiet:
+            await asyncio.sleep(0)
+        assert await server.take_history() == []
+        await server.add_history(taken)
+        assert server._received == taken, "no engine step waits for that"
+        packed = await server.pack_history()
+        assert proposer_of(server.engine.llm)._drafter.request_ids, "its requests run on"
+        await sample
+        running.cancel()
+        return [packed, *taken]
+
+    packed, *taken = asyncio.run(step())
+    for content, times in ((packed, 2), (join(taken), 1)):
+        history = History(1000, 1 << 20)
+        history.merge(content)
+        texts = [text for name in "0123" for text in history.get(group_key(name))]
+        assert [len(text) for text in texts] == [MAX_TOKENS] * 12 * times
+
+
+def join(contents: list[bytes]) -> bytes:
+    history = History(1000, 1 << 20)
+    for content in contents:
+        history.merge(content)
+    return history.pack()

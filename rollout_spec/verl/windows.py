@@ -1,0 +1,141 @@
+"""What a rollout server has served, in windows that end where its weights may change.
+
+verl aborts what runs before a weight sync, so a request belongs to one version of the weights from its
+admission to its end. What a window has counted is final when the window ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
+
+MAX_WAIT_S = 30.0  # for aborted requests to hand in their counts
+_POLL_S = 0.005
+
+
+def is_validation(name: Any) -> bool:
+    """Whether a request of this name (see `agent_loop.sample_name`) is no part of the training."""
+    return isinstance(name, (list, tuple)) and len(name) > 2 and name[2] == "val"
+
+
+@dataclasses.dataclass
+class Request:
+    """One request from its arrival to its end."""
+
+    is_training: bool
+    is_admitted: bool = False  # else it waits for a weight sync, or was turned away
+
+
+class Windows:
+    """Counts of a server's training requests; those of a validation are served and not counted."""
+
+    def __init__(self) -> None:
+        self._open, self._ended = RolloutReport(), RolloutReport()
+        self._requests: dict[str, Request] = {}  # by verl's id, which is unique among the running ones
+        self._clock = BusyClock()
+        self.is_untouched = True  # nothing was admitted since the last window ended
+        self.has_training = False  # a training request was
+
+    @contextlib.contextmanager
+    def request(self, request_id: str, is_training: bool) -> Iterator[Request]:
+        """A request has arrived; the engine does not have it before `admit`."""
+        request = self._requests[request_id] = Request(is_training)
+        try:
+            yield request
+        finally:
+            del self._requests[request_id]
+            if request.is_admitted and is_training:
+                self._clock.end()
+
+    def admit(self, request_id: str) -> None:
+        """The engine gets the request: from here on it is at work for it."""
+        request = self._requests[request_id]
+        request.is_admitted = True
+        self.is_untouched = False
+        if request.is_training:
+            self.has_training = True
+            self._clock.begin()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the engine works for nobody."""
+        return not any(request.is_admitted for request in self._requests.values())
+
+    async def wait_until_quiet(self, max_wait_s: float = MAX_WAIT_S) -> bool:
+        """Whether all requests, which were aborted, have ended by then."""
+        end = time.monotonic() + max_wait_s
+        while not self.is_quiet and time.monotonic() < end:
+            await asyncio.sleep(_POLL_S)
+        return self.is_quiet
+
+    def count(self, request: Request, num_tokens: int, counts: RequestCounters | None, stop: str) -> None:
+        """A request has ended.
+
+        Args:
+            request: it.
+            num_tokens: generated.
+            counts: of the engine's scheduler; None where it gives none.
+            stop: verl's stop_reason.
+        """
+        if not request.is_training or not request.is_admitted:
+            return
+        self._open.num_generated_tokens += num_tokens
+        self._open.num_interrupted += stop == "aborted"
+        if counts is not None:
+            self._open.requests.append(counts)
+
+    def end(self, version: int | None, engine: EngineCounters | None, aborted: RequestCounters) -> None:
+        """The weights may change now.
+
+        Args:
+            version: of the weights until now.
+            engine: what the drafter has counted since the last window ended; None where there is none.
+            aborted: the sums over the training requests that vLLM has aborted in this time.
+        """
+        window, self._open = self._open, RolloutReport()
+        window.engine, window.aborted, window.versions = engine, aborted, [version]
+        window.rollout_seconds = self._clock.take_seconds()
+        if self.has_training:
+            self._ended.add(window)
+        self.is_untouched, self.has_training = True, False
+
+    def take(self) -> RolloutReport:
+        """The sums over the windows that have ended since the last call."""
+        taken, self._ended = self._ended, RolloutReport()
+        return taken
+
+
+class BusyClock:
+    """Wall time during which at least one request was in flight, in seconds."""
+
+    def __init__(self) -> None:
+        self._num_in_flight = 0
+        self._since = 0.0
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        """One more request."""
+        if not self._num_in_flight:
+            self._since = time.perf_counter()
+        self._num_in_flight += 1
+
+    def end(self) -> None:
+        """One request less."""
+        self._num_in_flight -= 1
+        if not self._num_in_flight:
+            self._seconds += time.perf_counter() - self._since
+
+    def take_seconds(self) -> float:
+        """The time since the last call; a request in flight goes on counting towards the next."""
+        now = time.perf_counter()
+        if self._num_in_flight:
+            self._seconds += now - self._since
+            self._since = now
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
