@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.trainer.ppo.v1 import replay_buffer
+from verl.trainer.ppo.v1 import get_trainer_cls, replay_buffer
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import load_extern_type
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.verl.options import check_config
+from rollout_spec.verl.options import MODES, check_config
 from rollout_spec.verl.sampler import BoundedReplayBuffer
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +66,22 @@ def test_every_size_composes(recipe: str, size: str, device: str) -> None:
     without = composed(recipe, size, f"rollout_spec_device={device}", "rollout.spec=off")
     assert check_config(config) == SpecConfig()
     assert check_config(without) == SpecConfig(method="off", verify="standard")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("recipe", "size"), list(itertools.product(RECIPES, SIZES)))
+@pytest.mark.filterwarnings("ignore:Disabled critic")
+def test_every_size_composes_with_every_mode_of_the_trainer(recipe: str, size: str, mode: str) -> None:
+    """Up to verl's trainer itself, which checks the rest of its configuration when it is made."""
+    modes = [f"trainer.v1.trainer_mode={mode}"]
+    config = composed(recipe, size, *modes)
+    check(config)
+    trainer = get_trainer_cls(mode)(config)
+    assert isinstance(trainer.replay_buffer, replay_buffer.ReplayBufferAsync) == (mode != "sync")
+    assert isinstance(trainer.replay_buffer, BoundedReplayBuffer) == (recipe == "dapo")
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.checkpoint_engine.backend == "naive") == (mode != "separate_async")
+    assert rollout.nnodes * rollout.n_gpus_per_node % rollout.tensor_model_parallel_size == 0
 
 
 PUBLISHED = {
@@ -287,7 +303,9 @@ class Queue:
         return {"extra_fields": [{"reward_extra_info": {"acc": score(key)}} for key in keys]}
 
 
-def sample(queue: Queue, batch_size: int, max_inflight: int, max_batches: int) -> tuple[list[str], dict]:
+def make_buffer(
+    queue: Queue, batch_size: int, max_inflight: int, max_batches: int, mode: str = "sync"
+) -> BoundedReplayBuffer:
     groups = {
         "enable": True,
         "metric": "acc",
@@ -295,7 +313,7 @@ def sample(queue: Queue, batch_size: int, max_inflight: int, max_batches: int) -
         "max_num_gen_batches": max_batches,
     }
     buffer = BoundedReplayBuffer(
-        trainer_mode="sync",
+        trainer_mode=mode,
         trainer_config=OmegaConf.create({}),
         max_off_policy_threshold=None,
         max_off_policy_strategy="drop",
@@ -303,9 +321,14 @@ def sample(queue: Queue, batch_size: int, max_inflight: int, max_batches: int) -
         refill_fn=queue.submit,
     )
     buffer.poll_interval = 0.0
+    return buffer
+
+
+def sample(buffer: BoundedReplayBuffer, queue: Queue, step: int, batch_size: int) -> tuple[list[str], dict]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay_buffer, "tq", queue)
-        batch, metrics = buffer.sample(1, "train", batch_size)
+        batch, metrics = buffer.sample(step, "train", batch_size)
+    queue.kv_clear("train", batch.keys)
     return sorted({key.split("_")[0] for key in batch.keys}), metrics
 
 
@@ -321,7 +344,7 @@ def test_dynamic_sampling_ends(
     signal: float, batch_size: int, max_inflight: int, max_batches: int, seed: int
 ) -> None:
     queue = Queue(signal, batch_size, seed)
-    groups, metrics = sample(queue, batch_size, max_inflight, max_batches)
+    groups, metrics = sample(make_buffer(queue, batch_size, max_inflight, max_batches), queue, 1, batch_size)
     assert len(groups) == batch_size
     assert queue.num_prompts <= max_batches * batch_size
     assert metrics["training/filter_groups/num_gen_batches"] == queue.num_prompts / batch_size
@@ -330,6 +353,36 @@ def test_dynamic_sampling_ends(
         assert queue.num_prompts == max_batches * batch_size, "kept although others could have been made"
     if signal == 1.0:
         assert queue.num_prompts == batch_size
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    signal=st.sampled_from([0.0, 0.3, 1.0]),
+    mini_batch=st.integers(1, 4),
+    num_mini_batches=st.integers(1, 3),
+    max_batches=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+def test_dynamic_sampling_ends_in_every_step_of_an_asynchronous_trainer(
+    signal: float, mini_batch: int, num_mini_batches: int, max_batches: int, seed: int
+) -> None:
+    """As verl drives it: a batch is under way when the first step begins, and each step adds another."""
+    batch_size = mini_batch * num_mini_batches
+    queue = Queue(signal, batch_size, seed)
+    buffer = make_buffer(queue, batch_size, 1, max_batches, mode="separate_async")
+    assert isinstance(buffer, replay_buffer.ReplayBufferAsync)
+    for step in range(1, 4):
+        before = queue.num_prompts
+        queue.submit(batch_size)
+        for _ in range(num_mini_batches):
+            groups, metrics = sample(buffer, queue, step, mini_batch)
+            assert len(groups) == mini_batch
+        num_generated = queue.num_prompts - before
+        assert num_generated <= max_batches * batch_size
+        assert metrics["training/filter_groups/num_gen_batches"] == num_generated / batch_size
+        if any(len(set(queue.scores[uid])) == 1 for uid in groups):
+            assert num_generated == max_batches * batch_size, "kept although others could have been made"
+        assert sum("_" not in key for key in queue.items) == batch_size, "as many are under way as before"
 
 
 def test_verls_own_dynamic_sampling_does_not_end() -> None:
@@ -364,4 +417,4 @@ def test_verls_own_dynamic_sampling_does_not_end() -> None:
 
 def test_a_bound_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="max_num_gen_batches=0: must be at least 1"):
-        sample(Queue(1.0, 2, 0), 2, 1, 0)
+        make_buffer(Queue(1.0, 2, 0), 2, 1, 0)

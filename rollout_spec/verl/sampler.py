@@ -1,6 +1,6 @@
 """DAPO's dynamic sampling with a bound on the prompts of one step.
 
-verl's V1 trainer bounds what is in flight, not what a step generates in all: where most groups score the same
+verl's V1 trainers bound what is in flight, not what a step generates in all: where most groups score the same
 throughout, a step never ends. Used through verl's `trainer.v1.sampler.custom_sampler`.
 """
 
@@ -11,16 +11,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 logger = logging.getLogger(__name__)
 
 
 class BoundedReplayBuffer(ReplayBuffer):
-    """verl's synchronous replay buffer that throws away groups only while it may generate others for them.
+    """verl's replay buffer that throws away groups only while it may generate others for them.
 
     At most `max_num_gen_batches * train_batch_size` prompts are generated for one batch. What can no longer
     be replaced stays in the batch: a group whose samples all score the same has no advantage, so no gradient.
+    Of an asynchronous trainer's mode it is an `AsyncBoundedReplayBuffer`.
 
     Args:
         sampler_kwargs: `filter_groups` (verl's `algorithm.filter_groups`) and `train_batch_size`, prompts.
@@ -30,6 +31,9 @@ class BoundedReplayBuffer(ReplayBuffer):
     Raises:
         ValueError: `max_num_gen_batches` is below 1.
     """
+
+    def __new__(cls, *, trainer_mode: str, **_: Any) -> BoundedReplayBuffer:
+        return object.__new__(cls if trainer_mode == "sync" else AsyncBoundedReplayBuffer)
 
     def __init__(self, *, sampler_kwargs: Any, refill_fn: Callable[[int], None], **kwargs: Any) -> None:
         groups, train_batch_size = sampler_kwargs["filter_groups"], int(sampler_kwargs["train_batch_size"])
@@ -54,12 +58,15 @@ class BoundedReplayBuffer(ReplayBuffer):
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict]:
         """As verl's, with `training/filter_groups/num_gen_batches` among the metrics."""
-        # The trainer has submitted one batch before it asks for one.
-        self._num_prompts = batch_size
+        self._begin(global_steps, batch_size)
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         if partition_id != "val" and self.filter_groups_metric is not None:
-            metrics["training/filter_groups/num_gen_batches"] = self._num_prompts / batch_size
+            metrics["training/filter_groups/num_gen_batches"] = self._num_prompts / self.train_batch_size
         return batch, metrics
+
+    def _begin(self, global_steps: int, batch_size: int) -> None:
+        # The trainer has submitted one batch before it asks for one.
+        self._num_prompts = batch_size
 
     def _refill(self, num_prompts: int) -> None:
         num_prompts = min(num_prompts, self._max_prompts - self._num_prompts)
@@ -72,19 +79,51 @@ class BoundedReplayBuffer(ReplayBuffer):
         filtered, counts = super()._dapo_filtered_keys(partition_id)
         if not filtered:
             return filtered, counts
+        num_spare = max(0, self._num_spare(partition_id))
+        if num_spare >= len(filtered):
+            return filtered, counts
+        logger.warning(
+            "algorithm.filter_groups.max_num_gen_batches is reached: %d groups without signal stay",
+            len(filtered) - num_spare,
+        )
+        evicted = set(sorted(filtered)[:num_spare])
+        rewards = self._dapo_classification_cache[partition_id]
+        return evicted, Counter(rewards[uid] for uid in evicted)
+
+    def _num_spare(self, partition_id: str) -> int:
+        """How many prompts the batch can do without."""
         known = (
             self.pending_keys[partition_id]
             | self.running_keys[partition_id]
             | self.finished_keys[partition_id]
             | self.failure_keys[partition_id]
         )
-        num_spare = len(known) + self._max_prompts - self._num_prompts - self.train_batch_size
-        if num_spare >= len(filtered):
-            return filtered, counts
-        logger.warning(
-            "algorithm.filter_groups.max_num_gen_batches is reached: %d groups without signal stay",
-            len(filtered) - max(0, num_spare),
-        )
-        evicted = set(sorted(filtered)[: max(0, num_spare)])
-        rewards = self._dapo_classification_cache[partition_id]
-        return evicted, Counter(rewards[uid] for uid in evicted)
+        return len(known) + self._max_prompts - self._num_prompts - self.train_batch_size
+
+
+class AsyncBoundedReplayBuffer(BoundedReplayBuffer, ReplayBufferAsync):
+    """verl's asynchronous replay buffer with the same bound, here on the prompts of one training step.
+
+    It refills at once whatever leaves the buffer, so that as many prompts are under way as before. What is
+    stale or has failed leaves in any case, and counts.
+    """
+
+    _step = -1  # the training step that the prompts are counted of
+
+    def _begin(self, global_steps: int, batch_size: int) -> None:
+        if global_steps != self._step:
+            self._step, self._num_prompts = global_steps, self.train_batch_size
+
+    def _terminal_eviction_reasons(
+        self, global_steps: int, partition_id: str
+    ) -> tuple[set[str], set[str], set[str], Counter]:
+        # With hybrid switching verl asks for these between two batches too.
+        self._begin(global_steps, self.train_batch_size)
+        return super()._terminal_eviction_reasons(global_steps, partition_id)
+
+    def _refill(self, num_prompts: int) -> None:
+        self._num_prompts += num_prompts
+        self._submit(num_prompts)
+
+    def _num_spare(self, partition_id: str) -> int:
+        return self._max_prompts - self._num_prompts
