@@ -16,6 +16,7 @@ import pytest
 
 from rollout_spec import __version__, processes
 from rollout_spec.cli import COMMANDS, build_parser, main
+from rollout_spec.cli.demo import TRAINERS
 from rollout_spec.config import REMOVED
 from rollout_spec.demo.runner import Plan, overrides
 from rollout_spec.measure import diagnosis
@@ -319,6 +320,25 @@ def test_the_plans_own_overrides_come_last(tmp_path):
     assert "+rollout.spec=sam" in given
     assert "trainer.total_training_steps=3" in given
     assert given.index("data.seed=5") < given.index("data.seed=6")
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_demo_trains_in_every_mode_of_verls_trainer(tmp_path, trainer):
+    """Its overrides compose, with ours and verl's checks, and verl's trainer takes them."""
+    import verl  # noqa: F401 - loads the plugin
+    from hydra import compose, initialize_config_module
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    from rollout_spec.verl.options import MODES, check_config
+
+    assert TRAINERS == MODES
+    given = overrides(Plan(tmp_path, trainer=trainer), "sam", Path("/model"), Path("/train"))
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", given)
+    assert check_config(config).enabled
+    assert get_trainer_cls(trainer)(config).trainer_mode == trainer
+    backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
+    assert backend == ("gloo" if trainer == "separate_async" else "naive")
 
 
 def test_the_last_error_of_a_log_is_found_under_colours_and_actor_names(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.report.logs import RunError
-from rollout_spec.report.page import headline, sentences, summary_table, write_report
+from rollout_spec.report.page import headline, sentences, summary_table, table_rows, write_report
 from rollout_spec.report.responses import Agreement, first_step_agreement
 from rollout_spec.report.runs import MEASURES, compare, read_run
 
@@ -129,10 +129,28 @@ def test_the_first_steps_tokens_are_compared_sample_by_sample(comparison, tmp_pa
     agreement = first_step_agreement(tmp_path / "off", tmp_path / "sam")
     assert agreement == Agreement(num_tokens=2 + 2 + 2, num_identical=1 + 2 + 1)
     text = " ".join(sentences(dataclasses.replace(comparison, agreement=agreement)))
-    assert "In the first step 4 of 6 tokens were the same in both runs" in text
+    assert "Before the first weight sync 4 of 6 tokens were the same in both runs" in text
     assert "not recorded" not in text
     assert "Which tokens agree was not recorded" in " ".join(sentences(comparison))
     assert first_step_agreement(tmp_path / "off", tmp_path / "nothing") is None
+
+
+def test_a_comparison_says_what_was_interrupted(tmp_path):
+    """Of an asynchronous trainer; what it finished under later weights is not compared."""
+    for name, interrupted in (("off", 3.0), ("sam", 4.0)):
+        (tmp_path / name).mkdir()
+        values = {"rollout/spec_rollout_seconds": 2.0, "rollout/spec_generated_tokens": 100}
+        lines = [
+            {"step": step, "data": values | {"rollout/spec_num_interrupted": interrupted}} for step in (1, 2)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    runs = [read_run(tmp_path / name, name) for name in ("off", "sam")]
+    comparison = compare(*runs)
+    text = " ".join(sentences(comparison))
+    assert "weight syncs interrupted 6 requests with off and 8 with sam" in text
+    assert ["Interrupted requests, all steps", "6", "8", ""] in table_rows(comparison)
+    assert comparison.to_dict()["sam"]["num_interrupted"] == 8
 
 
 def test_means_have_intervals_and_a_missing_value_is_left_out(tmp_path):

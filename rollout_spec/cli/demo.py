@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 HELP = "train a small model twice with verl, speculation off and on, and report the difference"
 STEPS = {"grpo": 4, "dapo": 1}
+TRAINERS = ("sync", "colocate_async", "separate_async")  # verl's trainer.v1.trainer_mode
 # Few rows, so that the gate opens within as few tokens.
 QUICK_OVERRIDES = ("data.max_response_length=64", "actor_rollout_ref.rollout.n=4")
 QUICK_RECIPE_OVERRIDES = {"grpo": (), "dapo": ("reward.reward_kwargs.overlong_buffer_cfg.len=16",)}
@@ -28,6 +29,7 @@ QUICK_STEPS = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained = parser.add_argument_group("what is trained")
     trained.add_argument("--recipe", choices=sorted(STEPS), default="grpo", help="algorithm and settings")
+    trained.add_argument("--trainer", choices=TRAINERS, default="sync", help="verl's trainer_mode")
     trained.add_argument("--steps", type=number(int, 1), metavar="N", help="training steps (grpo 4, dapo 1)")
     add_model_argument(trained)
     trained.add_argument("--train-file", type=Path, metavar="FILE", help="verl's parquet (generated)")
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, default=Path("outputs/demo"), metavar="DIR", help="runs, report and charts"
     )
     output.add_argument("--json", action="store_true", help="print the summary as JSON")
-    add_example(parser, "rollout-spec demo --steps 8 actor_rollout_ref.rollout.temperature=1.0")
+    add_example(parser, "rollout-spec demo --trainer separate_async --steps 8")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,6 +94,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     return Plan(
         output=args.output,
         recipe=args.recipe,
+        trainer=args.trainer,
         steps=args.steps or default,
         seed=args.seed,
         model=args.model,
@@ -111,6 +114,7 @@ def facts(plan: Plan) -> dict[str, str]:
         "Model": str(plan.model or "SmolLM2-135M-Instruct"),
         "Training data": str(plan.train_file or f"{num_prompts(plan)} generated problems, seed {plan.seed}"),
         "Recipe": plan.recipe,
+        "Trainer": plan.trainer,
         "Overrides": " ".join(plan.overrides) or "none",
         "Versions": ", ".join(f"{name} {package_version(name)}" for name in packages),
         "Machine": f"{platform.machine()}, {os.cpu_count()} cores",

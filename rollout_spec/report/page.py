@@ -101,8 +101,15 @@ def sentences(comparison: Comparison) -> list[str]:
     else:
         same, compared = comparison.agreement.num_identical, comparison.agreement.num_tokens
         text.append(
-            f"In the first step {same:,} of {compared:,} tokens were the same in both runs, each response "
-            "counted up to its first difference; training's own numerics part the runs from there."
+            f"Before the first weight sync {same:,} of {compared:,} tokens were the same in both runs, each "
+            "response counted up to its first difference; training's own numerics part the runs from there."
+        )
+    interrupted = [run.total("num_interrupted") for run in (off, on)]
+    if any(interrupted):
+        text.append(
+            f"The trainer was asynchronous: weight syncs interrupted {interrupted[0]:,.0f} requests with "
+            f"{off.name} and {interrupted[1]:,.0f} with {on.name}, which went on behind them. Rollouts ran "
+            "beside the training: what training gains is in the time of its steps."
         )
     if num_steps < 8:
         text.append(f"An interval from {num_steps} steps is rough; train longer for a firm figure.")
@@ -178,6 +185,9 @@ def _totals(comparison: Comparison) -> list[list[str]]:
         ["Generated tokens, all steps", *(_number(run.total("generated_tokens"), 0) for run in runs), ""],
         ["Drafts, all steps", *(_number(run.total("num_drafts"), 0) for run in runs), ""],
     ]
+    if any(run.total("num_interrupted") for run in runs):
+        counts = (_number(run.total("num_interrupted"), 0) for run in runs)
+        rows.append(["Interrupted requests, all steps", *counts, ""])
     if not all(math.isnan(run.looping_share) for run in runs):
         rows.append(["Looping responses", *(_percent(run.looping_share) for run in runs), ""])
     return rows

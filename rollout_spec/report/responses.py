@@ -14,7 +14,7 @@ TRACE_FOLDER = "rollouts"
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How many tokens of two runs' first rollouts are the same, each response up to its first difference."""
+    """How many tokens before the first weight sync are the same, each response up to its first difference."""
 
     num_tokens: int  # compared: up to and with the first that differs
     num_identical: int
@@ -54,10 +54,10 @@ def is_looping(
 
 
 def first_step_agreement(off: Path, on: Path) -> Agreement | None:
-    """Compare the tokens of the first training step of two runs, sample by sample.
+    """Compare the tokens of two runs before their first weight sync, sample by sample.
 
-    Before the second step nothing but the drafts tells the runs apart: with verify=coupled in both, the
-    tokens are the same up to numerics.
+    Until then nothing but the drafts tells the runs apart: with verify=coupled in both, the tokens are the
+    same up to numerics. What an asynchronous trainer interrupted and finished later does not count.
 
     Args:
         off, on: the runs' folders.
@@ -82,10 +82,10 @@ def first_step_agreement(off: Path, on: Path) -> Agreement | None:
 def _first_step_responses(run: Path) -> dict[str, list[int]]:
     """Responses by the names of their samples, which begin with seed, training step, train or val."""
     named = [
-        (name, response)
+        (record.get("step") or 0, name, response)
         for record in _records(run)
         for name, response in zip(record.get("names", []), record["responses"], strict=False)
         if name and name[2] == "train"
     ]
-    first = min((name[1] for name, _ in named), default=0)
-    return {json.dumps(name): response for name, response in named if name[1] == first}
+    first = min((step for step, _, _ in named), default=0)
+    return {json.dumps(name): response for step, name, response in named if step == first}

@@ -61,6 +61,7 @@ class Step:
     num_drafts: float
     num_draft_tokens: float
     num_accepted_tokens: float
+    num_interrupted: float = 0.0  # requests that a weight sync interrupted
 
     @property
     def decode_steps(self) -> float:
@@ -97,6 +98,7 @@ class Run:
             "tokens_per_step_by_step": plain(self.column("tokens_per_step")),
             "acceptance_rate_by_step": plain(self.column("acceptance_rate")),
             "num_drafts": int(self.total("num_drafts")),
+            "num_interrupted": int(self.total("num_interrupted")),
             "looping_share": plain(self.looping_share),
         }
 
@@ -222,6 +224,7 @@ def _step(step: int, data: Mapping[str, Any], source: str) -> Step:
         num_drafts=spec("num_drafts"),
         num_draft_tokens=spec("num_draft_tokens"),
         num_accepted_tokens=spec("num_accepted_tokens"),
+        num_interrupted=spec("num_interrupted"),
     )
 
 
