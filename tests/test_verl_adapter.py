@@ -297,8 +297,8 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
             self.end_validation = types.SimpleNamespace(remote=self.forget)
 
         def serve(self, num_tokens: int, is_training: bool = True, stop: str = "completed") -> None:
-            with self.windows.request("id", is_training) as request:
-                self.windows.admit("id")
+            with self.windows.request(is_training) as request:
+                self.windows.admit()
             counts = RequestCounters(num_tokens, num_tokens, num_tokens, 2 * num_tokens, num_tokens)
             self.windows.count(request, num_tokens, counts, stop)
             self.engine.add(EngineCounters(num_steps=num_tokens, num_steps_on=num_tokens * is_training))
@@ -419,14 +419,14 @@ def test_a_request_that_waits_for_a_weight_sync_is_no_work() -> None:
     from rollout_spec.verl.windows import Windows, is_validation
 
     windows = Windows()
-    with windows.request("waits", is_training=True):
+    with windows.request(is_training=True):
         time.sleep(0.1)
         assert windows.is_quiet and windows.is_untouched
-        windows.admit("waits")
+        windows.admit()
         time.sleep(0.05)
         assert not windows.is_quiet and not asyncio.run(windows.wait_until_quiet(max_wait_s=0.01))
         # Turned away by verl's gate: it goes on elsewhere.
-        with windows.request("rejected", is_training=True) as rejected:
+        with windows.request(is_training=True) as rejected:
             pass
         windows.count(rejected, 0, None, "aborted")
     windows.end(3, None, RequestCounters())

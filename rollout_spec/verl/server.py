@@ -90,7 +90,7 @@ class SpecHttpServer(vLLMHttpServer):
             extra_args[UNCOUNTED_KEY] = True
         if extra_args:
             sampling_params = {**sampling_params, "extra_args": extra_args}
-        with self._windows.request(request_id, is_training) as request:
+        with self._windows.request(is_training) as request:
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         counters = _take_counters(output)
         self._windows.count(request, len(output.token_ids), counters, output.stop_reason or "")
@@ -104,7 +104,7 @@ class SpecHttpServer(vLLMHttpServer):
         """Verl's gate, where a request waits for a weight sync."""
         rejected = await super()._park_until_admitted(request_id)
         if rejected is None:
-            self._windows.admit(request_id)
+            self._windows.admit()
         return rejected
 
     def _name_unnamed(self) -> list[Any]:

@@ -11,12 +11,15 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
 
 MAX_WAIT_S = 30.0  # for aborted requests to hand in their counts
 _POLL_S = 0.005
+# That of the asyncio task: with full_determinism verl gives many requests one id.
+_current: ContextVar[Request] = ContextVar("_current")
 
 
 def is_validation(name: Any) -> bool:
@@ -24,7 +27,7 @@ def is_validation(name: Any) -> bool:
     return isinstance(name, (list, tuple)) and len(name) > 2 and name[2] == "val"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Request:
     """One request from its arrival to its end."""
 
@@ -37,25 +40,28 @@ class Windows:
 
     def __init__(self) -> None:
         self._open, self._ended = RolloutReport(), RolloutReport()
-        self._requests: dict[str, Request] = {}  # by verl's id, which is unique among the running ones
+        self._requests: set[Request] = set()
         self._clock = BusyClock()
         self.is_untouched = True  # nothing was admitted since the last window ended
         self.has_training = False  # a training request was
 
     @contextlib.contextmanager
-    def request(self, request_id: str, is_training: bool) -> Iterator[Request]:
-        """A request has arrived; the engine does not have it before `admit`."""
-        request = self._requests[request_id] = Request(is_training)
+    def request(self, is_training: bool) -> Iterator[Request]:
+        """A request has arrived; the engine does not have it before this task calls `admit`."""
+        request = Request(is_training)
+        self._requests.add(request)
+        token = _current.set(request)
         try:
             yield request
         finally:
-            del self._requests[request_id]
+            _current.reset(token)
+            self._requests.remove(request)
             if request.is_admitted and is_training:
                 self._clock.end()
 
-    def admit(self, request_id: str) -> None:
-        """The engine gets the request: from here on it is at work for it."""
-        request = self._requests[request_id]
+    def admit(self) -> None:
+        """The engine gets the task's request: from here on it is at work for it."""
+        request = _current.get()
         request.is_admitted = True
         self.is_untouched = False
         if request.is_training:
@@ -65,7 +71,7 @@ class Windows:
     @property
     def is_quiet(self) -> bool:
         """Whether the engine works for nobody."""
-        return not any(request.is_admitted for request in self._requests.values())
+        return not any(request.is_admitted for request in self._requests)
 
     async def wait_until_quiet(self, max_wait_s: float = MAX_WAIT_S) -> bool:
         """Whether all requests, which were aborted, have ended by then."""
