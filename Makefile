@@ -29,10 +29,9 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
-# Engines and trainings run in one process: two at a time need too much memory.
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --numprocesses 2
 # Exit code 5: TEST_ARGS chose none of them.
-FAST = $(PYTEST) -m 'not slow' --numprocesses 2 --dist loadfile $(TEST_ARGS) || [ $$? = 5 ]
+FAST = $(PYTEST) -m 'not slow' --dist loadfile $(TEST_ARGS) || [ $$? = 5 ]
 NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 BUILT := $(VENV)/.built
@@ -50,7 +49,7 @@ demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARG
 
 test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name')
 	$(FAST)
-	$(PYTEST) -m slow $(TEST_ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m slow --dist loadgroup --no-loadscope-reorder $(TEST_ARGS) || [ $$? = 5 ]
 
 test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing
 	$(FAST)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-TRAINING = "test_training.py"
+TRAININGS = {"test_training.py", "test_async_training.py"}
 
 
 def pytest_configure() -> None:
@@ -17,14 +17,16 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines and trainings are `slow`: they run in one process, since two at a time need too much memory.
+    """Engines and trainings are `slow`, and a file of them stays in one process.
 
-    The training comes first, while that process is small: the engine tests leave gigabytes in it.
+    So do all trainings: two at a time need too much memory. They come first, since they take longest.
     """
-    items.sort(key=lambda item: item.path.name != TRAINING)
+    items.sort(key=lambda item: item.path.name not in TRAININGS)
     for item in items:
-        if item.path.name == TRAINING or item.path.parent.name == "engine":
+        trains = item.path.name in TRAININGS
+        if trains or item.path.parent.name == "engine":
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.xdist_group("trainings" if trains else item.path.name))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
