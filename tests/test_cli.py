@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -20,9 +21,11 @@ from rollout_spec.cli.demo import TRAINERS
 from rollout_spec.config import REMOVED
 from rollout_spec.demo.runner import Plan, overrides
 from rollout_spec.measure import diagnosis
+from rollout_spec.measure.replay import read_trace
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")
 TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
+QWEN = str(Path(__file__).parents[1] / "recipes" / "models" / "qwen3_32b.json")
 
 
 def run(*arguments: object, **env: str) -> subprocess.CompletedProcess:
@@ -75,6 +78,27 @@ def test_version():
         (["simulate", "/nowhere.jsonl", "--step-times", "1:0.1"], "/nowhere.jsonl"),
         (["simulate", TRACE, "--step-times", "nan:1"], "tokens from 1 and seconds above 0"),
         (["simulate", TRACE, "--step-times", "/nowhere.json"], "neither a file nor tokens:seconds"),
+        (["simulate", TRACE], "one of the arguments --step-times --model-config is required"),
+        (["simulate", TRACE, "--step-times", "1:0.1", "--tp", "2"], "--tp: belongs to --model-config"),
+        (["simulate", TRACE, "--model-config", QWEN], "--gpu: must be one of h100, h200, a100, 910b"),
+        (
+            ["simulate", TRACE, "--model-config", QWEN, "--gpu", "b200"],
+            "--gpu b200: must be one of h100, h200, a100, 910b",
+        ),
+        (["simulate", TRACE, "--model-config", "/nowhere.json", "--gpu", "h100"], "/nowhere.json"),
+        (["simulate", TRACE, "--model-config", __file__, "--gpu", "h100"], f"{__file__}: not JSON"),
+        (
+            ["simulate", TRACE, "--model-config", QWEN, "--gpu", "h100", "--tp", "5"],
+            "--tp 5: does not divide the model's 64 heads and 8 KV heads",
+        ),
+        (
+            ["simulate", TRACE, "--model-config", QWEN, "--gpu", "910b"],
+            "66 GB of weights a device do not fit into 0.9 of its 64 GB",
+        ),
+        (
+            ["simulate", TRACE, "--model-config", QWEN, "--gpu", "h100", "--gpu-memory-utilization", "1.5"],
+            "--gpu-memory-utilization: 1.5 must be above 0 and at most 1",
+        ),
         (
             ["simulate", TRACE, "--step-times", "1:0.1", "--replicas", "1", "0"],
             "--replicas: 0 must be at least 1",
@@ -290,6 +314,34 @@ def test_simulate_compares_thresholds_on_clusters():
     assert max(run["speedup"] for run in one["runs"]) > 1.1
     shown = run("simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, "--tail-rows", 2)
     assert f"{one['best_threshold']} *" in shown.stdout
+
+
+def test_simulate_predicts_for_a_device_that_is_not_there():
+    options = ["--model-config", QWEN, "--gpu", "h100", "--tp", 8, "--group-size", 4, "--limit-groups", 2]
+    thresholds = ["--batch-thresholds", 8, "auto", "--num-speculative-tokens", 3, 16]
+    done = run("simulate", TRACE, *options, *thresholds, "--json")
+    (result,) = json.loads(done.stdout)["results"]
+    settings = [(r["batch_threshold"], r["num_speculative_tokens"]) for r in result["runs"]]
+    assert settings == [("off", None), (8, 3), (8, 16), ("auto", 3), ("auto", 16)]
+    best = max(result["runs"], key=lambda r: r["speedup"])
+    chosen = (result["best_threshold"], result["best_num_speculative_tokens"])
+    assert chosen == (best["batch_threshold"], best["num_speculative_tokens"])
+    assert best["speedup"] > 1.1
+
+    def makespans(*more):
+        done = run("simulate", TRACE, *options, "--batch-thresholds", 8, *more, "--json")
+        return [r["makespan_s"] for r in json.loads(done.stdout)["results"][0]["runs"]]
+
+    plain, drafted = makespans()
+    # Twenty times the context costs more than twenty times the steps; a tax is the drafter's alone.
+    longest = max(
+        len(response) for line in itertools.islice(read_trace(TRACE), 2) for response in line.responses[:4]
+    )
+    assert makespans("--longest-response", 20 * longest)[0] > 20.05 * plain
+    taxed = makespans("--drafter-ms", 5)
+    assert taxed[0] == plain and taxed[1] > 1.2 * drafted
+    both = makespans("--copies", 2)
+    assert plain < both[0] < 1.5 * plain
 
 
 def test_simulate_takes_options_of_the_drafter(tmp_path, capsys):

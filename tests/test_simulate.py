@@ -18,7 +18,9 @@ from rollout_spec.measure.simulate import (
     StepTimesError,
     assign,
     comes_back,
+    copied,
     requests_of,
+    rollout,
     rollouts_of,
     simulate,
 )
@@ -75,6 +77,84 @@ def test_a_rollout_without_drafts_by_hand():
     both = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, times, max_num_seqs=2, tail_rows=1)
     assert both.seconds == (5 + 2) + 2 + 1
     assert both.tail_seconds == 1.0
+
+
+class ContextTimes(StepTimes):
+    """A step takes a second a token of context, and a thousand for each token of other ranks."""
+
+    def __init__(self):
+        super().__init__([(1, 1, 1)])
+
+    def seconds(self, num_tokens, drafted, num_context=0, num_tokens_of_others=0):
+        return num_context + 1000 * num_tokens_of_others
+
+
+def test_a_step_takes_what_its_context_does():
+    run = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, ContextTimes(), 2, tail_rows=0)
+    assert run.seconds == (5 + 5) + (6 + 6) + 7
+
+
+def test_a_full_cache_sends_the_newest_request_back_to_the_queue():
+    """Two rows of 5 tokens fit, with a token each, and of 6, but not of 7."""
+    requests = requests_of([line("0", 5, 4, 3)], None)
+    engine = Engine(OFF, StepTimes.parse("1:1,2:2,10:10"), 2, 0, kv_tokens=14)
+    engine.rollout(requests)
+    # Alone the first row ends; the second comes back with 5 + 2 tokens, of which the prompt is cached.
+    assert engine.total.seconds == (5 + 2) + 2 + 1 + 1 + (2 + 1)
+    assert (engine.total.num_tokens, engine.total.num_preemptions, engine.num_waiting) == (7, 1, 0)
+    roomy = simulate_engine(requests, OFF, StepTimes.parse("1:1,2:2,10:10"), 2, 0)
+    assert (roomy.seconds, roomy.num_preemptions) == ((5 + 2) + 2 + 2 + 1, 0)
+
+
+def test_a_row_that_is_larger_than_the_cache_runs_alone():
+    engine = Engine(OFF, FLAT, 4, 0, kv_tokens=3)
+    engine.rollout(requests_of([line("0", 5, 4, 3)], None))
+    assert (engine.total.num_tokens, engine.total.num_steps) == (7, 7)
+
+
+def test_requests_that_come_back_are_drafted_for_and_lose_nothing():
+    requests = requests_of(rollouts(), None)
+    num_tokens = sum(len(request.response) for request in requests)
+    for threshold in (64, "auto"):
+        engine = Engine(SpecConfig(batch_threshold=threshold), FLAT, 16, 8, kv_tokens=1500)
+        engine.rollout(requests)
+        assert engine.total.num_tokens == num_tokens
+        assert engine.total.num_preemptions > 10
+        assert engine.total.num_accepted_tokens > 0.2 * num_tokens
+
+
+def test_data_parallel_ranks_step_together_until_the_last_has_ended():
+    requests = requests_of([line("0", 5, 3, 1)], None)
+    ranks = [Engine(OFF, ContextTimes(), 2, 0) for _ in range(2)]
+    # The first step: each prefills its prompt of 5 and verifies a token. Then the first rank is alone.
+    assert rollout(ranks, [requests[:1], requests[1:]]) == (5 + 6000) + 1000 + 1000
+    assert [rank.total.seconds for rank in ranks] == [8005.0, 8005.0]
+    assert [rank.total.num_tokens for rank in ranks] == [3, 1]
+
+
+@pytest.mark.parametrize("threshold", ["off", 8, "auto"])
+def test_a_cluster_of_ranks_is_as_slow_as_its_slowest(threshold):
+    config = OFF if threshold == "off" else SpecConfig(batch_threshold=threshold)
+    lines = rollouts(5)
+    apart = simulate(lines, Cluster(4, 16, None), config, STEPPED, 8)
+    together = simulate(lines, Cluster(2, 16, None, num_ranks=2), config, STEPPED, 8)
+    assert apart["makespan_s"] <= together["makespan_s"] < 1.6 * apart["makespan_s"]
+    assert simulate(lines[:1], Cluster(1, 16, 1, num_ranks=4), config, STEPPED, 8)["makespan_s"] > 0
+
+
+def test_copies_are_more_of_the_same_with_tokens_of_their_own():
+    lines = rollouts(2)
+    copies = copied(lines, 3)
+    assert len({one.group for one in copies}) == 6
+    vocabularies = [
+        {int(token) for one in copies[i : i + 2] for r in one.responses for token in r} for i in (0, 2, 4)
+    ]
+    assert not (vocabularies[0] & vocabularies[1]) and not (vocabularies[1] & vocabularies[2])
+    assert copied(lines, 1)[0].group == lines[0].group
+    on = SpecConfig(batch_threshold=64)
+    one, three = (simulate(some, Cluster(1, 64, None), on, FLAT, 8) for some in (lines, copies))
+    # With steps that cost nothing more, three times the rows take as long.
+    assert three["makespan_s"] == pytest.approx(one["makespan_s"], rel=0.1)
 
 
 def test_a_response_without_a_token_takes_no_step():
@@ -172,8 +252,8 @@ class DelayedTimes(StepTimes):
 
     delay = 0.0
 
-    def seconds(self, num_tokens, drafted):
-        return super().seconds(num_tokens, drafted) + self.delay * drafted
+    def seconds(self, num_tokens, drafted, *others):
+        return super().seconds(num_tokens, drafted, *others) + self.delay * drafted
 
 
 class Delayed:

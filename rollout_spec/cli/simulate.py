@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_k_argument, add_spec_argument, number, spec_options
+from rollout_spec.cli.inputs import add_spec_argument, number, spec_options
+from rollout_spec.config import SpecConfig, parse_threshold
 
 HELP = "take recorded rollouts through drafter and gate in virtual time, to choose options for a cluster"
 REFUSED = {  # as --spec, and why
@@ -19,6 +22,15 @@ REFUSED = {  # as --spec, and why
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "--routing sets it",
 }
+OF_ROOFLINE = (
+    "gpu",
+    "tp",
+    "dp",
+    "expert_parallel",
+    "gpu_memory_utilization",
+    "longest_response",
+    "drafter_ms",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +40,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz; lines of one `step` are one rollout"
     )
     lines.add_argument("--limit-groups", type=positive, metavar="N", help="only the first N lines")
-    cluster = parser.add_argument_group("cluster; of several values every combination is simulated")
-    cluster.add_argument(
+    lines.add_argument(
+        "--copies",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="serve the recording N times at once, each copy with tokens of its own",
+    )
+    times = parser.add_argument_group("what a step takes: measured, or of a device that you do not have")
+    source = times.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--step-times",
-        required=True,
         metavar="TABLE",
         help="engine.json of `bench engine`, or verified tokens:seconds of a step: 1:0.02,64:0.021,256:0.04",
     )
+    source.add_argument(
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="config.json of the policy; with --gpu: step times from a roofline",
+    )
+    times.add_argument("--gpu", metavar="NAME", help="h100, h200, a100 or 910b")
+    times.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel devices of an engine (1)")
+    times.add_argument(
+        "--dp",
+        type=positive,
+        metavar="N",
+        help="data-parallel ranks of an engine, which spread the experts and step together (1)",
+    )
+    times.add_argument(
+        "--expert-parallel", action="store_true", help="whole experts on each device, as always with --dp"
+    )
+    times.add_argument(
+        "--gpu-memory-utilization",
+        type=number(float, 0.0, 1.0, above=True),
+        metavar="SHARE",
+        help="of weights and KV cache (0.9)",
+    )
+    times.add_argument(
+        "--longest-response",
+        type=positive,
+        metavar="TOKENS",
+        help="as if the longest response had so many tokens: all texts are longer by the same factor",
+    )
+    times.add_argument(
+        "--drafter-ms",
+        type=number(float, 0.0),
+        metavar="MS",
+        help="added to every step of an engine with a drafter, which may not schedule ahead (0)",
+    )
+    cluster = parser.add_argument_group("cluster; of several values every combination is simulated")
     cluster.add_argument("--replicas", type=positive, nargs="+", default=[1], metavar="N", help="engines")
     cluster.add_argument(
         "--max-num-seqs", type=positive, nargs="+", default=[64], metavar="N", help="of an engine"
@@ -53,7 +108,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="numbers or auto",
     )
-    add_k_argument(drafter)
+    drafter.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        nargs="+",
+        default=[SpecConfig.num_speculative_tokens],
+        metavar="K",
+        help="most draft tokens per row and step; of several the best is marked",
+    )
     add_spec_argument(
         drafter,
         "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "
@@ -73,25 +135,28 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.config import UserError
     from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.measure.replay import read_trace
-    from rollout_spec.measure.simulate import Cluster, StepTimes, comes_back, requests_of
+    from rollout_spec.measure.simulate import Cluster, comes_back, copied, requests_of
 
     spec = spec_options(args.spec, REFUSED)
-    configs = [_config(args, spec, threshold) for threshold in ("off", *args.batch_thresholds)]
+    configs = _configs(args, spec)
     if spec.get("corpus"):
         check_corpus(spec["corpus"])
+    lines = copied(list(itertools.islice(read_trace(args.trace), args.limit_groups)), args.copies)
+    times = _times(args, max((len(r) for line in lines for r in line.responses), default=0))
     clusters = [
-        Cluster(replicas, max_num_seqs, group_size, args.routing == "group")
-        for replicas, max_num_seqs, group_size in itertools.product(
-            args.replicas, args.max_num_seqs, args.group_size or [None]
+        Cluster(
+            *combination,
+            by_group=args.routing == "group",
+            num_ranks=args.dp or 1,
+            kv_tokens=getattr(times, "kv_tokens", math.inf),
         )
+        for combination in itertools.product(args.replicas, args.max_num_seqs, args.group_size or [None])
     ]
-    times = StepTimes.parse(args.step_times)
-    lines = list(itertools.islice(read_trace(args.trace), args.limit_groups))
     if not all(requests_of(lines, cluster.group_size) for cluster in clusters):
         raise UserError(f"{args.trace}: no token in any response")
     if spec.get("history") and not comes_back(lines):
         raise UserError(f"--spec history: no group of {args.trace} comes back in a later step")
-    results = [_simulate(lines, cluster, configs, times, args.tail_rows) for cluster in clusters]
+    results = [_simulate(lines, cluster, configs, times, args) for cluster in clusters]
     if args.json:
         print(json.dumps({"spec": spec, "results": results}, indent=2, allow_nan=False))
     else:
@@ -99,20 +164,42 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config(args: argparse.Namespace, spec: dict[str, Any], threshold: str) -> Any:
-    from rollout_spec.config import SpecConfig, parse_threshold
+def _times(args: argparse.Namespace, longest: int) -> Any:
+    """The step times; `longest`: tokens of the longest response."""
+    from rollout_spec.config import UserError
+    from rollout_spec.measure.roofline import DEVICES, Model, Roofline
+    from rollout_spec.measure.simulate import StepTimes
 
-    if threshold == "off":
-        return SpecConfig(method="off")
-    fixed = {
-        "batch_threshold": parse_threshold(threshold),
-        "num_speculative_tokens": args.num_speculative_tokens,
-    }
-    return SpecConfig.from_mapping(spec | fixed)
+    if args.step_times is not None:
+        given = [name for name in OF_ROOFLINE if getattr(args, name)]
+        if given:
+            raise UserError(f"--{given[0].replace('_', '-')}: belongs to --model-config")
+        return StepTimes.parse(args.step_times)
+    if args.gpu not in DEVICES:
+        name = "--gpu" if args.gpu is None else f"--gpu {args.gpu}"
+        raise UserError(f"{name}: must be one of {', '.join(DEVICES)}")
+    return Roofline(
+        Model.read(args.model_config),
+        DEVICES[args.gpu],
+        args.tp or 1,
+        args.dp or 1,
+        args.expert_parallel,
+        args.gpu_memory_utilization or 0.9,
+        stretch=args.longest_response / longest if args.longest_response and longest else 1.0,
+    )
 
 
-def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, tail_rows: int) -> dict[str, Any]:
-    """One cluster: without drafts, and with every threshold."""
+def _configs(args: argparse.Namespace, spec: dict[str, Any]) -> list[Any]:
+    """Without drafts, then every threshold with every K."""
+    configs = [SpecConfig(method="off")]
+    for threshold, k in itertools.product(args.batch_thresholds, args.num_speculative_tokens):
+        fixed = {"batch_threshold": parse_threshold(threshold), "num_speculative_tokens": k}
+        configs.append(SpecConfig.from_mapping(spec | fixed))
+    return configs
+
+
+def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """One cluster with each of the configurations, the first of which has no drafts."""
     from rollout_spec.cli.progress import counted
     from rollout_spec.measure.simulate import simulate
 
@@ -121,9 +208,13 @@ def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, tail_rows: int
     for config in configs:
         threshold = config.batch_threshold if config.enabled else "off"
         title = f"{cluster.num_replicas} x {cluster.max_num_seqs} rows, {threshold}"
+        own = times
+        if config.enabled and args.drafter_ms:
+            own = dataclasses.replace(times, extra_s=args.drafter_ms / 1e3)
         with counted(title, num_tokens) as advance:
-            figures = simulate(lines, cluster, config, times, tail_rows, advance)
-        runs.append({"batch_threshold": threshold, **figures})
+            figures = simulate(lines, cluster, config, own, args.tail_rows, advance)
+        k = config.num_speculative_tokens if config.enabled else None
+        runs.append({"batch_threshold": threshold, "num_speculative_tokens": k, **figures})
     for figures in runs:
         figures["speedup"] = runs[0]["makespan_s"] / figures["makespan_s"]
     best = min(runs, key=lambda figures: figures["makespan_s"])
@@ -132,6 +223,7 @@ def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, tail_rows: int
         "max_num_seqs": cluster.max_num_seqs,
         "group_size": cluster.group_size,
         "best_threshold": best["batch_threshold"],
+        "best_num_speculative_tokens": best["num_speculative_tokens"],
         "runs": runs,
     }
 
@@ -140,16 +232,18 @@ def _print_table(title: str, results: list[dict[str, Any]]) -> None:
     from rollout_spec.cli.tables import make_console
     from rollout_spec.report.tables import make_table
 
-    columns = ("rows", "group", "threshold", "makespan s", "x off", "tail share", "acceptance")
-    table = make_table(f"{title}: simulated rollouts, * the threshold to choose", "engines", *columns)
+    columns = ("rows", "group", "threshold", "K", "makespan s", "x off", "tail share", "acceptance")
+    table = make_table(f"{title}: simulated rollouts, * threshold and K to choose", "engines", *columns)
     for result in results:
+        best = (result["best_threshold"], result["best_num_speculative_tokens"])
         for figures in result["runs"]:
-            mark = " *" if figures["batch_threshold"] == result["best_threshold"] else ""
+            threshold, k = figures["batch_threshold"], figures["num_speculative_tokens"]
             table.add_row(
                 str(result["replicas"]),
                 str(result["max_num_seqs"]),
                 str(result["group_size"] or "all"),
-                f"{figures['batch_threshold']}{mark}",
+                f"{threshold} *" if (threshold, k) == best else f"{threshold}",
+                "" if k is None else f"{k}",
                 f"{figures['makespan_s']:,.1f}",
                 f"{figures['speedup']:.2f}",
                 f"{figures['tail_share']:.2f}",

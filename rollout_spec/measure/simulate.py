@@ -1,17 +1,19 @@
-"""Whole rollouts without a model: recorded responses, the real drafter and gate, and a table of step times.
+"""Whole rollouts without a model: recorded responses, the real drafter and gate, and given step times.
 
-An engine serves its requests first come, first served, at most max_num_seqs at a time; a step takes what the
-table says for the tokens it verifies; a draft token is accepted exactly when it equals the recorded token.
+An engine serves its requests first come, first served, at most max_num_seqs at a time and as many as its KV
+cache holds; a step takes what a table or a roofline says for its tokens; a draft token is accepted exactly
+when it equals the recorded token.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +28,26 @@ from rollout_spec.measure.replay import Rollout
 _Point = tuple[float, float, float]
 
 
+class Times(Protocol):
+    """What an engine's steps take."""
+
+    def seconds(
+        self, num_tokens: int, drafted: bool, num_context: int = 0, num_tokens_of_others: int = 0
+    ) -> float:
+        """Of a step that verifies and prefills num_tokens, with or without drafts among them.
+
+        Args:
+            num_context: tokens in all rows of the step.
+            num_tokens_of_others: tokens of the other data-parallel ranks' steps, which run together with it.
+        """
+
+
 class StepTimesError(UserError):
     """A table of step times that cannot be used; the message says why."""
 
 
 class StepTimes:
-    """Seconds of an engine step by the tokens it verifies.
+    """Seconds of an engine step by the tokens it verifies, whatever its context.
 
     Linear between the points; before the first constant, behind the last on the line through the last two.
     What falls from point to point is noise and is averaged out.
@@ -76,7 +92,9 @@ class StepTimes:
             raise StepTimesError(f"{path}: no step_times of `rollout-spec bench engine`: {error!r}") from None
         return cls(curves[False], curves[True])
 
-    def seconds(self, num_tokens: int, drafted: bool) -> float:
+    def seconds(
+        self, num_tokens: int, drafted: bool, num_context: int = 0, num_tokens_of_others: int = 0
+    ) -> float:
         at, seconds = self._drafted if drafted else self._plain
         if num_tokens <= at[-1] or len(at) == 1:
             return float(np.interp(num_tokens, at, seconds))
@@ -111,6 +129,7 @@ class EngineRun:
     num_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_preemptions: int = 0
 
 
 def rollouts_of(lines: Iterable[Rollout]) -> list[list[Rollout]]:
@@ -125,6 +144,23 @@ def comes_back(lines: Iterable[Rollout]) -> bool:
     """Whether any group has lines in more than one rollout."""
     groups = [group for rollout in rollouts_of(lines) for group in {line.group for line in rollout}]
     return len(set(groups)) < len(groups)
+
+
+def copied(lines: Sequence[Rollout], num_copies: int) -> list[Rollout]:
+    """Every line so many times, each copy with groups and tokens of its own: what is learned of one says
+    nothing of the others."""
+    arrays = [array for line in lines for array in (line.prompt_token_ids, *line.responses) if len(array)]
+    vocabulary = 1 + max((int(array.max()) for array in arrays), default=0)
+    return [
+        dataclasses.replace(
+            line,
+            group=f"{line.group}.{i}" if i else line.group,
+            prompt_token_ids=line.prompt_token_ids + np.int32(i * vocabulary),
+            responses=[response + np.int32(i * vocabulary) for response in line.responses],
+        )
+        for i in range(num_copies)
+        for line in lines
+    ]
 
 
 def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Request]:
@@ -150,24 +186,42 @@ def assign(requests: Sequence[Request], num_replicas: int, by_group: bool) -> li
     return engines
 
 
+class Load(NamedTuple):
+    """What one engine, or one data-parallel rank of it, has to do in a step."""
+
+    num_tokens: int
+    num_context: int
+    drafted: bool
+
+
 class Engine:
-    """One rollout engine.
+    """One rollout engine, or one of its data-parallel ranks.
 
     A request's prompt is prefilled in the step that admits it, once per group (prefix caching), and its
-    tokens count as verified ones.
+    tokens count as verified ones. Where the KV cache is full the newest request goes back to the queue, and
+    is prefilled again when it comes back, as in vLLM.
 
     Args:
         config: of the drafter; method off: no drafts.
         tail_rows: the tail is the time with at most so many requests running.
+        kv_tokens: that the KV cache holds.
     """
 
-    def __init__(self, config: SpecConfig, times: StepTimes, max_num_seqs: int, tail_rows: int) -> None:
+    def __init__(
+        self,
+        config: SpecConfig,
+        times: Times,
+        max_num_seqs: int,
+        tail_rows: int,
+        kv_tokens: float = math.inf,
+    ) -> None:
         self.total = EngineRun()
         """Of all rollouts so far."""
         self.drafter = Drafter(config, clock=lambda: self.total.seconds) if config.enabled else None
-        self._times, self._max_num_seqs, self._tail_rows = times, max_num_seqs, tail_rows
-        self._queue: deque[Request] = deque()
-        self._names: list[str] = []
+        self.times = times
+        self._max_num_seqs, self._tail_rows, self._kv_tokens = max_num_seqs, tail_rows, kv_tokens
+        self._queue: deque[tuple[Request, int]] = deque()  # with the tokens of its response that it has
+        self._running: list[Request] = []
         self._drafts: list[list[int]] = []
         self._prefilled: set[str] = set()
 
@@ -176,25 +230,17 @@ class Engine:
         """Requests that are not admitted yet."""
         return len(self._queue)
 
-    def rollout(self, requests: Sequence[Request], on_tokens: Callable[[int], None] | None = None) -> float:
-        """Serve the requests of one training step; returns the seconds it took.
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue or self._running)
 
-        Args:
-            on_tokens: called with the tokens of each engine step.
-        """
-        begin = self.total.seconds
-        self.enqueue(requests)
-        while self._queue or self._names:
-            num_gained = self.step()
-            if on_tokens is not None:
-                on_tokens(num_gained)
-        if self.drafter is not None:
-            self.drafter.clear()  # the weights change
-        return self.total.seconds - begin
+    def rollout(self, requests: Sequence[Request], on_tokens: Callable[[int], None] | None = None) -> float:
+        """`rollout` of this engine alone."""
+        return rollout([self], [requests], on_tokens)
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """The requests of a rollout, while none is left of the one before."""
-        self._queue.extend(requests)
+        self._queue.extend((request, 0) for request in requests)
         num_rows = min(self._max_num_seqs, len(requests))
         longest = max((len(r.prompt_token_ids) + len(r.response) for r in requests), default=0)
         self._token_ids = np.zeros((num_rows, longest), np.int32)
@@ -203,46 +249,74 @@ class Engine:
 
     def step(self) -> int:
         """One engine step; returns the tokens it gave."""
+        return step_together([self])
+
+    def begin_step(self) -> Load:
+        self._preempt()
+        num_tokens = self._admit() + len(self._running) + sum(map(len, self._drafts))
+        return Load(num_tokens, self._num_context, any(self._drafts))
+
+    def end_step(self, seconds: float) -> int:
+        """The step that began took this long; returns the tokens it gave."""
         result = self.total
-        num_tokens = self._admit() + len(self._names) + sum(map(len, self._drafts))
-        num_running = len(self._names)
-        seconds = self._times.seconds(num_tokens, any(self._drafts))
+        num_running = len(self._running)
         result.seconds += seconds
         result.tail_seconds += seconds if num_running <= self._tail_rows else 0.0
         result.num_steps += 1
         nums_new = self._verify()
         num_gained = sum(nums_new)
         result.num_tokens += num_gained
-        self._levels[:num_running] += nums_new
-        self._drafts = [[] for _ in self._names]
+        self._levels[:num_running] += np.array(nums_new, np.int32)
+        self._drafts = [[] for _ in self._running]
         if self.drafter is not None:
-            self._drafts = self.drafter.step(self._names, nums_new, self._token_ids, self._levels)
+            names = [request.name for request in self._running]
+            self._drafts = self.drafter.step(names, nums_new, self._token_ids, self._levels)
         for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
             self._remove(int(row))
         return num_gained
 
+    @property
+    def _num_context(self) -> int:
+        return int(self._levels[: len(self._running)].sum())
+
+    def _preempt(self) -> None:
+        """Take the last rows away until the tokens of the step have room; the first one stays."""
+        needed = self._num_context + len(self._running) + sum(map(len, self._drafts))
+        while needed > self._kv_tokens and len(self._running) > 1:
+            row = len(self._running) - 1
+            request, level = self._running[row], int(self._levels[row])
+            needed -= level + 1 + len(self._drafts[row])
+            self._queue.appendleft((request, level - len(request.prompt_token_ids)))
+            self._remove(row)
+            self.total.num_preemptions += 1
+
     def _admit(self) -> int:
         """Fill the batch; returns the tokens to prefill."""
-        num_tokens = 0
-        while self._queue and len(self._names) < self._max_num_seqs:
-            request = self._queue.popleft()
-            row, prompt = len(self._names), request.prompt_token_ids
-            end = len(prompt) + len(request.response)
+        num_tokens, num_context = 0, self._num_context
+        while self._queue and len(self._running) < self._max_num_seqs:
+            request, num_done = self._queue[0]
+            row, prompt = len(self._running), request.prompt_token_ids
+            level, end = len(prompt) + num_done, len(prompt) + len(request.response)
+            num_context += level + 1
+            if self._running and num_context > self._kv_tokens:
+                break
+            self._queue.popleft()
             self._token_ids[row, : len(prompt)] = prompt
             self._token_ids[row, len(prompt) : end] = request.response
-            self._levels[row], self._ends[row] = len(prompt), end
-            self._names.append(request.name)
+            self._levels[row], self._ends[row] = level, end
+            self._running.append(request)
             self._drafts.append([])
             if self.drafter is not None:
                 self.drafter.open(request.name, prompt, end, request.group)
             if request.group not in self._prefilled:
                 self._prefilled.add(request.group)
                 num_tokens += len(prompt)
+            num_tokens += num_done
         return num_tokens
 
     def _verify(self) -> list[int]:
         """The tokens that every row gets: the accepted ones of its draft and one more."""
-        nums_new = [1] * len(self._names)
+        nums_new = [1] * len(self._running)
         for row, draft in enumerate(self._drafts):
             if not draft:
                 continue
@@ -257,14 +331,50 @@ class Engine:
 
     def _remove(self, row: int) -> None:
         """End a request; the last row takes its place, as in an engine's batch."""
-        last = len(self._names) - 1
+        last = len(self._running) - 1
         if self.drafter is not None:
-            self.drafter.close(self._names[row])
+            self.drafter.close(self._running[row].name)
         for rows in (self._token_ids, self._levels, self._ends):
             rows[row] = rows[last]
-        self._names[row], self._drafts[row] = self._names[last], self._drafts[last]
-        self._names.pop()
+        self._running[row], self._drafts[row] = self._running[last], self._drafts[last]
+        self._running.pop()
         self._drafts.pop()
+
+
+def step_together(ranks: Sequence[Engine]) -> int:
+    """One step of data-parallel ranks, as long as the slowest's; returns the tokens they gave."""
+    loads = [rank.begin_step() for rank in ranks]
+    total = sum(load.num_tokens for load in loads)
+    seconds = max(
+        rank.times.seconds(load.num_tokens, load.drafted, load.num_context, total - load.num_tokens)
+        for rank, load in zip(ranks, loads, strict=True)
+    )
+    return sum(rank.end_step(seconds) for rank in ranks)
+
+
+def rollout(
+    ranks: Sequence[Engine],
+    parts: Sequence[Sequence[Request]],
+    on_tokens: Callable[[int], None] | None = None,
+) -> float:
+    """Serve the requests of one training step; returns the seconds it took.
+
+    Args:
+        ranks: of one engine; all step while one has work.
+        parts: the requests of each rank.
+        on_tokens: called with the tokens of each step.
+    """
+    begin = ranks[0].total.seconds
+    for rank, part in zip(ranks, parts, strict=True):
+        rank.enqueue(part)
+    while any(rank.has_work for rank in ranks):
+        num_gained = step_together(ranks)
+        if on_tokens is not None:
+            on_tokens(num_gained)
+    for rank in ranks:
+        if rank.drafter is not None:
+            rank.drafter.clear()  # the weights change
+    return ranks[0].total.seconds - begin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,13 +383,15 @@ class Cluster:
     max_num_seqs: int
     group_size: int | None  # None: all responses of a line
     by_group: bool = False
+    num_ranks: int = 1  # data-parallel ones of a replica
+    kv_tokens: float = math.inf  # of a rank
 
 
 def simulate(
     lines: Sequence[Rollout],
     cluster: Cluster,
     config: SpecConfig,
-    times: StepTimes,
+    times: Times,
     tail_rows: int,
     on_tokens: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
@@ -289,15 +401,23 @@ def simulate(
 
     Returns:
         makespan_s, of all rollouts; tail_share, of the time that engines work, with at most tail_rows
-        requests running; tokens_per_s; acceptance_rate (0 without drafts).
+        requests running (in a data-parallel rank); tokens_per_s; acceptance_rate (0 without drafts);
+        num_preemptions.
 
     The trace must have a response with a token in it.
     """
-    engines = [Engine(config, times, cluster.max_num_seqs, tail_rows) for _ in range(cluster.num_replicas)]
+    num_ranks = cluster.num_ranks
+    engines = [
+        Engine(config, times, cluster.max_num_seqs, tail_rows, cluster.kv_tokens)
+        for _ in range(cluster.num_replicas * num_ranks)
+    ]
     makespan = 0.0
-    for rollout in rollouts_of(lines):
-        parts = assign(requests_of(rollout, cluster.group_size), cluster.num_replicas, cluster.by_group)
-        makespan += max(engine.rollout(part, on_tokens) for engine, part in zip(engines, parts, strict=True))
+    for lines_of_step in rollouts_of(lines):
+        parts = assign(requests_of(lines_of_step, cluster.group_size), len(engines), cluster.by_group)
+        makespan += max(
+            rollout(engines[i : i + num_ranks], parts[i : i + num_ranks], on_tokens)
+            for i in range(0, len(engines), num_ranks)
+        )
         if config.history:
             _share_history([engine.drafter.history for engine in engines if engine.drafter is not None])
     totals = {
@@ -309,6 +429,7 @@ def simulate(
         "tail_share": totals["tail_seconds"] / totals["seconds"],
         "tokens_per_s": totals["num_tokens"] / makespan,
         "acceptance_rate": totals["num_accepted_tokens"] / max(1, totals["num_draft_tokens"]),
+        "num_preemptions": totals["num_preemptions"],
     }
 
 

@@ -1,0 +1,196 @@
+"""The roofline: sizes as published, terms by hand, experts beside drawn ones, and the record's errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_spec.measure.roofline import (
+    COMPUTE_EFFICIENCY,
+    DEVICES,
+    LOGIT_PASSES,
+    MEMORY_EFFICIENCY,
+    Device,
+    Model,
+    Roofline,
+    RooflineError,
+    _most,
+)
+
+ROOT = Path(__file__).parents[1]
+RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/models/*.json"))}
+# No floor, links without latency: what is left are bytes and FLOPs.
+BARE = Device(1e12, 1e9, 1e12, 0.0, 1e8, 0.0, 1e7, 0.0)
+DENSE = Model(64, 2, 4, 2, 16, 128, 1000)
+SPARSE = dataclasses.replace(DENSE, num_experts=16, num_experts_per_token=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [("qwen3_8b", 8.2, 8.2), ("qwen3_32b", 32.8, 32.8), ("qwen3_235b", 235.0, 22.2)],
+)
+def test_the_recipes_models_have_the_published_sizes(name, billions, active):
+    model = Model.read(RECIPES[name])
+    assert model.num_params / 1e9 == pytest.approx(billions, rel=0.01)
+    unused = (model.num_experts - model.num_experts_per_token) * model.expert_params
+    if model.num_experts:
+        assert (model.num_params - unused) / 1e9 == pytest.approx(active, rel=0.01)
+    assert set(RECIPES) == {"qwen3_8b", "qwen3_32b", "qwen3_235b"}
+
+
+def test_a_dense_step_by_hand():
+    attention = 64 * 64 + 64 * 32 + 64 * 32 + 64 * 64
+    params = 2 * (attention + 3 * 64 * 128) + 1000 * 64
+    assert DENSE.shared_params == params
+    memory = 2 * params / (MEMORY_EFFICIENCY * 1e9)
+    compute = 2 * 7 * params / (COMPUTE_EFFICIENCY * 1e12)
+    logits = 7 * 1000 * 4 * LOGIT_PASSES / (MEMORY_EFFICIENCY * 1e9)
+    assert Roofline(DENSE, BARE).seconds(7, True) == pytest.approx(math.hypot(memory, compute) + logits)
+
+
+def test_context_costs_the_bytes_of_its_keys_and_values():
+    roofline = Roofline(DENSE, BARE)
+    more = roofline.seconds(7, False, num_context=1000) - roofline.seconds(7, False)
+    assert more == pytest.approx(1000 * 2 * 2 * 2 * 16 * 2 / (MEMORY_EFFICIENCY * 1e9))
+    # Two devices have a head each, four have the same two twice.
+    two, four = (Roofline(DENSE, BARE, tensor_parallel=tp) for tp in (2, 4))
+    costs = [one.seconds(7, False, 1000) - one.seconds(7, False) for one in (two, four)]
+    assert costs == pytest.approx([more / 2, more / 2])
+
+
+def test_tensor_parallel_devices_share_the_weights_and_pay_for_two_all_reduces_a_layer():
+    fast = dataclasses.replace(BARE, link_s=1e-3)
+    params = DENSE.shared_params
+    rest = Roofline(DENSE, BARE).seconds(1, False) - 2 * params / (MEMORY_EFFICIENCY * 1e9)
+    halves = 2 * params / 2 / (MEMORY_EFFICIENCY * 1e9)
+    all_reduces = 2 * 2 * (1e-3 + 2 * 1 / 2 * 64 * 2 / 1e8)
+    two = Roofline(DENSE, fast, tensor_parallel=2).seconds(1, False)
+    assert two == pytest.approx(halves + rest + all_reduces, rel=1e-3)
+
+
+def test_the_floor_and_the_stretch():
+    slow = dataclasses.replace(BARE, launch_s=0.5)
+    plain, floored = Roofline(DENSE, BARE), Roofline(DENSE, slow, extra_s=0.25)
+    assert floored.seconds(3, False) - plain.seconds(3, False) == pytest.approx(2 * 0.5 + 0.25)
+    stretched = Roofline(DENSE, BARE, stretch=3.0)
+    assert stretched.seconds(3, False, 500) == pytest.approx(3 * plain.seconds(3, False, 1500))
+    assert stretched.kv_tokens == pytest.approx(plain.kv_tokens / 3)
+
+
+def test_as_many_experts_are_read_as_tokens_routed_at_random_touch():
+    rng = np.random.default_rng(0)
+    for num_tokens in (1, 5, 20):
+        draws = [len(np.unique([rng.permutation(16)[:2] for _ in range(num_tokens)])) for _ in range(2000)]
+        expected = np.mean(draws) * SPARSE.expert_params
+        # Without compute a step of the experts takes what reading them does.
+        free = dataclasses.replace(BARE, flops_per_s=1e30)
+        seconds = Roofline(SPARSE, free)._expert_seconds(num_tokens)
+        assert seconds == pytest.approx(2 * expected / (MEMORY_EFFICIENCY * 1e9), rel=0.02)
+
+
+def test_expert_parallel_devices_wait_for_the_one_with_most_touched_experts():
+    rng = np.random.default_rng(1)
+    touched = rng.random((20_000, 8, 16)) < 0.4
+    most = touched.sum(axis=2).max(axis=1).mean()
+    assert _most(16, 0.4, 8) == pytest.approx(most, rel=0.03)
+    assert _most(16, 0.4, 1) == 16 * 0.4
+    assert _most(16, 1.0, 8) == 16
+    sliced, whole = (
+        Roofline(SPARSE, BARE, tensor_parallel=4, expert_parallel=whole).seconds(3, False)
+        for whole in (False, True)
+    )
+    assert whole > 1.1 * sliced
+
+
+def test_data_parallel_ranks_share_the_experts_and_their_tokens():
+    alone = Roofline(SPARSE, BARE, data_parallel=4)
+    assert alone.seconds(2, False, 0, 60) > 1.2 * alone.seconds(2, False)
+    # An idle rank serves the others' tokens too.
+    assert alone.seconds(0, False, 0, 62) > 0.5 * alone.seconds(2, False, 0, 60)
+    assert alone.kv_tokens > Roofline(SPARSE, BARE).kv_tokens
+
+
+def config(**changes):
+    fields = json.loads(RECIPES["qwen3_235b"].read_text()) | changes
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size: is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: 0 must be a whole number from 1"),
+        ({"vocab_size": "many"}, "vocab_size: 'many' must be a whole number"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok: is missing"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok: must be at most num_experts, 128"),
+        ({"torch_dtype": "int4"}, "torch_dtype: 'int4' must be one of bfloat16, float16, float32"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank: such models are not modelled"),
+        ({"quantization_config": {"bits": 8}}, "quantization_config: such models are not modelled"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "layer_types: such models are not modelled",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_read(changes, message, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config(**changes)))
+    with pytest.raises(RooflineError, match=message) as error:
+        Model.read(file)
+    assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"config"'])
+def test_a_config_that_is_none(text, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(RooflineError, match="JSON"):
+        Model.read(file)
+
+
+def test_what_older_configs_leave_out(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config(num_key_value_heads=None, head_dim=None, torch_dtype=None)))
+    model = Model.read(file)
+    assert (model.num_kv_heads, model.head_dim, model.bytes_per_value) == (64, 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "message"),
+    [
+        ("qwen3_235b", {"tensor_parallel": 4}, "--tp 4 --dp 1: 118 GB of weights a device do not fit"),
+        ("qwen3_32b", {"tensor_parallel": 3}, "--tp 3: does not divide the model's 64 heads and 8 KV heads"),
+        ("qwen3_8b", {"data_parallel": 2}, "--dp 2: a dense model's ranks do not wait"),
+    ],
+)
+def test_a_layout_that_cannot_be(name, layout, message):
+    with pytest.raises(RooflineError, match=message):
+        Roofline(Model.read(RECIPES[name]), DEVICES["h100"], **layout)
+
+
+def published():
+    """The pairs of benchmarks/roofline.py."""
+    spec = importlib.util.spec_from_file_location("roofline_benchmark", ROOT / "benchmarks/roofline.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_published_step_times_are_met_as_the_record_says():
+    benchmark = published()
+
+    def mean_error(pairs):
+        return np.mean([abs(error) for pair in pairs for _, _, error in benchmark.errors(pair)])
+
+    assert mean_error(benchmark.CALIBRATION) < 0.03
+    of_recipes = [pair for pair in benchmark.CHECK if pair.model in RECIPES]
+    assert {pair.model for pair in of_recipes} == set(RECIPES)
+    assert mean_error(of_recipes) < 0.13
+    assert mean_error(benchmark.CHECK) < 0.20
+    assert len({(pair.model, pair.gpu) for pair in benchmark.CHECK}) >= 10
