@@ -106,6 +106,17 @@ def test_a_full_cache_sends_the_newest_request_back_to_the_queue():
     assert (roomy.seconds, roomy.num_preemptions) == ((5 + 2) + 2 + 2 + 1, 0)
 
 
+def test_the_newest_request_goes_back_wherever_its_row_is():
+    """The first ends at once, and the last row takes its place."""
+    requests = requests_of([line("0", 5, 1, 6, 9)], None)
+    engine = Engine(OFF, FLAT, 3, 0, kv_tokens=18)
+    engine.enqueue(requests)
+    while engine.total.num_preemptions == 0:
+        engine.step()
+    assert engine._queue[0] == (requests[2], 4)
+    assert engine.total.num_tokens == 1 + 4 + 4 + 1
+
+
 def test_a_row_that_is_larger_than_the_cache_runs_alone():
     engine = Engine(OFF, FLAT, 4, 0, kv_tokens=3)
     engine.rollout(requests_of([line("0", 5, 4, 3)], None))

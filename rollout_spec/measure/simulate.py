@@ -222,6 +222,7 @@ class Engine:
         self._max_num_seqs, self._tail_rows, self._kv_tokens = max_num_seqs, tail_rows, kv_tokens
         self._queue: deque[tuple[Request, int]] = deque()  # with the tokens of its response that it has
         self._running: list[Request] = []
+        self._admitted: dict[str, None] = {}  # the names of these, the newest last
         self._drafts: list[list[int]] = []
         self._prefilled: set[str] = set()
 
@@ -252,8 +253,8 @@ class Engine:
         return step_together([self])
 
     def begin_step(self) -> Load:
-        self._preempt()
-        num_tokens = self._admit() + len(self._running) + sum(map(len, self._drafts))
+        num_prefill = 0 if self._preempt() else self._admit()
+        num_tokens = num_prefill + self._num_verified
         return Load(num_tokens, self._num_context, any(self._drafts))
 
     def end_step(self, seconds: float) -> int:
@@ -279,32 +280,39 @@ class Engine:
     def _num_context(self) -> int:
         return int(self._levels[: len(self._running)].sum())
 
-    def _preempt(self) -> None:
-        """Take the last rows away until the tokens of the step have room; the first one stays."""
-        needed = self._num_context + len(self._running) + sum(map(len, self._drafts))
-        while needed > self._kv_tokens and len(self._running) > 1:
-            row = len(self._running) - 1
-            request, level = self._running[row], int(self._levels[row])
-            needed -= level + 1 + len(self._drafts[row])
-            self._queue.appendleft((request, level - len(request.prompt_token_ids)))
+    @property
+    def _num_verified(self) -> int:
+        """Tokens that the rows bring to the step: one each, and their drafts."""
+        return len(self._running) + sum(map(len, self._drafts))
+
+    def _preempt(self) -> bool:
+        """Send the newest rows back until the step's tokens have room; whether there were any. One stays."""
+        num_before = self.total.num_preemptions
+        while len(self._running) > 1 and self._num_context + self._num_verified > self._kv_tokens:
+            newest = next(reversed(self._admitted))
+            row = next(i for i, request in enumerate(self._running) if request.name == newest)
+            request = self._running[row]
+            self._queue.appendleft((request, int(self._levels[row]) - len(request.prompt_token_ids)))
             self._remove(row)
             self.total.num_preemptions += 1
+        return self.total.num_preemptions > num_before
 
     def _admit(self) -> int:
         """Fill the batch; returns the tokens to prefill."""
-        num_tokens, num_context = 0, self._num_context
+        num_tokens, needed = 0, self._num_context + self._num_verified
         while self._queue and len(self._running) < self._max_num_seqs:
             request, num_done = self._queue[0]
             row, prompt = len(self._running), request.prompt_token_ids
             level, end = len(prompt) + num_done, len(prompt) + len(request.response)
-            num_context += level + 1
-            if self._running and num_context > self._kv_tokens:
+            needed += level + 1
+            if self._running and needed > self._kv_tokens:
                 break
             self._queue.popleft()
             self._token_ids[row, : len(prompt)] = prompt
             self._token_ids[row, len(prompt) : end] = request.response
             self._levels[row], self._ends[row] = level, end
             self._running.append(request)
+            self._admitted[request.name] = None
             self._drafts.append([])
             if self.drafter is not None:
                 self.drafter.open(request.name, prompt, end, request.group)
@@ -332,6 +340,7 @@ class Engine:
     def _remove(self, row: int) -> None:
         """End a request; the last row takes its place, as in an engine's batch."""
         last = len(self._running) - 1
+        del self._admitted[self._running[row].name]
         if self.drafter is not None:
             self.drafter.close(self._running[row].name)
         for rows in (self._token_ids, self._levels, self._ends):
