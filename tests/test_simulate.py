@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate import PROBE_EVERY
-from rollout_spec.measure.replay import Rollout
+from rollout_spec.measure.replay import Rollout, read_trace
 from rollout_spec.measure.simulate import (
     Cluster,
     Engine,
@@ -27,6 +28,7 @@ from rollout_spec.measure.simulate import (
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
+TRACE = Path(__file__).parent / "data" / "policy_trace.jsonl.gz"
 FLAT = StepTimes.parse("1:0.01,1000:0.01")  # tokens cost nothing
 # Two CPU cores: 8 more tokens are free for 8 rows, 24 more double the time
 STEPPED = StepTimes.parse("1:0.05,2:0.052,4:0.06,8:0.085,16:0.088,32:0.17,64:0.3,256:1.2")
@@ -151,6 +153,28 @@ def test_a_cluster_of_ranks_is_as_slow_as_its_slowest(threshold):
     together = simulate(lines, Cluster(2, 16, None, num_ranks=2), config, STEPPED, 8)
     assert apart["makespan_s"] <= together["makespan_s"] < 1.6 * apart["makespan_s"]
     assert simulate(lines[:1], Cluster(1, 16, 1, num_ranks=4), config, STEPPED, 8)["makespan_s"] > 0
+
+
+def test_interrupted_samples_draft_as_well_as_others():
+    """On recorded responses; their siblings' text is there again as soon as they go on."""
+    lines = list(read_trace(TRACE))[:16]
+    config = SpecConfig(batch_threshold=64, num_speculative_tokens=8)
+    rates = [
+        simulate(lines, Cluster(1, 64, None, interrupt_every=every), config, FLAT, 8)["tokens_per_step"]
+        for every in (None, 100, 25)
+    ]
+    assert min(rates[1:]) > 0.97 * rates[0] > 1.5
+
+
+def test_an_interruption_costs_a_prefill_and_no_token():
+    times = StepTimes.parse("1:1,100:100")  # a second a token
+    whole, interrupted = (
+        simulate([line("0", 2, 4, 4)], Cluster(1, 2, None, interrupt_every=every), OFF, times, 8)
+        for every in (None, 2)
+    )
+    # Of each response, behind its second token, the prompt and two tokens.
+    assert interrupted["makespan_s"] == whole["makespan_s"] + 2 * (2 + 2)
+    assert interrupted["tokens_per_step"] == whole["tokens_per_step"] == 1
 
 
 def test_copies_are_more_of_the_same_with_tokens_of_their_own():

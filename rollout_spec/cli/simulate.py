@@ -100,6 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--routing", choices=("default", "group"), default="default", help="group: siblings to one engine"
     )
+    cluster.add_argument(
+        "--interrupt-every",
+        type=positive,
+        metavar="N",
+        help="engine steps between weight syncs that interrupt a rollout, as an asynchronous trainer's do",
+    )
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
         "--batch-thresholds",
@@ -149,6 +155,7 @@ def run(args: argparse.Namespace) -> int:
             by_group=args.routing == "group",
             num_ranks=args.dp or 1,
             kv_tokens=getattr(times, "kv_tokens", math.inf),
+            interrupt_every=args.interrupt_every,
         )
         for combination in itertools.product(args.replicas, args.max_num_seqs, args.group_size or [None])
     ]
@@ -232,7 +239,17 @@ def _print_table(title: str, results: list[dict[str, Any]]) -> None:
     from rollout_spec.cli.tables import make_console
     from rollout_spec.report.tables import make_table
 
-    columns = ("rows", "group", "threshold", "K", "makespan s", "x off", "tail share", "acceptance")
+    columns = (
+        "rows",
+        "group",
+        "threshold",
+        "K",
+        "makespan s",
+        "x off",
+        "tail share",
+        "tokens/step",
+        "acceptance",
+    )
     table = make_table(f"{title}: simulated rollouts, * threshold and K to choose", "engines", *columns)
     for result in results:
         best = (result["best_threshold"], result["best_num_speculative_tokens"])
@@ -247,6 +264,7 @@ def _print_table(title: str, results: list[dict[str, Any]]) -> None:
                 f"{figures['makespan_s']:,.1f}",
                 f"{figures['speedup']:.2f}",
                 f"{figures['tail_share']:.2f}",
+                f"{figures['tokens_per_step']:.2f}",
                 f"{figures['acceptance_rate']:.2f}",
             )
         table.add_section()

@@ -8,6 +8,7 @@ when it equals the recorded token.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections import deque
@@ -126,6 +127,7 @@ class EngineRun:
     tail_seconds: float = 0.0
     """Of these, with at most tail_rows requests running."""
     num_steps: int = 0
+    num_row_steps: int = 0
     num_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -225,6 +227,7 @@ class Engine:
         self._admitted: dict[str, None] = {}  # the names of these, the newest last
         self._drafts: list[list[int]] = []
         self._prefilled: set[str] = set()
+        self._num_interrupted_tokens = 0  # which the next step prefills again
 
     @property
     def num_waiting(self) -> int:
@@ -252,9 +255,22 @@ class Engine:
         """One engine step; returns the tokens it gave."""
         return step_together([self])
 
+    def interrupt(self) -> None:
+        """A weight sync of an asynchronous trainer: what runs is aborted, and goes on behind its own text."""
+        self._num_interrupted_tokens = self._num_context
+        self._prefilled.clear()
+        self._drafts = [[] for _ in self._running]
+        if self.drafter is None:
+            return
+        self.drafter.clear(aborted=list(self._admitted))
+        for row, request in enumerate(self._running):
+            text, num_group_tokens = self._token_ids[row, : self._levels[row]], len(request.prompt_token_ids)
+            self.drafter.open(request.name, text, int(self._ends[row]), request.group, num_group_tokens)
+
     def begin_step(self) -> Load:
-        num_prefill = 0 if self._preempt() else self._admit()
-        num_tokens = num_prefill + self._num_verified
+        num_tokens, self._num_interrupted_tokens = self._num_interrupted_tokens, 0
+        num_tokens += 0 if self._preempt() else self._admit()
+        num_tokens += self._num_verified
         return Load(num_tokens, self._num_context, any(self._drafts))
 
     def end_step(self, seconds: float) -> int:
@@ -264,6 +280,7 @@ class Engine:
         result.seconds += seconds
         result.tail_seconds += seconds if num_running <= self._tail_rows else 0.0
         result.num_steps += 1
+        result.num_row_steps += num_running
         nums_new = self._verify()
         num_gained = sum(nums_new)
         result.num_tokens += num_gained
@@ -293,7 +310,7 @@ class Engine:
             row = next(i for i, request in enumerate(self._running) if request.name == newest)
             request = self._running[row]
             self._queue.appendleft((request, int(self._levels[row]) - len(request.prompt_token_ids)))
-            self._remove(row)
+            self._remove(row, has_ended=False)
             self.total.num_preemptions += 1
         return self.total.num_preemptions > num_before
 
@@ -337,12 +354,12 @@ class Engine:
             self.total.num_accepted_tokens += accepted
         return nums_new
 
-    def _remove(self, row: int) -> None:
-        """End a request; the last row takes its place, as in an engine's batch."""
+    def _remove(self, row: int, *, has_ended: bool = True) -> None:
+        """Take a request out of the batch; the last row takes its place, as in an engine's."""
         last = len(self._running) - 1
         del self._admitted[self._running[row].name]
         if self.drafter is not None:
-            self.drafter.close(self._running[row].name)
+            self.drafter.close(self._running[row].name, remember=has_ended)
         for rows in (self._token_ids, self._levels, self._ends):
             rows[row] = rows[last]
         self._running[row], self._drafts[row] = self._running[last], self._drafts[last]
@@ -365,6 +382,7 @@ def rollout(
     ranks: Sequence[Engine],
     parts: Sequence[Sequence[Request]],
     on_tokens: Callable[[int], None] | None = None,
+    interrupt_every: int | None = None,
 ) -> float:
     """Serve the requests of one training step; returns the seconds it took.
 
@@ -372,11 +390,17 @@ def rollout(
         ranks: of one engine; all step while one has work.
         parts: the requests of each rank.
         on_tokens: called with the tokens of each step.
+        interrupt_every: steps from one weight sync to the next within the rollout.
     """
     begin = ranks[0].total.seconds
     for rank, part in zip(ranks, parts, strict=True):
         rank.enqueue(part)
-    while any(rank.has_work for rank in ranks):
+    for num_steps in itertools.count():
+        if not any(rank.has_work for rank in ranks):
+            break
+        if interrupt_every and num_steps and num_steps % interrupt_every == 0:
+            for rank in ranks:
+                rank.interrupt()
         num_gained = step_together(ranks)
         if on_tokens is not None:
             on_tokens(num_gained)
@@ -394,6 +418,7 @@ class Cluster:
     by_group: bool = False
     num_ranks: int = 1  # data-parallel ones of a replica
     kv_tokens: float = math.inf  # of a rank
+    interrupt_every: int | None = None  # engine steps from one weight sync to the next within a rollout
 
 
 def simulate(
@@ -410,8 +435,8 @@ def simulate(
 
     Returns:
         makespan_s, of all rollouts; tail_share, of the time that engines work, with at most tail_rows
-        requests running (in a data-parallel rank); tokens_per_s; acceptance_rate (0 without drafts);
-        num_preemptions.
+        requests running (in a data-parallel rank); tokens_per_s; tokens_per_step, of one request;
+        acceptance_rate (0 without drafts); num_preemptions.
 
     The trace must have a response with a token in it.
     """
@@ -424,7 +449,7 @@ def simulate(
     for lines_of_step in rollouts_of(lines):
         parts = assign(requests_of(lines_of_step, cluster.group_size), len(engines), cluster.by_group)
         makespan += max(
-            rollout(engines[i : i + num_ranks], parts[i : i + num_ranks], on_tokens)
+            rollout(engines[i : i + num_ranks], parts[i : i + num_ranks], on_tokens, cluster.interrupt_every)
             for i in range(0, len(engines), num_ranks)
         )
         if config.history:
@@ -437,6 +462,7 @@ def simulate(
         "makespan_s": makespan,
         "tail_share": totals["tail_seconds"] / totals["seconds"],
         "tokens_per_s": totals["num_tokens"] / makespan,
+        "tokens_per_step": totals["num_tokens"] / totals["num_row_steps"],
         "acceptance_rate": totals["num_accepted_tokens"] / max(1, totals["num_draft_tokens"]),
         "num_preemptions": totals["num_preemptions"],
     }
