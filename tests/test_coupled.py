@@ -438,22 +438,6 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("temperature", [[1.0] * 3, [1.0, 0.0, 1.0], [0.0] * 3])
-def test_the_device_is_waited_for_once_a_race_and_once_for_the_tokens(temperature: list[float]) -> None:
-    """For the blocks that can win, in each of the two races, and for three small copies made at once."""
-    logits, counts = torch.randn(4, 600), [2, 0, 2]
-    drafts, metadata = torch.zeros(4), sampling(temperature)
-    copies: list[torch.Tensor] = []
-    with pytest.MonkeyPatch.context() as patch, Operations() as operations:
-        patch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor) or tensor)
-        step = coupled.CoupledStep(range(3), range(3), counts)
-        bonus = step.sample_behind(logits[:3]).unsqueeze(-1)
-        coupled.coupled_sample(drafts, 2, logits, bonus, metadata, step)
-    assert operations.names.count("nonzero") == (2 if any(temperature) else 1)
-    assert "local_scalar_dense" not in operations.names
-    assert len(copies) == 3
-
-
 class PeakMemory(TorchDispatchMode):
     """The most bytes that tensors made inside have held at one time."""
 

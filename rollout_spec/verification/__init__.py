@@ -4,7 +4,8 @@ In: the target's logits, the draft tokens, a noise key per request. Out: the tok
 May import: numpy, torch.
 
 Read in this order: `coupled` (the default) or `standard`, two ways to verify; `prefixes`, what both make of
-the draft tokens that hold; `noise`, random numbers by request and position; `blocks`, long rows in parts.
+the draft tokens that hold; `noise`, random numbers by request and position; `blocks`, long rows in parts;
+`transfers`, what goes between host and device.
 
 No function loops over positions or requests, except over requests that bring a generator of their own.
 A temporary as large as the logits is made in chunks of 16 MiB (`blocks.rows_at_a_time`).

@@ -28,6 +28,7 @@ from rollout_spec.verification.blocks import (
     split_blocks,
 )
 from rollout_spec.verification.prefixes import matching_prefixes
+from rollout_spec.verification.transfers import sent
 
 # Values that are added at a time: `_sums`.
 SUM_SIZE = 16
@@ -96,7 +97,7 @@ def coupled_sample(
     else:
         own = step.sample(target_logits)
         if not sampling_metadata.all_random:
-            requests = torch.from_numpy(step.draft_requests).to(own.device)
+            requests = sent(step.draft_requests, own.device)
             is_sampled = sampling_metadata.temperature[requests] > 0
             own = torch.where(is_sampled, own, argmax(target_logits))
     return matching_prefixes(own, draft_token_ids, bonus_token_ids, step.num_draft_tokens, max_spec_len)

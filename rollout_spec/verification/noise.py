@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rollout_spec.verification.transfers import sent
+
 # The constants of SplitMix64, of 64 bits without a sign; int64 holds them less 2**64.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _SHIFTS_AND_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
@@ -69,7 +71,7 @@ def random_words(seeds: torch.Tensor, num: int, device: torch.device) -> torch.T
     Returns:
         int64 [n, num]; element i depends on the row's seed and on i, not on n or num.
     """
-    words = splitmix(seeds.to(device).unsqueeze(-1), torch.arange(1, num + 1, device=device))
+    words = splitmix(sent(seeds, device).unsqueeze(-1), torch.arange(1, num + 1, device=device))
     words >>= 32
     return words.bitwise_and_(0xFFFFFFFF)
 

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rollout_spec.verification.transfers import fetched, sent
+
 PLACEHOLDER_TOKEN_ID = -1  # vLLM's, where a row has no token
 
 
@@ -32,10 +34,11 @@ def matching_prefixes(
     Returns:
         int32 [batch_size, max_spec_len + 1], on the device of `own`; PLACEHOLDER_TOKEN_ID behind the tokens.
     """
-    tokens = np.concatenate([own.cpu().numpy(), bonus_token_ids.view(-1).cpu().numpy()], dtype=np.int32)
+    at_drafts, behind, drafts = fetched(own, bonus_token_ids, draft_token_ids)
+    tokens = np.concatenate([at_drafts, behind])
     counts, requests = np.array(num_draft_tokens)[:, np.newaxis], np.arange(len(num_draft_tokens))
     is_same = np.zeros(len(tokens), np.bool_)  # never behind a draft, so each row has one that is not
-    is_same[: len(own)] = tokens[: len(own)] == draft_token_ids.cpu().numpy()
+    is_same[: len(own)] = at_drafts == drafts
     offsets = np.arange(max_spec_len + 1)
     places = np.where(
         offsets < counts, counts.cumsum(axis=0) - counts + offsets, len(own) + requests[:, np.newaxis]
@@ -43,7 +46,7 @@ def matching_prefixes(
     num_accepted = is_same[places].argmin(axis=1)
     rows = tokens[places]
     rows[offsets > num_accepted[:, np.newaxis]] = PLACEHOLDER_TOKEN_ID
-    return torch.from_numpy(rows).to(own.device)
+    return sent(rows, own.device)
 
 
 def first_rejected(

@@ -16,6 +16,7 @@ import torch
 from rollout_spec.verification.blocks import argmax, rows_at_a_time
 from rollout_spec.verification.coupled import num_drawn, race
 from rollout_spec.verification.prefixes import first_rejected, matching_prefixes
+from rollout_spec.verification.transfers import sent
 
 GREEDY_TEMPERATURE = 0  # vLLM up to 0.11 wrote -1
 
@@ -96,7 +97,7 @@ def rejection_sample(
     # What replaces a rejected token differs from it, so the others can stand for the target's own.
     own = drafts.clone() if best is None else torch.where(is_greedy, best, drafts)
     rejecting, places = first_rejected(accepted.cpu().numpy(), num_draft_tokens)
-    at = torch.from_numpy(places).to(device)
+    at = sent(places, device)
     dtype = torch.float64 if use_fp64_gumbel else torch.float32
     recovered = _recovered(rejecting.tolist(), at, drafts, draft_probs, target_logits, generators, dtype)
     own[at] = recovered if best is None else torch.where(is_greedy[at], best[at], recovered)
@@ -143,7 +144,8 @@ def _recovered(
 
     The distribution is max(target - draft, 0), normalised; for a point-mass draft the target's without the
     draft token. An exponential race decides: argmax of probability / Exp(1) noise. It is run between tokens
-    where the counterpart's random numbers must be met, elsewhere as `coupled.race`, which needs less noise.
+    where the counterpart's random numbers must be met, and on an accelerator, which each `coupled.race` would
+    wait for; elsewhere as `coupled.race`, which needs less noise.
 
     Args:
         requests: the numbers of the n requests.
@@ -160,7 +162,7 @@ def _recovered(
             masses.scatter_(-1, drafts[at].unsqueeze(-1), 0.0)
         else:
             masses.sub_(draft_probs[at]).clamp_(min=0)
-        by_token = bool(generators) or dtype == torch.float64
+        by_token = bool(generators) or dtype == torch.float64 or logits.device.type != "cpu"
         num = vocab_size if by_token else num_drawn(vocab_size)
         drawn = torch.empty(len(at), num, dtype=dtype, device=masses.device)
         _fill_with_noise(drawn, requests[first : first + size], generators)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from rollout_spec.patches import Patch
 from rollout_spec.verification.prefixes import PLACEHOLDER_TOKEN_ID
+from rollout_spec.verification.transfers import sent
 
 KEPT_LOGPROBS = Patch(
     name="vllm-kept-logprobs",
@@ -35,7 +39,7 @@ def kept_logprobs(
     """vLLM's `RejectionSampler._get_logprobs_tensors`; zeros where no token is.
 
     Args:
-        metadata: vLLM's SpecDecodeMetadata; `cu_num_draft_tokens`, int32 [batch_size], is read.
+        metadata: vLLM's SpecDecodeMetadata; `num_draft_tokens`, per request, is read.
         logits: not used.
         target_logits: [num_tokens, vocab_size], at the draft positions.
         bonus_logits: [batch_size, vocab_size], behind the drafts.
@@ -46,22 +50,29 @@ def kept_logprobs(
 
     Memory: two temporaries of as many rows of logits as tokens are kept.
     """
-    requests, columns = (sampled_token_ids != PLACEHOLDER_TOKEN_ID).nonzero().unbind(-1)
-    ends = metadata.cu_num_draft_tokens.long()
-    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    at = starts[requests] + columns
-    is_draft = at < ends[requests]
-    drafted, behind = is_draft.nonzero().squeeze(-1), is_draft.logical_not().nonzero().squeeze(-1)
-    kept = torch.cat([target_logits[at[drafted]].float(), bonus_logits[requests[behind]].float()])
+    rows = sampled_token_ids.cpu().numpy()  # the one wait: on the device, each `nonzero` would be another
+    requests, columns = (rows != PLACEHOLDER_TOKEN_ID).nonzero()
+    counts = np.array(metadata.num_draft_tokens)
+    is_draft = columns < counts[requests]
+    at = (counts.cumsum() - counts)[requests] + columns
+    order = np.argsort(~is_draft, kind="stable")  # of drafts, then of what comes behind them
+    places, tokens = (requests * rows.shape[1] + columns)[order], rows[requests, columns][order]
+    drafted, behind, places, tokens = _sent_together(
+        (at[is_draft], requests[~is_draft], places, tokens), target_logits.device
+    )
+    kept = torch.cat([target_logits[drafted].float(), bonus_logits[behind].float()])
     if not verifier.is_logits_logprobs_mode:
         kept = verifier.sampler.compute_logprobs(kept)
-    places = (requests * sampled_token_ids.shape[1] + columns)[torch.cat([drafted, behind])]
-    tokens = sampled_token_ids.flatten()[places].long()
     found = verifier.sampler.gather_logprobs(kept, max_num_logprobs, tokens)
-    num_places = sampled_token_ids.numel()
     return LogprobsTensors(
         *(
-            part.new_zeros(num_places, *part.shape[1:]).index_copy_(0, places, part)
+            part.new_zeros(rows.size, *part.shape[1:]).index_put_((places,), part)
             for part in (found.logprob_token_ids, found.logprobs, found.selected_token_ranks)
         )
     )
+
+
+def _sent_together(arrays: Sequence[npt.NDArray], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Arrays [n] on the device, int64; in one copy."""
+    together = sent(np.concatenate(arrays, dtype=np.int64), device)
+    return together.split([len(array) for array in arrays])

@@ -354,7 +354,7 @@ def test_logprobs_of_what_is_kept_are_vllms(counts: list[int], num_logprobs: int
     logits = torch.empty(sum(counts) + batch_size, vocab_size)
     is_draft = torch.ones(len(logits), dtype=torch.bool).index_fill(0, behind, False)
     metadata = types.SimpleNamespace(
-        cu_num_draft_tokens=ends, cu_num_sampled_tokens=ends + torch.arange(1, batch_size + 1),
+        num_draft_tokens=counts, cu_num_sampled_tokens=ends + torch.arange(1, batch_size + 1),
         target_logits_indices=is_draft.nonzero().squeeze(-1), bonus_logits_indices=behind,
     )  # fmt: skip
     verifier = RejectionSampler(Sampler(logprobs_mode=mode))

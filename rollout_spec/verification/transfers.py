@@ -1,0 +1,22 @@
+"""Small copies between the host and a device. A copy back waits for the device; a copy to it does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def sent(values: npt.NDArray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The host's values, on the device; from pinned memory: any other copy waits for all work before it."""
+    tensor = torch.as_tensor(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def fetched(*tensors: torch.Tensor) -> list[npt.NDArray[np.int32]]:
+    """Token ids, flat and on the host; with one wait for all of them."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    if flat[0].device.type != "cpu":
+        together = torch.cat([tensor.to(torch.int32) for tensor in flat]).cpu()
+        flat = list(together.split([len(tensor) for tensor in flat]))
+    return [tensor.numpy().astype(np.int32, copy=False) for tensor in flat]

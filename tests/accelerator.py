@@ -1,0 +1,162 @@
+"""An accelerator that is not there: what the host waits for, what is copied, and how much memory is held.
+
+Tensors are torch's fake tensors on `cuda` (FakeTensorMode), each with its value behind it on the host. Every
+operation runs twice: on the fake tensors, which say what comes out and refuse to mix devices as CUDA does,
+and on the values, which answer where the host reads a result. So the code under test goes its own way, as it
+would on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
+_INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+_DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class Accelerator(TorchDispatchMode):
+    """Torch with one accelerator; used as a context.
+
+    Attributes:
+        waits: the functions that wait until the device has done all that it was given, once for each time.
+        num_sent: copies to the device that nothing waits for: of pinned memory, `non_blocking`.
+        operations: what ran on the device, with the functions that called it.
+        peak: the most bytes that tensors made there have held at one time. What an operation takes inside is
+            not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._made: list[weakref.ref[FakeTensor]] = []
+        self.operations: set[tuple[torch._ops.OpOverload, str]] = set()
+        self.start()
+
+    def start(self) -> None:
+        """Count from here on, and memory beyond what is held now."""
+        self.waits: list[str] = []
+        self.num_sent = 0
+        self._held, self.peak = self._num_bytes(), 0
+
+    def __enter__(self) -> Accelerator:
+        self._fake.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._fake.__exit__(*error)
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor on the device with this value; not counted as a copy."""
+        with self._fake:
+            tensor = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=DEVICE)
+        return self._with_value(tensor, value)
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        values = _run_on_host(func, args, kwargs)
+        if kwargs.get("device", HOST).type == "cpu" and not any(map(is_there, given)):
+            return values
+        if func is aten._to_copy.default:
+            results = self._copied(args[0], kwargs, values)
+        elif func is aten.copy_.default:
+            blocking = not (kwargs.get("non_blocking") or args[2:] == (True,))
+            self._count_copy(args[1], is_there(args[0]), blocking)
+            results = args[0]
+        else:
+            self.operations.add((func, place()))
+            results = self._computed(func, args, kwargs, given, values)
+        self.peak = max(self.peak, self._num_bytes() - self._held)
+        return results
+
+    def _copied(self, source: torch.Tensor, kwargs: Any, value: torch.Tensor) -> torch.Tensor:
+        to_device = kwargs.get("device", source.device).type != "cpu"
+        self._count_copy(source, to_device, not kwargs.get("non_blocking"))
+        return self.put(value) if to_device else value
+
+    def _count_copy(self, source: torch.Tensor, to_device: bool, blocking: bool) -> None:
+        if to_device and is_there(source):
+            return
+        if blocking or (to_device and not getattr(source, "pinned", False)):
+            self.waits.append(place())
+        elif to_device:
+            self.num_sent += 1
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], values: Any) -> Any:
+        if func in _INDEXING:  # CUDA copies what is on the host, a number to be put there as well
+            self.waits += [place()] * sum(not is_there(x) for x in given)
+        if _depends_on_values(func, args, kwargs):
+            self.waits.append(place())
+            there = {id(x.value): x for x in given if is_there(x)}  # what is changed in place
+            return tree_map(lambda x: there.get(id(x)) or self.put(x) if _is_tensor(x) else x, values)
+        results = func(*args, **kwargs)
+        for result, value in zip(tree_leaves(results), tree_leaves(values), strict=True):
+            assert (result.shape, result.dtype, is_there(result)) == (value.shape, value.dtype, True), func
+            self._with_value(result, value)
+        return results
+
+    def _with_value(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        tensor.value = value
+        self._made.append(weakref.ref(tensor))
+        return tensor
+
+    def _num_bytes(self) -> int:
+        alive = [(ref, tensor) for ref in self._made if (tensor := ref()) is not None]
+        self._made = [ref for ref, _ in alive]
+        storages = [tensor.value.untyped_storage() for _, tensor in alive]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def is_there(x: Any) -> bool:
+    """Whether it is a tensor on the device."""
+    return isinstance(x, FakeTensor)
+
+
+def place() -> str:
+    """The function of this package or of vLLM that is running, with its module; else the outermost."""
+    frame = sys._getframe()
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] not in ("rollout_spec", "vllm"):
+        frame = frame.f_back
+    return f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _run_on_host(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is aten.is_pinned.default:
+        return getattr(args[0], "pinned", False)
+    on_host = {name: HOST if name == "device" else value for name, value in kwargs.items()}
+    is_pinned = on_host.pop("pin_memory", False) or func is aten._pin_memory.default
+    with unset_fake_temporarily():  # pinning takes a GPU
+        run = torch.clone if func is aten._pin_memory.default else func
+        values = run(*tree_map(_value, args), **tree_map(_value, on_host))
+    if is_pinned:
+        values.pinned = True
+    return values
+
+
+def _value(x: Any) -> Any:
+    return x.value if is_there(x) else x
+
+
+def _depends_on_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the host has to read the device before it knows what comes out."""
+    if func in _INDEXING:
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    if func is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return bool(_DEPENDS_ON_VALUES & set(func.tags))
