@@ -286,7 +286,7 @@ def test_a_demo_configuration_passes_verls_own_checks(name, spec):
     config = _compose(f"+rollout_spec_demo=[cpu,{name}]", f"+rollout.spec={spec}")
     _validate(config)
     assert config.trainer.device == "cpu"
-    assert config.ray_kwargs.ray_init.num_gpus == 1
+    assert config.ray_kwargs.ray_init.num_gpus > config.trainer.n_gpus_per_node, "one to roll out"
     assert config.actor_rollout_ref.rollout.n == 8
     assert config.algorithm.filter_groups.enable is (name == "dapo")
 
@@ -350,3 +350,32 @@ def test_dapo_settings_reach_verls_reward_manager():
     )
     assert manager.max_resp_len == 128
     assert manager.overlong_buffer_cfg.len == 64
+
+
+_SAVE_AND_TRAIN_ON = """
+import torch, verl
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu, fsdp2_sharded_save_to_cpu
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(3, 2)
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+before = model.weight.to_local().clone()
+saved = fsdp2_sharded_save_to_cpu(model)
+with torch.no_grad():
+    model.weight.to_local().add_(1)
+later = model.weight.to_local().clone()
+latest = fsdp2_sharded_save_to_cpu(model)
+for shards, expected in ((saved, before), (latest, later)):
+    fsdp2_sharded_load_from_cpu(model, *shards)
+    assert torch.equal(model.weight.to_local(), expected)
+"""
+
+
+def test_what_verl_saves_of_a_model_stays_while_it_is_trained_on() -> None:
+    """As in separate_async, which computes with older weights in between."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SAVE_AND_TRAIN_ON], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

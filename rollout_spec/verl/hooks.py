@@ -22,7 +22,7 @@ def install() -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     compute, validate = PPOTrainer._compute_metrics, PPOTrainer._validate
-    save, init = PPOTrainer._save_checkpoint, PPOTrainer.init
+    save, fit = PPOTrainer._save_checkpoint, PPOTrainer.fit
 
     @functools.wraps(compute)
     def compute_metrics(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -44,16 +44,17 @@ def install() -> None:
         save(self)
         remove_orphans(self)
 
-    @functools.wraps(init)
-    def init_with_history(self: Any) -> None:
-        init(self)  # only then there are all servers, engines of their own included
-        load_history(self)
+    @functools.wraps(fit)
+    def fit_with_history(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_history(self)  # not with the checkpoint: engines of their own are there only now
+        share_history(self)  # nothing yet, but the servers know from now on that they have to
+        fit(self, *args, **kwargs)
 
     signature = "(self, batch: transfer_queue.metadata.KVBatchMeta, metrics, timing_raw, global_steps, epoch)"
     for name, function, expected in (
         ("_compute_metrics", compute_metrics, signature),
         ("_validate", validate_apart, None),
         ("_save_checkpoint", save_checkpoint, "(self)"),
-        ("init", init_with_history, "(self)"),
+        ("fit", fit_with_history, None),
     ):
         replace_function(PPOTrainer, name, function, patch=_PATCH, expected_signature=expected)

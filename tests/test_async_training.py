@@ -1,0 +1,188 @@
+"""verl's asynchronous trainers with drafting, two rollout engines each: samples are interrupted and go on.
+
+One training of `colocate_async`. One of `separate_async`, in which the trainer's own rollout engine comes and
+goes beside another one, and a second that resumes from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+
+from rollout_spec.demo.data import make_data
+from rollout_spec.demo.model import make_model
+from rollout_spec.demo.runner import METRICS_FILE, TRACE_FOLDER
+from rollout_spec.drafting.history import History, group_key, read_file
+from rollout_spec.verl.history import FILE
+from tests.test_training import execute
+
+NUM_STEPS = 3
+NUM_PROMPTS = 2  # of a batch
+NUM_SAMPLES = 8
+LENGTH = 48
+HISTORY = 100  # of a prompt, more than it gets
+NUM_REPLICAS = 2
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+class Response(NamedTuple):
+    """One that has come to its end, on whatever replica, and the weights' version that it had then."""
+
+    replica: int
+    version: int
+    group: str
+    name: list[Any]
+    length: int
+
+    @property
+    def kind(self) -> str:
+        return self.name[2]
+
+
+class Run(NamedTuple):
+    folder: pathlib.Path
+    metrics: dict[int, dict[str, float]]  # by training step
+    responses: list[Response]
+
+    def ended(self, kind: str) -> list[Response]:
+        return [response for response in self.responses if response.kind == kind]
+
+    def total(self, metric: str) -> float:
+        return sum(metrics[f"rollout/spec_{metric}"] for metrics in self.metrics.values())
+
+
+def train(folder: pathlib.Path, mode: str, *overrides: str, until: tuple[int, ...] = (NUM_STEPS,)) -> Run:
+    """Train up to each of these steps, from the checkpoint of the one before."""
+    train_file, val_file = make_data(folder, num_train=2 * NUM_PROMPTS, num_val=NUM_PROMPTS)
+    model = make_model(pathlib.Path(".cache/models/smollm2-float32"), dtype="float32")
+    given = [
+        f"+rollout_spec_demo=[cpu,grpo,{mode}]",
+        "+rollout.spec=sam",
+        "rollout.spec.batch_threshold=64",
+        f"rollout.spec.history={HISTORY}",
+        f"trainer.default_local_dir={folder}",
+        f"data.max_response_length={LENGTH}",
+        f"data.train_files={train_file}",
+        f"data.val_files={val_file}",
+        f"actor_rollout_ref.model.path={model.absolute()}",
+        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
+        "actor_rollout_ref.rollout.temperature=0.3",
+        # Not even a batch fits at once, so that a weight sync finds some at work.
+        "actor_rollout_ref.rollout.max_num_seqs=6",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=268435456",
+        f"hydra.run.dir={folder}/hydra",
+        *overrides,
+    ]
+    metrics = {}
+    for last in until:
+        command = [
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
+            *given,
+            f"trainer.total_training_steps={last}",
+        ]
+        execute(command, folder, f"train-{last}.log")
+        lines = map(json.loads, (folder / METRICS_FILE).read_text().splitlines())
+        metrics |= {line["step"]: line["data"] for line in lines}
+    responses = [
+        Response(replica, line["step"], line["group"], name, len(response))
+        for replica in range(NUM_REPLICAS)
+        for line in map(json.loads, (folder / TRACE_FOLDER / f"rollouts-{replica}.jsonl").open())
+        for name, response in zip(line["names"], line["responses"], strict=True)
+    ]
+    return Run(folder, metrics, responses)
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    options = ["trainer.test_freq=2", f"trainer.n_gpus_per_node={NUM_REPLICAS}"]
+    return train(tmp_path_factory.mktemp("colocated"), "colocate_async", *options)
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The trainer's own engine serves at first, and from each validation to the next step."""
+    options = [
+        "actor_rollout_ref.hybrid_engine=true",
+        "trainer.v1.separate_async.hybrid_rollout.enable_switch=true",
+        "trainer.v1.separate_async.num_warmup_batches=2",
+        "rollout.spec.routing=group",
+        "trainer.resume_mode=auto",
+        "trainer.save_freq=1",
+        "trainer.test_freq=1",
+    ]
+    return train(tmp_path_factory.mktemp("separate"), "separate_async", *options, until=(2, NUM_STEPS))
+
+
+@pytest.fixture(params=["colocated", "separate"])
+def run(request: pytest.FixtureRequest) -> Run:
+    return request.getfixturevalue(request.param)
+
+
+def test_every_step_drafts_and_logs_the_version_that_it_replaced(run: Run) -> None:
+    assert sorted(run.metrics) == list(range(1, NUM_STEPS + 1))
+    for step, metrics in run.metrics.items():
+        assert metrics["rollout/spec_first_version"] == metrics["rollout/spec_last_version"] == step - 1
+        assert metrics["rollout/spec_num_draft_tokens"] > 0
+        assert metrics["rollout/spec_tokens_per_step"] > 1
+        assert metrics["rollout/spec_num_failed_steps"] == 0
+        assert metrics["rollout/spec_rollout_seconds"] > 0
+        assert 1 <= metrics["rollout/spec_load_imbalance"] <= NUM_REPLICAS
+
+
+def test_samples_are_interrupted_and_go_on_under_other_weights(run: Run) -> None:
+    assert run.total("num_interrupted") > 0
+    spans = [metrics["training/off_policy/trajectory_spans/max"] for metrics in run.metrics.values()]
+    assert max(spans) > 1, "the trainer has trained on one"
+
+
+def test_no_response_is_lost_or_there_twice(run: Run) -> None:
+    names = [json.dumps(response.name) for response in run.responses]
+    assert len(set(names)) == len(names)
+    assert all(0 < response.length <= LENGTH for response in run.responses)
+    assert len(run.ended("train")) >= NUM_STEPS * NUM_PROMPTS * NUM_SAMPLES, "all that was trained on"
+
+
+def test_the_tokens_that_the_steps_log_are_those_of_the_responses(run: Run) -> None:
+    """Up to those of responses that had been interrupted and not ended when their process did."""
+    of_the_open = run.total("generated_tokens") - sum(response.length for response in run.ended("train"))
+    assert 0 <= of_the_open < LENGTH * run.total("num_interrupted")
+
+
+def test_a_validation_is_served_and_not_counted(run: Run) -> None:
+    validations = [
+        step for step, metrics in run.metrics.items() if any("val-core" in name for name in metrics)
+    ]
+    assert validations
+    # What is validated after the last step is in no later one.
+    assert {response.name[1] for response in run.ended("val")} >= set(validations[:-1])
+
+
+def test_the_trainers_own_engine_comes_and_goes(separate: Run) -> None:
+    versions = {response.version for response in separate.responses if response.replica == 0}
+    assert len(versions) > 1
+    assert {response.replica for response in separate.ended("train")} == {0, 1}
+
+
+def test_a_run_that_resumes_has_the_history_of_its_checkpoint(separate: Run) -> None:
+    before, after = (saved(separate, step) for step in (2, 3))
+    first = [response for response in separate.responses if response.version == 0]
+    for group in {response.group for response in first}:
+        num_ended = sum(response.group == group for response in first)
+        assert len(before[group]) >= num_ended, "what had ended at the weight sync before"
+        for response in before[group]:
+            after[group].remove(response)
+
+
+def saved(run: Run, step: int) -> dict[str, list[list[int]]]:
+    """The responses in a checkpoint, by group."""
+    history = History(HISTORY, 1 << 30)
+    history.merge(read_file(run.folder / f"global_step_{step}" / FILE))
+    groups = {response.group for response in run.responses}
+    return {group: [text.tolist() for text in history.get(group_key(group))] for group in groups}
