@@ -27,6 +27,9 @@ export UV_CACHE_DIR ?= $(CURDIR)/.cache/uv
 # Without byte code every Ray worker would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
+# The engine for GPUs, beside the one of this machine.
+CUDA_VENV ?= $(VENV)/cuda
+
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
 PYTEST := $(BIN)/python -m pytest --numprocesses 2
@@ -39,7 +42,7 @@ SUFFIX := $(VENV)/.suffix-$(ENGINE)
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
 SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
 
-.PHONY: help demo test test-fast check format asan bench docs dev lock clean
+.PHONY: help demo test test-fast check format asan bench docs dev lock lock-check cuda-imports clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -121,6 +124,34 @@ lock: $(UV) ## renew requirements/{cpu,cuda,docs}.txt
 	  $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \
 		requirements/docs.in; \
 	} > requirements/docs.txt
+
+# For the oldest glibc that the wheels are for. What installing them as listed would bring is what their metadata
+# ask for, no more and no less. One package has no wheel, and is plain Python.
+lock-check: $(UV) ## see that requirements/cuda.txt would install on a machine with a GPU (no wheel is downloaded)
+	@mkdir -p build/lock
+	@for python in 3.11 3.12; do \
+		for_gpus="--python-platform x86_64-manylinux_2_31 --python-version $$python"; \
+		$(UV) pip install --dry-run --no-deps --only-binary :all: --no-binary antlr4-python3-runtime $$for_gpus \
+			--target build/lock/none --requirement requirements/cuda.txt 2> build/lock/log || { cat build/lock/log >&2; exit 1; }; \
+		sed -n 's/^ + //p' build/lock/log | sort > build/lock/listed; \
+		$(UV) pip compile --quiet $$for_gpus --no-header --no-annotate --override requirements/cuda-overrides.txt \
+			requirements/cuda.txt | sort > build/lock/wanted; \
+		diff build/lock/listed build/lock/wanted; \
+		echo "Python $$python: $$(wc -l < build/lock/listed) packages"; \
+	done
+
+IMPORTS := import importlib, pkgutil, rollout_spec; \
+	names = [module.name for module in pkgutil.walk_packages(rollout_spec.__path__, "rollout_spec.")]; \
+	names.remove("rollout_spec.cli.__main__"); \
+	[importlib.import_module(name) for name in names]; \
+	from rollout_spec.vllm.sampler import check_engine_patches; check_engine_patches(); \
+	print(len(names), "modules import, and the engine patches fit")
+
+# As far as that goes without a driver: vLLM's own kernels do not load.
+cuda-imports: ## see, without a GPU, that all modules import with the CUDA engine (.venv/cuda, 11 GB)
+	$(MAKE) --no-print-directory dev ENGINE=cuda VENV=$(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -W ignore -c '$(IMPORTS)'
+	$(CUDA_VENV)/bin/python -m pytest -q tests/test_device_waits.py
 
 clean: ## remove everything that was built or downloaded
 	rm -rf $(VENV) .cache build dist outputs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
