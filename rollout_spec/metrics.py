@@ -21,7 +21,7 @@ class Metric:
 METRICS = (
     Metric(
         "rollout_seconds",
-        "Seconds in which the busiest server had training requests; waiting for a weight sync is excluded.",
+        "Seconds in which the busiest server had training requests, weight syncs excluded.",
         "Compare it between two runs with `rollout-spec compare`.",
     ),
     Metric(

@@ -311,7 +311,7 @@ def test_what_cannot_be_built_is_one_line_and_leaves_nothing(tmp_path, capsys, f
     assert command("corpus", "build", tmp_path / file, "-o", tmp_path / output) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert error.startswith("rollout-spec corpus: ") and error.count("\n") == 1
+    assert error.startswith("rollout-spec corpus build: ") and error.count("\n") == 1
     assert set(tmp_path.iterdir()) == before
 
 

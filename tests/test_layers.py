@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "drafting": ("config metrics", "numpy"),
     "verification": ("", "numpy torch"),
     "vllm": ("config metrics patches drafting verification", "numpy torch vllm"),
-    "verl_cpu": ("patches", "torch verl zmq"),
+    "verl_cpu": ("patches", "ray torch verl zmq"),
     "verl": (
         "config metrics patches drafting vllm verl_cpu",
         "hydra omegaconf ray tensordict verl",
