@@ -344,7 +344,7 @@ def test_an_engine_that_never_calls_its_drafter_fails_the_run(make_server: Any) 
         serve_a_step(server)
 
 
-MAX_TOKENS = 60
+MAX_TOKENS = 120
 
 
 async def finish(server: Any, number: int, kind: str, parts: list[tuple[int, int, str]]) -> list[int]:
@@ -374,7 +374,9 @@ async def train(server: Any, num_syncs: int, pause_s: float) -> tuple[list[Any],
     samples = [(number, "train") for number in range(8)] + [(number, "val") for number in range(4)]
     texts = asyncio.gather(*(finish(server, number, kind, parts) for number, kind in samples))
     for version in range(num_syncs + 1):
-        for _ in range(60):
+        while server._windows.is_untouched:
+            await asyncio.sleep(0.001)
+        for _ in range(6):
             await asyncio.sleep(0)
         await server.abort_all_requests(reject_request=version % 2 == 1)
         reports[version] = await server.take_rollout_report()
@@ -416,6 +418,7 @@ def test_every_version_has_exactly_the_counts_of_what_it_generated(make_server: 
 
 def test_servers_share_whole_texts_and_only_between_two_versions(make_server: Any) -> None:
     server = make_server({"history": 100}, is_stepping=True)
+    drafter = proposer_of(server.engine.llm)._drafter
 
     async def step() -> list[bytes]:
         assert await server.take_history() != [], "it begins to share"
@@ -423,13 +426,13 @@ def test_servers_share_whole_texts_and_only_between_two_versions(make_server: An
         taken = await server.take_history()
         running = asyncio.create_task(server.engine.run())
         sample = asyncio.create_task(finish(server, 1, "train", []))
-        while server._windows.is_quiet:
+        while not drafter.request_ids:
             await asyncio.sleep(0)
         assert await server.take_history() == []
         await server.add_history(taken)
         assert server._received == taken, "no engine step waits for that"
         packed = await server.pack_history()
-        assert proposer_of(server.engine.llm)._drafter.request_ids, "its requests run on"
+        assert drafter.request_ids, "its requests run on"
         await sample
         running.cancel()
         return [packed, *taken]
