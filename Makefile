@@ -34,7 +34,7 @@ BIN := $(VENV)/bin
 UV := $(BIN)/uv
 PYTEST := $(BIN)/python -m pytest --numprocesses 2
 # Exit code 5: TEST_ARGS chose none of them.
-FAST = $(PYTEST) -m 'not slow' --dist loadfile $(TEST_ARGS) || [ $$? = 5 ]
+FAST = $(PYTEST) -m 'not slow and not asynchronous' --dist loadfile $(TEST_ARGS) || [ $$? = 5 ]
 NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 BUILT := $(VENV)/.built
@@ -42,7 +42,7 @@ SUFFIX := $(VENV)/.suffix-$(ENGINE)
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
 SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
 
-.PHONY: help demo test test-fast check format asan bench docs dev lock lock-check cuda-imports clean
+.PHONY: help demo test test-fast test-async check format asan bench docs dev lock lock-check cuda-imports clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -56,6 +56,9 @@ test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name')
 
 test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing
 	$(FAST)
+
+test-async: dev ## train in verl's asynchronous modes
+	$(BIN)/python -m pytest -m asynchronous $(TEST_ARGS)
 
 check: dev ## format, lint, types, C warnings as errors
 	$(BIN)/ruff format --check .

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-TRAININGS = {"test_training.py", "test_async_training.py"}
+TRAINING, ASYNC_TRAINING = "test_training.py", "test_async_training.py"
 
 
 def pytest_configure() -> None:
@@ -17,16 +17,18 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines and trainings are `slow`, and a file of them stays in one process.
+    """Engines and the synchronous trainings are `slow`, and a file of them stays in one process.
 
-    So do all trainings: two at a time need too much memory. They come first, since they take longest.
+    The trainings come first, since they take longest. Asynchronous ones are apart: two trainings at a time
+    need too much memory.
     """
-    items.sort(key=lambda item: item.path.name not in TRAININGS)
+    items.sort(key=lambda item: item.path.name != TRAINING)
     for item in items:
-        trains = item.path.name in TRAININGS
-        if trains or item.path.parent.name == "engine":
+        if item.path.name == ASYNC_TRAINING:
+            item.add_marker(pytest.mark.asynchronous)
+        elif item.path.name == TRAINING or item.path.parent.name == "engine":
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.xdist_group("trainings" if trains else item.path.name))
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -168,9 +168,9 @@ class _Stopwatch:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._drafter, name)
 
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter_ns()
-            result = method(*args)
+            result = method(*args, **kwargs)
             self.nanoseconds += time.perf_counter_ns() - begin
             return result
 
