@@ -52,7 +52,7 @@ demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARG
 
 test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name')
 	$(FAST)
-	$(PYTEST) -m slow --dist loadgroup --no-loadscope-reorder $(TEST_ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m slow --dist loadfile --no-loadscope-reorder $(TEST_ARGS) || [ $$? = 5 ]
 
 test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing
 	$(FAST)

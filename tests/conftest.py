@@ -17,10 +17,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines and the synchronous trainings are `slow`, and a file of them stays in one process.
+    """Engines and the synchronous trainings are `slow`; these come first, since they take longest.
 
-    The trainings come first, since they take longest. Asynchronous ones are apart: two trainings at a time
-    need too much memory.
+    Asynchronous trainings are apart: two trainings at a time need too much memory.
     """
     items.sort(key=lambda item: item.path.name != TRAINING)
     for item in items:
@@ -28,7 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.asynchronous)
         elif item.path.name == TRAINING or item.path.parent.name == "engine":
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
