@@ -108,7 +108,7 @@ class SpecConfig:
     )
     max_index_mb: int = _option(
         1024,
-        "byte budget of the index and of the history, MiB each, in every worker of an engine",
+        "byte budget of the index and of the history, MiB each, of an engine (of each data-parallel rank)",
         "`num_untracked_rows` is above 0 (more), or memory is short (less)",
         1,
         1 << 20,

@@ -96,7 +96,6 @@ CONFLICTS = {
     "+rollout_spec_sampler=bounded": "max_num_gen_batches=0: must be at least 1",
     "trainer.use_v1=false": "V1 trainer only; .*trainer_mode=separate_async",
     "trainer.v1.trainer_mode=mine": "must be sync, colocate_async, separate_async",
-    "actor_rollout_ref.rollout.data_parallel_size=2": "must be 1",
     f"{ENGINE}.additional_config.rollout_spec={{method: sam, batch_threshold: 3}}": "leave it alone",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded": "delta weight transfer",
     "actor_rollout_ref.rollout.pipeline_model_parallel_size=2": "must be 1",
@@ -117,6 +116,12 @@ def test_the_reference_run_needs_such_a_trainer_too(override: str) -> None:
 def test_what_does_not_go_together_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=CONFLICTS[override]):
         check_config(composed("+rollout.spec=sam", override))
+
+
+def test_data_and_expert_parallel_engines_compose() -> None:
+    sizes = {"data_parallel_size": 4, "tensor_model_parallel_size": 2, "expert_parallel_size": 8}
+    overrides = [f"actor_rollout_ref.rollout.{name}={size}" for name, size in sizes.items()]
+    assert check_config(composed("+rollout.spec=sam", *overrides)) == SpecConfig()
 
 
 def test_the_reference_run_of_coupled_verification_composes() -> None:

@@ -96,6 +96,18 @@ def test_one_server_has_nobody_to_share_with() -> None:
     assert texts_of(trainer) == [[[1]]]
 
 
+def test_the_ranks_of_one_server_share_when_it_is_asked_what_it_has_served() -> None:
+    trainer = make_trainer(num_servers=1)
+    OmegaConf.update(trainer.config, "actor_rollout_ref.rollout.data_parallel_size", 2, force_add=True)
+    [server] = trainer.handles
+    ray.get(server.serve.remote([1]))
+    share_history(trainer)
+    left = History(8, 1 << 20)
+    for content in ray.get(server.take_history.remote()):
+        left.merge(content)
+    assert len(left) == 0
+
+
 def test_a_checkpoint_has_what_all_served_and_any_number_of_servers_resumes(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     ray.get([handle.serve.remote([i]) for i, handle in enumerate(trainer.handles)])

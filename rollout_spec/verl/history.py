@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.drafting.history import HistoryError, read_file, write_file
-from rollout_spec.verl.trainer import option, servers
+from rollout_spec.verl.trainer import num_ranks, option, servers
 
 FILE = "rollout_spec_history"
 
@@ -31,9 +31,9 @@ def share_history(trainer: Any) -> None:
     import ray
 
     handles = servers(trainer) if keeps_history(trainer) else []
-    if len(handles) < 2:
+    if len(handles) * num_ranks(trainer) < 2:
         return
-    taken = [handle.take_history.remote() for handle in handles]
+    taken = [handle.take_history.remote() for handle in handles]  # a server's own ranks share theirs here
     others = [taken[:i] + taken[i + 1 :] for i in range(len(taken))]
     ray.get([handle.add_history.remote(*parts) for handle, parts in zip(handles, others, strict=True)])
 

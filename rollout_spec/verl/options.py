@@ -159,8 +159,7 @@ def _check_drafting(config: DictConfig) -> None:
             f"{_ROLLOUT}.checkpoint_engine.backend=delta_sharded: verl's delta weight transfer refuses any "
             "speculative_config"
         )
-    for name in ("pipeline_model_parallel_size", "data_parallel_size"):
-        _require(config, f"{_ROLLOUT}.{name}", (None, 1), "must be 1 with rollout.spec")
+    _require(config, f"{_ROLLOUT}.pipeline_model_parallel_size", (None, 1), "must be 1 with rollout.spec")
     if corpus := _value(config, "rollout.spec.corpus"):
         check_corpus(corpus)
 

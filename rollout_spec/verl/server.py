@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pathlib
@@ -19,11 +20,12 @@ from vllm.logger import init_logger
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
 from rollout_spec.verl.windows import Windows, is_validation
+from rollout_spec.vllm.cores import EngineCores
 from rollout_spec.vllm.keys import GROUP_KEY, KEY, TURN_TOKENS_KEY
 from rollout_spec.vllm.options import OPTIONS_KEY
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 from rollout_spec.vllm.proposer import SuffixProposer
-from rollout_spec.vllm.scheduler import COUNTERS_KEY, UNCOUNTED_KEY
+from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
 TRACE_DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"
 
@@ -50,16 +52,11 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
     """The server's way to the drafter of a worker."""
 
     def rollout_spec_call(self, method: str, *args: Any) -> Any:
-        """What the drafter's method returns; None where there is no drafter, and on all ranks but the first.
-
-        Every tensor-parallel rank drafts the same and has the same history, so one of them answers.
-        """
+        """What the drafter's method returns; None where there is no drafter, or its drafts are not used."""
         drafter = getattr(getattr(self, "model_runner", None), "drafter", None)
-        if not isinstance(drafter, SuffixProposer) or (method == "pack_history" and self.rank != 0):
+        if not isinstance(drafter, SuffixProposer) or not drafter.is_used:
             return None
         result = getattr(drafter, method)(*args)
-        if self.rank != 0:
-            return None
         return result.to_dict() if isinstance(result, EngineCounters) else result
 
 
@@ -72,6 +69,8 @@ class SpecHttpServer(vLLMHttpServer):
         assert spec is not None, "SpecReplica starts this server only where rollout.spec is used"
         self._spec = spec
         self._windows = Windows()
+        self._decoded_cores = set[int]()  # engine cores, since their drafters' counters were taken
+        self._defect: str | None = None  # of an engine core's drafter
         self._num_unnamed = 0
         self._aborted_ids: list[str] = []  # since the engine's requests ended last
         # What other servers are to have, once one has asked for it, and what this one is to take in.
@@ -92,7 +91,9 @@ class SpecHttpServer(vLLMHttpServer):
             sampling_params = {**sampling_params, "extra_args": extra_args}
         with self._windows.request(is_training) as request:
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-        counters = _take_counters(output)
+        counters, core = _take_counters(output)
+        if counters is not None and counters.num_decode_steps:
+            self._decoded_cores.add(core)
         self._windows.count(request, len(output.token_ids), counters, output.stop_reason or "")
         if output.stop_reason == "aborted":
             self._aborted_ids.append(request_id)
@@ -139,7 +140,7 @@ class SpecHttpServer(vLLMHttpServer):
         """What a validation that had the engine to itself has counted there is no part of the training."""
         self._flush_trace()
         if self._spec.enabled and not self._windows.has_training:
-            await self._call("take_counters")
+            await self._take_engine_counters()
 
     async def _end_window(self) -> None:
         """No request is in flight, and the weights may change: a time to count, and to hand on texts."""
@@ -147,15 +148,33 @@ class SpecHttpServer(vLLMHttpServer):
             return
         engine, aborted = None, RequestCounters()
         if self._spec.enabled:
-            counters = await self._call("take_counters")
-            engine = None if counters is None else EngineCounters(**counters)
-            aborted = RequestCounters(
-                **(await self.engine.engine_core.call_utility_async(TAKE_ABORTED) or {})
-            )
+            engine = await self._take_engine_counters()
+            for counts in await EngineCores(self.engine).call_all(TAKE_ABORTED):
+                aborted.add(RequestCounters(**(counts or {})))
         self._windows.end(self.global_steps, engine, aborted)
         self._flush_trace()
         if self._is_sharing:
             await self._exchange()
+
+    async def _take_engine_counters(self) -> EngineCounters | None:
+        """The sums over the engine cores; None where none has a drafter."""
+        total: EngineCounters | None = None
+        decoded, self._decoded_cores = self._decoded_cores, set()
+        for core, counts in enumerate(await self._call("take_counters")):
+            self._check_drafter(core, counts, core in decoded)
+            if counts is not None:
+                total = total or EngineCounters()
+                total.add(EngineCounters(**counts))
+        return total
+
+    def _check_drafter(self, core: int, counts: dict[str, Any] | None, has_decoded: bool) -> None:
+        """A defect ends the run with its next report: a weight sync is no place to fail."""
+        if counts is None:
+            self._defect = f"engine core {core} of replica {self.replica_rank} has no drafter of rollout_spec"
+        elif has_decoded and counts["num_steps"] + counts["num_failed_steps"] == 0:
+            self._defect = (
+                f"engine core {core} of replica {self.replica_rank} decoded without calling its drafter"
+            )
 
     def _flush_trace(self) -> None:
         if self._trace is not None:
@@ -185,12 +204,18 @@ class SpecHttpServer(vLLMHttpServer):
         """The whole history of this replica, for a file; None where its drafter is off."""
         await self._add_received()
         if self._windows.is_quiet:
-            return await self._end_requests("pack_history")
-        return await self._call("pack_history", None)
+            packed = await self._end_requests("pack_history")
+        else:
+            packed = await self._call("pack_history", None)
+        return next(iter(_kept(packed)), None)  # all engine cores have the same
 
     async def _exchange(self) -> None:
-        if (taken := await self._end_requests("take_history")) is not None:
-            self._shared.append(taken)
+        """Hand on what every engine core has served: to the others at once, to other servers when asked."""
+        taken = await self._end_requests("take_history")
+        self._shared += _kept(taken)
+        if len(taken) > 1:
+            others = [_kept(taken[:core] + taken[core + 1 :]) for core in range(len(taken))]
+            await self._call_each("add_history", [(texts,) for texts in others])
         await self._add_received()
 
     async def _add_received(self) -> None:
@@ -198,15 +223,20 @@ class SpecHttpServer(vLLMHttpServer):
             received, self._received = self._received, []
             await self._call("add_history", received)
 
-    async def _end_requests(self, method: str) -> Any:
+    async def _end_requests(self, method: str) -> list[Any]:
         """Call a method of the drafter that ends all its requests: it has to know which were aborted."""
         aborted, self._aborted_ids = self._aborted_ids, []
         return await self._call(method, aborted)
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        """What the drafter's method returns; None where no worker has a drafter."""
-        per_worker = await self.engine.collective_rpc("rollout_spec_call", args=(method, *args))
-        return next((result for result in per_worker if result is not None), None)
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        """What the drafter's method returns in each engine core; None where no worker has a drafter."""
+        return await self._call_each(method, [args] * len(EngineCores(self.engine)))
+
+    async def _call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The same, with the arguments of each engine core."""
+        cores = EngineCores(self.engine)
+        calls = (cores.call_workers(core, "rollout_spec_call", method, *own) for core, own in enumerate(args))
+        return [next(iter(_kept(answers)), None) for answers in await asyncio.gather(*calls)]
 
     async def take_rollout_report(self) -> RolloutReport:
         """What was served under the weights that were replaced since the last call.
@@ -214,42 +244,33 @@ class SpecHttpServer(vLLMHttpServer):
         Raises:
             RuntimeError: drafting was asked for, and the engine has no drafter or decoded without it.
         """
-        report = self._windows.take()
-        if self._spec.enabled and report.versions:
-            self._check_drafter(report)
-        return report
-
-    def _check_drafter(self, report: RolloutReport) -> None:
-        engine, has_decoded = report.engine, any(request.num_decode_steps for request in report.requests)
-        if engine is None:
-            defect = "has no drafter of rollout_spec"
-        elif has_decoded and engine.num_steps + engine.num_failed_steps == 0:
-            defect = "decoded without calling its drafter"
-        else:
-            return
-        raise RuntimeError(
-            f"rollout.spec={self._spec.method} was asked for, but the engine of replica {self.replica_rank} "
-            f"{defect}; run `rollout-spec doctor`"
-        )
+        if self._defect is not None:
+            asked = f"rollout.spec={self._spec.method} was asked for"
+            raise RuntimeError(f"{asked}, but {self._defect}; run `rollout-spec doctor`")
+        return self._windows.take()
 
     def _get_worker_extension_cls(self) -> str:
         return f"{__name__}.{SpecWorkerExtension.__name__}"
 
 
-def _take_counters(output: TokenOutput) -> RequestCounters | None:
-    """The scheduler's counts, which go no further than this; None where it gave none."""
+def _kept(contents: Sequence[Any]) -> list[Any]:
+    return [content for content in contents if content is not None]
+
+
+def _take_counters(output: TokenOutput) -> tuple[RequestCounters | None, int]:
+    """The scheduler's counts and engine core, which go no further than this; None where it gave none."""
     params = output.extra_fields.pop("kv_transfer_params", None) or {}
-    counts = params.pop(COUNTERS_KEY, None)
+    counts, core = params.pop(COUNTERS_KEY, None), params.pop(CORE_KEY, 0)
     if params:
         output.extra_fields["kv_transfer_params"] = params
     if counts is None:
-        return None
+        return None, core
     counters = RequestCounters(**counts)
     # verl's own names for the same, which it fills for MTP rollouts
     output.extra_fields["spec_num_draft_tokens"] = counters.num_draft_tokens
     output.extra_fields["spec_num_accepted_tokens"] = counters.num_accepted_tokens
     output.extra_fields["spec_num_verify_steps"] = counters.num_drafts
-    return counters
+    return counters, core
 
 
 class TraceWriter:

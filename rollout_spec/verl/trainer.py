@@ -16,3 +16,10 @@ def option(trainer: Any, name: str) -> Any:
 def servers(trainer: Any) -> list[Any]:
     """Handles of the rollout servers, SpecHttpServers where rollout.spec is used; one for each replica."""
     return [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
+
+
+def num_ranks(trainer: Any) -> int:
+    """The data-parallel ranks of each rollout server."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(trainer.config, "actor_rollout_ref.rollout.data_parallel_size") or 1

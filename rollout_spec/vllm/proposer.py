@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from rollout_spec.drafting.drafter import Drafter
@@ -30,6 +30,8 @@ class SuffixProposer:
     tokens is vLLM's `num_speculative_tokens`. Requests are siblings when their prompts are equal token for
     token, or when `SamplingParams.extra_args["rollout_spec_group"]` is; the first
     `extra_args["rollout_spec_group_tokens"]` tokens are then the group's prompt.
+
+    Of an engine core's workers only the one whose drafts the scheduler takes has a drafter (`is_used`).
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -37,13 +39,12 @@ class SuffixProposer:
         assert config is not None, "vLLM builds this class only where its configuration names it"
         refuse_unsupported(vllm_config, config)
         self.config = config
-        self._drafter: Drafter | None = Drafter(self.config)
+        self.is_used = drafts_are_used(vllm_config.parallel_config)
+        self._drafter: Drafter | None = Drafter(self.config) if self.is_used else None
         self._runner: Any = None
         self._warned: set[str] = set()
         # Not taken yet, and no longer the drafter's: of steps that failed, or were logged.
         self._counters = EngineCounters()
-        parallel = vllm_config.parallel_config  # with pipeline parallelism the last stage drafts
-        self._is_first_rank = parallel.rank % parallel.tensor_parallel_size == 0
 
     def bind(self, runner: Any) -> None:
         """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
@@ -61,7 +62,8 @@ class SuffixProposer:
                 "does not know the requests of its rows. Let VLLM_PLUGINS name it or leave that variable "
                 "unset, and run `rollout-spec doctor`."
             )
-        logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
+        if self.is_used:
+            logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
 
     def propose(
         self,
@@ -81,6 +83,8 @@ class SuffixProposer:
         Returns:
             The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
         """
+        if not self.is_used:
+            return [[] for _ in sampled_token_ids]
         if self._drafter is not None:
             nums_new_tokens = list(map(len, sampled_token_ids))
             try:
@@ -196,8 +200,7 @@ class SuffixProposer:
         if counters.num_steps < LOG_EVERY:
             return
         self._counters.add(drafter.take_counters())
-        if self._is_first_rank:
-            logger.info("rollout_spec: the last %d steps: %s", counters.num_steps, engine_summary(counters))
+        logger.info("rollout_spec: the last %d steps: %s", counters.num_steps, engine_summary(counters))
 
     def _warn(self, kind: str, message: str) -> None:
         if kind in self._warned:
@@ -206,3 +209,14 @@ class SuffixProposer:
         logger.exception(
             "rollout_spec: %s. This is said once; the metric spec_num_failed_steps counts on.", message
         )
+
+
+def drafts_are_used(parallel: ParallelConfig) -> bool:
+    """Whether vLLM's scheduler takes the drafts of this worker; the others get them back from it.
+
+    Of the workers of an engine core it takes those of the first tensor-parallel rank. Data-parallel ranks are
+    engine cores of their own. With an external launcher every worker has a scheduler, which must decide as
+    the others' do.
+    """
+    has_one_scheduler = parallel.distributed_executor_backend in ("mp", "ray", "uni")
+    return not has_one_scheduler or parallel.rank % parallel.tensor_parallel_size == 0

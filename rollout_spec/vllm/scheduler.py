@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 from rollout_spec.metrics import RequestCounters
 
 COUNTERS_KEY = "rollout_spec"  # a finished request's counts, in its `RequestOutput.kv_transfer_params`
+CORE_KEY = "rollout_spec_core"  # beside them: the engine core that served it, its data-parallel rank
 UNCOUNTED_KEY = "rollout_spec_uncounted"  # in `SamplingParams.extra_args`: it is not among `take_aborted`
 CLASS_PATH = "rollout_spec.vllm.scheduler.CountingScheduler"
 
@@ -29,6 +30,8 @@ class CountingScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._request_counters: defaultdict[str, RequestCounters] = defaultdict(RequestCounters)
         self._aborted = RequestCounters()
+        # Not data_parallel_rank: the engine cores of a dense model all have rank 0 of 1.
+        self._core = self.parallel_config.data_parallel_index
 
     def make_spec_decoding_stats(  # type: ignore[no-untyped-def]
         self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
@@ -60,7 +63,7 @@ class CountingScheduler(Scheduler):
         params = super()._free_request(request, *args, **kwargs)
         counters = self._request_counters.pop(request.request_id, RequestCounters())
         if request.status != RequestStatus.FINISHED_ABORTED:
-            return {**(params or {}), COUNTERS_KEY: counters.to_dict()}
+            return {**(params or {}), COUNTERS_KEY: counters.to_dict(), CORE_KEY: self._core}
         if not (getattr(request.sampling_params, "extra_args", None) or {}).get(UNCOUNTED_KEY):
             self._aborted.add(counters)
         return params

@@ -83,12 +83,10 @@ def policy() -> str:
     return str(make_model(pathlib.Path(".cache/models/smollm2-float32"), dtype="float32"))
 
 
-def new_engine(tiny_model: str, spec: dict[str, Any] | None = None, **arguments: Any) -> Any:
-    """An LLM, drafting where `spec` holds options."""
-    from vllm import LLM
-
+def engine_settings(model: str, spec: dict[str, Any] | None = None) -> dict[str, Any]:
+    """vLLM's arguments, with a drafter where `spec` holds options."""
     settings: dict[str, Any] = {
-        "model": tiny_model,
+        "model": model,
         "dtype": "float32",
         "max_model_len": 512,
         "max_num_seqs": 16,
@@ -97,9 +95,8 @@ def new_engine(tiny_model: str, spec: dict[str, Any] | None = None, **arguments:
         "enforce_eager": True,
         "disable_log_stats": True,
         "seed": 0,
+        "skip_tokenizer_init": True,
     }
-    if "model" not in arguments:
-        settings["skip_tokenizer_init"] = True
     if spec is not None:
         spec = {"batch_threshold": 64, "num_speculative_tokens": 8, "history": 0} | spec
         settings["speculative_config"] = {
@@ -108,7 +105,16 @@ def new_engine(tiny_model: str, spec: dict[str, Any] | None = None, **arguments:
             "num_speculative_tokens": spec["num_speculative_tokens"],
         }
         settings["additional_config"] = {"rollout_spec": spec}
-    return LLM(**settings | arguments)
+    return settings
+
+
+def new_engine(tiny_model: str, spec: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    """An LLM, drafting where `spec` holds options; of another model it has the tokenizer."""
+    from vllm import LLM
+
+    return LLM(
+        **engine_settings(tiny_model, spec) | {"skip_tokenizer_init": "model" not in arguments} | arguments
+    )
 
 
 @pytest.fixture(scope="module")

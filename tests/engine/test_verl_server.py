@@ -96,12 +96,29 @@ def test_the_counts_of_a_request_equal_those_taken_by_hand(make_engine: Any) -> 
 
 
 @pytest.fixture
-def make_server(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The server class as it is; only what upstream's half does with Ray and HTTP is cut short."""
+def server_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`server_of(engine, spec)`: the server as it is; what upstream's does with Ray and HTTP is cut short."""
     from omegaconf import OmegaConf
-    from verl.workers.rollout.vllm_rollout import utils
 
     from rollout_spec.verl import server as verl_server
+
+    def init(self: Any, engine: Any, spec: dict[str, Any], full_determinism: bool = False) -> None:
+        options = {"vllm": {"additional_config": {"rollout_spec": spec}}}
+        config = {"engine_kwargs": options, "seed": 0, "max_model_len": 512, "mtp": None}
+        config |= {"full_determinism": full_determinism, "enable_rollout_routing_replay": False}
+        self.config, self.model_config = OmegaConf.create(config), SimpleNamespace(processor=None, lora={})
+        self.engine, self.replica_rank, self.node_rank, self.global_steps = engine, 3, 0, None
+        self._disaggregation_role, self._submission_paused, self._admitting = "null", False, 0
+        self._rejecting, self._resume_event = False, asyncio.Event()
+
+    monkeypatch.setattr(verl_server.vLLMHttpServer, "__init__", init)
+    monkeypatch.setattr(verl_server.vLLMHttpServer, "lora_as_adapter", False)
+    return verl_server.SpecHttpServer
+
+
+@pytest.fixture
+def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from verl.workers.rollout.vllm_rollout import utils
 
     class Engine:
         def __init__(self, llm: Any) -> None:
@@ -184,29 +201,14 @@ def make_server(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         async def resume_generation(self) -> None:
             self.is_paused = False
 
-    def init(
-        self: Any, llm: Any, spec: dict[str, Any], full_determinism: bool, engine_class: type[Engine] = Engine
-    ) -> None:
-        options = {"vllm": {"additional_config": {"rollout_spec": spec}}}
-        config = {"engine_kwargs": options, "seed": 0, "max_model_len": 512, "mtp": None}
-        config |= {"full_determinism": full_determinism, "enable_rollout_routing_replay": False}
-        self.config, self.model_config = OmegaConf.create(config), SimpleNamespace(processor=None, lora={})
-        self.engine, self.replica_rank, self.node_rank, self.global_steps = engine_class(llm), 3, 0, None
-        self._disaggregation_role, self._submission_paused, self._admitting = "null", False, 0
-        self._rejecting, self._resume_event = False, asyncio.Event()
-
-    def make(
-        spec: dict[str, Any] | None, full_determinism: bool = False, is_stepping: bool = False
-    ) -> verl_server.SpecHttpServer:
+    def make(spec: dict[str, Any] | None, full_determinism: bool = False, is_stepping: bool = False) -> Any:
         llm = make_engine(spec, scheduler_cls=SCHEDULER, worker_extension_cls=EXTENSION)
         options = {"method": "sam", **(spec or {})}
         engine_class = SteppingEngine if is_stepping else Engine
-        return verl_server.SpecHttpServer(llm, options, full_determinism, engine_class)  # type: ignore[arg-type]
+        return server_of(engine_class(llm), options, full_determinism)
 
     # It would kill the test's process when the process's parent ends.
     monkeypatch.setattr(utils, "set_death_signal", lambda: None)
-    monkeypatch.setattr(verl_server.vLLMHttpServer, "__init__", init)
-    monkeypatch.setattr(verl_server.vLLMHttpServer, "lora_as_adapter", False)
     return make
 
 
@@ -333,14 +335,14 @@ def test_a_response_that_was_interrupted_is_remembered_once(make_server: Any) ->
 
 
 def test_an_engine_without_the_drafter_fails_the_run(make_server: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"engine of replica 3 has no drafter of rollout_spec"):
+    with pytest.raises(RuntimeError, match=r"engine core 0 of replica 3 has no drafter of rollout_spec"):
         serve_a_step(make_server(None))
 
 
 def test_an_engine_that_never_calls_its_drafter_fails_the_run(make_server: Any) -> None:
     server = make_server({})
     proposer_of(server.engine.llm)._runner.effective_drafter_max_model_len = 0
-    with pytest.raises(RuntimeError, match=r"engine of replica 3 decoded without calling its drafter"):
+    with pytest.raises(RuntimeError, match=r"engine core 0 of replica 3 decoded without calling its drafter"):
         serve_a_step(server)
 
 

@@ -1,0 +1,156 @@
+"""Engines of several workers: data-parallel ranks behind one client, tensor-parallel ranks in one core."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+from rollout_spec.drafting.history import History, group_key
+from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, engine_settings
+from tests.engine.test_life_cycle import PROMPTS, generate, greedy
+from tests.engine.test_verl_server import EXTENSION, SCHEDULER, server_of  # noqa: F401
+
+LENGTH = 40
+GROUPS = {f"group {i}": prompt for i, prompt in enumerate(PROMPTS[:4])}
+NUMBERS = itertools.count()  # of requests
+
+
+@pytest.fixture(scope="module")
+def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mixture of experts of two layers with random weights."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, moe_intermediate_size=128,
+        num_experts=4, num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=4096, bos_token_id=1,
+        eos_token_id=EOS_TOKEN_ID,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12)
+    path = tmp_path_factory.mktemp("models") / "experts"
+    model.save_pretrained(path)
+    return str(path)
+
+
+def test_every_data_parallel_rank_is_counted_shared_and_checked(
+    tiny_experts: str,
+    make_engine: Any,
+    server_of: Any,  # noqa: F811
+) -> None:
+    prompts = list(GROUPS.values())
+    plain = generate(make_engine(model=tiny_experts, skip_tokenizer_init=True), prompts, greedy(LENGTH))
+    asyncio.run(check_ranks(tiny_experts, server_of, plain))
+
+
+async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> None:  # noqa: F811
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rollout_spec.vllm.cores import EngineCores
+
+    spec = {"method": "sam", "batch_threshold": 64, "num_speculative_tokens": 8, "history": 4}
+    arguments = engine_settings(model, spec) | {"data_parallel_size": 2, "scheduler_cls": SCHEDULER}
+    arguments["worker_extension_cls"] = "tests.engine.cpu_experts.Extension"
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    try:
+        server, cores = server_of(engine, spec), EngineCores(engine)
+        assert len(cores) == 2
+
+        await server.set_global_steps(0)
+        await server.take_history()  # it begins to share
+        assert await serve(server, 2) == plain
+        assert server._decoded_cores == {0, 1}
+        await server.set_global_steps(1)
+        check_counts(first := await server.take_rollout_report())
+        of_cores = [nums_kept(content) for content in await server.take_history()]
+        assert [sum(nums) for nums in zip(*of_cores, strict=True)] == [2] * 4
+        for core in range(2):
+            [packed] = await cores.call_workers(core, "rollout_spec_call", "pack_history", None)
+            assert nums_kept(packed) == [2] * 4, "its own and the other's"
+
+        assert await serve(server, 2) == plain
+        await server.set_global_steps(2)
+        check_counts(report := await server.take_rollout_report())
+        # The first tokens are drafted from what the group has said before, wherever that was.
+        assert report.engine.num_accepted_tokens > 1.1 * first.engine.num_accepted_tokens
+
+        long = {"max_tokens": 480, "temperature": 1.0}
+        samples = asyncio.gather(*(respond(server, *group, **long) for group in GROUPS.items()))
+        await asyncio.sleep(0.5)
+        await server.abort_all_requests()
+        lengths = [len(sample) for sample in await samples]
+        await server.set_global_steps(3)
+        report = await server.take_rollout_report()
+        assert 0 < min(lengths) <= max(lengths) < 480
+        assert (report.num_generated_tokens, report.requests) == (sum(lengths), [])
+        # The tokens of the very last step may not have come through.
+        assert 0 <= report.aborted.num_decoded_tokens - (sum(lengths) - 4) <= 4 * 9
+
+        await server.resume_generation()
+        await cores.call_workers(1, "pass_the_drafter_by")
+        await serve(server, 1)
+        await server.set_global_steps(4)
+        message = r"engine core 1 of replica 3 decoded without calling its drafter"
+        with pytest.raises(RuntimeError, match=message):
+            await server.take_rollout_report()
+    finally:
+        engine.shutdown()
+
+
+def check_counts(report: Any) -> None:
+    """The drafters of all ranks have seen what the schedulers of all ranks have."""
+    assert len(report.requests) == 8
+    assert report.engine.num_draft_tokens > 0
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert getattr(report.engine, name) == sum(getattr(r, name) for r in report.requests), name
+
+
+def nums_kept(content: bytes) -> list[int]:
+    """How many responses of each group there are."""
+    history = History(4, 1 << 20)
+    history.merge(content)
+    return [len(history.get(group_key(group))) for group in GROUPS]
+
+
+async def respond(server: Any, group: str, prompt: list[int], **params: Any) -> list[int]:
+    params = {"max_tokens": LENGTH, "temperature": 0, "ignore_eos": True} | params
+    params["extra_args"] = {"rollout_spec_group": group}
+    return list((await server.generate(prompt, params, f"{next(NUMBERS)}")).token_ids)
+
+
+async def serve(server: Any, num_samples: int) -> list[list[int]]:
+    """The response to each of PROMPTS' groups, which must be the same for all its samples."""
+    requests = [request for request in GROUPS.items() for _ in range(num_samples)]
+    outputs = await asyncio.gather(*(respond(server, *request) for request in requests))
+    samples = [outputs[i : i + num_samples] for i in range(0, len(outputs), num_samples)]
+    assert all(response == responses[0] for responses in samples for response in responses)
+    return [responses[0] for responses in samples]
+
+
+def test_a_client_of_several_cores_that_cannot_call_each_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
+    from rollout_spec.vllm.cores import check_client
+
+    check_client()
+    monkeypatch.setattr(DPLBAsyncMPClient, "_call_utility_async", lambda self, method, args: None)
+    with pytest.raises(RuntimeError, match=r"takes \['self', 'method', 'args'\], expected .*'engine'"):
+        check_client()
+
+
+def test_of_tensor_parallel_ranks_one_drafts(make_engine: Any) -> None:
+    plain = generate(make_engine())
+    llm = make_engine(
+        {}, tensor_parallel_size=2, distributed_executor_backend="mp", worker_extension_cls=EXTENSION
+    )
+    assert generate(llm) == plain
+    first, second = llm.collective_rpc("rollout_spec_call", args=("take_counters",))
+    assert first["num_accepted_tokens"] > 0
+    assert second is None
