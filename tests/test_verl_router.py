@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections import Counter
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,9 @@ from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.rollout import router as verls
 
 from rollout_spec.measure.replay import Rollout
-from rollout_spec.verl import router as verl_router
+from rollout_spec.verl import homes
 from rollout_spec.verl.hydra_plugin import config_file
+from rollout_spec.verl.ranks import RankedEngine
 from rollout_spec.verl.router import GroupRouter
 from tests.text import tokens_per_step
 
@@ -148,13 +152,13 @@ def test_servers_come_and_go() -> None:
 
 
 def test_old_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verl_router, "MAX_GROUPS", 3)
+    monkeypatch.setattr(homes, "MAX_GROUPS", 3)
     router = make()
     for prompt in range(10):
         server, _ = router.acquire_server(str(prompt), sampling_params=of(prompt))
         router.release_server(server)
     assert router.get_status()["groups"] == 3
-    assert sum(router._num_groups.values()) == 3
+    assert sum(router._homes._num_groups.values()) == 3
 
 
 @given(
@@ -175,3 +179,46 @@ def test_no_request_exceeds_the_bound(num_servers: int, limit: int, events: list
         running.append(server)
         assert before[server] + 1 <= min(before.values()) + max(1, limit)
         assert sum(loads(router).values()) == len(running)
+
+
+class Engine:
+    """An AsyncLLM as far as it tells ranks apart."""
+
+    name = "engine"
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+        self.may_end = asyncio.Event()
+
+    async def generate(self, *, data_parallel_rank: int, **_: Any) -> AsyncIterator[str]:
+        self.ranks.append(data_parallel_rank)
+        yield "first"
+        await self.may_end.wait()
+        yield "last"
+
+
+def test_siblings_go_to_one_rank_while_load_allows() -> None:
+    asyncio.run(check_ranks())
+
+
+async def check_ranks() -> None:
+    engine = Engine()
+    ranked = RankedEngine(engine, 2, homes.Homes(3))
+    assert ranked.name == "engine"
+
+    async def request(group: str | None) -> list[str]:
+        extra_args = {} if group is None else {"rollout_spec_group": group}
+        params = SimpleNamespace(extra_args=extra_args)
+        return [output async for output in ranked.generate(sampling_params=params, prompt=[1])]
+
+    running = [asyncio.create_task(request(group)) for group in ("a", "b", "a", "a", "a", "a", None)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    # The fifth of a group would make 4 against 1 request: the group splits; then the rest goes where it fits.
+    assert engine.ranks == [0, 1, 0, 0, 0, 1, 1]
+    running[0].cancel()
+    engine.may_end.set()
+    done = await asyncio.gather(*running, return_exceptions=True)
+    assert isinstance(done[0], asyncio.CancelledError)
+    assert done[1:] == [["first", "last"]] * 6
+    assert set(ranked._loads.values()) == {0}

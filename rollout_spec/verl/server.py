@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 import ray
+from omegaconf import OmegaConf
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -19,6 +20,9 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
+from rollout_spec.verl.homes import Homes
+from rollout_spec.verl.hydra_plugin import config_file
+from rollout_spec.verl.ranks import RankedEngine
 from rollout_spec.verl.windows import Windows, is_validation
 from rollout_spec.vllm.cores import EngineCores
 from rollout_spec.vllm.keys import GROUP_KEY, KEY, TURN_TOKENS_KEY
@@ -77,6 +81,10 @@ class SpecHttpServer(vLLMHttpServer):
         self._is_sharing, self._shared, self._received = False, list[bytes](), list[bytes]()
         directory = os.environ.get(TRACE_DIR_VARIABLE)
         self._trace = TraceWriter(pathlib.Path(directory), self.replica_rank) if directory else None
+
+    async def run_server(self, args: Any) -> None:
+        await super().run_server(args)
+        self.engine: Any = ranked(self.engine, self._spec)
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
@@ -251,6 +259,15 @@ class SpecHttpServer(vLLMHttpServer):
 
     def _get_worker_extension_cls(self) -> str:
         return f"{__name__}.{SpecWorkerExtension.__name__}"
+
+
+def ranked(engine: Any, spec: SpecConfig) -> Any:
+    """The engine, which sends siblings to one of its data-parallel ranks where `routing` asks for it."""
+    num_ranks = len(EngineCores(engine))
+    if spec.routing != "group" or num_ranks == 1:
+        return engine
+    router = OmegaConf.load(config_file("rollout_spec_router/group.yaml"))
+    return RankedEngine(engine, num_ranks, Homes(router.max_imbalance))
 
 
 def _kept(contents: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History, group_key
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, engine_settings
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
@@ -53,6 +54,7 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from rollout_spec.verl.server import ranked
     from rollout_spec.vllm.cores import EngineCores
 
     spec = {"method": "sam", "batch_threshold": 64, "num_speculative_tokens": 8, "history": 4}
@@ -75,11 +77,13 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
             [packed] = await cores.call_workers(core, "rollout_spec_call", "pack_history", None)
             assert nums_kept(packed) == [2] * 4, "its own and the other's"
 
+        server.engine = ranked(engine, SpecConfig(routing="group"))
         assert await serve(server, 2) == plain
         await server.set_global_steps(2)
         check_counts(report := await server.take_rollout_report())
         # The first tokens are drafted from what the group has said before, wherever that was.
         assert report.engine.num_accepted_tokens > 1.1 * first.engine.num_accepted_tokens
+        assert [sorted(nums_kept(content)) for content in await server.take_history()] == [[0, 0, 2, 2]] * 2
 
         long = {"max_tokens": 480, "temperature": 1.0}
         samples = asyncio.gather(*(respond(server, *group, **long) for group in GROUPS.items()))

@@ -1,0 +1,66 @@
+"""Which of several places serves a group: rollout servers, or the data-parallel ranks of one."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeVar
+
+MAX_GROUPS = 10_000
+
+Place = TypeVar("Place", bound=Hashable)
+
+
+class Homes:
+    """Keeps the requests of a group together while load allows.
+
+    A request goes to the place that has had most of its siblings, unless that has `max_imbalance` more
+    requests in flight than the least loaded one; then to the next such place, and at last to the least
+    loaded, which joins the group's. So a large group splits into parts of about `max_imbalance`, not into
+    single requests. A prompt that comes back in a later epoch goes where it was, to what is remembered of it
+    there.
+
+    Args:
+        max_imbalance: in requests, at least 0.
+
+    Raises:
+        ValueError: `max_imbalance` is not a whole number of at least 0.
+    """
+
+    def __init__(self, max_imbalance: Any) -> None:
+        if type(max_imbalance) is not int or max_imbalance < 0:
+            raise ValueError(f"max_imbalance={max_imbalance!r}: must be a whole number of at least 0")
+        self._max_imbalance = max_imbalance
+        # By group, how many of its requests each place has had; the group used last stands at the end.
+        self._homes: OrderedDict[Hashable, Counter[Any]] = OrderedDict()
+        self._num_groups: Counter[Any] = Counter()
+        self.num_split = 0
+
+    def __len__(self) -> int:
+        """The number of groups."""
+        return len(self._homes)
+
+    def choose(self, group: Hashable, loads: Mapping[Place, int]) -> Place:
+        """Where a request of the group goes.
+
+        Args:
+            group: the same for siblings.
+            loads: the requests in flight at each place.
+        """
+        homes = self._homes.setdefault(group, Counter())
+        self._homes.move_to_end(group)
+        if len(self._homes) > MAX_GROUPS:
+            self._num_groups.subtract(self._homes.popitem(last=False)[1].keys())
+        least = min(loads.values())
+        near = [
+            place
+            for place, _ in homes.most_common()
+            if place in loads and (loads[place] == least or loads[place] - least < self._max_imbalance)
+        ]
+        # Among equally loaded places, the one with the fewest groups.
+        place = near[0] if near else min(loads, key=lambda each: (loads[each], self._num_groups[each]))
+        if place not in homes:
+            self.num_split += len(homes) == 1
+            self._num_groups[place] += 1
+        homes[place] += 1
+        return place
