@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate import PROBE_EVERY
+from rollout_spec.drafting.gate import PROBE_EVERY, AutoGate
 from rollout_spec.measure.replay import Rollout, read_trace
 from rollout_spec.measure.simulate import (
     Cluster,
@@ -221,6 +221,25 @@ def test_replicas_share_the_requests_and_the_slowest_counts():
     two = simulate(lines, Cluster(2, 8, 6), OFF, STEPPED, 4)
     assert 0.4 < two["makespan_s"] / one["makespan_s"] < 0.95
     assert two["tail_share"] > one["tail_share"] > 0.0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_drafts_of_ranks_that_step_together_do_not_seem_free(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each taking the time that all need for its own, they lose; knowing of each other, they do not."""
+    cluster = Cluster(1, 8, None, num_ranks=num_ranks)
+    plain, drafted = (
+        simulate(rollouts(4 * num_ranks), cluster, config, STEPPED, 8)["makespan_s"]
+        for config in (OFF, SpecConfig(batch_threshold="auto"))
+    )
+    assert drafted < plain
+    begin = AutoGate.begin
+    monkeypatch.setattr(
+        AutoGate, "begin", lambda self, step, counters: begin(self, step._replace(ranks=None), counters)
+    )
+    alone = simulate(rollouts(4 * num_ranks), cluster, SpecConfig(batch_threshold="auto"), STEPPED, 8)
+    assert alone["makespan_s"] > 1.05 * drafted
 
 
 def test_the_lines_of_a_step_are_one_rollout():

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate import Step, make_gate
+from rollout_spec.drafting.gate import Ranks, Step, make_gate
 from rollout_spec.drafting.groups import Groups, Member
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import StepResult, make_index
@@ -143,6 +143,7 @@ class Drafter:
         nums_new_tokens: Sequence[int],
         token_ids: Int32Array,
         levels: Int32Array,
+        ranks: Ranks | None = None,
     ) -> list[list[int]]:
         """Index every decoding row's new tokens and draft for it what the gate lets through.
 
@@ -152,6 +153,7 @@ class Drafter:
                 that does not decode (a partial prefill).
             token_ids: shape [>= num_rows, max_model_len], row i holds the tokens of `request_ids[i]`.
             levels: int32, shape [>= num_rows], how many tokens each row has.
+            ranks: of the step that has ended, where data-parallel ranks step together.
 
         Returns:
             The draft tokens of each row, most often empty.
@@ -168,7 +170,7 @@ class Drafter:
         if len(levels) < len(request_ids):
             raise InvalidArgument(f"levels: has {len(levels)} entries, request_ids has {len(request_ids)}")
         counters = self.counters
-        step = self._ended_step(request_ids, nums_new_tokens, levels)
+        step = self._ended_step(request_ids, nums_new_tokens, levels, ranks)
         self._groups.index_history(len(request_ids))
         if step.num_rows == 0:
             return [[] for _ in request_ids]
@@ -205,7 +207,11 @@ class Drafter:
         return [tokens[end : (end := end + number)] for number in numbers]
 
     def _ended_step(
-        self, request_ids: Sequence[str], nums_new_tokens: Sequence[int], levels: Int32Array
+        self,
+        request_ids: Sequence[str],
+        nums_new_tokens: Sequence[int],
+        levels: Int32Array,
+        ranks: Ranks | None,
     ) -> Step:
         has_no_new_rows = self._map_rows(request_ids)
         num_rows = len(nums_new_tokens) - nums_new_tokens.count(0)
@@ -221,7 +227,7 @@ class Drafter:
             seconds = now - self._last_end
         self._last_end, self._all_decoded = now, all_decode
         context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
-        return Step(num_rows, context, sum(nums_new_tokens), seconds)
+        return Step(num_rows, context, sum(nums_new_tokens), seconds, ranks)
 
     def _map_rows(self, request_ids: Sequence[str]) -> bool:
         """Whether all were rows of the step before, of which some may have ended; called once a step."""

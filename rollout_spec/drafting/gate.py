@@ -6,6 +6,7 @@ token is proposed (None: no drafts in this step); `choose` then keeps the tokens
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -33,6 +34,15 @@ _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
 
 
+class Ranks(NamedTuple):
+    """What every data-parallel rank of a mixture of experts knows of all of them, which step together."""
+
+    num_steps: int
+    """So far, with those that a rank runs without requests."""
+    most_tokens: int
+    """Tokens of the rank that verified most in the step."""
+
+
 class Step(NamedTuple):
     """An engine step that has ended."""
 
@@ -44,6 +54,8 @@ class Step(NamedTuple):
     """Tokens that they got."""
     seconds: float | None = None
     """How long it took; None where it cannot be compared: other rows than before, or a prefill among them."""
+    ranks: Ranks | None = None
+    """None: the engine core steps by itself."""
 
 
 class Gate(Protocol):
@@ -106,6 +118,10 @@ class AutoGate:
     elsewhere: seconds of the token x tokens per second. So a step's budget goes, over all rows, to the tokens
     most likely to be accepted. What a draft promises is corrected by what came true. A guard stands beside
     this model.
+
+    Ranks that step together take as long as the one that verifies most. Each decides by itself, as if the
+    others did as it does. All go without drafts in the same steps: what a rank alone would take for a plain
+    step would hold the drafts of the others, so that drafts seemed to cost nothing.
     """
 
     weighs_costs = True
@@ -114,6 +130,10 @@ class AutoGate:
         self._plain, self._drafted = StepCost(), StepCost()
         self._num_plain = 0
         self._last: Step | None = None
+        self._is_probe = False  # the step now running is one in which all ranks go without drafts
+        # Most tokens of a rank over this one's rows. At least one of these steps was without drafts, and
+        # hardly all held a prefill: the least says how many times as many rows the fullest rank has.
+        self._tokens_per_row: deque[float] = deque(maxlen=PROBE_EVERY + 1)
         self._num_chosen = 0  # draft tokens that the step now running verifies
         self._promised = 0.0  # of these, what their survivals promise; uncorrected
         self._expected_seconds = 0.0
@@ -131,6 +151,8 @@ class AutoGate:
 
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         self._learn(step, counters)
+        if step.ranks is not None:
+            self._tokens_per_row.append(step.ranks.most_tokens / step.num_rows)
         self._last, self._num_chosen = step, 0
         self._steps_since_plain += 1
         self._steps_since_draft += 1
@@ -140,10 +162,11 @@ class AutoGate:
             # What made drafts dear may be over after the pause: forget what they cost, and try.
             self._drafted = StepCost()
             self._closed_at, self._num_refused = None, 0
+        self._is_probe = self._must_probe(step)
         if is_blocked:
             counters.num_steps_off_guard += 1
             return None
-        if self._num_plain < NUM_FIRST_STEPS or self._steps_since_plain > PROBE_EVERY:
+        if self._is_probe:
             counters.num_steps_off_probe += 1
             return None
         if self._closed_at is not None:
@@ -154,6 +177,13 @@ class AutoGate:
                 counters.num_steps_off_cost += 1
                 return None
         return max(MIN_PRICE, self._least_verified / 2)
+
+    def _must_probe(self, step: Step) -> bool:
+        if self._num_plain < NUM_FIRST_STEPS:
+            return True
+        if step.ranks is None:
+            return self._steps_since_plain > PROBE_EVERY
+        return step.ranks.num_steps % (PROBE_EVERY + 1) == 0
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         assert self._last is not None, "begin comes first"
@@ -175,9 +205,8 @@ class AutoGate:
         chosen = ((survivals >= np.float32(self._least_verified)) & is_draft).sum(axis=1).astype(np.int32)
         self._num_chosen = int(chosen.sum())
         self._steps_since_draft = 0
-        num_rows, num_context = self._last.num_rows, self._last.num_context
         self._promised = float(sorted_survivals[: self._num_chosen].sum())
-        self._expected_seconds = float(self._costs(np.array([num_rows + self._num_chosen]), num_context)[0])
+        self._expected_seconds = float(self._costs(np.array([self._num_chosen]))[0])
         return chosen
 
     def _close(self, num_rows: int) -> None:
@@ -198,10 +227,9 @@ class AutoGate:
     def _best_budget(self, survivals: npt.NDArray[np.float64]) -> int:
         """How many draft tokens to verify; survivals of all rows' draft tokens, the largest first."""
         assert self._last is not None
-        num_rows, num_context = self._last.num_rows, self._last.num_context
-        plain = float(self._plain.seconds(num_rows, num_context))
         gain = max(1.0, self._plain_seconds / self._seconds) if self._seconds > 0.0 else 1.0
-        costs = self._costs(num_rows + 1 + np.arange(len(survivals)), num_context)
+        costs, plain = self._costs(1 + np.arange(len(survivals))), self._plain_cost
+        num_rows = self._most_rows(self._last.num_rows)
         net_gains = np.cumsum(survivals) - gain * num_rows / plain * (costs - plain)
         best = int(np.argmax(net_gains))
         return best + 1 if net_gains[best] > 0.0 else 0
@@ -216,11 +244,23 @@ class AutoGate:
         self._steps_since_explored = 0
         return min(most, knot - self._last.num_rows)
 
-    def _costs(self, nums_tokens: npt.NDArray[np.int64], num_context: int) -> npt.NDArray[np.float64]:
-        """Seconds of steps with drafts, never less than a plain one."""
+    def _most_rows(self, num_rows: int) -> int:
+        """Rows of the fullest rank, while this one has so many: no rank's step is shorter than its."""
+        ratios = self._tokens_per_row
+        return round(max(1.0, min(ratios)) * num_rows) if len(ratios) == ratios.maxlen else num_rows
+
+    @property
+    def _plain_cost(self) -> float:
+        """Seconds of a plain step."""
         assert self._last is not None
-        plain = float(self._plain.seconds(self._last.num_rows, num_context))
-        costs = self._drafted.seconds_from(self._last.num_rows, plain, nums_tokens, num_context)
+        return float(self._plain.seconds(self._most_rows(self._last.num_rows), self._last.num_context))
+
+    def _costs(self, nums_draft_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Seconds of steps with so many draft tokens, never less than a plain one."""
+        assert self._last is not None
+        num_rows, plain = self._most_rows(self._last.num_rows), self._plain_cost
+        nums_tokens = np.maximum(num_rows, self._last.num_rows + nums_draft_tokens)
+        costs = self._drafted.seconds_from(num_rows, plain, nums_tokens, self._last.num_context)
         return np.maximum(costs, plain)
 
     def _learn(self, step: Step, counters: EngineCounters) -> None:
@@ -228,18 +268,40 @@ class AutoGate:
         last = self._last
         if last is None or step.seconds is None:
             return
-        num_rows, num_context = step.num_rows, last.num_context
-        if self._num_chosen == 0:
-            if self._num_plain > 0:
-                self._guard.learn_plain(step.seconds / float(self._plain.seconds(num_rows, num_context)))
-            seconds = self._plain.learn(num_rows, num_context, step.seconds)
-            self._num_plain += 1
-            self._steps_since_plain = 0
-            self._remember(seconds, seconds, 0.0, 0)
+        num_tokens = step.num_rows + self._num_chosen
+        is_plain = self._num_chosen == 0
+        if step.ranks is not None:
+            num_tokens = step.ranks.most_tokens
+            is_plain = self._is_probe
+        if is_plain:
+            self._learn_plain(num_tokens, last.num_context, step)
             return
-        self._drafted.learn(num_rows + self._num_chosen, num_context, step.seconds)
-        seconds = min(step.seconds, MAX_SLOWNESS * self._expected_seconds)
-        seconds_per_token = float(self._plain.seconds(num_rows, num_context)) / num_rows
+        if self._num_chosen:
+            self._learn_gain(last, num_tokens, step, counters)
+        if num_tokens > self._most_rows(step.num_rows):
+            self._drafted.learn(num_tokens, last.num_context, step.seconds)
+
+    def _learn_plain(self, num_tokens: int, num_context: int, step: Step) -> None:
+        assert step.seconds is not None
+        if self._num_plain > 0:
+            self._guard.learn_plain(step.seconds / float(self._plain.seconds(num_tokens, num_context)))
+        seconds = self._plain.learn(num_tokens, num_context, step.seconds)
+        self._num_plain += 1
+        self._steps_since_plain = 0
+        self._remember(seconds, seconds, 0.0, 0)
+
+    def _learn_gain(self, last: Step, num_tokens: int, step: Step, counters: EngineCounters) -> None:
+        """From a step with drafts, in which a rank verified num_tokens.
+
+        Of a step in which another one verified more counts what it would have taken otherwise.
+        """
+        assert step.seconds is not None
+        num_rows, seconds = step.num_rows, step.seconds
+        if num_tokens > num_rows + self._num_chosen:
+            seconds *= self._expected_seconds / float(self._costs(np.array([num_tokens - num_rows]))[0])
+        seconds = min(seconds, MAX_SLOWNESS * self._expected_seconds)
+        plain = float(self._plain.seconds(self._most_rows(num_rows), last.num_context))
+        seconds_per_token = plain / num_rows
         plain_seconds = seconds_per_token * step.num_new_tokens
         counters.gate_seconds += seconds
         counters.gate_plain_seconds += plain_seconds

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.gate import Ranks
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.drafting.step_cost import never_falling
@@ -273,8 +274,8 @@ class Engine:
         num_tokens += self._num_verified
         return Load(num_tokens, self._num_context, any(self._drafts))
 
-    def end_step(self, seconds: float) -> int:
-        """The step that began took this long; returns the tokens it gave."""
+    def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
+        """The step that began took this long, of all `ranks`; returns the tokens it gave."""
         result = self.total
         num_running = len(self._running)
         result.seconds += seconds
@@ -288,7 +289,7 @@ class Engine:
         self._drafts = [[] for _ in self._running]
         if self.drafter is not None:
             names = [request.name for request in self._running]
-            self._drafts = self.drafter.step(names, nums_new, self._token_ids, self._levels)
+            self._drafts = self.drafter.step(names, nums_new, self._token_ids, self._levels, ranks)
         for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
             self._remove(int(row))
         return num_gained
@@ -375,7 +376,10 @@ def step_together(ranks: Sequence[Engine]) -> int:
         rank.times.seconds(load.num_tokens, load.drafted, load.num_context, total - load.num_tokens)
         for rank, load in zip(ranks, loads, strict=True)
     )
-    return sum(rank.end_step(seconds) for rank in ranks)
+    known = None
+    if len(ranks) > 1:  # what vLLM tells each of them
+        known = Ranks(ranks[0].total.num_steps, max(load.num_tokens for load in loads))
+    return sum(rank.end_step(seconds, known) for rank in ranks)
 
 
 def rollout(

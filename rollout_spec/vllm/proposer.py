@@ -15,6 +15,7 @@ from rollout_spec.drafting.history import HistoryError
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
+from rollout_spec.vllm.lock_step import LockStep
 from rollout_spec.vllm.options import engine_options, refuse_unsupported
 
 LOG_EVERY = 1000  # engine steps in which rows decoded
@@ -41,6 +42,7 @@ class SuffixProposer:
         self.config = config
         self.is_used = drafts_are_used(vllm_config.parallel_config)
         self._drafter: Drafter | None = Drafter(self.config) if self.is_used else None
+        self._lock_step = LockStep()
         self._runner: Any = None
         self._warned: set[str] = set()
         # Not taken yet, and no longer the drafter's: of steps that failed, or were logged.
@@ -49,6 +51,8 @@ class SuffixProposer:
     def bind(self, runner: Any) -> None:
         """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
         self._runner = runner
+        if self.is_used and runner.parallel_config.data_parallel_size > 1:
+            self._lock_step.watch()
         # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
         # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
         # its own end.
@@ -90,7 +94,9 @@ class SuffixProposer:
             try:
                 self._open_and_close(self._drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
-                drafts = self._drafter.step(request_ids, nums_new_tokens, token_ids_cpu, num_tokens_no_spec)
+                drafts = self._drafter.step(
+                    request_ids, nums_new_tokens, token_ids_cpu, num_tokens_no_spec, self._lock_step.ranks
+                )
                 self._log(self._drafter, nums_new_tokens)
                 return drafts
             except NativeError as error:  # the index is as it was before the step

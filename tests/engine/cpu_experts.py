@@ -14,7 +14,10 @@ from rollout_spec.verl.server import SpecWorkerExtension
 
 
 class Extension(SpecWorkerExtension):
-    """Ours, and a way to break the drafter."""
+    """Ours, a look inside and a way to break the drafter."""
+
+    def last_step_of_the_ranks(self) -> tuple[int, int]:
+        return tuple(self.model_runner.drafter._lock_step.ranks)
 
     def pass_the_drafter_by(self) -> None:
         self.model_runner.effective_drafter_max_model_len = 0

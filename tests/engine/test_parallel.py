@@ -85,6 +85,15 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
         assert report.engine.num_accepted_tokens > 1.1 * first.engine.num_accepted_tokens
         assert [sorted(nums_kept(content)) for content in await server.take_history()] == [[0, 0, 2, 2]] * 2
 
+        # Every rank knows of all steps, also of those that it runs without requests.
+        for _ in range(100):  # until the ranks rest
+            seen = [await cores.call_workers(core, "last_step_of_the_ranks") for core in range(2)]
+            if seen[0] == seen[1]:
+                break
+            await asyncio.sleep(0.1)
+        assert seen[0] == seen[1]
+        assert seen[0][0][0] > report.engine.num_steps // 2
+
         long = {"max_tokens": 480, "temperature": 1.0}
         samples = asyncio.gather(*(respond(server, *group, **long) for group in GROUPS.items()))
         await asyncio.sleep(0.5)
