@@ -32,9 +32,10 @@ CUDA_VENV ?= $(VENV)/cuda
 
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
-PYTEST := $(BIN)/python -m pytest --numprocesses 2
+# Engines and trainings run in one process: two at a time need too much memory.
+PYTEST := $(BIN)/python -m pytest
 # Exit code 5: TEST_ARGS chose none of them.
-FAST = $(PYTEST) -m 'not slow and not asynchronous' --dist loadfile $(TEST_ARGS) || [ $$? = 5 ]
+FAST = $(PYTEST) -m 'not slow and not asynchronous' --numprocesses 2 --dist loadfile $(TEST_ARGS) || [ $$? = 5 ]
 NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 BUILT := $(VENV)/.built
@@ -52,13 +53,13 @@ demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARG
 
 test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name')
 	$(FAST)
-	$(PYTEST) -m slow --dist loadfile --no-loadscope-reorder $(TEST_ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m slow $(TEST_ARGS) || [ $$? = 5 ]
 
 test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing
 	$(FAST)
 
 test-async: dev ## train in verl's asynchronous modes
-	$(BIN)/python -m pytest -m asynchronous $(TEST_ARGS)
+	$(PYTEST) -m asynchronous $(TEST_ARGS)
 
 check: dev ## format, lint, types, C warnings as errors
 	$(BIN)/ruff format --check .

@@ -17,9 +17,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines and the synchronous trainings are `slow`; these come first, since they take longest.
+    """Engines and the synchronous trainings are `slow`: one process, since two at a time need too much memory.
 
-    Asynchronous trainings are apart: two trainings at a time need too much memory.
+    The trainings come first, while that process is small: the engine tests leave gigabytes in it.
     """
     items.sort(key=lambda item: item.path.name != TRAINING)
     for item in items:
