@@ -17,7 +17,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines and the synchronous trainings are `slow`: one process, since two at a time need too much memory.
+    """Engines and the synchronous trainings are `slow`: two at a time would need too much memory.
 
     The trainings come first, while that process is small: the engine tests leave gigabytes in it.
     """
