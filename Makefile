@@ -32,10 +32,10 @@ CUDA_VENV ?= $(VENV)/cuda
 
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
-# Engines and trainings run in one process: two at a time need too much memory.
 PYTEST := $(BIN)/python -m pytest
+TWO := --numprocesses 2 --dist loadfile
 # Exit code 5: TEST_ARGS chose none of them.
-FAST = $(PYTEST) -m 'not slow and not asynchronous' --numprocesses 2 --dist loadfile $(TEST_ARGS) || [ $$? = 5 ]
+FAST = $(PYTEST) -m 'not slow and not asynchronous' $(TWO) $(TEST_ARGS) || [ $$? = 5 ]
 NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 BUILT := $(VENV)/.built
@@ -53,7 +53,8 @@ demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARG
 
 test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name')
 	$(FAST)
-	$(PYTEST) -m slow $(TEST_ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m slow tests/test_training.py $(TEST_ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m slow $(TWO) tests/engine $(TEST_ARGS) || [ $$? = 5 ]
 
 test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing
 	$(FAST)

@@ -17,11 +17,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines and the synchronous trainings are `slow`: two at a time would need too much memory.
-
-    The trainings come first, while that process is small: the engine tests leave gigabytes in it.
-    """
-    items.sort(key=lambda item: item.path.name != TRAINING)
+    """Engines and the synchronous trainings are `slow`; the asynchronous ones have a mark of their own."""
     for item in items:
         if item.path.name == ASYNC_TRAINING:
             item.add_marker(pytest.mark.asynchronous)
