@@ -48,6 +48,7 @@ class Run(NamedTuple):
     folder: pathlib.Path
     metrics: dict[int, dict[str, float]]  # by training step
     responses: list[Response]
+    last_steps: tuple[int, ...]  # of each process
 
     def ended(self, kind: str) -> list[Response]:
         return [response for response in self.responses if response.kind == kind]
@@ -96,7 +97,7 @@ def train(folder: pathlib.Path, mode: str, *overrides: str, until: tuple[int, ..
         for line in map(json.loads, (folder / TRACE_FOLDER / f"rollouts-{replica}.jsonl").open())
         for name, response in zip(line["names"], line["responses"], strict=True)
     ]
-    return Run(folder, metrics, responses)
+    return Run(folder, metrics, responses, until)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,8 @@ def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The trainer's own engine serves at first, and from each validation to the next step."""
     options = [
         "trainer.v1.separate_async.hybrid_rollout.enable_switch=true",
-        "trainer.v1.separate_async.num_warmup_batches=2",
+        # So many that the trainer's own engine is still at work when the first batch is there.
+        "trainer.v1.separate_async.num_warmup_batches=6",
         "rollout.spec.routing=group",
         "trainer.resume_mode=auto",
         "trainer.save_freq=1",
@@ -153,9 +155,12 @@ def test_no_response_is_lost_or_there_twice(run: Run) -> None:
 
 
 def test_the_tokens_that_the_steps_log_are_those_of_the_responses(run: Run) -> None:
-    """Up to those of responses that had been interrupted and not ended when their process did."""
-    of_the_open = run.total("generated_tokens") - sum(response.length for response in run.ended("train"))
-    assert 0 <= of_the_open < LENGTH * run.total("num_interrupted")
+    """But for those that had been interrupted and not ended when their process did, and for what it served
+    behind its last step, of which no step logs the counts."""
+    ended = run.ended("train")
+    difference = run.total("generated_tokens") - sum(response.length for response in ended)
+    unlogged = sum(response.length for response in ended if response.version in run.last_steps)
+    assert -unlogged <= difference <= LENGTH * run.total("num_interrupted")
 
 
 def test_a_validation_is_served_and_not_counted(run: Run) -> None:
