@@ -34,6 +34,8 @@ BIN := $(VENV)/bin
 UV := $(BIN)/uv
 PYTEST := $(BIN)/python -m pytest
 TWO := --numprocesses 2 --dist loadfile
+# What takes all memory, and what takes the time of steps.
+ALONE := tests/test_training.py tests/engine/test_gate.py
 # Exit code 5: TEST_ARGS chose none of them.
 FAST = $(PYTEST) -m 'not slow and not asynchronous' $(TWO) $(TEST_ARGS) || [ $$? = 5 ]
 NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native
@@ -53,8 +55,8 @@ demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARG
 
 test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name')
 	$(FAST)
-	$(PYTEST) -m slow tests/test_training.py $(TEST_ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m slow $(TWO) tests/engine $(TEST_ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m slow $(ALONE) $(TEST_ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m slow $(TWO) tests/engine $(ALONE:%=--ignore %) $(TEST_ARGS) || [ $$? = 5 ]
 
 test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing
 	$(FAST)

@@ -83,7 +83,8 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
         check_counts(report := await server.take_rollout_report())
         # The first tokens are drafted from what the group has said before, wherever that was.
         assert report.engine.num_accepted_tokens > 1.1 * first.engine.num_accepted_tokens
-        assert [sorted(nums_kept(content)) for content in await server.take_history()] == [[0, 0, 2, 2]] * 2
+        of_cores = [nums_kept(content) for content in await server.take_history()]
+        assert [sorted(nums) for nums in of_cores if any(nums)] == [[0, 0, 2, 2]] * 2
 
         # Every rank knows of all steps, also of those that it runs without requests.
         for _ in range(100):  # until the ranks rest
