@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,16 @@ from tests.engine.test_verl_server import EXTENSION, SCHEDULER, server_of  # noq
 LENGTH = 40
 GROUPS = {f"group {i}": prompt for i, prompt in enumerate(PROMPTS[:4])}
 NUMBERS = itertools.count()  # of requests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_process_groups() -> Iterator[None]:
+    """Engines of one process share their groups, and those that a dense model made have none for experts."""
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    destroy_model_parallel()
+    yield
+    destroy_model_parallel()
 
 
 @pytest.fixture(scope="module")
