@@ -37,7 +37,7 @@ TWO := --numprocesses 2 --dist loadfile
 # What takes all memory, and what takes the time of steps.
 ALONE := tests/test_training.py tests/engine/test_gate.py
 # Exit code 5: TEST_ARGS chose none of them.
-FAST = $(PYTEST) -m 'not slow and not asynchronous' $(TWO) $(TEST_ARGS) || [ $$? = 5 ]
+FAST = $(PYTEST) -m 'not slow and not long' $(TWO) $(TEST_ARGS) || [ $$? = 5 ]
 NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 BUILT := $(VENV)/.built
@@ -45,7 +45,7 @@ SUFFIX := $(VENV)/.suffix-$(ENGINE)
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
 SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
 
-.PHONY: help demo test test-fast test-async check format asan bench docs dev lock lock-check cuda-imports clean
+.PHONY: help demo test test-fast test-long check format asan bench docs dev lock lock-check cuda-imports clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -56,13 +56,13 @@ demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARG
 test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name')
 	$(FAST)
 	$(PYTEST) -m slow $(ALONE) $(TEST_ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m slow $(TWO) tests/engine $(ALONE:%=--ignore %) $(TEST_ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m slow $(TWO) $(ALONE:%=--ignore %) $(TEST_ARGS) || [ $$? = 5 ]
 
 test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing
 	$(FAST)
 
-test-async: dev ## train in verl's asynchronous modes
-	$(PYTEST) -m asynchronous $(TEST_ARGS)
+test-long: dev ## train in verl's asynchronous modes, and resume
+	$(PYTEST) -m long $(TEST_ARGS)
 
 check: dev ## format, lint, types, C warnings as errors
 	$(BIN)/ruff format --check .

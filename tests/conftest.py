@@ -17,10 +17,10 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines and the synchronous trainings are `slow`; the asynchronous ones have a mark of their own."""
+    """Engines and a training are `slow`; what else trains is `long`."""
     for item in items:
-        if item.path.name == ASYNC_TRAINING:
-            item.add_marker(pytest.mark.asynchronous)
+        if item.path.name == ASYNC_TRAINING or item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.long)
         elif item.path.name == TRAINING or item.path.parent.name == "engine":
             item.add_marker(pytest.mark.slow)
 

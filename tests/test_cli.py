@@ -222,6 +222,7 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
         main(["doctor"])
 
 
+@pytest.mark.slow
 def test_doctor_says_that_speculation_works_here():
     done = run("doctor", "--json")
     report = json.loads(done.stdout)
@@ -474,6 +475,7 @@ def test_what_another_process_uses_is_left_alone():
     assert other.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_failed_trainer_is_one_line_with_the_log(tmp_path):
     train_file = tmp_path / "train.parquet"
     train_file.touch()

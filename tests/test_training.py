@@ -1,5 +1,5 @@
-"""verl's own trainer with drafting and two rollout engines: a step with the siblings of a prompt apart, then,
-from its checkpoint, one with them together."""
+"""verl's own trainer with drafting and two rollout engines: a step with siblings together, then, from its
+checkpoint, one with them apart."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import json
 import os
 import pathlib
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
@@ -26,65 +24,54 @@ from tests.engine.conftest import close, new_engine, own_environment, token_ids
 from tests.text import tokens_per_step
 
 ROOT = pathlib.Path(__file__).parents[1]
-NUM_STEPS = 2
 NUM_SAMPLES = 8
 NUM_PROMPTS = 2
 NUM_REPLICAS = 2
 RESPONSE_LENGTH = 64
-APART, TOGETHER = (1,), (2,)  # training steps, which count from 1
 
 pytestmark = pytest.mark.timeout(900)
 
 
 class Run(NamedTuple):
-    """What each engine served in two runs of a step each, and verl's metrics by step."""
+    """What each engine has served, and verl's metrics of the last step."""
 
     folder: pathlib.Path
     served: list[list[Rollout]]
-    metrics: dict[int, dict[str, float]]
-
-    def tokens_per_step(self, steps: tuple[int, ...]) -> float:
-        chosen = [self.metrics[step] for step in steps]
-        tokens = [metrics["rollout/spec_generated_tokens"] for metrics in chosen]
-        rates = [metrics["rollout/spec_tokens_per_step"] for metrics in chosen]
-        return sum(tokens) / sum(count / rate for count, rate in zip(tokens, rates, strict=True))
-
-    def acceptance_rate(self, steps: tuple[int, ...]) -> float:
-        drafted, accepted = (
-            sum(self.metrics[step][f"rollout/spec_num_{kind}_tokens"] for step in steps)
-            for kind in ("draft", "accepted")
-        )
-        return accepted / drafted
-
-    def groups(self, steps: tuple[int, ...]) -> Iterator[list[Rollout]]:
-        """Of each group in these steps, the part that each engine served."""
-        parts: dict[tuple[str, int | None], list[Rollout]] = defaultdict(list)
-        for served in self.served:
-            for rollout in served:
-                parts[(rollout.group, rollout.step)].append(rollout)
-        ordered = sorted({step for _, step in parts if step is not None})
-        assert len(ordered) == NUM_STEPS
-        wanted = {ordered[step - 1] for step in steps}
-        yield from (group for (_, step), group in parts.items() if step in wanted)
+    metrics: dict[str, float]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The second resumes from the first one's checkpoint, and has the same prompts and another routing."""
-    folder = tmp_path_factory.mktemp("training")
-    train_file, _ = make_data(folder, num_train=NUM_PROMPTS)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture(scope="module")
+def run(folder: pathlib.Path) -> Run:
+    make_data(folder, num_train=NUM_PROMPTS)
+    return train(folder, 1, "group")
+
+
+@pytest.fixture(scope="module")
+def resumed(run: Run) -> Run:
+    """A second step, from the checkpoint of the first, with the same prompts."""
+    return train(run.folder, 2, "default")
+
+
+def train(folder: pathlib.Path, num_steps: int, routing: str) -> Run:
     model = make_model(pathlib.Path(".cache/models/smollm2-float32"), dtype="float32")
     overrides = [
         "+rollout_spec_demo=[cpu,grpo]",
         "+rollout.spec=sam",
         "rollout.spec.batch_threshold=64",
         f"rollout.spec.history={2 * NUM_SAMPLES}",
+        f"rollout.spec.routing={routing}",
         "trainer.resume_mode=auto",
         "trainer.save_freq=1",
+        f"trainer.total_training_steps={num_steps}",
         f"trainer.n_gpus_per_node={NUM_REPLICAS}",
         f"trainer.default_local_dir={folder}",
         f"data.max_response_length={RESPONSE_LENGTH}",
-        f"data.train_files={train_file}",
+        f"data.train_files={folder}/train.parquet",
         f"actor_rollout_ref.model.path={model.absolute()}",
         f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
         # Siblings that resemble each other, as those of a trained policy do.
@@ -93,16 +80,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=268435456",
         f"hydra.run.dir={folder}/hydra",
     ]
-    metrics = {}
-    for step, routing in enumerate(("default", "group"), start=1):
-        added = [f"trainer.total_training_steps={step}", f"rollout.spec.routing={routing}"]
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, *added]
-        execute(command, folder, f"train-{step}.log")
-        [line] = (folder / METRICS_FILE).read_text().splitlines()
-        metrics[json.loads(line)["step"]] = json.loads(line)["data"]
+    execute([sys.executable, "-m", "verl.trainer.main_ppo", *overrides], folder, f"train-{num_steps}.log")
+    [line] = (folder / METRICS_FILE).read_text().splitlines()
+    assert json.loads(line)["step"] == num_steps
+    (folder / "model").unlink(missing_ok=True)
     (folder / "model").symlink_to(model.absolute())
     traces = [folder / TRACE_FOLDER / f"rollouts-{replica}.jsonl" for replica in range(NUM_REPLICAS)]
-    return Run(folder, [list(read_trace(trace)) for trace in traces], metrics)
+    return Run(folder, [list(read_trace(trace)) for trace in traces], json.loads(line)["data"])
 
 
 def execute(command: list[str], folder: pathlib.Path, log: str) -> None:
@@ -120,29 +104,20 @@ def test_every_engine_has_its_own_drafter(run: Run) -> None:
 
 
 def test_the_metrics_are_in_verls_stream(run: Run) -> None:
-    assert sorted(run.metrics) == list(range(1, NUM_STEPS + 1))
-    for metrics in run.metrics.values():
-        assert metrics["rollout/spec_num_draft_tokens"] > 0
-        assert 0 < metrics["rollout/spec_accept_rate"] <= 1
-        assert metrics["rollout/spec_accept_length"] >= 1
-        assert metrics["rollout/spec_tokens_per_step"] > 1
-        assert metrics["rollout/spec_share_on"] == 1
-        assert metrics["rollout/spec_num_failed_steps"] == 0
-        assert metrics["rollout/spec_rollout_seconds"] > 0
-        assert 1 <= metrics["rollout/spec_load_imbalance"] <= NUM_REPLICAS
-        assert metrics["timing_s/gen"] > 0
+    assert run.metrics["rollout/spec_num_draft_tokens"] > 0
+    assert 0 < run.metrics["rollout/spec_accept_rate"] <= 1
+    assert run.metrics["rollout/spec_accept_length"] >= 1
+    assert run.metrics["rollout/spec_tokens_per_step"] > 1
+    assert run.metrics["rollout/spec_share_on"] == 1
+    assert run.metrics["rollout/spec_num_failed_steps"] == 0
+    assert run.metrics["rollout/spec_rollout_seconds"] > 0
+    assert 1 <= run.metrics["rollout/spec_load_imbalance"] <= NUM_REPLICAS
+    assert run.metrics["timing_s/gen"] > 0
 
 
 def test_a_checkpoint_has_what_every_engine_served(run: Run) -> None:
     """It is saved before the weight sync, when the engines still take their last requests for running."""
     assert [len(responses) for responses in saved(run, 1)] == [NUM_SAMPLES] * NUM_PROMPTS
-
-
-def test_a_resumed_run_has_the_history_of_its_checkpoint(run: Run) -> None:
-    """What it saves is what it loaded, and its own."""
-    for earlier, later in zip(saved(run, 1), saved(run, 2), strict=True):
-        assert later[:NUM_SAMPLES] == earlier
-        assert len(later) == 2 * NUM_SAMPLES
 
 
 def saved(run: Run, step: int) -> list[list[list[int]]]:
@@ -155,14 +130,9 @@ def saved(run: Run, step: int) -> list[list[list[int]]]:
 
 
 def test_siblings_are_served_by_one_engine(run: Run) -> None:
-    """Two groups for two engines: each gets one, so each has as many requests as before."""
-    together = list(run.groups(TOGETHER))
-    assert [len(parts) for parts in together] == [1] * (NUM_PROMPTS * len(TOGETHER))
-    assert all(len(parts[0].responses) == NUM_SAMPLES for parts in together)
-    for served in run.served:
-        assert sum(len(rollout.responses) for rollout in served) == NUM_SAMPLES * NUM_STEPS
-    # verl's own router places each request by load alone.
-    assert sum(len(parts) for parts in run.groups(APART)) > NUM_PROMPTS * len(APART)
+    """Two groups for two engines: each gets one."""
+    assert [len(served) for served in run.served] == [1] * NUM_REPLICAS
+    assert all(len(group.responses) == NUM_SAMPLES for [group] in run.served)
 
 
 def test_siblings_together_draft_better(run: Run) -> None:
@@ -170,38 +140,21 @@ def test_siblings_together_draft_better(run: Run) -> None:
 
     Between two steps of real sampling a difference of a few percent is; benchmarks/record/routing.md has it.
     """
-    split: list[list[Rollout]] = [[] for _ in range(NUM_REPLICAS)]
-    whole: list[list[Rollout]] = [[] for _ in range(NUM_REPLICAS)]
-    homes: dict[str, int] = {}
-    for parts in (*run.groups(APART), *run.groups(TOGETHER)):
-        responses = [response for part in parts for response in part.responses]
-        half = len(responses) // 2
-        halves = (
-            [responses[:half], responses[half:]] if len(parts) == 1 else [part.responses for part in parts]
-        )
-        for engine, part in zip(split, halves, strict=True):
-            engine.append(dataclasses.replace(parts[0], responses=part))
-        home = homes.setdefault(parts[0].group, len(homes))
-        whole[home].append(dataclasses.replace(parts[0], responses=responses))
-    replayed_apart, replayed_together = tokens_per_step(split), tokens_per_step(whole)
-    apart, together = run.tokens_per_step(APART), run.tokens_per_step(TOGETHER)
-    accepted_apart, accepted_together = run.acceptance_rate(APART), run.acceptance_rate(TOGETHER)
-    imbalance = [run.metrics[step]["rollout/spec_load_imbalance"] for step in range(1, NUM_STEPS + 1)]
-    print(
-        f"tokens per step, apart and together: engines {apart:.3f}, {together:.3f}; "
-        f"the same text {replayed_apart:.3f}, {replayed_together:.3f}; "
-        f"acceptance {accepted_apart:.3f}, {accepted_together:.3f}; load imbalance by step {imbalance}"
-    )
-    assert replayed_together > 1.02 * replayed_apart
-    assert together > 0.8 * apart
-    assert accepted_together > 0.8 * accepted_apart
+    half = NUM_SAMPLES // 2
+    parts = [slice(half), slice(half, NUM_SAMPLES)]
+    split = [
+        [dataclasses.replace(group, responses=group.responses[part]) for [group] in run.served]
+        for part in parts
+    ]
+    apart, together = tokens_per_step(split), tokens_per_step(run.served)
+    print(f"tokens per step of the same text: apart {apart:.3f}, together {together:.3f}")
+    assert together > 1.02 * apart
 
 
 def test_samples_are_named_and_siblings_differ(run: Run) -> None:
     """Named alike on every replica: seed, step, kind, prompt, occurrence, number in the group."""
-    samples = [sample for step in range(1, NUM_STEPS + 1) for sample in recorded(run, step)]
-    num_samples = NUM_STEPS * NUM_PROMPTS * NUM_SAMPLES
-    assert len({json.dumps(name) for name, _, _ in samples}) == len(samples) == num_samples
+    samples = recorded(run, 1)
+    assert len({json.dumps(name) for name, _, _ in samples}) == len(samples) == NUM_PROMPTS * NUM_SAMPLES
     for _, group in groupby(sorted(samples), key=lambda sample: sample[0][:-1]):
         siblings = list(group)
         assert [name[-1] for name, _, _ in siblings] == list(range(NUM_SAMPLES))
@@ -224,6 +177,19 @@ def test_the_first_step_is_what_an_engine_without_drafts_samples(run: Run) -> No
     # A near tie of float32 logits may part a response, once in tens of thousands of tokens.
     num_same = sum(tokens == response for tokens, (_, _, response) in zip(plain, samples, strict=True))
     assert num_same >= len(samples) - 1
+
+
+@pytest.mark.long
+def test_a_resumed_run_has_the_history_of_its_checkpoint(run: Run, resumed: Run) -> None:
+    """What it saves is what it loaded, and its own. verl's router places each request by load alone."""
+    for earlier, later in zip(saved(run, 1), saved(resumed, 2), strict=True):
+        assert later[:NUM_SAMPLES] == earlier
+        assert len(later) == 2 * NUM_SAMPLES
+    places = {(group.group, i) for i, served in enumerate(resumed.served) for group in served}
+    assert len(places) > NUM_PROMPTS
+    assert not {json.dumps(name) for name, _, _ in recorded(resumed, 2)} & {
+        json.dumps(name) for name, _, _ in recorded(run, 1)
+    }
 
 
 def recorded(run: Run, step: int) -> list[tuple[list, list[int], list[int]]]:

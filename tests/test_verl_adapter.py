@@ -185,6 +185,7 @@ def test_a_plain_string_is_refused() -> None:
         check_config(config)
 
 
+@pytest.mark.slow
 def test_the_command_ends_before_hydra_composes(tmp_path: pathlib.Path) -> None:
     """The real entry point: one line, exit code 2. test_recipes has a value out of range."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "+rollout.spec=sam", VLLM]
@@ -211,6 +212,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_a_broken_plugin_ends_a_run_that_asked_for_it() -> None:
     """verl would go on without the plugin, so what it raises must get past verl."""
     code = """
@@ -258,6 +260,7 @@ def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
     assert "no such platform; run `rollout-spec doctor`" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_driver_without_accelerator_or_engine_passes_a_run_that_has_both() -> None:
     """The driver of a GPU cluster may be a machine with neither."""
     code = """

@@ -60,6 +60,7 @@ def _needs_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
 
 
+@pytest.mark.slow
 def test_the_plugin_is_inert_beside_an_accelerator():
     found = _import_verl(before=_ACCELERATED)
     assert found["device"] == "cuda"
@@ -73,6 +74,7 @@ def test_the_plugin_is_inert_beside_an_accelerator():
     not verl_cpu.is_wanted(),
     reason="verl has its own platform for this machine's accelerator, and ours must stay away (test above)",
 )
+@pytest.mark.slow
 def test_the_plugin_registers_the_platform_and_keeps_what_the_user_set():
     found = _import_verl(OMP_NUM_THREADS="3")
     assert found["device"] == "cpu"
