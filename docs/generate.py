@@ -18,7 +18,7 @@ from rollout_spec.config import AUTO, METHODS, ROUTINGS, VERIFY, SpecConfig
 from rollout_spec.metrics import METRICS
 
 DOCS = Path(__file__).parent
-PART = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+PART = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 CHOICES = {"method": METHODS, "verify": VERIFY, "routing": ROUTINGS}
 
 

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def test_help_lists_every_command_and_imports_nothing_slow():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
-        assert f"\n    {name} " in done.stdout
+        assert re.search(rf"^    {name}\s", done.stdout, re.MULTILINE)
 
 
 def test_version():
@@ -73,6 +74,12 @@ def test_version():
             "rollout.spec.num_speculative_tokens=65: must be between 1 and 64",
         ),
         (["certify", "--model", "/nowhere"], "--model /nowhere: no Hugging Face folder"),
+        (["gpu-check", "--model", "/nowhere"], "--model /nowhere: no Hugging Face folder"),
+        (["gpu-check", "--minutes", "0"], "--minutes: 0 must be at least 1 and at most 1,440"),
+        (["gpu-check", "--repeats", "0"], "--repeats: 0 must be at least 1"),
+        (["gpu-check", "--methods", "sam"], "--methods sam: must begin with off and name no method twice"),
+        (["gpu-check", "--methods", "off,eagle"], "method 'eagle': must be off, off:coupled, ngram, suffix"),
+        (["gpu-check", "--output", __file__], f"{__file__}: File exists"),
         (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["demo", "--steps", "0"], "--steps: 0 must be at least 1"),
         (["simulate", "/nowhere.jsonl", "--step-times", "1:0.1"], "/nowhere.jsonl"),

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from rollout_spec import patches
+from rollout_spec.measure.gpu_check import WAITS
 from rollout_spec.verification import blocks, coupled, noise, standard
 from rollout_spec.verification.transfers import fetched, sent
 from tests.accelerator import DEVICE, Accelerator
@@ -189,6 +190,10 @@ STEPS: dict[str, tuple[Callable[[], Accelerator], list[str]]] = {
 
 def test_the_page_has_these_steps() -> None:
     assert list(table("step")) == list(STEPS)
+
+
+def test_gpu_check_expects_what_the_page_says() -> None:
+    assert {kind: table("step")[kind][0] for kind in WAITS} == WAITS
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -26,6 +26,10 @@ ELSEWHERE = {
         "tests/engine/test_bench.py",
         'main(["bench", "engine", "--model", tiny_model',
     ),
+    "rollout-spec gpu-check": (
+        "tests/engine/test_gpu_check.py",
+        'main(["gpu-check", "--model", chat_model',
+    ),
     "make demo": (".ci/run", "make demo DEMO_ARGS=--quick"),
 }
 

@@ -28,7 +28,7 @@ OPTIONAL = {
     "pandas": "demo",
 }
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-COMMANDS = ("demo", "replay", "corpus", "compare", "certify", "bench", "simulate", "doctor")
+COMMANDS = ("demo", "replay", "corpus", "compare", "certify", "bench", "simulate", "doctor", "gpu-check")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rollout-spec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
-        module = importlib.import_module(f"rollout_spec.cli.{name}")
+        module = importlib.import_module(f"rollout_spec.cli.{name.replace('-', '_')}")
         sub = commands.add_parser(name, help=module.HELP, description=_sentence(module.HELP))
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)

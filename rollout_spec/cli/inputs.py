@@ -152,7 +152,12 @@ def tokenized(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:
     """The token ids of the rows' chats, each ready for the answer."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {model}: its tokenizer cannot be read: {error}") from error
+    if not tokenizer.chat_template:
+        raise UserError(f"--model {model}: its tokenizer has no chat template")
     return [
         tokenizer.apply_chat_template(
             list(row["prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False

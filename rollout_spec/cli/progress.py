@@ -32,6 +32,22 @@ def counted(text: str, total: int | None = None) -> Iterator[Callable[[int], Non
         yield lambda more: progress.advance(task, more)
 
 
+@contextlib.contextmanager
+def timed(text: str, seconds: float) -> Iterator[Callable[[str, float], None]]:
+    """A bar of so many seconds; call what it yields with what is being done and the seconds passed."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=seconds)
+
+        def show(doing: str, passed: float) -> None:
+            progress.update(task, description=f"{text}: {doing}", completed=passed)
+            if not console.is_terminal:
+                console.print(f"{text}: {passed:.0f} s: {doing}", highlight=False, soft_wrap=True)
+
+        yield show
+
+
 class ConsoleWatcher(Watcher):
     """Shows which run is at which step and in which phase."""
 

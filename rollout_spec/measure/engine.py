@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,10 @@ Served = dict[str, list[dict[str, Any]]]
 
 class EngineError(UserError):
     """An engine has failed; the message holds its last error."""
+
+
+class TimeLimitError(EngineError):
+    """It has not ended in the time that it had."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +179,7 @@ def rollouts(
     ]
     served: Served = {method: [] for method in methods}
     for i, (repeat, method) in enumerate(tracked([turns[0], *turns])):
-        result = _serve(plan.job(repeat, method), folder)
+        result = answer(WORKER, plan.job(repeat, method), method, folder)
         if i == 0:
             continue
         served[method].append(result)
@@ -182,9 +187,20 @@ def rollouts(
             yield served
 
 
-def _serve(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What `engine_worker` says of a job."""
-    task, result, log = (folder / name for name in ("job.json", "result.json", "engine.log"))
+def answer(
+    worker: str, job: Mapping[str, Any], name: str, folder: Path, seconds: float | None = None
+) -> dict[str, Any]:
+    """What `python -m WORKER JOB RESULT` says of a job, in a process of its own.
+
+    Args:
+        name: of the job, for messages.
+        seconds: that it may take; None: any.
+
+    Raises:
+        EngineError: it has failed; job and log stay in `folder`.
+        TimeLimitError: it has taken longer.
+    """
+    task, result, log = (folder / file for file in ("job.json", "result.json", "engine.log"))
     task.write_text(json.dumps(job))
     result.unlink(missing_ok=True)
     env = {
@@ -192,14 +208,23 @@ def _serve(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that its drafter can be watched
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
-    with started([sys.executable, "-m", WORKER, str(task), str(result)], log, env) as process:
-        code = process.wait()
+    with started([sys.executable, "-m", worker, str(task), str(result)], log, env) as process:
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeLimitError(f"{name}: not done after {seconds:.0f} s") from None
     if code:
-        raise EngineError(f"{job['method']}: the engine ended with code {code}: {last_error(log)}")
+        raise EngineError(f"{name}: its process ended with code {code}: {last_error(log)}")
     found = json.loads(result.read_text())
     for file in (task, result, log):
         file.unlink()
     return found
+
+
+def reply(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """What a worker does with the job of `answer`, whose files are on its command line."""
+    job, result = map(Path, sys.argv[1:])
+    result.write_text(json.dumps(run(json.loads(job.read_text()))))
 
 
 def make_record(plan: Plan, served: Served) -> dict[str, Any]:

@@ -7,17 +7,14 @@ Every method is watched in the same way: by vLLM's own statistics of a step, one
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.measure.engine import Method
+from rollout_spec.measure.engine import Method, reply
 from rollout_spec.measure.timeline import Timeline
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.keys import KEY
@@ -98,28 +95,33 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         timeline, draft_s and draft_cpu_s (wall and CPU seconds in `propose`), counters (our drafter's),
         responses, and settings, what the engine really runs with; `options`: all of rollout.spec for sam.
     """
-    from vllm import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=job["model"], dtype=job["dtype"], seed=job["seed"],
-            skip_tokenizer_init=not job["natural_ends"], **job["engine"], **_method_arguments(job),
-        )
-    )  # fmt: skip
+    engine = make_engine(job)
     watch = Watch(engine)
-    _serve(engine, *_warm_up(engine))
+    serve(engine, *_warm_up(engine))
     prompts, params = _requests(job)
     watch.start()
-    responses = _serve(engine, prompts, params)
+    responses = serve(engine, prompts, params)
     return {
         "timeline": dataclasses.asdict(watch.timeline),
         "draft_s": watch.draft_s,
         "draft_cpu_s": watch.draft_cpu_s,
         "counters": watch.counters.to_dict(),
         "responses": responses,
-        "settings": _settings(engine.vllm_config),
+        "settings": settings_of(engine.vllm_config),
     }
+
+
+def make_engine(job: dict[str, Any]) -> Any:
+    """vLLM's engine, in this process, of a job's model and method."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=job["model"], dtype=job["dtype"], seed=job["seed"],
+            skip_tokenizer_init=not job["natural_ends"], **job["engine"], **_method_arguments(job),
+        )
+    )  # fmt: skip
 
 
 def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
@@ -172,8 +174,8 @@ def _warm_up(engine: Any) -> tuple[list[list[int]], list[Any]]:
     return prompts, [params] * len(prompts)
 
 
-def _serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:
-    """The responses, in the order of the requests."""
+def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:
+    """Serve requests; the responses, in their order."""
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, param)
     responses: dict[int, list[int]] = {}
@@ -184,7 +186,8 @@ def _serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> 
     return [responses[i] for i in range(len(prompts))]
 
 
-def _settings(config: Any) -> dict[str, Any]:
+def settings_of(config: Any) -> dict[str, Any]:
+    """What an engine really runs with; `config` is vLLM's."""
     import torch
     from vllm.platforms import current_platform
 
@@ -208,10 +211,5 @@ def _options(config: Any) -> dict[str, Any] | None:
     return found.to_dict() if found.enabled else None
 
 
-def main() -> None:
-    job, result = map(Path, sys.argv[1:])
-    result.write_text(json.dumps(run(json.loads(job.read_text()))))
-
-
 if __name__ == "__main__":
-    main()
+    reply(run)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def _distribution(distribution: dict[str, Any] | None, plan: dict[str, Any]) -> 
     )
 
 
-def _facts(record: Mapping[str, Any]) -> dict[str, str]:
+def facts(record: Mapping[str, Any]) -> dict[str, str]:
     """What the page says about the run besides its numbers."""
     plan, environment = dict(record["plan"]), dict(record["environment"])
     machine = ", ".join(str(environment.pop(name)) for name in ("device", "cpu"))
@@ -129,10 +130,23 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
 
 def render_html(record: Mapping[str, Any]) -> str:
     """The page; everything it shows is inside it."""
+    return render("certify", record["verdict"], sentences(record), tables(record), facts(record))
+
+
+def render(
+    command: str,
+    verdict: str,
+    sentences: Iterable[str],
+    tables: Iterable[tuple[str, list[str], list[list[str]]]],
+    facts: Mapping[str, str],
+    picture: bytes | None = None,
+) -> str:
+    """A command's record as a page: its verdict, what it found, and of what; `picture` is a PNG."""
     from jinja2 import Environment
 
-    template = resources.files("rollout_spec.report").joinpath("certify.html.j2").read_text()
+    template = resources.files("rollout_spec.report").joinpath("record.html.j2").read_text()
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
     return page.render(
-        verdict=record["verdict"], sentences=sentences(record), tables=tables(record), facts=_facts(record)
-    )
+        command=command, verdict=verdict, sentences=sentences, tables=tables, facts=facts,
+        picture=picture and base64.b64encode(picture).decode(),
+    )  # fmt: skip

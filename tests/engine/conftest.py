@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import pathlib
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -72,6 +73,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
         model.lm_head.weight.mul_(12)  # a peaked distribution, as a trained model's is
     path = tmp_path_factory.mktemp("models") / "tiny"
     model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model with a tokenizer, a token a character, so that a command can run it."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    characters = Tokenizer(models.BPE({chr(i): i for i in range(VOCAB_SIZE)}, []))
+    characters.decoder = decoders.Fuse()
+    path = tmp_path_factory.mktemp("models") / "chat"
+    shutil.copytree(tiny_model, path)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token=chr(EOS_TOKEN_ID))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(path)
     return str(path)
 
 

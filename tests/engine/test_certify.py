@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE
+from tests.engine.conftest import VOCAB_SIZE
 
 TINY = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 16}
 SMALL = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
@@ -28,22 +27,6 @@ def tiny_plan(model: str, **changes: Any) -> Any:
         "distribution_samples": 0, "engine": TINY | SMALL,
     }  # fmt: skip
     return Plan(model, prompts, **settings | changes)
-
-
-@pytest.fixture(scope="session")
-def chat_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny model with a tokenizer, a token a character, so that the command can run it."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    characters = Tokenizer(models.BPE({chr(i): i for i in range(VOCAB_SIZE)}, []))
-    characters.decoder = decoders.Fuse()
-    path = tmp_path_factory.mktemp("models") / "chat"
-    shutil.copytree(tiny_model, path)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token=chr(EOS_TOKEN_ID))
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 def test_the_policys_rollouts_are_identical(policy: str, tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,191 @@
+"""What `gpu-check` found as sentences, tables and a page; `record` is what its `--json` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.report.certificate import render
+from rollout_spec.report.certificate import sentences as of_certificate
+
+FILES = {"json": "gpu-check.json", "html": "index.html"}
+GROWTH = 1.25  # of a step's time, up to which its tokens are called cheap
+Rows = list[list[str]]
+
+
+def write_check(record: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+    """Write gpu-check.json and index.html, with the picture of the rollouts if `folder` has it."""
+    paths = {kind: folder / name for kind, name in FILES.items()}
+    paths["json"].write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    picture = folder / "engine.png"
+    paths["html"].write_text(
+        render(
+            "gpu-check", "What drafting does on this machine", record["verdict"], tables(record),
+            facts(record), picture.read_bytes() if record["rollouts"] else None,
+        )
+    )  # fmt: skip
+    return paths
+
+
+def verdict(record: Mapping[str, Any]) -> list[str]:
+    """What was found, a sentence or two of each part; what was not, and why."""
+    says = {
+        "doctor": _doctor, "certify": _certify, "rollouts": _rollouts, "steps": _steps,
+        "thresholds": _thresholds,
+    }  # fmt: skip
+    found = [sentence for part, say in says.items() if record[part] for sentence in say(record)]
+    return found + [
+        f"{part['part']}: {part['status']}: {part['reason']}." for part in record["parts"] if part["reason"]
+    ]
+
+
+def _doctor(record: Mapping[str, Any]) -> Iterator[str]:
+    failed = [check["name"] for check in record["doctor"]["checks"] if check["status"] == "fail"]
+    yield f"Drafting cannot work here: {', '.join(failed)}." if failed else "Drafting can work here."
+
+
+def _certify(record: Mapping[str, Any]) -> Iterator[str]:
+    found = record["certify"]
+    lossless = "Not lossless here" if found["verdict"] == "not certified" else "Lossless here"
+    yield f"{lossless}: {found['verdict']}. {of_certificate(found)[0]}"
+
+
+def _rollouts(record: Mapping[str, Any]) -> Iterator[str]:
+    results = {result["method"]: result for result in record["rollouts"]["results"]}
+    first, *others = results
+    for method in others:
+        ratios = results[method]["ratios"]
+        whole, tail = (_ratio(ratios[name]) for name in ("tokens_per_s", "tail_tokens_per_s"))
+        if method == "sam:0":
+            yield f"Enabled, with the gate closed: {whole} times the tokens per second of {first}."
+        else:
+            yield f"{_name(method)}: {whole} times the tokens per second of {first}; {tail} in the tail."
+    for method in [one for one in others if one == "sam"]:
+        over = results[method]["tokens_per_s_over"]
+        for other in [one for one in ("suffix", "ngram") if one in over]:
+            yield f"{_name(method)} over {other}: {_ratio(over[other])}."
+    if record["rollouts"]["load"]["repeats"] < 3:
+        yield "With less than three repeats no interval says much: give it more --minutes."
+
+
+def _name(method: str) -> str:
+    return "rollout_spec" if method == "sam" else method
+
+
+def _ratio(ratio: Mapping[str, Any]) -> str:
+    value, (low, high) = ratio["value"], ratio["ci95"]
+    if value is None:
+        return "–"
+    return f"{value:.2f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
+
+
+def _steps(record: Mapping[str, Any]) -> Iterator[str]:
+    found = record["steps"]
+    yield _waits(found["waits"], record["waits_expected"])
+    for context in sorted({row["context"] for row in found["steps"]}):
+        rows = [row for row in found["steps"] if row["context"] == context]
+        largest = max(rows, key=_num_tokens)
+        least = min(row["seconds"] for row in rows)
+        growth = largest["seconds"] / least
+        cheap = max(_num_tokens(row) for row in rows if row["seconds"] <= GROWTH * least)
+        yield (
+            f"Rows of {context:,} tokens: a step takes {1e3 * least:.2f} ms at least, up to {GROWTH} times "
+            f"that with {cheap} tokens, and {growth:.1f} times that with {_num_tokens(largest)}."
+        )
+
+
+def _num_tokens(row: Mapping[str, Any]) -> int:
+    return row["num_rows"] * (1 + row["num_drafts"])
+
+
+def _waits(found: Mapping[str, Sequence[str]] | None, expected: Mapping[str, int]) -> str:
+    if found is None:
+        return "Waits in sampling: not counted on this device."
+    counted = {kind: len(places) for kind, places in found.items()}
+    texts = (f"{kind} {num} (documented: {expected[kind]})" for kind, num in counted.items())
+    as_said = all(num == expected[kind] for kind, num in counted.items())
+    return f"Waits in sampling are {'' if as_said else 'not '}as documented: {', '.join(texts)}."
+
+
+def _thresholds(record: Mapping[str, Any]) -> Iterator[str]:
+    speedups, best = record["thresholds"]["speedups"], record["thresholds"]["best"]
+    yield (
+        f"By simulation of this load with these step times, batch_threshold={best} is best "
+        f"({speedups[best]:.2f} times as fast as without drafts); the default, auto: {speedups['auto']:.2f}."
+    )
+
+
+def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
+    """Title, columns and rows of each table that has rows."""
+    yield "Parts", ["part", "", "seconds", "reason"], [
+        [part["part"], part["status"], f"{part['seconds']:.0f}" if part["seconds"] else "", part["reason"]]
+        for part in record["parts"]
+    ]  # fmt: skip
+    if record["rollouts"]:
+        load = record["rollouts"]["load"]
+        yield (
+            _rollouts_title(load),
+            ["method", "tokens/s", "tail", "accepted", "per step", "times", "tail"],
+            [
+                [
+                    result["method"],
+                    f"{result['tokens_per_s']:,.0f}",
+                    _or_dash(result["tail_tokens_per_s"], "{:,.0f}"),
+                    _or_dash(result["acceptance_rate"], "{:.0%}"),
+                    _or_dash(result["tokens_per_step"], "{:.2f}"),
+                    *(_ratio(result["ratios"][name]) for name in ("tokens_per_s", "tail_tokens_per_s")),
+                ]
+                for result in record["rollouts"]["results"]
+            ],
+        )
+    if record["steps"]:
+        for title, name in (
+            ("A step, ms", "steps"),
+            ("Of it, sampling and verification alone, ms", "sampling"),
+        ):
+            yield title, *_by_drafts(record["steps"][name])
+    if record["thresholds"]:
+        yield "batch_threshold, simulated: times as fast as without drafts", ["threshold", "times"], [
+            [threshold, f"{speedup:.2f}"] for threshold, speedup in record["thresholds"]["speedups"].items()
+        ]  # fmt: skip
+
+
+def _rollouts_title(load: Mapping[str, Any]) -> str:
+    return (
+        f"{load['num_prompts']} x {load['group_size']} responses, {load['max_num_seqs']} at a time, up to "
+        f"{load['max_tokens']:,} tokens, {load['repeats']} repeats; the tail: at most "
+        f"{load['tail_threshold']} requests run"
+    )
+
+
+def _or_dash(value: float | None, shape: str) -> str:
+    return "–" if value is None else shape.format(value)
+
+
+def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Rows]:
+    """A line for each context and number of rows, a column for each number of draft tokens."""
+    drafts = sorted({row["num_drafts"] for row in rows})
+    cells: dict[tuple[int, int], dict[int, str]] = {}
+    for row in rows:
+        cells.setdefault((row["context"], row["num_rows"]), {})[row["num_drafts"]] = (
+            f"{1e3 * row['seconds']:.2f}"
+        )
+    lines = [
+        [f"{context:,}" if context else "", str(num_rows), *(line.get(num, "") for num in drafts)]
+        for (context, num_rows), line in cells.items()
+    ]
+    return ["context", "rows", *(f"{num} drafts" if num else "plain" for num in drafts)], lines
+
+
+def facts(record: Mapping[str, Any]) -> dict[str, str]:
+    """Of what and where it was found."""
+    environment, plan = dict(record["environment"]), record["plan"]
+    machine = f"{environment.pop('device')}, {environment.pop('cpu')}, {environment.pop('num_cores')} cores"
+    return {
+        **{name.replace("_", " "): str(value) for name, value in plan.items()},
+        "machine": machine,
+        "date": environment.pop("date"),
+        "versions": ", ".join(f"{name} {version}" for name, version in environment.items()),
+    }

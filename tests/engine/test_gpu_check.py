@@ -1,0 +1,43 @@
+"""`gpu-check` from beginning to end, with the smallest load there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+METHODS = ["off", "sam"]
+
+
+def test_all_parts_in_one_file(
+    chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollout_spec.cli import main
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than the load
+    options = ["--minutes", "9", "--repeats", "1", "--methods", ",".join(METHODS), "--output", str(tmp_path)]
+    assert main(["gpu-check", "--model", chat_model, *options, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record == json.loads((tmp_path / "gpu-check.json").read_text())
+    assert {part["part"]: part["status"] for part in record["parts"]} == dict.fromkeys(
+        ("doctor", "certify", "steps", "rollouts", "thresholds"), "done"
+    )
+    assert record["doctor"]["works"] and record["certify"]["verdict"].startswith("identical")
+    results = record["rollouts"]["results"]
+    assert [result["method"] for result in results] == METHODS
+    assert results[0]["tokens_per_step"] == 1.0 < results[1]["tokens_per_step"]
+
+    steps = {(row["context"], row["num_rows"], row["num_drafts"]): row for row in record["steps"]["steps"]}
+    assert len(steps) == 2 * 3 * 3 and record["steps"]["skipped"] == []
+    assert all(row["num_steps"] >= 2 for row in steps.values())
+    # 64 tokens and 8 take a different time, with the drafter's own time in both.
+    assert steps[64, 8, 7]["seconds"] > steps[64, 8, 0]["seconds"] > 0
+    alone = {(row["num_rows"], row["num_drafts"]): row["seconds"] for row in record["steps"]["sampling"]}
+    assert all(0 < seconds < steps[64, *key]["seconds"] for key, seconds in alone.items()) and len(alone) == 9
+    assert record["thresholds"]["speedups"]["0"] == 1.0
+    assert record["environment"]["device"] == record["steps"]["settings"]["device"]
+
+    page = (tmp_path / "index.html").read_text()
+    assert "http" not in page and "data:image/png;base64," in page
+    assert all(sentence.split(":")[0] in page for sentence in record["verdict"])
