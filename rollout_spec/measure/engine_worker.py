@@ -7,6 +7,7 @@ Every method is watched in the same way: by vLLM's own statistics of a step, one
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -116,6 +117,8 @@ def make_engine(job: dict[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    if job["method"] == "off:coupled":  # else vLLM's own choice, V2 for many models where nothing drafts
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=job["model"], dtype=job["dtype"], seed=job["seed"],
@@ -196,6 +199,7 @@ def settings_of(config: Any) -> dict[str, Any]:
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
         "device": current_platform.get_device_name(),
         "cuda_graphs": config.compilation_config.cudagraph_mode.name,
+        "model_runner": "V2" if config.use_v2_model_runner else "V1",
         "async_scheduling": config.scheduler_config.async_scheduling,
         "enforce_eager": config.model_config.enforce_eager,
         "num_threads": torch.get_num_threads(),
