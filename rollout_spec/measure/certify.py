@@ -36,10 +36,9 @@ from rollout_spec.measure.certify_numerics import (
 )
 from rollout_spec.measure.environment import environment
 from rollout_spec.metrics import RequestCounters
+from rollout_spec.vllm.features import counting_arguments, request_counters
 from rollout_spec.vllm.keys import KEY, key_of_name
 from rollout_spec.vllm.options import CLASS_PATH, OPTIONS_KEY
-from rollout_spec.vllm.scheduler import CLASS_PATH as SCHEDULER
-from rollout_spec.vllm.scheduler import COUNTERS_KEY
 
 TOLERANCE = 1e-4  # in float32, of what `certify_numerics.explain` gives
 ALWAYS_OPEN = 1 << 20  # a batch_threshold that no batch exceeds
@@ -176,9 +175,10 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     settings: dict[str, Any] = {
         "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,
-        "scheduler_cls": SCHEDULER, "max_logprobs": -1,
+        "max_logprobs": -1,
         "additional_config": {OPTIONS_KEY: {"verify": verify, **(options or {"method": "off"})}},
     }  # fmt: skip
+    settings |= counting_arguments(options is not None)
     if options is not None:
         settings["speculative_config"] = {
             "method": "custom_class",
@@ -213,13 +213,8 @@ def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Re
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
-        responses[sample] = Response(tokens, logprobs, completion.text, _counters(output))
+        responses[sample] = Response(tokens, logprobs, completion.text, request_counters(output))
     return responses
-
-
-def _counters(output: Any) -> RequestCounters:
-    """What our scheduler counted of a request."""
-    return RequestCounters(**output.kv_transfer_params[COUNTERS_KEY])
 
 
 def _differences(plan: Plan, runs: Mapping[Configuration, Sequence[Pair]]) -> list[dict[str, Any]]:
@@ -304,4 +299,4 @@ def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
     shared = (len(prompt) - 1) // block_size * block_size
     inputs = [{"prompt_token_ids": prompt[: shared + 1] if shared else prompt}] * plan.distribution_samples
     outputs = llm.generate(inputs, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs], total(map(_counters, outputs))
+    return [list(output.outputs[0].token_ids) for output in outputs], total(map(request_counters, outputs))

@@ -18,6 +18,7 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus
 from rollout_spec.verl import plugin
 from rollout_spec.verl.hydra_plugin import config_file
+from rollout_spec.vllm.features import refuse_old_version
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`; see rollout_spec.vllm
 SAMPLER = "pkg://rollout_spec.verl.sampler"
@@ -89,6 +90,7 @@ def check_config(config: DictConfig) -> SpecConfig:
             "(VERL_USE_EXTERNAL_PLUGINS)? Run `rollout-spec doctor`."
         )
     spec = SpecConfig.from_mapping(options)
+    refuse_old_version()
     _check_trainer(config, spec)
     _check_sampler(config)
     _check_routing(config, spec)

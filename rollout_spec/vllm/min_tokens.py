@@ -6,12 +6,10 @@ import copy
 import dataclasses
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
 from rollout_spec.patches import Patch
-from rollout_spec.verification.transfers import sent
 
 MIN_TOKENS = Patch(
     name="vllm-min-tokens-bonus",
@@ -31,17 +29,12 @@ class MinTokensBehindDrafts:
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Mask the stop tokens of each row that needs more tokens; logits is [batch_size, vocab_size]."""
-        places = [
-            (row, token_id)
-            for row, (min_tokens, output_token_ids, stop_token_ids) in self._plain.min_toks.items()
-            if len(output_token_ids) + self._num_draft_tokens[row] < min_tokens
-            for token_id in stop_token_ids
-        ]
-        if places:
-            rows, token_ids = sent(np.array(places).T, logits.device)
-            # A number would be copied to the device, and waited for.
-            logits[rows, token_ids] = logits.new_full((), -torch.inf)
-        return logits
+        counting = copy.copy(self._plain)
+        counting.min_toks = {
+            row: (min_tokens - self._num_draft_tokens[row], *rest)
+            for row, (min_tokens, *rest) in self._plain.min_toks.items()
+        }
+        return counting.apply_with_spec_decode(logits, [1] * len(logits))
 
 
 def counting_drafts(sampling: Any, num_draft_tokens: list[int]) -> Any:

@@ -16,6 +16,7 @@ def check_options(vllm_config: VllmConfig) -> None:
 
     Raises:
         ConfigError: naming the option or vLLM's setting.
+        PatchError: the installed vLLM's samplers are not what `sampler` was written for.
     """
     config = engine_options(vllm_config)
     if config is None:
@@ -23,6 +24,9 @@ def check_options(vllm_config: VllmConfig) -> None:
     if config.enabled and config.corpus:
         check_corpus(config.corpus)
     refuse_unsupported(vllm_config, config)
+    from rollout_spec.vllm.sampler import check_engine_patches
+
+    check_engine_patches()
 
 
 def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:

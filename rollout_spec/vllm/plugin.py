@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from rollout_spec.patches import Patch, record, replace_function, when_imported
+from rollout_spec.config import ConfigError
+from rollout_spec.patches import Patch, PatchError, record, replace_function, when_imported
 
 TAKE_ABORTED = "rollout_spec_take_aborted"  # a method of vLLM's EngineCore, for its client's utility calls
 
@@ -39,17 +40,34 @@ _ABORTED = Patch(
 )
 
 
+# Why this vLLM is not supported. vLLM loads the plugin for engines that have nothing to do with us too.
+failure: str | None = None
+
+
 def register() -> None:
-    """Connect the proposer with the engine, and mend sampling on the CPU and on NPUs. Idempotent.
+    """`connect`. Where that fails, an engine that asks for us is refused before its launch. Idempotent."""
+    global failure
+    _check_configurations()
+    try:
+        connect()
+        failure = None
+    except (ConfigError, PatchError) as error:
+        failure = str(error)
+
+
+def connect() -> None:
+    """Connect the proposer with the engine, and mend sampling on the CPU and on NPUs.
 
     Raises:
-        PatchError: the installed vLLM is not one that these patches were written for.
+        ConfigError: the installed vLLM is too old.
+        PatchError: it is not one that these patches were written for.
     """
     from rollout_spec.vllm.ascend import mend_ascend_sampling
+    from rollout_spec.vllm.features import refuse_old_version
     from rollout_spec.vllm.mends import mend_cpu_sampling
 
+    refuse_old_version()
     _bind_proposers()
-    _check_configurations()
     _number_samples()
     when_imported("vllm.v1.engine.core", _give_aborted_counts)
     mend_cpu_sampling()
@@ -95,8 +113,13 @@ def _check_configurations() -> None:
 
     @functools.wraps(create_engine_config)
     def create_checked_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from rollout_spec.vllm.options import check_options
+        from rollout_spec.vllm.options import CLASS_PATH, OPTIONS_KEY, check_options
 
+        speculative = self.speculative_config or {}
+        if failure and (
+            speculative.get("model") == CLASS_PATH or OPTIONS_KEY in (self.additional_config or {})
+        ):
+            raise ConfigError(failure)
         vllm_config = create_engine_config(self, *args, **kwargs)
         check_options(vllm_config)
         return vllm_config

@@ -47,8 +47,16 @@ _COUPLED = Patch(
     upstream="vllm/v1/sample/rejection_sampler.py, rejection_sample",
     until="vLLM's noise is a function of the request and the position",
 )
-# What an engine's processes apply to themselves: all but MIN_TOKENS with rollout.spec.verify=coupled only.
-ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
+_NO_DRAFTS = Patch(
+    name="vllm-step-without-drafts",
+    reason="vLLM 0.32 verifies steps without draft tokens too: that takes longer than a plain step, and with "
+    "top_k fails on the CPU: max(): Expected reduction dim to be specified for input.numel() == 0",
+    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._sample",
+    until="a step without draft tokens is a plain step, as in 0.29",
+)
+# What an engine's processes apply to themselves; _KEYED, _COUPLED and KEPT_LOGPROBS with
+# rollout.spec.verify=coupled only.
+ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS, _NO_DRAFTS)
 
 # What hooks and our top-k-top-p sampler take vLLM's calls to pass on.
 _PARAMETERS = {
@@ -109,6 +117,9 @@ class RowSampling:
             verifier.register_forward_pre_hook(self._before_verification, with_kwargs=True)
             sampler.register_forward_pre_hook(_before_bonus_tokens, with_kwargs=True)
             record(MIN_TOKENS)
+            if hasattr(self._runner, "_sample"):  # not a platform's own runner
+                self._runner._sample = functools.partial(_sample_plainly, self._runner._sample)
+                record(_NO_DRAFTS)
         if not self._is_coupled:
             return
         if verifier is not None:  # only here, where verification waits for the device anyway
@@ -167,6 +178,12 @@ class RowSampling:
         batch.generators.clear()
         step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens)
         return RowGenerators({}, step, num_draft_tokens)
+
+
+def _sample_plainly(sample: Callable[[torch.Tensor, Any], Any], logits: torch.Tensor, metadata: Any) -> Any:
+    """The model runner's `_sample`, with a plain step where no row has a draft."""
+    has_drafts = metadata is not None and any(metadata.num_draft_tokens)
+    return sample(logits, metadata if has_drafts else None)
 
 
 def _before_bonus_tokens(

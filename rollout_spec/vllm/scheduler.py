@@ -22,8 +22,9 @@ class CountingScheduler(Scheduler):
     vLLM has no output for the counts of an aborted request (which to the engine is also one that meets a stop
     string): `take_aborted` has their sums.
 
-    That dict is the one free-form field of vLLM 0.24's RequestOutput; from 0.29 on
-    `CompletionOutput.spec_decode_metrics` can take its place.
+    That dict is the one free-form field of a RequestOutput. What vLLM counts from 0.29 on
+    (`features.counts_drafts`) lacks what verl's servers need besides: steps without a draft, and the requests
+    that were aborted.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,11 +49,11 @@ class CountingScheduler(Scheduler):
             request_id=request_id,
         )
 
-    def _update_request_with_output(self, request, new_token_ids):  # type: ignore[no-untyped-def]
+    def _update_request_with_output(self, request, new_token_ids, *args, **kwargs):  # type: ignore[no-untyped-def]
         # The first token of a response comes from the prefill (also the one behind a preemption's recompute,
         # which gives a further token and is counted as the decode step it replaces).
         is_decode = request.num_output_tokens > 0
-        kept_token_ids, stopped = super()._update_request_with_output(request, new_token_ids)
+        kept_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         counters = self._request_counters[request.request_id]
         if is_decode:
             counters.num_decoded_tokens += len(kept_token_ids)
@@ -60,13 +61,15 @@ class CountingScheduler(Scheduler):
         return kept_token_ids, stopped
 
     def _free_request(self, request, *args, **kwargs):  # type: ignore[no-untyped-def]
-        params = super()._free_request(request, *args, **kwargs)
+        freed = super()._free_request(request, *args, **kwargs)
+        # From vLLM 0.29 on the first of two: the other is of an encoder's cache.
+        params, *others = freed if isinstance(freed, tuple) else (freed,)
         counters = self._request_counters.pop(request.request_id, RequestCounters())
         if request.status != RequestStatus.FINISHED_ABORTED:
-            return {**(params or {}), COUNTERS_KEY: counters.to_dict(), CORE_KEY: self._core}
-        if not (getattr(request.sampling_params, "extra_args", None) or {}).get(UNCOUNTED_KEY):
+            params = {**(params or {}), COUNTERS_KEY: counters.to_dict(), CORE_KEY: self._core}
+        elif not (getattr(request.sampling_params, "extra_args", None) or {}).get(UNCOUNTED_KEY):
             self._aborted.add(counters)
-        return params
+        return (params, *others) if isinstance(freed, tuple) else params
 
     def take_aborted(self) -> RequestCounters:
         """The sums over the requests aborted since the last call."""

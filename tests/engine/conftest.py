@@ -141,7 +141,7 @@ def plain_engines() -> Iterator[dict[str, Any]]:
     yield engines
     close(engines.values())
     for engine in engines.values():
-        engine.llm_engine.engine_core.shutdown()
+        engine.llm_engine.engine_core.engine_core.shutdown()
 
 
 @pytest.fixture
@@ -175,7 +175,10 @@ def close(engines: Iterable[Any]) -> None:
 
     global num_closed
     for engine in engines:
-        core = engine.llm_engine.engine_core.engine_core
+        client = engine.llm_engine.engine_core
+        if finalizer := getattr(client, "_finalizer", None):  # from vLLM 0.32 on it would end the groups too
+            finalizer.detach()
+        core = client.engine_core
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         gc.unfreeze()

@@ -166,6 +166,28 @@ def test_refused_before_an_engine_process_is_launched(
         make_engine(spec(**options), **arguments)
 
 
+def test_a_vllm_that_is_too_old_is_refused_in_one_line(
+    make_engine: Any, no_launch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollout_spec.vllm import features, plugin
+
+    monkeypatch.setattr(plugin, "failure", None)
+    monkeypatch.setattr(features, "version", lambda: "0.23.1")
+    plugin.register()
+    with pytest.raises(ValueError, match=r"^vllm 0\.23\.1 is not supported: take 0\.24 to [^\n]*$"):
+        make_engine(spec())
+
+
+def test_a_vllm_with_another_sampler_is_refused(
+    make_engine: Any, no_launch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.sample.sampler import Sampler
+
+    monkeypatch.setattr(Sampler, "forward", lambda self, other: None)
+    with pytest.raises(RuntimeError, match=r"^patch 'vllm-keyed-sampler' does not fit the installed [^\n]*$"):
+        make_engine(spec())
+
+
 def test_coupled_verification_refuses_model_runner_v2(
     make_engine: Any, no_launch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,10 +112,14 @@ def right_recovery(
     output.copy_((probs * inv_q).scatter(1, draft.unsqueeze(1), 0).argmax(dim=1))
 
 
+def wrong_recovery(*_: Any, USE_FP64_GUMBEL: None = None) -> None:  # noqa: N803
+    """As vLLM 0.24.0's, which does not take all that it is called with."""
+
+
 @cpu_only
 @pytest.mark.parametrize("right", [(), ("expand",), ("recovery",), ("expand", "recovery")], ids="+".join)
 def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tuple[str, ...]) -> None:
-    """The day upstream is right its functions stay: here its kernels are exchanged for right ones."""
+    """Where upstream is right its functions stay: here its kernels are exchanged for right and wrong ones."""
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
 
@@ -127,6 +131,7 @@ def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tu
         "expand": ("_expand_kernel_impl", right_expand),
         "recovery": ("_sample_recovered_tokens_kernel_impl", right_recovery),
     }
+    monkeypatch.setattr(cpu_triton_utils, kernels["recovery"][0], wrong_recovery)
     for name in right:
         monkeypatch.setattr(cpu_triton_utils, *kernels[name])
     replaced = {"expand": "expand_batch_to_tokens", "recovery": "rejection_sample"}
