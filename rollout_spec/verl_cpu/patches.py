@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import sys
@@ -145,9 +146,12 @@ def fail_weight_sync(transfer: Any) -> None:
     """Let an error in the engine's weight sync fail the trainer.
 
     A receiver that fails takes the remaining buckets, replies, and then raises. A sender whose receiver is
-    dead or never comes gives up after SYNC_TIMEOUT_S.
+    dead or never comes gives up after SYNC_TIMEOUT_S, says whom it waited for, and leaves no shared memory.
     """
+    import zmq
+
     receiver, sender = transfer.BucketedWeightReceiver, transfer.BucketedWeightSender
+    segments: list[Any] = []
 
     def receive_weights(self: Any, on_bucket_received: Any) -> None:
         failures: list[str] = []
@@ -166,9 +170,24 @@ def fail_weight_sync(transfer: Any) -> None:
         if failures:
             raise RuntimeError(f"the engine could not load the weights\n{failures[0]}")
 
-    def init_socket_with_timeout(self: Any) -> None:
-        import zmq
+    async def send_weights(self: Any, weights: Any) -> None:
+        try:
+            await send(self, weights)
+        except zmq.Again:
+            raise RuntimeError(
+                f"no engine has taken weights at {self.zmq_handle} for {SYNC_TIMEOUT_S} s: the rollout server of "
+                "that replica or its engine has died, and the log says when and why"
+            ) from None
+        finally:
+            while segments:
+                with contextlib.suppress(FileNotFoundError):  # verl's own does it where the transfer began
+                    segments.pop().unlink()
 
+    def create_shared_memory(size: int, name: str) -> Any:
+        segments.append(create(size, name))
+        return segments[-1]
+
+    def init_socket_with_timeout(self: Any) -> None:
         init_socket(self)
         self.socket.setsockopt(zmq.SNDTIMEO, SYNC_TIMEOUT_S * 1000)
         self.socket.setsockopt(zmq.RCVTIMEO, SYNC_TIMEOUT_S * 1000)
@@ -180,6 +199,16 @@ def fail_weight_sync(transfer: Any) -> None:
     )
     init_socket = replace_function(
         sender, "_init_socket", init_socket_with_timeout, patch=_SYNC, expected_signature="(self)"
+    )
+    create = replace_function(
+        transfer,
+        "create_shared_memory",
+        create_shared_memory,
+        patch=_SYNC,
+        expected_signature="(size: int, name: str)",
+    )
+    send = replace_function(
+        sender, "async_send_weights", send_weights, patch=_SYNC, expected_signature="(self, weights)"
     )
 
 
