@@ -78,7 +78,7 @@ endif
 test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing
 	$(FAST)
 
-test-long: dev ## train in verl's asynchronous modes, and resume
+test-long: dev ## train in verl's asynchronous modes, resume, and have faults
 	$(PYTEST) -m long $(TEST_ARGS)
 
 check: dev ## format, lint, types, C warnings as errors

@@ -154,9 +154,14 @@ def _keep_logs(ray: Path, target: Path) -> None:
 
 
 def last_error(log: Path, num_lines: int = 400) -> str:
-    """The last line that names an error, without colours and actor prefixes; else the last line."""
+    """The last line that names an error, without colours and actor prefixes; else the last line.
+
+    Of an actor that has died, Ray says in the next lines which one.
+    """
     with log.open(errors="replace") as file:
         lines = [_ACTOR.sub("", _ANSI.sub("", line)).strip() for line in deque(file, num_lines)]
-    lines = [line for line in lines if line]
-    errors = [line for line in lines if _ERROR.match(line)]
-    return (errors or lines or ["no output"])[-1][:500]
+    lines = [line for line in lines if line] or ["no output"]
+    numbers = [number for number, line in enumerate(lines) if _ERROR.match(line)]
+    last = numbers[-1] if numbers else len(lines) - 1
+    names = [line for line in lines[last + 1 : last + 6] if line.startswith(("class_name: ", "name: "))]
+    return " ".join([lines[last], *names])[:500]

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-TRAINING, ASYNC_TRAINING = "test_training.py", "test_async_training.py"
+TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py")
 
 
 def pytest_configure() -> None:
@@ -19,7 +19,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Engines and a training are `slow`; what else trains is `long`."""
     for item in items:
-        if item.path.name == ASYNC_TRAINING or item.get_closest_marker("long"):
+        if item.path.name in LONG or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.long)
         elif item.path.name == TRAINING or item.path.parent.name == "engine":
             item.add_marker(pytest.mark.slow)

@@ -436,6 +436,11 @@ def test_the_last_error_of_a_log_is_found_under_colours_and_actor_names(tmp_path
         "\x1b[36m(TaskRunnerV1 pid=77)\x1b[0m closing down\n"
     )
     assert processes.last_error(log) == "RuntimeError: the engine did not draft"
+    with log.open("a") as file:
+        file.write(
+            "ray.exceptions.ActorDiedError: It died.\n\tclass_name: Server\n\tpid: 7\n\tname: server_0\n"
+        )
+    assert processes.last_error(log).endswith("ActorDiedError: It died. class_name: Server name: server_0")
 
 
 # As Ray and vLLM do: a child in a session of its own, SIGTERM ignored, shared memory open.

@@ -401,6 +401,32 @@ def test_every_request_says_what_is_its_groups_and_what_is_its_turns() -> None:
     assert client.sent[-1]["sampling_params"] == {}, "an agent loop that keeps none of the parameters"
 
 
+def test_a_dead_server_is_met_by_whoever_wants_more_of_it() -> None:
+    """Also the error that a server raises for its engine, as Ray hands it on."""
+    import asyncio
+
+    from ray.exceptions import ActorDiedError, RayTaskError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from rollout_spec.verl.agent_loop import KeyedAgentLoopWorker, TurnClient
+
+    class Client:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        async def generate(self, request_id: str, **request: Any) -> None:
+            raise self.error
+
+    engine = RayTaskError("generate", "its traceback", EngineDeadError()).as_instanceof_cause()
+    for error, kind in ((ActorDiedError(), ActorDiedError), (engine, EngineDeadError)):
+        worker = object.__new__(KeyedAgentLoopWorker)
+        worker.llm_client = TurnClient(Client(error))
+        with pytest.raises(kind):
+            asyncio.run(worker.llm_client.generate("r", prompt_ids=[1], sampling_params={}))
+        with pytest.raises(kind):
+            asyncio.run(worker.generate_sequences({}))
+
+
 def test_the_busy_clock_counts_overlapping_requests_once() -> None:
     from rollout_spec.verl.windows import BusyClock
 

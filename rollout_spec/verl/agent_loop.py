@@ -16,8 +16,10 @@ from typing import Any
 
 import ray
 import verl.utils.tensordict_utils as tu
+from ray.exceptions import ActorDiedError
 from tensordict import TensorDict  # type: ignore[import-untyped]
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY
 
@@ -32,6 +34,16 @@ class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         super().__init__(*args, **kwargs)
         # Not before: verl's sets attributes of the client.
         self.llm_client: Any = TurnClient(self.llm_client)
+
+    async def generate_sequences(self, batch: TensorDict) -> None:
+        """As verl's, while all rollout servers live: an async trainer would replace what fails forever.
+
+        Raises:
+            ActorDiedError, EngineDeadError: a rollout server, or the engine of one, has died.
+        """
+        if self.llm_client.death is not None:
+            raise self.llm_client.death
+        await super().generate_sequences(batch)
 
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any
@@ -56,6 +68,7 @@ class TurnClient:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self.death: Exception | None = None  # of a server or its engine, as a request met it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -70,9 +83,13 @@ class TurnClient:
             extra_args.setdefault(GROUP_TOKENS_KEY, len(prompt_ids))
             extra_args = {**extra_args, TURN_TOKENS_KEY: len(prompt_ids)}
             sampling_params = {**sampling_params, "extra_args": extra_args}
-        return await self._client.generate(
-            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
-        )
+        try:
+            return await self._client.generate(
+                request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+            )
+        except (ActorDiedError, EngineDeadError) as error:
+            self.death = error
+            raise
 
 
 class KeyedAgentLoopManager(AgentLoopManagerTQ):

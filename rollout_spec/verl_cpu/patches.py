@@ -175,8 +175,8 @@ def fail_weight_sync(transfer: Any) -> None:
             await send(self, weights)
         except zmq.Again:
             raise RuntimeError(
-                f"no engine has taken weights at {self.zmq_handle} for {SYNC_TIMEOUT_S} s: the rollout server of "
-                "that replica or its engine has died, and the log says when and why"
+                f"no engine has taken weights at {self.zmq_handle} for {SYNC_TIMEOUT_S} s: the server "
+                "of that replica or its engine has died, and the log says when and why"
             ) from None
         finally:
             while segments:

@@ -1,0 +1,68 @@
+"""What goes wrong in tests/test_faults.py, put into a training through verl's own extension points.
+
+The reward function is called in the middle of a rollout: some of a batch have ended, others run or wait.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+from rollout_spec.processes import descendants
+from rollout_spec.verl_cpu.checkpoint_engine import GlooCheckpointEngine
+
+FAULT = "ROLLOUT_SPEC_TEST_FAULT"  # the environment variable that names it
+MARK = "The fault:"  # in the log
+_killed: list[int] = []
+
+
+def compute_score(solution_str: str, **_: Any) -> float:
+    """A score that differs; before the first one the process that `FAULT` names is killed, if it does."""
+    if os.environ[FAULT] in ("server", "engine", "actor") and not _killed:
+        _killed.append(process(os.environ[FAULT]))
+        print(f"{MARK} {_killed[0]} is killed", flush=True)
+        os.kill(_killed[0], signal.SIGKILL)
+    return float(len(solution_str) % 7)
+
+
+def process(name: str) -> int:
+    """The process of the rollout server that serves last in all modes, of its engine, or of a trainer."""
+    if name == "actor":
+        return _child(os.getppid(), "ray::WorkerDict")
+    for number in (1, 0):  # the trainer's own engine is the first one
+        try:
+            server = ray.get_actor(f"vllm_server_{number}_0")
+        except ValueError:
+            continue
+        pid = ray.get(server.__ray_call__.remote(lambda _: os.getpid()), timeout=30)
+        return pid if name == "server" else _child(pid, "VLLM::EngineCor")
+    raise AssertionError("no rollout server")
+
+
+def _child(parent: int, title: str) -> int:
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(parent)}
+    return next(pid for pid, found in titles.items() if found.startswith(title))
+
+
+@CheckpointEngineRegistry.register("breaks")
+class BreakingCheckpointEngine(GlooCheckpointEngine):
+    """The second weights that it receives, behind those at the start, it cannot load."""
+
+    _num_syncs = 0
+
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        self._num_syncs += 1
+        async for named in super().receive_weights(global_steps):
+            if self._num_syncs == 2:
+                print(f"{MARK} {named[0]}", flush=True)
+                raise ValueError(f"{named[0]} does not fit")
+            yield named

@@ -1,0 +1,156 @@
+"""Something dies in a training, in each of verl's modes: the run ends, says what, and leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from rollout_spec.demo.data import make_data
+from rollout_spec.demo.model import make_model
+from rollout_spec.demo.runner import environment
+from rollout_spec.processes import descendants, last_error, started
+from rollout_spec.verl_cpu.patches import SYNC_TIMEOUT_S
+from tests import faults
+from tests.test_training import ROOT
+
+MODES = ("sync", "colocate_async", "separate_async")
+GRACE_SECONDS = 60  # for processes that have lost their parent
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class End(NamedTuple):
+    code: int
+    error: str
+    log: str
+    seconds: float  # from the fault to the end of the run
+    running: list[str]
+    shared_memory: set[str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Small and random, with the tokenizer of the demo's: what it says does not matter here."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = AutoTokenizer.from_pretrained(
+        make_model(pathlib.Path(".cache/models/smollm2-float32"), "float32")
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=1024,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Room for what a step has served, not for the model."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=False).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def train(folder: pathlib.Path, model: pathlib.Path, mode: str, fault: str, *overrides: str) -> End:
+    """Train until the fault (of `tests/faults.py`) ends it."""
+    train_file, val_file = make_data(folder, num_train=4, num_val=2)
+    groups = ["cpu", "grpo", *([] if mode == "sync" else [mode])]
+    command = [
+        sys.executable, "-m", "verl.trainer.main_ppo",
+        f"+rollout_spec_demo=[{','.join(groups)}]",
+        "+rollout.spec=sam",
+        "rollout.spec.history=8",
+        "rollout.spec.batch_threshold=64",
+        "trainer.total_training_steps=3",
+        "trainer.logger=[console]",
+        "data.max_response_length=300",
+        f"data.train_files={train_file}",
+        f"data.val_files={val_file}",
+        f"actor_rollout_ref.model.path={model}",
+        # Not even a batch fits at once: when the first ones end, others run and wait.
+        "actor_rollout_ref.rollout.max_num_seqs=6",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=134217728",
+        f"reward.custom_reward_function.path={faults.__file__}",
+        f"hydra.run.dir={folder}/hydra",
+        *overrides,
+    ]  # fmt: skip
+    env = environment(folder, folder) | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    env |= {faults.FAULT: fault}
+    log, others, memory = folder / "train.log", descendants(os.getpid()), set(os.listdir("/dev/shm"))
+    with started(command, log, env) as process:
+        began = time.monotonic()
+        while process.poll() is None:
+            if faults.MARK not in log.read_text():
+                began = time.monotonic()
+            time.sleep(0.5)
+        seconds = time.monotonic() - began
+        end = time.monotonic() + GRACE_SECONDS
+        while (running := titles(descendants(os.getpid()) - others)) and time.monotonic() < end:
+            time.sleep(1)
+        left = set(os.listdir("/dev/shm")) - memory
+    return End(process.returncode, last_error(log), log.read_text(), seconds, running, left)
+
+
+def titles(pids: set[int]) -> list[str]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found.append(pathlib.Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200])
+    return [title for title in found if title]  # that of a zombie is empty
+
+
+TRANSFER = [
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tests.faults",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=breaks",
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "error"),
+    [
+        *((mode, "server", r"class_name: SpecHttpServer name: vllm_server_\d_0$") for mode in MODES),
+        *((mode, "actor", r"class_name: .*WorkerDict name: ") for mode in MODES),
+        ("sync", "engine", rf"no engine has taken weights at \S*replica-0\S* for {SYNC_TIMEOUT_S} s"),
+        ("colocate_async", "engine", r"EngineDeadError: EngineCore encountered an issue"),
+        ("separate_async", "engine", r"EngineDeadError: EngineCore encountered an issue"),
+        ("separate_async", "transfer", r"ValueError: \S+ does not fit"),
+        *(
+            (mode, "disk", r"No space left on device|file write failed|failed writing file")
+            for mode in MODES[:1]
+        ),
+    ],
+)
+def test_a_run_ends_says_what_died_and_leaves_nothing(
+    mode: str, fault: str, error: str, model: pathlib.Path, small_disk: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    options = {
+        "transfer": TRANSFER,
+        "disk": ["trainer.save_freq=1", f"trainer.default_local_dir={small_disk}"],
+    }
+    end = train(tmp_path, model, mode, fault, *options.get(fault, []))
+    print(f"{mode}, {fault}: {end.seconds:.0f} s; {end.error}; left: {end.running} {end.shared_memory}")
+    assert end.code == 1
+    assert re.search(error, end.error), end.log[-20000:]
+    assert end.seconds < SYNC_TIMEOUT_S + 60
+    assert end.running == []
+    # A process that is killed cannot remove vLLM's queues and OpenMP's registrations. `started` removes them.
+    assert all(name.startswith(("psm_", "sem.mp-", "__KMP_")) for name in end.shared_memory)
