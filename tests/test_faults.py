@@ -122,25 +122,25 @@ TRANSFER = [
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tests.faults",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=breaks",
 ]
+ERRORS = {
+    "server": r"ActorDiedError.* class_name: SpecHttpServer name: vllm_server_\d_0$",
+    "engine": r"EngineDeadError: EngineCore encountered an issue",
+    "actor": r"ActorDiedError.* class_name: .*WorkerDict name: ",
+    "transfer": r"ValueError: \S+ does not fit",
+    "disk": r"inline_container|iostream|No space left",  # torch's words for it
+}
 
 
 @pytest.mark.parametrize(
-    ("mode", "fault", "error"),
+    ("mode", "fault"),
     [
-        *((mode, "server", r"class_name: SpecHttpServer name: vllm_server_\d_0$") for mode in MODES),
-        *((mode, "actor", r"class_name: .*WorkerDict name: ") for mode in MODES),
-        ("sync", "engine", rf"no engine has taken weights at \S*replica-0\S* for {SYNC_TIMEOUT_S} s"),
-        ("colocate_async", "engine", r"EngineDeadError: EngineCore encountered an issue"),
-        ("separate_async", "engine", r"EngineDeadError: EngineCore encountered an issue"),
-        ("separate_async", "transfer", r"ValueError: \S+ does not fit"),
-        *(
-            (mode, "disk", r"No space left on device|file write failed|failed writing file")
-            for mode in MODES[:1]
-        ),
+        *((mode, fault) for mode in MODES for fault in ("server", "engine", "actor")),
+        ("separate_async", "transfer"),
+        ("sync", "disk"),
     ],
 )
 def test_a_run_ends_says_what_died_and_leaves_nothing(
-    mode: str, fault: str, error: str, model: pathlib.Path, small_disk: pathlib.Path, tmp_path: pathlib.Path
+    mode: str, fault: str, model: pathlib.Path, small_disk: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     options = {
         "transfer": TRANSFER,
@@ -149,6 +149,8 @@ def test_a_run_ends_says_what_died_and_leaves_nothing(
     end = train(tmp_path, model, mode, fault, *options.get(fault, []))
     print(f"{mode}, {fault}: {end.seconds:.0f} s; {end.error}; left: {end.running} {end.shared_memory}")
     assert end.code == 1
+    # verl's synchronous trainer meets a dead engine where it sends it weights.
+    error = "no engine has taken weights" if (mode, fault) == ("sync", "engine") else ERRORS[fault]
     assert re.search(error, end.error), end.log[-20000:]
     assert end.seconds < SYNC_TIMEOUT_S + 60
     assert end.running == []

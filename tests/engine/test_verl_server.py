@@ -392,6 +392,7 @@ class Storm:
     def __init__(self, servers: list[Any], num_interruptions: int) -> None:
         self.servers, self.num_interruptions = servers, num_interruptions
         self.rng = random.Random(7)
+        self.is_over = False
         self.texts: dict[int, list[int]] = {}
         self.parts: list[tuple[int, bool]] = []  # tokens, and whether it was aborted
         self.reports: list[RolloutReport] = []
@@ -409,12 +410,13 @@ class Storm:
         await self.share()
         interrupters = [asyncio.create_task(self.interrupt(server)) for server in self.servers]
         await asyncio.gather(*(self.clients(numbers) for _ in range(self.NUM_AT_A_TIME)))
-        for task in (*interrupters, *engines):
-            task.cancel()
+        self.is_over = True
+        await asyncio.gather(*interrupters)
         for server in self.servers:
-            await server.resume_generation()
             await self.sync(server, 0)
         await self.share()
+        for task in engines:
+            task.cancel()
 
     async def clients(self, numbers: Iterator[int]) -> None:
         while self.num_aborted < self.num_interruptions:
@@ -435,7 +437,9 @@ class Storm:
         return tokens
 
     async def interrupt(self, server: Any) -> None:
-        for version in itertools.count(1):
+        version = 0
+        while not self.is_over:
+            version += 1
             for _ in range(self.rng.randrange(30)):
                 await asyncio.sleep(0)
             await server.abort_all_requests(reject_request=self.rng.random() < 0.3)
@@ -478,7 +482,7 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
     """The longer one also sees that memory stays as it is, behind 2000 interruptions to warm up."""
     from vllm import SamplingParams
 
-    servers = [make_server({"history": 64}, is_stepping=True) for _ in range(2)]
+    servers = [make_server({"history": 32}, is_stepping=True) for _ in range(2)]
     storm = Storm(servers, num_interruptions)
     asyncio.run(storm.run())
     reference = make_engine(additional_config={"rollout_spec": {"method": "off", "verify": "coupled"}})
@@ -515,7 +519,7 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
         assert (stats.num_groups, stats.num_sequences, stats.num_tokens) == (0, 0, 0)
     mib = [used >> 20 for used in storm.memory]
     print(f"{storm.num_aborted} interruptions of {len(plain)} responses; memory {mib} MiB")
-    assert num_interruptions < 3000 or max(mib[8:]) - max(mib[:8]) < 8
+    assert num_interruptions < 3000 or max(mib[8:]) - max(mib[:8]) < 16
 
 
 def join(contents: list[bytes]) -> bytes:
