@@ -131,7 +131,8 @@ def colocated_alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def separate_alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The trainer's own engine serves until the first step only."""
-    return train(tmp_path_factory.mktemp("separate_alone"), "separate_async")
+    work = "trainer.v1.separate_async.num_warmup_batches=6"  # more than the engine has done at a weight sync
+    return train(tmp_path_factory.mktemp("separate_alone"), "separate_async", work)
 
 
 @pytest.fixture(params=["colocated", "separate", "colocated_alone", "separate_alone"])
