@@ -65,7 +65,7 @@ class SpecConfig:
     verify: str = _option(
         "coupled",
         "coupled: the same tokens with and without drafts; standard: the same distribution",
-        "you need vLLM's own random generators, or a model runner that `coupled` refuses",
+        "you need vLLM's own random generators",
     )
     num_speculative_tokens: int = _option(
         16,

@@ -33,11 +33,13 @@ class Batch:
         self.levels[row] = len(prompt)
         self.drafter.open(name, prompt, max_level, group)
 
-    def step(self, tokens: list[list[int]]) -> list[list[int]]:
+    def step(self, tokens: list[list[int]], *, may_draft: bool = True) -> list[list[int]]:
         for row, new in enumerate(tokens):
             self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
             self.levels[row] += len(new)
-        return self.drafter.step(self.request_ids, list(map(len, tokens)), self.token_ids, self.levels)
+        return self.drafter.step(
+            self.request_ids, list(map(len, tokens)), self.token_ids, self.levels, may_draft=may_draft
+        )
 
 
 def make(**options: object) -> Batch:
@@ -82,6 +84,28 @@ def test_the_gate_closes_above_its_threshold_and_indexing_goes_on() -> None:
         assert batch.step([[], [token]]) == [[], []]
     assert batch.drafter.counters.num_steps_off_threshold == HYSTERESIS_STEPS
     assert batch.step([[], [10, 11]])[1]
+
+
+@pytest.mark.parametrize("batch_threshold", [8, "auto"])
+def test_a_step_that_may_not_draft_says_whether_it_would(batch_threshold: object) -> None:
+    batch = make(batch_threshold=batch_threshold)
+    batch.open("a")
+    batch.open("b")
+    text = [10, 11, 12, 13, 14, 15] * 4
+    for token in text[:20]:
+        assert batch.step([[token], [token]], may_draft=False) == [[], []]
+    assert batch.drafter.is_open
+    assert batch.drafter.counters.num_draft_tokens == 0
+    assert batch.step([[text[20]], [text[20]]])[0][:3] == text[21:24]
+    assert batch.drafter.is_open
+
+
+def test_a_closed_gate_waits_for_nothing() -> None:
+    batch = make(batch_threshold=0)
+    batch.open("a")
+    for token in [10, 11] * 8:
+        batch.step([[token]], may_draft=False)
+        assert not batch.drafter.is_open
 
 
 def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:

@@ -80,6 +80,7 @@ class Drafter:
         self._clock = clock
         self._last_end: float | None = None  # when the last step ended
         self._all_decoded = False  # whether all rows of it did
+        self.is_open = False  # after a step: whether the next one is to wait for drafts
         self._share_alike = 1.0  # of late, the share of steps whose time can be compared
         self.index = make_index(config)
         self.history = History(config.history, config.max_index_mb << 20)
@@ -144,6 +145,8 @@ class Drafter:
         token_ids: Int32Array,
         levels: Int32Array,
         ranks: Ranks | None = None,
+        ended: float | None = None,
+        may_draft: bool = True,
     ) -> list[list[int]]:
         """Index every decoding row's new tokens and draft for it what the gate lets through.
 
@@ -154,6 +157,9 @@ class Drafter:
             token_ids: shape [>= num_rows, max_model_len], row i holds the tokens of `request_ids[i]`.
             levels: int32, shape [>= num_rows], how many tokens each row has.
             ranks: of the step that has ended, where data-parallel ranks step together.
+            ended: when it ended, by the clock; by default now.
+            may_draft: False where the next step has begun already; `is_open` then says whether the gate would
+                have taken drafts.
 
         Returns:
             The draft tokens of each row, most often empty.
@@ -170,11 +176,12 @@ class Drafter:
         if len(levels) < len(request_ids):
             raise InvalidArgument(f"levels: has {len(levels)} entries, request_ids has {len(request_ids)}")
         counters = self.counters
-        step = self._ended_step(request_ids, nums_new_tokens, levels, ranks)
+        step = self._ended_step(request_ids, nums_new_tokens, levels, ranks, ended)
         self._groups.index_history(len(request_ids))
         if step.num_rows == 0:
             return [[] for _ in request_ids]
         price = self._gate.begin(step, counters)
+        self.is_open = price is not None and may_draft
         if price is not None:
             price = max(price, self.index.min_token_prob)
         decoding = None if step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
@@ -185,7 +192,7 @@ class Drafter:
         drafts: list[list[int]] = []
         is_on = price is not None
         if is_on and result is not None:
-            drafts = self._chosen_drafts(result)
+            drafts = self._chosen_drafts(result) if may_draft else self._look(result)
             # What the gate has refused, it has counted as off.
             is_on = any(drafts) or not result.num_draft_tokens.any()
         counters.num_steps_on += is_on
@@ -206,18 +213,25 @@ class Drafter:
         end = 0
         return [tokens[end : (end := end + number)] for number in numbers]
 
+    def _look(self, result: StepResult) -> list[list[int]]:
+        """See whether the gate would take drafts; there are none."""
+        self.is_open = bool(self._gate.choose(result.survivals, result.num_draft_tokens, self.counters).any())
+        self._gate.discard()
+        return []
+
     def _ended_step(
         self,
         request_ids: Sequence[str],
         nums_new_tokens: Sequence[int],
         levels: Int32Array,
         ranks: Ranks | None,
+        ended: float | None,
     ) -> Step:
         has_no_new_rows = self._map_rows(request_ids)
         num_rows = len(nums_new_tokens) - nums_new_tokens.count(0)
         if not self._gate.weighs_costs:
             return Step(num_rows)
-        now = self._clock()
+        now = self._clock() if ended is None else ended
         # A step that prefills, or that new rows have come to, does not show what a decoding step costs.
         all_decode = num_rows == len(nums_new_tokens)
         is_alike = has_no_new_rows and all_decode and self._all_decoded

@@ -76,6 +76,9 @@ class Gate(Protocol):
             int32 [n], at most `numbers`.
         """
 
+    def discard(self) -> None:
+        """What was chosen is not verified: the step that runs is a plain one."""
+
 
 def make_gate(batch_threshold: int | str) -> Gate:
     """The gate that `rollout.spec.batch_threshold` describes: a number of rows, or auto."""
@@ -108,6 +111,9 @@ class FixedGate:
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         return numbers
+
+    def discard(self) -> None:
+        pass
 
 
 class AutoGate:
@@ -208,6 +214,9 @@ class AutoGate:
         self._promised = float(sorted_survivals[: self._num_chosen].sum())
         self._expected_seconds = float(self._costs(np.array([self._num_chosen]))[0])
         return chosen
+
+    def discard(self) -> None:
+        self._num_chosen = 0
 
     def _close(self, num_rows: int) -> None:
         """Draft no more, until a look shows that drafts would pay."""

@@ -174,10 +174,17 @@ def _patches() -> Iterator[Check]:
 
 def _engine_patches() -> Iterator[Check]:
     """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
+    from rollout_spec.vllm.options import runner_v2_misfit
     from rollout_spec.vllm.sampler import ENGINE_PATCHES, check_engine_patches
 
     check_engine_patches()
-    for patch in ENGINE_PATCHES:
+    patches, misfit = list(ENGINE_PATCHES), runner_v2_misfit()
+    if misfit is None:
+        from rollout_spec.vllm import runner_v2
+
+        patches.extend(runner_v2.ENGINE_PATCHES)
+    yield Check("model runner", OK, "V1 and V2" if misfit is None else f"V1; V2 does not fit {misfit}")
+    for patch in patches:
         yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")
 
 

@@ -56,12 +56,13 @@ class RequestKeys:
         """
         if self._keys.keys() != live.keys():
             self._keys = {
-                name: self._keys[name] if name in self._keys else self._new_key(request.sampling_params)
+                name: self._keys[name] if name in self._keys else self.new_key(request.sampling_params)
                 for name, request in live.items()
             }
         return [self._keys[name] for name in request_ids]
 
-    def _new_key(self, params: Any) -> int:
+    def new_key(self, params: Any) -> int:
+        """The key of the next request to come to the engine, of its sampling parameters."""
         named = (getattr(params, "extra_args", None) or {}).get(KEY)
         if named is not None:
             return key_of_name(named)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus, open_corpus
+from rollout_spec.patches import PatchError
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 CLASS_PATH = "rollout_spec.vllm.SuffixProposer"
@@ -29,6 +33,25 @@ def check_options(vllm_config: VllmConfig) -> None:
     check_engine_patches()
 
 
+def names_our_drafter(vllm_config: VllmConfig) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.model == CLASS_PATH
+
+
+@functools.cache
+def runner_v2_misfit() -> str | None:
+    """Why our drafter does not fit this vLLM's model runner V2; None where it does."""
+    try:
+        if current_platform.is_cpu():
+            import vllm.v1.worker.cpu.shm  # noqa: F401 (before V2's modules, which take what it replaces)
+        from rollout_spec.vllm import runner_v2
+
+        runner_v2.check_runner()
+    except (ImportError, PatchError) as error:
+        return f"rollout_spec's drafter here, which costs asynchronous scheduling ({error})"
+    return None
+
+
 def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     """The options of an engine; None where neither the drafter nor an option is asked for.
 
@@ -37,8 +60,7 @@ def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     """
     options = (vllm_config.additional_config or {}).get(OPTIONS_KEY)
     speculative = vllm_config.speculative_config
-    drafts = speculative is not None and speculative.model == CLASS_PATH
-    if not drafts:
+    if not names_our_drafter(vllm_config):
         if options is None:
             return None
         config = SpecConfig.from_mapping(options)
@@ -67,9 +89,9 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         ConfigError: naming the setting.
     """
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    if config.coupled and vllm_config.use_v2_model_runner:
+    if config.coupled and vllm_config.use_v2_model_runner and runner_v2_misfit() is not None:
         raise ConfigError(
-            "rollout.spec.verify=coupled needs vLLM's model runner V1: set VLLM_USE_V2_MODEL_RUNNER=0"
+            "rollout.spec.verify=coupled needs vLLM's model runner V1 here: set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if not config.enabled:
         if config.coupled and speculative is not None:

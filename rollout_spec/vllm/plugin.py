@@ -24,6 +24,20 @@ _CHECK = Patch(
     upstream="vllm/engine/arg_utils.py, EngineArgs.create_engine_config",
     until="vLLM lets a custom proposer validate its configuration",
 )
+_V2 = Patch(
+    name="vllm-v2-custom-class",
+    reason="model runner V2 refuses every custom_class, so engines with our drafter would have V1, which "
+    "schedules synchronously",
+    upstream="vllm/config/vllm.py, VllmConfig._get_v2_model_runner_unsupported_features",
+    until="model runner V2 takes a custom_class",
+)
+_AHEAD = Patch(
+    name="vllm-schedule-ahead",
+    reason="vLLM refuses asynchronous scheduling for every custom_class, so the device waits for the host "
+    "between two steps",
+    upstream="vllm/config/vllm.py, VllmConfig.__post_init__",
+    until="vLLM schedules asynchronously with a custom_class",
+)
 _NUMBER = Patch(
     name="vllm-number-samples",
     reason="vLLM copies `extra_args` to each of a request's n samples: all of them would have one noise key "
@@ -68,6 +82,8 @@ def connect() -> None:
 
     refuse_old_version()
     _bind_proposers()
+    _offer_runner_v2()
+    _schedule_ahead()
     _number_samples()
     when_imported("vllm.v1.engine.core", _give_aborted_counts)
     mend_cpu_sampling()
@@ -82,6 +98,13 @@ def _bind_proposers() -> None:
 
     @functools.wraps(init_device)
     def init_device_and_bind(self: Any) -> None:
+        from rollout_spec.vllm.options import names_our_drafter
+
+        vllm_config = self.worker.vllm_config
+        if names_our_drafter(vllm_config) and vllm_config.use_v2_model_runner:
+            from rollout_spec.vllm import runner_v2
+
+            runner_v2.teach_speculator()
         init_device(self)
         _bind(self.worker)
 
@@ -91,6 +114,9 @@ def _bind_proposers() -> None:
 
 
 def _bind(worker: Any) -> None:
+    from vllm.platforms import current_platform
+
+    from rollout_spec.vllm.graphs import capture_plain_steps
     from rollout_spec.vllm.options import engine_options
     from rollout_spec.vllm.proposer import SuffixProposer
     from rollout_spec.vllm.sampler import RowSampling
@@ -99,9 +125,16 @@ def _bind(worker: Any) -> None:
     config = engine_options(worker.vllm_config)
     if config is None or runner is None:
         return
+    if worker.vllm_config.use_v2_model_runner:
+        from rollout_spec.vllm import runner_v2
+
+        runner_v2.bind(runner, config)
+        return
     proposer = getattr(runner, "drafter", None)
     if isinstance(proposer, SuffixProposer):
         proposer.bind(runner)
+        if not current_platform.is_out_of_tree():
+            capture_plain_steps(runner)
     RowSampling(runner, config.coupled).install()
 
 
@@ -125,6 +158,53 @@ def _check_configurations() -> None:
         return vllm_config
 
     replace_function(EngineArgs, "create_engine_config", create_checked_engine_config, patch=_CHECK)
+
+
+def _offer_runner_v2() -> None:
+    """Let vLLM take model runner V2 with our drafter, as it would without, where the drafter fits it."""
+    from vllm.config import VllmConfig
+
+    name = "_get_v2_model_runner_unsupported_features"
+    unsupported_features = getattr(VllmConfig, name, None)
+    if unsupported_features is None:
+        return  # a vLLM without a list has no V2 to offer
+
+    @functools.wraps(unsupported_features)
+    def with_our_drafter(self: Any) -> list[str]:
+        from rollout_spec.vllm.options import names_our_drafter, runner_v2_misfit
+
+        unsupported = unsupported_features(self)
+        if not names_our_drafter(self):
+            return unsupported
+        misfit = runner_v2_misfit()
+        others = [feature for feature in unsupported if "custom_class" not in feature]
+        return others if misfit is None else [*others, misfit]
+
+    replace_function(VllmConfig, name, with_our_drafter, patch=_V2, expected_signature="(self) -> list[str]")
+
+
+def _schedule_ahead() -> None:
+    """Decide on asynchronous scheduling where vLLM does: an engine core completes its configuration again."""
+    from vllm.config import VllmConfig
+
+    complete = VllmConfig.__post_init__
+
+    @functools.wraps(complete)
+    def complete_and_schedule_ahead(self: Any) -> None:
+        from rollout_spec.vllm.options import names_our_drafter
+
+        if not names_our_drafter(self):
+            complete(self)
+            return
+        from rollout_spec.vllm.scheduler import schedule_ahead
+
+        asked, self.scheduler_config.async_scheduling = self.scheduler_config.async_scheduling, None
+        complete(self)
+        schedule_ahead(self, asked)
+
+    replace_function(
+        VllmConfig, "__post_init__", complete_and_schedule_ahead, patch=_AHEAD, expected_signature="(self)"
+    )
 
 
 def _give_aborted_counts(core: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,14 +44,19 @@ class SuffixProposer:
         self._drafter: Drafter | None = Drafter(self.config) if self.is_used else None
         self._lock_step = LockStep()
         self._runner: Any = None
+        # Takes in what has been sampled and is still on its way; with model runner V2 that is a step or two.
+        self.settle: Callable[[], None] = lambda: None
         self._warned: set[str] = set()
         # Not taken yet, and no longer the drafter's: of steps that failed, or were logged.
         self._counters = EngineCounters()
 
-    def bind(self, runner: Any) -> None:
-        """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
+    def bind(self, runner: Any, *, has_ranks: bool = True) -> None:
+        """Give the proposer the model runner, whose batch names the rows' requests (`plugin`).
+
+        has_ranks: whether it can be seen what other data-parallel ranks verify; not with model runner V2.
+        """
         self._runner = runner
-        if self.is_used and runner.parallel_config.data_parallel_size > 1:
+        if has_ranks and self.is_used and runner.parallel_config.data_parallel_size > 1:
             self._lock_step.watch()
         # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
         # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
@@ -87,15 +92,30 @@ class SuffixProposer:
         Returns:
             The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
         """
+        return self.step(list(map(len, sampled_token_ids)), num_tokens_no_spec, token_ids_cpu)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next step is to wait for drafts."""
+        return self._drafter is not None and self._drafter.is_open
+
+    def step(
+        self,
+        nums_new_tokens: list[int],
+        levels: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int32],
+        ended: float | None = None,
+        may_draft: bool = True,
+    ) -> list[list[int]]:
+        """`propose`, with the number of tokens that each row got; `ended` and `may_draft` as of `Drafter`."""
         if not self.is_used:
-            return [[] for _ in sampled_token_ids]
+            return [[] for _ in nums_new_tokens]
         if self._drafter is not None:
-            nums_new_tokens = list(map(len, sampled_token_ids))
             try:
                 self._open_and_close(self._drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
                 drafts = self._drafter.step(
-                    request_ids, nums_new_tokens, token_ids_cpu, num_tokens_no_spec, self._lock_step.ranks
+                    request_ids, nums_new_tokens, token_ids, levels, self._lock_step.ranks, ended, may_draft
                 )
                 self._log(self._drafter, nums_new_tokens)
                 return drafts
@@ -106,10 +126,11 @@ class SuffixProposer:
                 self._drafter = None
                 self._warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
         self._counters.num_failed_steps += 1
-        return [[] for _ in sampled_token_ids]
+        return [[] for _ in nums_new_tokens]
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
+        self.settle()
         taken, self._counters = self._counters, EngineCounters()
         if self._drafter is not None:
             taken.add(self._drafter.take_counters())
@@ -122,6 +143,7 @@ class SuffixProposer:
             aborted: the requests, by the name that their sender gave them, that were aborted. They go on
                 under other names, so the history does not keep what they have said so far.
         """
+        self.settle()
         if self._drafter is not None:
             self._drafter.clear(self._opened_as(aborted))
 
@@ -131,6 +153,7 @@ class SuffixProposer:
         vLLM names finished requests with its next step only. So no request may be in flight: all end here.
         `aborted` as of `end_step`.
         """
+        self.settle()
         if self._drafter is None:
             return None
         self._drafter.close_all(self._opened_as(aborted))
@@ -146,6 +169,7 @@ class SuffixProposer:
             logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
             return None
         if aborted is not None:
+            self.settle()
             self._drafter.close_all(self._opened_as(aborted))
         if self._drafter.history.num_bytes > MAX_MESSAGE_BYTES:
             logger.warning("rollout_spec: no history from this engine: more than vLLM can pass on, 2 GiB")

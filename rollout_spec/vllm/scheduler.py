@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
+from rollout_spec.config import ConfigError
 from rollout_spec.metrics import RequestCounters
+
+logger = init_logger(f"vllm.{__name__}")
 
 COUNTERS_KEY = "rollout_spec"  # a finished request's counts, in its `RequestOutput.kv_transfer_params`
 CORE_KEY = "rollout_spec_core"  # beside them: the engine core that served it, its data-parallel rank
 UNCOUNTED_KEY = "rollout_spec_uncounted"  # in `SamplingParams.extra_args`: it is not among `take_aborted`
 CLASS_PATH = "rollout_spec.vllm.scheduler.CountingScheduler"
+AHEAD_CLASS_PATH = "rollout_spec.vllm.scheduler.AheadScheduler"
+AHEAD_KEY = "rollout_spec_ahead"  # an attribute of a `SchedulerOutput`
+DRAFTS_KEY = "rollout_spec_drafts"  # of a `ModelRunnerOutput`: DraftTokenIds; None while the gate is closed
 
 
-class CountingScheduler(Scheduler):
+class _Counting(Scheduler):
     """Scheduling is vLLM's own; a finished request carries its counts in `kv_transfer_params[COUNTERS_KEY]`.
 
     vLLM has no output for the counts of an aborted request (which to the engine is also one that meets a stop
@@ -49,11 +63,11 @@ class CountingScheduler(Scheduler):
             request_id=request_id,
         )
 
-    def _update_request_with_output(self, request, new_token_ids, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def _update_request_with_output(self, request, *args, **kwargs):  # type: ignore[no-untyped-def]
         # The first token of a response comes from the prefill (also the one behind a preemption's recompute,
         # which gives a further token and is counted as the decode step it replaces).
         is_decode = request.num_output_tokens > 0
-        kept_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        kept_token_ids, stopped = super()._update_request_with_output(request, *args, **kwargs)
         counters = self._request_counters[request.request_id]
         if is_decode:
             counters.num_decoded_tokens += len(kept_token_ids)
@@ -75,3 +89,88 @@ class CountingScheduler(Scheduler):
         """The sums over the requests aborted since the last call."""
         taken, self._aborted = self._aborted, RequestCounters()
         return taken
+
+
+class CountingScheduler(_Counting):
+    """With synchronous scheduling."""
+
+
+class Ahead(NamedTuple):
+    """What an `AheadScheduler` tells the workers with a step."""
+
+    num_in_flight: int
+    """Earlier steps whose tokens it does not have yet."""
+    waits: bool
+    """Whether it waits for this step's drafts before it schedules the next one."""
+
+
+class AheadScheduler(_Counting, AsyncScheduler):
+    """Asynchronous scheduling for a drafter on the host, with model runner V2.
+
+    While the drafter's gate is closed it schedules ahead, as without a drafter. While it is open each step
+    waits for the tokens and drafts of the one before. What says so comes with a step's output, in DRAFTS_KEY.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_in_flight = 0
+        self._is_open = False
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        told, state = Ahead(self._num_in_flight, self._is_open), self.pause_state
+        if self._is_open and self._num_in_flight:
+            self.set_pause_state(
+                PauseState.PAUSED_ALL
+            )  # an empty step, which tells the workers who has ended
+        output = super().schedule(*args, **kwargs)
+        self.set_pause_state(state)
+        setattr(output, AHEAD_KEY, told)
+        self._num_in_flight += output.total_num_scheduled_tokens > 0
+        return output
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        for request_id in scheduler_output.num_scheduled_tokens:
+            self.requests[request_id].spec_token_ids = []  # vLLM has placeholders there
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            self._num_in_flight -= 1
+            drafts: DraftTokenIds | None = getattr(model_runner_output, DRAFTS_KEY, None)
+            self._is_open = drafts is not None
+            if drafts is not None and not self._num_in_flight:
+                self.update_draft_token_ids(drafts)
+        return outputs
+
+
+def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
+    """Have an engine with our drafter schedule asynchronously where it would without: with model runner V2.
+
+    Args:
+        vllm_config: changed in place.
+        asked: the user's `async_scheduling`.
+
+    Raises:
+        ConfigError: it is asked for and cannot be had.
+    """
+    scheduler = vllm_config.scheduler_config
+    reason = None
+    if not vllm_config.use_v2_model_runner:
+        reason = "needs vLLM's model runner V2 together with the drafter, which this engine does not have"
+    elif scheduler.scheduler_cls not in (None, CLASS_PATH, AHEAD_CLASS_PATH):
+        reason = f"scheduler_cls={scheduler.scheduler_cls!r} does not know the drafter"
+    elif not Executor.get_class(vllm_config).supports_async_scheduling():
+        reason = f"distributed_executor_backend={vllm_config.parallel_config.distributed_executor_backend!r}"
+    wanted = not current_platform.is_cpu() if asked is None else asked  # vLLM does not by itself on CPUs
+    if not wanted:
+        return
+    if reason is None:
+        scheduler.async_scheduling, scheduler.scheduler_cls = True, AHEAD_CLASS_PATH
+    elif asked:
+        raise ConfigError(f"async_scheduling: {reason}")
+    else:
+        logger.warning_once(
+            "rollout_spec: steps are scheduled one by one, so the device waits for the host between them: "
+            "asynchronous scheduling %s", reason,
+        )  # fmt: skip

@@ -1,0 +1,457 @@
+"""vLLM's model runner V2: its requests and tokens for the proposer, drafts for its rows. An adapter.
+
+V2 keeps tokens on the device and its rows in any order. `HostBatch` is the copy on the host that the proposer
+reads. A step's tokens reach it on a stream of their own. Drafts go the way they go with V1: to the scheduler,
+and from it, with the step's other inputs, to every worker.
+
+vLLM draws each token with noise that is a function of a request's seed and the position. So coupled
+verification is vLLM's own sampler, asked at every position of a draft, with the request's key for its seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.patches import Patch, misfit, record, replace_function
+from rollout_spec.vllm.graphs import capture_plain_steps_v2
+from rollout_spec.vllm.keys import RequestKeys
+from rollout_spec.vllm.options import CLASS_PATH
+from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.scheduler import AHEAD_KEY, DRAFTS_KEY, Ahead
+
+logger = init_logger(f"vllm.{__name__}")
+
+_SPECULATOR = Patch(
+    name="vllm-v2-speculator",
+    reason="model runner V2 builds the speculators that it names itself, and hands them neither requests nor "
+    "sampled tokens",
+    upstream="vllm/v1/worker/gpu/spec_decode/__init__.py, init_speculator",
+    until="model runner V2 takes a custom_class, and gives it the requests of its rows",
+)
+_COUPLED = Patch(
+    name="vllm-v2-coupled-verification",
+    reason="rejection sampling needs noise that a plain step does not, so the same seed gives other tokens "
+    "with drafts than without; used by engines with rollout.spec.verify=coupled only",
+    upstream="vllm/v1/worker/gpu/spec_decode/rejection_sampler.py, RejectionSampler._verify",
+    until="vLLM verifies with the tokens that a plain step would have drawn",
+)
+ENGINE_PATCHES = (_SPECULATOR, _COUPLED)  # what engines apply to themselves
+
+# Of what is called or replaced here, the parameters that are counted on.
+_PARAMETERS: dict[Patch, tuple[tuple[Any, str, tuple[str, ...]], ...]] = {
+    _SPECULATOR: (
+        (model_runner, "init_speculator", ("vllm_config", "device", "req_states")),
+        (model_runner.GPUModelRunner, "add_requests", ("self", "scheduler_output")),
+        (model_runner.GPUModelRunner, "postprocess_sampled",
+         ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc")),
+        (model_runner.GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
+        (AsyncOutput, "get_output", ("self",)),
+        (DraftTokensHandler, "set_draft_tokens", ("self", "input_batch", "draft_tokens")),
+        (DraftTokensHandler, "get_draft_tokens", ("self",)),
+        (BaseSpeculator, "init_cudagraph_manager", ("self", "cudagraph_mode")),
+        (BaseSpeculator, "capture", ("self",)),
+    ),
+    _COUPLED: (
+        (model_runner.GPUModelRunner, "finish_requests", ("self", "scheduler_output")),
+        (Sampler, "add_request", ("self", "req_idx", "sampling_params")),
+        (Sampler, "sample",
+         ("self", "logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids",
+          "expanded_local_pos", "seq_lens_upper_bound_np")),
+        (RejectionSampler, "_verify",
+         ("self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping",
+          "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens_upper_bound_np",
+          "verify_draft_sampled")),
+    ),
+}  # fmt: skip
+
+
+def check_runner() -> None:
+    """See that the installed model runner V2 is one that this module was written for.
+
+    Raises:
+        PatchError: it is not.
+    """
+    for patch, functions in _PARAMETERS.items():
+        for owner, name, expected in functions:
+            function = getattr(owner, name, None)
+            found = tuple(inspect.signature(function).parameters) if function is not None else ()
+            if found[: len(expected)] != expected:
+                raise misfit(
+                    patch, f"{owner.__name__}.{name} takes {', '.join(found) or 'nothing: it is gone'}"
+                )
+
+
+def teach_speculator() -> None:
+    """Let vLLM build a `SuffixSpeculator` where `speculative_config` names our proposer. Idempotent.
+
+    Raises:
+        PatchError: the installed model runner V2 is not one that this was written for.
+    """
+    check_runner()
+    init_speculator = model_runner.init_speculator
+
+    @functools.wraps(init_speculator)
+    def init_any_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
+        speculative = vllm_config.speculative_config
+        if speculative is not None and speculative.model == CLASS_PATH:
+            return SuffixSpeculator(vllm_config, device)
+        return init_speculator(vllm_config, device, req_states)
+
+    replace_function(model_runner, "init_speculator", init_any_speculator, patch=_SPECULATOR)
+
+
+def bind(runner: Any, config: SpecConfig) -> None:
+    """Connect a runner with its speculator, if it has ours, and key its noise; once in its life."""
+    check_runner()
+    if isinstance(runner.speculator, SuffixSpeculator):
+        runner.speculator.bind(runner)
+        capture_plain_steps_v2(runner)
+    if config.coupled:
+        couple(runner)
+
+
+class HostBatch:
+    """The requests of a V2 runner and their tokens, on the host: what the proposer reads of V1's runner.
+
+    Attributes:
+        requests: by name, with `prompt_token_ids` and `sampling_params`; preempted ones have no row.
+        tokens: int32 [rows, max_model_len], row i holds those of `input_batch.req_ids[i]`.
+        levels: int32 [rows], how many.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.parallel_config = runner.parallel_config
+        self.requests: dict[str, Any] = {}
+        self.input_batch = SimpleNamespace(req_ids=[])
+        # Untouched pages take no memory.
+        self.tokens = np.zeros((runner.max_num_reqs, runner.max_model_len), np.int32)
+        self.levels = np.zeros(runner.max_num_reqs, np.int32)
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._runner.max_model_len)
+
+    def remove(self, request_ids: Collection[str]) -> None:
+        """Forget requests that have ended."""
+        self.suspend(request_ids)
+        for request_id in request_ids:
+            self.requests.pop(request_id, None)
+
+    def suspend(self, request_ids: Collection[str]) -> None:
+        """Requests have no row any more; the last row takes the place of each."""
+        rows = self.input_batch.req_ids
+        for request_id in request_ids:
+            if request_id not in rows:
+                continue
+            row, last = rows.index(request_id), len(rows) - 1
+            rows[row] = rows[last]
+            rows.pop()
+            level = self.levels[row] = self.levels[last]
+            self.tokens[row, :level] = self.tokens[last, :level]
+
+    def add(self, request: Any) -> None:
+        """Take in one of a scheduler's new requests, which may be one that was preempted."""
+        self.suspend([request.req_id])
+        tokens, row = request.prefill_token_ids, len(self.input_batch.req_ids)
+        self.requests[request.req_id] = request
+        self.input_batch.req_ids.append(request.req_id)
+        self.tokens[row, : len(tokens)] = tokens
+        self.levels[row] = len(tokens)
+
+    def extend(self, request_ids: list[str], tokens: Any, nums: Any) -> list[int]:
+        """Append a step's tokens.
+
+        Args:
+            request_ids: of the step's rows.
+            tokens: int64 [num_rows, K + 1], of which the first nums[i] are row i's.
+            nums: int32 [num_rows].
+
+        Returns:
+            How many tokens each row of `self.tokens` got.
+        """
+        rows = {request_id: row for row, request_id in enumerate(self.input_batch.req_ids)}
+        nums_new = [0] * len(rows)
+        for request_id, new, num in zip(request_ids, tokens.tolist(), nums.tolist(), strict=True):
+            row = rows.get(request_id)
+            if row is None:
+                continue
+            nums_new[row] = num
+            level = self.levels[row]
+            self.tokens[row, level : level + num] = new[:num]
+            self.levels[row] = level + num
+        return nums_new
+
+
+class _Arrival:
+    """A step's tokens on their way to the host."""
+
+    def __init__(
+        self, request_ids: list[str], sampled_tokens: torch.Tensor, num_sampled: torch.Tensor
+    ) -> None:
+        self.request_ids = request_ids
+        self._on_device = sampled_tokens, num_sampled  # theirs until they have been copied
+        self._tokens, self._nums = async_copy_to_np(sampled_tokens), async_copy_to_np(num_sampled)
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record()
+        self.ended: float | None = None  # when the host first knew that the step had ended
+
+    def note_end(self) -> None:
+        if self.ended is None:
+            self.ended = time.perf_counter()
+
+    def wait(self) -> tuple[Any, Any]:
+        """int64 [num_rows, K + 1] and int32 [num_rows]: the tokens, and how many."""
+        self._event.synchronize()
+        self.note_end()
+        return self._tokens, self._nums
+
+
+class SuffixSpeculator(BaseSpeculator):
+    """A speculator of V2 whose drafts are those of `SuffixProposer`.
+
+    It is also the runner's `draft_tokens_handler`, from which the scheduler takes the drafts.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        self.proposer = SuffixProposer(vllm_config)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._no_drafts = torch.zeros(
+            vllm_config.scheduler_config.max_num_seqs,
+            vllm_config.speculative_config.num_speculative_tokens,
+            dtype=torch.int64,
+            device=device,
+        )
+        self._sampled_tokens: torch.Tensor | None = None
+        self._arrivals: deque[_Arrival] = deque()
+        self._waits = True
+        self._drafts = DraftTokenIds([], [])
+
+    def bind(self, runner: Any) -> None:
+        """Take the place of what the runner does with drafts; once, as soon as it is made."""
+        self._batch = HostBatch(runner)
+        self.proposer.bind(self._batch, has_ranks=False)
+        self.proposer.settle = functools.partial(self._receive, 0, may_draft=False)
+        self._runner = runner
+        runner.drafter = self.proposer  # where V1's runner has it
+        runner.draft_tokens_handler = self
+        runner.add_requests = _then(self._add_requests, runner.add_requests)
+        runner.postprocess_sampled = _then(self._keep_sampled, runner.postprocess_sampled)
+        runner.sample_tokens = self._telling(runner.sample_tokens)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        self.proposer.load_model()
+
+    def capture(self) -> None:
+        """There is no model to capture."""
+
+    def _add_requests(self, scheduler_output: Any) -> None:
+        """Before the runner's own: the requests that go and come, and the drafts that the step verifies."""
+        batch, states = self._batch, self._runner.req_states
+        ahead = getattr(scheduler_output, AHEAD_KEY, Ahead(0, True))  # vLLM's own schedulers wait
+        self._receive(ahead.num_in_flight, may_draft=False)
+        self._waits = ahead.waits
+        batch.remove(scheduler_output.finished_req_ids)
+        batch.suspend(scheduler_output.preempted_req_ids or ())
+        for request in scheduler_output.scheduled_new_reqs:
+            batch.add(request)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        known = [request_id for request_id in drafts if request_id in states.req_id_to_index]
+        if not known:
+            return
+        tokens = np.zeros((len(known), self._no_drafts.shape[1]), np.int64)
+        for row, request_id in enumerate(known):
+            tokens[row, : len(drafts[request_id])] = drafts[request_id]
+        rows = np.array([states.req_id_to_index[request_id] for request_id in known])
+        states.draft_tokens[model_runner.async_tensor_h2d(rows, device=self._device)] = (
+            model_runner.async_tensor_h2d(tokens, device=self._device)
+        )
+
+    def _keep_sampled(self, idx_mapping: torch.Tensor, sampled_tokens: torch.Tensor, *_: Any) -> None:
+        self._sampled_tokens = sampled_tokens
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        *_: Any,
+        dummy_run: bool = False,
+        **__: Any,
+    ) -> torch.Tensor:
+        """Draft for the step's rows; what is returned is nothing, drafts come with the next step's inputs."""
+        nothing = self._no_drafts[: input_batch.num_reqs]
+        if dummy_run or not self.proposer.is_used:
+            return nothing
+        assert self._sampled_tokens is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._arrivals.append(_Arrival(input_batch.req_ids, self._sampled_tokens, num_sampled))
+        self._drafts = DraftTokenIds([], [])
+        if self._waits:
+            self._receive(0, may_draft=True)
+        return nothing
+
+    def _receive(self, num_in_flight: int, *, may_draft: bool) -> None:
+        """Index the tokens of all steps but the latest few, and draft."""
+        while len(self._arrivals) > num_in_flight:
+            arrival = self._arrivals.popleft()
+            tokens, nums = arrival.wait()
+            nums_new = self._batch.extend(arrival.request_ids, tokens, nums)
+            drafts = self.proposer.step(
+                nums_new, self._batch.levels, self._batch.tokens, arrival.ended, may_draft
+            )
+            self._drafts = DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)
+
+    def _telling(self, sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a step's output say what was drafted, and when the step had ended."""
+
+        @functools.wraps(sample_tokens)
+        def sample_and_tell(*args: Any, **kwargs: Any) -> Any:
+            output = sample_tokens(*args, **kwargs)
+            if not isinstance(output, AsyncOutput):
+                return output
+            if self.proposer.is_open:
+                setattr(output.model_runner_output, DRAFTS_KEY, self._drafts)
+            if self._arrivals:
+                output.get_output = _noting(self._arrivals[-1], output.get_output)
+            return output
+
+        return sample_and_tell
+
+    def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
+        """What `propose` returned."""
+
+    def get_draft_tokens(self) -> DraftTokenIds:
+        return self._drafts
+
+
+def _then(first: Callable[..., None], second: Callable[..., Any]) -> Callable[..., Any]:
+    """Both, called with the same arguments; it returns what the second one does."""
+
+    @functools.wraps(second)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first(*args, **kwargs)
+        return second(*args, **kwargs)
+
+    return both
+
+
+def _noting(arrival: _Arrival, get_output: Callable[[], Any]) -> Callable[[], Any]:
+    def get_and_note() -> Any:
+        output = get_output()
+        arrival.note_end()
+        return output
+
+    return get_and_note
+
+
+def couple(runner: Any) -> None:
+    """Let a runner draw with noise that is a function of the request's key and the position, drafts or not.
+
+    It takes effect when the runner has loaded its model, which makes its samplers.
+    """
+    load_model = runner.load_model
+
+    @functools.wraps(load_model)
+    def load_and_couple(*args: Any, **kwargs: Any) -> None:
+        load_model(*args, **kwargs)
+        sampler, verifier = runner.sampler, runner.rejection_sampler
+        if sampler is None:
+            return  # another pipeline rank samples
+        keyed = _KeyedRequests(runner)
+        sampler.add_request = functools.partial(keyed.add, sampler.add_request)
+        runner.finish_requests = _then(keyed.forget, runner.finish_requests)
+        if verifier is not None:
+            verifier._verify = functools.partial(coupled_verify, verifier)
+        record(_COUPLED)
+        logger.info("rollout_spec: the noise of every token is keyed by its request and its position")
+
+    runner.load_model = load_and_couple
+
+
+class _KeyedRequests:
+    """Gives each request its key for a seed; one that was preempted keeps it."""
+
+    def __init__(self, runner: Any) -> None:
+        self._states = runner.req_states
+        self._keys = RequestKeys(runner.model_config.seed)
+        self._known: dict[str, int] = {}
+
+    def add(self, add_request: Callable[..., None], req_idx: int, sampling_params: Any) -> None:
+        request_id = self._states.index_to_req_id[req_idx]
+        if request_id not in self._known:
+            self._known[request_id] = self._keys.new_key(sampling_params)
+        params = copy.copy(sampling_params)  # the scheduler's own
+        params.seed = self._known[request_id]
+        add_request(req_idx, params)
+
+    def forget(self, scheduler_output: Any) -> None:
+        for request_id in scheduler_output.finished_req_ids:
+            self._known.pop(request_id, None)
+
+
+def coupled_verify(
+    verifier: RejectionSampler,
+    logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_sampled: torch.Tensor,
+    pos: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    idx_mapping_np: Any,
+    expanded_idx_mapping: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    seq_lens_upper_bound_np: Any,
+    verify_draft_sampled: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In place of `RejectionSampler._verify`: what plain steps would draw, as far as the draft is the same.
+
+    Args:
+        verify_draft_sampled: int [num_logits], the input token of each of the rows of logits: a request's
+            first is its last token, then come its draft tokens; negative ones are never accepted.
+
+    Returns:
+        The processed logits; int64 [num_reqs, K + 1], each request's tokens; int32 [num_reqs], how many.
+    """
+    sampled, processed = verifier.sampler.sample(
+        logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
+        seq_lens_upper_bound_np,
+    )  # fmt: skip
+    numbers = torch.arange(len(sampled), device=sampled.device)
+    rows, places = torch.searchsorted(cu_num_logits[1:], numbers, right=True), expanded_local_pos.long()
+    tokens = sampled.new_zeros(len(idx_mapping), verifier.num_speculative_steps + 1)
+    drafts = torch.full_like(tokens, -1)
+    tokens[rows, places] = sampled
+    drafts[rows, places] = verify_draft_sampled.to(drafts.dtype)
+    is_right = tokens[:, :-1] == drafts[:, 1:]
+    num_sampled = 1 + is_right.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+    return processed, tokens, num_sampled

