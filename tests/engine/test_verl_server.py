@@ -21,7 +21,7 @@ import pytest
 from rollout_spec.drafting.history import History, group_key, prompt_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from tests.engine.conftest import EOS_TOKEN_ID, proposer_of
-from tests.engine.test_life_cycle import PROMPTS, generate, greedy
+from tests.engine.test_life_cycle import PROMPTS
 
 SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
 EXTENSION = "rollout_spec.verl.server.SpecWorkerExtension"
