@@ -45,7 +45,7 @@ PYTEST := $(BIN)/python -m pytest
 TWO := --numprocesses 2 --dist loadfile
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
-	life_cycle sampling coupled counters interruptions policy plain_vllm)
+	life_cycle sampling coupled counters interruptions policy plain_vllm runner_v2)
 # What takes all memory, and what takes the time of steps.
 ALONE := tests/test_training.py tests/engine/test_gate.py
 # Exit code 5: TEST_ARGS chose none of them.
