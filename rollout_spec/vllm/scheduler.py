@@ -119,9 +119,8 @@ class AheadScheduler(_Counting, AsyncScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         told, state = Ahead(self._num_in_flight, self._is_open), self.pause_state
         if self._is_open and self._num_in_flight:
-            self.set_pause_state(
-                PauseState.PAUSED_ALL
-            )  # an empty step, which tells the workers who has ended
+            # An empty step, which tells the workers who has ended.
+            self.set_pause_state(PauseState.PAUSED_ALL)
         output = super().schedule(*args, **kwargs)
         self.set_pause_state(state)
         setattr(output, AHEAD_KEY, told)
