@@ -127,11 +127,6 @@ class Drafter:
         """
         self._untrack(self._requests.pop(request_id), remember=remember)
 
-    def close_all(self, aborted: Collection[str] = ()) -> None:
-        """End every request; those in `aborted` are not remembered."""
-        for request_id in list(self._requests):
-            self.close(request_id, remember=request_id not in aborted)
-
     def _untrack(self, request: _Request, *, remember: bool = True) -> None:
         self._rows = None
         if request.member is not None:

@@ -76,7 +76,8 @@ class SpecHttpServer(vLLMHttpServer):
         self._decoded_cores = set[int]()  # engine cores, since their drafters' counters were taken
         self._defect: str | None = None  # of an engine core's drafter
         self._num_unnamed = 0
-        self._aborted_ids: list[str] = []  # since the engine's requests ended last
+        # Requests that have ended since the engine was told so last.
+        self._aborted_ids, self._finished_ids = list[str](), list[str]()
         # What other servers are to have, once one has asked for it, and what this one is to take in.
         self._is_sharing, self._shared, self._received = False, list[bytes](), list[bytes]()
         directory = os.environ.get(TRACE_DIR_VARIABLE)
@@ -103,9 +104,10 @@ class SpecHttpServer(vLLMHttpServer):
         if counters is not None and counters.num_decode_steps:
             self._decoded_cores.add(core)
         self._windows.count(request, len(output.token_ids), counters, output.stop_reason or "")
-        if output.stop_reason == "aborted":
-            self._aborted_ids.append(request_id)
-        elif self._trace is not None:
+        is_aborted = output.stop_reason == "aborted"
+        if self._spec.enabled:
+            (self._aborted_ids if is_aborted else self._finished_ids).append(request_id)
+        if self._trace is not None and not is_aborted:
             self._trace.add(prompt_ids, output.token_ids, extra_args)
         return output
 
@@ -142,7 +144,8 @@ class SpecHttpServer(vLLMHttpServer):
             await self._end_window()
         await super().set_global_steps(global_steps)
         if self._spec.enabled and self.node_rank == 0:
-            await self._end_requests("end_step")
+            aborted, _ = self._take_ended()
+            await self._call("end_step", aborted)
 
     async def end_validation(self) -> None:
         """What a validation that had the engine to itself has counted there is no part of the training."""
@@ -211,15 +214,12 @@ class SpecHttpServer(vLLMHttpServer):
     async def pack_history(self) -> bytes | None:
         """The whole history of this replica, for a file; None where its drafter is off."""
         await self._add_received()
-        if self._windows.is_quiet:
-            packed = await self._end_requests("pack_history")
-        else:
-            packed = await self._call("pack_history", None)
+        packed = await self._call("pack_history", *self._take_ended())
         return next(iter(_kept(packed)), None)  # all engine cores have the same
 
     async def _exchange(self) -> None:
         """Hand on what every engine core has served: to the others at once, to other servers when asked."""
-        taken = await self._end_requests("take_history")
+        taken = await self._call("take_history", *self._take_ended())
         self._shared += _kept(taken)
         if len(taken) > 1:
             others = [_kept(taken[:core] + taken[core + 1 :]) for core in range(len(taken))]
@@ -231,10 +231,11 @@ class SpecHttpServer(vLLMHttpServer):
             received, self._received = self._received, []
             await self._call("add_history", received)
 
-    async def _end_requests(self, method: str) -> list[Any]:
-        """Call a method of the drafter that ends all its requests: it has to know which were aborted."""
-        aborted, self._aborted_ids = self._aborted_ids, []
-        return await self._call(method, aborted)
+    def _take_ended(self) -> tuple[list[str], list[str]]:
+        """The aborted and the finished requests: the drafter cannot tell them from those that run on."""
+        aborted, finished = self._aborted_ids, self._finished_ids
+        self._aborted_ids, self._finished_ids = [], []
+        return aborted, finished
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
         """What the drafter's method returns in each engine core; None where no worker has a drafter."""

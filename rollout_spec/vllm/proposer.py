@@ -147,30 +147,32 @@ class SuffixProposer:
         if self._drafter is not None:
             self._drafter.clear(self._opened_as(aborted))
 
-    def take_history(self, aborted: Collection[str] = ()) -> bytes | None:
+    def take_history(
+        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
+    ) -> bytes | None:
         """The responses that this engine has kept since the last call; None where the drafter is off.
 
-        vLLM names finished requests with its next step only. So no request may be in flight: all end here.
-        `aborted` as of `end_step`.
+        Args:
+            aborted: as of `end_step`.
+            finished: the requests that have come to their end, which vLLM itself names with its next step
+                only; by default all others. Those in neither of the two run on.
         """
-        self.settle()
         if self._drafter is None:
             return None
-        self._drafter.close_all(self._opened_as(aborted))
+        self._close_ended(self._drafter, aborted, finished)
         return self._drafter.history.take_new()
 
-    def pack_history(self, aborted: Collection[str] | None = ()) -> bytes | None:
+    def pack_history(
+        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
+    ) -> bytes | None:
         """All responses that this engine keeps; None, with a warning, where it cannot hand them on.
 
-        Args:
-            aborted: as of `end_step`, where no request is in flight; else None, and none ends.
+        `aborted` and `finished` as of `take_history`.
         """
         if self._drafter is None:
             logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
             return None
-        if aborted is not None:
-            self.settle()
-            self._drafter.close_all(self._opened_as(aborted))
+        self._close_ended(self._drafter, aborted, finished)
         if self._drafter.history.num_bytes > MAX_MESSAGE_BYTES:
             logger.warning("rollout_spec: no history from this engine: more than vLLM can pass on, 2 GiB")
             return None
@@ -189,6 +191,15 @@ class SuffixProposer:
                 self._drafter.history.merge(content)
             except (HistoryError, MemoryError) as error:
                 logger.warning("rollout_spec: training goes on without a part of the history: %r", error)
+
+    def _close_ended(
+        self, drafter: Drafter, aborted: Collection[str], finished: Collection[str] | None
+    ) -> None:
+        self.settle()
+        aborted = self._opened_as(aborted)
+        closing = set(drafter.request_ids) if finished is None else self._opened_as(finished) | aborted
+        for request_id in [each for each in drafter.request_ids if each in closing]:  # in order of arrival
+            drafter.close(request_id, remember=request_id not in aborted)
 
     def _opened_as(self, names: Collection[str]) -> set[str]:
         """The open requests of these names: vLLM adds a dash and eight characters to each."""

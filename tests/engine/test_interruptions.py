@@ -81,6 +81,21 @@ def test_the_history_has_each_finished_text_once(make_engine: Any) -> None:
     assert sorted(history_of(proposer_of(llm).take_history())) == sorted(texts.values())
 
 
+def test_history_is_taken_while_a_request_runs(make_engine: Any) -> None:
+    """It may have come in between the server's question and the engine's answer."""
+    llm, texts = make_engine({"history": 100}), {}
+    engine, proposer = llm.llm_engine, proposer_of(llm)
+    for number, length in enumerate((12, LENGTH)):
+        engine.add_request(str(number), {"prompt_token_ids": PROMPT}, sampled(number, length))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            texts[number := int(output.request_id)] = list(output.outputs[0].token_ids)
+            if output.finished and number == 0:
+                assert history_of(proposer.take_history([], ["0"])) == [texts[0]]
+                assert history_of(proposer.pack_history([], [])) == [texts[0]]
+    assert history_of(proposer.take_history([], ["1"])) == [texts[1]]
+
+
 def test_the_first_of_a_group_to_come_may_have_been_interrupted(make_engine: Any) -> None:
     """As on the server that it goes on at: its siblings are behind the same prompt, and are remembered."""
     llm = make_engine({"history": 1000})

@@ -85,7 +85,7 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
         of_cores = [nums_kept(content) for content in await server.take_history()]
         assert [sum(nums) for nums in zip(*of_cores, strict=True)] == [2] * 4
         for core in range(2):
-            [packed] = await cores.call_workers(core, "rollout_spec_call", "pack_history", None)
+            [packed] = await cores.call_workers(core, "rollout_spec_call", "pack_history")
             assert nums_kept(packed) == [2] * 4, "its own and the other's"
 
         server.engine = ranked(engine, SpecConfig(routing="group"))

@@ -57,22 +57,21 @@ def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatc
             self.seeds: set[int | None] = set()
             self.num_steps_to_abort = 0
 
-        def aborted(self, prompt: Any, sampling_params: Any, request_id: str) -> Any:
-            self.llm.llm_engine.add_request(request_id, prompt, sampling_params)
-            *_, [output] = [self.llm.llm_engine.step() for _ in range(self.num_steps_to_abort)]
-            self.llm.llm_engine.abort_request([request_id], internal=False)
-            output.outputs[0].finish_reason = "abort"  # as vLLM's asynchronous engine gives it
-            return output
-
         async def generate(
             self, prompt: Any, sampling_params: Any, request_id: str, **_: Any
         ) -> AsyncIterator[Any]:
             self.seeds.add(sampling_params.seed)
             sampling_params.detokenize = False
-            if self.num_steps_to_abort:
-                yield self.aborted(prompt, sampling_params, request_id)
-                return
-            [output] = self.llm.generate(prompt, sampling_params, use_tqdm=False)
+            engine, output = self.llm.llm_engine, None
+            engine.add_request(request_id, prompt, sampling_params)
+            for num_steps in itertools.count(1):
+                [output] = engine.step()
+                if output.finished:
+                    break
+                if num_steps == self.num_steps_to_abort:
+                    engine.abort_request([request_id], internal=False)
+                    output.outputs[0].finish_reason = "abort"  # as vLLM's asynchronous engine gives it
+                    break
             yield output
 
         async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
@@ -406,15 +405,14 @@ class Storm:
         engines = [asyncio.create_task(server.engine.run()) for server in self.servers]
         numbers = itertools.count()
         await asyncio.gather(*(server.set_global_steps(0) for server in self.servers))
-        for server in self.servers:
-            await self.share(server)
+        await self.share()
         interrupters = [asyncio.create_task(self.interrupt(server)) for server in self.servers]
         await asyncio.gather(*(self.clients(numbers) for _ in range(self.NUM_AT_A_TIME)))
         self.is_over = True
         await asyncio.gather(*interrupters)
         for server in self.servers:
             await self.sync(server, 0)
-            await self.share(server)
+        await self.share()
         for task in engines:
             task.cancel()
 
@@ -445,7 +443,7 @@ class Storm:
             await server.abort_all_requests(reject_request=self.rng.random() < 0.3)
             if version % 4 == 0:
                 await self.sync(server, version)
-                await self.share(server)
+                await self.share()
             await server.resume_generation()
 
     async def sync(self, server: Any, version: int) -> None:
@@ -455,13 +453,12 @@ class Storm:
             gc.collect()
             self.memory.append(allocated_bytes())
 
-    async def share(self, server: Any) -> None:
-        """What `verl.history.share_history` has the servers do, of one that is at a weight sync."""
-        taken = await server.take_history()
-        for other in self.servers:
-            if other is not server:
-                await other.add_history(taken)
-        for content in taken:
+    async def share(self) -> None:
+        """What `verl.history.share_history` has the servers do, whatever they are doing."""
+        taken = [await server.take_history() for server in self.servers]
+        for server, others in zip(self.servers, taken[::-1], strict=True):
+            await server.add_history(others)
+        for content in itertools.chain.from_iterable(taken):
             history = History(1000, 1 << 20)
             history.merge(content)
             self.shared += [text.tolist() for name in "0123" for text in history.get(group_key(name))]
@@ -527,7 +524,7 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
     for server in servers:
         drafter = proposer_of(server.engine.llm)._drafter
         scheduler = server.engine.llm.llm_engine.engine_core.engine_core.scheduler
-        left = (server._windows._requests, server._aborted_ids, server._shared, server._received)
+        left = (server._windows._requests, *server._take_ended(), server._shared, server._received)
         assert not any((*left, drafter.request_ids, scheduler._request_counters, scheduler.requests))
         stats = drafter.index.stats()
         assert (stats.num_groups, stats.num_sequences, stats.num_tokens) == (0, 0, 0)
