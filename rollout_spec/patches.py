@@ -126,6 +126,24 @@ def _guard_signature(
         raise misfit(patch, detail)
 
 
+def guard_parameters(patch: Patch, owner: Any, name: str, expected: tuple[str, ...]) -> None:
+    """See that the parameters of a function begin with these; what comes behind them may differ.
+
+    Args:
+        patch: what counts on them.
+        owner: the module or class that holds the function.
+        name: the function's.
+        expected: the parameters' names.
+
+    Raises:
+        PatchError: they do not, or there is no such function.
+    """
+    function = getattr(owner, name, None)
+    found = tuple(inspect.signature(function).parameters) if function is not None else ()
+    if found[: len(expected)] != expected:
+        raise misfit(patch, f"{owner.__name__}.{name} takes {', '.join(found) or 'nothing: it is gone'}")
+
+
 def misfit(patch: Patch, detail: str) -> PatchError:
     """The error of a patch that does not fit: `detail` is what was found instead."""
     return PatchError(

@@ -3,16 +3,11 @@
 V2 keeps tokens on the device and its rows in any order. `HostBatch` is the copy on the host that the proposer
 reads. A step's tokens reach it on a stream of their own. Drafts go the way they go with V1: to the scheduler,
 and from it, with the step's other inputs, to every worker.
-
-vLLM draws each token with noise that is a function of a request's seed and the position. So coupled
-verification is vLLM's own sampler, asked at every position of a draft, with the request's key for its seed.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -26,15 +21,13 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
-from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.patches import Patch, misfit, record, replace_function
+from rollout_spec.patches import Patch, guard_parameters, replace_function
+from rollout_spec.vllm import sampler_v2
 from rollout_spec.vllm.graphs import capture_plain_steps_v2
-from rollout_spec.vllm.keys import RequestKeys
 from rollout_spec.vllm.options import CLASS_PATH
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.scheduler import AHEAD_KEY, DRAFTS_KEY, Ahead
@@ -48,57 +41,32 @@ _SPECULATOR = Patch(
     upstream="vllm/v1/worker/gpu/spec_decode/__init__.py, init_speculator",
     until="model runner V2 takes a custom_class, and gives it the requests of its rows",
 )
-_COUPLED = Patch(
-    name="vllm-v2-coupled-verification",
-    reason="rejection sampling needs noise that a plain step does not, so the same seed gives other tokens "
-    "with drafts than without; used by engines with rollout.spec.verify=coupled only",
-    upstream="vllm/v1/worker/gpu/spec_decode/rejection_sampler.py, RejectionSampler._verify",
-    until="vLLM verifies with the tokens that a plain step would have drawn",
-)
-ENGINE_PATCHES = (_SPECULATOR, _COUPLED)  # what engines apply to themselves
+ENGINE_PATCHES = (_SPECULATOR, sampler_v2.COUPLED)  # what engines apply to themselves
 
 # Of what is called or replaced here, the parameters that are counted on.
-_PARAMETERS: dict[Patch, tuple[tuple[Any, str, tuple[str, ...]], ...]] = {
-    _SPECULATOR: (
-        (model_runner, "init_speculator", ("vllm_config", "device", "req_states")),
-        (model_runner.GPUModelRunner, "add_requests", ("self", "scheduler_output")),
-        (model_runner.GPUModelRunner, "postprocess_sampled",
-         ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc")),
-        (model_runner.GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
-        (AsyncOutput, "get_output", ("self",)),
-        (DraftTokensHandler, "set_draft_tokens", ("self", "input_batch", "draft_tokens")),
-        (DraftTokensHandler, "get_draft_tokens", ("self",)),
-        (BaseSpeculator, "init_cudagraph_manager", ("self", "cudagraph_mode")),
-        (BaseSpeculator, "capture", ("self",)),
-    ),
-    _COUPLED: (
-        (model_runner.GPUModelRunner, "finish_requests", ("self", "scheduler_output")),
-        (Sampler, "add_request", ("self", "req_idx", "sampling_params")),
-        (Sampler, "sample",
-         ("self", "logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids",
-          "expanded_local_pos", "seq_lens_upper_bound_np")),
-        (RejectionSampler, "_verify",
-         ("self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping",
-          "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens_upper_bound_np",
-          "verify_draft_sampled")),
-    ),
-}  # fmt: skip
+_PARAMETERS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (model_runner, "init_speculator", ("vllm_config", "device", "req_states")),
+    (model_runner.GPUModelRunner, "add_requests", ("self", "scheduler_output")),
+    (model_runner.GPUModelRunner, "postprocess_sampled",
+     ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc")),
+    (model_runner.GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
+    (AsyncOutput, "get_output", ("self",)),
+    (DraftTokensHandler, "set_draft_tokens", ("self", "input_batch", "draft_tokens")),
+    (DraftTokensHandler, "get_draft_tokens", ("self",)),
+    (BaseSpeculator, "init_cudagraph_manager", ("self", "cudagraph_mode")),
+    (BaseSpeculator, "capture", ("self",)),
+)  # fmt: skip
 
 
 def check_runner() -> None:
-    """See that the installed model runner V2 is one that this module was written for.
+    """See that the installed model runner V2 is one that this module and its sampler were written for.
 
     Raises:
         PatchError: it is not.
     """
-    for patch, functions in _PARAMETERS.items():
-        for owner, name, expected in functions:
-            function = getattr(owner, name, None)
-            found = tuple(inspect.signature(function).parameters) if function is not None else ()
-            if found[: len(expected)] != expected:
-                raise misfit(
-                    patch, f"{owner.__name__}.{name} takes {', '.join(found) or 'nothing: it is gone'}"
-                )
+    for owner, name, expected in _PARAMETERS:
+        guard_parameters(_SPECULATOR, owner, name, expected)
+    sampler_v2.check_sampler()
 
 
 def teach_speculator() -> None:
@@ -127,7 +95,7 @@ def bind(runner: Any, config: SpecConfig) -> None:
         runner.speculator.bind(runner)
         capture_plain_steps_v2(runner)
     if config.coupled:
-        couple(runner)
+        sampler_v2.couple(runner)
 
 
 class HostBatch:
@@ -372,86 +340,3 @@ def _noting(arrival: _Arrival, get_output: Callable[[], Any]) -> Callable[[], An
         return output
 
     return get_and_note
-
-
-def couple(runner: Any) -> None:
-    """Let a runner draw with noise that is a function of the request's key and the position, drafts or not.
-
-    It takes effect when the runner has loaded its model, which makes its samplers.
-    """
-    load_model = runner.load_model
-
-    @functools.wraps(load_model)
-    def load_and_couple(*args: Any, **kwargs: Any) -> None:
-        load_model(*args, **kwargs)
-        sampler, verifier = runner.sampler, runner.rejection_sampler
-        if sampler is None:
-            return  # another pipeline rank samples
-        keyed = _KeyedRequests(runner)
-        sampler.add_request = functools.partial(keyed.add, sampler.add_request)
-        runner.finish_requests = _then(keyed.forget, runner.finish_requests)
-        if verifier is not None:
-            verifier._verify = functools.partial(coupled_verify, verifier)
-        record(_COUPLED)
-        logger.info("rollout_spec: the noise of every token is keyed by its request and its position")
-
-    runner.load_model = load_and_couple
-
-
-class _KeyedRequests:
-    """Gives each request its key for a seed; one that was preempted keeps it."""
-
-    def __init__(self, runner: Any) -> None:
-        self._states = runner.req_states
-        self._keys = RequestKeys(runner.model_config.seed)
-        self._known: dict[str, int] = {}
-
-    def add(self, add_request: Callable[..., None], req_idx: int, sampling_params: Any) -> None:
-        request_id = self._states.index_to_req_id[req_idx]
-        if request_id not in self._known:
-            self._known[request_id] = self._keys.new_key(sampling_params)
-        params = copy.copy(sampling_params)  # the scheduler's own
-        params.seed = self._known[request_id]
-        add_request(req_idx, params)
-
-    def forget(self, scheduler_output: Any) -> None:
-        for request_id in scheduler_output.finished_req_ids:
-            self._known.pop(request_id, None)
-
-
-def coupled_verify(
-    verifier: RejectionSampler,
-    logits: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    draft_sampled: torch.Tensor,
-    pos: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    idx_mapping_np: Any,
-    expanded_idx_mapping: torch.Tensor,
-    expanded_local_pos: torch.Tensor,
-    seq_lens_upper_bound_np: Any,
-    verify_draft_sampled: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In place of `RejectionSampler._verify`: what plain steps would draw, as far as the draft is the same.
-
-    Args:
-        verify_draft_sampled: int [num_logits], the input token of each of the rows of logits: a request's
-            first is its last token, then come its draft tokens; negative ones are never accepted.
-
-    Returns:
-        The processed logits; int64 [num_reqs, K + 1], each request's tokens; int32 [num_reqs], how many.
-    """
-    sampled, processed = verifier.sampler.sample(
-        logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
-        seq_lens_upper_bound_np,
-    )  # fmt: skip
-    numbers = torch.arange(len(sampled), device=sampled.device)
-    rows, places = torch.searchsorted(cu_num_logits[1:], numbers, right=True), expanded_local_pos.long()
-    tokens = sampled.new_zeros(len(idx_mapping), verifier.num_speculative_steps + 1)
-    drafts = torch.full_like(tokens, -1)
-    tokens[rows, places] = sampled
-    drafts[rows, places] = verify_draft_sampled.to(drafts.dtype)
-    is_right = tokens[:, :-1] == drafts[:, 1:]
-    num_sampled = 1 + is_right.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
-    return processed, tokens, num_sampled

@@ -24,7 +24,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from rollout_spec.patches import Patch, misfit, record, replace_function
+from rollout_spec.patches import Patch, guard_parameters, misfit, record, replace_function
 from rollout_spec.verification import coupled, noise
 from rollout_spec.vllm.ascend import MODULE as ASCEND
 from rollout_spec.vllm.keys import RequestKeys
@@ -306,6 +306,4 @@ def _check_parameters(patch: Patch, *modules: torch.nn.Module) -> None:
     for base, name, expected in _PARAMETERS[patch]:
         # A platform may have a class of its own.
         owner = next((type(module) for module in modules if isinstance(module, base)), base)
-        names = tuple(inspect.signature(getattr(owner, name)).parameters)[1:]
-        if names[: len(expected)] != expected:
-            raise misfit(patch, f"{owner.__name__}.{name} takes {', '.join(names)}")
+        guard_parameters(patch, owner, name, ("self", *expected))

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.rollout_server import make_server, server_of  # noqa: F401
+
 ENVIRONMENT = {
     # The engine lives in this process, so that a test can look at the drafter and undo a mend.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -12,8 +12,8 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History, group_key
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, engine_settings
+from tests.engine.rollout_server import EXTENSION, SCHEDULER
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
-from tests.engine.test_verl_server import EXTENSION, SCHEDULER, server_of  # noqa: F401
 
 LENGTH = 40
 GROUPS = {f"group {i}": prompt for i, prompt in enumerate(PROMPTS[:4])}
@@ -54,14 +54,14 @@ def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_data_parallel_rank_is_counted_shared_and_checked(
     tiny_experts: str,
     make_engine: Any,
-    server_of: Any,  # noqa: F811
+    server_of: Any,
 ) -> None:
     prompts = list(GROUPS.values())
     plain = generate(make_engine(model=tiny_experts, skip_tokenizer_init=True), prompts, greedy(LENGTH))
     asyncio.run(check_ranks(tiny_experts, server_of, plain))
 
 
-async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> None:  # noqa: F811
+async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -1,0 +1,131 @@
+"""verl's rollout server around an engine of the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
+EXTENSION = "rollout_spec.verl.server.SpecWorkerExtension"
+
+
+@pytest.fixture
+def server_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`server_of(engine, spec)`: the server as it is; what upstream's does with Ray and HTTP is cut short."""
+    from omegaconf import OmegaConf
+
+    from rollout_spec.verl import server as verl_server
+
+    def init(self: Any, engine: Any, spec: dict[str, Any], full_determinism: bool = False) -> None:
+        options = {"vllm": {"additional_config": {"rollout_spec": spec}}}
+        config = {"engine_kwargs": options, "seed": 0, "max_model_len": 512, "mtp": None}
+        config |= {"full_determinism": full_determinism, "enable_rollout_routing_replay": False}
+        self.config, self.model_config = OmegaConf.create(config), SimpleNamespace(processor=None, lora={})
+        self.engine, self.replica_rank, self.node_rank, self.global_steps = engine, 3, 0, None
+        self._disaggregation_role, self._submission_paused, self._admitting = "null", False, 0
+        self._rejecting, self._resume_event = False, asyncio.Event()
+
+    monkeypatch.setattr(verl_server.vLLMHttpServer, "__init__", init)
+    monkeypatch.setattr(verl_server.vLLMHttpServer, "lora_as_adapter", False)
+    return verl_server.SpecHttpServer
+
+
+@pytest.fixture
+def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from verl.workers.rollout.vllm_rollout import utils
+
+    class Engine:
+        def __init__(self, llm: Any) -> None:
+            self.llm = llm
+            self.seeds: set[int | None] = set()
+            self.num_steps_to_abort = 0
+
+        async def generate(
+            self, prompt: Any, sampling_params: Any, request_id: str, **_: Any
+        ) -> AsyncIterator[Any]:
+            self.seeds.add(sampling_params.seed)
+            sampling_params.detokenize = False
+            engine, output = self.llm.llm_engine, None
+            engine.add_request(request_id, prompt, sampling_params)
+            for num_steps in itertools.count(1):
+                [output] = engine.step()
+                if output.finished:
+                    break
+                if num_steps == self.num_steps_to_abort:
+                    engine.abort_request([request_id], internal=False)
+                    output.outputs[0].finish_reason = "abort"  # as vLLM's asynchronous engine gives it
+                    break
+            yield output
+
+        async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
+            return self.llm.collective_rpc(method, args=args)
+
+        @property
+        def engine_core(self) -> Any:
+            return self
+
+        async def call_utility_async(self, method: str) -> Any:
+            return getattr(self.llm.llm_engine.engine_core.engine_core, method)()
+
+    class SteppingEngine(Engine):
+        """As AsyncLLM is to verl's server: requests come and are aborted while the engine steps."""
+
+        def __init__(self, llm: Any) -> None:
+            super().__init__(llm)
+            self.output_processor = SimpleNamespace(request_states={})
+            self.last: dict[str, Any] = {}
+            self.is_paused = False
+
+        async def generate(
+            self, prompt: Any, sampling_params: Any, request_id: str, **_: Any
+        ) -> AsyncIterator[Any]:
+            sampling_params.detokenize = False
+            outputs = self.output_processor.request_states[request_id] = asyncio.Queue()
+            self.llm.llm_engine.add_request(request_id, prompt, sampling_params)
+            is_finished = False
+            while not is_finished:
+                output = await outputs.get()
+                is_finished = output.finished
+                yield output
+            del self.output_processor.request_states[request_id], self.last[request_id]
+
+        async def run(self) -> None:
+            while True:
+                if not self.is_paused and self.llm.llm_engine.has_unfinished_requests():
+                    for output in self.llm.llm_engine.step():
+                        self.last[output.request_id] = output
+                        self.output_processor.request_states[output.request_id].put_nowait(output)
+                await asyncio.sleep(0)
+
+        async def pause_generation(self, **_: Any) -> None:
+            from vllm.outputs import RequestOutput
+
+            self.is_paused = True
+            states = self.output_processor.request_states
+            self.llm.llm_engine.abort_request(list(states), internal=False)
+            for request_id, outputs in states.items():
+                last = self.last.get(request_id)
+                if last is None:
+                    self.last[request_id] = RequestOutput(request_id, None, None, None, [], True)
+                    outputs.put_nowait(self.last[request_id])
+                elif not last.finished:
+                    last.outputs[0].finish_reason, last.finished = "abort", True
+                    outputs.put_nowait(last)
+
+        async def resume_generation(self) -> None:
+            self.is_paused = False
+
+    def make(spec: dict[str, Any] | None, full_determinism: bool = False, is_stepping: bool = False) -> Any:
+        llm = make_engine(spec, scheduler_cls=SCHEDULER, worker_extension_cls=EXTENSION)
+        options = {"method": "sam", **(spec or {})}
+        engine_class = SteppingEngine if is_stepping else Engine
+        return server_of(engine_class(llm), options, full_determinism)
+
+    # It would kill the test's process when the process's parent ends.
+    monkeypatch.setattr(utils, "set_death_signal", lambda: None)
+    return make
