@@ -36,10 +36,10 @@ METRICS = (
     ),
     Metric(
         "first_version",
-        "First version of the weights that these metrics are of; v: after step v.",
+        "Oldest version of the weights in these figures. Version v is what step v made.",
         "Nothing: a step logs the versions that it replaced.",
     ),
-    Metric("last_version", "The last of these versions.", "Nothing: it is context."),
+    Metric("last_version", "Newest version of the weights in these figures.", "Nothing: it is context."),
     Metric(
         "tokens_per_step",
         "Generated tokens per decode step of a request. Steps without a draft count too.",
@@ -145,7 +145,7 @@ class EngineCounters(_Counters):
     """Counts of one engine's drafter since the last reading; a step is one `propose` call."""
 
     num_steps: int = 0  # engine steps in which at least one row decoded
-    num_steps_on: int = 0  # of these, steps that drafted or found nothing to draft
+    num_steps_on: int = 0  # of these, steps that drafted, would have, or found nothing to draft
     num_row_steps: int = 0  # decoding rows, summed over steps
     num_drafts: int = 0  # rows given at least one draft token
     num_draft_tokens: int = 0

@@ -61,7 +61,7 @@ def run(front: tuple[float, int], tail: tuple[float, int], drafted: int = 0, acc
         "front_s": front[0], "front_tokens": front[1], "tail_s": tail[0], "tail_tokens": tail[1],
         "makespan_s": front[0] + tail[0], "num_tokens": front[1] + tail[1], "num_row_steps": 10,
         "num_decoded_tokens": 10 + accepted, "num_draft_tokens": drafted, "num_accepted_tokens": accepted,
-        "num_steps": 5, "num_steps_on": 5 * bool(drafted), "draft_s": 0.5, "draft_cpu_s": 0.25,
+        "num_steps": 5, "num_steps_on": 5 * bool(drafted), "draft_cpu_s": 0.25,
     }  # fmt: skip
 
 

@@ -187,8 +187,7 @@ def test_the_chi_square_test_is_scipys() -> None:
 
 
 def test_what_a_thousand_samples_find() -> None:
-    """A temperature 30 % off, not one 10 % off; of Zipf's law here, DESIGN.md has the demo's policy."""
-
+    """A temperature 30 % off, not one 10 % off: of Zipf's law; certificate.md has it of the demo's policy."""
     rng, logits = np.random.default_rng(0), -np.log(np.arange(1, 201))
 
     def draw(temperature: float) -> list[list[int]]:

@@ -136,7 +136,7 @@ ERRORS = {
     [
         *((mode, fault) for mode in MODES for fault in ("server", "engine", "actor")),
         ("separate_async", "transfer"),
-        ("sync", "disk"),
+        *((mode, "disk") for mode in MODES),
     ],
 )
 def test_a_run_ends_says_what_died_and_leaves_nothing(

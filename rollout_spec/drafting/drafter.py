@@ -189,7 +189,8 @@ class Drafter:
         if is_on and result is not None:
             drafts = self._chosen_drafts(result) if may_draft else self._look(result)
             # What the gate has refused, it has counted as off.
-            is_on = any(drafts) or not result.num_draft_tokens.any()
+            would_draft = any(drafts) or (not may_draft and self.is_open)
+            is_on = would_draft or not result.num_draft_tokens.any()
         counters.num_steps_on += is_on
         counters.sum_min_token_prob += is_on * (price or 0.0)
         if len(drafts) < len(request_ids):

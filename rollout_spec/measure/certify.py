@@ -171,7 +171,7 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
     """An engine with drafts as `options` say, or without; it ends on leaving, and the next has its memory."""
     from vllm import LLM
 
-    # vLLM's choice for many models is V2 where nothing drafts; coupled verification needs V1.
+    # Differences are explained with V1's noise. V2's is a kernel's of vLLM, and cannot be had for one token.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     settings: dict[str, Any] = {
         "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,

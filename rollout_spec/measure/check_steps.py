@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 import warnings
@@ -37,7 +38,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     core = engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     drafts = ForcedDrafts(job["nums_drafts"], job["num_steps"])
-    runner.drafter.propose = drafts.propose
+    drafts.take_the_place_of(runner.drafter)
     watch, sampling = Watch(engine), Sampling(runner)
     cache = core.vllm_config.cache_config
     kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
@@ -80,21 +81,26 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ForcedDrafts:
-    """A stand-in for `SuffixProposer.propose`: as many draft tokens a row as are to be timed, in turn."""
+    """A stand-in for `SuffixProposer.step`: as many draft tokens a row as are to be timed, in turn."""
 
     def __init__(self, nums_drafts: Sequence[int], num_steps: int) -> None:
         self._nums = [num for num in nums_drafts for _ in range(num_steps)]
         self.num_tokens = len(self._nums) + 1  # that each row needs
         self.start(0)
 
+    def take_the_place_of(self, proposer: Any) -> None:
+        """Every step is to wait for drafts; no drafter runs that would say otherwise."""
+        proposer._drafter.is_open = True
+        proposer.step = self.step
+
     def start(self, num_rows: int) -> None:
         """Turns begin where so many rows decode."""
         self._num_rows, self._left = num_rows, iter(self._nums)
 
-    def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-        all_decode = len(sampled_token_ids) == self._num_rows and all(sampled_token_ids)
+    def step(self, nums_new_tokens: list[int], *_: Any, **__: Any) -> list[list[int]]:
+        all_decode = len(nums_new_tokens) == self._num_rows and all(nums_new_tokens)
         num_drafts = next(self._left, 0) if all_decode else 0
-        return [[0] * num_drafts for _ in sampled_token_ids]
+        return [[0] * num_drafts for _ in nums_new_tokens]
 
 
 class Steps:
@@ -130,26 +136,47 @@ class Sampling:
     def __init__(self, runner: Any) -> None:
         self.mode: str | None = None
         self.steps, self.waits = Steps(), dict[str, list[str]]()
-        self._runner, self._sample = runner, runner._sample
-        runner._sample = self._watched
+        if hasattr(runner, "_sample"):  # model runner V1
+            self._runner, self._sample = runner, runner._sample
+            runner._sample = self._sample_v1
+        else:
+            runner.sampler = _Sampler(runner.sampler, self)
+            runner.rejection_sampler = _Sampler(runner.rejection_sampler, self)
 
-    def _watched(self, logits: torch.Tensor, metadata: Any) -> Any:
+    def _sample_v1(self, logits: torch.Tensor, metadata: Any) -> Any:
+        num_draft_tokens = 0 if metadata is None else len(metadata.draft_token_ids)
+        sample = functools.partial(self._sample, logits, metadata)
+        return self.watch(sample, self._runner.input_batch.num_reqs, num_draft_tokens)
+
+    def watch(self, sample: Callable[[], Any], num_rows: int, num_draft_tokens: int) -> Any:
+        """What `sample` returns."""
         if self.mode == "waits":
             with waits() as places:
-                output = self._sample(logits, metadata)
-            self.waits["plain" if metadata is None else "with drafts"] = places
+                output = sample()
+            self.waits["with drafts" if num_draft_tokens else "plain"] = places
             return output
         if self.mode != "time":
-            return self._sample(logits, metadata)
+            return sample()
         _synchronize()
         begin = time.perf_counter()
-        output = self._sample(logits, metadata)
+        output = sample()
         _synchronize()
-        num_drafts = (
-            0.0 if metadata is None else len(metadata.draft_token_ids) / len(metadata.num_draft_tokens)
-        )
-        self.steps.add(0, self._runner.input_batch.num_reqs, num_drafts, time.perf_counter() - begin)
+        self.steps.add(0, num_rows, num_draft_tokens / num_rows, time.perf_counter() - begin)
         return output
+
+
+class _Sampler:
+    """One of model runner V2's two samplers, watched."""
+
+    def __init__(self, sampler: Any, sampling: Sampling) -> None:
+        self._sampler, self._sampling = sampler, sampling
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any) -> Any:
+        sample = functools.partial(self._sampler, logits, input_batch, *args)
+        return self._sampling.watch(sample, input_batch.num_reqs, input_batch.num_draft_tokens)
 
 
 def _synchronize() -> None:

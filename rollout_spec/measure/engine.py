@@ -232,8 +232,7 @@ def make_record(plan: Plan, served: Served) -> dict[str, Any]:
     lines = {method: [Timeline(**one["timeline"]) for one in served[method]] for method in plan.methods}
     runs: dict[str, list[dict[str, Any]]] = {
         method: [
-            measure(line, plan.tail_threshold)
-            | {name: one[name] for name in ("draft_s", "draft_cpu_s", "counters")}
+            measure(line, plan.tail_threshold) | {name: one[name] for name in ("draft_cpu_s", "counters")}
             for line, one in zip(lines[method], served[method], strict=True)
         ]
         for method in plan.methods

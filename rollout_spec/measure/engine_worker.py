@@ -1,7 +1,7 @@
 """One rollout in a fresh engine and process: `python -m rollout_spec.measure.engine_worker JOB RESULT`.
 
 Every method is watched in the same way: by vLLM's own statistics of a step, one clock, and a clock around
-`propose`.
+its drafter.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from rollout_spec.measure.engine import Method, reply
 from rollout_spec.measure.timeline import Timeline
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.keys import KEY
-from rollout_spec.vllm.options import CLASS_PATH, OPTIONS_KEY
+from rollout_spec.vllm.options import CLASS_PATH, OPTIONS_KEY, runner_v2_misfit
 from rollout_spec.vllm.proposer import SuffixProposer
 
 # vLLM asks for all three and has a default for none. 8 draft tokens, as in earlier records: what sam drafts
@@ -34,27 +34,28 @@ class Watch:
     def __init__(self, engine: Any) -> None:
         core = engine.engine_core.engine_core  # the engine is in this process
         self._drafter = getattr(core.model_executor.driver_worker.worker.model_runner, "drafter", None)
-        self._propose = getattr(self._drafter, "propose", None)
+        self._is_ours = isinstance(self._drafter, SuffixProposer)
         if self._drafter is not None:
-            self._drafter.propose = self._timed_propose
+            name = "step" if self._is_ours else "propose"  # what both model runners call
+            setattr(self._drafter, name, self._timed(getattr(self._drafter, name)))
         # In place of vLLM's own loggers, which cost a step as much as a small model does.
         engine.logger_manager.stat_loggers[:] = [self]
+        self.counters = EngineCounters()
         self.start()
 
     def start(self) -> None:
+        self.take_counters()
         self.timeline = Timeline()
         self.counters = EngineCounters()
-        self.draft_s = self.draft_cpu_s = 0.0
+        self.draft_cpu_s = 0.0
         self._is_on = False
-        self._take_counters()
         self._last = time.perf_counter()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         """vLLM's StatLoggerBase: once for each step that gave a token."""
         now = time.perf_counter()
         drafts = scheduler_stats.spec_decoding_stats
-        counters = self._take_counters()
-        self.counters.add(counters)
+        counters = self.take_counters(waits=False)
         self.timeline.add(
             seconds=now - self._last,
             num_running=scheduler_stats.num_running_reqs + len(iteration_stats.finished_requests),
@@ -70,20 +71,27 @@ class Watch:
     def log(self) -> None:
         """vLLM asks every few seconds."""
 
-    def _timed_propose(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._propose is not None
-        begin, cpu_begin = time.perf_counter(), time.thread_time()
-        drafts = self._propose(*args, **kwargs)
-        self.draft_s += time.perf_counter() - begin
-        self.draft_cpu_s += time.thread_time() - cpu_begin
-        # Ours has a gate and says so itself; vLLM's draft in every step.
-        self._is_on = not isinstance(self._drafter, SuffixProposer)
-        return drafts
+    def _timed(self, draft: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.thread_time()
+            drafts = draft(*args, **kwargs)
+            self.draft_cpu_s += time.thread_time() - begin
+            # Ours has a gate and says so itself; vLLM's draft in every step.
+            self._is_on = not self._is_ours
+            return drafts
 
-    def _take_counters(self) -> EngineCounters:
-        if isinstance(self._drafter, SuffixProposer):
-            return self._drafter.take_counters()
-        return EngineCounters()
+        return timed
+
+    def take_counters(self, *, waits: bool = True) -> EngineCounters:
+        """Of our drafter since the last call, which `counters` has as well; else zeros.
+
+        waits: also for the step that is in flight (`SuffixProposer.take_counters`).
+        """
+        if not self._is_ours:
+            return EngineCounters()
+        taken = self._drafter.take_counters(waits=waits)
+        self.counters.add(taken)
+        return taken
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -93,8 +101,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         job: of `engine.Plan.job`.
 
     Returns:
-        timeline, draft_s and draft_cpu_s (wall and CPU seconds in `propose`), counters (our drafter's),
-        responses, and settings, what the engine really runs with; `options`: all of rollout.spec for sam.
+        timeline, draft_cpu_s (CPU seconds of the drafter), counters (our drafter's), responses, and settings,
+        what the engine really runs with; `options`: all of rollout.spec for sam.
     """
     engine = make_engine(job)
     watch = Watch(engine)
@@ -102,9 +110,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     prompts, params = _requests(job)
     watch.start()
     responses = serve(engine, prompts, params)
+    watch.take_counters()
     return {
         "timeline": dataclasses.asdict(watch.timeline),
-        "draft_s": watch.draft_s,
         "draft_cpu_s": watch.draft_cpu_s,
         "counters": watch.counters.to_dict(),
         "responses": responses,
@@ -117,7 +125,8 @@ def make_engine(job: dict[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    if job["method"] == "off:coupled":  # else vLLM's own choice, V2 for many models where nothing drafts
+    if job["method"] == "off:coupled" and runner_v2_misfit() is not None:
+        # Else vLLM's own choice, which can be V2 where nothing drafts.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return LLMEngine.from_engine_args(
         EngineArgs(

@@ -64,8 +64,8 @@ def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[st
     """One result per method.
 
     Args:
-        runs: per method what `measure` said of every repeat, and `draft_s`, `draft_cpu_s`; repeats with the
-            same number are pairs, and the first method is what the others are compared with.
+        runs: per method what `measure` said of every repeat, and `draft_cpu_s`; repeats with the same number
+            are pairs, and the first method is what the others are compared with.
 
     Returns:
         Means of the seconds, ratios of the sums, `ratios` to the first method with their 95 % intervals (see
@@ -79,7 +79,7 @@ def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[st
             return sum(run[name] for run in mine)
 
         changes = {name: paired(_amounts(first, name), _amounts(mine, name)) for name in RATIOS}
-        seconds = ("makespan_s", "front_s", "tail_s", "draft_s", "draft_cpu_s")
+        seconds = ("makespan_s", "front_s", "tail_s", "draft_cpu_s")
         result: dict[str, Any] = {"method": method, "num_repeats": len(mine)}
         result |= {name: total(name) / len(mine) for name in seconds}
         result |= {name: plain(on.value) for name, (_, on, _) in changes.items()}

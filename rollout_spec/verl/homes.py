@@ -34,11 +34,6 @@ class Homes:
         # By group, how many of its requests each place has had; the group used last stands at the end.
         self._homes: OrderedDict[Hashable, Counter[Any]] = OrderedDict()
         self._num_groups: Counter[Any] = Counter()
-        self.num_split = 0
-
-    def __len__(self) -> int:
-        """The number of groups."""
-        return len(self._homes)
 
     def choose(self, group: Hashable, loads: Mapping[Place, int]) -> Place:
         """Where a request of the group goes.
@@ -60,7 +55,6 @@ class Homes:
         # Among equally loaded places, the one with the fewest groups.
         place = near[0] if near else min(loads, key=lambda each: (loads[each], self._num_groups[each]))
         if place not in homes:
-            self.num_split += len(homes) == 1
             self._num_groups[place] += 1
         homes[place] += 1
         return place

@@ -40,6 +40,3 @@ class GroupRouter(GlobalRequestLoadBalancer):
             # What verl takes for the server of an earlier request of this id.
             self._request_id_to_server[request_id] = self._homes.choose(group, self._inflight_requests)
         return super().acquire_server(request_id)
-
-    def get_status(self) -> dict:
-        return super().get_status() | {"groups": len(self._homes), "split_groups": self._homes.num_split}

@@ -45,7 +45,7 @@ class SuffixProposer:
         self._lock_step = LockStep()
         self._runner: Any = None
         # Takes in what has been sampled and is still on its way; with model runner V2 that is a step or two.
-        self.settle: Callable[[], None] = lambda: None
+        self.receive: Callable[[], None] = lambda: None
         self._warned: set[str] = set()
         # Not taken yet, and no longer the drafter's: of steps that failed, or were logged.
         self._counters = EngineCounters()
@@ -128,9 +128,10 @@ class SuffixProposer:
         self._counters.num_failed_steps += 1
         return [[] for _ in nums_new_tokens]
 
-    def take_counters(self) -> EngineCounters:
-        """The counts since the last call."""
-        self.settle()
+    def take_counters(self, *, waits: bool = True) -> EngineCounters:
+        """The counts since the last call; with `waits` also those of steps whose tokens are on their way."""
+        if waits:
+            self.receive()
         taken, self._counters = self._counters, EngineCounters()
         if self._drafter is not None:
             taken.add(self._drafter.take_counters())
@@ -143,7 +144,7 @@ class SuffixProposer:
             aborted: the requests, by the name that their sender gave them, that were aborted. They go on
                 under other names, so the history does not keep what they have said so far.
         """
-        self.settle()
+        self.receive()
         if self._drafter is not None:
             self._drafter.clear(self._opened_as(aborted))
 
@@ -195,7 +196,7 @@ class SuffixProposer:
     def _close_ended(
         self, drafter: Drafter, aborted: Collection[str], finished: Collection[str] | None
     ) -> None:
-        self.settle()
+        self.receive()
         aborted = self._opened_as(aborted)
         closing = set(drafter.request_ids) if finished is None else self._opened_as(finished) | aborted
         for request_id in [each for each in drafter.request_ids if each in closing]:  # in order of arrival

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
@@ -31,8 +30,6 @@ from rollout_spec.vllm.graphs import capture_plain_steps_v2
 from rollout_spec.vllm.options import CLASS_PATH
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.scheduler import AHEAD_KEY, DRAFTS_KEY, Ahead
-
-logger = init_logger(f"vllm.{__name__}")
 
 _SPECULATOR = Patch(
     name="vllm-v2-speculator",
@@ -223,7 +220,7 @@ class SuffixSpeculator(BaseSpeculator):
         """Take the place of what the runner does with drafts; once, as soon as it is made."""
         self._batch = HostBatch(runner)
         self.proposer.bind(self._batch, has_ranks=False)
-        self.proposer.settle = functools.partial(self._receive, 0, may_draft=False)
+        self.proposer.receive = functools.partial(self._receive, 0, may_draft=False)
         self._runner = runner
         runner.drafter = self.proposer  # where V1's runner has it
         runner.draft_tokens_handler = self

@@ -45,7 +45,7 @@ def test_rollouts_without_and_with_drafts(
         assert max(line["num_running"]) == 6 and sum(line["num_prefills"]) == len(requests)
     assert off["acceptance_rate"] is None and off["tokens_per_step"] == 1.0 and off["draft_cpu_s"] == 0
     assert 0.05 < sam["acceptance_rate"] <= 1 and sam["tokens_per_step"] > 1
-    assert sam["makespan_s"] > sam["draft_s"] >= sam["draft_cpu_s"] > 0
+    assert sam["makespan_s"] > sam["draft_cpu_s"] > 0
     counters = sam["repeats"][0]["counters"]
     assert counters["num_steps_off_threshold"] + counters["num_steps_on"] == counters["num_steps"] > 0
     assert 0 < ngram["acceptance_rate"] < 1 and ngram["share_on"] > 0.5

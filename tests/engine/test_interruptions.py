@@ -46,10 +46,9 @@ def uninterrupted(llm: Any, numbers: Iterable[int]) -> dict[int, list[int]]:
     return going_on(llm, {number: [] for number in numbers})
 
 
-def test_a_sample_that_is_aborted_anywhere_goes_on_as_if_it_were_not(make_engine: Any) -> None:
-    """No position's noise is drawn twice, none is left out: sample n is aborted at n tokens or soon after."""
-    llm, generated = make_engine({}), {}
-    engine = llm.llm_engine
+def interrupted(llm: Any) -> dict[int, list[int]]:
+    """What sample n has generated when it is aborted: n tokens, or a few more where it drafts."""
+    engine, generated = llm.llm_engine, {}
     for number in range(1, LENGTH):
         engine.add_request(str(number), {"prompt_token_ids": PROMPT}, sampled(number))
     while engine.has_unfinished_requests():
@@ -58,9 +57,19 @@ def test_a_sample_that_is_aborted_anywhere_goes_on_as_if_it_were_not(make_engine
             if len(tokens) >= number and not output.finished:
                 generated[number] = tokens
                 engine.abort_request([output.request_id], internal=False)
-    assert len({len(tokens) for tokens in generated.values()}) > LENGTH / 2
+    return generated
+
+
+def test_a_sample_that_is_aborted_anywhere_goes_on_as_if_it_were_not(make_engine: Any) -> None:
+    """No position's noise is drawn twice, none is left out."""
+    llm = make_engine({})
+    between_drafts, everywhere = interrupted(llm), interrupted(make_engine({"batch_threshold": 0}))
     assert proposer_of(llm).take_counters().num_draft_tokens > 0
-    assert going_on(llm, generated) == uninterrupted(make_engine(**OFF), generated)
+    assert len({len(tokens) for tokens in between_drafts.values()}) > LENGTH / 2
+    assert [len(tokens) for tokens in everywhere.values()] == list(range(1, LENGTH))
+    expected = uninterrupted(make_engine(**OFF), everywhere)
+    assert going_on(llm, everywhere) == expected
+    assert going_on(llm, between_drafts) == {number: expected[number] for number in between_drafts}
 
 
 def test_the_history_has_each_finished_text_once(make_engine: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import subprocess
 import sys
 from importlib import metadata
@@ -41,14 +42,18 @@ def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch: pytest.M
     runner_v2_misfit.cache_clear()
 
 
-@pytest.fixture(scope="module")
-def results(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `interpreted_runner` writes, in a process whose Triton is interpreted from the start."""
-    path = tmp_path_factory.mktemp("runner_v2") / "results.json"
-    command = [sys.executable, "-m", "tests.engine.interpreted_runner", tiny_model, str(path)]
+def interpreted(module: str, model: str, path: pathlib.Path) -> dict[str, Any]:
+    """What a module writes, as a program whose Triton is interpreted from the start."""
+    command = [sys.executable, "-m", module, model, str(path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("runner_v2") / "results.json"
+    return interpreted("tests.engine.interpreted_runner", tiny_model, path)
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "preempted", "auto", "closed"])
@@ -92,3 +97,20 @@ def test_every_draft_is_verified(results: dict[str, Any]) -> None:
 
 def test_full_graphs_are_for_plain_steps(results: dict[str, Any]) -> None:
     assert results["drafted"]["query_lens"] == [1, 1 + 8]
+
+
+def test_the_tools_measure_it(tiny_model: str, tmp_path: pathlib.Path) -> None:
+    found = interpreted("tests.engine.interpreted_tools", tiny_model, tmp_path / "results.json")
+    steps = found.pop("steps")
+    assert {one["settings"]["model_runner"] for one in (*found.values(), steps)} == {"V2"}
+    assert found["off:coupled"]["responses"] == found["sam:0"]["responses"] == found["sam:64"]["responses"]
+    sam = found["sam:64"]
+    assert sam["counters"]["num_draft_tokens"] == sum(sam["timeline"]["num_draft_tokens"]) > 0
+    assert any(sam["timeline"]["is_on"]) and not any(found["sam:0"]["timeline"]["is_on"])
+    for method in ("sam:0", "sam:64"):
+        assert found[method]["draft_cpu_s"] > 0
+        counters = found[method]["counters"]
+        assert counters["num_row_steps"] + counters["num_accepted_tokens"] == 4 * 24
+    assert steps["skipped"] == []
+    for table in (steps["steps"], steps["sampling"]):
+        assert {(row["num_rows"], row["num_drafts"]) for row in table} == {(1, 0), (1, 2), (2, 0), (2, 2)}

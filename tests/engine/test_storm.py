@@ -108,14 +108,16 @@ class Storm:
 class MallInfo(ctypes.Structure):
     """glibc's `struct mallinfo2`."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcdefg", "uordblks", "fordblks", "keepcost")]
+    _names = (*"abcd", "hblkhd", *"ef", "uordblks", *"gh")
+    _fields_ = [(name, ctypes.c_size_t) for name in _names]
 
 
 def allocated_bytes() -> int:
-    """What is in use of malloc's memory; resident memory also has what was in use at a time."""
+    """What is in use of malloc's memory, mapped too; resident memory also has what was in use at a time."""
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = MallInfo
-    return libc.mallinfo2().uordblks
+    found = libc.mallinfo2()
+    return found.uordblks + found.hblkhd
 
 
 def storm_sampling(number: int) -> tuple[dict[str, Any], list[int]]:

@@ -1,0 +1,37 @@
+"""Run as a program, as `interpreted_runner`: what `bench engine` and `gpu-check` measure of V2."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+from tests.engine.interpreted_runner import engine_settings
+
+REQUESTS = [{"prompt": i // 2, "max_tokens": 24, "name": [0, i]} for i in range(4)]
+PROMPTS = [[1, *[5, 9] * 14, 7 + i] for i in range(2)]
+
+
+def main(model: str, output: str) -> None:
+    from rollout_spec.measure import check_steps, engine_worker
+
+    settings = engine_settings(model) | {"max_model_len": 256, "max_num_seqs": 4, "async_scheduling": True}
+    for name in ("model", "dtype", "seed", "skip_tokenizer_init", "disable_log_stats"):
+        del settings[name]
+    job: dict[str, Any] = {
+        "model": model, "dtype": "float32", "seed": 0, "natural_ends": False, "engine": settings,
+        "num_speculative_tokens": None, "spec": {"num_speculative_tokens": 4, "history": 0},
+    }  # fmt: skip
+    load = {"prompts": PROMPTS, "requests": REQUESTS, "temperature": 0.3}
+    result = {
+        method: engine_worker.run(job | load | {"method": method})
+        for method in ("off:coupled", "sam:0", "sam:64")
+    }
+    steps = {"contexts": [16], "nums_rows": [1, 2], "nums_drafts": [0, 2], "num_steps": 2, "seconds": 1000}
+    result["steps"] = check_steps.measure(job | steps | {"method": "sam:0"})
+    pathlib.Path(output).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
