@@ -53,6 +53,8 @@ class Watch:
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         """vLLM's StatLoggerBase: once for each step that gave a token."""
+        if iteration_stats is None:
+            return  # scheduled ahead, and nothing has come back
         now = time.perf_counter()
         drafts = scheduler_stats.spec_decoding_stats
         counters = self.take_counters(waits=False)
