@@ -135,9 +135,8 @@ def _score(rows: list[dict[str, Any]]) -> Callable[[int, str], dict[str, float]]
 
 
 def _show(record: dict[str, Any], args: argparse.Namespace) -> None:
-    from rollout_spec.cli.tables import make_console
+    from rollout_spec.cli.tables import make_console, print_tables
     from rollout_spec.report.certificate import sentences, tables, write_certificate
-    from rollout_spec.report.tables import make_table
 
     if args.output:
         write_certificate(record, args.output)
@@ -146,10 +145,6 @@ def _show(record: dict[str, Any], args: argparse.Namespace) -> None:
         return
     console = make_console()
     console.print(record["verdict"], style="bold")
-    for title, columns, rows in tables(record):
-        table = make_table(title, *columns)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    print_tables(console, tables(record))
     for sentence in sentences(record):
         console.print(sentence, highlight=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from rollout_spec.cli import add_example
@@ -32,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.tables import make_console
-    from rollout_spec.report.page import sentences, summary_table, write_report
+    from rollout_spec.cli.tables import print_comparison
+    from rollout_spec.report.page import write_report
     from rollout_spec.report.publish import publish
     from rollout_spec.report.responses import first_step_agreement
     from rollout_spec.report.runs import compare, read_run
@@ -42,15 +41,5 @@ def run(args: argparse.Namespace) -> int:
     comparison = compare(off, on, agreement=first_step_agreement(Path(args.off), Path(args.on)))
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
     published = publish(comparison, paths["charts"]) if args.wandb else ""
-    if args.json:
-        print(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
-        return 0
-    console = make_console()
-    console.print(summary_table(comparison))
-    for sentence in sentences(comparison):
-        console.print(sentence, highlight=False)
-    for kind, path in paths.items():
-        console.print(f"{kind:>6}: {path}", highlight=False, soft_wrap=True)
-    if published:
-        console.print(f" wandb: {published}", highlight=False, soft_wrap=True)
+    print_comparison(comparison, paths | ({"wandb": published} if published else {}), args.json)
     return 0

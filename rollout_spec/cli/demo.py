@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import signal
@@ -49,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.progress import ConsoleWatcher
-    from rollout_spec.cli.tables import make_console
+    from rollout_spec.cli.tables import print_comparison
     from rollout_spec.demo.runner import RunFailedError, run_demo
-    from rollout_spec.report.page import sentences, summary_table, write_report
+    from rollout_spec.report.page import write_report
 
     plan = make_plan(args)
     # An ended terminal or a `kill` must clean up as Ctrl-C does.
@@ -63,15 +62,7 @@ def run(args: argparse.Namespace) -> int:
     except RunFailedError as error:
         raise UserError(str(error)) from error
     paths = write_report(comparison, plan.output, facts(plan))
-    if args.json:
-        print(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
-        return 0
-    console = make_console()
-    console.print(summary_table(comparison))
-    for sentence in sentences(comparison):
-        console.print(sentence, highlight=False)
-    for kind, path in paths.items():
-        console.print(f"{kind:>6}: {path}", highlight=False, soft_wrap=True)
+    print_comparison(comparison, paths, args.json)
     return 0
 
 

@@ -150,16 +150,11 @@ def _longest(model: Path) -> int:
 
 
 def _print(record: dict[str, Any], paths: dict[str, Path]) -> None:
-    from rollout_spec.cli.tables import make_console
+    from rollout_spec.cli.tables import make_console, print_tables
     from rollout_spec.report.check import tables
-    from rollout_spec.report.tables import make_table
 
     console = make_console()
-    for title, columns, rows in tables(record):
-        table = make_table(title, *columns)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    print_tables(console, tables(record))
     for sentence in record["verdict"]:
         console.print(sentence, highlight=False)
     console.print(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+from rollout_spec.report.tables import make_table
+
+if TYPE_CHECKING:
+    from rollout_spec.report.runs import Comparison
 
 FILE_WIDTH = 120
 
@@ -27,3 +34,29 @@ def print_values(title: str, values: Mapping[str, float]) -> None:
         text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
         table.add_row(name.removeprefix("num_").replace("_", " "), text)
     console.print(table)
+
+
+def print_tables(
+    console: Console, tables: Iterable[tuple[str, Sequence[str], Iterable[Sequence[str]]]]
+) -> None:
+    """Tables as `report` makes them for pages: title, columns, rows."""
+    for title, columns, rows in tables:
+        table = make_table(title, *columns)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def print_comparison(comparison: Comparison, paths: Mapping[str, Any], as_json: bool) -> None:
+    """What two runs say about each other, and where that lies."""
+    from rollout_spec.report.page import sentences, summary_table
+
+    if as_json:
+        print(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
+        return
+    console = make_console()
+    console.print(summary_table(comparison))
+    for sentence in sentences(comparison):
+        console.print(sentence, highlight=False)
+    for kind, path in paths.items():
+        console.print(f"{kind:>6}: {path}", highlight=False, soft_wrap=True)

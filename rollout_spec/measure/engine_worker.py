@@ -33,7 +33,8 @@ class Watch:
 
     def __init__(self, engine: Any) -> None:
         core = engine.engine_core.engine_core  # the engine is in this process
-        self._drafter = getattr(core.model_executor.driver_worker.worker.model_runner, "drafter", None)
+        runner = core.model_executor.driver_worker.worker.model_runner
+        self._drafter: Any = getattr(runner, "drafter", None)
         self._is_ours = isinstance(self._drafter, SuffixProposer)
         if self._drafter is not None:
             name = "step" if self._is_ours else "propose"  # what both model runners call
