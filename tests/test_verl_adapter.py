@@ -512,28 +512,51 @@ def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:
     assert lines[0]["names"] == [None, [7, 1, "train"]]
 
 
-@pytest.mark.parametrize("method", ["off", "sam"])
-def test_a_response_is_recorded_once_whatever_interrupts_it(
-    method: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Our server around upstream's, which would need an engine."""
-    import asyncio
-    from types import SimpleNamespace
-
+@pytest.fixture
+def server_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`server_of(method)`: our server around upstream's, which would need an engine."""
     from rollout_spec.verl import server as verl_server
 
-    def init(self: Any) -> None:
+    def init(self: Any, method: str) -> None:
         options = {"vllm": {"additional_config": {"rollout_spec": {"method": method}}}}
         self.config = OmegaConf.create({"engine_kwargs": options, "seed": 0})
-        self.replica_rank, self.global_steps = 0, 1
+        self.replica_rank, self.node_rank, self.global_steps = 0, 0, 1
+
+    monkeypatch.setattr(verl_server.vLLMHttpServer, "__init__", init)
+    return verl_server.SpecHttpServer
+
+
+@pytest.mark.parametrize("arguments", [{}, {"abort_only": False}, {"abort_only": True}])
+def test_an_abort_that_pauses_nothing_ends_no_window(
+    arguments: dict[str, bool], server_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl has `abort_only` after 0.9.1: requests go on coming, and the weights stay."""
+    import asyncio
+
+    async def abort_all_requests(self: Any, abort_only: bool = False) -> dict[str, Any]:
+        return {"aborted_count": 1}
+
+    monkeypatch.setattr(server_of.__mro__[1], "abort_all_requests", abort_all_requests)
+    server = server_of("off")
+    with server._windows.request(is_training=True):
+        server._windows.admit()
+    assert asyncio.run(server.abort_all_requests(**arguments)) == {"aborted_count": 1}
+    assert server._windows.is_untouched is not arguments.get("abort_only", False)
+
+
+@pytest.mark.parametrize("method", ["off", "sam"])
+def test_a_response_is_recorded_once_whatever_interrupts_it(
+    method: str, tmp_path: pathlib.Path, server_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncio
+    from types import SimpleNamespace
 
     async def generate(self: Any, _: Any, sampling_params: dict[str, Any], request_id: str) -> Any:
         return SimpleNamespace(token_ids=[8, 9], extra_fields={}, stop_reason=request_id)
 
-    monkeypatch.setattr(verl_server.vLLMHttpServer, "__init__", init)
-    monkeypatch.setattr(verl_server.vLLMHttpServer, "generate", generate)
+    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
     monkeypatch.setenv("ROLLOUT_SPEC_TRACE_DIR", str(tmp_path))
-    server = verl_server.SpecHttpServer()
+    server = server_of(method)
 
     def serve(prompt: list[int], group: str, num_turn_tokens: int, stop_reason: str = "completed") -> None:
         named = {"rollout_spec_group": group, "rollout_spec_turn_tokens": num_turn_tokens}

@@ -200,6 +200,23 @@ def test_siblings_go_to_one_rank_while_load_allows() -> None:
     asyncio.run(check_ranks())
 
 
+def test_a_rank_that_the_caller_names_is_for_a_request_without_a_group() -> None:
+    asyncio.run(check_named_ranks())
+
+
+async def check_named_ranks() -> None:
+    """verl names one after 0.9.1, so that a sample's turns find their prefix."""
+    engine = Engine()
+    engine.may_end.set()
+    ranked = RankedEngine(engine, 2, homes.Homes(3))
+    for group, named in ((None, 1), ("a", 1), (None, None)):
+        params = SimpleNamespace(extra_args={"rollout_spec_group": group})
+        async for _ in ranked.generate(sampling_params=params, data_parallel_rank=named, prompt=[1]):
+            pass
+    assert engine.ranks == [1, 0, 0]
+    assert set(ranked._loads.values()) == {0}
+
+
 async def check_ranks() -> None:
     engine = Engine()
     ranked = RankedEngine(engine, 2, homes.Homes(3))

@@ -28,12 +28,20 @@ class RankedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, *, sampling_params: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """As the AsyncLLM's; `extra_args` name the group, and a request that does not has no siblings."""
-        group = (sampling_params.extra_args or {}).get(GROUP_KEY)
+    async def generate(
+        self, *, sampling_params: Any, data_parallel_rank: int | None = None, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        """As the AsyncLLM's; `extra_args` name the group.
+
+        A request without one goes to the rank that the caller names, by default to the one with the fewest.
+        """
+        group, rank = (sampling_params.extra_args or {}).get(GROUP_KEY), data_parallel_rank
         loads = self._loads
-        rank = min(loads, key=loads.__getitem__) if group is None else self._homes.choose(group, loads)
-        self._loads[rank] += 1
+        if group is not None:
+            rank = self._homes.choose(group, loads)
+        elif rank is None:
+            rank = min(loads, key=loads.__getitem__)
+        loads[rank] += 1
         try:
             outputs = self._engine.generate(
                 sampling_params=sampling_params, data_parallel_rank=rank, **kwargs
@@ -41,4 +49,4 @@ class RankedEngine:
             async for output in outputs:
                 yield output
         finally:
-            self._loads[rank] -= 1
+            loads[rank] -= 1

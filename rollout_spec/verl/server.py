@@ -130,9 +130,9 @@ class SpecHttpServer(vLLMHttpServer):
         return ["unnamed", self.config.seed, self.replica_rank, self.global_steps, self._num_unnamed]
 
     async def abort_all_requests(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The beginning of a weight sync."""
+        """The beginning of a weight sync; not with `abort_only`, which verl has after 0.9.1."""
         result = await super().abort_all_requests(*args, **kwargs)
-        if self.node_rank == 0:
+        if self.node_rank == 0 and not kwargs.get("abort_only"):
             if not await self._windows.wait_until_quiet():
                 logger.warning("rollout_spec: aborted requests go on: they count towards the next weights")
             await self._end_window()
