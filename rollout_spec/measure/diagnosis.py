@@ -81,9 +81,10 @@ def _known(name: str, version: str) -> Check:
             return Check(name, WARN, f"{version} (tested without verl)", f"tested with verl: {tested[0]}")
         return Check(name, OK, f"{version} (tested)")
     minor = features.minor(version) if is_vllm else None
-    if minor is not None and minor < features.READ[0]:
+    if minor is not None and minor < features.OLDEST:
         return Check(name, FAIL, f"{version} (refused: too old)", fix)
-    state = "not tested, but its source was read" if minor in features.READ else "not tested"
+    is_read = is_vllm and release in features.READ
+    state = "not tested, but its source was read" if is_read else "not tested"
     return Check(name, WARN, f"{version} ({state})", fix)
 
 

