@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,16 @@ from rollout_spec.verl_cpu.checkpoint_engine import GlooCheckpointEngine
 FAULT = "ROLLOUT_SPEC_TEST_FAULT"  # the environment variable that names it
 MARK = "The fault:"  # in the log
 _killed: list[int] = []
+_lock = threading.Lock()
 
 
 def compute_score(solution_str: str, **_: Any) -> float:
     """A score that differs; before the first one the process that `FAULT` names is killed, if it does."""
-    if os.environ[FAULT] in ("server", "engine", "actor") and not _killed:
-        _killed.append(process(os.environ[FAULT]))
-        print(f"{MARK} {_killed[0]} is killed", flush=True)
-        os.kill(_killed[0], signal.SIGKILL)
+    with _lock:  # scores are computed in several threads
+        if os.environ[FAULT] in ("server", "engine", "actor") and not _killed:
+            _killed.append(process(os.environ[FAULT]))
+            print(f"{MARK} {_killed[0]} is killed", flush=True)
+            os.kill(_killed[0], signal.SIGKILL)
     return float(len(solution_str) % 7)
 
 
@@ -48,7 +51,9 @@ def process(name: str) -> int:
 
 def _child(parent: int, title: str) -> int:
     titles = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(parent)}
-    return next(pid for pid, found in titles.items() if found.startswith(title))
+    found = [pid for pid, own in titles.items() if own.startswith(title)]
+    assert found, f"no {title} among {titles}"
+    return found[0]
 
 
 @CheckpointEngineRegistry.register("breaks")
