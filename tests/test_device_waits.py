@@ -121,6 +121,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.sample import rejection_sampler, sampler
     from vllm.v1.sample.ops import logprobs, topk_topp_sampler
 
+    import rollout_spec.vllm.sampler_v2  # noqa: F401 (whose imports copy what is replaced here)
+
     uncompiled = logprobs.batched_count_greater_than._torchdynamo_orig_callable
     platform = types.SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
     monkeypatch.setattr(topk_topp_sampler, "current_platform", platform)
@@ -159,6 +161,33 @@ def standard_step(
     return accelerator
 
 
+def v2_step(counts: list[int] = DRAFTS) -> Accelerator:
+    """`coupled_verify` of model runner V2, where the last draft token only is wrong.
+
+    vLLM's own sampler, which is Triton's, has drawn the tokens already.
+    """
+    from rollout_spec.vllm.sampler_v2 import coupled_verify
+
+    accelerator, nums = Accelerator(), torch.tensor(counts) + 1
+    put, total, rows = accelerator.put, sum(counts) + len(counts), torch.arange(len(counts)).int()
+    ends = torch.nn.functional.pad(nums.cumsum(0), (1, 0)).int()
+    places = torch.cat([torch.arange(num) for num in nums.tolist()]).int()
+    logits, drawn = put(flat(total)), put(torch.arange(total))
+    inputs = torch.arange(total).int() - 1
+    inputs[-1] = 0
+    sampler = types.SimpleNamespace(sample=lambda *_: (drawn, logits))
+    verifier: Any = types.SimpleNamespace(sampler=sampler, num_speculative_steps=max(counts))
+    given = (
+        logits, None, put(inputs), put(torch.arange(total)), put(ends), put(rows), rows.numpy(),
+        put(rows.repeat_interleave(nums)), put(places), rows.numpy(), put(inputs),
+    )  # fmt: skip
+    with accelerator:
+        accelerator.start()
+        *_, num_sampled = coupled_verify(verifier, *given)
+    assert num_sampled.value.tolist() == [*nums[:-1], counts[-1]]
+    return accelerator
+
+
 RACE, TOKENS, LOGPROBS = (
     f"rollout_spec.{name}"
     for name in (
@@ -185,6 +214,7 @@ STEPS: dict[str, tuple[Callable[[], Accelerator], list[str]]] = {
         lambda: Engine(SAMPLED, logprobs=0).with_drafts(),
         [RACE, RACE, TOKENS, LOGPROBS],
     ),
+    "with drafts, on model runner V2": (v2_step, []),
 }
 
 
@@ -315,9 +345,11 @@ def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm: None) -> None:
     assert len(used) > 100
     assert not {operation.name() for operation, _ in used if not has_cuda_kernel(operation.name())}
     assert not has_cuda_kernel("aten::_mkldnn_transpose"), "what has none is found"
-    # vllm-ascend has samplers of its own, so that only our operations count.
+    # vllm-ascend has samplers of its own, so that only our operations count, and not those for vLLM's V2.
     ours = {
-        operation.overloadpacket.__name__ for operation, place in used if place.startswith("rollout_spec")
+        operation.overloadpacket.__name__
+        for operation, place in used
+        if place.startswith("rollout_spec") and "sampler_v2" not in place
     }
     names = {re.sub(r"^_+|_+$|^new_|_like$", "", name).strip("_") for name in ours}
     known = VIEWS_AND_COPIES | listed_operations() | {"log_softmax"}  # op-plugin's list has it as well
@@ -348,6 +380,7 @@ def coupled_step(temperature: float) -> Accelerator:
 MEMORY: dict[str, Callable[[], Accelerator]] = {
     "`coupled`": lambda: coupled_step(1.0),
     "`coupled`, all rows greedy": lambda: coupled_step(0.0),
+    "`coupled`, on model runner V2": lambda: v2_step([8] * 256),
     "`standard`, as it is on NPUs": lambda: standard_step([1.0] * 256, [8] * 256, flat(2048)),
 }
 
