@@ -45,7 +45,7 @@ PYTEST := $(BIN)/python -m pytest
 TWO := --numprocesses 2 --dist loadfile
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
-	life_cycle sampling coupled counters interruptions policy plain_vllm runner_v2)
+	life_cycle sampling coupled counters interruptions policy plain_vllm graphs schedule_ahead runner_v2)
 NEWER := tests/engine/test_runner_v2.py
 # What takes all memory, and what takes the time of steps.
 ALONE := tests/test_training.py tests/engine/test_gate.py

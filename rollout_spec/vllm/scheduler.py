@@ -160,7 +160,8 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     elif scheduler.scheduler_cls not in (None, CLASS_PATH, AHEAD_CLASS_PATH):
         reason = f"scheduler_cls={scheduler.scheduler_cls!r} does not know the drafter"
     elif not Executor.get_class(vllm_config).supports_async_scheduling():
-        reason = f"distributed_executor_backend={vllm_config.parallel_config.distributed_executor_backend!r}"
+        backend = vllm_config.parallel_config.distributed_executor_backend
+        reason = f"distributed_executor_backend={backend!r} does not support it"
     wanted = not current_platform.is_cpu() if asked is None else asked  # vLLM does not by itself on CPUs
     if not wanted:
         return
@@ -170,6 +171,6 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
         raise ConfigError(f"async_scheduling: {reason}")
     else:
         logger.warning_once(
-            "rollout_spec: steps are scheduled one by one, so the device waits for the host between them: "
-            "asynchronous scheduling %s", reason,
+            "rollout_spec: steps are scheduled one by one, so the device waits for the host between them; "
+            "async_scheduling: %s", reason,
         )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Which engines with our drafter schedule ahead, and what the others say."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollout_spec.config import ConfigError
+from rollout_spec.vllm import plugin
+from tests.engine.conftest import engine_settings
+
+OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+
+
+@pytest.fixture
+def decided(tiny_model: str) -> Callable[..., Any]:
+    """`decided(asked, is_cpu=False, has_v2=True, **arguments)`: that engine's scheduler's settings."""
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    from rollout_spec.vllm.scheduler import schedule_ahead
+
+    plugin.register()
+
+    def decide(asked: bool | None, is_cpu: bool = False, has_v2: bool = True, **arguments: Any) -> Any:
+        config = EngineArgs(**engine_settings(tiny_model, {}) | arguments).create_engine_config()
+        assert not config.scheduler_config.async_scheduling, "this is a CPU, without Triton"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(current_platform, "is_cpu", lambda: is_cpu)
+            patch.setattr(VllmConfig, "use_v2_model_runner", has_v2)
+            schedule_ahead(config, asked)
+        return config.scheduler_config
+
+    return decide
+
+
+@pytest.mark.parametrize("is_cpu", [False, True])
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_an_engine_with_v2_schedules_ahead_where_vllm_would(
+    decided: Callable[..., Any], asked: bool | None, is_cpu: bool
+) -> None:
+    from rollout_spec.vllm.scheduler import AHEAD_CLASS_PATH
+
+    settings, expected = decided(asked, is_cpu), not is_cpu if asked is None else asked
+    assert settings.async_scheduling == expected
+    assert settings.scheduler_cls == (AHEAD_CLASS_PATH if expected else None)
+
+
+def executor_without_it() -> Any:
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    return type("Executor", (UniProcExecutor,), {"supports_async_scheduling": lambda: False})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (lambda: {"has_v2": False}, "needs vLLM's model runner V2 together with the drafter"),
+        (lambda: {"scheduler_cls": OTHER_SCHEDULER}, f"scheduler_cls='{OTHER_SCHEDULER}' does not know"),
+        (
+            lambda: {"distributed_executor_backend": executor_without_it()},
+            "distributed_executor_backend=.* does not support it",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_says_why(
+    decided: Callable[..., Any],
+    arguments: Callable[[], dict[str, Any]],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with pytest.raises(ConfigError, match=f"^async_scheduling: {reason}"):
+        decided(True, **arguments())
+    assert not decided(False, **arguments()).async_scheduling
+    assert "one by one" not in caplog.text
+    assert not decided(None, **arguments()).async_scheduling
+    [message] = {message for message in caplog.messages if "one by one" in message}
+    assert re.search(f"the device waits for the host between them; async_scheduling: {reason}", message)
