@@ -13,6 +13,7 @@ from rollout_spec.patches import PatchError
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 CLASS_PATH = "rollout_spec.vllm.SuffixProposer"
+_MISFIT = "rollout_spec's drafter here, which costs asynchronous scheduling ({})"
 
 
 def check_options(vllm_config: VllmConfig) -> None:
@@ -48,8 +49,18 @@ def runner_v2_misfit() -> str | None:
 
         runner_v2.check_runner()
     except (ImportError, PatchError) as error:
-        return f"rollout_spec's drafter here, which costs asynchronous scheduling ({error})"
+        return _MISFIT.format(error)
     return None
+
+
+def runner_v2_misfits(vllm_config: VllmConfig) -> list[str]:
+    """Why an engine with our drafter is not to have model runner V2, as vLLM's own list would say it."""
+    misfit = runner_v2_misfit()
+    if misfit is not None:
+        return [misfit]
+    if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
+        return [_MISFIT.format("its gate would not see what the experts' other data-parallel ranks verify")]
+    return []
 
 
 def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:

@@ -171,14 +171,13 @@ def _offer_runner_v2() -> None:
 
     @functools.wraps(unsupported_features)
     def with_our_drafter(self: Any) -> list[str]:
-        from rollout_spec.vllm.options import names_our_drafter, runner_v2_misfit
+        from rollout_spec.vllm.options import names_our_drafter, runner_v2_misfits
 
         unsupported = unsupported_features(self)
         if not names_our_drafter(self):
             return unsupported
-        misfit = runner_v2_misfit()
         others = [feature for feature in unsupported if "custom_class" not in feature]
-        return others if misfit is None else [*others, misfit]
+        return others + runner_v2_misfits(self)
 
     replace_function(VllmConfig, name, with_our_drafter, patch=_V2, expected_signature="(self) -> list[str]")
 

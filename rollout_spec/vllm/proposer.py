@@ -50,13 +50,10 @@ class SuffixProposer:
         # Not taken yet, and no longer the drafter's: of steps that failed, or were logged.
         self._counters = EngineCounters()
 
-    def bind(self, runner: Any, *, has_ranks: bool = True) -> None:
-        """Give the proposer the model runner, whose batch names the rows' requests (`plugin`).
-
-        has_ranks: whether it can be seen what other data-parallel ranks verify; not with model runner V2.
-        """
+    def bind(self, runner: Any) -> None:
+        """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
         self._runner = runner
-        if has_ranks and self.is_used and runner.parallel_config.data_parallel_size > 1:
+        if self.is_used and runner.parallel_config.data_parallel_size > 1:
             self._lock_step.watch()
         # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
         # within K tokens of this length, which protects drafters that run a model. Ours stops each row at

@@ -219,7 +219,7 @@ class SuffixSpeculator(BaseSpeculator):
     def bind(self, runner: Any) -> None:
         """Take the place of what the runner does with drafts; once, as soon as it is made."""
         self._batch = HostBatch(runner)
-        self.proposer.bind(self._batch, has_ranks=False)
+        self.proposer.bind(self._batch)
         self.proposer.receive = functools.partial(self._receive, 0, may_draft=False)
         self._runner = runner
         runner.drafter = self.proposer  # where V1's runner has it

