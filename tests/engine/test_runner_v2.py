@@ -116,8 +116,34 @@ def test_every_draft_is_verified(results: dict[str, Any]) -> None:
         assert num_scheduled == results[engine]["counters"]["num_draft_tokens"] > 0
 
 
+@pytest.mark.parametrize("engine", ["drafted", "ahead"])
+def test_a_sample_ends_and_goes_on_as_without_drafts(results: dict[str, Any], engine: str) -> None:
+    """At stop tokens, with `min_tokens` and without; and as another request where it is aborted."""
+    plain, drafted = results["plain"], results[engine]
+    assert drafted["further"] == plain["further"]
+    assert drafted["ends"] == plain["ends"] == ["length", "stop", "stop", "length"]
+    for tokens, stops, min_tokens in zip(drafted["further"][1:3], (range(64), [7]), (12, 2), strict=True):
+        assert [i for i, token in enumerate(tokens) if token in stops] == [len(tokens) - 1]
+        assert len(tokens) > min_tokens
+    assert drafted["interrupted"] == plain["interrupted"] == plain["further"][3]
+    assert drafted["further_counters"]["num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("engine", ["drafted", "ahead"])
+def test_log_probabilities_are_those_without_drafts(results: dict[str, Any], engine: str) -> None:
+    for plain, drafted in zip(results["plain"]["logprobs"], results[engine]["logprobs"], strict=True):
+        assert drafted == pytest.approx(plain, abs=2e-4)
+
+
+def test_greedy_tokens_are_those_without_drafts_in_standard_verification(results: dict[str, Any]) -> None:
+    standard = results["standard"]
+    assert standard["tokens"] == results["plain"]["tokens"][::3]
+    assert standard["counters"]["num_accepted_tokens"] > 0
+
+
 def test_full_graphs_are_for_plain_steps(results: dict[str, Any]) -> None:
-    assert results["drafted"]["query_lens"] == [1, 1 + 8]
+    assert results["drafted"]["decode_query_len"] == 1 + 8, "for whatever else it is used"
+    assert results["drafted"]["graphs"] == ["FULL", "PIECEWISE", "PIECEWISE"]
 
 
 def test_the_tools_measure_it(tiny_model: str, tmp_path: pathlib.Path) -> None:
