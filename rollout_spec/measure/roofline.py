@@ -26,6 +26,7 @@ MEMORY_EFFICIENCY = 0.85
 COMPUTE_EFFICIENCY = 0.55
 # Times that a sampler reads or writes the float32 logits: conversion, temperature, and a race in two passes.
 LOGIT_PASSES = 6
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _LOGIT_BYTES = 4
 
@@ -73,7 +74,7 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The shape of a decoder with grouped-query attention, dense or with experts in every layer."""
+    """The shape of a decoder with grouped-query attention, dense or a mixture of experts."""
 
     hidden_size: int
     num_layers: int
@@ -87,6 +88,12 @@ class Model:
     num_experts_per_token: int = 0
     ties_embeddings: bool = False
     bytes_per_value: int = 2
+    shared_expert_size: int = 0
+    """Width of the shared experts, together: what every token takes beside its own."""
+    num_dense_layers: int = 0
+    """Those without experts, where there are experts."""
+    dense_size: int = 0
+    """Width of these layers."""
 
     @classmethod
     def read(cls, path: str | Path) -> Model:
@@ -109,15 +116,13 @@ class Model:
 
     @classmethod
     def _of(cls, fields: dict[str, Any]) -> Model:
-        for name in ("kv_lora_rank", "quantization_config", "layer_types", "mlp_only_layers"):
-            kinds = fields.get(name)
-            if kinds and not (name == "layer_types" and set(kinds) == {"full_attention"}):
-                raise RooflineError(f"{name}: such models are not modelled")
+        _refuse_other_kinds(fields)
+        experts = next((name for name in _NUM_EXPERTS if fields.get(name)), None)
         hidden_size, num_heads = _whole(fields, "hidden_size"), _whole(fields, "num_attention_heads")
-        experts = next((name for name in ("num_experts", "num_local_experts") if fields.get(name)), None)
         width = (
             "moe_intermediate_size" if experts and "moe_intermediate_size" in fields else "intermediate_size"
         )
+        num_dense_layers = _num_dense_layers(fields) if experts else 0
         dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
         if dtype not in _BYTES:
             raise RooflineError(f"torch_dtype: {dtype!r} must be one of {', '.join(_BYTES)}")
@@ -133,23 +138,35 @@ class Model:
             num_experts_per_token=_whole(fields, "num_experts_per_tok") if experts else 0,
             ties_embeddings=bool(fields.get("tie_word_embeddings")),
             bytes_per_value=_BYTES[dtype],
+            shared_expert_size=_shared_expert_size(fields, width) if experts else 0,
+            num_dense_layers=num_dense_layers,
+            dense_size=_whole(fields, "intermediate_size") if num_dense_layers else 0,
         )
         if model.num_experts_per_token > model.num_experts:
             raise RooflineError(f"num_experts_per_tok: must be at most {experts}, {model.num_experts}")
         return model
 
     @property
+    def num_expert_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
     def expert_params(self) -> int:
-        """Of one expert in all layers; of the dense layers' only one where there are no experts."""
-        return self.num_layers * 3 * self.hidden_size * self.intermediate_size
+        """Of one expert in all layers that have experts."""
+        return self.num_expert_layers * 3 * self.hidden_size * self.intermediate_size
 
     @property
     def shared_params(self) -> int:
-        """That every token takes: attention, router and output, and the dense layers' feed-forward."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        router = self.hidden_size * self.num_experts
-        dense = 0 if self.num_experts else self.expert_params
-        return self.num_layers * (attention + router) + dense + self.vocab_size * self.hidden_size
+        """That every token takes: attention, router, shared experts, dense layers and output."""
+        attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
+        expert_layer = self.num_experts + 3 * self.shared_expert_size
+        dense_layer = 3 * (self.dense_size or self.intermediate_size)
+        return self.hidden_size * (
+            self.num_layers * attention
+            + self.num_expert_layers * expert_layer
+            + (self.num_layers - self.num_expert_layers) * dense_layer
+            + self.vocab_size
+        )
 
     @property
     def num_params(self) -> int:
@@ -157,13 +174,50 @@ class Model:
         return self.shared_params + self.num_experts * self.expert_params + embeddings
 
 
+def _refuse_other_kinds(fields: dict[str, Any]) -> None:
+    """What these formulas would get wrong, by the field that says so."""
+    harmless = {
+        "kv_lora_rank": False,
+        "quantization_config": False,
+        "layer_types": set(fields.get("layer_types") or ()) == {"full_attention"},
+        "sliding_window": fields.get("use_sliding_window") is False,
+        "full_attention_interval": fields.get("full_attention_interval") == 1,
+        "moe_layer_freq": fields.get("moe_layer_freq") == 1,
+    }
+    for name, is_harmless in harmless.items():
+        if fields.get(name) and not is_harmless:
+            raise RooflineError(f"{name}: such models are not modelled")
+    if all(fields.get(name) is None for name in _NUM_EXPERTS):
+        for name in (name for name, value in fields.items() if "expert" in name and value):
+            raise RooflineError(f"{name}: needs the number of experts, one of {', '.join(_NUM_EXPERTS)}")
+
+
+def _num_dense_layers(fields: dict[str, Any]) -> int:
+    """Of a mixture of experts: the first ones, listed ones, and all but every n-th."""
+    first, step = _whole(fields, "first_k_dense_replace", 0), _whole(fields, "decoder_sparse_step", 1)
+    listed = fields.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise RooflineError(f"mlp_only_layers: {listed!r} must be a list of layers")
+    layers = range(_whole(fields, "num_hidden_layers"))
+    return sum(i < first or i in listed or (i + 1) % step > 0 for i in layers)
+
+
+def _shared_expert_size(fields: dict[str, Any], width: str) -> int:
+    """Of all shared experts; where only their number is given, each is as wide as the others."""
+    number = next((name for name in ("n_shared_experts", "num_shared_experts") if fields.get(name)), None)
+    size = _whole(fields, "shared_expert_intermediate_size", 0)
+    return size or (_whole(fields, number) * _whole(fields, width) if number else 0)
+
+
 def _whole(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A field; a default of 0 allows 0."""
     value = fields.get(name)
     value = default if value is None else value
     if value is None:
         raise RooflineError(f"{name}: is missing")
-    if type(value) is not int or value < 1:
-        raise RooflineError(f"{name}: {value!r} must be a whole number from 1")
+    least = 0 if default == 0 else 1
+    if type(value) is not int or value < least:
+        raise RooflineError(f"{name}: {value!r} must be a whole number from {least}")
     return value
 
 
@@ -286,7 +340,7 @@ class Roofline:
         if self.data_parallel > 1:
             latency, bandwidth = self._link(self._num_devices)
             sent = message * model.num_experts_per_token / tp
-            seconds += 2 * model.num_layers * (latency + sent / bandwidth)
+            seconds += 2 * model.num_expert_layers * (latency + sent / bandwidth)
         return seconds
 
     def _link(self, num_devices: int) -> tuple[float, float]:
