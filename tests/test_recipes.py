@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import load_extern_type
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.measure import roofline
 from rollout_spec.verl.options import MODES, check_config
 from rollout_spec.verl.sampler import BoundedReplayBuffer
 
@@ -50,20 +52,34 @@ def check(config: Any) -> None:
         assert issubclass(load_extern_type(sampler.path, sampler.name), replay_buffer.ReplayBuffer)
 
 
-@pytest.mark.parametrize(("recipe", "size", "device"), list(itertools.product(RECIPES, SIZES, DEVICES)))
-@pytest.mark.filterwarnings("ignore:Disabled critic")
-def test_every_size_composes(recipe: str, size: str, device: str) -> None:
-    config = composed(recipe, size, f"rollout_spec_device={device}")
-    check(config)
-    rollout = config.actor_rollout_ref.rollout
-    assert rollout.enforce_eager == (device == "npu")
-    assert config.trainer.device == ("npu" if device == "npu" else "cuda")
-    # Rollout engines must divide the devices, and a prompt with its longest response must fit.
-    num_devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    assert num_devices % rollout.tensor_model_parallel_size == 0
-    assert rollout.max_model_len >= config.data.max_prompt_length + config.data.max_response_length
-    assert config.data.train_batch_size * rollout.n % num_devices == 0
-    assert check_config(config) == SpecConfig()
+@pytest.mark.parametrize(("size", "device"), list(itertools.product(SIZES, DEVICES)))
+def test_every_size_fits_into_the_memory_of_its_devices(size: str, device: str) -> None:
+    """Weights, the buffers of a step, and the longest responses of a tail of 8 on each rank."""
+    rollout = composed("grpo", size, f"rollout_spec_device={device}").actor_rollout_ref.rollout
+    model = roofline.Model.read(ROOT / f"recipes/models/{size}.json")
+    # Two for each expert of a token; vLLM gathers the tokens of all ranks.
+    num_tokens = rollout.max_num_batched_tokens * rollout.data_parallel_size
+    buffers = 2 * num_tokens * model.num_experts_per_token * model.hidden_size * model.bytes_per_value
+    for name in {"gpu": ("a100", "h100"), "npu": ("910b",)}[device]:
+        whole = roofline.DEVICES[name]
+        rest = whole.memory_bytes - buffers / rollout.gpu_memory_utilization
+        engine = roofline.Roofline(
+            model,
+            dataclasses.replace(whole, memory_bytes=rest),
+            rollout.tensor_model_parallel_size,
+            rollout.data_parallel_size,
+            rollout.expert_parallel_size > 1,
+            rollout.gpu_memory_utilization,
+        )
+        assert engine.kv_tokens > 8 * rollout.max_model_len
+
+
+def check_layout(rollout: Any, num_devices: int, node_size: int) -> None:
+    """As verl checks it when it launches an engine: engines divide the devices, and ranks their nodes."""
+    tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
+    assert num_devices % (tp * dp) == 0
+    assert tp * dp % min(node_size, tp * dp) == 0
+    assert min(node_size, tp * dp) % tp == 0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -74,19 +90,28 @@ def test_every_recipe_trains_without_drafts_too(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("recipe", "size"), list(itertools.product(RECIPES, SIZES)))
+@pytest.mark.parametrize(("recipe", "size", "device"), list(itertools.product(RECIPES, SIZES, DEVICES)))
 @pytest.mark.filterwarnings("ignore:Disabled critic")
-def test_every_size_composes_with_every_mode_of_the_trainer(recipe: str, size: str, mode: str) -> None:
+def test_every_size_composes_for_every_device_and_mode_of_the_trainer(
+    recipe: str, size: str, device: str, mode: str
+) -> None:
     """Up to verl's trainer itself, which checks the rest of its configuration when it is made."""
-    modes = [f"trainer.v1.trainer_mode={mode}"]
-    config = composed(recipe, size, *modes)
+    config = composed(recipe, size, f"rollout_spec_device={device}", f"trainer.v1.trainer_mode={mode}")
     check(config)
+    assert check_config(config) == SpecConfig()
     trainer = get_trainer_cls(mode)(config)
     assert isinstance(trainer.replay_buffer, replay_buffer.ReplayBufferAsync) == (mode != "sync")
     assert isinstance(trainer.replay_buffer, BoundedReplayBuffer) == (recipe == "dapo")
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.checkpoint_engine.backend == "naive") == (mode != "separate_async")
-    assert rollout.nnodes * rollout.n_gpus_per_node % rollout.tensor_model_parallel_size == 0
+    assert rollout.enforce_eager == (device == "npu")
+    assert config.trainer.device == ("npu" if device == "npu" else "cuda")
+    num_devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    check_layout(rollout, num_devices, config.trainer.n_gpus_per_node)
+    check_layout(rollout, rollout.nnodes * rollout.n_gpus_per_node, rollout.n_gpus_per_node)
+    # A prompt with its longest response must fit.
+    assert rollout.max_model_len >= config.data.max_prompt_length + config.data.max_response_length
+    assert config.data.train_batch_size * rollout.n % num_devices == 0
 
 
 PUBLISHED = {
