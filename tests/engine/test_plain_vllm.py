@@ -175,7 +175,7 @@ def test_a_vllm_that_is_too_old_is_refused_in_one_line(
     monkeypatch.setattr(plugin, "failure", None)
     monkeypatch.setattr(features, "version", lambda: "0.23.1")
     plugin.register()
-    with pytest.raises(ValueError, match=r"^vllm 0\.23\.1 is not supported: take 0\.24 to [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^vllm 0\.23\.1 is not supported: take 0\.24 or later[^\n]*$"):
         make_engine(spec())
 
 
