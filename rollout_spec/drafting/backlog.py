@@ -1,4 +1,4 @@
-"""Responses of the history on their way into an index: in parts, so that no step waits for all."""
+"""Responses from elsewhere on their way into an index: in parts, so that no step waits for all."""
 
 from __future__ import annotations
 

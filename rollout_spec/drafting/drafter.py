@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import compress
 
@@ -172,7 +172,7 @@ class Drafter:
             raise InvalidArgument(f"levels: has {len(levels)} entries, request_ids has {len(request_ids)}")
         counters = self.counters
         step = self._ended_step(request_ids, nums_new_tokens, levels, ranks, ended)
-        self._groups.index_history(len(request_ids))
+        self._groups.index_backlog(len(request_ids))
         if step.num_rows == 0:
             return [[] for _ in request_ids]
         price = self._gate.begin(step, counters)
@@ -258,6 +258,17 @@ class Drafter:
         """The counts since the last call."""
         taken, self.counters = self.counters, EngineCounters()
         return taken
+
+    def add_siblings(self, responses: Iterable[tuple[Hashable, Int32Array]]) -> None:
+        """Draft from what other engines have generated with the weights of now, until `clear`.
+
+        Args:
+            responses: each with its group, which `open` names; int32 [n], what comes behind the group's
+                prompt.
+        """
+        for group, response in responses:
+            self._groups.add_sibling(group, response)
+            self.counters.num_sibling_tokens += len(response)
 
     def clear(self, aborted: Collection[str] = ()) -> None:
         """The target's weights have changed: forget every request and group, but for the history.

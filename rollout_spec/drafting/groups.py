@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from rollout_spec.drafting.backlog import Backlog
-from rollout_spec.drafting.history import History, group_key, prompt_key
+from rollout_spec.drafting.history import History, Responses, group_key, prompt_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
 
@@ -21,11 +21,15 @@ from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
 # Few are enough: the samples of a prompt arrive together and are served in order.
 MAX_IDLE_GROUPS = 32
 
-# Tokens of history that one step indexes, and more for every row: as long as the rest takes, about.
-_HISTORY_TOKENS = 256
-_HISTORY_TOKENS_PER_ROW = 16
-_HISTORY_SHARE = 0.875  # of the byte budget: beyond it no group gets its history
+# Tokens of the backlog that one step indexes, and more for every row: as long as the rest takes, about.
+_BACKLOG_TOKENS = 256
+_BACKLOG_TOKENS_PER_ROW = 16
+_BACKLOG_SHARE = 0.875  # of the byte budget: beyond it no group gets more than what is generated here
 _BYTES_PER_TOKEN = 64  # about, of the index
+
+# Responses of siblings elsewhere, for the groups that open later: so many each, in this share of the budget.
+_MAX_SIBLINGS = 64
+_SIBLINGS_SHARE = 0.125
 
 _T = TypeVar("_T")
 _Key = tuple[str, Hashable]  # what identifies a group, and its value
@@ -54,6 +58,7 @@ class Groups:
     def __init__(self, index: SuffixIndex, history: History) -> None:
         self._index = index
         self._history = history
+        self._siblings = self._no_siblings()
         self._backlog = Backlog(index)
         self._groups: dict[_Key, _Group] = {}
         # The groups without live requests, which may be evicted; the one that has been idle longest first.
@@ -97,17 +102,28 @@ class Groups:
         if self._history.num_responses and member.after_prompt:
             self._history.add(self._groups[member.key].history_key, self._index.text(member.sequence))
 
+    def add_sibling(self, group: Hashable, response: Int32Array) -> None:
+        """Index a response of another engine behind the prompt of its group, now or when the group opens."""
+        self._siblings.add(group_key(group), response)
+        opened = self._groups.get(("group", group))
+        if opened is not None:
+            self._index_later(opened, [response])
+
+    def _no_siblings(self) -> Responses:
+        return Responses(_MAX_SIBLINGS, int(_SIBLINGS_SHARE * self._index.max_bytes))
+
     def clear(self) -> None:
         """Close every group and sequence."""
         self._index.clear()
+        self._siblings = self._no_siblings()
         self._backlog.clear()
         self._groups.clear()
         self._idle.clear()
 
-    def index_history(self, num_rows: int) -> None:
-        """Index what one step may of the history that waits."""
+    def index_backlog(self, num_rows: int) -> None:
+        """Index what one step may of the responses that wait: of the history, and of siblings elsewhere."""
         with contextlib.suppress(BudgetExceeded, OutOfMemory):
-            self._backlog.index(_HISTORY_TOKENS + num_rows * _HISTORY_TOKENS_PER_ROW)
+            self._backlog.index(_BACKLOG_TOKENS + num_rows * _BACKLOG_TOKENS_PER_ROW)
 
     def evicting(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns, after as many idle groups are closed as it takes to give it room.
@@ -132,15 +148,14 @@ class Groups:
         history_key = group_key(name) if kind == "group" else prompt_key(prompt)
         self._groups[key] = group = _Group(handle, prompt.copy(), history_key)
         self._idle[key] = None
-        self._add_history(group)
+        self._index_later(group, self._history.get(history_key) + self._siblings.get(history_key))
         return group
 
-    def _add_history(self, group: _Group) -> None:
-        responses = self._history.get(group.history_key)
-        # A full index does without history rather than without what is generated now.
+    def _index_later(self, group: _Group, responses: Sequence[Int32Array]) -> None:
+        # A full index does without them rather than without what is generated here.
         num_tokens = sum(len(response) for response in responses) + self._backlog.num_tokens
         num_bytes = self._index.stats().num_bytes + num_tokens * _BYTES_PER_TOKEN
-        if responses and num_bytes <= _HISTORY_SHARE * self._index.max_bytes:
+        if responses and num_bytes <= _BACKLOG_SHARE * self._index.max_bytes:
             self._backlog.add(group.handle, len(group.prompt), responses)
 
     def _evict_idle(self, num: int) -> bool:

@@ -20,12 +20,13 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
+from rollout_spec.verl.feed import Feed, Finished
 from rollout_spec.verl.homes import Homes
 from rollout_spec.verl.hydra_plugin import config_file
 from rollout_spec.verl.ranks import RankedEngine
 from rollout_spec.verl.windows import Windows, is_validation
 from rollout_spec.vllm.cores import EngineCores
-from rollout_spec.vllm.keys import GROUP_KEY, KEY, TURN_TOKENS_KEY
+from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY
 from rollout_spec.vllm.options import OPTIONS_KEY
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 from rollout_spec.vllm.proposer import SuffixProposer
@@ -73,6 +74,7 @@ class SpecHttpServer(vLLMHttpServer):
         assert spec is not None, "SpecReplica starts this server only where rollout.spec is used"
         self._spec = spec
         self._windows = Windows()
+        self._feed = Feed()
         self._decoded_cores = set[int]()  # engine cores, since their drafters' counters were taken
         self._defect: str | None = None  # of an engine core's drafter
         self._num_unnamed = 0
@@ -98,7 +100,8 @@ class SpecHttpServer(vLLMHttpServer):
             extra_args[UNCOUNTED_KEY] = True
         if extra_args:
             sampling_params = {**sampling_params, "extra_args": extra_args}
-        with self._windows.request(is_training) as request:
+        group = extra_args.get(GROUP_KEY) if is_training and self._spec.enabled else None
+        with self._windows.request(is_training) as request, self._feed.serving(group):
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         counters, core = _take_counters(output)
         if counters is not None and counters.num_decode_steps:
@@ -107,6 +110,9 @@ class SpecHttpServer(vLLMHttpServer):
         is_aborted = output.stop_reason == "aborted"
         if self._spec.enabled:
             (self._aborted_ids if is_aborted else self._finished_ids).append(request_id)
+        if group is not None and not is_aborted:
+            text = [*prompt_ids[extra_args.get(GROUP_TOKENS_KEY, len(prompt_ids)) :], *output.token_ids]
+            self._feed.add(self.global_steps, group, text, core)
         if self._trace is not None and not is_aborted:
             self._trace.add(prompt_ids, output.token_ids, extra_args)
         return output
@@ -216,6 +222,19 @@ class SpecHttpServer(vLLMHttpServer):
         await self._add_received()
         packed = await self._call("pack_history", *self._take_ended())
         return next(iter(_kept(packed)), None)  # all engine cores have the same
+
+    async def connect(self, peers: Sequence[Any]) -> None:
+        """Send what is finished here to these servers while a step runs."""
+        self._feed.connect(peers)
+
+    async def add_siblings(self, version: int | None, responses: Sequence[Finished]) -> None:
+        """Draft from what a peer has finished with the weights of now, where siblings are served here."""
+        if version != self.global_steps:
+            return
+        cores = range(len(EngineCores(self.engine)))
+        wanted = [self._feed.wanted(responses, core) for core in cores]
+        if any(wanted):
+            await self._call_each("add_siblings", [(each,) for each in wanted])
 
     async def _exchange(self) -> None:
         """Hand on what every engine core has served: to the others at once, to other servers when asked."""
