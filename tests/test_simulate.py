@@ -13,6 +13,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate import PROBE_EVERY, AutoGate
 from rollout_spec.measure.replay import Rollout, read_trace
 from rollout_spec.measure.simulate import (
+    FEED_S,
     Cluster,
     Engine,
     StepTimes,
@@ -25,6 +26,7 @@ from rollout_spec.measure.simulate import (
     rollouts_of,
     simulate,
 )
+from rollout_spec.verl.feed import PERIOD_S
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
@@ -140,7 +142,7 @@ def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     requests = requests_of([line("0", 5, 3, 1)], None)
     ranks = [Engine(OFF, ContextTimes(), 2, 0) for _ in range(2)]
     # The first step: each prefills its prompt of 5 and verifies a token. Then the first rank is alone.
-    assert rollout(ranks, [requests[:1], requests[1:]]) == (5 + 6000) + 1000 + 1000
+    assert rollout([ranks], [[requests[:1], requests[1:]]]) == (5 + 6000) + 1000 + 1000
     assert [rank.total.seconds for rank in ranks] == [8005.0, 8005.0]
     assert [rank.total.num_tokens for rank in ranks] == [3, 1]
 
@@ -251,6 +253,19 @@ def test_the_lines_of_a_step_are_one_rollout():
     on = SpecConfig(batch_threshold="auto")
     apart = [simulate(lines[i : i + 2], Cluster(1, 64, None), on, FLAT, 8)["makespan_s"] for i in (0, 2)]
     assert simulate(lines, Cluster(1, 64, None), on, FLAT, 8)["makespan_s"] < sum(apart)
+
+
+def test_an_engine_drafts_from_what_another_has_finished():
+    """Each serves two responses, one after the other; its second is what the other's first was."""
+    [one] = noise(num_groups=1, group_size=2, length=600)
+    first, second = one.responses
+    lines = [dataclasses.replace(one, responses=[first, second, second, first])]
+    config = SpecConfig(batch_threshold=64, history=0)
+    told, untold = (
+        simulate(lines, Cluster(2, 1, None, has_feed=has_feed), config, FLAT, 8) for has_feed in (True, False)
+    )
+    assert told["makespan_s"] < 0.8 * untold["makespan_s"]
+    assert FEED_S == PERIOD_S
 
 
 def test_replicas_share_their_history():

@@ -8,6 +8,7 @@ when it equals the recorded token.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import json
 import math
@@ -26,6 +27,9 @@ from rollout_spec.drafting.history import History
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.drafting.step_cost import never_falling
 from rollout_spec.measure.replay import Rollout
+
+# Until a finished response reaches the other engines of its prompt, as verl's servers send it.
+FEED_S = 1.0
 
 _Point = tuple[float, float, float]
 
@@ -229,6 +233,9 @@ class Engine:
         self._drafts: list[list[int]] = []
         self._prefilled: set[str] = set()
         self._num_interrupted_tokens = 0  # which the next step prefills again
+        self.finished: list[Request] = []  # since the list was emptied
+        self._inbox: deque[tuple[float, Request]] = deque()  # of other engines, with the time of arrival
+        self._begin = 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -241,7 +248,16 @@ class Engine:
 
     def rollout(self, requests: Sequence[Request], on_tokens: Callable[[int], None] | None = None) -> float:
         """`rollout` of this engine alone."""
-        return rollout([self], [requests], on_tokens)
+        return rollout([[self]], [[requests]], on_tokens)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Of this rollout."""
+        return self.total.seconds - self._begin
+
+    def send(self, at_s: float, request: Request) -> None:
+        """At this time of the rollout a response of another engine arrives."""
+        self._inbox.append((at_s, request))
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """The requests of a rollout, while none is left of the one before."""
@@ -251,6 +267,9 @@ class Engine:
         self._token_ids = np.zeros((num_rows, longest), np.int32)
         self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         self._prefilled.clear()
+        self._begin = self.total.seconds
+        self._inbox.clear()
+        self.finished.clear()
 
     def step(self) -> int:
         """One engine step; returns the tokens it gave."""
@@ -269,6 +288,10 @@ class Engine:
             self.drafter.open(request.name, text, int(self._ends[row]), request.group, num_group_tokens)
 
     def begin_step(self) -> Load:
+        while self._inbox and self._inbox[0][0] <= self.elapsed_s:
+            _, request = self._inbox.popleft()
+            if self.drafter is not None:
+                self.drafter.add_siblings([(request.group, request.response)])
         num_tokens, self._num_interrupted_tokens = self._num_interrupted_tokens, 0
         num_tokens += 0 if self._preempt() else self._admit()
         num_tokens += self._num_verified
@@ -358,6 +381,8 @@ class Engine:
     def _remove(self, row: int, *, has_ended: bool = True) -> None:
         """Take a request out of the batch; the last row takes its place, as in an engine's."""
         last = len(self._running) - 1
+        if has_ended:
+            self.finished.append(self._running[row])
         del self._admitted[self._running[row].name]
         if self.drafter is not None:
             self.drafter.close(self._running[row].name, remember=has_ended)
@@ -383,35 +408,47 @@ def step_together(ranks: Sequence[Engine]) -> int:
 
 
 def rollout(
-    ranks: Sequence[Engine],
-    parts: Sequence[Sequence[Request]],
+    replicas: Sequence[Sequence[Engine]],
+    parts: Sequence[Sequence[Sequence[Request]]],
     on_tokens: Callable[[int], None] | None = None,
     interrupt_every: int | None = None,
+    has_feed: bool = True,
 ) -> float:
-    """Serve the requests of one training step; returns the seconds it took.
+    """Serve the requests of one training step; returns the seconds until the slowest replica has.
 
     Args:
-        ranks: of one engine; all step while one has work.
+        replicas: the ranks of each; all ranks of one step while one of them has work.
         parts: the requests of each rank.
         on_tokens: called with the tokens of each step.
         interrupt_every: steps from one weight sync to the next within the rollout.
+        has_feed: a finished response reaches all other engines, FEED_S later.
     """
-    begin = ranks[0].total.seconds
-    for rank, part in zip(ranks, parts, strict=True):
+    engines = [rank for ranks in replicas for rank in ranks]
+    for rank, part in zip(engines, itertools.chain.from_iterable(parts), strict=True):
         rank.enqueue(part)
-    for num_steps in itertools.count():
+    # The replica that is least far steps first: what it sends must not come late.
+    turns = [(0.0, i, 0) for i in range(len(replicas))]
+    while turns:
+        _, i, num_steps = heapq.heappop(turns)
+        ranks = replicas[i]
         if not any(rank.has_work for rank in ranks):
-            break
+            continue
         if interrupt_every and num_steps and num_steps % interrupt_every == 0:
             for rank in ranks:
                 rank.interrupt()
         num_gained = step_together(ranks)
         if on_tokens is not None:
             on_tokens(num_gained)
-    for rank in ranks:
+        for rank in ranks:
+            finished, rank.finished = rank.finished, []
+            for other, request in itertools.product(engines if has_feed else [], finished):
+                if other is not rank:
+                    other.send(rank.elapsed_s + FEED_S, request)
+        heapq.heappush(turns, (ranks[0].elapsed_s, i, num_steps + 1))
+    for rank in engines:
         if rank.drafter is not None:
             rank.drafter.clear()  # the weights change
-    return ranks[0].total.seconds - begin
+    return max(rank.elapsed_s for rank in engines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -423,6 +460,7 @@ class Cluster:
     num_ranks: int = 1  # data-parallel ones of a replica
     kv_tokens: float = math.inf  # of a rank
     interrupt_every: int | None = None  # engine steps from one weight sync to the next within a rollout
+    has_feed: bool = True  # engines send one another what they have finished
 
 
 def simulate(
@@ -444,18 +482,21 @@ def simulate(
 
     The trace must have a response with a token in it.
     """
-    num_ranks = cluster.num_ranks
-    engines = [
-        Engine(config, times, cluster.max_num_seqs, tail_rows, cluster.kv_tokens)
-        for _ in range(cluster.num_replicas * num_ranks)
+    replicas = [
+        [
+            Engine(config, times, cluster.max_num_seqs, tail_rows, cluster.kv_tokens)
+            for _ in range(cluster.num_ranks)
+        ]
+        for _ in range(cluster.num_replicas)
     ]
+    engines = [rank for ranks in replicas for rank in ranks]
     makespan = 0.0
     for lines_of_step in rollouts_of(lines):
-        parts = assign(requests_of(lines_of_step, cluster.group_size), len(engines), cluster.by_group)
-        makespan += max(
-            rollout(engines[i : i + num_ranks], parts[i : i + num_ranks], on_tokens, cluster.interrupt_every)
-            for i in range(0, len(engines), num_ranks)
+        of_engines = iter(
+            assign(requests_of(lines_of_step, cluster.group_size), len(engines), cluster.by_group)
         )
+        parts = [list(itertools.islice(of_engines, cluster.num_ranks)) for _ in replicas]
+        makespan += rollout(replicas, parts, on_tokens, cluster.interrupt_every, cluster.has_feed)
         if config.history:
             _share_history([engine.drafter.history for engine in engines if engine.drafter is not None])
     totals = {
