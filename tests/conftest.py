@@ -10,7 +10,9 @@ TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py"
 
 
 def pytest_configure() -> None:
-    """Two processes of as many threads as there are cores would wait for one another."""
+    # vLLM's CPU engine compiles a function of its sampler in every process: 10 to 20 s for nothing.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # Two processes of as many threads as there are cores would wait for one another.
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -13,10 +13,11 @@ from rollout_spec.metrics import (
 
 def test_the_metrics_of_two_servers_by_hand() -> None:
     one = RolloutReport(
-        engine=EngineCounters(num_steps=10, num_steps_on=4, num_draft_tokens=20, draft_seconds=0.02, num_sibling_tokens=7,
-                              sum_min_token_prob=1.7, num_steps_off_cost=4, num_steps_off_probe=2,
-                              num_guard_stops=1, gate_seconds=2.0, gate_plain_seconds=3.0,
-                              gate_expected_seconds=1.0, gate_expected_plain_seconds=1.25),
+        engine=EngineCounters(num_steps=10, num_steps_on=4, num_draft_tokens=20, draft_seconds=0.02,
+                              num_sibling_tokens=7, sum_min_token_prob=1.7, num_steps_off_cost=4,
+                              num_steps_off_probe=2, num_guard_stops=1, gate_seconds=2.0,
+                              gate_plain_seconds=3.0, gate_expected_seconds=1.0,
+                              gate_expected_plain_seconds=1.25),
         requests=[
             RequestCounters(num_decoded_tokens=20, num_decode_steps=10, num_drafts=5, num_draft_tokens=20,
                             num_accepted_tokens=10),

@@ -32,6 +32,7 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
             self.windows, self.engine, self.version = Windows(), EngineCounters(), 0
             self.take_rollout_report = types.SimpleNamespace(remote=self.windows.take)
             self.end_validation = types.SimpleNamespace(remote=self.forget)
+            self.connect = types.SimpleNamespace(remote=lambda peers: setattr(self, "peers", peers))
 
         def serve(self, num_tokens: int, is_training: bool = True, stop: str = "completed") -> None:
             with self.windows.request(is_training) as request:
@@ -82,6 +83,7 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
         assert metrics["rollout/spec_num_interrupted"] == (5 in tokens)
         assert metrics["rollout/spec_share_on"] == 1 and metrics["upstream"] == step
         assert metrics["rollout/spec_accept_rate"] == 0.5
+        assert [server.peers for server in servers] == [[servers[1]], [servers[0]]]
     # An asynchronous trainer: what is under way when a step is logged is of a later one.
     servers[0].serve(7)
     PPOTrainer._validate(trainer)

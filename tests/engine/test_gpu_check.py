@@ -10,12 +10,9 @@ import pytest
 METHODS = ["off", "sam"]
 
 
-def test_all_parts_in_one_file(
-    chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rollout_spec.cli import main
 
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than the load
     options = ["--minutes", "9", "--repeats", "1", "--methods", ",".join(METHODS), "--output", str(tmp_path)]
     assert main(["gpu-check", "--model", chat_model, *options, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
