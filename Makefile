@@ -43,6 +43,7 @@ BIN := $(VENV)/bin
 UV := $(TOOLS)/bin/uv
 PYTEST := $(BIN)/python -m pytest
 TWO := --numprocesses 2 --dist loadfile
+SLOW := $(PYTEST) -m slow $(TWO) --no-loadscope-reorder # but as tests/conftest.py orders them
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	life_cycle sampling coupled counters interruptions policy plain_vllm graphs schedule_ahead runner_v2)
@@ -68,12 +69,12 @@ demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARG
 
 ifneq ($(VLLM),)
 test: dev
-	$(PYTEST) -m slow $(TWO) $(ENGINE_TESTS) $(TEST_ARGS)
+	$(SLOW) $(ENGINE_TESTS) $(TEST_ARGS)
 else
 test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name'; VLLM=0.32.0: the engine tests on that version)
 	$(FAST)
 	$(PYTEST) -m slow $(ALONE) $(TEST_ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m slow $(TWO) $(addprefix --ignore ,$(ALONE) $(NEWER)) $(TEST_ARGS) || [ $$? = 5 ]
+	$(SLOW) $(addprefix --ignore ,$(ALONE) $(NEWER)) $(TEST_ARGS) || [ $$? = 5 ]
 endif
 
 test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing

@@ -1,4 +1,4 @@
-"""Which tests are slow, and the devices of those that ask for one."""
+"""Which tests are slow, their order, and the devices of those that ask for one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import os
 import pytest
 
 TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py")
+# What takes longest goes first, so that at the end no process works on while the others have nothing to do.
+FIRST = [
+    f"test_{name}.py"
+    for name in ("parallel", "certify", "plain_vllm", "gpu_check", "bench", "runner_v2", "full_determinism")
+]
 
 
 def pytest_configure() -> None:
@@ -25,6 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
         elif item.path.name == TRAINING or item.path.parent.name == "engine":
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -28,11 +28,8 @@ class Backlog:
     def __init__(self, index: SuffixIndex) -> None:
         self._index = index
         self._parts: deque[_Part] = deque()
-
-    @property
-    def num_tokens(self) -> int:
+        self.num_tokens = 0
         """Still to be indexed."""
-        return sum(part.row.shape[1] - part.level for part in self._parts)
 
     def add(self, group: int, num_prompt_tokens: int, responses: Sequence[Int32Array]) -> None:
         """Index responses behind the prompt of a group, when their turn comes.
@@ -43,6 +40,7 @@ class Backlog:
             row = np.zeros((1, num_prompt_tokens + len(response)), np.int32)
             row[0, num_prompt_tokens:] = response
             self._parts.append(_Part(group, row, num_prompt_tokens))
+            self.num_tokens += len(response)
 
     def index(self, max_tokens: int) -> None:
         """Index the next tokens.
@@ -62,6 +60,7 @@ class Backlog:
                 self.drop(part.group)
                 raise
             max_tokens -= level - part.level
+            self.num_tokens -= level - part.level
             part.level = level
             if level == part.row.shape[1]:
                 self._index.close_sequence(self._parts.popleft().sequence)
@@ -69,10 +68,14 @@ class Backlog:
     def drop(self, group: int) -> None:
         """Leave out what is left for a group; it can be closed then."""
         for part in self._parts:
-            if part.group == group and part.sequence >= 0:
+            if part.group != group:
+                continue
+            self.num_tokens -= part.row.shape[1] - part.level
+            if part.sequence >= 0:
                 self._index.close_sequence(part.sequence)
         self._parts = deque(part for part in self._parts if part.group != group)
 
     def clear(self) -> None:
         """Forget everything, after the index has been cleared."""
         self._parts.clear()
+        self.num_tokens = 0

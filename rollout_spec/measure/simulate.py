@@ -28,7 +28,7 @@ from rollout_spec.drafting.native import Int32Array
 from rollout_spec.drafting.step_cost import never_falling
 from rollout_spec.measure.replay import Rollout
 
-# Until a finished response reaches the other engines of its prompt, as verl's servers send it.
+# Until a finished response has reached the other engines of its prompt: twice `verl.feed.PERIOD_S`.
 FEED_S = 1.0
 
 _Point = tuple[float, float, float]
@@ -234,7 +234,7 @@ class Engine:
         self._prefilled: set[str] = set()
         self._num_interrupted_tokens = 0  # which the next step prefills again
         self.finished: list[Request] = []  # since the list was emptied
-        self._inbox: deque[tuple[float, Request]] = deque()  # of other engines, with the time of arrival
+        self._inbox: list[tuple[float, Request]] = []  # of other engines, with the time of arrival
         self._begin = 0.0
 
     @property
@@ -262,6 +262,7 @@ class Engine:
     def enqueue(self, requests: Sequence[Request]) -> None:
         """The requests of a rollout, while none is left of the one before."""
         self._queue.extend((request, 0) for request in requests)
+        self._groups = {request.group for request in requests}
         num_rows = min(self._max_num_seqs, len(requests))
         longest = max((len(r.prompt_token_ids) + len(r.response) for r in requests), default=0)
         self._token_ids = np.zeros((num_rows, longest), np.int32)
@@ -279,6 +280,7 @@ class Engine:
         """A weight sync of an asynchronous trainer: what runs is aborted, and goes on behind its own text."""
         self._num_interrupted_tokens = self._num_context
         self._prefilled.clear()
+        self._inbox.clear()  # of an older policy
         self._drafts = [[] for _ in self._running]
         if self.drafter is None:
             return
@@ -288,14 +290,20 @@ class Engine:
             self.drafter.open(request.name, text, int(self._ends[row]), request.group, num_group_tokens)
 
     def begin_step(self) -> Load:
-        while self._inbox and self._inbox[0][0] <= self.elapsed_s:
-            _, request = self._inbox.popleft()
-            if self.drafter is not None:
-                self.drafter.add_siblings([(request.group, request.response)])
+        self._take_in()
         num_tokens, self._num_interrupted_tokens = self._num_interrupted_tokens, 0
         num_tokens += 0 if self._preempt() else self._admit()
         num_tokens += self._num_verified
         return Load(num_tokens, self._num_context, any(self._drafts))
+
+    def _take_in(self) -> None:
+        """What has arrived of the groups that are served here."""
+        now = self.elapsed_s
+        arrived = [request for at_s, request in self._inbox if at_s <= now]
+        self._inbox = [(at_s, request) for at_s, request in self._inbox if at_s > now]
+        if self.drafter is not None:
+            wanted = (request for request in arrived if request.group in self._groups)
+            self.drafter.add_siblings((request.group, request.response) for request in wanted)
 
     def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
         """The step that began took this long, of all `ranks`; returns the tokens it gave."""

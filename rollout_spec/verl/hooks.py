@@ -30,7 +30,7 @@ def install() -> None:
         result = compute(self, batch, metrics, *args, **kwargs)
         metrics.update(step_metrics(take_reports(self)))
         share_history(self)
-        connect_servers(self)  # replicas come and go
+        connect_servers(self)  # again those that a call has failed to reach
         return result
 
     @functools.wraps(validate)

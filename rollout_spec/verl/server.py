@@ -26,7 +26,7 @@ from rollout_spec.verl.hydra_plugin import config_file
 from rollout_spec.verl.ranks import RankedEngine
 from rollout_spec.verl.windows import Windows, is_validation
 from rollout_spec.vllm.cores import EngineCores
-from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY
+from rollout_spec.vllm.keys import GROUP_KEY, KEY, TURN_TOKENS_KEY
 from rollout_spec.vllm.options import OPTIONS_KEY
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 from rollout_spec.vllm.proposer import SuffixProposer
@@ -74,7 +74,7 @@ class SpecHttpServer(vLLMHttpServer):
         assert spec is not None, "SpecReplica starts this server only where rollout.spec is used"
         self._spec = spec
         self._windows = Windows()
-        self._feed = Feed()
+        self._feed = Feed(self._add_siblings)
         self._decoded_cores = set[int]()  # engine cores, since their drafters' counters were taken
         self._defect: str | None = None  # of an engine core's drafter
         self._num_unnamed = 0
@@ -100,7 +100,7 @@ class SpecHttpServer(vLLMHttpServer):
             extra_args[UNCOUNTED_KEY] = True
         if extra_args:
             sampling_params = {**sampling_params, "extra_args": extra_args}
-        group = extra_args.get(GROUP_KEY) if is_training and self._spec.enabled else None
+        group = _fed_group(extra_args) if self._spec.enabled and is_training else None
         with self._windows.request(is_training) as request, self._feed.serving(group):
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         counters, core = _take_counters(output)
@@ -111,8 +111,8 @@ class SpecHttpServer(vLLMHttpServer):
         if self._spec.enabled:
             (self._aborted_ids if is_aborted else self._finished_ids).append(request_id)
         if group is not None and not is_aborted:
-            text = [*prompt_ids[extra_args.get(GROUP_TOKENS_KEY, len(prompt_ids)) :], *output.token_ids]
-            self._feed.add(self.global_steps, group, text, core)
+            turn = [*prompt_ids[extra_args[TURN_TOKENS_KEY] :], *output.token_ids]
+            self._feed.finish(self.global_steps, group, turn, core)
         if self._trace is not None and not is_aborted:
             self._trace.add(prompt_ids, output.token_ids, extra_args)
         return output
@@ -149,6 +149,7 @@ class SpecHttpServer(vLLMHttpServer):
         if self.node_rank == 0:
             await self._end_window()
         await super().set_global_steps(global_steps)
+        self._feed.end_step()
         if self._spec.enabled and self.node_rank == 0:
             aborted, _ = self._take_ended()
             await self._call("end_step", aborted)
@@ -227,14 +228,18 @@ class SpecHttpServer(vLLMHttpServer):
         """Send what is finished here to these servers while a step runs."""
         self._feed.connect(peers)
 
-    async def add_siblings(self, version: int | None, responses: Sequence[Finished]) -> None:
-        """Draft from what a peer has finished with the weights of now, where siblings are served here."""
+    async def receive_siblings(self, version: int | None, responses: Sequence[Finished]) -> None:
+        """Draft soon from what a peer has finished with the weights of now, of the groups served here."""
+        if version == self.global_steps:
+            self._feed.receive(version, responses)
+
+    async def _add_siblings(self, version: int | None, responses: Sequence[Finished]) -> None:
+        """To each engine core, but for what it has served itself."""
         if version != self.global_steps:
             return
-        cores = range(len(EngineCores(self.engine)))
-        wanted = [self._feed.wanted(responses, core) for core in cores]
-        if any(wanted):
-            await self._call_each("add_siblings", [(each,) for each in wanted])
+        places = map(self._feed.place, range(len(EngineCores(self.engine))))
+        others = [[each[:2] for each in responses if each.place != place] for place in places]
+        await self._call_each("add_siblings", [(texts,) for texts in others])
 
     async def _exchange(self) -> None:
         """Hand on what every engine core has served: to the others at once, to other servers when asked."""
@@ -288,6 +293,12 @@ def ranked(engine: Any, spec: SpecConfig) -> Any:
         return engine
     router = OmegaConf.load(config_file("rollout_spec_router/group.yaml"))
     return RankedEngine(engine, num_ranks, Homes(router.max_imbalance))
+
+
+def _fed_group(extra_args: Mapping[str, Any]) -> str | None:
+    """The group, as our agent loop names it; a request of another kind has no siblings on other servers."""
+    group, num_before = extra_args.get(GROUP_KEY), extra_args.get(TURN_TOKENS_KEY)
+    return group if isinstance(group, str) and type(num_before) is int and num_before >= 0 else None
 
 
 def _kept(contents: Sequence[Any]) -> list[Any]:
