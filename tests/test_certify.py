@@ -27,6 +27,7 @@ from rollout_spec.measure.certify_numerics import (
 )
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.report.certificate import render_html
+from rollout_spec.report.responses import Agreement
 from rollout_spec.verification.coupled import keyed_sample
 
 VOCAB_SIZE = 128
@@ -65,7 +66,7 @@ def test_counts_end_at_the_first_difference() -> None:
     assert (together["num_drafts"], together["num_draft_tokens"]) == (4, 12)
     assert second[0].tokens == (2, 9) and second[0].differs and not same.differs
     longer = Pair(Sample(0, 1.0, 0), off, response([1, 2, 3, 4, 5]))
-    assert (longer.num_identical, longer.num_compared, longer.tokens) == (4, 5, (-1, 5))
+    assert (longer.agreement, longer.tokens) == (Agreement(5, 4), (-1, 5))
 
 
 def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:

@@ -228,7 +228,8 @@ def _differences(plan: Plan, runs: Mapping[Configuration, Sequence[Pair]]) -> li
     if not found:
         return []
     inputs = [
-        [*plan.prompts[pair.sample.prompt], *pair.off.token_ids[: pair.num_identical]] for _, pair in found
+        [*plan.prompts[pair.sample.prompt], *pair.off.token_ids[: pair.agreement.num_identical]]
+        for _, pair in found
     ]
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
     with engine(plan, None, logprobs_mode="raw_logits") as llm:
@@ -246,7 +247,7 @@ def _differences(plan: Plan, runs: Mapping[Configuration, Sequence[Pair]]) -> li
             dataclasses.asdict(where) | {
                 "prompt": pair.sample.prompt,
                 "number": pair.sample.number,
-                "position": pair.num_identical,
+                "position": pair.agreement.num_identical,
                 "token_id_off": pair.tokens[0],
                 "token_id_on": pair.tokens[1],
                 "logit_gap": gap if math.isfinite(gap) else None,

@@ -11,6 +11,7 @@ import numpy as np
 
 from rollout_spec.config import UserError
 from rollout_spec.metrics import RequestCounters
+from rollout_spec.report.responses import Agreement, agreement
 
 
 class CertifyError(UserError):
@@ -57,26 +58,18 @@ class Pair:
     on: Response
 
     @cached_property
-    def num_identical(self) -> int:
-        """The length of the common beginning."""
-        pairs = enumerate(zip(self.off.token_ids, self.on.token_ids, strict=False))
-        shorter = min(len(self.off.token_ids), len(self.on.token_ids))
-        return next((i for i, (off, on) in pairs if off != on), shorter)
-
-    @property
-    def num_compared(self) -> int:
-        """The common beginning and the first difference behind it, if there is one."""
-        return min(self.num_identical + 1, max(len(self.off.token_ids), len(self.on.token_ids)))
+    def agreement(self) -> Agreement:
+        return agreement(self.off.token_ids, self.on.token_ids)
 
     @property
     def differs(self) -> bool:
-        return self.num_identical < self.num_compared
+        return self.agreement.num_identical < self.agreement.num_tokens
 
     @property
     def tokens(self) -> tuple[int, int]:
         """Those of the first difference; -1 where a response has ended."""
-        at = slice(self.num_identical, self.num_identical + 1)
-        off, on = ((response.token_ids[at] or [-1])[0] for response in (self.off, self.on))
+        behind = slice(self.agreement.num_identical, None)
+        off, on = ((response.token_ids[behind] or [-1])[0] for response in (self.off, self.on))
         return off, on
 
 
@@ -89,12 +82,12 @@ def counts(pairs: Sequence[Pair]) -> dict[str, Any]:
     counters = total(pair.on.counters for pair in pairs)
     reference: dict[Sample, int] = {}
     for pair in pairs:
-        compared = min(pair.num_compared, len(pair.off.token_ids))
+        compared = min(pair.agreement.num_tokens, len(pair.off.token_ids))
         reference[pair.sample] = max(reference.get(pair.sample, 0), compared)
     return {
         "reference_tokens": sum(reference.values()),
-        "tokens_compared": sum(pair.num_compared for pair in pairs),
-        "tokens_identical": sum(pair.num_identical for pair in pairs),
+        "tokens_compared": sum(pair.agreement.num_tokens for pair in pairs),
+        "tokens_identical": sum(pair.agreement.num_identical for pair in pairs),
         "num_drafts": counters.num_drafts,
         "num_draft_tokens": counters.num_draft_tokens,
         "num_accepted_tokens": counters.num_accepted_tokens,
@@ -128,11 +121,9 @@ def total(counters: Iterable[RequestCounters]) -> RequestCounters:
 
 
 def logprob_differences(pairs: Sequence[Pair]) -> dict[str, float]:
-    gaps = [
-        np.abs(np.subtract(pair.off.logprobs[: pair.num_identical], pair.on.logprobs[: pair.num_identical]))
-        for pair in pairs
-    ]
-    found = np.concatenate(gaps)
+    same = [(pair, slice(pair.agreement.num_identical)) for pair in pairs]
+    gaps = [np.subtract(pair.off.logprobs[at], pair.on.logprobs[at]) for pair, at in same]
+    found = np.abs(np.concatenate(gaps))
     return {
         "mean_logprob_difference": float(found.mean()) if len(found) else 0.0,
         "max_logprob_difference": float(found.max()) if len(found) else 0.0,

@@ -14,7 +14,7 @@ TRACE_FOLDER = "rollouts"
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How many tokens before the first weight sync are the same, each response up to its first difference."""
+    """How many tokens are the same, each response up to its first difference."""
 
     num_tokens: int  # compared: up to and with the first that differs
     num_identical: int
@@ -66,17 +66,17 @@ def first_step_agreement(off: Path, on: Path) -> Agreement | None:
         None unless both runs recorded samples of the same names.
     """
     ours, theirs = (_first_step_responses(run) for run in (off, on))
-    common = ours.keys() & theirs.keys()
-    if not common:
+    found = [agreement(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()]
+    if not found:
         return None
-    compared = identical = 0
-    for name in common:
-        one, other = ours[name], theirs[name]
-        pairs = enumerate(zip(one, other, strict=False))
-        agreed = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-        identical += agreed
-        compared += min(agreed + 1, max(len(one), len(other)))
-    return Agreement(compared, identical)
+    return Agreement(sum(one.num_tokens for one in found), sum(one.num_identical for one in found))
+
+
+def agreement(one: Sequence[int], other: Sequence[int]) -> Agreement:
+    """Of two responses to one request."""
+    pairs = enumerate(zip(one, other, strict=False))
+    num_identical = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return Agreement(min(num_identical + 1, max(len(one), len(other))), num_identical)
 
 
 def _first_step_responses(run: Path) -> dict[str, list[int]]:
