@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl import plugin
 from rollout_spec.verl.options import CheckConfig, check_config, check_overrides
-from rollout_spec.vllm.options import CLASS_PATH
+from rollout_spec.vllm import speculative_config
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -30,11 +30,7 @@ def test_the_group_is_a_mapping_and_reaches_the_engine() -> None:
     config = composed("+rollout.spec=sam", "rollout.spec.num_speculative_tokens=4")
     assert OmegaConf.is_dict(config.rollout.spec)
     engine = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
-    assert engine["speculative_config"] == {
-        "method": "custom_class",
-        "model": CLASS_PATH,
-        "num_speculative_tokens": 4,
-    }
+    assert engine["speculative_config"] == speculative_config(4)
     assert engine["additional_config"]["rollout_spec"]["num_speculative_tokens"] == 4
     assert check_config(config) == SpecConfig(num_speculative_tokens=4)
 

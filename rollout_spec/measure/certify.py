@@ -36,9 +36,9 @@ from rollout_spec.measure.certify_numerics import (
 )
 from rollout_spec.measure.environment import environment
 from rollout_spec.metrics import RequestCounters
+from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm.features import counting_arguments, request_counters
 from rollout_spec.vllm.keys import KEY, key_of_name
-from rollout_spec.vllm.options import CLASS_PATH, OPTIONS_KEY
 
 TOLERANCE = 1e-4  # in float32, of what `certify_numerics.explain` gives
 ALWAYS_OPEN = 1 << 20  # a batch_threshold that no batch exceeds
@@ -180,11 +180,7 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
     }  # fmt: skip
     settings |= counting_arguments(options is not None)
     if options is not None:
-        settings["speculative_config"] = {
-            "method": "custom_class",
-            "model": CLASS_PATH,
-            "num_speculative_tokens": options["num_speculative_tokens"],
-        }
+        settings["speculative_config"] = speculative_config(options["num_speculative_tokens"])
     llm = LLM(**settings | plan.engine | more)
     try:
         yield llm

@@ -18,8 +18,9 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.measure.engine import Method, reply
 from rollout_spec.measure.timeline import Timeline
 from rollout_spec.metrics import EngineCounters
+from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm.keys import KEY
-from rollout_spec.vllm.options import CLASS_PATH, OPTIONS_KEY, runner_v2_misfit
+from rollout_spec.vllm.options import runner_v2_misfit
 from rollout_spec.vllm.proposer import SuffixProposer
 
 # vLLM asks for all three and has a default for none. 8 draft tokens, as in earlier records: what sam drafts
@@ -148,14 +149,7 @@ def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
     if method.name == "sam":
         options = method.options(job["spec"])
         k = SpecConfig(**options).num_speculative_tokens
-        return {
-            "speculative_config": {
-                "method": "custom_class",
-                "model": CLASS_PATH,
-                "num_speculative_tokens": k,
-            },
-            "additional_config": {OPTIONS_KEY: options},
-        }
+        return {"speculative_config": speculative_config(k), "additional_config": {OPTIONS_KEY: options}}
     speculative: dict[str, Any] = {"method": method.name} | (NGRAM if method.name == "ngram" else {})
     if job["num_speculative_tokens"] is not None:  # else vLLM's default for `suffix`
         speculative["num_speculative_tokens"] = job["num_speculative_tokens"]

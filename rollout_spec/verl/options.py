@@ -18,12 +18,10 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus
 from rollout_spec.verl import plugin
 from rollout_spec.verl.hydra_plugin import config_file
+from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER, speculative_config
 from rollout_spec.vllm.features import refuse_old_version
 
-OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`; see rollout_spec.vllm
 SAMPLER = "pkg://rollout_spec.verl.sampler"
-PROPOSER = "rollout_spec.vllm.SuffixProposer"
-SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
 MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -138,9 +136,7 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
     schedule = "num_speculative_tokens_per_batch_size"
     if schedule in (_value(config, key) or {}):
         raise ConfigError(f"{key}.{schedule}: use rollout.spec.batch_threshold instead")
-    num_tokens = spec.num_speculative_tokens
-    expected = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_tokens}
-    _require(config, key, (expected,), _OURS)
+    _require(config, key, (speculative_config(spec.num_speculative_tokens),), _OURS)
 
 
 def _check_drafting(config: DictConfig) -> None:

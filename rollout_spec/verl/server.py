@@ -25,9 +25,9 @@ from rollout_spec.verl.homes import Homes
 from rollout_spec.verl.hydra_plugin import config_file
 from rollout_spec.verl.ranks import RankedEngine
 from rollout_spec.verl.windows import Windows, is_validation
+from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.cores import EngineCores
 from rollout_spec.vllm.keys import GROUP_KEY, KEY, TURN_TOKENS_KEY
-from rollout_spec.vllm.options import OPTIONS_KEY
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY

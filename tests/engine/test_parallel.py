@@ -13,8 +13,9 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.verl.feed import PERIOD_S, Finished
+from rollout_spec.vllm import SCHEDULER
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, engine_settings
-from tests.engine.rollout_server import EXTENSION, SCHEDULER
+from tests.engine.rollout_server import EXTENSION
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 
 LENGTH = 40

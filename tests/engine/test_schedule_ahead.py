@@ -44,11 +44,11 @@ def decided(tiny_model: str) -> Callable[..., Any]:
 def test_an_engine_with_v2_schedules_ahead_where_vllm_would(
     decided: Callable[..., Any], asked: bool | None, is_cpu: bool
 ) -> None:
-    from rollout_spec.vllm.scheduler import AHEAD_CLASS_PATH
+    from rollout_spec.vllm.scheduler import AHEAD_SCHEDULER
 
     settings, expected = decided(asked, is_cpu), not is_cpu if asked is None else asked
     assert settings.async_scheduling == expected
-    assert settings.scheduler_cls == (AHEAD_CLASS_PATH if expected else None)
+    assert settings.scheduler_cls == (AHEAD_SCHEDULER if expected else None)
 
 
 def executor_without_it() -> Any:
