@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
-
-if TYPE_CHECKING:
-    from rollout_spec.measure.diagnosis import Check
 
 HELP = "say whether speculation can work here, and what to do if not"
 
@@ -22,19 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.measure.diagnosis import FAIL, diagnose
+    from rollout_spec.measure.diagnosis import report
 
-    checks = list(diagnose())
-    works = not any(check.status == FAIL for check in checks)
+    found = report()
     if args.json:
-        report = {"works": works, "checks": [dataclasses.asdict(check) for check in checks]}
-        print(json.dumps(report, indent=2))
+        print(json.dumps(found, indent=2))
     else:
-        _print(checks)
-    return 0 if works else 1
+        _print(found["checks"])
+    return 0 if found["works"] else 1
 
 
-def _print(checks: list[Check]) -> None:
+def _print(checks: list[dict[str, str]]) -> None:
     from rich.text import Text
 
     from rollout_spec.cli.tables import make_console
@@ -42,8 +35,9 @@ def _print(checks: list[Check]) -> None:
 
     colours = {OK: "green", WARN: "yellow", FAIL: "bold red"}
     console = make_console()
-    width = max(len(check.name) for check in checks)
+    width = max(len(check["name"]) for check in checks)
     for check in checks:
-        text = f"{check.name:<{width}}  {check.detail}" + (f"; {check.fix}" if check.fix else "")
+        text = f"{check['name']:<{width}}  {check['detail']}" + (f"; {check['fix']}" if check["fix"] else "")
         # One line each, however long: for `grep`, and the terminal wraps by itself.
-        console.print(Text(f"{check.status:<4}  ", colours[check.status]) + Text(text), soft_wrap=True)
+        status = Text(f"{check['status']:<4}  ", colours[check["status"]])
+        console.print(status + Text(text), soft_wrap=True)

@@ -5,7 +5,6 @@ Each imports what it needs, so that a package that cannot be imported costs only
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ TAIL_ROWS = 8
 
 def doctor(job: Mapping[str, Any]) -> dict[str, Any]:
     """What `rollout-spec doctor --json` prints."""
-    from rollout_spec.measure.diagnosis import FAIL, diagnose
+    from rollout_spec.measure.diagnosis import report
 
-    checks = list(diagnose())
-    works = not any(check.status == FAIL for check in checks)
-    return {"works": works, "checks": [dataclasses.asdict(check) for check in checks]}
+    return report()
 
 
 def certificate(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from typing import Any
 
 from rollout_spec.measure.environment import package_version
 from rollout_spec.vllm import features
@@ -51,6 +52,13 @@ def diagnose() -> Iterator[Check]:
             except (Exception, SystemExit) as error:
                 found = [Check(name, FAIL, _first_line(error))]
         yield from found
+
+
+def report() -> dict[str, Any]:
+    """What `rollout-spec doctor --json` prints."""
+    checks = list(diagnose())
+    works = not any(check.status == FAIL for check in checks)
+    return {"works": works, "checks": [dataclasses.asdict(check) for check in checks]}
 
 
 def _python() -> Iterator[Check]:
