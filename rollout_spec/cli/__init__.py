@@ -69,14 +69,14 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"rollout_spec.cli.{name.replace('-', '_')}")
-        sub = commands.add_parser(name, help=module.HELP, description=_sentence(module.HELP))
+        sub = commands.add_parser(name, help=module.HELP, description=sentence(module.HELP))
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     add_example(parser, "rollout-spec doctor")
     return parser
 
 
-def _sentence(phrase: str) -> str:
+def sentence(phrase: str) -> str:
     return f"{phrase[0].upper()}{phrase[1:]}."
 
 

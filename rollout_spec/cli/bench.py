@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rollout_spec.cli import add_example, bench_drafters, bench_engine, bench_native
+from rollout_spec.cli import add_example, bench_drafters, bench_engine, bench_native, sentence
 
 HELP = "measure on this machine: drafters side by side, whole rollouts in engines, the native core"
 KINDS = {"drafters": bench_drafters, "engine": bench_engine, "native": bench_native}
@@ -13,8 +13,7 @@ KINDS = {"drafters": bench_drafters, "engine": bench_engine, "native": bench_nat
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
     for name, module in KINDS.items():
-        description = f"{module.HELP[0].upper()}{module.HELP[1:]}."
-        module.add_arguments(kinds.add_parser(name, help=module.HELP, description=description))
+        module.add_arguments(kinds.add_parser(name, help=module.HELP, description=sentence(module.HELP)))
     add_example(parser, "rollout-spec bench native")
 
 
