@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.config import UserError
 
 # Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
 # the samples of one short prompt share its prefill.
@@ -90,13 +90,6 @@ def installed(command: str, methods: Sequence[str], require: Callable[[str], Non
     for reason, names in left_out.items():
         print(f"rollout-spec {command}: without {', '.join(names)}: {reason}", file=sys.stderr)
     return found
-
-
-def add_k_argument(group: Any) -> None:
-    group.add_argument(
-        "--num-speculative-tokens", type=int, default=SpecConfig.num_speculative_tokens, metavar="K",
-        help="most draft tokens per row and step",
-    )  # fmt: skip
 
 
 def add_model_argument(group: Any) -> None:

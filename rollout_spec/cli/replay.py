@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_k_argument, add_spec_argument, number, spec_options
+from rollout_spec.cli.inputs import add_spec_argument, number, spec_options
+from rollout_spec.config import SpecConfig
 
 HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
@@ -28,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     lines.add_argument("--limit-groups", type=number(int, 1), metavar="N", help="only the first N lines")
     drafter = parser.add_argument_group("drafter")
-    add_k_argument(drafter)
+    drafter.add_argument(
+        "--num-speculative-tokens", type=int, default=SpecConfig.num_speculative_tokens, metavar="K",
+        help="most draft tokens per row and step",
+    )  # fmt: skip
     drafter.add_argument("--corpus", metavar="FILE", help="file of `corpus build` that is drafted from too")
     add_spec_argument(drafter, "any other option of rollout.spec, for example history=0", REFUSED)
     output = parser.add_argument_group("output")
@@ -39,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.progress import tracked
     from rollout_spec.cli.tables import print_values
-    from rollout_spec.config import SpecConfig
     from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.measure.replay import read_trace, replay
 
