@@ -10,6 +10,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from rollout_spec.drafting.history import HistoryError, read_file, write_file
 from rollout_spec.verl.trainer import num_ranks, option, servers
 
@@ -28,8 +30,6 @@ def share_history(trainer: Any) -> None:
     A server that is serving gives what it had at its last weight sync, and adds the others' at its next one:
     no engine step waits for that. The texts go from server to server through Ray's object store.
     """
-    import ray
-
     handles = servers(trainer) if keeps_history(trainer) else []
     if len(handles) * num_ranks(trainer) < 2:
         return
@@ -43,8 +43,6 @@ def save_history(trainer: Any) -> None:
 
     Where that fails there is a warning, and the checkpoint has no history.
     """
-    import ray
-
     if not keeps_history(trainer):
         return
     share_history(trainer)
@@ -79,8 +77,6 @@ def load_history(trainer: Any) -> None:
 
     A file that cannot be used costs a warning that names it, not the training.
     """
-    import ray
-
     if not keeps_history(trainer) or not trainer.global_steps:
         return
     options = trainer.config.trainer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
+
 from rollout_spec.metrics import RolloutReport, rollout_metrics
 from rollout_spec.verl.trainer import option, servers
 
@@ -13,8 +15,6 @@ def take_reports(trainer: Any) -> list[RolloutReport]:
 
     Nothing where rollout.spec is not used.
     """
-    import ray
-
     if option(trainer, "method") is None:
         return []
     return ray.get([handle.take_rollout_report.remote() for handle in servers(trainer)])
@@ -22,8 +22,6 @@ def take_reports(trainer: Any) -> list[RolloutReport]:
 
 def end_validation(trainer: Any) -> None:
     """Tell every rollout server that a validation has ended."""
-    import ray
-
     if option(trainer, "method") is not None:
         ray.get([handle.end_validation.remote() for handle in servers(trainer)])
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from omegaconf import OmegaConf
+
 
 def option(trainer: Any, name: str) -> Any:
     """A field of rollout.spec; None where rollout.spec is not used or has no such field."""
-    from omegaconf import OmegaConf
-
     spec = OmegaConf.select(trainer.config, "rollout.spec")
     return spec.get(name) if OmegaConf.is_dict(spec) else None
 
@@ -20,6 +20,4 @@ def servers(trainer: Any) -> list[Any]:
 
 def num_ranks(trainer: Any) -> int:
     """The data-parallel ranks of each rollout server."""
-    from omegaconf import OmegaConf
-
     return OmegaConf.select(trainer.config, "actor_rollout_ref.rollout.data_parallel_size") or 1
