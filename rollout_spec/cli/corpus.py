@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
+from rollout_spec.config import UserError
 
 HELP = "build a static corpus that is drafted from too"
 
@@ -37,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.tables import print_values
-    from rollout_spec.config import UserError
     from rollout_spec.drafting.native import OutOfMemory
     from rollout_spec.measure.replay import TraceError
 
@@ -58,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _build(files: list[Path], output: Path) -> dict[str, Any]:
     from rollout_spec.cli.progress import counted
-    from rollout_spec.config import UserError
     from rollout_spec.drafting.corpus import CorpusBuilder, open_corpus
     from rollout_spec.measure.replay import read_trace
 

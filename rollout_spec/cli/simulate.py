@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import add_spec_argument, number, spec_options
-from rollout_spec.config import SpecConfig, parse_threshold
+from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 HELP = "take recorded rollouts through drafter and gate in virtual time, to choose options for a cluster"
 REFUSED = {  # as --spec, and why
@@ -143,7 +143,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.config import UserError
     from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.measure.replay import read_trace
     from rollout_spec.measure.simulate import Cluster, comes_back, copied, requests_of
@@ -179,7 +178,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _times(args: argparse.Namespace, longest: int) -> Any:
     """The step times; `longest`: tokens of the longest response."""
-    from rollout_spec.config import UserError
     from rollout_spec.measure.roofline import DEVICES, Model, Roofline
     from rollout_spec.measure.simulate import StepTimes
 
