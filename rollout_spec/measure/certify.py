@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 
 from rollout_spec.measure.certify_counts import (
     CertifyError,
@@ -102,8 +104,6 @@ def certify(
     Raises:
         CertifyError: no configuration has rejected a draft token, or the distribution test has none.
     """
-    from vllm.platforms import current_platform
-
     distribution = _distribution(plan) if plan.tests_distribution else None
     advance(2 * plan.tests_distribution)
     runs: dict[Configuration, list[Pair]] = {}
@@ -161,8 +161,6 @@ def _pairs(plan: Plan, advance: Callable[[int], None]) -> Iterator[tuple[Configu
 @contextlib.contextmanager
 def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", **more: Any) -> Iterator[Any]:
     """An engine with drafts as `options` say, or without; it ends on leaving, and the next has its memory."""
-    from vllm import LLM
-
     # Differences are explained with V1's noise. V2's is a kernel's of vLLM, and cannot be had for one token.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     settings: dict[str, Any] = {
@@ -184,8 +182,6 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
 
 def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Response]:
     """Serve the samples."""
-    from vllm import SamplingParams
-
     params = [
         SamplingParams(
             temperature=sample.temperature, top_k=plan.top_k, top_p=plan.top_p, max_tokens=plan.max_tokens,
@@ -210,8 +206,6 @@ def _differences(plan: Plan, runs: Mapping[Configuration, Sequence[Pair]]) -> li
 
     Explained are gaps (`explain`) below the tolerance; None is a gap that is not finite.
     """
-    from vllm import SamplingParams
-
     found = [(where, pair) for where, pairs in runs.items() for pair in pairs if pair.differs]
     if not found:
         return []
@@ -277,8 +271,6 @@ def _distribution(plan: Plan) -> dict[str, Any]:
 
 def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
     """Samples of the first prompt for the distribution test, each with noise of its own."""
-    from vllm import SamplingParams
-
     params = SamplingParams(
         temperature=max(plan.temperatures), top_k=plan.top_k, top_p=plan.top_p,
         max_tokens=DISTRIBUTION_TOKENS, ignore_eos=True, detokenize=False,

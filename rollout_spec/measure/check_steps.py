@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm import SamplingParams
 
 from rollout_spec.measure.engine_worker import Watch, make_engine, serve, settings_of
 
@@ -57,12 +58,13 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
             if begin + longest > BEGAN + job["seconds"]:
                 skipped.append(f"{cell}: no time")
                 continue
+            params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
             # What is timed has run before.
             for mode in ("time", "waits", None) if context == job["contexts"][0] else (None,):
                 sampling.mode = mode
                 drafts.start(num_rows)
                 watch.start()
-                serve(engine, prompts[:num_rows], [_params(num_tokens)] * num_rows)
+                serve(engine, prompts[:num_rows], [params] * num_rows)
             line = watch.timeline
             columns = zip(line.num_running, line.num_rows, line.num_draft_tokens, line.seconds, strict=True)
             for running, rows, num_drafts, seconds in columns:
@@ -216,9 +218,3 @@ def waits() -> Iterator[list[str]]:
 def _random_prompts(engine: Any, number: int, num_tokens: int) -> list[list[int]]:
     vocab_size = engine.vllm_config.model_config.get_vocab_size()
     return np.random.default_rng(num_tokens).integers(0, vocab_size, (number, num_tokens)).tolist()
-
-
-def _params(max_tokens: int) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False)

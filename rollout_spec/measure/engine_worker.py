@@ -13,6 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.measure.engine import Method, reply
@@ -157,9 +161,6 @@ def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _requests(job: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     params = [
         SamplingParams(
             temperature=job["temperature"], max_tokens=request["max_tokens"], detokenize=False,
@@ -173,8 +174,6 @@ def _requests(job: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
 
 def _warm_up(engine: Any) -> tuple[list[list[int]], list[Any]]:
     """A full batch of random prompts: nothing to draft from, but every code path has run once."""
-    from vllm import SamplingParams
-
     config = engine.vllm_config
     rng = np.random.default_rng(config.model_config.seed)
     shape = (config.scheduler_config.max_num_seqs, 2 * WARM_UP_TOKENS)
@@ -197,9 +196,6 @@ def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> l
 
 def settings_of(config: Any) -> dict[str, Any]:
     """What an engine really runs with; `config` is vLLM's."""
-    import torch
-    from vllm.platforms import current_platform
-
     speculative = config.speculative_config
     return {
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
