@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.cli.inputs import default_dtype, device_arguments
-from rollout_spec.config import ConfigError
+from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.measure.engine import Load, Method, random_prompts
 from rollout_spec.measure.timeline import Timeline, measure, step_times, summarise
 
@@ -183,7 +185,6 @@ def test_plain_vllm_decides_where_there_is_an_accelerator(
 
 
 def test_each_method_drafts_its_own_number_of_tokens_unless_one_is_given(capsys: pytest.CaptureFixture[str]):
-    from rollout_spec.config import SpecConfig
     from rollout_spec.measure.engine_worker import NGRAM, _method_arguments
 
     def numbers(given: int | None, **spec: int) -> list[int | None]:
@@ -203,10 +204,7 @@ def test_each_method_drafts_its_own_number_of_tokens_unless_one_is_given(capsys:
 
 
 def test_a_record_holds_every_option_of_ours_and_nothing_of_others():
-    from types import SimpleNamespace
-
     from benchmarks.simulate import config_of
-    from rollout_spec.config import SpecConfig
     from rollout_spec.measure.engine_worker import _method_arguments, _options
 
     def of(method: str) -> SpecConfig:
@@ -223,8 +221,6 @@ def test_a_record_holds_every_option_of_ours_and_nothing_of_others():
 def test_suffix_is_compared_where_it_is_installed(
     has_arctic: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from types import ModuleType
-
     from rollout_spec.cli.bench_engine import _methods
 
     name = "arctic_inference.suffix_decoding"
@@ -235,8 +231,6 @@ def test_suffix_is_compared_where_it_is_installed(
 
 
 def test_the_plot_is_drawn(tmp_path: Path):
-    from dataclasses import asdict
-
     from rollout_spec.report.plots import plot_rollouts
 
     plot_rollouts({"off": asdict(LINE), "sam": asdict(LINE)}, 2, tmp_path / "engine.png")

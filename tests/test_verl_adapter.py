@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import pathlib
 import time
-import types
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,6 @@ from tests.test_verl_options import composed
 
 def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real wrappers and windows; the trainer's methods are cut down to what they do to the servers."""
-    import inspect
-
     import ray
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -30,9 +30,9 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
 
         def __init__(self) -> None:
             self.windows, self.engine, self.version = Windows(), EngineCounters(), 0
-            self.take_rollout_report = types.SimpleNamespace(remote=self.windows.take)
-            self.end_validation = types.SimpleNamespace(remote=self.forget)
-            self.connect = types.SimpleNamespace(remote=lambda peers: setattr(self, "peers", peers))
+            self.take_rollout_report = SimpleNamespace(remote=self.windows.take)
+            self.end_validation = SimpleNamespace(remote=self.forget)
+            self.connect = SimpleNamespace(remote=lambda peers: setattr(self, "peers", peers))
 
         def serve(self, num_tokens: int, is_training: bool = True, stop: str = "completed") -> None:
             with self.windows.request(is_training) as request:
@@ -59,9 +59,9 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
     monkeypatch.setattr(PPOTrainer, "_validate", lambda self: [s.serve(1000, False) for s in servers])
     monkeypatch.setattr(ray, "get", lambda replies: replies)
     hooks.install()
-    trainer: Any = types.SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         config=OmegaConf.create({"rollout": {"spec": {"method": "sam"}}}),
-        _rollout_server_managers=lambda: [types.SimpleNamespace(server_handles=servers)],
+        _rollout_server_managers=lambda: [SimpleNamespace(server_handles=servers)],
     )
 
     def metrics_of(step: int) -> dict[str, float]:
@@ -95,8 +95,6 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
 
 def test_every_request_says_what_is_its_groups_and_what_is_its_turns() -> None:
     """Two turns of one sample; verl's client sends the second one again, longer, after an abort."""
-    import asyncio
-
     from rollout_spec.verl.agent_loop import TurnClient
 
     class Client:
@@ -134,8 +132,6 @@ def test_every_request_says_what_is_its_groups_and_what_is_its_turns() -> None:
 
 def test_a_dead_server_is_met_by_whoever_wants_more_of_it() -> None:
     """Also the error that a server raises for its engine, as Ray hands it on."""
-    import asyncio
-
     from ray.exceptions import ActorDiedError, RayTaskError
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -177,8 +173,6 @@ def test_the_busy_clock_counts_overlapping_requests_once() -> None:
 
 
 def test_a_request_that_waits_for_a_weight_sync_is_no_work() -> None:
-    import asyncio
-
     from rollout_spec.metrics import RequestCounters
     from rollout_spec.verl.agent_loop import sample_name
     from rollout_spec.verl.windows import Windows, is_validation
@@ -206,8 +200,6 @@ def test_a_request_that_waits_for_a_weight_sync_is_no_work() -> None:
 
 def test_verls_server_admits_every_request_at_its_gate() -> None:
     """What `SpecHttpServer._park_until_admitted` relies on."""
-    import inspect
-
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     gate = inspect.signature(vLLMHttpServer._park_until_admitted)
@@ -262,7 +254,6 @@ def test_an_abort_that_pauses_nothing_ends_no_window(
     arguments: dict[str, bool], server_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """verl has `abort_only` after 0.9.1: requests go on coming, and the weights stay."""
-    import asyncio
 
     async def abort_all_requests(self: Any, abort_only: bool = False) -> dict[str, Any]:
         return {"aborted_count": 1}
@@ -279,9 +270,6 @@ def test_an_abort_that_pauses_nothing_ends_no_window(
 def test_a_response_is_recorded_once_whatever_interrupts_it(
     method: str, tmp_path: pathlib.Path, server_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import asyncio
-    from types import SimpleNamespace
-
     async def generate(self: Any, _: Any, sampling_params: dict[str, Any], request_id: str) -> Any:
         return SimpleNamespace(token_ids=[8, 9], extra_fields={}, stop_reason=request_id)
 
@@ -332,8 +320,6 @@ def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
 
 def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of ours around verl's own, whose next step is only looked at: it would need Ray."""
-    import asyncio
-
     import numpy as np
     import verl.utils.tensordict_utils as tu
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker

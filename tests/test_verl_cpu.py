@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import os
@@ -217,10 +218,6 @@ def transfer(monkeypatch, tmp_path):
 
 def _sync(transfer: tuple[Any, str], on_bucket: Any) -> list[BaseException]:
     """Send four tensors of one bucket each; return what was raised on the receiving side."""
-    import asyncio
-
-    import torch
-
     module, address = transfer
     raised: list[BaseException] = []
 
@@ -262,10 +259,6 @@ def test_an_error_in_the_weight_sync_is_raised_and_hangs_nobody(transfer):
 
 
 def test_a_dead_receiver_fails_the_sender(transfer, monkeypatch):
-    import asyncio
-
-    import torch
-
     module, address = transfer
     monkeypatch.setattr(verl_cpu_patches, "SYNC_TIMEOUT_S", 1)
     before = set(os.listdir("/dev/shm"))
@@ -343,13 +336,11 @@ def _validate(config: Any) -> None:
 
 
 def test_dapo_settings_reach_verls_reward_manager():
-    from types import SimpleNamespace
-
     from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 
     config = _compose("+rollout_spec_demo=[cpu,dapo]", "data.max_response_length=128")
     manager = get_reward_manager_cls(config.reward.reward_manager.name)(
-        config=config, tokenizer=SimpleNamespace(), compute_score=lambda **_: 0.0
+        config=config, tokenizer=types.SimpleNamespace(), compute_score=lambda **_: 0.0
     )
     assert manager.max_resp_len == 128
     assert manager.overlong_buffer_cfg.len == 64
