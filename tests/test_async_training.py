@@ -17,9 +17,10 @@ import pytest
 from rollout_spec.demo.data import make_data
 from rollout_spec.demo.model import make_model
 from rollout_spec.demo.runner import METRICS_FILE, TRACE_FOLDER
-from rollout_spec.drafting.history import History, group_key, read_file
+from rollout_spec.drafting.history import group_key, read_file
 from rollout_spec.verl.history import FILE
 from tests.test_training import execute
+from tests.text import merged
 
 NUM_STEPS = 3
 NUM_PROMPTS = 2  # of a batch
@@ -209,7 +210,6 @@ def test_a_run_that_resumes_has_the_history_of_its_checkpoint(separate: Run) -> 
 
 def saved(run: Run, step: int) -> dict[str, list[list[int]]]:
     """The responses in a checkpoint, by group."""
-    history = History(HISTORY, 1 << 30)
-    history.merge(read_file(run.folder / f"global_step_{step}" / FILE))
+    history = merged(read_file(run.folder / f"global_step_{step}" / FILE))
     groups = {response.group for response in run.responses}
     return {group: [text.tolist() for text in history.get(group_key(group))] for group in groups}

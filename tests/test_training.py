@@ -16,12 +16,12 @@ import pytest
 from rollout_spec.demo.data import make_data
 from rollout_spec.demo.model import make_model
 from rollout_spec.demo.runner import METRICS_FILE, TRACE_FOLDER, environment
-from rollout_spec.drafting.history import History, group_key, read_file
+from rollout_spec.drafting.history import group_key, read_file
 from rollout_spec.measure.replay import Rollout, read_trace
 from rollout_spec.processes import started
 from rollout_spec.verl.history import FILE
 from tests.engine.conftest import close, new_engine, own_environment, token_ids
-from tests.text import tokens_per_step
+from tests.text import merged, tokens_per_step
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_SAMPLES = 8
@@ -122,8 +122,7 @@ def test_a_checkpoint_has_what_every_engine_served(run: Run) -> None:
 
 def saved(run: Run, step: int) -> list[list[list[int]]]:
     """The responses in a checkpoint, for each group."""
-    history = History(3 * NUM_SAMPLES, 1 << 30)
-    history.merge(read_file(run.folder / f"global_step_{step}" / FILE))
+    history = merged(read_file(run.folder / f"global_step_{step}" / FILE))
     groups = sorted({rollout.group for served in run.served for rollout in served})
     assert len(history) == len(groups) == NUM_PROMPTS
     return [[response.tolist() for response in history.get(group_key(group))] for group in groups]

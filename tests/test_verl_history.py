@@ -25,6 +25,7 @@ from rollout_spec.verl.history import (
     save_history,
     share_history,
 )
+from tests.text import merged
 
 PROMPT = prompt_key(np.array([1, 2, 3], np.int32))
 
@@ -104,10 +105,7 @@ def test_the_ranks_of_one_server_share_when_it_is_asked_what_it_has_served() -> 
     [server] = trainer.handles
     ray.get(server.serve.remote([1]))
     share_history(trainer)
-    left = History(8, 1 << 20)
-    for content in ray.get(server.take_history.remote()):
-        left.merge(content)
-    assert len(left) == 0
+    assert len(merged(*ray.get(server.take_history.remote()))) == 0
 
 
 def test_a_checkpoint_has_what_all_served_and_any_number_of_servers_resumes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Text to draft from, without a model."""
+"""Text to draft from, without a model, and what a history keeps of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.history import History
 from rollout_spec.measure.replay import Rollout, replay
 
 
@@ -21,3 +22,11 @@ def tokens_per_step(engines: Iterable[Sequence[Rollout]]) -> float:
     """Of what each engine has served, replayed by a drafter of its own with the default options."""
     results = [replay(lines, SpecConfig()) for lines in engines]
     return sum(r.num_decoded_tokens for r in results) / sum(r.num_steps for r in results)
+
+
+def merged(*contents: bytes) -> History:
+    """What packed histories hold together."""
+    history = History(1000, 1 << 30)
+    for content in contents:
+        history.merge(content)
+    return history

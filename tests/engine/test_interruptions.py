@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from rollout_spec.drafting.history import History, group_key
+from rollout_spec.drafting.history import group_key
 from tests.engine.conftest import proposer_of, token_ids
 from tests.engine.test_coupled import LENGTH, OFF, PROMPTS, generate, params
+from tests.text import merged
 
 PROMPT = PROMPTS[0]
 GROUP = "a prompt"
@@ -23,8 +24,7 @@ def sampled(number: int, max_tokens: int = LENGTH) -> Any:
 
 
 def history_of(packed: bytes) -> list[list[int]]:
-    history = History(1000, 1 << 20)
-    history.merge(packed)
+    history = merged(packed)
     assert len(history) == 1
     return [response.tolist() for response in history.get(group_key(GROUP))]
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.history import History, group_key
+from rollout_spec.drafting.history import group_key
 from rollout_spec.verl.feed import PERIOD_S, Finished
 from rollout_spec.vllm import SCHEDULER
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, engine_settings
 from tests.engine.rollout_server import EXTENSION
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
+from tests.text import merged
 
 LENGTH = 40
 GROUPS = {f"group {i}": prompt for i, prompt in enumerate(PROMPTS[:4])}
@@ -156,8 +157,7 @@ def check_counts(report: Any) -> None:
 
 def nums_kept(content: bytes) -> list[int]:
     """How many responses of each group there are."""
-    history = History(4, 1 << 20)
-    history.merge(content)
+    history = merged(content)
     return [len(history.get(group_key(group))) for group in GROUPS]
 
 

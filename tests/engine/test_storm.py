@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from rollout_spec.drafting.history import History, group_key
+from rollout_spec.drafting.history import group_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.verl import feed
 from tests.engine.conftest import EOS_TOKEN_ID, proposer_of
 from tests.engine.test_life_cycle import PROMPTS
+from tests.text import merged
 
 
 class Storm:
@@ -103,10 +104,8 @@ class Storm:
         taken = [await server.take_history() for server in self.servers]
         for server, others in zip(self.servers, taken[::-1], strict=True):
             await server.add_history(others)
-        for content in itertools.chain.from_iterable(taken):
-            history = History(1000, 1 << 20)
-            history.merge(content)
-            self.shared += [text.tolist() for name in "0123" for text in history.get(group_key(name))]
+        history = merged(*itertools.chain.from_iterable(taken))
+        self.shared += [text.tolist() for name in "0123" for text in history.get(group_key(name))]
 
 
 class Peer:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_spec.drafting.history import History, group_key, prompt_key
+from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from tests.engine.conftest import proposer_of
 from tests.engine.test_life_cycle import PROMPTS
+from tests.text import merged
 
 
 def serve(server: Any) -> None:
@@ -106,8 +107,7 @@ def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
         asyncio.run(server.set_global_steps(0))
         serve(server)  # twice two prompts
         packed = [asyncio.run(server.pack_history())]
-        kept = History(8, 1 << 20)
-        kept.merge(packed[0])
+        kept = merged(*packed)
         assert len(kept) == 2
         for prompt in PROMPTS[:2]:
             responses = kept.get(prompt_key(np.array(prompt, np.int32)))
@@ -132,9 +132,7 @@ def test_a_response_that_was_interrupted_is_remembered_once(make_server: Any) ->
     asyncio.run(server.set_global_steps(1))
     server.engine.num_steps_to_abort = 0
     after = respond(PROMPTS[0] + list(before.token_ids), "second")
-    history = History(3, 1 << 20)
-    history.merge(join(asyncio.run(server.take_history())))
-    [response] = history.get(group_key("one"))
+    [response] = merged(*asyncio.run(server.take_history())).get(group_key("one"))
     assert response.tolist() == list(before.token_ids) + list(after.token_ids)
 
 
@@ -244,15 +242,6 @@ def test_servers_share_whole_texts_and_only_between_two_versions(make_server: An
         return [packed, *taken]
 
     packed, *taken = asyncio.run(step())
-    for content, times in ((packed, 2), (join(taken), 1)):
-        history = History(1000, 1 << 20)
-        history.merge(content)
+    for history, times in ((merged(packed), 2), (merged(*taken), 1)):
         texts = [text for name in "0123" for text in history.get(group_key(name))]
         assert [len(text) for text in texts] == [MAX_TOKENS] * 12 * times
-
-
-def join(contents: list[bytes]) -> bytes:
-    history = History(1000, 1 << 20)
-    for content in contents:
-        history.merge(content)
-    return history.pack()
