@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout_spec.measure.certify_numerics import p_values
 from tests.engine.conftest import VOCAB_SIZE, proposer_of, token_ids
 
 KEY = "rollout_spec_key"  # what a user writes; importing it would import vllm too early
@@ -173,7 +174,7 @@ def test_the_distribution_is_plain_vllms(make_engine: Any) -> None:
     settings = {"temperature": 0.8, "top_k": 12}
     plain = test_sampling.sample(make_engine(max_num_seqs=64), 1, **settings)
     drafting = make_engine({"num_speculative_tokens": 3}, max_num_seqs=64)
-    values = test_sampling.p_values(plain, test_sampling.sample(drafting, 2, **settings))
+    values = p_values(plain, test_sampling.sample(drafting, 2, **settings))
     assert_drafts_were_accepted_and_rejected(drafting)
     assert min(values) > test_sampling.FALSE_ALARM_RATE / len(values), values
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
-from scipy.stats import chi2_contingency
 
+from rollout_spec.measure.certify_numerics import p_values
 from tests.engine.conftest import proposer_of, token_ids
 
 FALSE_ALARM_RATE = 1e-5  # of one comparison
@@ -33,20 +31,6 @@ def sample(llm: Any, seed: int, **settings: Any) -> list[list[int]]:
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **settings)
     inputs = [{"prompt_token_ids": PROMPT}] * NUM_SAMPLES
     return token_ids(llm.generate(inputs, params, use_tqdm=False))
-
-
-def p_values(one: list[list[int]], other: list[list[int]]) -> list[float]:
-    """One chi-square test of homogeneity for each position; rare tokens are pooled."""
-    values = []
-    for position in range(1, NUM_TOKENS):
-        left, right = (Counter(tokens[position] for tokens in run) for run in (one, other))
-        common = [token for token in left | right if left[token] + right[token] >= 20]
-        table = [[run[token] for token in common] for run in (left, right)]
-        table = [[*row, NUM_SAMPLES - sum(row)] for row in table]
-        columns = np.array(table)[:, np.array(table).sum(axis=0) > 0]
-        if columns.shape[1] > 1:
-            values.append(float(chi2_contingency(columns).pvalue))
-    return values
 
 
 @pytest.fixture(scope="module")
