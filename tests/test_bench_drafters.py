@@ -239,15 +239,14 @@ def test_ratios_are_a_table_below_the_figures(results):
 
 
 def test_traces_of_one_name_and_every_price_are_drawn(results, tmp_path, monkeypatch):
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     found = [{"trace": "rollouts-0.jsonl", **result} for result in results]
     equal = [result | {"equal_drafts": "suffix_server"} for result in only(found, method="sam")]
     plot_drafters(found * 2 + equal, tmp_path / "drafters.png")
-    [gains] = pyplot.gcf().axes
-    monkeypatch.undo()
-    pyplot.close("all")
+    [gains] = drawn[0].axes
     assert len(gains.lines) == 6  # methods with and without history; prices are points
     assert [len(line.get_xdata()) for line in gains.lines][1] == 6
     assert gains.get_legend_handles_labels()[1] == ["off", "sam", "oracle"]

@@ -1,4 +1,4 @@
-"""Pictures of what the benches measured."""
+"""Pictures of what the benches measured; without pyplot, so no display and no global state."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
     """What `bench drafters` measured, per trace: tokens per step against draft tokens per step, with a line
     through the prices of a method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     traces = list(dict.fromkeys(result["trace"] for result in results))
     methods = list(dict.fromkeys(result["method"] for result in results))
-    colours = {method: pyplot.get_cmap("tab20")(i) for i, method in enumerate(methods)}
-    figure, axes = pyplot.subplots(len(traces), 1, figsize=(7.2, 4 * len(traces)), squeeze=False)
+    colours = {method: colormaps["tab20"](i) for i, method in enumerate(methods)}
+    figure = Figure(figsize=(7.2, 4 * len(traces)))
+    axes = figure.subplots(len(traces), 1, squeeze=False)
     for trace, axis in zip(traces, axes[:, 0], strict=True):
         _plot_gains(axis, [result for result in results if result["trace"] == trace], colours)
         axis.set_title(trace)
@@ -25,7 +24,6 @@ def plot_drafters(results: list[dict[str, Any]], file: Path) -> None:
     figure.text(0.01, 0.002, "Numbers: K. Squares: with the responses of earlier steps.", fontsize=8)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
-    pyplot.close(figure)
 
 
 def _plot_gains(axis: Any, results: list[dict[str, Any]], colours: dict[str, Any]) -> None:
@@ -49,15 +47,11 @@ def plot_rollouts(timelines: dict[str, dict[str, list]], threshold: int, file: P
         timelines: the columns of a `measure.engine.Timeline` by method, all of one repeat.
         threshold: of running requests, where the tail begins.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     import numpy as np
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(
-        len(timelines), 1, figsize=(10, 1.9 * len(timelines) + 0.6), sharex=True, sharey=True, squeeze=False
-    )
+    figure = Figure(figsize=(10, 1.9 * len(timelines) + 0.6))
+    axes = figure.subplots(len(timelines), 1, sharex=True, sharey=True, squeeze=False)
     for (method, columns), axis in zip(timelines.items(), axes[:, 0], strict=True):
         ends = np.cumsum(columns["seconds"])
         edges = np.concatenate([[0.0], ends])
@@ -75,4 +69,3 @@ def plot_rollouts(timelines: dict[str, dict[str, list]], threshold: int, file: P
     axes[-1, 0].set_xlabel("seconds")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
-    pyplot.close(figure)
