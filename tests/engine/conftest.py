@@ -60,24 +60,27 @@ def collect_unless_vllm_asks(generation: int = 2, *, collect: Callable[[int], in
     return 0 if asks.split(".")[0] == "vllm" else collect(generation)
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Llama of two layers with random weights: for what an engine does, not for what a model says."""
+def make_tiny(name: str, folder: pathlib.Path, **more: Any) -> str:
+    """A model of two layers with random weights: for what an engine does, not for what a model says."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = getattr(transformers, f"{name}Config")(
         vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=4096,
-        bos_token_id=1, eos_token_id=EOS_TOKEN_ID,
+        bos_token_id=1, eos_token_id=EOS_TOKEN_ID, **more,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         model.lm_head.weight.mul_(12)  # a peaked distribution, as a trained model's is
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    model.save_pretrained(path)
-    return str(path)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny("Llama", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")

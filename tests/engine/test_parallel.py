@@ -14,7 +14,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.verl.feed import PERIOD_S, Finished
 from rollout_spec.vllm import SCHEDULER
-from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, engine_settings
+from tests.engine.conftest import engine_settings, make_tiny
 from tests.engine.rollout_server import EXTENSION
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 from tests.text import merged
@@ -36,23 +36,8 @@ def own_process_groups() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A mixture of experts of two layers with random weights."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, moe_intermediate_size=128,
-        num_experts=4, num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=4096, bos_token_id=1,
-        eos_token_id=EOS_TOKEN_ID,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(12)
-    path = tmp_path_factory.mktemp("models") / "experts"
-    model.save_pretrained(path)
-    return str(path)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    return make_tiny("Qwen3Moe", tmp_path_factory.mktemp("models"), **experts)
 
 
 def test_every_data_parallel_rank_is_counted_shared_and_checked(
