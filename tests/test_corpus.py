@@ -25,10 +25,7 @@ from rollout_spec.drafting.corpus import (
 from rollout_spec.drafting.index import SuffixIndex, make_index
 from rollout_spec.drafting.native import InvalidArgument
 from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
-
-
-def int32(*values):
-    return np.array(values, np.int32)
+from tests.text import int32
 
 
 def save(path, texts):

@@ -7,11 +7,7 @@ import pytest
 
 from rollout_spec.drafting.index import SuffixIndex
 from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
-from tests.text import speak
-
-
-def int32(*values):
-    return np.array(values, np.int32)
+from tests.text import int32, speak
 
 
 def decode(index, sequence, text, start, budget=8):

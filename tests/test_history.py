@@ -19,10 +19,7 @@ from rollout_spec.drafting.history import (
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded
 from rollout_spec.measure.replay import Rollout, replay
-
-
-def int32(*values):
-    return np.array(values, np.int32)
+from tests.text import int32
 
 
 def texts(history, key):

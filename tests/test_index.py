@@ -25,10 +25,7 @@ from rollout_spec.drafting.native import (
 )
 from rollout_spec.drafting.native import lib as native_lib
 from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
-
-
-def int32(*values):
-    return np.array(values, np.int32)
+from tests.text import int32
 
 
 @pytest.fixture

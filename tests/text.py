@@ -11,6 +11,10 @@ from rollout_spec.drafting.history import History
 from rollout_spec.measure.replay import Rollout, replay
 
 
+def int32(*values):
+    return np.array(values, np.int32)
+
+
 def speak(rng, length, num_words=400, alphabet=300):
     """Text with a wording: random words of a fixed vocabulary, so that contexts and matches both occur."""
     words = np.random.default_rng(5).integers(0, alphabet, (num_words, 4))
