@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from rollout_spec.drafting.corpus import (
 from rollout_spec.drafting.index import SuffixIndex, make_index
 from rollout_spec.drafting.native import InvalidArgument
 from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
+from tests.test_replay import write_trace
 from tests.text import int32
 
 
@@ -262,21 +262,13 @@ def test_processes_share_the_pages(tmp_path):
     assert num_kib > 3000
 
 
-def write_trace(path, *lines):
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "wt", encoding="utf-8") as file:
-        for responses in lines:
-            file.write(json.dumps({"group": "g", "prompt_token_ids": [1, 2], "responses": responses}) + "\n")
-    return path
-
-
 def command(*arguments):
     return main([str(argument) for argument in arguments])
 
 
 def test_build_takes_the_responses_of_traces(tmp_path, capsys):
-    first = write_trace(tmp_path / "a.jsonl", [[5, 6, 7, 8], [5, 6]], [[9]])
-    second = write_trace(tmp_path / "b.jsonl.gz", [[7, 8, 3]])
+    first = write_trace(tmp_path / "a.jsonl", ([1], [[5, 6, 7, 8], [5, 6]]), ([1], [[9]]))
+    second = write_trace(tmp_path / "b.jsonl.gz", ([1], [[7, 8, 3]]))
     output = tmp_path / "corpus.sam"
     assert command("corpus", "build", first, second, "-o", output, "--json") == 0
     values = json.loads(capsys.readouterr().out)
@@ -301,8 +293,8 @@ def test_build_takes_the_responses_of_traces(tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_built_is_one_line_and_leaves_nothing(tmp_path, capsys, file, output, message):
-    write_trace(tmp_path / "good.jsonl", [[1, 2]])
-    write_trace(tmp_path / "empty.jsonl", [[]])
+    write_trace(tmp_path / "good.jsonl", ([1], [[1, 2]]))
+    write_trace(tmp_path / "empty.jsonl", ([1], [[]]))
     (tmp_path / "notes.txt").write_text("plain text\n")
     before = set(tmp_path.iterdir())
     assert command("corpus", "build", tmp_path / file, "-o", tmp_path / output) == 2
@@ -314,7 +306,7 @@ def test_what_cannot_be_built_is_one_line_and_leaves_nothing(tmp_path, capsys, f
 
 def test_replay_takes_a_corpus(tmp_path, capsys):
     text = list(range(10, 60))
-    trace = write_trace(tmp_path / "trace.jsonl", [text])
+    trace = write_trace(tmp_path / "trace.jsonl", ([1], [text]))
     assert command("corpus", "build", trace, "-o", tmp_path / "corpus.sam") == 0
     found = []
     for options in ((), ("--corpus", tmp_path / "corpus.sam")):
@@ -328,7 +320,7 @@ def test_replay_takes_a_corpus(tmp_path, capsys):
 
 def test_replay_refuses_a_damaged_corpus(path, tmp_path, capsys):
     damage(path, "damaged")
-    trace = write_trace(tmp_path / "trace.jsonl", [[1, 2]])
+    trace = write_trace(tmp_path / "trace.jsonl", ([1], [[1, 2]]))
     assert command("replay", trace, "--corpus", path) == 2
     assert capsys.readouterr().err == (
         f"rollout-spec replay: rollout.spec.corpus='{path}': damaged, its checksum does not match\n"
