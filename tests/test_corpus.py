@@ -25,20 +25,12 @@ from rollout_spec.drafting.index import SuffixIndex, make_index
 from rollout_spec.drafting.native import InvalidArgument
 from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 from tests.test_replay import write_trace
-from tests.text import int32
-
-
-def save(path, texts):
-    builder = CorpusBuilder()
-    for text in texts:
-        builder.add(np.array(text, np.int32))
-    builder.save(path)
-    return path
+from tests.text import int32, save_corpus
 
 
 @pytest.fixture
 def path(tmp_path):
-    return save(tmp_path / "corpus.sam", [range(100, 400), [100, 101, 7, 8]])
+    return save_corpus(tmp_path / "corpus.sam", [range(100, 400), [100, 101, 7, 8]])
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +54,7 @@ def test_drafts_equal_the_oracle(folder, corpus, prompt, pieces, min_token_prob,
     options = {"num_speculative_tokens": 5, "min_token_prob": min_token_prob}
     group = GroupOracle(prompt, Options(**options, corpus=CorpusOracle(corpus)))
     slow = SequenceOracle(group, after_prompt, Experience())
-    mapped = open_corpus(save(folder / "corpus.sam", corpus))
+    mapped = open_corpus(save_corpus(folder / "corpus.sam", corpus))
     with SuffixIndex(**options, corpus=mapped) as index:
         group = index.open_group(np.array(prompt, np.int32))
         sequence = int32(index.open_sequence(group, after_prompt=after_prompt))
@@ -125,11 +117,11 @@ def test_numbers_of_a_corpus(path):
 @settings(deadline=None)
 @given(texts=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=6), max_size=6))
 def test_the_largest_token(folder, texts):
-    assert open_corpus(save(folder / "corpus.sam", texts)).largest_token == max(chain([-1], *texts))
+    assert open_corpus(save_corpus(folder / "corpus.sam", texts)).largest_token == max(chain([-1], *texts))
 
 
 def test_an_empty_corpus_drafts_nothing(tmp_path):
-    path = save(tmp_path / "empty.sam", [])
+    path = save_corpus(tmp_path / "empty.sam", [])
     with SuffixIndex(num_speculative_tokens=3, corpus=open_corpus(path)) as index:
         sequence = int32(index.open_sequence(index.open_group(int32())))
         assert index.step(sequence, int32(1, 2)[None], int32(0), int32(2), int32(3)).num_draft_tokens[0] == 0
@@ -139,7 +131,7 @@ def test_an_empty_corpus_drafts_nothing(tmp_path):
 def test_many_followers_are_found(tmp_path):
     """More than a page of transitions at the root, in no order."""
     tokens = np.random.default_rng(0).permutation(50_000).astype(np.int32)
-    path = save(tmp_path / "wide.sam", [tokens])
+    path = save_corpus(tmp_path / "wide.sam", [tokens])
     options = {"num_speculative_tokens": 1, "min_token_prob": 0.0}
     with SuffixIndex(**options, corpus=open_corpus(path)) as index:
         group = index.open_group(int32())
@@ -230,7 +222,7 @@ def test_a_failed_write_leaves_the_older_file(path):
 def test_a_file_that_is_replaced_stays_with_those_that_have_it_open(path):
     corpus = open_corpus(path)
     before = corpus.mapped[:]
-    save(path, [[1, 2, 3]])
+    save_corpus(path, [[1, 2, 3]])
     assert corpus.mapped[:] == before
     assert open_corpus(path).num_tokens == 3
 
@@ -250,7 +242,7 @@ print(*(sum(map(int, re.findall(kind + ": +([0-9]+)", entry))) for kind in ("Rss
 
 
 def test_processes_share_the_pages(tmp_path):
-    path = save(tmp_path / "large.sam", [np.random.default_rng(0).integers(0, 50_000, 100_000)])
+    path = save_corpus(tmp_path / "large.sam", [np.random.default_rng(0).integers(0, 50_000, 100_000)])
     num_kib = path.stat().st_size // 1024
     corpus = open_corpus(path)
     assert sum(corpus.mapped[::4096]) > 0  # this process has them too
@@ -275,7 +267,7 @@ def test_build_takes_the_responses_of_traces(tmp_path, capsys):
     assert values["output"] == str(output)
     assert (values["num_files"], values["num_texts"], values["num_tokens"]) == (2, 4, 10)
     assert values["num_bytes"] == output.stat().st_size == 10 * values["bytes_per_token"]
-    by_hand = save(tmp_path / "hand.sam", [[5, 6, 7, 8], [5, 6], [9], [7, 8, 3]])
+    by_hand = save_corpus(tmp_path / "hand.sam", [[5, 6, 7, 8], [5, 6], [9], [7, 8, 3]])
     assert output.read_bytes() == by_hand.read_bytes()
     assert command("corpus", "build", first, "-o", output) == 0
     assert "bytes per token" in capsys.readouterr().out

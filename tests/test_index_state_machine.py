@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout_spec.drafting.corpus import Corpus, CorpusBuilder, open_corpus
+from rollout_spec.drafting.corpus import Corpus, open_corpus
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
 from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
+from tests.text import save_corpus
 
 NUM_COLUMNS = 160
 EXPERIENCE_BYTES = 110_000  # of an empty index
@@ -35,12 +36,7 @@ def texts(max_size: int) -> st.SearchStrategy[list[int]]:
 
 def build_corpus(given: list[list[int]]) -> Corpus:
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "corpus.sam")
-        builder = CorpusBuilder()
-        for text in given:
-            builder.add(np.array(text, np.int32))
-        builder.save(path)
-        return open_corpus(path)
+        return open_corpus(save_corpus(pathlib.Path(folder, "corpus.sam"), given))
 
 
 class IndexMachine(RuleBasedStateMachine):

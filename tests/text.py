@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.corpus import CorpusBuilder
 from rollout_spec.drafting.history import History
 from rollout_spec.measure.replay import Rollout, replay
 
@@ -20,6 +21,14 @@ def speak(rng, length, num_words=400, alphabet=300):
     words = np.random.default_rng(5).integers(0, alphabet, (num_words, 4))
     chosen = words[np.minimum(rng.zipf(1.3, length), num_words) - 1]
     return chosen.reshape(-1)[:length].astype(np.int32)
+
+
+def save_corpus(path, texts):
+    builder = CorpusBuilder()
+    for text in texts:
+        builder.add(np.array(text, np.int32))
+    builder.save(path)
+    return path
 
 
 def tokens_per_step(engines: Iterable[Sequence[Rollout]]) -> float:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, proposer_of, token_ids
 from tests.engine.test_coupled import BAD_WORDS, assert_drafts_were_accepted_and_rejected, params
+from tests.text import save_corpus
 
 GROUP_KEY = "rollout_spec_group"  # what a user writes; importing it would import vllm too early
 LENGTH = 60
@@ -66,15 +67,9 @@ def test_greedy_equals_plain(make_engine: Any, num_speculative_tokens: int) -> N
 
 
 def test_a_corpus_drafts_and_changes_no_token(make_engine: Any, tmp_path: pathlib.Path) -> None:
-    from rollout_spec.drafting.corpus import CorpusBuilder
-
     plain = generate(make_engine())
-    builder = CorpusBuilder()
-    for text in plain:
-        builder.add(np.array(text, np.int32))
-    builder.save(tmp_path / "corpus.sam")
     num_steps = []
-    for corpus in ("", str(tmp_path / "corpus.sam")):
+    for corpus in ("", str(save_corpus(tmp_path / "corpus.sam", plain))):
         llm = make_engine({"corpus": corpus})
         assert generate(llm) == plain
         num_steps.append(proposer_of(llm).take_counters().num_steps)

@@ -17,12 +17,11 @@ import time
 import urllib.request
 from typing import Any
 
-import numpy as np
 import pytest
 
-from rollout_spec.drafting.corpus import CorpusBuilder
 from rollout_spec.vllm import speculative_config
 from tests.engine.conftest import close
+from tests.text import save_corpus
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/getting-started/vllm.md"
 
@@ -206,11 +205,9 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(
 def test_a_corpus_of_another_tokenizer_is_refused(
     make_engine: Any, no_launch: None, tmp_path: pathlib.Path
 ) -> None:
-    builder = CorpusBuilder()
-    builder.add(np.array([1, 2, 10**6], np.int32))
-    builder.save(tmp_path / "other.sam")
+    corpus = save_corpus(tmp_path / "other.sam", [[1, 2, 10**6]])
     with pytest.raises(ValueError, match=r"other\.sam': has the token 1000000, the model's vocabulary is of"):
-        make_engine(spec(corpus=str(tmp_path / "other.sam")))
+        make_engine(spec(corpus=str(corpus)))
 
 
 def test_two_numbers_of_draft_tokens_are_refused(make_engine: Any) -> None:
