@@ -34,11 +34,13 @@ def tensor(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def sampling(temperature: list[float]) -> types.SimpleNamespace:
+def sampling(temperature: list[float], generators: dict | None = None) -> types.SimpleNamespace:
+    """As far as verification reads vLLM's metadata."""
     values = torch.tensor(temperature)
     return types.SimpleNamespace(
-        temperature=values, all_greedy=bool((values == 0).all()), all_random=bool((values != 0).all())
-    )
+        temperature=values, all_greedy=bool((values == 0).all()), all_random=bool((values != 0).all()),
+        generators=generators or {},
+    )  # fmt: skip
 
 
 # The noise.

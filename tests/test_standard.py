@@ -21,20 +21,11 @@ from scipy.stats import chisquare
 import rollout_spec.verification
 from rollout_spec.verification import blocks, coupled, prefixes, standard
 from tests.test_coupled import Operations, PeakMemory
+from tests.test_coupled import sampling as metadata
 
 FALSE_ALARM_RATE = 1e-6
 NUM_SAMPLES = 60_000
 TARGET = torch.tensor([0.05, 0.3, 0.0, 0.15, 0.02, 0.28, 0.2])
-
-
-def metadata(temperature: list[float], generators: dict | None = None) -> types.SimpleNamespace:
-    values = torch.tensor(temperature)
-    return types.SimpleNamespace(
-        temperature=values,
-        all_greedy=bool((values == 0).all()),
-        all_random=bool((values != 0).all()),
-        generators=generators or {},
-    )
 
 
 def run(
