@@ -45,8 +45,9 @@ def check(config: Any) -> None:
     """All that verl and we check before anything is launched."""
     check_config(config)
     validate_config(config, need_reference_policy(config), need_critic(config))
-    for section in ("actor_rollout_ref.rollout", "algorithm"):
+    for section in ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"):
         omega_conf_to_dataclass(OmegaConf.select(config, section))
+    OmegaConf.to_container(config, resolve=True)
     sampler = config.trainer.v1.sampler.custom_sampler
     if sampler.path:
         assert issubclass(load_extern_type(sampler.path, sampler.name), replay_buffer.ReplayBuffer)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,12 @@ import torch
 
 from rollout_spec import patches
 from rollout_spec.config import SpecConfig
+from rollout_spec.verl.options import check_config
 from rollout_spec.verl_cpu import patches as verl_cpu_patches
 from rollout_spec.verl_cpu import plugin as verl_cpu
+from tests.test_recipes import check
+from tests.test_recipes import composed as composed_recipe
+from tests.test_verl_options import composed
 
 # Importing verl runs the plugin, as in every process of a run.
 _REPORT = """
@@ -268,19 +271,11 @@ def test_a_dead_receiver_fails_the_sender(transfer, monkeypatch):
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("verl_")]
 
 
-def _compose(*overrides: str) -> Any:
-    import verl  # noqa: F401
-    from hydra import compose, initialize_config_module
-
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=list(overrides))
-
-
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
 @pytest.mark.parametrize("spec", ["off", "sam"])
 def test_a_demo_configuration_passes_verls_own_checks(name, spec):
-    config = _compose(f"+rollout_spec_demo=[cpu,{name}]", f"+rollout.spec={spec}")
-    _validate(config)
+    config = composed(f"+rollout_spec_demo=[cpu,{name}]", f"+rollout.spec={spec}")
+    check(config)
     assert config.trainer.device == "cpu"
     assert config.ray_kwargs.ray_init.num_gpus > config.trainer.n_gpus_per_node, "one to roll out"
     assert config.actor_rollout_ref.rollout.n == 8
@@ -293,13 +288,13 @@ def test_the_quick_demo_leaves_room_before_the_overlong_penalty(name):
 
     from rollout_spec.cli.demo import QUICK_OVERRIDES, QUICK_RECIPE_OVERRIDES
 
-    config = _compose(
+    config = composed(
         f"+rollout_spec_demo=[cpu,{name}]",
         "+rollout.spec=sam",
         *QUICK_OVERRIDES,
         *QUICK_RECIPE_OVERRIDES[name],
     )
-    _validate(config)
+    check(config)
     penalty = OmegaConf.select(config, "reward.reward_kwargs.overlong_buffer_cfg")
     assert (penalty is not None) is (name == "dapo")
     assert penalty is None or penalty.len < config.data.max_response_length / 2
@@ -307,38 +302,17 @@ def test_the_quick_demo_leaves_room_before_the_overlong_penalty(name):
 
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
 def test_a_recipe_is_the_demo_configuration_and_the_drafter(name):
-    import verl  # noqa: F401
-    from hydra import compose, initialize_config_dir
-
-    from rollout_spec.verl.options import check_config
-
-    folder = Path(__file__).parents[1] / "recipes" / name
-    with initialize_config_dir(str(folder), version_base=None):
-        recipe = compose(name)
-        plain = compose(name, overrides=["rollout.spec=off"])
-    _validate(recipe)
+    recipe = composed_recipe(name, name)
+    check(recipe)
     assert check_config(recipe) == SpecConfig()
-    assert recipe == _compose(f"+rollout_spec_demo=[cpu,{name}]", "+rollout.spec=sam")
-    assert plain.rollout.spec.method == "off"
-
-
-def _validate(config: Any) -> None:
-    """What the trainer does with its configuration before it starts anything."""
-    from omegaconf import OmegaConf
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import omega_conf_to_dataclass, validate_config
-
-    validate_config(config, need_reference_policy(config), need_critic(config))
-    for part in ("actor", "rollout"):
-        omega_conf_to_dataclass(config.actor_rollout_ref[part])
-    omega_conf_to_dataclass(config.algorithm)
-    OmegaConf.to_container(config, resolve=True)
+    assert recipe == composed(f"+rollout_spec_demo=[cpu,{name}]", "+rollout.spec=sam")
+    assert composed_recipe(name, name, "rollout.spec=off").rollout.spec.method == "off"
 
 
 def test_dapo_settings_reach_verls_reward_manager():
     from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 
-    config = _compose("+rollout_spec_demo=[cpu,dapo]", "data.max_response_length=128")
+    config = composed("+rollout_spec_demo=[cpu,dapo]", "data.max_response_length=128")
     manager = get_reward_manager_cls(config.reward.reward_manager.name)(
         config=config, tokenizer=types.SimpleNamespace(), compute_score=lambda **_: 0.0
     )
