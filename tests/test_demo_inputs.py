@@ -113,7 +113,7 @@ def test_weights_add_up():
         ([*([1, 2, 3] * 50), 9], False),  # the loop has ended
         ([9, *([1, 2, 3] * 8), 1, 2], True),  # cut in the middle of a round
         (list(range(32)) * 4, True),
-        (list(range(33)) * 4, False),  # longer than max_period
+        (list(range(33)) * 4, False),  # longer than MAX_PERIOD
         (list(range(32)) * 3, False),  # three rounds, not four
     ],
 )

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 TRACE_FOLDER = "rollouts"
+# Of a loop: its longest n-gram, how many times in a row that stands at the end, and the tokens of all of
+# them, which keep short runs of one token ("----") from counting.
+MAX_PERIOD, MIN_REPEATS, MIN_TOKENS = 32, 4, 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,21 +34,11 @@ def looping_share(run: Path) -> float:
     return sum(found) / len(found) if found else math.nan
 
 
-def is_looping(
-    token_ids: Sequence[int], max_period: int = 32, min_repeats: int = 4, min_tokens: int = 24
-) -> bool:
-    """True when the text ends in one n-gram repeated without a break.
-
-    Args:
-        token_ids: the response.
-        max_period: the longest n-gram looked for.
-        min_repeats: how many times in a row it must stand at the end.
-        min_tokens: and how many tokens the repetitions must cover together, which keeps
-            short runs of one token ("----") from counting.
-    """
+def is_looping(token_ids: Sequence[int]) -> bool:
+    """Whether a response ends in one n-gram repeated without a break."""
     num_tokens = len(token_ids)
-    for period in range(1, max_period + 1):
-        covered = max(period * min_repeats, min_tokens)
+    for period in range(1, MAX_PERIOD + 1):
+        covered = max(period * MIN_REPEATS, MIN_TOKENS)
         if covered > num_tokens:
             continue
         if all(token_ids[-i] == token_ids[-i - period] for i in range(1, covered - period + 1)):
