@@ -116,18 +116,16 @@ class Engine:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM as on a GPU: pinned memory, and torch's operations where it has Triton's or compiled kernels."""
+    """vLLM as on a GPU: pinned memory, and torch's operations where it has Triton's kernels."""
     from vllm.utils import torch_utils
-    from vllm.v1.sample import rejection_sampler, sampler
-    from vllm.v1.sample.ops import logprobs, topk_topp_sampler
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
 
     import rollout_spec.vllm.sampler_v2  # noqa: F401 (whose imports copy what is replaced here)
 
-    uncompiled = logprobs.batched_count_greater_than._torchdynamo_orig_callable
     platform = types.SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
     monkeypatch.setattr(topk_topp_sampler, "current_platform", platform)
     monkeypatch.setattr(torch_utils, "PIN_MEMORY", True)
-    monkeypatch.setattr(sampler, "batched_count_greater_than", uncompiled)
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", standard.expand_batch_to_tokens)
     # What the hooks put there goes again.
     monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.rejection_sample)
