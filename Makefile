@@ -59,7 +59,7 @@ SUFFIX := $(VENV)/.suffix-$(ENGINE)
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
 SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
 
-.PHONY: help demo test test-fast test-long check format asan bench docs dev lock lock-check cuda-imports clean
+.PHONY: help demo test test-fast test-long check format asan bench docs dev packages lock lock-check cuda-imports clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -103,6 +103,8 @@ docs: $(VENV)/docs/.installed ## build the documentation into build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs --quiet build --strict
 
 dev: $(BUILT) ## set up .venv
+
+packages: $(INSTALLED)
 
 $(BUILT): $(INSTALLED) $(SOURCES)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
