@@ -29,12 +29,12 @@ from rollout_spec.measure.replay import Rollout, read_trace
 from rollout_spec.measure.simulate import (
     Engine,
     Load,
-    StepTimes,
     assign,
     requests_of,
     rollout,
     rollouts_of,
 )
+from rollout_spec.measure.step_times import StepTimes
 from rollout_spec.metrics import EngineCounters
 
 _Floats = npt.NDArray[np.float64]

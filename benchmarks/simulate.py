@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.measure.replay import read_trace
-from rollout_spec.measure.simulate import Cluster, StepTimes, simulate
+from rollout_spec.measure.simulate import Cluster, simulate
+from rollout_spec.measure.step_times import StepTimes
 from rollout_spec.measure.timeline import Timeline, step_times
 
 WANTED = 0.15  # of what was measured

@@ -16,8 +16,6 @@ from rollout_spec.measure.simulate import (
     FEED_S,
     Cluster,
     Engine,
-    StepTimes,
-    StepTimesError,
     assign,
     comes_back,
     copied,
@@ -26,6 +24,7 @@ from rollout_spec.measure.simulate import (
     rollouts_of,
     simulate,
 )
+from rollout_spec.measure.step_times import StepTimes, StepTimesError
 from rollout_spec.verl.feed import PERIOD_S
 from tests.text import speak
 

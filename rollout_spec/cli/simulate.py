@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
 def _times(args: argparse.Namespace, longest: int) -> Any:
     """The step times; `longest`: tokens of the longest response."""
     from rollout_spec.measure.roofline import DEVICES, Model, Roofline
-    from rollout_spec.measure.simulate import StepTimes
+    from rollout_spec.measure.step_times import StepTimes
 
     if args.step_times is not None:
         given = [name for name in OF_ROOFLINE if getattr(args, name)]

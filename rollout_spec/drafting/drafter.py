@@ -263,8 +263,7 @@ class Drafter:
         """Draft from what other engines have generated with the weights of now, until `clear`.
 
         Args:
-            responses: each with its group, which `open` names; int32 [n], what comes behind the group's
-                prompt.
+            responses: each with its group, which `open` names; int32 [n], a response or a turn of one.
         """
         for group, response in responses:
             self._groups.add_sibling(group, response)

@@ -46,7 +46,8 @@ def thresholds(job: Mapping[str, Any]) -> dict[str, Any]:
         job: trace (a file), step_times (rows of `timeline.step_times`), max_num_seqs.
     """
     from rollout_spec.measure.replay import read_trace
-    from rollout_spec.measure.simulate import Cluster, StepTimes, simulate
+    from rollout_spec.measure.simulate import Cluster, simulate
+    from rollout_spec.measure.step_times import StepTimes
 
     lines = list(read_trace(Path(job["trace"])))
     curves = (

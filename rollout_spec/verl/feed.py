@@ -95,9 +95,8 @@ class Feed:
         self._outbox, self._inbox = Mailbox(self._send), Mailbox(take)
         self._peers: list[Any] = []
         self._sending: dict[Any, asyncio.Task[None]] = {}  # to each peer, last
-        self._groups = Counter[
-            str | None
-        ]()  # requests in flight; of 0 there were some with the weights of now
+        # Requests in flight of each; where there are 0, there were some with the weights of now.
+        self._groups = Counter[str | None]()
 
     def connect(self, peers: Sequence[Any]) -> None:
         """Send to these servers from now on, by their Ray handles."""

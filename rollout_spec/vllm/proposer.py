@@ -194,7 +194,7 @@ class SuffixProposer:
         """Draft from responses of other engines until the weights change.
 
         Args:
-            responses: the group's name, and the int32 tokens behind the group's prompt.
+            responses: the group's name, and the int32 tokens of a response or of a turn of one.
         """
         if self._drafter is None:
             return
