@@ -121,9 +121,7 @@ def seconds_of(
         if rank.drafter is not None and make_gate is not None:
             rank.drafter._gate = make_gate(board, rank.rank)
     return sum(
-        rollout(
-            [ranks], [assign(requests_of(lines_of_step, None), args.ranks, args.by_group)], has_feed=False
-        )
+        rollout([ranks], [assign(requests_of(lines_of_step, None), args.ranks, args.by_group)])
         for lines_of_step in rollouts_of(lines)
     )
 

@@ -76,11 +76,6 @@ METRICS = (
         "Above 0: the index is full. Raise `max_index_mb`.",
     ),
     Metric(
-        "num_sibling_tokens",
-        "Tokens that siblings on other engines had generated, sent here while the step ran.",
-        "0 with several engines: each prompt has one engine, or responses end together.",
-    ),
-    Metric(
         "share_on",
         "Share of the engine's steps with drafting on.",
         "Low in the tail of a rollout: look at the `share_off_*` metrics.",
@@ -156,7 +151,6 @@ class EngineCounters(_Counters):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # as the proposer sees it, bonus tokens excluded
     num_untracked_rows: int = 0  # decoding rows without a place in the index
-    num_sibling_tokens: int = 0  # of siblings' responses that other engines have sent
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
     sum_min_token_prob: float = 0.0  # the least survival that is drafted, over the steps with drafting on
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
@@ -245,7 +239,6 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
             "num_accepted_tokens": total.num_accepted_tokens,
             "num_failed_steps": engine.num_failed_steps,
             "num_untracked_rows": engine.num_untracked_rows,
-            "num_sibling_tokens": engine.num_sibling_tokens,
         }
         values |= _ratio("tokens_per_step", total.num_decoded_tokens, total.num_decode_steps)
         values |= _ratio("acceptance_rate", total.num_accepted_tokens, total.num_draft_tokens)

@@ -157,10 +157,6 @@ def test_samples_are_interrupted_and_go_on(run: Run) -> None:
     assert run.total("num_interrupted") > 0
 
 
-def test_an_engine_gets_what_the_other_has_finished(colocated: Run) -> None:
-    assert colocated.total("num_sibling_tokens") > 0
-
-
 def test_the_trainer_trains_on_samples_of_two_versions(colocated: Run) -> None:
     spans = [metrics["training/off_policy/trajectory_spans/max"] for metrics in colocated.metrics.values()]
     assert max(spans) > 1

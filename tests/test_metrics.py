@@ -14,8 +14,8 @@ from rollout_spec.metrics import (
 def test_the_metrics_of_two_servers_by_hand() -> None:
     one = RolloutReport(
         engine=EngineCounters(num_steps=10, num_steps_on=4, num_draft_tokens=20, draft_seconds=0.02,
-                              num_sibling_tokens=7, sum_min_token_prob=1.7, num_steps_off_cost=4,
-                              num_steps_off_probe=2, num_guard_stops=1, gate_seconds=2.0,
+                              sum_min_token_prob=1.7, num_steps_off_cost=4, num_steps_off_probe=2,
+                              num_guard_stops=1, gate_seconds=2.0,
                               gate_plain_seconds=3.0, gate_expected_seconds=1.0,
                               gate_expected_plain_seconds=1.25),
         requests=[
@@ -46,7 +46,6 @@ def test_the_metrics_of_two_servers_by_hand() -> None:
             "rollout/spec_num_accepted_tokens": 10,
             "rollout/spec_num_failed_steps": 1,
             "rollout/spec_num_untracked_rows": 0,
-            "rollout/spec_num_sibling_tokens": 7,
             "rollout/spec_tokens_per_step": (32 - 2) / 20,
             "rollout/spec_acceptance_rate": 0.5,
             "rollout/spec_share_on": 34 / 40,

@@ -13,7 +13,6 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate import PROBE_EVERY, AutoGate
 from rollout_spec.measure.replay import Rollout, read_trace
 from rollout_spec.measure.simulate import (
-    FEED_S,
     Cluster,
     Engine,
     assign,
@@ -25,7 +24,6 @@ from rollout_spec.measure.simulate import (
     simulate,
 )
 from rollout_spec.measure.step_times import StepTimes, StepTimesError
-from rollout_spec.verl.feed import PERIOD_S
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
@@ -252,22 +250,6 @@ def test_the_lines_of_a_step_are_one_rollout():
     on = SpecConfig(batch_threshold="auto")
     apart = [simulate(lines[i : i + 2], Cluster(1, 64, None), on, FLAT, 8)["makespan_s"] for i in (0, 2)]
     assert simulate(lines, Cluster(1, 64, None), on, FLAT, 8)["makespan_s"] < sum(apart)
-
-
-def test_an_engine_drafts_from_what_another_has_finished():
-    """Each serves two responses, one after the other; its second is what the other's first was."""
-    [one] = noise(num_groups=1, group_size=2, length=600)
-    first, second = one.responses
-    lines = [dataclasses.replace(one, responses=[first, second, second, first])]
-    config = SpecConfig(batch_threshold=64, history=0)
-    told, untold = (
-        simulate(lines, Cluster(2, 1, None, has_feed=has_feed), config, FLAT, 8) for has_feed in (True, False)
-    )
-    assert told["makespan_s"] < 0.8 * untold["makespan_s"]
-
-
-def test_responses_reach_other_engines_as_late_as_with_verl():
-    assert FEED_S == 2 * PERIOD_S
 
 
 def test_replicas_share_their_history():

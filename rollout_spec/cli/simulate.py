@@ -101,11 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--routing", choices=("default", "group"), default="default", help="group: siblings to one engine"
     )
     cluster.add_argument(
-        "--no-feed",
-        action="store_true",
-        help="engines do not send one another what they finish while a step runs",
-    )
-    cluster.add_argument(
         "--interrupt-every",
         type=positive,
         metavar="N",
@@ -160,7 +155,6 @@ def run(args: argparse.Namespace) -> int:
             num_ranks=args.dp or 1,
             kv_tokens=getattr(times, "kv_tokens", math.inf),
             interrupt_every=args.interrupt_every,
-            has_feed=not args.no_feed,
         )
         for combination in itertools.product(args.replicas, args.max_num_seqs, args.group_size or [None])
     ]

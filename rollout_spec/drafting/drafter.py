@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from itertools import compress
 
@@ -258,16 +258,6 @@ class Drafter:
         """The counts since the last call."""
         taken, self.counters = self.counters, EngineCounters()
         return taken
-
-    def add_siblings(self, responses: Iterable[tuple[Hashable, Int32Array]]) -> None:
-        """Draft from what other engines have generated with the weights of now, until `clear`.
-
-        Args:
-            responses: each with its group, which `open` names; int32 [n], a response or a turn of one.
-        """
-        for group, response in responses:
-            self._groups.add_sibling(group, response)
-            self.counters.num_sibling_tokens += len(response)
 
     def clear(self, aborted: Collection[str] = ()) -> None:
         """The target's weights have changed: forget every request and group, but for the history.

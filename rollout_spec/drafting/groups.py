@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from rollout_spec.drafting.backlog import Backlog
-from rollout_spec.drafting.history import History, Responses, group_key, prompt_key
+from rollout_spec.drafting.history import History, group_key, prompt_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
 
@@ -26,10 +26,6 @@ _BACKLOG_TOKENS = 256
 _BACKLOG_TOKENS_PER_ROW = 16
 _BACKLOG_SHARE = 0.875  # of the byte budget: beyond it no group gets more than what is generated here
 _BYTES_PER_TOKEN = 64  # about, of the index
-
-# Responses of siblings elsewhere, for the groups that open later: so many each, in this share of the budget.
-_MAX_SIBLINGS = 64
-_SIBLINGS_SHARE = 0.125
 
 _T = TypeVar("_T")
 _Key = tuple[str, Hashable]  # what identifies a group, and its value
@@ -58,7 +54,6 @@ class Groups:
     def __init__(self, index: SuffixIndex, history: History) -> None:
         self._index = index
         self._history = history
-        self._siblings = self._no_siblings()
         self._backlog = Backlog(index)
         self._groups: dict[_Key, _Group] = {}
         # The groups without live requests, which may be evicted; the one that has been idle longest first.
@@ -102,26 +97,15 @@ class Groups:
         if self._history.num_responses and member.after_prompt:
             self._history.add(self._groups[member.key].history_key, self._index.text(member.sequence))
 
-    def add_sibling(self, group: Hashable, response: Int32Array) -> None:
-        """Index a response of another engine behind the prompt of its group, now or when the group opens."""
-        self._siblings.add(group_key(group), response)
-        opened = self._groups.get(("group", group))
-        if opened is not None:
-            self._index_later(opened, [response])
-
-    def _no_siblings(self) -> Responses:
-        return Responses(_MAX_SIBLINGS, int(_SIBLINGS_SHARE * self._index.max_bytes))
-
     def clear(self) -> None:
         """Close every group and sequence."""
         self._index.clear()
-        self._siblings = self._no_siblings()
         self._backlog.clear()
         self._groups.clear()
         self._idle.clear()
 
     def index_backlog(self, num_rows: int) -> None:
-        """Index what one step may of the responses that wait: of the history, and of siblings elsewhere."""
+        """Index what one step may of the responses of the history that wait."""
         with contextlib.suppress(BudgetExceeded, OutOfMemory):
             self._backlog.index(_BACKLOG_TOKENS + num_rows * _BACKLOG_TOKENS_PER_ROW)
 
@@ -148,7 +132,7 @@ class Groups:
         history_key = group_key(name) if kind == "group" else prompt_key(prompt)
         self._groups[key] = group = _Group(handle, prompt.copy(), history_key)
         self._idle[key] = None
-        self._index_later(group, self._history.get(history_key) + self._siblings.get(history_key))
+        self._index_later(group, self._history.get(history_key))
         return group
 
     def _index_later(self, group: _Group, responses: Sequence[Int32Array]) -> None:

@@ -25,9 +25,6 @@ from rollout_spec.drafting.native import Int32Array
 from rollout_spec.measure.replay import Rollout
 from rollout_spec.measure.step_times import Times
 
-# Until a finished response has reached the other engines of its prompt: twice `verl.feed.PERIOD_S`.
-FEED_S = 1.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -146,8 +143,6 @@ class Engine:
         self._drafts: list[list[int]] = []
         self._prefilled: set[str] = set()
         self._num_interrupted_tokens = 0  # which the next step prefills again
-        self.finished: list[Request] = []  # since the list was emptied
-        self._inbox: list[tuple[float, Request]] = []  # of other engines, with the time of arrival
         self._begin = 0.0
 
     @property
@@ -168,22 +163,15 @@ class Engine:
         """Of this rollout."""
         return self.total.seconds - self._begin
 
-    def send(self, at_s: float, request: Request) -> None:
-        """At this time of the rollout a response of another engine arrives."""
-        self._inbox.append((at_s, request))
-
     def enqueue(self, requests: Sequence[Request]) -> None:
         """The requests of a rollout, while none is left of the one before."""
         self._queue.extend((request, 0) for request in requests)
-        self._groups = {request.group for request in requests}
         num_rows = min(self._max_num_seqs, len(requests))
         longest = max((len(r.prompt_token_ids) + len(r.response) for r in requests), default=0)
         self._token_ids = np.zeros((num_rows, longest), np.int32)
         self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         self._prefilled.clear()
         self._begin = self.total.seconds
-        self._inbox.clear()
-        self.finished.clear()
 
     def step(self) -> int:
         """One engine step; returns the tokens it gave."""
@@ -193,7 +181,6 @@ class Engine:
         """A weight sync of an asynchronous trainer: what runs is aborted, and goes on behind its own text."""
         self._num_interrupted_tokens = self._num_context
         self._prefilled.clear()
-        self._inbox.clear()  # of an older policy
         self._drafts = [[] for _ in self._running]
         if self.drafter is None:
             return
@@ -203,20 +190,10 @@ class Engine:
             self.drafter.open(request.name, text, int(self._ends[row]), request.group, num_group_tokens)
 
     def begin_step(self) -> Load:
-        self._take_in()
         num_tokens, self._num_interrupted_tokens = self._num_interrupted_tokens, 0
         num_tokens += 0 if self._preempt() else self._admit()
         num_tokens += self._num_verified
         return Load(num_tokens, self._num_context, any(self._drafts))
-
-    def _take_in(self) -> None:
-        """What has arrived of the groups that are served here."""
-        now = self.elapsed_s
-        arrived = [request for at_s, request in self._inbox if at_s <= now]
-        self._inbox = [(at_s, request) for at_s, request in self._inbox if at_s > now]
-        if self.drafter is not None:
-            wanted = (request for request in arrived if request.group in self._groups)
-            self.drafter.add_siblings((request.group, request.response) for request in wanted)
 
     def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
         """The step that began took this long, of all `ranks`; returns the tokens it gave."""
@@ -302,8 +279,6 @@ class Engine:
     def _remove(self, row: int, *, has_ended: bool = True) -> None:
         """Take a request out of the batch; the last row takes its place, as in an engine's."""
         last = len(self._running) - 1
-        if has_ended:
-            self.finished.append(self._running[row])
         del self._admitted[self._running[row].name]
         if self.drafter is not None:
             self.drafter.close(self._running[row].name, remember=has_ended)
@@ -333,7 +308,6 @@ def rollout(
     parts: Sequence[Sequence[Sequence[Request]]],
     on_tokens: Callable[[int], None] | None = None,
     interrupt_every: int | None = None,
-    has_feed: bool = True,
 ) -> float:
     """Serve the requests of one training step; returns the seconds until the slowest replica has.
 
@@ -342,7 +316,6 @@ def rollout(
         parts: the requests of each rank.
         on_tokens: called with the tokens of each step.
         interrupt_every: steps from one weight sync to the next within the rollout.
-        has_feed: a finished response reaches all other engines, FEED_S later.
     """
     engines = [rank for ranks in replicas for rank in ranks]
     for rank, part in zip(engines, itertools.chain.from_iterable(parts), strict=True):
@@ -360,11 +333,6 @@ def rollout(
         num_gained = step_together(ranks)
         if on_tokens is not None:
             on_tokens(num_gained)
-        for rank in ranks:
-            finished, rank.finished = rank.finished, []
-            for other, request in itertools.product(engines if has_feed else [], finished):
-                if other is not rank:
-                    other.send(rank.elapsed_s + FEED_S, request)
         heapq.heappush(turns, (ranks[0].elapsed_s, i, num_steps + 1))
     for rank in engines:
         if rank.drafter is not None:
@@ -381,7 +349,6 @@ class Cluster:
     num_ranks: int = 1  # data-parallel ones of a replica
     kv_tokens: float = math.inf  # of a rank
     interrupt_every: int | None = None  # engine steps from one weight sync to the next within a rollout
-    has_feed: bool = True  # engines send one another what they have finished
 
 
 def simulate(
@@ -417,7 +384,7 @@ def simulate(
             assign(requests_of(lines_of_step, cluster.group_size), len(engines), cluster.by_group)
         )
         parts = [list(itertools.islice(of_engines, cluster.num_ranks)) for _ in replicas]
-        makespan += rollout(replicas, parts, on_tokens, cluster.interrupt_every, cluster.has_feed)
+        makespan += rollout(replicas, parts, on_tokens, cluster.interrupt_every)
         if config.history:
             _share_history([engine.drafter.history for engine in engines if engine.drafter is not None])
     totals = {

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 from rollout_spec.patches import Patch, replace_function
-from rollout_spec.verl.feed import connect_servers
 from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
 from rollout_spec.verl.metrics import end_validation, step_metrics, take_reports
 
@@ -30,7 +29,6 @@ def install() -> None:
         result = compute(self, batch, metrics, *args, **kwargs)
         metrics.update(step_metrics(take_reports(self)))
         share_history(self)
-        connect_servers(self)  # again those that a call has failed to reach
         return result
 
     @functools.wraps(validate)
@@ -50,7 +48,6 @@ def install() -> None:
     def fit_with_history(self: Any, *args: Any, **kwargs: Any) -> None:
         load_history(self)  # not with the checkpoint: engines of their own are there only now
         share_history(self)  # nothing yet, but the servers know from now on that they have to
-        connect_servers(self)
         fit(self, *args, **kwargs)
 
     signature = "(self, batch: transfer_queue.metadata.KVBatchMeta, metrics, timing_raw, global_steps, epoch)"

@@ -20,7 +20,6 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
-from rollout_spec.verl.feed import Feed, Finished
 from rollout_spec.verl.homes import Homes
 from rollout_spec.verl.hydra_plugin import config_file
 from rollout_spec.verl.ranks import RankedEngine
@@ -74,7 +73,6 @@ class SpecHttpServer(vLLMHttpServer):
         assert spec is not None, "SpecReplica starts this server only where rollout.spec is used"
         self._spec = spec
         self._windows = Windows()
-        self._feed = Feed(self._add_siblings)
         self._decoded_cores = set[int]()  # engine cores, since their drafters' counters were taken
         self._defect: str | None = None  # of an engine core's drafter
         self._num_unnamed = 0
@@ -100,8 +98,7 @@ class SpecHttpServer(vLLMHttpServer):
             extra_args[UNCOUNTED_KEY] = True
         if extra_args:
             sampling_params = {**sampling_params, "extra_args": extra_args}
-        group = _fed_group(extra_args) if self._spec.enabled and is_training else None
-        with self._windows.request(is_training) as request, self._feed.serving(group):
+        with self._windows.request(is_training) as request:
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         counters, core = _take_counters(output)
         if counters is not None and counters.num_decode_steps:
@@ -110,9 +107,6 @@ class SpecHttpServer(vLLMHttpServer):
         is_aborted = output.stop_reason == "aborted"
         if self._spec.enabled:
             (self._aborted_ids if is_aborted else self._finished_ids).append(request_id)
-        if group is not None and not is_aborted:
-            turn = [*prompt_ids[extra_args[TURN_TOKENS_KEY] :], *output.token_ids]
-            self._feed.finish(self.global_steps, group, turn, core)
         if self._trace is not None and not is_aborted:
             self._trace.add(prompt_ids, output.token_ids, extra_args)
         return output
@@ -149,7 +143,6 @@ class SpecHttpServer(vLLMHttpServer):
         if self.node_rank == 0:
             await self._end_window()
         await super().set_global_steps(global_steps)
-        self._feed.end_step()
         if self._spec.enabled and self.node_rank == 0:
             aborted, _ = self._take_ended()
             await self._call("end_step", aborted)
@@ -224,23 +217,6 @@ class SpecHttpServer(vLLMHttpServer):
         packed = await self._call("pack_history", *self._take_ended())
         return next(iter(_kept(packed)), None)  # all engine cores have the same
 
-    async def connect(self, peers: Sequence[Any]) -> None:
-        """Send what is finished here to these servers while a step runs."""
-        self._feed.connect(peers)
-
-    async def receive_siblings(self, version: int | None, responses: Sequence[Finished]) -> None:
-        """Draft soon from what a peer has finished with the weights of now, of the groups served here."""
-        if version == self.global_steps:
-            self._feed.receive(version, responses)
-
-    async def _add_siblings(self, version: int | None, responses: Sequence[Finished]) -> None:
-        """To each engine core, but for what it has served itself."""
-        if version != self.global_steps:
-            return
-        places = map(self._feed.place, range(len(EngineCores(self.engine))))
-        others = [[each[:2] for each in responses if each.place != place] for place in places]
-        await self._call_each("add_siblings", [(texts,) for texts in others])
-
     async def _exchange(self) -> None:
         """Hand on what every engine core has served: to the others at once, to other servers when asked."""
         taken = await self._call("take_history", *self._take_ended())
@@ -293,12 +269,6 @@ def ranked(engine: Any, spec: SpecConfig) -> Any:
         return engine
     router = OmegaConf.load(config_file("rollout_spec_router/group.yaml"))
     return RankedEngine(engine, num_ranks, Homes(router.max_imbalance))
-
-
-def _fed_group(extra_args: Mapping[str, Any]) -> str | None:
-    """The group, as our agent loop names it; a request of another kind has no siblings on other servers."""
-    group, num_before = extra_args.get(GROUP_KEY), extra_args.get(TURN_TOKENS_KEY)
-    return group if isinstance(group, str) and type(num_before) is int and num_before >= 0 else None
 
 
 def _kept(contents: Sequence[Any]) -> list[Any]:

@@ -190,19 +190,6 @@ class SuffixProposer:
             except (HistoryError, MemoryError) as error:
                 logger.warning("rollout_spec: training goes on without a part of the history: %r", error)
 
-    def add_siblings(self, responses: Sequence[tuple[str, bytes]]) -> None:
-        """Draft from responses of other engines until the weights change.
-
-        Args:
-            responses: the group's name, and the int32 tokens of a response or of a turn of one.
-        """
-        if self._drafter is None:
-            return
-        try:
-            self._drafter.add_siblings((group, np.frombuffer(text, np.int32)) for group, text in responses)
-        except MemoryError as error:
-            logger.warning("rollout_spec: drafting goes on without some siblings' responses: %r", error)
-
     def _close_ended(
         self, drafter: Drafter, aborted: Collection[str], finished: Collection[str] | None
     ) -> None:

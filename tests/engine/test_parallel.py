@@ -7,12 +7,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
-from rollout_spec.verl.feed import PERIOD_S, Finished
 from rollout_spec.vllm import SCHEDULER
 from tests.engine.conftest import engine_settings, make_tiny
 from tests.engine.rollout_server import EXTENSION
@@ -86,8 +84,6 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
         of_cores = [nums_kept(content) for content in await server.take_history()]
         assert [sorted(nums) for nums in of_cores if any(nums)] == [[0, 0, 2, 2]] * 2
 
-        await check_siblings(server)
-
         # Every rank knows of all steps, also of those that it runs without requests.
         for _ in range(100):  # until the ranks rest
             seen = [await cores.call_workers(core, "last_step_of_the_ranks") for core in range(2)]
@@ -118,18 +114,6 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
             await server.take_rollout_report()
     finally:
         engine.shutdown()
-
-
-async def check_siblings(server: Any) -> None:
-    """Each rank gets what was finished elsewhere with the weights of now."""
-    text = np.arange(5, dtype=np.int32).tobytes()
-    responses = [Finished("group 0", text, place) for place in ("elsewhere", server._feed.place(0))]
-    with server._feed.serving("group 0"):
-        for version in (server.global_steps - 1, server.global_steps):
-            await server.receive_siblings(version, responses)
-            await asyncio.sleep(2 * PERIOD_S)
-    counts = await server._call("take_counters")
-    assert [each["num_sibling_tokens"] for each in counts] == [5, 10]
 
 
 def check_counts(report: Any) -> None:

@@ -9,14 +9,12 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout_spec.drafting.history import group_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
-from rollout_spec.verl import feed
 from tests.engine.conftest import EOS_TOKEN_ID, proposer_of
 from tests.engine.test_life_cycle import PROMPTS
 from tests.text import merged
@@ -26,7 +24,7 @@ class Storm:
     """Samples on two servers that abort all they have again and again, at random points and apart.
 
     Each sample goes on where it finds itself placed, as verl's client does it. Some aborts are weight syncs,
-    and then the servers exchange what they have served. What they finish in between they send at once.
+    and then the servers exchange what they have served.
     """
 
     NUM_AT_A_TIME = 14
@@ -49,8 +47,6 @@ class Storm:
         engines = [asyncio.create_task(server.engine.run()) for server in self.servers]
         numbers = itertools.count()
         await asyncio.gather(*(server.set_global_steps(0) for server in self.servers))
-        for server, other in zip(self.servers, self.servers[::-1], strict=True):
-            await server.connect([Peer(other)])
         await self.share()
         interrupters = [asyncio.create_task(self.interrupt(server)) for server in self.servers]
         await asyncio.gather(*(self.clients(numbers) for _ in range(self.NUM_AT_A_TIME)))
@@ -108,13 +104,6 @@ class Storm:
         self.shared += [text.tolist() for name in "0123" for text in history.get(group_key(name))]
 
 
-class Peer:
-    """A server's handle, without Ray."""
-
-    def __init__(self, server: Any) -> None:
-        self.receive_siblings = SimpleNamespace(remote=server.receive_siblings)
-
-
 class MallInfo(ctypes.Structure):
     """glibc's `struct mallinfo2`."""
 
@@ -141,13 +130,11 @@ def storm_sampling(number: int) -> tuple[dict[str, Any], list[int]]:
 
 @pytest.mark.parametrize("num_interruptions", [300, pytest.param(3000, marks=pytest.mark.long)])
 def test_a_storm_of_interruptions_loses_and_repeats_nothing(
-    num_interruptions: int, make_server: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    num_interruptions: int, make_server: Any, make_engine: Any
 ) -> None:
     """The longer one also sees that memory stays as it is, behind 2000 interruptions to warm up."""
     from vllm import SamplingParams
 
-    monkeypatch.setattr(feed, "PERIOD_S", 0.005)
-    monkeypatch.setattr(feed.ray, "put", lambda responses: responses)
     servers = [make_server({"history": 32, "max_index_mb": 16}, is_stepping=True) for _ in range(2)]
     storm = Storm(servers, num_interruptions)
     asyncio.run(storm.run())
@@ -177,13 +164,11 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
     num_accepted = counts.num_accepted_tokens - num_behind_stops
     assert counts.num_decoded_tokens == counts.num_decode_steps + num_accepted
     assert counts.num_accepted_tokens > 0 == total.engine.num_failed_steps
-    assert total.engine.num_sibling_tokens > 0
 
     for server in servers:
         drafter = proposer_of(server.engine.llm)._drafter
         scheduler = server.engine.llm.llm_engine.engine_core.engine_core.scheduler
         left = (server._windows._requests, *server._take_ended(), server._shared, server._received)
-        left = (*left, server._feed._groups, drafter._groups._siblings._responses)
         assert not any((*left, drafter.request_ids, scheduler._request_counters, scheduler.requests))
         stats = drafter.index.stats()
         assert (stats.num_groups, stats.num_sequences, stats.num_tokens) == (0, 0, 0)
