@@ -6,6 +6,7 @@ other keys, is 1e-6 each. `NUM_SAMPLES` tokens find a temperature that is 5 % of
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -65,6 +66,20 @@ def splitmix_by_loop(seed: int, number: int) -> int:
     word = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % 2**64
     return word ^ (word >> 31)
+
+
+def noise_by_hand(keys: torch.Tensor, positions: torch.Tensor, num: int) -> np.ndarray:
+    """Exp(1), float64 [n, num]: what the noise is by its definition, with nothing from the code under test."""
+
+    def output(seeds: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        words = seeds + numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return words ^ (words >> np.uint64(31))
+
+    seeds = output(keys.numpy().astype(np.uint64), positions.numpy() + 1)
+    words = output(seeds[:, np.newaxis], np.arange(num) + 1) >> np.uint64(32)
+    return -np.log1p(-(words + 0.5) / 2**32)
 
 
 @settings(deadline=None, max_examples=60)
@@ -161,6 +176,49 @@ def target(vocab_size: int) -> torch.Tensor:
     return logits
 
 
+def one_peak(vocab_size: int, blocks_of_peak: float) -> torch.Tensor:
+    """One token as likely as so many whole blocks, beside blocks that are flat: no token of theirs is near it."""
+    logits = torch.full((vocab_size,), -math.log(128 * blocks_of_peak))
+    logits[vocab_size // 2] = 0.0
+    return logits
+
+
+def near_ties(vocab_size: int) -> torch.Tensor:
+    return torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)) * 1e-5
+
+
+def only(vocab_size: int, *token_ids: int) -> torch.Tensor:
+    """A vocabulary that is masked but for these tokens, equally likely; often as in a grammar."""
+    logits = torch.full((vocab_size,), -torch.inf)
+    logits[list(token_ids)] = -3.0
+    return logits
+
+
+def slope(vocab_size: int, nats: float) -> torch.Tensor:
+    """The first token is likelier than the last by so much."""
+    return torch.linspace(nats, 0.0, vocab_size)
+
+
+# What a softmax can look like to blocks of 128 tokens; most have a last block that is not whole.
+STRUCTURED = {
+    "below one block": target(5),
+    "one block": target(128),
+    "a remainder of one token": target(129),
+    "whole blocks": target(1024),
+    "random": target(600),
+    "one peak beside flat blocks": one_peak(1000, 1.0),
+    "a peak of 0.127": one_peak(1024, 8 / 6.9),
+    "a higher peak": one_peak(1100, 4.0),
+    "near ties": near_ties(1000),
+    "all but one token a block masked": only(1000, 0, 127, 128, 500, 998, 999),
+    "whole blocks masked": target(1000).index_fill(0, torch.arange(100, 900), -torch.inf),
+    "only the remainder is left": only(900, 896, 898, 899),
+    "only whole blocks are left": only(900, 3, 200, 895),
+    "a slope": slope(1000, 3.0),
+    "a steep slope": slope(1000, 200.0),
+}
+
+
 def draw(logits: torch.Tensor, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
     """Samples over keys and positions, in portions that fit into the cache."""
     rows = torch.arange(num_samples, device=logits.device)
@@ -171,11 +229,70 @@ def draw(logits: torch.Tensor, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
     return torch.cat(portions).cpu()
 
 
-@pytest.mark.parametrize("vocab_size", [5, 600, 1024])
-def test_the_distribution_is_the_targets(vocab_size: int, torch_device: str) -> None:
-    """40,000 samples each, with a vocabulary below one block, of whole blocks, and with a remainder."""
-    logits = target(vocab_size)
+@pytest.mark.parametrize("name", ["below one block", "random", "whole blocks", "a peak of 0.127", "a slope"])
+def test_the_distribution_is_the_targets(name: str, torch_device: str) -> None:
+    """40,000 samples each."""
+    logits = STRUCTURED[name]
     assert p_value(draw(logits.to(torch_device)), logits.softmax(-1)) > FALSE_ALARM_RATE
+
+
+def behind_by_hand(logits: torch.Tensor, drawn: np.ndarray, token_ids: torch.Tensor) -> np.ndarray:
+    """By how much each token, or its block, lost its race: 0 for the winner, 1 for what cannot be drawn.
+
+    The two races over all blocks and all tokens, in float64 and one row at a time.
+
+    Args:
+        drawn: Exp(1) noise, float64 [n, 128 + number of blocks].
+    """
+    behind = []
+    for row, noise_, token in zip(logits.double().numpy(), drawn, token_ids.tolist(), strict=True):
+        masses = np.exp(row - row.max())
+        blocks_ = [masses[start : start + 128] for start in range(0, len(masses), 128)]
+        of_blocks = np.array([block.sum() for block in blocks_]) / noise_[128:]
+        of_tokens = blocks_[token // 128] / noise_[: len(blocks_[token // 128])]
+        races = (of_blocks, token // 128), (of_tokens, token % 128)
+        behind.append(max(1 - scores[at] / scores.max() for scores, at in races))
+    return np.array(behind)
+
+
+def test_the_noise_is_that_of_its_definition() -> None:
+    keys, positions = torch.arange(500) * 2**54, torch.arange(500)
+    drawn = noise.exponential(noise.row_seeds(keys, positions), 99, CPU)
+    # Single precision leaves the largest values, which hardly ever win, their first digits.
+    np.testing.assert_allclose(drawn, noise_by_hand(keys, positions, 99), rtol=1e-3)
+    small = drawn < 8
+    np.testing.assert_allclose(drawn[small], noise_by_hand(keys, positions, 99)[small], rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_the_token_is_the_one_that_wins_both_races(name: str, torch_device: str) -> None:
+    """Of 1,500 draws each: all blocks and all tokens race, with noise and block size by their definitions."""
+    logits = STRUCTURED[name].expand(1500, -1)
+    keys, positions = torch.arange(1500) * 2**51 + 11, torch.arange(1500) % 7
+    tokens = coupled.keyed_sample(logits.to(torch_device), keys, positions).cpu()
+    drawn = noise_by_hand(keys, positions, 128 - -logits.shape[1] // 128)
+    assert behind_by_hand(logits, drawn, tokens).max() < 1e-4
+
+
+def test_the_test_of_both_races_fails_on_another_token() -> None:
+    logits = STRUCTURED["random"].expand(1500, -1)
+    keys = torch.arange(1500)
+    tokens = coupled.keyed_sample(logits, keys, keys)
+    drawn = noise_by_hand(keys, keys, 128 + 5)
+    assert behind_by_hand(logits, drawn, tokens).max() < 1e-4
+    # The neighbours: in the same block but for some, and never drawn where they are masked.
+    others = behind_by_hand(logits, drawn, (tokens + 1) % 600)
+    assert np.median(others) > 0.5 and others.min() > 1e-4
+
+
+def test_a_flat_block_may_win_by_little() -> None:
+    """Its sum is 128 times its largest probability: the bound on what can win has nothing to give."""
+    logits = only(640, 130).repeat(2, 1)
+    logits[:, 384:512] = -3.0 - math.log(128)
+    drawn = torch.ones(2, 128 + 5)
+    drawn[:, 128 + 3] = torch.tensor([0.999, 1.001])
+    drawn[:, 77] = 0.5
+    assert coupled.race(logits, drawn).tolist() == [384 + 77, 130]
 
 
 def test_the_distribution_test_fails_on_wrong_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
