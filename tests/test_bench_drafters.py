@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from itertools import islice
 from pathlib import Path
@@ -416,6 +417,14 @@ def test_at_equal_drafts_sam_drafts_no_more(lines):
     # It is a replay like any other.
     [same] = measure(lines, all_runs(["sam"], CONFIG, [4], [8], [result["min_token_prob"]]))
     assert result == same | {"equal_drafts": "suffix_server"}
+
+
+def test_the_price_of_equal_drafts_is_the_least_of_256(lines):
+    baseline = {"method": "other", "num_speculative_tokens": 4, "history": 0, "draft_tokens_per_step": 0.8}
+    found = at_equal_drafts(lines[:2], CONFIG, baseline)
+    below = (math.sqrt(found["min_token_prob"]) - 1 / 256) ** 2
+    [cheaper] = measure(lines[:2], all_runs(["sam"], CONFIG, [4], [0], [below]))
+    assert found["draft_tokens_per_step"] <= 0.8 < cheaper["draft_tokens_per_step"]
 
 
 @needs_arctic

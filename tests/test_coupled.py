@@ -69,7 +69,7 @@ def splitmix_by_loop(seed: int, number: int) -> int:
 
 
 def noise_by_hand(keys: torch.Tensor, positions: torch.Tensor, num: int) -> np.ndarray:
-    """Exp(1), float64 [n, num]: what the noise is by its definition, with nothing from the code under test."""
+    """Exp(1), float64 [n, num]: the noise by its definition, with nothing from the code under test."""
 
     def output(seeds: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         words = seeds + numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -177,7 +177,7 @@ def target(vocab_size: int) -> torch.Tensor:
 
 
 def one_peak(vocab_size: int, blocks_of_peak: float) -> torch.Tensor:
-    """One token as likely as so many whole blocks, beside blocks that are flat: no token of theirs is near it."""
+    """One token as likely as so many whole blocks, beside blocks that are flat."""
     logits = torch.full((vocab_size,), -math.log(128 * blocks_of_peak))
     logits[vocab_size // 2] = 0.0
     return logits

@@ -17,10 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from torch.nn.functional import one_hot
 
 import rollout_spec.verification
 from rollout_spec.verification import blocks, coupled, prefixes, standard
-from tests.test_coupled import Operations, PeakMemory
+from tests.test_coupled import STRUCTURED, Operations, PeakMemory, behind_by_hand, p_value
 from tests.test_coupled import sampling as metadata
 
 FALSE_ALARM_RATE = 1e-6
@@ -93,6 +94,52 @@ def test_point_mass_drafts_leave_the_targets_distribution(draft: int, torch_devi
 
 def test_full_draft_distributions_leave_the_targets_distribution(torch_device: str) -> None:
     assert_distribution(verify_proposals(torch_device)[:, 0], TARGET)
+
+
+@pytest.mark.parametrize("name", ["random", "a peak of 0.127", "whole blocks masked", "a slope"])
+def test_long_rows_leave_the_targets_distribution(name: str, torch_device: str) -> None:
+    """The likeliest token is the draft; what replaces it races by blocks of 128 tokens, on a CPU."""
+    n, logits = 20_000, STRUCTURED[name]
+    torch.manual_seed(3)
+    rows = logits.to(torch_device).expand(n, -1)
+    output = run([[int(logits.argmax())]] * n, rows, [0] * n, metadata([1.0] * n))
+    assert p_value(output[:, 0].long(), logits.softmax(-1)) > FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("has_probs", [False, True])
+@pytest.mark.parametrize("name", sorted(STRUCTURED.keys() - {"only the remainder is left"}))
+def test_what_replaces_a_draft_token_wins_the_race(
+    monkeypatch: pytest.MonkeyPatch, name: str, has_probs: bool, by_token: bool
+) -> None:
+    """All tokens of what the draft leaves race, by the same noise; nothing is accepted."""
+    n, logits, drawn = 40, STRUCTURED[name], []
+    fill_with_noise = standard._fill_with_noise
+
+    def kept(noise: torch.Tensor, *args: Any) -> None:
+        fill_with_noise(noise, *args)
+        drawn.append(noise.double().numpy().copy())
+
+    monkeypatch.setattr(standard, "_fill_with_noise", kept)
+    monkeypatch.setattr(standard, "_uniform", lambda counts, *_: torch.ones(sum(counts), dtype=torch.float64))
+    monkeypatch.setattr(blocks, "CHUNK_SIZE", 5 * len(logits) * 16)  # 16 requests at a time
+    torch.manual_seed(4)
+    probs, likeliest = logits.softmax(-1).double(), logits.argmax()
+    proposed = logits.roll(1).div(2).softmax(-1) if has_probs else one_hot(likeliest, len(logits)).float()
+    draft = int((proposed - probs).argmax())
+    output = run(
+        [[draft]] * n, logits.expand(n, -1), [0] * n, metadata([1.0] * n),
+        proposed.expand(n, -1) if has_probs else None, use_fp64_gumbel=by_token,
+    )  # fmt: skip
+    assert [len(part) for part in drawn] == [16, 16, 8]
+    left = (probs - proposed.double()).clamp(min=0)
+    noise, tokens = np.concatenate(drawn), output[:, 0].long()
+    if by_token:
+        scores = left.numpy() / noise
+        behind = 1 - scores[range(n), tokens] / scores.max(axis=1)
+    else:
+        behind = behind_by_hand(left.log().expand(n, -1), noise, tokens)
+    assert behind.max() < 1e-4
 
 
 def sharpened(drawn: torch.Tensor, *_: Any) -> None:
