@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout_spec.patches import Patch, replace_function
+from rollout_spec.patches import Patch, record, replace_function
 
 _EXPAND = Patch(
     name="vllm-cpu-expand",
@@ -20,12 +20,19 @@ _REJECTION = Patch(
     upstream="vllm/utils/cpu_triton_utils.py, _sample_recovered_tokens_kernel_impl",
     until="the CPU kernel takes that argument (the probe then finds nothing to mend)",
 )
+_EXPERTS = Patch(
+    name="vllm-cpu-experts",
+    reason="on a processor without AVX-512, mixtures of experts fail, with drafts and without: 'Current vLLM "
+    "config is not set', because their forward pass makes an activation layer",
+    upstream="vllm/model_executor/layers/fused_moe/cpu_fused_moe.py, _CPU_MOE_ACT_FN",
+    until="the activation is called without a layer (the probe then finds nothing to mend)",
+)
 
 
-def mend_cpu_sampling() -> None:
-    """Let the vectorised functions of `rollout_spec.verification.standard` stand in for broken CPU kernels.
+def mend_cpu_engine() -> None:
+    """Let right functions stand in for broken ones of vLLM's CPU engine.
 
-    Does nothing on other platforms or where vLLM is right. The kernels are probed, not the version, so
+    Does nothing on other platforms or where vLLM is right. The functions are probed, not the version, so
     that a mend goes when its reason goes.
 
     Raises:
@@ -35,6 +42,11 @@ def mend_cpu_sampling() -> None:
 
     if not current_platform.is_cpu():
         return
+    _mend_sampling()
+    _mend_experts()
+
+
+def _mend_sampling() -> None:
     from vllm.v1.sample import rejection_sampler
 
     from rollout_spec.verification import standard
@@ -45,6 +57,16 @@ def mend_cpu_sampling() -> None:
         )
     if not recovery_is_right():
         replace_function(rejection_sampler, "rejection_sample", standard.rejection_sample, patch=_REJECTION)
+
+
+def _mend_experts() -> None:
+    if experts_are_right():
+        return
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+    cpu_fused_moe._CPU_MOE_ACT_FN[cpu_fused_moe.MoEActivation.SILU] = SiluAndMul.forward_native
+    record(_EXPERTS)
 
 
 def expand_is_right() -> bool:
@@ -75,3 +97,19 @@ def recovery_is_right() -> bool:
     except TypeError:
         return False
     return output.tolist() == [2]
+
+
+def experts_are_right() -> bool:
+    """Whether the CPU engine's experts can be activated in a forward pass, where no configuration is set."""
+    try:
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import _CPU_MOE_ACT_FN, MoEActivation
+    except ImportError:  # from vLLM 0.29 on experts are elsewhere
+        return True
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(None):
+        try:
+            _CPU_MOE_ACT_FN[MoEActivation.SILU](torch.zeros(1, 2))
+        except AssertionError:
+            return False
+    return True

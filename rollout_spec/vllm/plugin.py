@@ -71,7 +71,7 @@ def register() -> None:
 
 
 def connect() -> None:
-    """Connect the proposer with the engine, and mend sampling on the CPU and on NPUs.
+    """Connect the proposer with the engine, and mend the CPU engine and sampling on NPUs.
 
     Raises:
         ConfigError: the installed vLLM is too old.
@@ -79,7 +79,7 @@ def connect() -> None:
     """
     from rollout_spec.vllm.ascend import mend_ascend_sampling
     from rollout_spec.vllm.features import refuse_old_version
-    from rollout_spec.vllm.mends import mend_cpu_sampling
+    from rollout_spec.vllm.mends import mend_cpu_engine
 
     refuse_old_version()
     _bind_proposers()
@@ -87,7 +87,7 @@ def connect() -> None:
     _schedule_ahead()
     _number_samples()
     when_imported("vllm.v1.engine.core", _give_aborted_counts)
-    mend_cpu_sampling()
+    mend_cpu_engine()
     mend_ascend_sampling()
 
 

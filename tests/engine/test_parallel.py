@@ -38,6 +38,20 @@ def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny("Qwen3Moe", tmp_path_factory.mktemp("models"), **experts)
 
 
+def test_experts_run_on_any_processor(
+    tiny_experts: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where vLLM has no kernel for them: one without AVX-512."""
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    monkeypatch.setattr(CPUFusedMOE, "check_grouped_gemm", lambda *_: (False, "none"))
+    plain, drafted = (
+        generate(make_engine(spec, model=tiny_experts, skip_tokenizer_init=True), PROMPTS, greedy(LENGTH))
+        for spec in (None, {})
+    )
+    assert drafted == plain
+
+
 def test_every_data_parallel_rank_is_counted_shared_and_checked(
     tiny_experts: str,
     make_engine: Any,

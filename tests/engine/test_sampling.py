@@ -126,7 +126,7 @@ def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tu
     before = {name: getattr(rejection_sampler, function) for name, function in replaced.items()}
     assert vllm_patches.expand_is_right() == ("expand" in right)
     assert vllm_patches.recovery_is_right() == ("recovery" in right)
-    vllm_patches.mend_cpu_sampling()
+    vllm_patches._mend_sampling()
     kept = {name for name in replaced if getattr(rejection_sampler, replaced[name]) is before[name]}
     assert kept == set(right)
     assert len(patches.applied()) == len(replaced) - len(right)
