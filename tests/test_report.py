@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from rollout_spec.cli import main
+from rollout_spec.cli.progress import ConsoleWatcher
 from rollout_spec.report.logs import RunError
 from rollout_spec.report.page import headline, sentences, summary_table, table_rows, write_report
 from rollout_spec.report.responses import Agreement, first_step_agreement
-from rollout_spec.report.runs import MEASURES, compare, read_run
+from rollout_spec.report.runs import MEASURES, compare, read_run, read_steps
 
 SPEC = "rollout/spec_"
 
@@ -110,6 +111,25 @@ def test_totals_weigh_each_step_by_what_it_decoded(comparison):
     assert tokens_per_step.off.value == 1.0
     assert math.isnan(acceptance_rate.off.value)
     assert (comparison.off.looping_share, comparison.on.looping_share) == (0.5, 0.25)
+
+
+def test_a_step_whose_batch_an_earlier_one_counts_is_a_step(tmp_path, capsys):
+    """As of an asynchronous trainer that had its second batch before the weights changed."""
+    off = write_run(tmp_path / "off", [10.0, 0.0], [1000, 0])
+    sam = write_run(tmp_path / "sam", [5.0, 2.0], [600, 400], True)
+    steps = list(read_steps(off / "metrics.jsonl"))
+    assert [(step.step, step.generated_tokens) for step in steps] == [(1, 1000), (2, 0)]
+    with ConsoleWatcher(2) as watcher:
+        for step in steps:
+            watcher.step(step)
+    assert "step 2/2: no tokens of its own, " in capsys.readouterr().err
+
+    result = compare(read_run(off, "off"), read_run(sam, "sam"))
+    assert result.speedup == pytest.approx((1000 / 7) / (1000 / 10))
+    tokens_per_step = result.measures["tokens_per_step"]
+    assert (tokens_per_step.off.value, tokens_per_step.on.value) == (1, pytest.approx(1000 / (300 + 100)))
+    assert "Steps without tokens of their own: 1 with off, 0 with sam." in " ".join(sentences(result))
+    assert "nan" not in str([*table_rows(result), json.dumps(result.to_dict()).lower()])
 
 
 def test_the_first_steps_tokens_are_compared_sample_by_sample(comparison, tmp_path):

@@ -85,11 +85,13 @@ class ConsoleWatcher(Watcher):
 
     def step(self, step: Step) -> None:
         self._progress.update(self._task, completed=step.step, description="training")
-        self._say(
-            f"{self._run}: step {step.step}/{self._num_steps}: rollout {step.rollout_seconds:.1f} s, "
-            f"{step.tokens_per_second:.0f} tokens/s, {step.tokens_per_step:.2f} tokens per step, "
-            f"reward {step.reward:.3f}"
-        )
+        served = "no tokens of its own, its batch was there before the weights changed"
+        if step.generated_tokens:
+            served = (
+                f"rollout {step.rollout_seconds:.1f} s, {step.tokens_per_second:.0f} tokens/s, "
+                f"{step.tokens_per_step:.2f} tokens per step"
+            )
+        self._say(f"{self._run}: step {step.step}/{self._num_steps}: {served}, reward {step.reward:.3f}")
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -111,6 +111,12 @@ def sentences(comparison: Comparison) -> list[str]:
             f"{off.name} and {interrupted[1]:,.0f} with {on.name}, which went on behind them. Rollouts ran "
             "beside the training: what training gains is in the time of its steps."
         )
+    empty = [sum(not step.generated_tokens for step in run.steps) for run in (off, on)]
+    if any(empty):
+        text.append(
+            f"Steps without tokens of their own: {empty[0]} with {off.name}, {empty[1]} with {on.name}. "
+            "Their batch was there before the weights changed, so the step before counts its tokens."
+        )
     if num_steps < 8:
         text.append(f"An interval from {num_steps} steps is rough; train longer for a firm figure.")
     return text

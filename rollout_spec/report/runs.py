@@ -48,7 +48,11 @@ MEASURES = (
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One training step as verl logged it; NaN where a value is missing."""
+    """One training step as verl logged it; NaN where a value is missing.
+
+    One without tokens of its own is a step too: an asynchronous trainer may have got its batch before the
+    weights changed, and then the step before counts what it took.
+    """
 
     step: int
     rollout_seconds: float
@@ -193,7 +197,8 @@ def read_steps(file: Path) -> Iterator[Step]:
 
 def _steps(records: Iterable[Record], source: str) -> Iterator[Step]:
     """Records without rollout times (a validation) are passed over."""
-    return (_step(step, data, source) for step, data in records if data.get(PREFIX + "rollout_seconds"))
+    name = PREFIX + "rollout_seconds"
+    return (_step(step, data, source) for step, data in records if data.get(name) is not None)
 
 
 def _step(step: int, data: Mapping[str, Any], source: str) -> Step:
@@ -211,16 +216,17 @@ def _step(step: int, data: Mapping[str, Any], source: str) -> Step:
             raise RunError(f"{source}: step {step}: {PREFIX}{name} is no finite number")
         return value
 
+    generated_tokens = int(spec("generated_tokens"))
     return Step(
         step=step,
         rollout_seconds=spec("rollout_seconds"),
         step_seconds=number("timing_s/step"),
-        generated_tokens=int(spec("generated_tokens")),
+        generated_tokens=generated_tokens,
         reward=number("critic/rewards/mean"),
         response_length=number("response_length/mean"),
         entropy=number("actor/entropy"),
         # A run that does not draft takes one decode step a token.
-        tokens_per_step=spec("tokens_per_step", 1.0),
+        tokens_per_step=spec("tokens_per_step", 1.0) if generated_tokens else math.nan,
         num_drafts=spec("num_drafts"),
         num_draft_tokens=spec("num_draft_tokens"),
         num_accepted_tokens=spec("num_accepted_tokens"),
