@@ -27,7 +27,7 @@ MAY_IMPORT = {
         "config metrics patches drafting vllm verl_cpu",
         "hydra omegaconf ray tensordict verl",
     ),
-    "verl/agent_loop.py": ("", "vllm"),
+    "verl/client.py": ("", "vllm"),
     "verl/server.py": ("", "vllm"),
     "report": ("config metrics", "jinja2 matplotlib numpy rich tensorboard wandb"),
     "measure": ("config metrics patches processes drafting verification vllm verl report", "numpy torch"),

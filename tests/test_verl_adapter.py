@@ -32,7 +32,6 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
             self.windows, self.engine, self.version = Windows(), EngineCounters(), 0
             self.take_rollout_report = SimpleNamespace(remote=self.windows.take)
             self.end_validation = SimpleNamespace(remote=self.forget)
-            self.connect = SimpleNamespace(remote=lambda peers: setattr(self, "peers", peers))
 
         def serve(self, num_tokens: int, is_training: bool = True, stop: str = "completed") -> None:
             with self.windows.request(is_training) as request:
@@ -83,7 +82,6 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
         assert metrics["rollout/spec_num_interrupted"] == (5 in tokens)
         assert metrics["rollout/spec_share_on"] == 1 and metrics["upstream"] == step
         assert metrics["rollout/spec_accept_rate"] == 0.5
-        assert [server.peers for server in servers] == [[servers[1]], [servers[0]]]
     # An asynchronous trainer: what is under way when a step is logged is of a later one.
     servers[0].serve(7)
     PPOTrainer._validate(trainer)
@@ -91,67 +89,6 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
     servers[0].serve(8)
     servers[0].sync()
     assert metrics_of(5)["rollout/spec_generated_tokens"] == 15
-
-
-def test_every_request_says_what_is_its_groups_and_what_is_its_turns() -> None:
-    """Two turns of one sample; verl's client sends the second one again, longer, after an abort."""
-    from rollout_spec.verl.agent_loop import TurnClient
-
-    class Client:
-        tokenizer = "verl's own"
-
-        def __init__(self) -> None:
-            self.sent: list[dict[str, Any]] = []
-
-        async def generate(self, request_id: str, **request: Any) -> str:
-            self.sent.append(request)
-            return request_id
-
-    client = Client()
-    turns = TurnClient(client)
-    assert turns.tokenizer == "verl's own"
-    params = {"temperature": 1.0, "extra_args": {"rollout_spec_group": "4:ab"}}
-    for prompt in ([1, 2], [1, 2, 8, 9, 5]):
-        answer = asyncio.run(turns.generate("r", prompt_ids=prompt, sampling_params=params, image_data=None))
-        assert answer == "r"
-    assert [request["prompt_ids"] for request in client.sent] == [[1, 2], [1, 2, 8, 9, 5]]
-    assert [request["sampling_params"] for request in client.sent] == [
-        {
-            "temperature": 1.0,
-            "extra_args": {
-                "rollout_spec_group": "4:ab",
-                "rollout_spec_group_tokens": 2,
-                "rollout_spec_turn_tokens": num_turn_tokens,
-            },
-        }
-        for num_turn_tokens in (2, 5)
-    ]
-    asyncio.run(turns.generate("r", prompt_ids=[1], sampling_params={}))
-    assert client.sent[-1]["sampling_params"] == {}, "an agent loop that keeps none of the parameters"
-
-
-def test_a_dead_server_is_met_by_whoever_wants_more_of_it() -> None:
-    """Also the error that a server raises for its engine, as Ray hands it on."""
-    from ray.exceptions import ActorDiedError, RayTaskError
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    from rollout_spec.verl.agent_loop import KeyedAgentLoopWorker, TurnClient
-
-    class Client:
-        def __init__(self, error: Exception) -> None:
-            self.error = error
-
-        async def generate(self, request_id: str, **request: Any) -> None:
-            raise self.error
-
-    engine = RayTaskError("generate", "its traceback", EngineDeadError()).as_instanceof_cause()
-    for error, kind in ((ActorDiedError(), ActorDiedError), (engine, EngineDeadError)):
-        worker = object.__new__(KeyedAgentLoopWorker)
-        worker.llm_client = TurnClient(Client(error))
-        with pytest.raises(kind):
-            asyncio.run(worker.llm_client.generate("r", prompt_ids=[1], sampling_params={}))
-        with pytest.raises(kind):
-            asyncio.run(worker.generate_sequences({}))
 
 
 def test_the_busy_clock_counts_overlapping_requests_once() -> None:
@@ -326,6 +263,7 @@ def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: p
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
     from rollout_spec.verl import agent_loop as verl_agent_loop
+    from rollout_spec.verl.client import Calls
 
     config = composed("+rollout.spec=sam", "actor_rollout_ref.rollout.seed=7", "rollout.spec.verify=standard")
     prompt = [{"role": "user", "content": "2 + 2"}]
@@ -343,7 +281,7 @@ def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: p
 
     monkeypatch.setattr(AgentLoopWorker, "_run_agent_loop", run)
     worker = object.__new__(verl_agent_loop.KeyedAgentLoopWorker)
-    worker.config = config
+    worker.config, worker._calls = config, Calls()
     sample = {"index": np.int64(4), "raw_prompt": np.array(prompt, dtype=object), "agent_name": "any"}
     names = []
     for session in range(2):

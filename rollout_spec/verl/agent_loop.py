@@ -16,12 +16,11 @@ from typing import Any
 
 import ray
 import verl.utils.tensordict_utils as tu
-from ray.exceptions import ActorDiedError
 from tensordict import TensorDict  # type: ignore[import-untyped]
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY
+from rollout_spec.verl.client import Calls, name_calls
+from rollout_spec.vllm.keys import GROUP_KEY, KEY
 
 _OCCURRENCE = "rollout_spec_occurrence"  # a column of verl's batch, taken out before an agent loop runs
 
@@ -32,8 +31,8 @@ class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Ray would wrap and copy an inherited one, and verl's then finds itself in another class.
         super().__init__(*args, **kwargs)
-        # Not before: verl's sets attributes of the client.
-        self.llm_client: Any = TurnClient(self.llm_client)
+        self._calls = Calls()
+        self.llm_client: Any = name_calls(self.llm_client, self._calls)
 
     async def generate_sequences(self, batch: TensorDict) -> None:
         """As verl's, while all rollout servers live: an async trainer would replace what fails forever.
@@ -41,8 +40,8 @@ class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         Raises:
             ActorDiedError, EngineDeadError: a rollout server, or the engine of one, has died.
         """
-        if self.llm_client.death is not None:
-            raise self.llm_client.death
+        if self._calls.death is not None:
+            raise self._calls.death
         await super().generate_sequences(batch)
 
     async def _run_agent_loop(
@@ -53,43 +52,10 @@ class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         group = ":".join(prompt_name(kwargs["index"], kwargs["raw_prompt"]))
         extra_args = {**(sampling_params.get("extra_args") or {}), KEY: name, GROUP_KEY: group}
         named = {**sampling_params, "extra_args": extra_args}
-        return await super()._run_agent_loop(named, trajectory, **kwargs)
-
-
-class TurnClient:
-    """verl's client of the rollout servers; it says how much of each prompt is the group's, and the turn's.
-
-    An agent loop calls `generate` once a turn, with the prompt so far and the same sampling parameters. The
-    client may make several requests of one call: after each abort one more, with a longer prompt.
-
-    Args:
-        client: verl's, which has everything but `generate` to itself.
-    """
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self.death: Exception | None = None  # of a server or its engine, as a request met it
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    async def generate(
-        self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: dict[str, Any], **kwargs: Any
-    ) -> Any:
-        """As verl's."""
-        extra_args = sampling_params.get("extra_args") or {}
-        if GROUP_KEY in extra_args:
-            # Kept in the caller's own: its next turn finds it there.
-            extra_args.setdefault(GROUP_TOKENS_KEY, len(prompt_ids))
-            extra_args = {**extra_args, TURN_TOKENS_KEY: len(prompt_ids)}
-            sampling_params = {**sampling_params, "extra_args": extra_args}
         try:
-            return await self._client.generate(
-                request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
-            )
-        except (ActorDiedError, EngineDeadError) as error:
-            self.death = error
-            raise
+            return await super()._run_agent_loop(named, trajectory, **kwargs)
+        finally:
+            self._calls.end(name)
 
 
 class KeyedAgentLoopManager(AgentLoopManagerTQ):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
@@ -146,6 +150,61 @@ def test_an_engine_that_never_calls_its_drafter_fails_the_run(make_server: Any) 
     proposer_of(server.engine.llm)._runner.effective_drafter_max_model_len = 0
     with pytest.raises(RuntimeError, match=r"engine core 0 of replica 3 decoded without calling its drafter"):
         serve_a_step(server)
+
+
+class Balancer:
+    """verl's, over one server: as its client sees both through Ray."""
+
+    def __init__(self, server: Any) -> None:
+        self.require_acquire_fields = self.require_release_fields = remote(list)
+        self.acquire_server = remote(
+            lambda request_id: ("one", SimpleNamespace(generate=remote(server.generate)))
+        )
+        self.release_server = SimpleNamespace(remote=lambda **_: None)
+
+
+def remote(function: Callable[..., Any]) -> Any:
+    async def answer(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    return SimpleNamespace(remote=answer)
+
+
+def test_each_call_of_one_sample_is_a_draw_of_its_own(make_server: Any) -> None:
+    """verl's client, server and engine: three at once and a retry, twice, and once with an abort in it."""
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+
+    from rollout_spec.verl.client import Calls, name_calls
+
+    server = make_server({}, is_stepping=True)
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 30}}})
+    extra_args = {"rollout_spec_key": [0, 1, "train", "4"], "rollout_spec_group": "4"}
+    params = {"temperature": 1.0, "ignore_eos": True, "extra_args": extra_args}
+    aborts: list[int] = []
+
+    async def respond(client: Any) -> tuple[int, ...]:
+        output = await client.generate("id", prompt_ids=PROMPTS[0], sampling_params=dict(params))
+        return tuple(output.token_ids)
+
+    async def sample(is_aborted: bool) -> list[tuple[int, ...]]:
+        client = name_calls(FullyAsyncLLMServerClient(config, Balancer(server)), Calls())
+        steps = asyncio.create_task(server.engine.run())
+        calls = asyncio.gather(*(respond(client) for _ in range(3)))
+        if is_aborted:
+            while len(server.engine.last) < 3:
+                await asyncio.sleep(0)
+            aborts.append((await server.abort_all_requests())["aborted_count"])
+            await server.resume_generation()
+        responses = [*await calls, await respond(client)]
+        steps.cancel()
+        return responses
+
+    asyncio.run(server.set_global_steps(0))
+    first = asyncio.run(sample(is_aborted=False))
+    assert [len(response) for response in first] == [30] * 4 and len(set(first)) == 4
+    assert asyncio.run(sample(is_aborted=False)) == first
+    assert asyncio.run(sample(is_aborted=True)) == first and aborts == [3]
 
 
 MAX_TOKENS = 120

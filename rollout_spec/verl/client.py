@@ -1,0 +1,130 @@
+"""verl's client of the rollout servers, naming every call that an agent loop makes.
+
+An agent loop may call `generate` many times for one sample: once a turn, several times with one prompt (best
+of n, a retry), or along the branches of a tree. With `verify=coupled` the tokens follow from a request's name
+and the weights, so the name is the call's: that of the sample, a digest of the prompt, and how many calls the
+sample has made with this prompt before. The requests that verl's client makes of one call, one more after
+each abort, keep it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import uuid
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ray.exceptions import ActorDiedError
+from verl.utils import normalize_token_ids
+from verl.workers.rollout.llm_server import LLMServerClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY, key_of_name
+
+MAX_SAMPLES = 100_000  # that are remembered; more than a worker has under way
+
+
+def name_calls(client: Any, calls: Calls) -> Any:
+    """Verl's client itself, which names its calls from now on; so do its copies, in other processes too.
+
+    Args:
+        client: an `LLMServerClient`, of any subclass.
+        calls: of the worker that has the client.
+    """
+    verls: Any = type(client)
+    client.__class__ = _naming(verls)
+    client._calls = calls
+    return client
+
+
+class Calls:
+    """The calls that agent loops make, by sample.
+
+    A copy is the same object. A process that it is sent to has one of its own there, and counts for itself.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name or uuid.uuid4().hex
+        self._samples: dict[int, _Sample] = {}
+        self.death: Exception | None = None  # of a server or its engine, as a call met it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _calls_here.setdefault(self._name, self)
+        return _find_calls, (self._name,)
+
+    def named(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The parameters of one more call: its name, how much of its prompt is the group's, and the turn's.
+
+        Args:
+            prompt_ids: the call's prompt, token ids.
+            sampling_params: with the sample's name in `extra_args`; without one they stay as they are.
+        """
+        extra_args = sampling_params.get("extra_args") or {}
+        name = extra_args.get(KEY)
+        if name is None:
+            return sampling_params
+        sample = self._samples.setdefault(key_of_name(name), _Sample(len(prompt_ids)))
+        if len(self._samples) > MAX_SAMPLES:
+            del self._samples[next(iter(self._samples))]
+        own = {KEY: sample.name_call(name, prompt_ids), TURN_TOKENS_KEY: len(prompt_ids)}
+        if GROUP_KEY in extra_args:
+            own[GROUP_TOKENS_KEY] = sample.num_group_tokens
+        return {**sampling_params, "extra_args": {**extra_args, **own}}
+
+    def end(self, name: Any) -> None:
+        """The sample of this name makes no more calls."""
+        self._samples.pop(key_of_name(name), None)
+
+
+class _Sample:
+    """What is remembered of a sample. Whatever tasks and threads its calls come from, no two share a name."""
+
+    def __init__(self, num_group_tokens: int) -> None:
+        self.num_group_tokens = num_group_tokens  # the length of its first prompt
+        self._numbers: dict[str, Iterator[int]] = {}  # of the calls with each prompt, by its digest
+
+    def name_call(self, name: Any, prompt_ids: Sequence[int]) -> list[Any]:
+        digest = hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest()[:16]
+        number = next(self._numbers.setdefault(digest, itertools.count()))
+        return [*(name if isinstance(name, (list, tuple)) else [name]), digest, number]
+
+
+class NamingClient(LLMServerClient):
+    """Stands before a class of verl's clients; `_naming` makes one class of the two."""
+
+    _verls: type  # that class
+    _calls: Calls
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: Any, sampling_params: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        """As verl's."""
+        prompt_ids = normalize_token_ids(prompt_ids)
+        named = self._calls.named(prompt_ids, sampling_params)
+        try:
+            return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=named, **kwargs)
+        except (ActorDiedError, EngineDeadError) as error:
+            self._calls.death = error
+            raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new_client, (self._verls,), self.__getstate__()
+
+
+_calls_here: dict[str, Calls] = {}  # those of which there are copies, by name
+
+
+def _find_calls(name: str) -> Calls:
+    return _calls_here.setdefault(name, Calls(name))
+
+
+@functools.cache
+def _naming(verls: type) -> type:
+    return type(f"Naming{verls.__name__}", (NamingClient, verls), {"_verls": verls})
+
+
+def _new_client(verls: type) -> Any:
+    return object.__new__(_naming(verls))

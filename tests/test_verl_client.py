@@ -1,0 +1,250 @@
+"""verl's own clients, which name the calls of an agent loop; the servers record what they get."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from rollout_spec.verl import client as verl_client
+from rollout_spec.verl.client import Calls, name_calls
+from rollout_spec.vllm.keys import GROUP_KEY, KEY
+
+SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
+
+
+class Remote:
+    """An actor's method."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self._answer = answer
+
+    async def remote(self, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)
+        return self._answer(*args, **kwargs)
+
+
+class Server:
+    """Answers with two tokens; the requests whose numbers are in `aborted` it does not end."""
+
+    def __init__(self, aborted: tuple[int, ...] = ()) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self._aborted = aborted
+        self.generate = Remote(self._generate)
+
+    def _generate(self, **request: Any) -> TokenOutput:
+        stop = "aborted" if len(self.requests) in self._aborted else "completed"
+        self.requests.append(request)
+        return TokenOutput(token_ids=[8, 9], log_probs=[0.0, 0.0], num_preempted=0, stop_reason=stop)
+
+    @property
+    def sent(self) -> list[dict[str, Any]]:
+        return [request["sampling_params"].get("extra_args") for request in self.requests]
+
+    @property
+    def names(self) -> list[str]:
+        return [json.dumps(extra_args[KEY]) for extra_args in self.sent]
+
+
+class Balancer:
+    """As verl's, over one server. It can be pickled, as an actor's handle can; its server stays behind."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    require_acquire_fields = require_release_fields = Remote(list)
+
+    @property
+    def acquire_server(self) -> Remote:
+        return Remote(lambda request_id: ("server", self._server))
+
+    @property
+    def release_server(self) -> Any:
+        return SimpleNamespace(remote=lambda **_: None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _balancer_here, ()
+
+
+_here: list[Balancer] = []
+
+
+def _balancer_here() -> Balancer:
+    return _here[0] if _here else Balancer(Server())
+
+
+CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 6}}})
+
+
+def make(server: Server, verls: type = FullyAsyncLLMServerClient, calls: Calls | None = None) -> Any:
+    _here[:] = [Balancer(server)]
+    return name_calls(verls(CONFIG, _here[0]), calls or Calls())
+
+
+def params(sample: Any = SAMPLE) -> dict[str, Any]:
+    return {"temperature": 1.0, "extra_args": {KEY: sample, GROUP_KEY: "4:ab"}}
+
+
+async def call(client: Any, prompt: Any, sampling_params: dict[str, Any]) -> Any:
+    return await client.generate("r", prompt_ids=prompt, sampling_params=sampling_params)
+
+
+async def best_of(client: Any, sampling_params: dict[str, Any]) -> None:
+    """Three at once, a retry behind them, and two branches whose prompts are of one length."""
+    await asyncio.gather(*(call(client, [1, 2], sampling_params) for _ in range(3)))
+    await call(client, [1, 2], copy.copy(sampling_params))
+    await asyncio.create_task(call(client, [1, 3], copy.deepcopy(sampling_params)))
+    await call(client, (2, 1), json.loads(json.dumps(sampling_params)))
+
+
+@pytest.mark.parametrize("verls", [LLMServerClient, FullyAsyncLLMServerClient])
+def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(verls: type) -> None:
+    runs = []
+    for _ in range(2):
+        server = Server()
+        asyncio.run(best_of(make(server, verls), params()))
+        runs.append(server.names)
+    assert len(set(runs[0])) == 6
+    assert runs[0] == runs[1]
+    for name in map(json.loads, runs[0]):
+        assert name[: len(SAMPLE)] == SAMPLE, "the rest of the product reads it there"
+
+
+def test_the_parameters_of_the_caller_stay_as_they_are() -> None:
+    given = params()
+    asyncio.run(best_of(make(Server()), given))
+    assert given == params()
+
+
+def test_calls_of_many_threads_have_names_of_their_own() -> None:
+    server, given = Server(), params()
+    client = make(server)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: asyncio.run(call(client, [1, 2], given)), range(40)))
+    assert len(set(server.names)) == 40
+
+
+def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_once(*_: Any) -> None: ...
+
+    server = Server(aborted=(0, 1))
+    client = make(server)
+    monkeypatch.setattr(
+        "verl.workers.rollout.llm_server.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": at_once})
+    )
+    asyncio.run(call(client, [1, 2], params()))
+    asyncio.run(call(client, [1, 2, 8, 9, 8, 9, 8, 9, 5], params()))
+    assert [request["prompt_ids"] for request in server.requests][:3] == [
+        [1, 2],
+        [1, 2, 8, 9],
+        [1, 2, 8, 9, 8, 9],
+    ]
+    assert [server.names.index(name) for name in server.names] == [0, 0, 0, 3]
+    lengths = [(sent["rollout_spec_group_tokens"], sent["rollout_spec_turn_tokens"]) for sent in server.sent]
+    assert lengths == [(2, 2)] * 3 + [(2, 9)], "the group's prompt, and the turn's"
+
+
+def test_a_call_without_a_name_is_verls() -> None:
+    """Of an agent loop that keeps none of the parameters."""
+    server = Server()
+    asyncio.run(call(make(server), [1, 2], {"temperature": 1.0}))
+    assert server.sent == [None]
+
+
+def test_a_name_of_the_users_own_is_the_samples() -> None:
+    server = Server()
+    client = make(server)
+    for name in ("mine", 5, {"a": [1]}, "mine"):
+        asyncio.run(call(client, [1], params(name)))
+    assert len(set(server.names)) == 4
+
+
+def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl_client, "MAX_SAMPLES", 3)
+    server, calls = Server(), Calls()
+    client = make(server, calls=calls)
+    for number in range(5):
+        asyncio.run(call(client, [1], params([number])))
+    assert len(calls._samples) == 3
+    calls.end([4])
+    calls.end("unknown")
+    assert len(calls._samples) == 2
+    asyncio.run(call(client, [1], params([4])))
+    assert server.names[-1] == server.names[-2], "a run that repeats it"
+
+
+@pytest.mark.parametrize("verls", [LLMServerClient, FullyAsyncLLMServerClient])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda client: pickle.loads(pickle.dumps(client))]
+)
+def test_a_copy_is_verls_client_and_counts_with_the_others(verls: type, copied: Callable) -> None:
+    from pydantic import BaseModel, ConfigDict
+
+    class ChatModel(BaseModel):
+        """As those of agent frameworks that hold the client."""
+
+        model_config = ConfigDict(arbitrary_types_allowed=True)
+        client: LLMServerClient
+
+    server = Server()
+    client = make(server, verls)
+    client.tokenizer = "verl sets it"
+    asyncio.run(call(client, [1, 2], params()))
+    second = copied(client)
+    for each in (client, second, copied(second)):
+        assert ChatModel(client=each).client is each
+        assert isinstance(each, verls) and each.tokenizer == "verl sets it"
+        each._load_balancer = client._load_balancer
+        asyncio.run(call(each, [1, 2], params()))
+    assert len(set(server.names)) == 4
+
+
+def test_a_copy_names_calls_in_another_process() -> None:
+    client = make(Server())
+    code = f"""
+import asyncio, pickle
+client = pickle.loads({pickle.dumps(client)!r})
+for _ in range(2):
+    asyncio.run(client.generate("r", prompt_ids=[1], sampling_params={params()!r}))
+print(len(set(client._load_balancer._server.names)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "2"
+
+
+def test_a_dead_server_is_met_by_whoever_wants_more_of_it() -> None:
+    """Also the error that a server raises for its engine, as Ray hands it on; also where a copy met it."""
+    from ray.exceptions import ActorDiedError, RayTaskError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from rollout_spec.verl.agent_loop import KeyedAgentLoopWorker
+
+    class Dead(Server):
+        def __init__(self, error: Exception) -> None:
+            super().__init__()
+            self.error = error
+
+        def _generate(self, **_: Any) -> TokenOutput:
+            raise self.error
+
+    engine = RayTaskError("generate", "its traceback", EngineDeadError()).as_instanceof_cause()
+    for error, kind in ((ActorDiedError(), ActorDiedError), (engine, EngineDeadError)):
+        worker = object.__new__(KeyedAgentLoopWorker)
+        worker._calls = Calls()
+        client = copy.copy(make(Dead(error), calls=worker._calls))
+        with pytest.raises(kind):
+            asyncio.run(call(client, [1], {}))
+        with pytest.raises(kind):
+            asyncio.run(worker.generate_sequences({}))
