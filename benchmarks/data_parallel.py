@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate import AutoGate, Step
-from rollout_spec.measure.replay import Rollout, read_trace
 from rollout_spec.measure.simulate import (
     Engine,
     Load,
@@ -36,6 +35,7 @@ from rollout_spec.measure.simulate import (
 )
 from rollout_spec.measure.step_times import StepTimes
 from rollout_spec.metrics import EngineCounters
+from rollout_spec.trace import Rollout, read_trace
 
 _Floats = npt.NDArray[np.float64]
 

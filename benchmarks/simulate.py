@@ -17,10 +17,10 @@ from typing import Any
 from tqdm import tqdm
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.measure.replay import read_trace
 from rollout_spec.measure.simulate import Cluster, simulate
 from rollout_spec.measure.step_times import StepTimes
 from rollout_spec.measure.timeline import Timeline, step_times
+from rollout_spec.trace import read_trace, trace_file
 
 WANTED = 0.15  # of what was measured
 
@@ -56,7 +56,7 @@ def main() -> None:
     ratios: dict[str, list[float]] = {method: [] for method in measured}
     cluster = Cluster(1, record["load"]["max_num_seqs"], None)
     for repeat in tqdm(range(record["load"]["repeats"])):
-        lines = list(read_trace(folder / f"rollouts-{repeat}.jsonl"))
+        lines = list(read_trace(trace_file(folder, repeat)))
         times = times_without(repeat, timelines)
         for method, seconds in measured.items():
             predicted = simulate(lines, cluster, configs[method], times, record["load"]["tail_threshold"])

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from rollout_spec import trace
 from rollout_spec.demo.data import make_data
 from rollout_spec.demo.model import make_model
-from rollout_spec.demo.runner import METRICS_FILE, TRACE_FOLDER
+from rollout_spec.demo.runner import METRICS_FILE
 from rollout_spec.drafting.history import group_key, read_file
+from rollout_spec.trace import read_trace, trace_file
 from rollout_spec.verl.history import FILE
 from tests.test_training import execute
 from tests.text import merged
@@ -94,11 +96,11 @@ def train(folder: pathlib.Path, mode: str, *overrides: str, until: tuple[int, ..
         lines = map(json.loads, (folder / METRICS_FILE).read_text().splitlines())
         metrics |= {line["step"]: line["data"] for line in lines}
     responses = [
-        Response(replica, line["step"], line["group"], name, len(response))
+        Response(replica, line.step, line.group, name, len(response))
         for replica in range(NUM_REPLICAS)
-        if (file := folder / TRACE_FOLDER / f"rollouts-{replica}.jsonl").exists()
-        for line in map(json.loads, file.open())
-        for name, response in zip(line["names"], line["responses"], strict=True)
+        if (file := trace_file(folder / trace.FOLDER, replica)).exists()
+        for line in read_trace(file)
+        for name, response in zip(line.names, line.responses, strict=True)
     ]
     return Run(folder, metrics, responses, until)
 

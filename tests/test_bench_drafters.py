@@ -31,9 +31,10 @@ from rollout_spec.measure.drafter_costs import (
     time_steps,
 )
 from rollout_spec.measure.drafters import Oracle, Suffix, all_runs, at_equal_drafts, measure, over_baselines
-from rollout_spec.measure.replay import Rollout, read_trace, replay
+from rollout_spec.measure.replay import replay
 from rollout_spec.report.plots import plot_drafters
 from rollout_spec.report.tables import FIGURES, drafters_tables
+from rollout_spec.trace import Rollout, read_trace
 
 TRACE = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
 # Of the demo's pretrained policy, by plain vLLM: 24 of the demo's prompts twice, 8 samples of at most 192

@@ -22,7 +22,7 @@ from rollout_spec.cli.demo import TRAINERS
 from rollout_spec.config import REMOVED
 from rollout_spec.demo.runner import Plan, overrides
 from rollout_spec.measure import diagnosis
-from rollout_spec.measure.replay import read_trace
+from rollout_spec.trace import read_trace
 from rollout_spec.vllm import features
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")

@@ -18,7 +18,8 @@ from rollout_spec.drafting.history import (
 )
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded
-from rollout_spec.measure.replay import Rollout, replay
+from rollout_spec.measure.replay import replay
+from rollout_spec.trace import Rollout
 from tests.text import int32
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate import PROBE_EVERY, AutoGate
-from rollout_spec.measure.replay import Rollout, read_trace
 from rollout_spec.measure.simulate import (
     Cluster,
     Engine,
@@ -24,6 +23,7 @@ from rollout_spec.measure.simulate import (
     simulate,
 )
 from rollout_spec.measure.step_times import StepTimes, StepTimesError
+from rollout_spec.trace import Rollout, read_trace
 from tests.text import speak
 
 OFF = SpecConfig(method="off")

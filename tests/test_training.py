@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import pytest
 
+from rollout_spec import trace
 from rollout_spec.demo.data import make_data
 from rollout_spec.demo.model import make_model
-from rollout_spec.demo.runner import METRICS_FILE, TRACE_FOLDER, environment
+from rollout_spec.demo.runner import METRICS_FILE, environment
 from rollout_spec.drafting.history import group_key, read_file
-from rollout_spec.measure.replay import Rollout, read_trace
 from rollout_spec.processes import started
+from rollout_spec.trace import Rollout, read_trace, trace_file
 from rollout_spec.verl.history import FILE
 from tests.engine.conftest import close, new_engine, own_environment, token_ids
 from tests.text import merged, tokens_per_step
@@ -85,8 +86,8 @@ def train(folder: pathlib.Path, num_steps: int, routing: str) -> Run:
     assert json.loads(line)["step"] == num_steps
     (folder / "model").unlink(missing_ok=True)
     (folder / "model").symlink_to(model.absolute())
-    traces = [folder / TRACE_FOLDER / f"rollouts-{replica}.jsonl" for replica in range(NUM_REPLICAS)]
-    return Run(folder, [list(read_trace(trace)) for trace in traces], json.loads(line)["data"])
+    files = [trace_file(folder / trace.FOLDER, replica) for replica in range(NUM_REPLICAS)]
+    return Run(folder, [list(read_trace(file)) for file in files], json.loads(line)["data"])
 
 
 def execute(command: list[str], folder: pathlib.Path, log: str) -> None:
@@ -194,9 +195,9 @@ def test_a_resumed_run_has_the_history_of_its_checkpoint(run: Run, resumed: Run)
 def recorded(run: Run, step: int) -> list[tuple[list, list[int], list[int]]]:
     """Name, prompt and response of each sample of a training step, on whatever replica."""
     return [
-        (name, line["prompt_token_ids"], response)
-        for file in (run.folder / TRACE_FOLDER).glob("*.jsonl")
-        for line in map(json.loads, file.read_text().splitlines())
-        for name, response in zip(line["names"], line["responses"], strict=True)
+        (name, line.prompt_token_ids.tolist(), response.tolist())
+        for file in (run.folder / trace.FOLDER).glob("*.jsonl")
+        for line in read_trace(file)
+        for name, response in zip(line.names, line.responses, strict=True)
         if name[1] == step
     ]

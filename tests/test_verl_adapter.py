@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from rollout_spec.trace import Rollout, read_trace, trace_file
 from tests.test_verl_options import composed
 
 
@@ -145,8 +146,11 @@ def test_verls_server_admits_every_request_at_its_gate() -> None:
     assert source.index("await self._park_until_admitted(request_id)") < source.index("self.engine.generate(")
 
 
+def tokens(line: Rollout) -> tuple[list[int], list[list[int]]]:
+    return line.prompt_token_ids.tolist(), [response.tolist() for response in line.responses]
+
+
 def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:
-    from rollout_spec.measure.replay import read_trace
     from rollout_spec.verl.server import TraceWriter
 
     first = {"rollout_spec_group": "first", "rollout_spec_turn_tokens": 2}
@@ -159,17 +163,14 @@ def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:
     writer.add([9], [1], {})
     writer.flush(step=3)
     writer.flush(step=4)
-    lines = [json.loads(line) for line in (tmp_path / "traces/rollouts-1.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["prompt_token_ids"], line["responses"]) for line in lines] == [
+    lines = list(read_trace(trace_file(tmp_path / "traces", 1)))
+    assert [(line.step, *tokens(line)) for line in lines] == [
         (3, [1, 2], [[3], [4, 4, 5]]),
         (3, [5], [[6, 7]]),
         (3, [9], [[1]]),
-    ]
-    assert [line["group"] for line in lines][:2] == ["first", "second"]
-    assert list(read_trace(tmp_path / "traces/rollouts-1.jsonl"))[2].prompt_token_ids.tolist() == [9], (
-        "without a name too"
-    )
-    assert lines[0]["names"] == [None, [7, 1, "train"]]
+    ], "without a name too"
+    assert [line.group for line in lines][:2] == ["first", "second"]
+    assert lines[0].names == [None, [7, 1, "train"]]
 
 
 @pytest.fixture
@@ -224,8 +225,7 @@ def test_a_response_is_recorded_once_whatever_interrupts_it(
     serve([1, 2, 8, 9], "a", 2)
     serve([1, 2, 8, 9, 5], "a", 5)
     server._trace.flush(1)
-    lines = [json.loads(line) for line in (tmp_path / "rollouts-0.jsonl").read_text().splitlines()]
-    assert [(line["group"], line["prompt_token_ids"], line["responses"]) for line in lines] == [
+    assert [(line.group, *tokens(line)) for line in read_trace(trace_file(tmp_path, 0))] == [
         ("a", [1, 2], [[8, 9], [8, 9, 8, 9]]),
         ("b", [3, 4], [[8, 9]]),
         ("a", [1, 2, 8, 9, 5], [[8, 9]]),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.rollout import router as verls
 
-from rollout_spec.measure.replay import Rollout
+from rollout_spec.trace import Rollout
 from rollout_spec.verl import homes
 from rollout_spec.verl.hydra_plugin import config_file
 from rollout_spec.verl.ranks import RankedEngine

@@ -1,7 +1,7 @@
 """The command `rollout-spec`, one thin module per subcommand.
 
 In: arguments. Out: tables, JSON, files and an exit code.
-May import: `config`, `drafting`, `report`, `measure`, `demo`, pandas, rich, torch, transformers.
+May import: `config`, `trace`, `drafting`, `report`, `measure`, `demo`, pandas, rich, torch, transformers.
 
 Each module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code, and imports what is slow
 inside `run`, so that `--help` answers at once.

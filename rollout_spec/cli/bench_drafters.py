@@ -141,7 +141,7 @@ def _of_trace(
     from rollout_spec.cli.progress import tracked
     from rollout_spec.measure.drafter_costs import check, measure_costs
     from rollout_spec.measure.drafters import SUFFIX, all_runs, at_equal_drafts, measure, over_baselines
-    from rollout_spec.measure.replay import read_trace
+    from rollout_spec.trace import read_trace
 
     lines = list(islice(read_trace(trace), args.limit_groups))
     if not args.no_cost:

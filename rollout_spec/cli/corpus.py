@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.tables import print_values
     from rollout_spec.drafting.native import OutOfMemory
-    from rollout_spec.measure.replay import TraceError
+    from rollout_spec.trace import TraceError
 
     if args.output.is_dir() or not args.output.parent.is_dir():
         raise UserError(f"--output {args.output}: must be a file in a folder that exists")
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def _build(files: list[Path], output: Path) -> dict[str, Any]:
     from rollout_spec.cli.progress import counted
     from rollout_spec.drafting.corpus import CorpusBuilder, open_corpus
-    from rollout_spec.measure.replay import read_trace
+    from rollout_spec.trace import read_trace
 
     started = time.perf_counter()
     builder = CorpusBuilder()

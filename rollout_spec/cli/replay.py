@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.progress import tracked
     from rollout_spec.cli.tables import print_values
     from rollout_spec.drafting.corpus import check_corpus
-    from rollout_spec.measure.replay import read_trace, replay
+    from rollout_spec.measure.replay import replay
+    from rollout_spec.trace import read_trace
 
     config = SpecConfig.from_mapping(_options(args))
     if config.corpus:

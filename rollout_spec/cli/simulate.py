@@ -139,8 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.drafting.corpus import check_corpus
-    from rollout_spec.measure.replay import read_trace
     from rollout_spec.measure.simulate import Cluster, comes_back, copied, requests_of
+    from rollout_spec.trace import read_trace
 
     spec = spec_options(args.spec, REFUSED)
     configs = _configs(args, spec)

@@ -11,9 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+from rollout_spec import trace
 from rollout_spec.processes import last_error, started
 from rollout_spec.report.logs import METRICS_FILE
-from rollout_spec.report.responses import TRACE_FOLDER, first_step_agreement
+from rollout_spec.report.responses import first_step_agreement
 from rollout_spec.report.runs import Comparison, Step, compare, read_run, read_steps
 
 METHODS = ("off", "sam")
@@ -146,7 +147,7 @@ def environment(output: Path, folder: Path) -> dict[str, str]:
     }
     return env | {
         "ROLLOUT_SPEC_DEMO_DIR": str(output.absolute()),
-        "ROLLOUT_SPEC_TRACE_DIR": str(folder / TRACE_FOLDER),
+        trace.DIR_VARIABLE: str(folder / trace.FOLDER),
         "VERL_FILE_LOGGER_PATH": str(folder / METRICS_FILE),
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(folder),

@@ -45,9 +45,9 @@ def thresholds(job: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         job: trace (a file), step_times (rows of `timeline.step_times`), max_num_seqs.
     """
-    from rollout_spec.measure.replay import read_trace
     from rollout_spec.measure.simulate import Cluster, simulate
     from rollout_spec.measure.step_times import StepTimes
+    from rollout_spec.trace import read_trace
 
     lines = list(read_trace(Path(job["trace"])))
     curves = (

@@ -18,7 +18,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.measure.drafters import NGRAM, SUFFIX, Batch, Suffix, require
-from rollout_spec.measure.replay import Rollout, TraceError
+from rollout_spec.trace import Rollout, TraceError
 
 BATCHES = (1, 8, 64, 256)
 CONTEXT = 2048  # tokens of a row, prompt included, or what there is

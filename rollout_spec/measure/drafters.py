@@ -16,7 +16,8 @@ import numpy as np
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.measure.replay import IndexProposer, Proposer, ReplayResult, Rollout, replay_line
+from rollout_spec.measure.replay import IndexProposer, Proposer, ReplayResult, replay_line
+from rollout_spec.trace import Rollout
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
 SUFFIX: dict[str, dict[str, float]] = {  # but for depth and factor of the tuned one, vLLM's defaults

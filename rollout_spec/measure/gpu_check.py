@@ -17,6 +17,7 @@ from rollout_spec.measure import engine
 from rollout_spec.measure.engine import EngineError, TimeLimitError, answer, make_record
 from rollout_spec.measure.environment import environment
 from rollout_spec.report.rollouts import write_rollouts
+from rollout_spec.trace import trace_file
 
 WORKER = "rollout_spec.measure.check_worker"
 # Of all the time, the most that a part may take. Most need less, and the rollouts have what is left.
@@ -161,7 +162,7 @@ class Check:
             self._note("thresholds", DROPPED, None, "no rollouts to simulate")
             return None
         times = step_times(steps["steps"]) if steps and steps["steps"] else rollouts["step_times"]
-        trace = str(self._folder / "rollouts-0.jsonl")
+        trace = str(trace_file(self._folder, 0))
         job = {"trace": trace, "step_times": times, "max_num_seqs": rollouts["load"]["max_num_seqs"]}
         return self._part("thresholds", job)
 

@@ -17,9 +17,9 @@ from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import Float64Array, Int32Array, Int64Array
 from rollout_spec.measure.environment import environment
-from rollout_spec.measure.replay import TraceError, read_trace
 from rollout_spec.measure.simulate import Engine, Request
 from rollout_spec.measure.step_times import StepTimes
+from rollout_spec.trace import TraceError, read_trace
 
 NUM_SPECULATIVE_TOKENS = 8
 SIZES = (2048, 32768, 131072)

@@ -9,37 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gzip
-import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.backlog import Backlog
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import make_index
 from rollout_spec.drafting.native import Int32Array
-
-_GZIP_MAGIC = b"\x1f\x8b"
-
-
-class TraceError(UserError):
-    """A trace that cannot be read; the message names file, line and field."""
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """One line of a trace: the responses to one prompt, token ids as int32 vectors."""
-
-    group: str
-    step: int | None
-    prompt_token_ids: Int32Array
-    responses: list[Int32Array]
+from rollout_spec.trace import Rollout
 
 
 @dataclass
@@ -92,61 +74,6 @@ class ReplayResult:
             *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length", "native_us_per_row"),
         )
         return {name: getattr(self, name) for name in names}
-
-
-def read_trace(path: str | Path) -> Iterator[Rollout]:
-    """Read a `.jsonl` or `.jsonl.gz` trace line by line, empty lines skipped.
-
-    Raises:
-        OSError: the file cannot be opened.
-        TraceError: it is not such a trace.
-    """
-    path = Path(path)
-    with open(path, "rb") as raw:
-        compressed = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-    file: IO[str]
-    with gzip.open(path, "rt", encoding="utf-8") if compressed else open(path, encoding="utf-8") as file:
-        number = 0
-        try:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _parse_line(line, f"{path}:{number}")
-        except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
-            raise TraceError(f"{path}:{number + 1}: {error}") from error
-
-
-def _parse_line(line: str, where: str) -> Rollout:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TraceError(f"{where}: not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise TraceError(f"{where}: must be a JSON object")
-    for name in ("group", "prompt_token_ids", "responses"):
-        if name not in fields:
-            raise TraceError(f"{where}: {name}: is missing")
-    group, step, responses = fields["group"], fields.get("step"), fields["responses"]
-    if not isinstance(group, str):
-        raise TraceError(f"{where}: group: must be a string")
-    if step is not None and type(step) is not int:
-        raise TraceError(f"{where}: step: must be an integer or null")
-    if not isinstance(responses, list) or not responses:
-        raise TraceError(f"{where}: responses: must be a list of at least one response")
-    return Rollout(
-        group=group,
-        step=step,
-        prompt_token_ids=_token_ids(fields["prompt_token_ids"], f"{where}: prompt_token_ids"),
-        responses=[_token_ids(tokens, f"{where}: responses[{i}]") for i, tokens in enumerate(responses)],
-    )
-
-
-def _token_ids(value: Any, where: str) -> Int32Array:
-    if not isinstance(value, list):
-        raise TraceError(f"{where}: must be a list of token ids")
-    for i, token in enumerate(value):
-        if type(token) is not int or not 0 <= token < 2**31:
-            raise TraceError(f"{where}[{i}]: {token!r} is not a token id")
-    return np.array(value, np.int32)
 
 
 class Proposer(Protocol):

@@ -22,8 +22,8 @@ from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate import Ranks
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.measure.replay import Rollout
 from rollout_spec.measure.step_times import Times
+from rollout_spec.trace import Rollout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-TRACE_FOLDER = "rollouts"
+from rollout_spec import trace
+
 # Of a loop: its longest n-gram, how many times in a row that stands at the end, and the tokens of all of
 # them, which keep short runs of one token ("----") from counting.
 MAX_PERIOD, MIN_REPEATS, MIN_TOKENS = 32, 4, 24
@@ -23,14 +23,14 @@ class Agreement:
     num_identical: int
 
 
-def _records(run: Path) -> Iterator[dict[str, Any]]:
-    for file in sorted((run / TRACE_FOLDER).glob("*.jsonl")):
-        yield from map(json.loads, file.read_text().splitlines())
+def _rollouts(run: Path) -> Iterator[trace.Rollout]:
+    for file in sorted((run / trace.FOLDER).glob("*.jsonl")):
+        yield from trace.read_trace(file)
 
 
 def looping_share(run: Path) -> float:
     """The share of a run's recorded responses that end in a loop, which is easy to draft; NaN without any."""
-    found = [is_looping(response) for record in _records(run) for response in record["responses"]]
+    found = [is_looping(response.tolist()) for line in _rollouts(run) for response in line.responses]
     return sum(found) / len(found) if found else math.nan
 
 
@@ -75,10 +75,10 @@ def agreement(one: Sequence[int], other: Sequence[int]) -> Agreement:
 def _first_step_responses(run: Path) -> dict[str, list[int]]:
     """Responses by the names of their samples, which begin with seed, training step, train or val."""
     named = [
-        (record.get("step") or 0, name, response)
-        for record in _records(run)
-        for name, response in zip(record.get("names", []), record["responses"], strict=False)
-        if name and name[2] == "train"
+        (line.step or 0, name, response)
+        for line in _rollouts(run)
+        for name, response in zip(line.names, line.responses, strict=False)
+        if isinstance(name, list) and name[2:3] == ["train"]
     ]
     first = min((step for step, _, _ in named), default=0)
-    return {json.dumps(name): response for step, name, response in named if step == first}
+    return {json.dumps(name): response.tolist() for step, name, response in named if step == first}

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from rollout_spec.report.plots import plot_rollouts
 from rollout_spec.report.tables import make_table
+from rollout_spec.trace import to_line, trace_file
 
 _FIGURES = {  # of the table: what is shown of a result, and how
     "seconds": ("makespan_s", "{:.1f}"),
@@ -42,11 +43,11 @@ def write_rollouts(
     plot_rollouts(first, record["load"]["tail_threshold"], folder / "engine.png")
     size = record["load"]["group_size"]
     for repeat, one in enumerate(next(iter(served.values()))):
-        with (folder / f"rollouts-{repeat}.jsonl").open("w") as trace:
-            for i, prompt in enumerate(prompts):
-                siblings = one["responses"][i * size : (i + 1) * size]
-                line = {"group": str(i), "step": None, "prompt_token_ids": prompt, "responses": siblings}
-                trace.write(json.dumps(line) + "\n")
+        lines = [
+            to_line(str(i), None, prompt, one["responses"][i * size : (i + 1) * size])
+            for i, prompt in enumerate(prompts)
+        ]
+        trace_file(folder, repeat).write_text("".join(lines))
 
 
 def tables(record: Mapping[str, Any]) -> list[Table]:

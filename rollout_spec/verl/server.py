@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pathlib
 from collections import defaultdict
@@ -18,6 +17,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.logger import init_logger
 
+from rollout_spec import trace
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
 from rollout_spec.verl.homes import Homes
@@ -30,8 +30,6 @@ from rollout_spec.vllm.keys import GROUP_KEY, KEY, TURN_TOKENS_KEY
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
-
-TRACE_DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -80,7 +78,7 @@ class SpecHttpServer(vLLMHttpServer):
         self._aborted_ids, self._finished_ids = list[str](), list[str]()
         # What other servers are to have, once one has asked for it, and what this one is to take in.
         self._is_sharing, self._shared, self._received = False, list[bytes](), list[bytes]()
-        directory = os.environ.get(TRACE_DIR_VARIABLE)
+        directory = os.environ.get(trace.DIR_VARIABLE)
         self._trace = TraceWriter(pathlib.Path(directory), self.replica_rank) if directory else None
 
     async def run_server(self, args: Any) -> None:
@@ -296,7 +294,7 @@ class TraceWriter:
 
     def __init__(self, directory: pathlib.Path, replica_rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / f"rollouts-{replica_rank}.jsonl"
+        self._file = trace.trace_file(directory, replica_rank)
         # By group and prompt: each response, and its sample's name.
         self._responses: dict[tuple[str, tuple[int, ...]], list[tuple[list[int], Any]]] = defaultdict(list)
 
@@ -316,15 +314,9 @@ class TraceWriter:
             self._responses[group, prompt].append((response, named.get(KEY)))
 
     def flush(self, step: int | None) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            for (group, prompt), samples in self._responses.items():
-                responses, names = zip(*samples, strict=True)
-                line = {
-                    "group": group,
-                    "step": step,
-                    "prompt_token_ids": prompt,
-                    "responses": responses,
-                    "names": names,
-                }
-                file.write(json.dumps(line) + "\n")
+        lines = (
+            trace.to_line(group, step, prompt, *zip(*samples, strict=True))
+            for (group, prompt), samples in self._responses.items()
+        )
+        trace.append_lines(self._file, lines)
         self._responses.clear()

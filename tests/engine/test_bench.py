@@ -9,6 +9,7 @@ import pytest
 
 from rollout_spec.drafting.gate import HYSTERESIS_STEPS
 from rollout_spec.measure.engine import Load, random_prompts
+from rollout_spec.trace import trace_file
 from tests.engine.conftest import VOCAB_SIZE
 
 METHODS = ["off", "sam:4", "ngram"]
@@ -59,7 +60,7 @@ def test_rollouts_without_and_with_drafts(
     assert {row["drafted"] for row in record["step_times"]} == {False, True}
     assert all(row["num_tokens"] > row["num_running"] for row in record["step_times"] if row["drafted"])
 
-    trace, table = str(tmp_path / "rollouts-0.jsonl"), str(tmp_path / "engine.json")
+    trace, table = str(trace_file(tmp_path, 0)), str(tmp_path / "engine.json")
     assert main(["simulate", trace, "--step-times", table, "--max-num-seqs", "6", "--json"]) == 0
     [simulated] = json.loads(capsys.readouterr().out)["results"]
     assert 0.4 < simulated["runs"][0]["makespan_s"] / off["makespan_s"] < 2.5

@@ -1,0 +1,149 @@
+"""Recorded rollouts: JSON lines, each a prompt with its responses. Nothing else knows the format."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_spec.config import UserError
+
+DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"
+"""The environment variable that names the folder where a run records its rollouts."""
+FOLDER = "rollouts"
+"""Where a run's own folder has them."""
+_GZIP_MAGIC = b"\x1f\x8b"
+_CHUNK = 1 << 16
+
+logger = logging.getLogger(__name__)
+
+
+class TraceError(UserError):
+    """A trace that cannot be read; the message names file, line and field."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """One line of a trace: the responses to one prompt, token ids as int32 vectors."""
+
+    group: str
+    step: int | None
+    """The training step; None where there is none."""
+    prompt_token_ids: npt.NDArray[np.int32]
+    responses: list[npt.NDArray[np.int32]]
+    names: Sequence[Any] = ()
+    """Of each response that of its sample, or None; empty where a trace has no names."""
+
+
+def trace_file(folder: Path, number: int) -> Path:
+    """The file of a replica, or of a repeat."""
+    return folder / f"rollouts-{number}.jsonl"
+
+
+def to_line(
+    group: str,
+    step: int | None,
+    prompt_token_ids: Sequence[int],
+    responses: Sequence[Sequence[int]],
+    names: Sequence[Any] = (),
+) -> str:
+    """A line with its end. The arguments are `Rollout`'s."""
+    line = {"group": group, "step": step, "prompt_token_ids": prompt_token_ids, "responses": responses}
+    return json.dumps(line | ({"names": names} if names else {})) + "\n"
+
+
+def append_lines(file: Path, lines: Iterable[str]) -> None:
+    """Append what `to_line` made. A cut last line, which a killed run leaves, goes first.
+
+    Raises:
+        OSError: the file cannot be written, or the disk is full.
+    """
+    with file.open("ab+") as out:
+        _drop_cut_line(out)
+        out.writelines(line.encode() for line in lines)
+
+
+def _drop_cut_line(file: IO[bytes]) -> None:
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        begin = max(0, end - _CHUNK)
+        file.seek(begin)
+        place = file.read(end - begin).rfind(b"\n")
+        if place >= 0:
+            file.truncate(begin + place + 1)
+            return
+        end = begin
+    file.truncate(0)
+
+
+def read_trace(path: str | Path) -> Iterator[Rollout]:
+    """Read a `.jsonl` or `.jsonl.gz` trace line by line, empty lines skipped.
+
+    A killed run may have cut the last line: it is left out, with a warning in the log.
+
+    Raises:
+        OSError: the file cannot be opened.
+        TraceError: it is not such a trace.
+    """
+    path = Path(path)
+    with open(path, "rb") as raw:
+        is_compressed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
+        file: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if is_compressed else raw
+        number = 0
+        try:
+            for number, line in enumerate(file, start=1):
+                rollout = _parse(line, f"{path}:{number}") if line.strip() else None
+                if rollout is not None:
+                    yield rollout
+        except (gzip.BadGzipFile, EOFError) as error:
+            raise TraceError(f"{path}:{number + 1}: {error}") from error
+
+
+def _parse(line: bytes, where: str) -> Rollout | None:
+    """None for a line that is cut."""
+    try:
+        fields = json.loads(line.decode())
+    except ValueError as error:
+        if line.endswith(b"\n"):
+            raise TraceError(f"{where}: not JSON: {error}") from error
+        logger.warning("%s: the last line is cut off, it is left out", where)
+        return None
+    if not isinstance(fields, dict):
+        raise TraceError(f"{where}: must be a JSON object")
+    for name in ("group", "prompt_token_ids", "responses"):
+        if name not in fields:
+            raise TraceError(f"{where}: {name}: is missing")
+    group, step, responses = fields["group"], fields.get("step"), fields["responses"]
+    names = fields.get("names", [])
+    if not isinstance(group, str):
+        raise TraceError(f"{where}: group: must be a string")
+    if step is not None and type(step) is not int:
+        raise TraceError(f"{where}: step: must be an integer or null")
+    if not isinstance(responses, list) or not responses:
+        raise TraceError(f"{where}: responses: must be a list of at least one response")
+    if not isinstance(names, list) or (names and len(names) != len(responses)):
+        raise TraceError(f"{where}: names: must be a list, with a name for each response")
+    return Rollout(
+        group=group,
+        step=step,
+        prompt_token_ids=_token_ids(fields["prompt_token_ids"], f"{where}: prompt_token_ids"),
+        responses=[_token_ids(tokens, f"{where}: responses[{i}]") for i, tokens in enumerate(responses)],
+        names=names,
+    )
+
+
+def _token_ids(value: Any, where: str) -> npt.NDArray[np.int32]:
+    if not isinstance(value, list):
+        raise TraceError(f"{where}: must be a list of token ids")
+    for i, token in enumerate(value):
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise TraceError(f"{where}[{i}]: {token!r} is not a token id")
+    return np.array(value, np.int32)

@@ -1,0 +1,106 @@
+"""The format of recorded rollouts: what is written is read, and what a killed run has left of it."""
+
+from __future__ import annotations
+
+import gzip
+
+import pytest
+
+from rollout_spec.trace import TraceError, append_lines, read_trace, to_line
+
+LINES = [
+    to_line("\u00e9", 1, [1, 2], [[3, 4], []], [None, [7, 1, "train"]]),
+    to_line("b", None, [], [[5]]),
+]
+
+
+def groups(path):
+    return [line.group for line in read_trace(path)]
+
+
+def test_what_is_written_is_read(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    append_lines(file, LINES[:1])
+    append_lines(file, ["\n", *LINES[1:]])
+    one, other = read_trace(file)
+    assert (one.group, one.step, one.names) == ("\u00e9", 1, [None, [7, 1, "train"]])
+    assert one.prompt_token_ids.tolist() == [1, 2]
+    assert [response.tolist() for response in one.responses] == [[3, 4], []]
+    assert (other.group, other.step, other.names) == ("b", None, [])
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_last_line_that_is_cut_is_left_out_and_said(tmp_path, pack, caplog):
+    file = tmp_path / "trace.jsonl"
+    first, last = (line.encode() for line in LINES)
+    for length in range(1, len(last) - 1):
+        file.write_bytes(pack(first + last[:length]))
+        caplog.clear()
+        assert groups(file) == ["\u00e9"]
+        assert caplog.messages == [f"{file}:2: the last line is cut off, it is left out"]
+    caplog.clear()
+    file.write_bytes(pack(first + last[:-1]))
+    assert groups(file) == ["\u00e9", "b"], "only the end of the line is missing"
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("num_tokens", [1, 50_000])
+def test_a_run_that_goes_on_leaves_no_cut_line_inside(tmp_path, num_tokens):
+    file = tmp_path / "trace.jsonl"
+    for before in ([], LINES):
+        whole, cut = "".join(before), to_line("cut", None, [], [[1] * num_tokens])[:-1]
+        file.write_text(whole + cut)
+        append_lines(file, LINES[1:])
+        assert file.read_text() == whole + LINES[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r":2: not JSON"),
+        ("\u00e9", r":2: not JSON"),
+        ("[1]", r":2: must be a JSON object"),
+        ('{"group": "g", "responses": [[1]]}', r":2: prompt_token_ids: is missing"),
+        ('{"group": 1, "prompt_token_ids": [], "responses": [[1]]}', r":2: group: must be a string"),
+        ('{"group": "g", "step": "x", "prompt_token_ids": [], "responses": [[1]]}', r":2: step: must be"),
+        (
+            '{"group": "g", "prompt_token_ids": 3, "responses": [[1]]}',
+            r":2: prompt_token_ids: must be a list",
+        ),
+        (
+            '{"group": "g", "prompt_token_ids": [1, -1], "responses": [[1]]}',
+            r":2: prompt_token_ids\[1\]: -1 is not",
+        ),
+        (
+            '{"group": "g", "prompt_token_ids": [], "responses": []}',
+            r":2: responses: must be a list of at least one",
+        ),
+        (
+            '{"group": "g", "prompt_token_ids": [], "responses": [[1], [true]]}',
+            r":2: responses\[1\]\[0\]: True is not",
+        ),
+        (
+            '{"group": "g", "prompt_token_ids": [], "responses": [[4294967296]]}',
+            r":2: responses\[0\]\[0\]: 4294967296",
+        ),
+        (
+            '{"group": "g", "prompt_token_ids": [], "responses": [[1], [2]], "names": ["a"]}',
+            r":2: names: must be a list, with a name for each response",
+        ),
+    ],
+)
+def test_trace_errors_name_line_and_field(tmp_path, line, message):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(to_line("g", None, [1], [[2]]) + line + "\n")
+    with pytest.raises(TraceError, match=message):
+        list(read_trace(path))
+
+
+def test_files_that_are_no_text_or_cut_short(tmp_path):
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress(to_line("g", None, [1], [list(range(3000))]).encode())[:200])
+    with pytest.raises(TraceError, match=r"trace.jsonl.gz:1"):
+        list(read_trace(path))
+    path.write_bytes(b"\xff\xfe\x00\n")
+    with pytest.raises(TraceError, match=r"trace.jsonl.gz:1"):
+        list(read_trace(path))
