@@ -42,6 +42,25 @@ def test_long_texts_draft_as_the_oracle_does():
         index.validate()
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_nothing_is_learned_behind_the_first_wrong_token(wrong):
+    """The rest of the draft comes true all the same, in a step that brings more than one wrong token."""
+    rng = np.random.default_rng(8)
+    options = {"num_speculative_tokens": 6, "min_token_prob": 0.0}
+    oracle = SequenceOracle(GroupOracle((), Options(**options)), True, Experience())
+    with SuffixIndex(**options) as index:
+        sequence = index.open_sequence(index.open_group(int32()))
+        text = rng.integers(0, 4, 12).tolist()
+        for _ in range(25):
+            row = np.array([text], np.int32)
+            result = index.step(int32(sequence), row, int32(0), int32(len(text)), int32(6))
+            oracle.index(text)
+            draft = oracle.draft(6)
+            assert result.draft_tokens[0, : len(draft)].tolist() == draft
+            assert result.survivals[0, : len(draft)] == pytest.approx(oracle.survivals, rel=1e-5)
+            text += [token + (i == wrong) for i, token in enumerate(draft)]
+
+
 def test_other_prompts_are_evidence():
     """What was sampled under one prompt helps under the next, that with other wording does not."""
     rng = np.random.default_rng(2)
