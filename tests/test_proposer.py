@@ -1,0 +1,425 @@
+"""vLLM's proposer on a fake engine: requests come, wait, go on, end and fail. The drafter is the real one.
+
+Plain objects stand for vLLM's configuration, its runner and its batch, with the fields that the proposer
+reads. The target is a text that each request will say.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_spec.config import ConfigError
+from rollout_spec.vllm import OPTIONS_KEY, PROPOSER
+from rollout_spec.vllm import proposer as proposer_module
+from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
+from rollout_spec.vllm.proposer import SuffixProposer
+
+NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
+PROMPT = [1, 2, 3]
+TEXT = list(range(10, 60))
+Value = types.SimpleNamespace
+
+
+def vllm_config(options: dict[str, Any], **parallel: Any) -> Value:
+    return Value(
+        additional_config={OPTIONS_KEY: {"batch_threshold": NUM_ROWS, **options}},
+        speculative_config=Value(
+            model=PROPOSER, num_speculative_tokens=K, num_speculative_tokens_per_batch_size=None
+        ),
+        parallel_config=Value(
+            **{"data_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0,
+               "distributed_executor_backend": "uni"} | parallel
+        ),
+        model_config=Value(
+            logits_processors=None, get_diff_sampling_param=dict, get_vocab_size=lambda: 1000, is_moe=False
+        ),
+        use_v2_model_runner=False,
+    )  # fmt: skip
+
+
+class Engine:
+    """As much of vLLM's as the proposer sees: requests, a batch of rows, and drafts that are verified."""
+
+    def __init__(self, **options: Any) -> None:
+        config = vllm_config(options)
+        self.proposer = SuffixProposer(config)
+        self.requests: dict[str, Any] = {}  # vLLM's own, in the order in which they came
+        self.batch = Value(req_ids=[])
+        self.runner = Value(
+            requests=self.requests, input_batch=self.batch, max_model_len=NUM_COLUMNS,
+            parallel_config=config.parallel_config, effective_drafter_max_model_len=0,
+        )  # fmt: skip
+        self.proposer.bind(self.runner)
+        self.proposer.load_model(None)
+        self.texts: dict[str, list[int]] = {}  # what each request has, prompt included
+        self.drafts: dict[str, list[int]] = {}  # to be verified in its next step
+
+    def add(
+        self, name: str, prompt: list[int] = PROMPT, max_tokens: int | None = None, extra_args: Any = None
+    ) -> None:
+        params = Value(max_tokens=max_tokens, extra_args=extra_args)
+        self.requests[name] = Value(prompt_token_ids=prompt, sampling_params=params)
+        self.texts[name], self.drafts[name] = list(prompt), []
+        self.resume(name)
+
+    def resume(self, name: str) -> None:
+        self.batch.req_ids.append(name)
+
+    def preempt(self, name: str) -> None:
+        """It leaves the batch, and another row may take its place; the engine keeps the request."""
+        self.batch.req_ids.remove(name)
+        self.drafts[name] = []
+
+    def finish(self, name: str) -> None:
+        self.preempt(name)
+        del self.requests[name]
+
+    def say(self, name: str, text: list[int]) -> list[int]:
+        """What the request gets in a step: as much of its draft as is right, and a token of the target's."""
+        said = len(self.texts[name]) - len(self.requests[name].prompt_token_ids)
+        num = 0
+        while num < len(self.drafts[name]) and self.drafts[name][num] == text[said + num]:
+            num += 1
+        return text[said : said + num + 1]
+
+    def step(self, said: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+        """One step of all rows, each saying TEXT unless `said` has its tokens; returns the drafts."""
+        new = [(said or {}).get(name, None) for name in self.batch.req_ids]
+        tokens = [
+            self.say(name, TEXT) if given is None else given
+            for name, given in zip(self.batch.req_ids, new, strict=True)
+        ]
+        matrix = np.full((NUM_ROWS, NUM_COLUMNS), -7, np.int32)
+        levels = np.full(NUM_ROWS, -7, np.int32)
+        for row, (name, given) in enumerate(zip(self.batch.req_ids, tokens, strict=True)):
+            self.texts[name] += given
+            matrix[row, : len(self.texts[name])] = self.texts[name]
+            levels[row] = len(self.texts[name])
+        drafts = self.proposer.propose(tokens, levels, matrix, slot_mappings=None)
+        assert len(drafts) == len(self.batch.req_ids)
+        self.drafts.update(zip(self.batch.req_ids, drafts, strict=True))
+        return dict(zip(self.batch.req_ids, drafts, strict=True))
+
+    @property
+    def index(self) -> Any:
+        return self.proposer._drafter.index  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the proposer logs as an exception."""
+    messages: list[str] = []
+    logger = Value(
+        exception=lambda message, *args: messages.append(message % args),
+        warning=lambda message, *args: messages.append(message % args),
+        info=lambda *args: None,
+    )
+    monkeypatch.setattr(proposer_module, "logger", logger)
+    return messages
+
+
+def test_siblings_draft_from_each_other_and_what_is_accepted_is_counted() -> None:
+    engine = Engine(min_token_prob=0.0)
+    engine.add("first")
+    for _ in range(20):
+        assert engine.step() == {"first": []}  # text that does not repeat
+    engine.add("second")
+    engine.step()
+    engine.finish("first")
+    num_steps = 1
+    while len(engine.texts["second"]) < 3 + 14:
+        assert engine.step()["second"]
+        num_steps += 1
+    assert engine.texts["second"][3:] == TEXT[: len(engine.texts["second"]) - 3]
+    counters = engine.proposer.take_counters()
+    assert counters.num_steps == 20 + num_steps
+    assert counters.num_row_steps == 20 + num_steps + 1
+    assert counters.num_accepted_tokens == len(engine.texts["second"]) - 3 - num_steps > 5
+    assert counters.num_draft_tokens >= counters.num_accepted_tokens
+    assert counters.num_failed_steps == 0
+    assert engine.proposer.take_counters().num_steps == 0
+    assert engine.index.stats().num_sequences == 1
+
+
+def test_drafts_belong_to_their_rows_whatever_comes_and_goes() -> None:
+    """Three groups, whose texts differ; rows change places as requests leave, wait and come back."""
+    engine = Engine(min_token_prob=0.0)
+    chooser = np.random.default_rng(0)
+    serial = 0
+    for _ in range(150):
+        if len(engine.batch.req_ids) < NUM_ROWS and chooser.random() < 0.5:
+            group = serial % 3
+            engine.add(f"{group}-{serial}", [1, 2, group])
+            serial += 1
+        if engine.batch.req_ids and chooser.random() < 0.3:
+            name = str(chooser.choice(engine.batch.req_ids))
+            (engine.finish if chooser.random() < 0.6 else engine.preempt)(name)
+        waiting = [name for name in engine.requests if name not in engine.batch.req_ids]
+        if waiting and len(engine.batch.req_ids) < NUM_ROWS and chooser.random() < 0.5:
+            engine.resume(str(chooser.choice(waiting)))
+        for name in [each for each in engine.batch.req_ids if len(engine.texts[each]) > 40]:
+            engine.finish(name)
+        chooser.shuffle(engine.batch.req_ids)
+        texts = {name: [100 * (int(name[0]) + 1) + i for i in range(60)] for name in engine.batch.req_ids}
+        drafts = engine.step({name: engine.say(name, text) for name, text in texts.items()})
+        for name, draft in drafts.items():
+            said = len(engine.texts[name]) - 3
+            assert draft == texts[name][said : said + len(draft)]
+        assert engine.proposer._drafter.request_ids == engine.requests.keys()  # type: ignore[union-attr]
+    counters = engine.proposer.take_counters()
+    assert serial > 30 and counters.num_accepted_tokens > 200
+    assert counters.num_failed_steps == counters.num_untracked_rows == 0
+    engine.index.validate()
+
+
+def test_a_preempted_request_keeps_its_place() -> None:
+    engine = Engine(min_token_prob=0.0)
+    engine.add("a")
+    engine.add("b")
+    engine.step({"a": TEXT[:8], "b": TEXT[:1]})
+    engine.preempt("b")
+    for _ in range(3):
+        engine.step()
+    assert engine.index.stats().num_sequences == 2
+    engine.resume("b")
+    assert engine.step()["b"] == TEXT[2:6]
+
+
+def test_a_partial_prefill_gets_no_draft() -> None:
+    engine = Engine(min_token_prob=0.0)
+    engine.add("a")
+    engine.step({"a": TEXT[:8]})
+    engine.add("b")
+    assert engine.step({"b": []})["b"] == []
+    assert engine.step()["b"] == TEXT[1:5]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "model_len", "room"), [(6, 200, 4), (None, 9, 4), (50, 9, 4), (7, 9, 4)]
+)
+def test_a_draft_ends_before_the_request(max_tokens: int | None, model_len: int, room: int) -> None:
+    """One short of max_tokens or of the model's length, which vLLM may set after the proposer is made."""
+    engine = Engine(min_token_prob=0.0)
+    engine.runner.max_model_len = model_len
+    engine.add("a")
+    engine.step({"a": TEXT[:8]})
+    engine.runner.max_model_len = NUM_COLUMNS if max_tokens == 6 else model_len
+    engine.add("b", max_tokens=max_tokens)
+    lengths = [len(engine.step({"b": TEXT[i : i + 1]})["b"]) for i in range(6)]
+    # Behind the first token there are five more, of which the target adds the last one by itself.
+    assert lengths == [room, 3, 2, 1, 0, 0]
+
+
+def test_the_runner_is_told_not_to_drop_drafts_near_the_end() -> None:
+    assert Engine().runner.effective_drafter_max_model_len > 1_000_000
+
+
+def drafts_of(history: bytes | None, group: str) -> list[int]:
+    """What a new engine with this history drafts behind the first two tokens of the group's text."""
+    assert history is not None
+    engine = Engine(min_token_prob=0.0, history=4)
+    engine.proposer.add_history([history])
+    engine.add("new", extra_args={GROUP_KEY: group})
+    return engine.step({"new": TEXT[:2]})["new"]
+
+
+def test_new_weights_drop_the_text_and_the_history_keeps_what_ended() -> None:
+    engine = Engine(min_token_prob=0.0, history=4)
+    for name in ("done-0123abcd", "cut-0123abcd"):
+        engine.add(name, extra_args={GROUP_KEY: name.split("-")[0]})
+    engine.step({"done-0123abcd": TEXT[:9], "cut-0123abcd": TEXT[:9]})
+    engine.proposer.end_step(["cut"])  # by the name that its sender gave it
+    assert engine.index.stats().num_sequences == engine.index.stats().num_groups == 0
+    content = engine.proposer.pack_history()
+    assert drafts_of(content, "done") == TEXT[2:6]
+    assert drafts_of(content, "cut") == []
+
+
+def test_a_request_that_runs_across_new_weights_is_indexed_anew() -> None:
+    engine = Engine(min_token_prob=0.0, history=0)
+    engine.add("a")
+    engine.add("b")
+    engine.step({"a": TEXT[:9], "b": TEXT[:2]})
+    engine.proposer.end_step()
+    assert engine.index.stats().num_tokens == 0
+    engine.step({"a": [], "b": TEXT[2:3]})
+    assert engine.index.stats().num_tokens == 3 + 3  # the prompt, and all that b has said
+    engine.step({"a": TEXT[9:10], "b": TEXT[3:4]})
+    assert engine.index.stats()[:2] == (1, 2) and engine.index.stats().num_tokens == 3 + 4 + 10
+    assert engine.step({"a": [], "b": TEXT[4:5]})["b"] == TEXT[5:9]
+
+
+def test_the_history_is_taken_once_and_of_what_has_ended() -> None:
+    engine = Engine(min_token_prob=0.0, history=4)
+    names = ("done", "cut", "runs")
+    for name in names:
+        engine.add(f"{name}-0123abcd", extra_args={GROUP_KEY: name})
+    engine.step({f"{name}-0123abcd": TEXT[:9] for name in names})
+    taken = engine.proposer.take_history(aborted=["cut"], finished=["done"])
+    assert engine.index.stats().num_sequences == 1
+    assert [drafts_of(taken, name) for name in names] == [TEXT[2:6], [], []]
+    again = engine.proposer.take_history(finished=[])
+    assert [drafts_of(again, name) for name in names] == [[], [], []]
+    # By default all have ended; `pack_history` has what was taken before, too.
+    content = engine.proposer.pack_history()
+    assert [drafts_of(content, name) for name in names] == [TEXT[2:6], [], TEXT[2:6]]
+    assert engine.index.stats().num_sequences == 0
+
+
+def test_a_history_that_cannot_be_read_costs_itself(said: list[str]) -> None:
+    engine, other = Engine(history=4, min_token_prob=0.0), Engine(history=4, min_token_prob=0.0)
+    engine.add("a", extra_args={GROUP_KEY: "g"})
+    engine.step({"a": TEXT[:9]})
+    engine.finish("a")
+    other.proposer.add_history([b"nothing of ours", engine.proposer.pack_history()])
+    assert drafts_of(other.proposer.pack_history(), "g") == TEXT[2:6]
+    assert len(said) == 1 and "without a part of the history" in said[0]
+
+
+def test_what_is_on_its_way_is_received_first() -> None:
+    """With model runner V2 the tokens of the last steps arrive late: whoever ends a step waits for them."""
+    engine = Engine(history=4, min_token_prob=0.0)
+    received: list[str] = []
+    for name in ("take_counters", "end_step", "take_history", "pack_history"):
+        engine.proposer.receive = lambda name=name: received.append(name)
+        getattr(engine.proposer, name)()
+    engine.proposer.take_counters(waits=False)
+    assert received == ["take_counters", "end_step", "take_history", "pack_history"]
+
+
+def test_a_failing_step_costs_its_drafts_and_is_said_once(said: list[str]) -> None:
+    engine = Engine(min_token_prob=0.0)
+    engine.add("a")
+    engine.add("b")
+    engine.step({"a": TEXT[:9], "b": TEXT[:1]})
+    for _ in range(2):
+        matrix = np.zeros((NUM_ROWS, NUM_COLUMNS), np.int32)
+        assert engine.proposer.propose([[1], [1]], np.array([4], np.int32), matrix) == [[], []]
+    assert engine.step()["b"] == TEXT[6:10]
+    assert engine.proposer.take_counters().num_failed_steps == 2
+    [message] = said
+    assert "this step goes without drafts: levels: has 1 entries" in message
+    assert "num_failed_steps" in message
+
+
+def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: list[str]) -> None:
+    engine = Engine(min_token_prob=0.0, history=4)
+    engine.add("a")
+    engine.step({"a": TEXT[:9]})
+    engine.batch.req_ids.append("stranger")
+    engine.texts["stranger"], engine.drafts["stranger"] = [5], []
+    assert engine.step({"a": [9], "stranger": [6]}) == {"a": [], "stranger": []}
+    engine.batch.req_ids.remove("stranger")
+    assert engine.step() == {"a": []}
+    assert not engine.proposer.is_open
+    counters = engine.proposer.take_counters()
+    assert (counters.num_steps, counters.num_failed_steps) == (1, 2)
+    [message] = said
+    assert "drafting is off for the rest of this engine's life: KeyError('stranger')" in message
+    # What the trainer asks of the engine goes on.
+    engine.proposer.end_step(["a"])
+    engine.proposer.add_history([b""])
+    assert engine.proposer.take_history() is None
+    assert engine.proposer.pack_history() is None
+    assert engine.proposer.take_counters().num_steps == 0
+
+
+def test_drafting_goes_on_under_a_log_line_every_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(proposer_module, "LOG_EVERY", 3)
+    logger = Value(info=lambda message, *args: lines.append(message % args))
+    monkeypatch.setattr(proposer_module, "logger", logger)
+    engine = Engine(min_token_prob=0.0)
+    engine.add("a")
+    for _ in range(7):
+        engine.step()
+    assert len(lines) == 1 + 2 and "the last 3 steps" in lines[1]
+    # The lines take nothing from the counters.
+    assert engine.proposer.take_counters().num_steps == 7
+
+
+HUGE = 10**5000
+STRANGE_GROUPS = [
+    "", "g" * 100_000, b"g", 1.5, float("nan"), -1, True, ["g"], {"g": 1}, object(), {"g"},
+]  # fmt: skip
+STRANGE_NUMBERS = [-1, HUGE, 1.0, "3", True, None, [2], 1 << 40]
+
+
+@pytest.mark.parametrize(
+    "group", STRANGE_GROUPS, ids=lambda group: ascii(group)[:20] if group != HUGE else "huge"
+)
+def test_whatever_a_caller_sends_as_its_group_the_others_draft(group: Any) -> None:
+    engine = Engine(min_token_prob=0.0)
+    engine.add("a")
+    engine.step({"a": TEXT[:9]})
+    for i, number in enumerate(STRANGE_NUMBERS[:6]):
+        engine.add(f"strange{i}", extra_args={GROUP_KEY: group, GROUP_TOKENS_KEY: number})
+    engine.add("b")
+    drafts = engine.step({name: TEXT[:1] for name in engine.batch.req_ids if name != "a"})
+    assert drafts["b"] == TEXT[1:5]
+    assert engine.proposer.take_counters().num_failed_steps == 0
+    for name in list(engine.batch.req_ids):
+        engine.finish(name)
+    engine.add("c")
+    assert engine.step()["c"] == TEXT[1:5]
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {GROUP_TOKENS_KEY: 2}])
+def test_extra_arguments_of_others_do_no_harm(extra_args: Any) -> None:
+    engine = Engine(min_token_prob=0.0)
+    engine.add("a")
+    engine.add("b", extra_args=extra_args)
+    assert engine.step({"a": TEXT[:9]})["b"] == TEXT[1:5]
+
+
+def test_a_group_has_a_name_and_a_prompt() -> None:
+    """Requests of one name are siblings though their prompts differ; what follows the group's is text."""
+    engine = Engine(min_token_prob=0.0)
+    named = {GROUP_KEY: "g", GROUP_TOKENS_KEY: 3}
+    engine.add("a", extra_args=named)
+    engine.step({"a": TEXT[:9]})
+    engine.add("later turn", [*PROMPT, *TEXT[:4]], extra_args=named)
+    assert engine.step({"later turn": TEXT[4:5]})["later turn"] == TEXT[5:9]
+    assert engine.index.stats().num_groups == 1
+    engine.add("other", [*PROMPT, *TEXT[:4]])
+    engine.step()
+    assert engine.index.stats().num_groups == 2
+
+
+@pytest.mark.parametrize(
+    ("parallel", "is_used"),
+    [
+        ({"rank": 1, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, False),
+        ({"rank": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, True),
+        ({"rank": 1, "tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, True),
+    ],
+)
+def test_only_the_worker_whose_drafts_are_taken_drafts(parallel: dict[str, Any], is_used: bool) -> None:
+    proposer = SuffixProposer(vllm_config({"history": 4, "min_token_prob": 0.0}, **parallel))
+    request = Value(prompt_token_ids=None, sampling_params=None)  # embeddings, and no parameters
+    proposer.bind(
+        Value(
+            requests={"a": request}, input_batch=Value(req_ids=["a"]), max_model_len=9,
+            parallel_config=Value(data_parallel_size=1),
+        )
+    )  # fmt: skip
+    proposer.load_model()
+    matrix = np.array([[5, 6, 5, 6, 5, 0, 0, 0, 0]], np.int32)
+    drafts = proposer.propose([[5]], np.array([5], np.int32), matrix)
+    assert drafts == [[6, 5, 6] if is_used else []]
+    assert proposer.take_counters().num_steps == is_used
+    assert (proposer.take_history() is not None) == is_used
+
+
+def test_an_engine_without_the_plugin_does_not_serve() -> None:
+    with pytest.raises(RuntimeError, match=r"did not load the plugin.*VLLM_PLUGINS.*doctor"):
+        SuffixProposer(vllm_config({})).load_model(None)
+
+
+def test_contradicting_options_end_the_engine_before_it_serves() -> None:
+    with pytest.raises(ConfigError, match="num_speculative_tokens=5 differs from"):
+        SuffixProposer(vllm_config({"num_speculative_tokens": 5}))
