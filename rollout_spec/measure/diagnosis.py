@@ -183,7 +183,7 @@ def _patches() -> Iterator[Check]:
 
 def _engine_patches() -> Iterator[Check]:
     """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
-    from rollout_spec.vllm.options import runner_v2_misfit
+    from rollout_spec.vllm.checks import runner_v2_misfit
     from rollout_spec.vllm.sampler import ENGINE_PATCHES, check_engine_patches
 
     check_engine_patches()

@@ -23,8 +23,8 @@ from rollout_spec.measure.engine import Method, reply
 from rollout_spec.measure.timeline import Timeline
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, speculative_config
+from rollout_spec.vllm.checks import runner_v2_misfit
 from rollout_spec.vllm.keys import KEY
-from rollout_spec.vllm.options import runner_v2_misfit
 from rollout_spec.vllm.proposer import SuffixProposer
 
 # vLLM asks for all three and has a default for none. 8 draft tokens, as in earlier records: what sam drafts

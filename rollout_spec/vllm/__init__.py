@@ -9,14 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
-PROPOSER = "rollout_spec.vllm.SuffixProposer"
-SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
+from rollout_spec.vllm.options import OPTIONS_KEY, PROPOSER, SCHEDULER, speculative_config
 
-
-def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:
-    """vLLM's option of this name, for our proposer."""
-    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_speculative_tokens}
+__all__ = ["OPTIONS_KEY", "PROPOSER", "SCHEDULER", "SuffixProposer", "speculative_config"]
 
 
 def __getattr__(name: str) -> Any:

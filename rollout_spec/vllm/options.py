@@ -1,65 +1,27 @@
-"""An engine's options, read from vLLM's configuration; what cannot work is refused before it starts."""
+"""An engine's options, read from vLLM's configuration, and the names of ours there; imports no vLLM."""
 
 from __future__ import annotations
 
-import functools
-
-from vllm.config import VllmConfig
-from vllm.platforms import current_platform
+from typing import TYPE_CHECKING, Any
 
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.drafting.corpus import check_corpus, open_corpus
-from rollout_spec.patches import PatchError
-from rollout_spec.vllm import OPTIONS_KEY, PROPOSER
 
-_MISFIT = "rollout_spec's drafter here, which costs asynchronous scheduling ({})"
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
+PROPOSER = "rollout_spec.vllm.SuffixProposer"
+SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
 
 
-def check_options(vllm_config: VllmConfig) -> None:
-    """Check all that can be checked before an engine's process is launched; reads the corpus through.
-
-    Raises:
-        ConfigError: naming the option or vLLM's setting.
-        PatchError: the installed vLLM's samplers are not what `sampler` was written for.
-    """
-    config = engine_options(vllm_config)
-    if config is None:
-        return
-    if config.enabled and config.corpus:
-        check_corpus(config.corpus)
-    refuse_unsupported(vllm_config, config)
-    from rollout_spec.vllm.sampler import check_engine_patches
-
-    check_engine_patches()
+def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:
+    """vLLM's option of this name, for our proposer."""
+    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_speculative_tokens}
 
 
 def names_our_drafter(vllm_config: VllmConfig) -> bool:
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.model == PROPOSER
-
-
-@functools.cache
-def runner_v2_misfit() -> str | None:
-    """Why our drafter does not fit this vLLM's model runner V2; None where it does."""
-    try:
-        if current_platform.is_cpu():
-            import vllm.v1.worker.cpu.shm  # noqa: F401 (before V2's modules, which take what it replaces)
-        from rollout_spec.vllm import runner_v2
-
-        runner_v2.check_runner()
-    except (ImportError, PatchError) as error:
-        return _MISFIT.format(error)
-    return None
-
-
-def runner_v2_misfits(vllm_config: VllmConfig) -> list[str]:
-    """Why an engine with our drafter is not to have model runner V2, as vLLM's own list would say it."""
-    misfit = runner_v2_misfit()
-    if misfit is not None:
-        return [misfit]
-    if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
-        return [_MISFIT.format("its gate would not see what the experts' other data-parallel ranks verify")]
-    return []
 
 
 def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
@@ -90,38 +52,3 @@ def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     if not config.enabled:
         raise ConfigError("rollout.spec.method=off together with a speculative_config that names the drafter")
     return config
-
-
-def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
-    """Raise for what vLLM would only refuse request by request, or not use at all, once it serves.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    if config.coupled and vllm_config.use_v2_model_runner and runner_v2_misfit() is not None:
-        raise ConfigError(
-            "rollout.spec.verify=coupled needs vLLM's model runner V1 here: set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
-    if not config.enabled:
-        if config.coupled and speculative is not None:
-            raise ConfigError("speculative_config: rollout.spec.verify=coupled goes with our drafter or none")
-        return
-    if speculative.num_speculative_tokens_per_batch_size:
-        raise ConfigError(
-            "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; "
-            "set rollout.spec.batch_threshold instead"
-        )
-    if config.corpus:
-        largest, vocab_size = open_corpus(config.corpus).largest_token, model.get_vocab_size()
-        if largest >= vocab_size:
-            raise ConfigError(
-                f"rollout.spec.corpus={config.corpus!r}: has the token {largest}, the model's vocabulary "
-                f"is of {vocab_size}: build it from texts of the model's own tokenizer"
-            )
-    if model.logits_processors:
-        raise ConfigError(
-            "logits_processors: vLLM does not run custom logits processors with speculative decoding"
-        )
-    if model.get_diff_sampling_param().get("min_p"):
-        raise ConfigError("generation_config.min_p: vLLM refuses min_p together with speculative decoding")

