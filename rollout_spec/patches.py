@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.abc
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Collection
@@ -80,38 +80,53 @@ def replace_function(
     return current
 
 
+_waiting: dict[str, list[Callable[[Any], None]]] = {}
+
+
 def when_imported(module: str, apply: Callable[[Any], None]) -> None:
-    """Call `apply(module)` as soon as the module is imported; at once if it is already.
+    """Call `apply(module)` whenever the module has been loaded, and at once if it is already.
 
     Patches are declared where importing what they patch would be circular or cost seconds.
-    An error in `apply` fails the import.
+    An error in `apply` fails the import; the next import tries again.
     """
+    _waiting.setdefault(module, []).append(apply)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
     if module in sys.modules:
-        apply(sys.modules[module])
-    else:
-        sys.meta_path.insert(0, _AfterImport(module, apply))
+        apply(importlib.import_module(module))  # waits for a thread that is importing it
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    def __init__(self, module: str, apply: Callable[[Any], None]) -> None:
-        self._module = module
-        self._apply = apply
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the finders behind it find a module, and what waits for the module follow its execution.
+
+    It stays for good: a search may be a mere question, an import may fail, and a module may be loaded again.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != self._module:
+        if fullname not in _waiting:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            self._apply(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in behind)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _followed(spec.loader)
         return spec
+
+
+_finder = _Finder()
+
+
+def _followed(loader: Any) -> Any:
+    """A copy, of the same type: a loader may be that of other modules too."""
+
+    def exec_module(module: Any) -> None:
+        loader.exec_module(module)
+        for apply in _waiting[module.__name__]:
+            apply(module)
+
+    followed = copy.copy(loader)
+    followed.exec_module = exec_module
+    return followed
 
 
 def _guard_signature(
