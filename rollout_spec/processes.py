@@ -46,25 +46,27 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterat
     ray = Path(tempfile.mkdtemp(prefix="rollout_spec_"))
     # Without a token of its own Ray would write one into the home folder.
     private = {"RAY_TMPDIR": str(ray), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**env, **private},
-            start_new_session=True,
-        )
+    process: subprocess.Popen | None = None
     try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**env, **private},
+                start_new_session=True,
+            )
         yield process
     finally:
         # A second Ctrl-C must not leave half of it running.
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            _end(process, others)
-            _remove_segments(began)
-            if process.returncode:
-                _keep_logs(ray, log.with_name("ray-logs"))
+            if process is not None:
+                _end(process, others)
+                _remove_segments(began)
+                if process.returncode:
+                    _keep_logs(ray, log.with_name("ray-logs"))
             shutil.rmtree(ray, ignore_errors=True)
         finally:
             signal.signal(signal.SIGINT, previous)

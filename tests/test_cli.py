@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -462,7 +463,7 @@ time.sleep(float(sys.argv[1]))
 
 
 def wait_for_line(log: Path) -> list[str]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not log.exists() or not log.read_text().endswith("\n"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -481,6 +482,16 @@ def test_nothing_of_a_run_is_left(tmp_path, monkeypatch, seconds):
             process.wait()
     assert not Path("/proc", pid).exists()
     assert not Path("/dev/shm", segment).exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "log"), [(["/no/such/program"], "log"), ([sys.executable, "-c", ""], "no/such/folder/log")]
+)
+def test_a_process_that_cannot_start_leaves_no_folder(tmp_path, monkeypatch, command, log):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(FileNotFoundError), processes.started(command, tmp_path / log, dict(os.environ)):
+        pass
+    assert not list(tmp_path.glob("rollout_spec_*"))
 
 
 def test_a_segment_that_another_run_is_making_stays():
