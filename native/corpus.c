@@ -6,8 +6,9 @@
  *               v         v                 v                    only for its `first`
  *     transitions  [ most frequent | others by token ][ ... ] ... end
  *
- * Invariants, which rs_corpus_check checks: everything points into the block, so that a damaged one is never read
- * outside; the first transition is on the most frequent continuation; a state's strings are those of an automaton.
+ * Invariants, which rs_corpus_check checks: everything points into the block, and suffix links lead to the root, so
+ * that no use reads outside or goes round for ever; the first transition is on the most frequent continuation; a
+ * state's strings are those of an automaton, so that the root has every token.
  *
  * While a corpus is built, the count of a state is how many texts or beginnings of texts end in it; a string occurs
  * where a beginning ends in its state or in one that links to it, and writing sums these up. */
@@ -35,7 +36,7 @@ static uint64_t content_bytes(uint64_t num_states, uint64_t num_transitions) {
 bool rs_corpus_open(rs_corpus *corpus, const void *content, uint64_t num_bytes) {
     const rs_corpus_head *head = content;
     if ((uintptr_t)content % _Alignof(rs_corpus_head) != 0 || num_bytes < content_bytes(1, 0) ||
-        num_bytes != content_bytes(head->num_states, head->num_transitions)) {
+        head->num_states == 0 || num_bytes != content_bytes(head->num_states, head->num_transitions)) {
         return false;
     }
     corpus->states = (const rs_corpus_state *)(head + 1);
@@ -217,9 +218,6 @@ rs_status rs_corpus_write(const rs_corpus_builder *builder, void *content, uint6
 static const char *check_transitions(const rs_corpus *corpus, uint32_t at, uint32_t *num_solid) {
     const rs_corpus_state *state = corpus->states + at;
     uint32_t end = corpus->states[at + 1].first;
-    if (state->first > end || end > corpus->num_transitions) {
-        return "corpus: transitions out of range";
-    }
     uint64_t total = 0;
     for (uint32_t i = state->first; i < end; i++) {
         const rs_transition *transition = corpus->transitions + i;
@@ -235,6 +233,9 @@ static const char *check_transitions(const rs_corpus *corpus, uint32_t at, uint3
         }
         if (i > state->first + 1 && transition->token <= transition[-1].token) {
             return "corpus: transitions are not in the order of their tokens";
+        }
+        if (at != RS_ROOT && find(corpus, state->link, transition->token) == NULL) {
+            return "corpus: a suffix lacks a continuation";
         }
         total += target->count;
         *num_solid += target->len == state->len + 1;
@@ -255,6 +256,9 @@ const char *rs_corpus_check(const rs_corpus *corpus) {
                               corpus->states[state->link].len >= state->len)) {
             return "corpus: link or count out of range";
         }
+        if (state->first > state[1].first) {
+            return "corpus: transitions out of range";
+        }
     }
     uint32_t num_solid = 0;
     for (uint32_t at = 0; at < corpus->num_states; at++) {
@@ -266,4 +270,13 @@ const char *rs_corpus_check(const rs_corpus *corpus) {
     return num_solid == corpus->num_states - 1
                ? NULL
                : "corpus: a state without exactly one transition from its longest string's prefix";
+}
+
+rs_status rs_corpus_validate(const void *content, uint64_t num_bytes, rs_error *error) {
+    rs_corpus corpus;
+    if (!rs_corpus_open(&corpus, content, num_bytes)) {
+        return rs_fail(error, RS_EINVAL, -1, "corpus: %" PRIu64 " bytes that are no corpus", num_bytes);
+    }
+    const char *broken = rs_corpus_check(&corpus);
+    return broken == NULL ? RS_OK : rs_fail(error, RS_ECORRUPT, -1, "%s", broken);
 }

@@ -33,7 +33,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 15, /* raised with every change of this file */
+    RS_ABI_VERSION = 16, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -150,5 +150,10 @@ uint64_t rs_corpus_num_bytes(const rs_corpus_builder *builder);
 
 /* `content`, aligned to 8 bytes, has room for exactly rs_corpus_num_bytes. */
 rs_status rs_corpus_write(const rs_corpus_builder *builder, void *content, uint64_t num_bytes, rs_error *error);
+
+/* Whether a block is what rs_corpus_write writes; RS_EINVAL or RS_ECORRUPT says what is wrong. A block that passes can be
+ * used without being read outside, and no use of it goes on for ever. Its time is that of reading the block in any order,
+ * rs_options.corpus does not take it. */
+rs_status rs_corpus_validate(const void *content, uint64_t num_bytes, rs_error *error);
 
 #endif

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import struct
 import subprocess
 import sys
 from itertools import chain
@@ -168,7 +170,21 @@ def damage(path, how):
         content += b"\0"
     elif how == "damaged":
         content[len(content) // 2] ^= 1
+    elif how in WRONG_WORDS:
+        place, value = WRONG_WORDS[how]
+        struct.pack_into("=I", content, CONTENT_OFFSET + place, value)
+        content[32:64] = hashlib.sha256(content[CONTENT_OFFSET:]).digest()
     path.write_bytes(content)
+
+
+# Wrong words under a right checksum, by their place: behind 16 bytes come states of len, link, count, first.
+WRONG_WORDS = {
+    "a cycle of links": (16 + 5 * 16 + 4, 5),
+    "a link beyond the end": (16 + 5 * 16 + 4, 1 << 31),
+    "transitions beyond the end": (16 + 5 * 16 + 12, (1 << 32) - 1),
+    "a target beyond the end": (16 + 304 * 16 + 4, 1 << 30),
+    "a token of no text": (16 + 304 * 16 + 8 * 400, 1 << 30),
+}
 
 
 REFUSALS = {
@@ -182,6 +198,7 @@ REFUSALS = {
     "cut short": "cut short or added to",
     "added to": "cut short or added to",
     "damaged": "damaged, its checksum does not match",
+    **dict.fromkeys(WRONG_WORDS, r"damaged before its checksum was made \(corpus: .+\): build it again"),
 }
 
 
@@ -190,7 +207,7 @@ def test_a_file_that_is_not_whole_is_refused(path, how):
     damage(path, how)
     with pytest.raises(ConfigError, match=rf"^rollout\.spec\.corpus='{path}': {REFUSALS[how]}"):
         check_corpus(path)
-    if how != "damaged":
+    if how != "damaged" and how not in WRONG_WORDS:
         with pytest.raises(ConfigError, match=REFUSALS[how]):
             make_index(SpecConfig(corpus=str(path)))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollout_spec.config import ConfigError
-from rollout_spec.drafting.native import Int32Array, check_status, check_vector, ffi, lib
+from rollout_spec.drafting.native import Int32Array, NativeError, check_status, check_vector, ffi, lib
 
 _KIND = b"rollout_spec corpus "
 _MAGIC = _KIND + f"1 {sys.byteorder}\n".encode()
@@ -72,7 +72,9 @@ def open_corpus(path: str | Path) -> Corpus:
 
 
 def check_corpus(path: str | Path) -> None:
-    """Read a file through and compare its checksum, about a second per gigabyte.
+    """Read a file through: its checksum, and that every number in it is one that an index can follow.
+
+    An engine opens the file without that, so each node calls this before it launches one.
 
     Raises:
         ConfigError: as open_corpus, or the file is damaged.
@@ -80,6 +82,14 @@ def check_corpus(path: str | Path) -> None:
     corpus = open_corpus(path)
     if _digest(corpus.mapped) != corpus.digest:
         raise _error(path, "damaged, its checksum does not match")
+    error = ffi.new("rs_error *")
+    with ffi.from_buffer("char[]", corpus.mapped) as whole:
+        content, num_bytes = whole + CONTENT_OFFSET, len(whole) - CONTENT_OFFSET
+        status = lib.rs_corpus_validate(content, num_bytes, error)
+    try:
+        check_status(status, error)
+    except NativeError as broken:
+        raise _error(path, f"damaged before its checksum was made ({broken}): build it again") from broken
 
 
 def write_corpus(path: str | Path, num_bytes: int, fill: Callable[[mmap.mmap], None]) -> None:
