@@ -46,7 +46,8 @@ TWO := --numprocesses 2 --dist loadfile
 SLOW := $(PYTEST) -m slow $(TWO) --no-loadscope-reorder # but as tests/conftest.py orders them
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
-	life_cycle sampling coupled counters interruptions policy plain_vllm graphs schedule_ahead runner_v2)
+	life_cycle requests sampling coupled counters interruptions policy plain_vllm graphs schedule_ahead \
+	runner_v2)
 NEWER := tests/engine/test_runner_v2.py
 # What takes all memory, and what takes the time of steps.
 ALONE := tests/test_training.py tests/engine/test_gate.py

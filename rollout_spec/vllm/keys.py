@@ -5,10 +5,12 @@ The noise key decides which tokens `verify=coupled` gives a request, in any engi
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
-from collections.abc import Collection
-from typing import Any
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 from rollout_spec.verification.noise import make_key
 
@@ -20,19 +22,64 @@ TURN_TOKENS_KEY = (
 )
 
 
+class RequestNames(NamedTuple):
+    """What a request says of itself, as far as it can be used: a caller may send anything."""
+
+    key: int | None
+    """The noise key of its name."""
+    group: str | None
+    num_group_tokens: int | None
+    num_turn_tokens: int | None
+
+
+def names_of(extra_args: Any) -> RequestNames:
+    """Read `SamplingParams.extra_args`. Whatever is in it costs the request its name or group at most."""
+    said = extra_args if isinstance(extra_args, Mapping) else {}
+    name, group = said.get(KEY), _text(said.get(GROUP_KEY))
+    key = None
+    if name is not None:
+        with contextlib.suppress(ValueError, RecursionError):
+            key = key_of_name(name)
+    return RequestNames(
+        key=key,
+        group=group,
+        num_group_tokens=None if group is None else _count(said.get(GROUP_TOKENS_KEY)),
+        num_turn_tokens=_count(said.get(TURN_TOKENS_KEY)),
+    )
+
+
+def _text(group: Any) -> str | None:
+    if not isinstance(group, (str, int, float)):
+        return None
+    try:
+        text = str(group)
+        text.encode()
+    except ValueError:  # half a surrogate pair, or a number of more than 4,300 digits
+        return None
+    return text
+
+
+def _count(number: Any) -> int | None:
+    return number if type(number) is int and 0 <= number <= sys.maxsize else None
+
+
 def key_of_name(name: Any) -> int:
-    """The noise key of a request whose `extra_args["rollout_spec_key"]` is `name`, any JSON value."""
+    """The noise key of a request whose `extra_args["rollout_spec_key"]` is `name`, any JSON value.
+
+    Raises:
+        ValueError, RecursionError: it cannot be written: a number of 4,300 digits, or nested too deeply.
+    """
     try:
         text = json.dumps(name, sort_keys=True, default=str)
-    except (TypeError, ValueError):
-        text = repr(name)  # whatever a caller sends, it must not cost the engine its life
+    except (TypeError, ValueError):  # keys of several types, or a value that holds itself
+        text = repr(name)
     return make_key("key", text)
 
 
 def with_numbered_key(params: Any, index: int) -> Any:
     """The sampling parameters of one of a request's n samples: its key is [the request's key, its number]."""
-    extra_args = params.extra_args or {}
-    if extra_args.get(KEY) is None:
+    extra_args = params.extra_args
+    if not isinstance(extra_args, Mapping) or extra_args.get(KEY) is None:
         return params
     params = copy.copy(params)  # vLLM hands the same one to all samples
     params.extra_args = {**extra_args, KEY: [extra_args[KEY], index]}
@@ -63,9 +110,9 @@ class RequestKeys:
 
     def new_key(self, params: Any) -> int:
         """The key of the next request to come to the engine, of its sampling parameters."""
-        named = (getattr(params, "extra_args", None) or {}).get(KEY)
-        if named is not None:
-            return key_of_name(named)
+        key = names_of(getattr(params, "extra_args", None)).key
+        if key is not None:
+            return key
         if getattr(params, "seed", None) is not None:
             return make_key("seed", params.seed)
         self._num_unnamed += 1

@@ -80,6 +80,11 @@ def connect() -> None:
     from rollout_spec.vllm.ascend import mend_ascend_sampling
     from rollout_spec.vllm.features import refuse_old_version
     from rollout_spec.vllm.mends import mend_cpu_engine
+    from rollout_spec.vllm.requests import (
+        cut_drafts_at_reasoning_end,
+        end_at_stop_strings,
+        refuse_requests,
+    )
 
     refuse_old_version()
     _bind_proposers()
@@ -87,6 +92,9 @@ def connect() -> None:
     _schedule_ahead()
     _number_samples()
     when_imported("vllm.v1.engine.core", _give_aborted_counts)
+    when_imported("vllm.v1.engine.input_processor", refuse_requests)
+    when_imported("vllm.v1.engine.output_processor", end_at_stop_strings)
+    when_imported("vllm.v1.core.sched.scheduler", cut_drafts_at_reasoning_end)
     mend_cpu_engine()
     mend_ascend_sampling()
 

@@ -14,7 +14,7 @@ from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import HistoryError
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
-from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
+from rollout_spec.vllm.keys import names_of
 from rollout_spec.vllm.lock_step import LockStep
 from rollout_spec.vllm.options import engine_options
 
@@ -222,14 +222,8 @@ class SuffixProposer:
         max_level: int = self._runner.max_model_len
         if max_tokens is not None:
             max_level = min(max_level, len(prompt) + max_tokens)
-        extra_args = getattr(params, "extra_args", None) or {}
-        group, num_group_tokens = extra_args.get(GROUP_KEY), extra_args.get(GROUP_TOKENS_KEY)
-        # Whatever a caller sends, it must not cost the engine its drafter.
-        if not isinstance(group, (str, int, type(None))):
-            group = repr(group)
-        if group is None or type(num_group_tokens) is not int or num_group_tokens < 0:
-            num_group_tokens = None
-        drafter.open(request_id, prompt, max_level, group, num_group_tokens)
+        names = names_of(getattr(params, "extra_args", None))
+        drafter.open(request_id, prompt, max_level, names.group, names.num_group_tokens)
 
     def _log(self, drafter: Drafter, nums_new_tokens: list[int]) -> None:
         """Say every so often how drafting does, unless the counters are taken before (as with verl)."""

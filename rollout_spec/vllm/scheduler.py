@@ -81,7 +81,7 @@ class _Counting(Scheduler):
         counters = self._request_counters.pop(request.request_id, RequestCounters())
         if request.status != RequestStatus.FINISHED_ABORTED:
             params = {**(params or {}), COUNTERS_KEY: counters.to_dict(), CORE_KEY: self._core}
-        elif not (getattr(request.sampling_params, "extra_args", None) or {}).get(UNCOUNTED_KEY):
+        elif UNCOUNTED_KEY not in (getattr(request.sampling_params, "extra_args", None) or ()):
             self._aborted.add(counters)
         return (params, *others) if isinstance(freed, tuple) else params
 

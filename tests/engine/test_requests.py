@@ -1,0 +1,236 @@
+"""Whatever a request asks for, it gets what it would get without drafts, or is refused alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY
+from rollout_spec.vllm.scheduler import UNCOUNTED_KEY
+from tests.engine.conftest import EOS_TOKEN_ID, close, new_engine, proposer_of
+
+PROMPT = "abcabcabcabd"
+SPEC = {"num_speculative_tokens": 8}
+OFF: dict[bool, dict[str, Any]] = {
+    True: {"additional_config": {"rollout_spec": {"method": "off"}}},
+    False: {},
+}
+THINK, END = 28, 29  # two control characters, in the tokenizer that reasons
+
+
+def params(name: Any = "one", **settings: Any) -> Any:
+    from vllm import SamplingParams
+
+    settings = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True} | settings
+    settings["extra_args"] = {KEY: name} | settings.get("extra_args", {})
+    return SamplingParams(**settings)
+
+
+def result(output: Any) -> dict[str, Any]:
+    """All that a sample consists of."""
+    logprobs = output.logprobs and [
+        {token: one.logprob for token, one in sorted(position.items())} for position in output.logprobs
+    ]
+    return {
+        "tokens": list(output.token_ids), "text": output.text, "end": output.finish_reason,
+        "stop": output.stop_reason, "logprobs": logprobs,
+    }  # fmt: skip
+
+
+def assert_same(drafted: dict[str, Any], plain: dict[str, Any]) -> None:
+    both = [{name: one[name] for name in one if name != "logprobs"} for one in (drafted, plain)]
+    assert both[0] == both[1]
+    assert (drafted["logprobs"] is None) == (plain["logprobs"] is None)
+    for one, other in zip(drafted["logprobs"] or [], plain["logprobs"] or [], strict=True):
+        assert one == pytest.approx(other, abs=2e-4)
+
+
+def samples(llm: Any, all_params: list[Any], prompt: str = PROMPT) -> list[list[dict[str, Any]]]:
+    """Of each request, its samples."""
+    outputs = llm.generate([prompt] * len(all_params), all_params, use_tqdm=False)
+    return [[result(sample) for sample in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def engines(chat_model: str) -> Iterator[tuple[Any, Any]]:
+    """Without drafts and with; both have generated the text of the key "one" that drafts then come from."""
+    plain, drafted = (
+        new_engine(chat_model, spec, model=chat_model, max_logprobs=20, **OFF[spec is None])
+        for spec in (None, SPEC)
+    )
+    yield plain, drafted
+    close([plain, drafted])
+
+
+@pytest.fixture(scope="module")
+def free(engines: tuple[Any, Any]) -> str:
+    """The text that the key "one" gives: drafts come from it where it is asked for again."""
+    texts = [samples(llm, [params()])[0][0]["text"] for llm in engines]
+    assert texts[0] == texts[1]
+    return texts[0]
+
+
+def same_in_both(engines: tuple[Any, Any], all_params: Callable[[], list[Any]]) -> list[list[dict[str, Any]]]:
+    """What the engine with drafts gives, after it is seen to be what the one without gives."""
+    plain, drafted = (samples(llm, all_params()) for llm in engines)
+    for one, other in zip(drafted, plain, strict=True):
+        for sample, expected in zip(one, other, strict=True):
+            assert_same(sample, expected)
+    return drafted
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"include_stop_str_in_output": True},
+        {"logprobs": 2},
+        {"n": 3},
+        {"min_tokens": 21},
+        {"max_tokens": 22},
+    ],
+    ids=str,
+)
+def test_a_stop_string_ends_tokens_and_text(engines: Any, free: str, settings: dict[str, Any]) -> None:
+    for begin in (19, 20, 21, 22, 23):
+        stop = free[begin : begin + 2]
+        same_in_both(engines, lambda stop=stop: [params(stop=[stop], **settings)])
+
+
+def test_the_first_stop_string_in_the_text_ends_it(engines: Any, free: str) -> None:
+    early, late = free[20:22], free[22:24]
+    for stops in ([late, early], [early, late], [free[21:25], free[20:24]], [free[20:24], free[21:23]]):
+        same_in_both(engines, lambda stops=stops: [params(stop=stops)])
+
+
+def test_a_stream_shows_nothing_behind_a_stop(engines: Any, free: str) -> None:
+    """As deltas and as whole texts; a delta holds what a step has given."""
+    from vllm.sampling_params import RequestOutputKind
+
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+        streams = []
+        for llm in engines:
+            stops = params(stop=[free[20:22]], logprobs=1, output_kind=kind)
+            llm.llm_engine.add_request("stream", PROMPT, stops)
+            outputs = []
+            while llm.llm_engine.has_unfinished_requests():
+                outputs += [result(output.outputs[0]) for output in llm.llm_engine.step()]
+            streams.append(outputs)
+        plain, drafted = (
+            [joined(outputs) for outputs in streams]
+            if kind == RequestOutputKind.DELTA
+            else [outputs[-1] for outputs in streams]
+        )
+        assert_same(drafted, plain)
+        assert (drafted["text"], drafted["stop"]) == (free[:20], free[20:22])
+
+
+def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a stream has given."""
+    first, *others = deltas
+    for delta in others:
+        for name in ("tokens", "text", "logprobs"):
+            first[name] += delta[name]
+    return {**deltas[-1], **{name: first[name] for name in ("tokens", "text", "logprobs")}}
+
+
+def test_streaming_input_is_refused(engines: Any) -> None:
+    """With drafts, vLLM would take the tokens that a stop cut off for a part of the next turn."""
+    for llm, is_refused in zip(engines, (False, True), strict=True):
+        process = functools.partial(
+            llm.llm_engine.input_processor.process_inputs, "turns",
+            {"type": "token", "prompt_token_ids": [1]}, params(), ("generate",), resumable=True,
+        )  # fmt: skip
+        if is_refused:
+            with pytest.raises(ValueError, match="streaming input"):
+                process()
+        else:
+            assert process().resumable
+
+
+def test_log_probabilities_of_chosen_tokens_are_refused_for_that_request(engines: Any, free: str) -> None:
+    drafted = engines[1]
+    with pytest.raises(ValueError, match="logprob_token_ids"):
+        drafted.generate([PROMPT], params(logprob_token_ids=[65, 66]), use_tqdm=False)
+    [[sample]] = same_in_both(engines, lambda: [params(logprobs=2)])
+    assert sample["text"] == free
+
+
+@pytest.fixture(scope="module")
+def reasoning_model(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model with two control characters for the marks of reasoning."""
+    path = tmp_path_factory.mktemp("models") / "reasoning"
+    shutil.copytree(chat_model, path)
+    text = (path / "tokenizer.json").read_text()
+    contents = json.loads(text)
+    vocabulary = contents["model"]["vocab"]
+    for token, mark in ((THINK, "<think>"), (END, "</think>")):
+        del vocabulary[chr(token)]
+        vocabulary[mark] = token
+        contents["added_tokens"].append(
+            {"id": token, "content": mark, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True}
+        )  # fmt: skip
+    (path / "tokenizer.json").write_text(json.dumps(contents))
+    return str(path)
+
+
+def test_a_grammar_begins_where_reasoning_ends(reasoning_model: str) -> None:
+    """The mark is inside drafts: they come from what the same keys give without a grammar."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    num, both = 12, []
+    for spec in (None, SPEC):
+        more = {"reasoning_parser": "deepseek_r1", **OFF[spec is None]}
+        llm = new_engine(reasoning_model, spec, model=reasoning_model, **more)
+        free = [
+            one for [one] in samples(llm, [params(i, temperature=2.0, max_tokens=200) for i in range(num)])
+        ]
+        answers = samples(
+            llm,
+            [
+                params(i, temperature=2.0, max_tokens=200, ignore_eos=False, skip_special_tokens=False,
+                       structured_outputs=StructuredOutputsParams(regex="[0-9]{5,30}"))
+                for i in range(num)
+            ],
+        )  # fmt: skip
+        both.append([one for [one] in answers])
+        assert sum(END in one["tokens"] for one in free) >= num / 3
+        if spec:
+            assert proposer_of(llm).take_counters().num_accepted_tokens > 100
+        close([llm])
+    for plain, drafted in zip(*both, strict=True):
+        assert_same(drafted, plain)
+        tokens = drafted["tokens"]
+        if END in tokens:
+            answer = "".join(map(chr, tokens[tokens.index(END) + 1 :]))
+            assert re.fullmatch(f"[0-9]{{0,30}}{chr(EOS_TOKEN_ID)}?", answer)
+
+
+STRANGE = {
+    "surrogate": "\ud800", "long": 10**5000, "negative": -(1 << 70), "nan": float("nan"),
+    "list": ["a", {"b": 1}], "true": True, "bytes": b"a",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", STRANGE)
+def test_a_strange_word_costs_nobody_else_a_draft(engines: Any, free: str, word: str) -> None:
+    """In whatever a request says of itself."""
+    drafted = engines[1]
+    for name in (KEY, GROUP_KEY, GROUP_TOKENS_KEY, TURN_TOKENS_KEY, UNCOUNTED_KEY):
+        said = {GROUP_KEY: "group", name: STRANGE[word]}
+        with contextlib.suppress(ValueError):  # vLLM 0.32 refuses numbers of more than 64 bits itself
+            same_in_both(engines, lambda said=said: [params("other", extra_args=said, max_tokens=8)])
+    proposer_of(drafted).take_counters()
+    [[sample]] = samples(drafted, [params()])
+    counters = proposer_of(drafted).take_counters()
+    assert sample["text"] == free
+    assert counters.num_accepted_tokens > 0
+    assert counters.num_failed_steps == 0
