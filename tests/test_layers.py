@@ -182,6 +182,12 @@ def test_the_design_and_the_docstring_say_the_same(package):
     assert named_in(design()[package]) == allowed_to_package(package)
 
 
+def test_nothing_that_is_read_is_executed():
+    """What peers and files hold is data: reading a pickle may run whatever its writer has chosen."""
+    readers = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    assert not [file for file in FILES for name in imported(file) if name.split(".")[0] in readers]
+
+
 def test_only_one_module_imports_the_c_module():
     importers = [file for file in FILES if any("._native" in name for name in imported(file))]
     assert importers == ["drafting/native.py"]

@@ -7,7 +7,7 @@ and verl imports it in every process that transfers weights.
 from __future__ import annotations
 
 import asyncio
-import pickle
+import json
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -44,6 +44,19 @@ class _Header(NamedTuple):
     num_bytes: int
     is_last: bool
     failure: str = ""  # why the sender cannot go on
+
+    def to_json(self) -> bytes:
+        metas = [vars(meta) | {"dtype": str(meta.dtype).removeprefix("torch.")} for meta in self.metas]
+        return json.dumps(self._replace(metas=metas)).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> _Header:
+        metas, *rest = json.loads(content)
+        parsed = [
+            TensorMeta(**meta | {"shape": torch.Size(meta["shape"]), "dtype": getattr(torch, meta["dtype"])})
+            for meta in metas
+        ]
+        return cls(parsed, *rest)
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -162,7 +175,7 @@ class GlooCheckpointEngine(CheckpointEngine):
                 self.finalize()  # also where whoever loads the weights has failed
 
     async def _send(self, header: _Header, bucket: torch.Tensor) -> None:
-        content = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(header.to_json()), dtype=torch.uint8)
         await self._broadcast(torch.tensor([len(content)]))
         await self._broadcast(content)
         await self._broadcast(bucket[: header.num_bytes])
@@ -172,7 +185,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         await self._broadcast(length)
         content = torch.empty(int(length), dtype=torch.uint8)
         await self._broadcast(content)
-        header: _Header = pickle.loads(content.numpy().tobytes())
+        header = _Header.from_json(content.numpy().tobytes())
         await self._broadcast(bucket[: header.num_bytes])
         return header
 
