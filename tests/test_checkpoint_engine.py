@@ -11,7 +11,7 @@ import pytest
 
 # The parent imports verl once and forks before anything runs threads.
 _SCRIPT = """
-import asyncio, json, multiprocessing, os, time
+import asyncio, json, multiprocessing, os
 import torch
 from rollout_spec.verl_cpu.checkpoint_engine import GlooCheckpointEngine as Engine
 
@@ -41,7 +41,7 @@ async def receive(engine, seed, how):
     assert list(expected) == ["w4"], "an empty tensor has no bytes to send"
 
 def run(i, engine, row, how, endpoints, barrier, results, num_syncs):
-    started, error = time.monotonic(), None
+    error = None
     try:
         for seed in range(num_syncs):  # everything is made anew for each
             if i == 0:
@@ -53,12 +53,12 @@ def run(i, engine, row, how, endpoints, barrier, results, num_syncs):
                 asyncio.run(receive(engine, seed, how))
             else:
                 asyncio.run(engine.send_weights(failing() if how == "fails" else weights(seed)))
-            barrier.wait(20)  # verl finalizes when all are done
+            barrier.wait(60)  # verl finalizes when all are done
             engine.finalize()
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
         barrier.abort()
-    results.put((i, error, time.monotonic() - started))
+    results.put((i, error))
 
 def transfer(case):
     results, endpoints = context.Queue(), [context.Queue() for _ in range(4)]
@@ -67,28 +67,31 @@ def transfer(case):
     who = {"fails": 0, "raises": 2, "dies": 2}.get(case)
     barrier, num_syncs = context.Barrier(4), 2 if who is None else 1
     for i in range(4):
-        engine = Engine(8192, is_master=i == 0, timeout_s=10)
+        engine = Engine(8192, is_master=i == 0, timeout_s=120)
         arguments = (i, engine, rows[i], case if i == who else None, endpoints, barrier, results, num_syncs)
         context.Process(target=run, args=arguments, daemon=True).start()
-    reports = [results.get(timeout=40) for i in range(4) if (case, i) != ("dies", who)]
-    return {i: [error, seconds] for i, error, seconds in reports}
+    reports = [results.get(timeout=60) for i in range(4) if (case, i) != ("dies", who)]
+    return dict(reports)
 
 print(json.dumps({case: transfer(case) for case in ("well", "fails", "raises", "dies")}))
 """
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, dict[str, tuple[str | None, float]]]:
-    """By case, what each process says: its error, and the seconds it took. 0 sends, 2 and 3 receive."""
+def reports() -> dict[str, dict[str, str | None]]:
+    """By case, the error of each process. 0 sends, 2 and 3 receive.
+
+    Nobody waits for a time-out, which is longer than a report is waited for.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_every_engine_gets_every_weight_in_every_sync(reports: Any) -> None:
-    assert {process: error for process, (error, _) in reports["well"].items()} == dict.fromkeys("0123")
+    assert reports["well"] == dict.fromkeys("0123")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,5 @@ def test_every_engine_gets_every_weight_in_every_sync(reports: Any) -> None:
 )
 def test_who_fails_fails_all_the_others_at_once(case: str, messages: dict[str, str], reports: Any) -> None:
     for process, message in messages.items():
-        error, seconds = reports[case][process]
+        error = reports[case][process]
         assert error is not None and message in error, (process, error)
-        assert seconds < 9, "no process waits for its time-out, which is 10 s"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,7 @@ def test_what_fails_is_named_in_its_place_and_the_others_go_on(
 
 
 def test_what_has_no_time_is_named(tmp_path: Path) -> None:
-    begin = time.monotonic()
     record = checked(tmp_path, 0.01)
-    assert time.monotonic() - begin < 30
     assert [part["part"] for part in record["parts"]] == PARTS
     assert {part["status"] for part in record["parts"]} == {"dropped"}
     assert "rollouts: suffix: dropped: no time." in verdict(record)

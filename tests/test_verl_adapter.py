@@ -7,6 +7,7 @@ import inspect
 import json
 import pathlib
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,35 +93,48 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
     assert metrics_of(5)["rollout/spec_generated_tokens"] == 15
 
 
-def test_the_busy_clock_counts_overlapping_requests_once() -> None:
+@pytest.fixture
+def pass_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let so many seconds pass for what a server measures."""
+    now = 100.0
+
+    def pass_by(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    return pass_by
+
+
+def test_the_busy_clock_counts_overlapping_requests_once(pass_seconds: Callable[[float], None]) -> None:
     from rollout_spec.verl.windows import BusyClock
 
     clock = BusyClock()
     clock.begin()
     clock.begin()
-    time.sleep(0.05)
+    pass_seconds(1)
     clock.end()
-    time.sleep(0.05)
+    pass_seconds(2)
     clock.end()
-    time.sleep(0.2)
-    assert 0.1 <= clock.take_seconds() < 0.2
+    pass_seconds(4)
+    assert clock.take_seconds() == 3
     assert clock.take_seconds() == 0
     clock.begin()
-    time.sleep(0.05)
-    assert clock.take_seconds() >= 0.05
+    pass_seconds(8)
+    assert clock.take_seconds() == 8
 
 
-def test_a_request_that_waits_for_a_weight_sync_is_no_work() -> None:
+def test_a_request_that_waits_for_a_weight_sync_is_no_work(pass_seconds: Callable[[float], None]) -> None:
     from rollout_spec.metrics import RequestCounters
     from rollout_spec.verl.agent_loop import sample_name
     from rollout_spec.verl.windows import Windows, is_validation
 
     windows = Windows()
     with windows.request(is_training=True):
-        time.sleep(0.5)
+        pass_seconds(1)
         assert windows.is_quiet and windows.is_untouched
         windows.admit()
-        time.sleep(0.05)
+        pass_seconds(2)
         assert not windows.is_quiet and not asyncio.run(windows.wait_until_quiet(max_wait_s=0.01))
         # Turned away by verl's gate: it goes on elsewhere.
         with windows.request(is_training=True) as rejected:
@@ -128,7 +142,7 @@ def test_a_request_that_waits_for_a_weight_sync_is_no_work() -> None:
         windows.count(rejected, 0, None, "aborted")
     windows.end(3, None, RequestCounters())
     report = windows.take()
-    assert 0.05 <= report.rollout_seconds < 0.5
+    assert report.rollout_seconds == 2
     assert report.versions == [3] and report.num_interrupted == 0
     sample = {"index": 4, "raw_prompt": [], "session_id": 0}
     for validate in (True, False):

@@ -112,7 +112,8 @@ def test_every_token_is_indexed_once(results: dict[str, Any]) -> None:
 def test_every_draft_is_verified(results: dict[str, Any]) -> None:
     for engine in ("drafted", "ahead", "auto"):
         num_scheduled = sum(step["drafts"] for step in results[engine]["steps"])
-        assert num_scheduled == results[engine]["counters"]["num_draft_tokens"] > 0
+        assert num_scheduled == results[engine]["counters"]["num_draft_tokens"]
+        assert num_scheduled > 0 or engine == "auto"  # there measured time decides
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead"])
