@@ -6,6 +6,8 @@ import http.server
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.report.logs import RunError, read_log, wandb_messages
+from rollout_spec.report.page import sentences
 from rollout_spec.report.runs import compare, read_run
 
 SPEC = "rollout/spec_"
@@ -113,6 +116,34 @@ def test_wandbs_file_is_read_to_its_last_record(logged: dict[str, Path], tmp_pat
         read_log(tmp_path / "text.wandb")
 
 
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("json", r"metrics\.jsonl:6: the last line is cut off"),
+        ("wandb", r"\.wandb: the last record is cut off"),
+        ("tensorboard", "tensorboard: step 3 was not logged to its end"),
+    ],
+)
+def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(
+    logged: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, what: str
+) -> None:
+    """Its last count is not written to its end; tensorboard has those before it."""
+    run = tmp_path / kind
+    shutil.copytree(logged[kind], run, ignore=shutil.ignore_patterns("latest-run"))
+    (file,) = run.rglob({"json": "*.jsonl", "wandb": "run-*.wandb", "tensorboard": "*tfevents*"}[kind])
+    data = file.read_bytes()
+    place = data.rindex(b"spec_num_accepted_tokens")
+    if kind == "wandb":  # which repeats it in a summary behind
+        place = data.rindex(b"spec_num_accepted_tokens", 0, place)
+    file.write_bytes(data[: place + 5])
+    result = compare(read_run(logged[kind], "off"), read_run(run, "on"))
+    assert result.on.column("step") == result.off.column("step") == [1, 2]
+    assert result.speedup == pytest.approx(1.0)
+    (message,) = caplog.messages
+    assert re.search(f"{what}, it is left out$", message)
+    assert "Steps that only off has are left out: 3." in sentences(result)
+
+
 def test_different_kinds_compare(logged: dict[str, Path], tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "data": data}) for step, data in rows(speed=1.0)]
     off = tmp_path / "off.jsonl"
@@ -134,7 +165,7 @@ def test_a_folder_with_nothing_or_too_much_is_named(logged: dict[str, Path], tmp
         read_log(tmp_path / "nowhere")
     binary = next(logged["wandb"].glob("wandb/offline-run-*/*.wandb"))
     (tmp_path / "binary.jsonl").write_bytes(binary.read_bytes())
-    with pytest.raises(RunError, match=r"binary\.jsonl: not a file of verl's file logger"):
+    with pytest.raises(RunError, match=r"binary\.jsonl:1: not a line of verl's file logger"):
         read_log(tmp_path / "binary.jsonl")
 
 
@@ -202,6 +233,7 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 READ = """
 import sys
 from rollout_spec.report.logs import RunError
+from rollout_spec.report.page import sentences
 from rollout_spec.report.runs import read_run
 
 try:

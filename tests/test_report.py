@@ -17,6 +17,7 @@ from rollout_spec.report.responses import Agreement, first_step_agreement
 from rollout_spec.report.runs import MEASURES, compare, read_run, read_steps
 
 SPEC = "rollout/spec_"
+LOGGED = '{"step": 3, "data": {"rollout/spec_generated_tokens": 1, "rollout/spec_rollout_seconds": '
 
 
 def write_run(folder, seconds, tokens, drafting=False, responses=()):
@@ -266,15 +267,15 @@ def test_compare_takes_the_logger_file_itself_and_prints_json(runs, tmp_path, ca
         ("[1, 2]\n", "metrics.jsonl:1: not a line"),
         ("", "no step has rollout/spec_rollout_seconds"),
         (
-            '{"step": 3, "data": {"rollout/spec_rollout_seconds": 1.0, "rollout/spec_num_drafts": null}}\n',
+            LOGGED + '1.0, "rollout/spec_num_drafts": null}}\n',
             "metrics.jsonl: step 3: rollout/spec_num_drafts is no finite number",
         ),
         (
-            '{"step": 3, "data": {"rollout/spec_rollout_seconds": "soon"}}\n',
+            LOGGED + '"soon"}}\n',
             "metrics.jsonl: step 3: rollout/spec_rollout_seconds is no number: 'soon'",
         ),
         (
-            '{"step": 3, "data": {"rollout/spec_rollout_seconds": 1.0, "critic/rewards/mean": "good"}}\n',
+            LOGGED + '1.0, "critic/rewards/mean": "good"}}\n',
             "metrics.jsonl: step 3: critic/rewards/mean is no number: 'good'",
         ),
     ],
@@ -289,11 +290,31 @@ def test_a_run_that_cannot_be_read_is_one_clear_line(runs, tmp_path, capsys, tex
     assert error.count("\n") == 1
 
 
-def test_a_line_still_being_written_is_left_for_later(tmp_path):
-    run = write_run(tmp_path / "off", [10.0, 20.0, 10.0], [1000, 2000, 1000])
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "data"')
-    assert len(read_run(run, "off").steps) == 3
+def test_runs_cut_at_any_byte_of_their_last_lines_compare_as_far_as_they_are_whole(
+    runs, tmp_path, caplog, capsys
+):
+    run = write_run(tmp_path / "sam", [5.0, 10.0, 6.0], [1000, 1800, 1200], True, [[1, 2], [3, 4]])
+    metrics, trace = run / "metrics.jsonl", run / "rollouts" / "engine0.jsonl"
+    for file, lost in ((metrics, "Steps that only off has are left out: 3."), (trace, None)):
+        data = file.read_bytes()
+        last = data.rfind(b"\n", 0, -1) + 1
+        for length in range(last, len(data)):
+            file.write_bytes(data[:length])
+            comparison = compare(
+                read_run(runs[0], "off"), read_run(run, "sam"), agreement=first_step_agreement(runs[0], run)
+            )
+            if lost:
+                assert lost in sentences(comparison)
+        file.write_bytes(data)
+    metrics.write_bytes(metrics.read_bytes()[:-9])
+    trace.write_bytes(trace.read_bytes()[:-9])
+    caplog.clear()
+    assert main(["compare", str(runs[0]), str(run), "--output", str(tmp_path / "out")]) == 0
+    assert "Steps that only off has are left out: 3." in " ".join(capsys.readouterr().out.split())
+    assert caplog.messages == [
+        f"{file}: the last line is cut off, it is left out"
+        for file in (f"{metrics}:4", f"{trace}:1", f"{trace}:1")
+    ]
 
 
 def test_runs_without_a_common_step_do_not_compare(runs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 import struct
 import zlib
@@ -17,6 +18,8 @@ METRICS_FILE = "metrics.jsonl"
 _WANDB_FILE = "*.wandb"
 _TENSORBOARD_FILE = "*tfevents*"
 _ONLINE = re.compile(r"(?:wandb:)?([\w.-]+)/([\w.-]+)/([\w.-]+)")
+
+logger = logging.getLogger(__name__)
 
 Record = tuple[int, dict[str, Any]]  # a training step and what was logged at it, by verl's names
 
@@ -119,16 +122,15 @@ def _merge(records: Iterable[Record]) -> tuple[Record, ...]:
     return tuple(sorted(merged.items(), key=lambda record: record[0]))
 
 
-def read_json_lines(file: Path) -> Iterator[Record]:
-    """What verl's logger `file` wrote so far."""
+def read_json_lines(file: Path, level: int = logging.WARNING) -> Iterator[Record]:
+    """What verl's logger `file` wrote so far; `level`: how to say that the last line is not whole."""
     try:
-        text = file.read_text()
+        lines = file.read_bytes().split(b"\n")
     except FileNotFoundError:
         raise RunError(f"{file}: no such file") from None
-    except UnicodeDecodeError:
-        raise RunError(f"{file}: not a file of verl's file logger") from None
-    # A run in progress may be writing its last line.
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+    if lines.pop():  # of a run in progress, or of one that was killed
+        logger.log(level, "%s:%d: the last line is cut off, it is left out", file, len(lines) + 1)
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             yield int(record["step"]), dict(record["data"])
@@ -198,9 +200,10 @@ def wandb_messages(file: Path) -> Iterator[bytes]:
     data = file.read_bytes()
     if not data.startswith(_WANDB_HEADER):
         raise RunError(f"{file}: not a file of wandb, or of a version of its format that is not known here")
-    position, parts = len(_WANDB_HEADER), b""
+    position = end = len(_WANDB_HEADER)
+    parts = b""
     # What a run in progress, or a killed one, has not finished writing is left out.
-    while position + _FRAME.size <= len(data):
+    while len(data) - position >= _FRAME.size:
         left_in_block = _BLOCK - position % _BLOCK
         if left_in_block < _FRAME.size:
             position += left_in_block
@@ -209,10 +212,13 @@ def wandb_messages(file: Path) -> Iterator[bytes]:
         position += _FRAME.size
         part = data[position : position + length]
         if len(part) < length:
-            return
+            break
         if zlib.crc32(part, zlib.crc32(bytes([kind]))) != checksum:
             raise RunError(f"{file}: damaged at byte {position - _FRAME.size}")
         position += length
         parts = part if kind in (_FULL, _FIRST) else parts + part
         if kind in (_FULL, _LAST):
             yield parts
+            parts, end = b"", position
+    if end < len(data):
+        logger.warning("%s: the last record is cut off, it is left out", file)

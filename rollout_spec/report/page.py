@@ -74,6 +74,11 @@ def sentences(comparison: Comparison) -> list[str]:
     text = [
         verdicts[comparison.verdict],
         f"Rollouts took {_work(off)} and {_work(on)}.",
+        *(
+            f"Steps that only {name} has are left out: {', '.join(map(str, steps))}."
+            for name, steps in comparison.left_out.items()
+            if steps
+        ),
     ]
     if on.total("num_drafts"):
         accepted, tokens = (of[name].on.value for name in ("acceptance_rate", "tokens_per_step"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from rollout_spec.report.logs import Record, RunError, WandbRun, read_json_lines
 from rollout_spec.report.responses import Agreement, looping_share
 
 NUM_RESAMPLES = 10_000
+_SECONDS = PREFIX + "rollout_seconds"
+# What stands in every step of a run that drafts, if it has a token.
+_COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "tokens_per_step")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +146,7 @@ class Comparison:
     on: Run
     measures: Mapping[str, Compared]
     agreement: Agreement | None = None  # of the first step; None where samples were not named and recorded
+    left_out: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)  # steps of one run only
 
     @property
     def speedup(self) -> float:
@@ -181,7 +188,11 @@ def read_run(path: str | Path, name: str) -> Run:
         RunError: nothing there, no step carries rollout times, or a value is no number.
     """
     log = read_log(path)
-    steps = tuple(_steps(log.records, log.source))
+    records = [(step, data) for step, data in log.records if data.get(_SECONDS) is not None]
+    if records and not _is_whole(records[-1][1], [data for _, data in records[:-1]]):
+        logger.warning("%s: step %d was not logged to its end, it is left out", log.source, records[-1][0])
+        records.pop()
+    steps = tuple(_steps(records, log.source))
     if not steps:
         raise RunError(
             f"{log.source}: no step has {PREFIX}rollout_seconds; was the run started with "
@@ -190,15 +201,23 @@ def read_run(path: str | Path, name: str) -> Run:
     return Run(name, steps, looping_share(Path(path)), log.wandb)
 
 
+def _is_whole(last: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every count of a step was logged: tensorboard gets them one by one."""
+    num_tokens = last.get(PREFIX + "generated_tokens")
+    if num_tokens is None:
+        return False
+    counts = {PREFIX + name for name in _COUNTS} & {name for data in before for name in data}
+    return not num_tokens or counts <= last.keys()
+
+
 def read_steps(file: Path) -> Iterator[Step]:
     """The steps that the file logger has written so far."""
-    return _steps(read_json_lines(file), str(file))
+    return _steps(read_json_lines(file, logging.DEBUG), str(file))
 
 
 def _steps(records: Iterable[Record], source: str) -> Iterator[Step]:
     """Records without rollout times (a validation) are passed over."""
-    name = PREFIX + "rollout_seconds"
-    return (_step(step, data, source) for step, data in records if data.get(name) is not None)
+    return (_step(step, data, source) for step, data in records if data.get(_SECONDS) is not None)
 
 
 def _step(step: int, data: Mapping[str, Any], source: str) -> Step:
@@ -243,6 +262,7 @@ def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None
     common = {step.step for step in off.steps} & {step.step for step in on.steps}
     if not common:
         raise RunError(f"the runs {off.name} and {on.name} have no step in common")
+    left_out = {run.name: [step.step for step in run.steps if step.step not in common] for run in (off, on)}
     off, on = (
         dataclasses.replace(run, steps=tuple(step for step in run.steps if step.step in common))
         for run in (off, on)
@@ -253,7 +273,7 @@ def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None
         )
         for measure in MEASURES
     }
-    return Comparison(off, on, measures, agreement)
+    return Comparison(off, on, measures, agreement, left_out)
 
 
 def paired(
