@@ -9,7 +9,7 @@ from typing import Any
 
 METHODS = ("sam", "off")
 VERIFY = ("coupled", "standard")
-ROUTINGS = ("default", "group")
+ROUTINGS = ("group", "verl")
 MAX_SPECULATIVE_TOKENS = 64
 AUTO = "auto"  # of batch_threshold
 # The price of a draft token where batch_threshold is a number; benchmarks/record/gate.md compares prices with
@@ -102,9 +102,10 @@ class SpecConfig:
         int,
     )
     routing: str = _option(
-        "default",
-        "with verl only; group: siblings to one engine while load allows; default: verl's own",
-        "several engines each serve few samples of a prompt",
+        "group",
+        "with verl only; group: the samples of a prompt go to one engine while load allows; verl: verl's own "
+        "router, which balances load, or the one that router_config_path names",
+        "engines wait for the one with the longest responses (`load_imbalance`), or you have a router",
     )
     max_index_mb: int = _option(
         1024,

@@ -125,7 +125,7 @@ METRICS = (
     Metric(
         "load_imbalance",
         "Tokens of the busiest rollout engine over the mean, where there are several.",
-        "High with `routing=group`: take more prompts, a smaller `max_imbalance`, or `routing=default`.",
+        "High with `routing=group`: take more prompts, a smaller `max_imbalance`, or `routing=verl`.",
     ),
 )
 

@@ -46,7 +46,7 @@ def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
         ),
         ({"batch_threshold": 1.5}, "rollout.spec.batch_threshold=1.5: must be of type int"),
         ({"max_index_mb": 0}, "rollout.spec.max_index_mb=0: must be between 1 and 1,048,576"),
-        ({"routing": "random"}, "rollout.spec.routing='random': must be one of default, group"),
+        ({"routing": "random"}, "rollout.spec.routing='random': must be one of group, verl"),
     ],
 )
 def test_bad_options_name_the_field(options: dict[str, Any], message: str) -> None:

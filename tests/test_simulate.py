@@ -216,6 +216,9 @@ def test_replicas_share_the_requests_and_the_slowest_counts():
     by_turn, by_group = assign(requests, 2, by_group=False), assign(requests, 2, by_group=True)
     assert [len(part) for part in by_turn] == [len(part) for part in by_group] == [12, 12]
     assert {request.group for request in by_group[0]} == {"0", "2"}
+    # A large group is split where it would load an engine by too much.
+    one_group = requests_of([line("0", 5, *[3] * 40)], None)
+    assert [len(part) for part in assign(one_group, 2, by_group=True)] == [28, 12]
     one = simulate(lines, Cluster(1, 8, 6), OFF, STEPPED, 4)
     two = simulate(lines, Cluster(2, 8, 6), OFF, STEPPED, 4)
     assert 0.4 < two["makespan_s"] / one["makespan_s"] < 0.95

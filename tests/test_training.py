@@ -55,7 +55,7 @@ def run(folder: pathlib.Path) -> Run:
 @pytest.fixture(scope="module")
 def resumed(run: Run) -> Run:
     """A second step, from the checkpoint of the first, with the same prompts."""
-    return train(run.folder, 2, "default")
+    return train(run.folder, 2, "verl")
 
 
 def train(folder: pathlib.Path, num_steps: int, routing: str) -> Run:

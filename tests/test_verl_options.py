@@ -41,38 +41,58 @@ def test_the_yaml_holds_every_field_with_its_default() -> None:
 
 def test_off_asks_for_no_drafter_and_takes_the_same_overrides() -> None:
     config = composed("+rollout.spec=off")
-    assert check_config(config) == SpecConfig(method="off", verify="standard")
-    fields = OmegaConf.to_container(config.rollout.spec)
-    assert fields == SpecConfig(method="off", verify="standard").to_dict()
+    plain = SpecConfig(method="off", verify="standard", routing="verl")
+    assert check_config(config) == plain
+    assert OmegaConf.to_container(config.rollout.spec) == plain.to_dict()
     overrides = ("rollout.spec.num_speculative_tokens=4", "rollout.spec.routing=group")
     config = composed("+rollout.spec=off", *overrides)
     assert check_config(config).routing == "group"
     assert "speculative_config" not in config.actor_rollout_ref.rollout.engine_kwargs.vllm
 
 
-def test_routing_names_the_router_in_verls_own_option() -> None:
-    assert composed("+rollout.spec=sam").actor_rollout_ref.rollout.router_config_path is None
-    config = composed("+rollout.spec=sam", "rollout.spec.routing=group")
-    assert check_config(config) == SpecConfig(routing="group")
-    path = pathlib.Path(config.actor_rollout_ref.rollout.router_config_path)
-    assert OmegaConf.load(path).router_class == "rollout_spec.verl.router.GroupRouter"
+DEVICES = "trainer.n_gpus_per_node"
+ROUTER = "actor_rollout_ref.rollout.router_config_path"
+DETERMINISM = "actor_rollout_ref.rollout.full_determinism=true"
+SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1")
 
 
-def test_the_default_routing_leaves_a_users_router_alone() -> None:
-    own = "actor_rollout_ref.rollout.router_config_path=mine.yaml"
-    config = composed("+rollout.spec=sam", own)
-    assert check_config(config).routing == "default"
-    assert config.actor_rollout_ref.rollout.router_config_path == "mine.yaml"
-    with pytest.raises(ConfigError, match=r"routing=group: does not go together with another"):
-        check_config(composed("+rollout.spec=sam", "rollout.spec.routing=group", own))
+def launched(*overrides: str) -> Any:
+    """The configuration that a run with these overrides has."""
+    config = composed(
+        "+rollout.spec=sam", "actor_rollout_ref.rollout.tensor_model_parallel_size=1", *overrides
+    )
+    CheckConfig().on_run_start(config)
+    check_config(config)
+    return config
 
 
-def test_full_determinism_goes_with_drafts_but_not_with_group_routing() -> None:
-    override = "actor_rollout_ref.rollout.full_determinism=true"
-    for options in (["+rollout.spec=sam"], ["+rollout.spec=off", "rollout.spec.verify=coupled"]):
-        assert check_config(composed(*options, override)).coupled
-    with pytest.raises(ConfigError, match=r"full_determinism needs rollout\.spec\.routing=default"):
-        check_config(composed("+rollout.spec=sam", "rollout.spec.routing=group", override))
+@pytest.mark.parametrize(
+    ("overrides", "has_router"),
+    [
+        ((f"{DEVICES}=2",), True),
+        ((f"{DEVICES}=1", "trainer.nnodes=2"), True),
+        ((f"{DEVICES}=1",), False),
+        ((f"{DEVICES}=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"), False),
+        # Two ranks of one engine: the engine places by groups too.
+        ((f"{DEVICES}=2", "actor_rollout_ref.rollout.data_parallel_size=2"), True),
+        ((f"{DEVICES}=1", *SEPARATE, "actor_rollout_ref.rollout.n_gpus_per_node=1"), True),
+        ((f"{DEVICES}=2", "rollout.spec.routing=verl"), False),
+    ],
+)
+def test_several_engines_have_a_router_for_groups(overrides: tuple[str, ...], has_router: bool) -> None:
+    path = launched(*overrides).actor_rollout_ref.rollout.router_config_path
+    assert (path is not None) == has_router
+    if has_router:
+        assert OmegaConf.load(path).router_class == "rollout_spec.verl.router.GroupRouter"
+
+
+@pytest.mark.parametrize("override", [f"{ROUTER}=mine.yaml", DETERMINISM])
+def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(override: str) -> None:
+    for fine in ([f"{DEVICES}=1"], [f"{DEVICES}=2", "rollout.spec.routing=verl"]):
+        rollout = launched(*fine, override).actor_rollout_ref.rollout
+        assert rollout.router_config_path == ("mine.yaml" if "mine" in override else None)
+    with pytest.raises(ConfigError, match=rf"{override.split('=')[0]}: .*take rollout\.spec\.routing=verl"):
+        launched(f"{DEVICES}=2", override)
 
 
 CONFLICTS = {

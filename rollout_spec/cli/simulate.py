@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import add_spec_argument, number, spec_options
-from rollout_spec.config import SpecConfig, UserError, parse_threshold
+from rollout_spec.config import ROUTINGS, SpecConfig, UserError, parse_threshold
 
 HELP = "take recorded rollouts through drafter and gate in virtual time, to choose options for a cluster"
 REFUSED = {  # as --spec, and why
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--group-size", type=positive, nargs="+", metavar="N", help="the first N responses of each line (all)"
     )
     cluster.add_argument(
-        "--routing", choices=("default", "group"), default="default", help="group: siblings to one engine"
+        "--routing", choices=ROUTINGS, default="group", help="group: siblings to one engine; verl: in turn"
     )
     cluster.add_argument(
         "--interrupt-every",

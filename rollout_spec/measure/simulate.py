@@ -24,6 +24,9 @@ from rollout_spec.drafting.history import History
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.measure.step_times import Times
 from rollout_spec.trace import Rollout
+from rollout_spec.verl.homes import Homes
+
+MAX_IMBALANCE = 16  # as in `configs/rollout_spec_router/group.yaml`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +97,16 @@ def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Reques
 
 
 def assign(requests: Sequence[Request], num_replicas: int, by_group: bool) -> list[list[Request]]:
-    """The requests of every replica: in turn, as verl's least-loaded routing does, or by groups, in turn."""
+    """The requests of every replica: each to the least loaded, as verl does, or by groups, as our router.
+
+    All are placed before the first has ended.
+    """
     engines: list[list[Request]] = [[] for _ in range(num_replicas)]
-    groups = list(dict.fromkeys(request.group for request in requests))
-    turn = {group: i % num_replicas for i, group in enumerate(groups)}
-    for i, request in enumerate(requests):
-        engines[turn[request.group] if by_group else i % num_replicas].append(request)
+    homes = Homes(MAX_IMBALANCE)
+    for request in requests:
+        loads = {i: len(engine) for i, engine in enumerate(engines)}
+        place = homes.choose(request.group, loads) if by_group else min(loads, key=loads.__getitem__)
+        engines[place].append(request)
     return engines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _VARIABLES = "ray_kwargs.ray_init.runtime_env.env_vars"
+_ROUTER = f"{_ROLLOUT}.router_config_path"
 _OURS = "rollout.spec sets it, leave it alone"
 
 
@@ -38,6 +40,8 @@ class CheckConfig(Callback):
         method = OmegaConf.select(config, "rollout.spec.method")
         with open_dict(config):
             OmegaConf.update(config, f"{_VARIABLES}.{plugin.ASKED_VARIABLE}", str(method), force_add=True)
+            if _num_places(config) == 1 and _value(config, _ROUTER) == _group_router():
+                OmegaConf.update(config, _ROUTER, None)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         # Hydra turns an Exception in a callback into a warning; SystemExit it lets through.
@@ -193,16 +197,33 @@ def _check_sampler(config: DictConfig) -> None:
 
 
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
-    if spec.routing == "default":
+    if spec.routing == "verl" or _num_places(config) == 1:
         return
-    router = f"{_ROLLOUT}.router_config_path"
-    if _value(config, router) != config_file(f"rollout_spec_router/{spec.routing}.yaml"):
+    group = "rollout.spec.routing=group, the default with sam,"
+    if _value(config, _ROUTER) != _group_router():
         raise ConfigError(
-            f"rollout.spec.routing={spec.routing}: does not go together with another {router}. It is a "
-            "group of Hydra: choose it on the command line, or in a defaults list (`/rollout.spec.routing`)"
+            f"{_ROUTER}: {group} sets it; for another router take rollout.spec.routing=verl. "
+            "It is a group of Hydra: choose it on the command line, or in a defaults list "
+            "(`/rollout.spec.routing`)"
         )
     if _value(config, f"{_ROLLOUT}.full_determinism"):
         raise ConfigError(
-            f"rollout.spec.routing={spec.routing}: places requests by load, so in another way every time; "
-            f"{_ROLLOUT}.full_determinism needs rollout.spec.routing=default"
+            f"{_ROLLOUT}.full_determinism: {group} places requests by load, so in another way every time; "
+            "take rollout.spec.routing=verl"
         )
+
+
+def _group_router() -> str:
+    return config_file("rollout_spec_router/group.yaml")
+
+
+def _num_places(config: DictConfig) -> int:
+    """Where a request can go: the data-parallel ranks of all engines."""
+    nodes = ["trainer"]
+    if _value(config, "trainer.v1.trainer_mode") == "separate_async":
+        nodes.append(_ROLLOUT)  # these engines are there beside the trainer's
+    num_devices = sum(
+        _value(config, f"{on}.nnodes") * _value(config, f"{on}.n_gpus_per_node") for on in nodes
+    )
+    sizes = [_value(config, f"{_ROLLOUT}.{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline")]
+    return num_devices // math.prod(sizes)
