@@ -13,20 +13,6 @@ from pathlib import Path
 from cffi import FFI
 
 HEADER = Path("native/rollout_spec_native.h")
-SOURCES = (
-    "error",
-    "pages",
-    "memory",
-    "transitions",
-    "automaton",
-    "contexts",
-    "evidence",
-    "corpus",
-    "draft",
-    "index",
-    "step",
-    "validate",
-)
 # Functions are inlined across the files (a tenth of a draft step); clang's linker may lack the plugin for it.
 INLINED = ["-flto"] if "gcc" in (os.environ.get("CC") or sysconfig.get_config_var("CC") or "") else []
 
@@ -42,7 +28,7 @@ ffibuilder.cdef(read_cdef())
 ffibuilder.set_source(
     "rollout_spec.drafting._native",
     '#include "rollout_spec_native.h"',
-    sources=[f"native/{name}.c" for name in SOURCES],
+    sources=[str(path) for path in sorted(Path("native").glob("*.c"))],
     include_dirs=["native"],
     depends=[str(path) for path in sorted(Path("native").glob("*.h"))],
     extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden", *INLINED],

