@@ -1,0 +1,165 @@
+"""Noise keys: a request's name decides, else its seed, else its turn; and callers may send anything."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from rollout_spec.verification.noise import make_key
+from rollout_spec.vllm.keys import (
+    GROUP_KEY,
+    GROUP_TOKENS_KEY,
+    KEY,
+    TURN_TOKENS_KEY,
+    RequestKeys,
+    RequestNames,
+    key_of_name,
+    names_of,
+    with_numbered_key,
+)
+
+
+def request(seed: int | None = None, **extra_args: Any) -> types.SimpleNamespace:
+    """As far as keys look at vLLM's."""
+    params = types.SimpleNamespace(seed=seed, extra_args=extra_args or None)
+    return types.SimpleNamespace(sampling_params=params)
+
+
+def test_the_names_in_a_request_are_those_that_callers_send() -> None:
+    """Clients in other languages write them; a server of another version reads them."""
+    assert [KEY, GROUP_KEY] == ["rollout_spec_key", "rollout_spec_group"]
+    assert [GROUP_TOKENS_KEY, TURN_TOKENS_KEY] == ["rollout_spec_group_tokens", "rollout_spec_turn_tokens"]
+
+
+def test_a_name_gives_the_same_key_in_every_run() -> None:
+    """Known answers: other keys would draw other tokens than the run that is repeated did."""
+    assert key_of_name(["run", 1, None]) == make_key("key", '["run", 1, null]') == 6816210893450739066
+    assert key_of_name("é") == make_key("key", '"\\u00e9"') == 7310880984173021414
+    assert key_of_name({"a": [1, "b"], "b": 2}) == key_of_name({"b": 2, "a": [1, "b"]}) == 1613700016594163164
+
+
+def test_different_names_give_different_keys() -> None:
+    names = ["1", 1, 1.5, True, None, [], [1], ["1"], [[1]], {"a": 1}, {"1": 1}, "", "a", "A", [1, 2], [2, 1]]
+    assert len({key_of_name(name) for name in names}) == len(names)
+
+
+def test_what_json_cannot_write_is_a_name_too() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    assert key_of_name(endless) == key_of_name(endless) != key_of_name([])
+    assert key_of_name({1: "a", "b": 2}) != key_of_name({1: "a", "b": 3})
+    assert key_of_name({1, 2}) == key_of_name("{1, 2}")
+
+
+def test_a_named_request_has_the_key_of_its_name_wherever_it_comes() -> None:
+    names = [["s", i] for i in range(3)]
+    live = {str(i): request(**{KEY: name}) for i, name in enumerate(names)}
+    expected = [key_of_name(name) for name in names]
+    assert RequestKeys(0).rows(["0", "1", "2"], live) == expected
+    assert RequestKeys(5).rows(["2", "0"], dict(reversed(live.items()))) == [expected[2], expected[0]]
+
+
+def test_a_seed_comes_after_a_name_and_before_the_turn() -> None:
+    keys = RequestKeys(3)
+    live = {
+        "named": request(4, **{KEY: "a"}), "seeded": request(4), "also": request(4), "zero": request(0),
+        "empty name": request(4, **{KEY: None}), "unnamed": request(),
+    }  # fmt: skip
+    named, seeded, also, zero, empty, unnamed = keys.rows(list(live), live)
+    assert named == key_of_name("a")
+    assert seeded == also == empty == make_key("seed", 4)
+    assert zero == make_key("seed", 0)
+    assert unnamed == make_key("arrival", 3, 1)
+
+
+def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers() -> None:
+    keys, live = RequestKeys(3), {"a": request(), "b": request()}
+    arrivals = [make_key("arrival", 3, number) for number in range(1, 6)]
+    assert keys.rows(["b"], live) == arrivals[1:2]
+    assert keys.rows(["b", "a"], live) == [arrivals[1], arrivals[0]]
+    live["named"] = request(**{KEY: 1})
+    live["c"] = request()
+    del live["a"]
+    assert keys.rows(["c", "b", "named"], live) == [arrivals[2], arrivals[1], key_of_name(1)]
+    # One that comes back under the name of one that has gone is another request.
+    assert keys.rows(["b"], {"b": live["b"]}) == arrivals[1:2]
+    live["a"] = request()
+    assert keys.rows(["a"], live) != arrivals[:1]
+    assert RequestKeys(4).rows(["b"], {"b": request()}) != arrivals[:1]
+
+
+def test_a_request_without_sampling_parameters_is_numbered() -> None:
+    """Pooling requests have none."""
+    assert RequestKeys(3).new_key(None) == make_key("arrival", 3, 1)
+    assert RequestKeys(3).new_key(types.SimpleNamespace()) == make_key("arrival", 3, 1)
+
+
+def test_each_of_n_samples_has_a_key_of_its_own() -> None:
+    params = types.SimpleNamespace(extra_args={KEY: "a", "other": 1}, n=2)
+    first, second = (with_numbered_key(params, index) for index in range(2))
+    assert first.extra_args == {KEY: ["a", 0], "other": 1} and first.n == 2
+    assert second.extra_args == {KEY: ["a", 1], "other": 1}
+    assert params.extra_args == {KEY: "a", "other": 1}
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {KEY: None}, "text", [KEY]])
+def test_samples_without_a_name_keep_their_parameters(extra_args: Any) -> None:
+    params = types.SimpleNamespace(extra_args=extra_args)
+    assert with_numbered_key(params, 1) is params
+    assert params.extra_args is extra_args
+
+
+def test_a_request_says_its_name_group_and_lengths() -> None:
+    said = {KEY: "a", GROUP_KEY: "g", GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 5}
+    assert names_of(said) == RequestNames(key_of_name("a"), "g", 3, 5)
+    assert names_of({GROUP_KEY: 7, GROUP_TOKENS_KEY: 0}) == RequestNames(None, "7", 0, None)
+    assert names_of({GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 0}) == RequestNames(None, None, None, 0)
+    assert names_of({GROUP_KEY: "", GROUP_TOKENS_KEY: sys.maxsize}) == RequestNames(
+        None, "", sys.maxsize, None
+    )
+
+
+@pytest.mark.parametrize("extra_args", [None, "text", [KEY, GROUP_KEY], 7, {}, {KEY: None, GROUP_KEY: None}])
+def test_a_request_may_say_nothing(extra_args: Any) -> None:
+    assert names_of(extra_args) == RequestNames(None, None, None, None)
+
+
+HUGE = 10**5000  # more digits than Python writes
+
+
+def kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def deep() -> list[Any]:
+    nested: list[Any] = []
+    for _ in range(200_000):
+        nested = [nested]
+    return nested
+
+
+def test_a_name_that_cannot_be_written_is_none() -> None:
+    assert names_of({KEY: HUGE, GROUP_KEY: "g", TURN_TOKENS_KEY: 2}) == RequestNames(None, "g", None, 2)
+    nested = deep()
+    assert names_of({KEY: nested}).key is None
+    while nested:  # freed one by one: all at once would need as deep a stack
+        nested = nested.pop()
+    keys = RequestKeys(3)
+    assert keys.new_key(request(4, **{KEY: HUGE}).sampling_params) == make_key("seed", 4)
+    assert keys.new_key(request(**{KEY: HUGE}).sampling_params) == make_key("arrival", 3, 1)
+
+
+@pytest.mark.parametrize(
+    "group", ["\ud800", "a\udfff", HUGE, -HUGE, b"g", ["g"], {"g": 1}, object()], ids=kind
+)
+def test_a_group_that_cannot_be_written_is_none(group: Any) -> None:
+    assert names_of({GROUP_KEY: group, GROUP_TOKENS_KEY: 3}) == RequestNames(None, None, None, None)
+
+
+@pytest.mark.parametrize("number", [-1, HUGE, sys.maxsize + 1, 1.0, "3", True, None, [2]], ids=kind)
+def test_a_length_that_is_none_is_left_out(number: Any) -> None:
+    said = {GROUP_KEY: "g", GROUP_TOKENS_KEY: number, TURN_TOKENS_KEY: number}
+    assert names_of(said) == RequestNames(None, "g", None, None)
