@@ -11,6 +11,8 @@ VLLMS := 0.29.0 0.32.0
 UV_VERSION := 0.13.8
 ENGINE ?= $(if $(VLLM),vllm-$(VLLM),$(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu))
 DEMO_ARGS ?=
+MUTANTS ?=
+MUTANT_JOBS ?= 2
 TEST_ARGS ?=
 
 # The first Python that runs (a pyenv shim may exist and fail), fits, and can build an extension module.
@@ -60,7 +62,7 @@ SUFFIX := $(VENV)/.suffix-$(ENGINE)
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
 SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
 
-.PHONY: help demo test test-fast test-long check format asan bench docs dev packages lock lock-check cuda-imports clean
+.PHONY: help demo test test-fast test-long check format asan bench mutants docs dev packages lock lock-check cuda-imports clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -100,6 +102,9 @@ asan: dev ## native tests under AddressSanitizer and UBSan
 bench: dev ## time the native core
 	$(BIN)/rollout-spec bench native
 
+mutants: dev $(VENV)/mutants/.installed ## break the code in small ways: do tests see it? (MUTANTS="FILE ... native", MUTANT_JOBS=2)
+	$(BIN)/python benchmarks/mutants.py --jobs $(MUTANT_JOBS) $(MUTANTS)
+
 docs: $(VENV)/docs/.installed ## build the documentation into build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs --quiet build --strict
 
@@ -125,10 +130,10 @@ $(SUFFIX): $(INSTALLED)
 		arctic-inference==0.1.1 || echo "arctic-inference cannot be built here: its tests are skipped" >&2
 	@touch $@
 
-# An environment of its own: the site needs nothing of the engine, nor the compiled module.
-$(VENV)/docs/.installed: requirements/docs.txt | $(UV)
-	$(UV) venv --quiet --clear --python $(BIN)/python $(VENV)/docs
-	$(UV) pip install --quiet --python $(VENV)/docs/bin/python --no-deps -r $<
+# Environments of their own: the site needs nothing of the engine, and the engine nothing of mutmut.
+$(VENV)/docs/.installed $(VENV)/mutants/.installed: $(VENV)/%/.installed: requirements/%.txt | $(UV)
+	$(UV) venv --quiet --clear --python $(BIN)/python $(VENV)/$*
+	$(UV) pip install --quiet --python $(VENV)/$*/bin/python --no-deps -r $<
 	@touch $@
 
 ifneq ($(VLLM),)
@@ -146,7 +151,7 @@ $(UV):
 
 NEVER := ; ([^ ]+ [^ ]+ [^ ]+ and )?(sys_platform == '(never|emscripten|win32)'|python_full_version >= '3.13')$$
 
-lock: $(UV) ## renew requirements/{cpu,cuda,vllm-*,docs}.txt
+lock: $(UV) ## renew requirements/{cpu,cuda,vllm-*,docs,mutants}.txt
 	for engine in cpu cuda; do \
 		{ echo "# Written by 'make lock' from $$engine.in and $$engine-overrides.txt."; \
 		  $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \
@@ -161,10 +166,12 @@ lock: $(UV) ## renew requirements/{cpu,cuda,vllm-*,docs}.txt
 		  | grep -vE "$(NEVER)"; \
 		} > requirements/vllm-$$version.txt; \
 	done
-	{ echo "# Written by 'make lock' from docs.in."; \
-	  $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \
-		requirements/docs.in; \
-	} > requirements/docs.txt
+	for tools in docs mutants; do \
+		{ echo "# Written by 'make lock' from $$tools.in."; \
+		  $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \
+			requirements/$$tools.in; \
+		} > requirements/$$tools.txt; \
+	done
 
 # For the oldest glibc that the wheels are for. What installing them as listed would bring is what their metadata
 # ask for, no more and no less. One package has no wheel, and is plain Python.

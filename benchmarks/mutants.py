@@ -1,0 +1,263 @@
+"""Break the code in many small ways, and see which the fast tests let live: `make mutants`.
+
+    python benchmarks/mutants.py [FILE ...] [--jobs 2]
+
+Python by mutmut, each file with the tests that are for it, of those that start no engine. The C core by the
+list CORE, since mutmut knows no C; each of its mutants is built into a copy. What lives is written to
+build/mutants, and benchmarks/record/mutants.md says why it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "mutants"
+COPIED = (
+    "benchmarks",
+    "configs",
+    "docs",
+    "native",
+    "recipes",
+    "rollout_spec",
+    "tests",
+    "pyproject.toml",
+)
+KILLED = {1, 3, 24, 36, 152, 255, -24}  # a test failed, or the mutant hangs
+LEAST_SHARE = 0.9  # where an error is silent
+
+
+class Target(NamedTuple):
+    """Files, and the tests that are for them."""
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+    without: str = ""  # tests that take time and kill nothing that the others do not
+    is_silent: bool = False  # nobody would see a wrong token or a wrong name
+
+
+TARGETS = (
+    Target(
+        tuple(
+            f"rollout_spec/verification/{name}.py"
+            for name in ("blocks", "prefixes", "noise", "coupled", "standard", "transfers")
+        ),
+        ("tests/test_coupled.py", "tests/test_standard.py"),
+        "memory or stream or fails_on or deterministic or same_bits or whatever or distribution "
+        "or independent or as_often or definition",
+        is_silent=True,
+    ),
+    Target(("rollout_spec/vllm/keys.py",), ("tests/test_keys.py",), is_silent=True),
+    Target(
+        ("rollout_spec/verl/agent_loop.py", "rollout_spec/verl/client.py"),
+        ("tests/test_verl_adapter.py", "tests/test_verl_client.py"),
+        is_silent=True,
+    ),
+    Target(
+        (
+            "rollout_spec/drafting/gate.py",
+            "rollout_spec/drafting/groups.py",
+            "rollout_spec/drafting/history.py",
+        ),
+        ("tests/test_gate.py", "tests/test_drafter.py", "tests/test_history.py", "tests/test_groups.py"),
+        "keeps_no_step_waiting",
+    ),
+    Target(("rollout_spec/report/runs.py",), ("tests/test_report.py", "tests/test_logs.py")),
+)
+FILES = [file for target in TARGETS for file in target.files]
+
+
+class CoreMutant(NamedTuple):
+    file: str
+    old: str  # once in the file
+    new: str
+
+
+CORE = (
+    # step.c: what is indexed, learned and undone
+    CoreMutant("step.c", "if (predictions[i].token != new_tokens[i])", "if (false)"),
+    CoreMutant("step.c", "rs_calibrate(&index->calibration, predictions + i, new_tokens[i]);", ";"),
+    CoreMutant(
+        "step.c",
+        "i < sequence->num_predictions && i < num_new",
+        "i < sequence->num_predictions && i + 1 < num_new",
+    ),
+    CoreMutant("step.c", "    sequence->num_predictions = 0;\n", ""),
+    CoreMutant("step.c", "if (level >= sequence->level) {", "if (level > sequence->level) {"),
+    CoreMutant("step.c", "if (!sequence->after_prompt) {", "if (sequence->after_prompt) {"),
+    CoreMutant("step.c", "rs_retract(automaton, tokens[num_done], extensions + num_done);", ";"),
+    CoreMutant("step.c", "        rs_recent_push(&sequence->recent, tokens[position]);\n", ""),
+    CoreMutant("step.c", "        rs_sequence_restart(index, sequence);\n", ""),
+    CoreMutant("step.c", "if (tokens[position] < 0) {", "if (tokens[position] < -1) {"),
+    CoreMutant("step.c", "index->groups[sequence->group].num_tokens += num_new;", ";"),
+    # draft.c: what is proposed, and where a draft ends
+    CoreMutant(
+        "draft.c", "prediction->token < 0 || walk->survival < walk->min_token_prob", "prediction->token < 0"
+    ),
+    CoreMutant("draft.c", "walk->survival < walk->min_token_prob", "walk->survival <= walk->min_token_prob"),
+    CoreMutant("draft.c", "walk->survival *= rs_predict", "walk->survival = rs_predict"),
+    CoreMutant(
+        "draft.c", "chosen = count > best ? i + 1 : chosen;", "chosen = count >= best ? i + 1 : chosen;"
+    ),
+    CoreMutant("draft.c", "        total += count;\n", ""),
+    CoreMutant("draft.c", "if (match.len > walk->match_len && next != NULL) {", "if (next != NULL) {"),
+    CoreMutant("draft.c", "        walk->match_len++;\n", ""),
+    CoreMutant("draft.c", "        walk->shorter = continued_suffix(a, walk->shorter);\n", ""),
+    # evidence.c: probabilities and weights
+    CoreMutant("evidence.c", "LEARNING_RATE = 0.0133", "LEARNING_RATE = 0.0134"),
+    CoreMutant("evidence.c", "RIVAL_SHARE = 0.2;", "RIVAL_SHARE = 0.25;"),
+    CoreMutant("evidence.c", "MAX_OBSERVATIONS = 250", "MAX_OBSERVATIONS = 200"),
+    CoreMutant("evidence.c", "MAX_WEIGHT = 4.0 / 3.0", "MAX_WEIGHT = 2.0"),
+    CoreMutant(
+        "evidence.c",
+        "prediction->token = score > best ? candidate : prediction->token;",
+        "prediction->token = score >= best ? candidate : prediction->token;",
+    ),
+    CoreMutant("evidence.c", "cell->probability + surprise / cell->num", "cell->probability"),
+    CoreMutant("evidence.c", "weights->bias = bounded(weights->bias + step);", ";"),
+    # contexts.c and automaton.c
+    CoreMutant(
+        "contexts.c",
+        "bucket->tags[way] = tag | confidence / 2;",
+        "bucket->tags[way] = tag | (confidence - 1);",
+    ),
+    CoreMutant("contexts.c", "found = is_weaker ? way : found;", "found = is_weaker ? found : way;"),
+    CoreMutant("automaton.c", "if (a->states[origin].len != a->states[state].len + 1) {", "if (false) {"),
+    CoreMutant("automaton.c", "        count_suffixes(a, extension->after, 1);\n", ""),
+    CoreMutant("automaton.c", "        remove_clone(a, extension->origin);\n", ""),
+)
+CORE_TESTS = ("tests/test_index.py", "tests/test_experience.py", "tests/test_index_state_machine.py")
+
+
+class Result(NamedTuple):
+    num: int
+    num_killed: int
+    survivors: list[str]  # their diffs
+
+    @property
+    def share(self) -> float:
+        return self.num_killed / self.num if self.num else 1.0
+
+
+def copy_tree(folder: Path) -> None:
+    """What the tests need, with the native module as it is built here."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, folder / name)
+
+
+def mutate_python(files: list[str], target: Target, jobs: int) -> dict[str, Result]:
+    folder = BUILD / "_".join(Path(file).stem for file in files)
+    copy_tree(folder)
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
+    settings = {
+        "source_paths": ["rollout_spec"],
+        "only_mutate": files,
+        "also_copy": [name for name in COPIED if name not in ("rollout_spec", "tests", "pyproject.toml")],
+        "pytest_add_cli_args": options + ["-k", f"not ({target.without})"] * bool(target.without),
+        "pytest_add_cli_args_test_selection": [test for test in target.tests if (ROOT / test).exists()],
+        "track_dependencies": False,
+        "use_git_change_detection": False,
+    }
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    with (folder / "pyproject.toml").open("a") as file:
+        file.write("\n".join(["\n[tool.mutmut]", *lines, ""]))
+    run_mutmut(folder, "run", "--max-children", str(jobs))
+    results = {}
+    for path in files:
+        codes = json.loads((folder / "mutants" / f"{path}.meta").read_text())["exit_code_by_key"]
+        living = sorted(name for name, code in codes.items() if code not in KILLED)
+        diffs = [f"# {codes[name]}: {run_mutmut(folder, 'show', name)}" for name in living]
+        results[path] = Result(len(codes), len(codes) - len(living), diffs)
+    return results
+
+
+def run_mutmut(folder: Path, *command: str) -> str:
+    # This environment's packages come before mutmut's; the package itself comes from the copy.
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    environment = {**os.environ, "PYTHONPATH": site, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    mutmut = [str(Path(sys.prefix) / "mutants" / "bin" / "python"), "-m", "mutmut", *command]
+    done = subprocess.run(
+        mutmut, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"mutmut {' '.join(command)} in {folder}:\n{done.stdout[-3000:]}")
+    return done.stdout
+
+
+def mutate_core() -> Result:
+    folder = BUILD / "core"
+    copy_tree(folder)
+    living = []
+    for mutant in CORE:
+        file = folder / "native" / mutant.file
+        text = file.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(
+                f"native/{mutant.file} has {mutant.old!r} {text.count(mutant.old)} times, not once"
+            )
+        file.write_text(text.replace(mutant.old, mutant.new))
+        if core_lives(folder):
+            living.append(f"native/{mutant.file}\n-{mutant.old}\n+{mutant.new}\n")
+        file.write_text(text)
+    return Result(len(CORE), len(CORE) - len(living), living)
+
+
+def core_lives(folder: Path) -> bool:
+    """Whether the C tests and those beside the oracle pass."""
+    if subprocess.run(
+        ["make", "-C", "native", "test", f"BUILD={folder}/c"], cwd=folder, capture_output=True
+    ).returncode:
+        return False
+    build = [sys.executable, "native/build_native.py"]
+    subprocess.run(build, cwd=folder, check=True, capture_output=True)
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--rootdir", "."]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    pytest = [sys.executable, "-m", "pytest", *options, *CORE_TESTS]
+    return not subprocess.run(pytest, cwd=folder, env=environment, capture_output=True).returncode
+
+
+def results_of(wanted: list[str], jobs: int) -> Iterator[tuple[str, bool, Result]]:
+    """Of each file, whether it is silent, and of native."""
+    for target in TARGETS:
+        if files := [file for file in target.files if file in wanted]:
+            for file, result in mutate_python(files, target, jobs).items():
+                yield file, target.is_silent, result
+    if "native" in wanted:
+        yield "native", False, mutate_core()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", help="of those that are mutated, or native; by default all")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants of Python at a time")
+    arguments = parser.parse_args()
+    wanted = arguments.files or [*FILES, "native"]
+    if unknown := [file for file in wanted if file not in (*FILES, "native")]:
+        parser.error(f"{unknown[0]}: must be native or one of {', '.join(FILES)}")
+    too_few = []
+    print("| file | mutants | killed | survived | share |\n|---|---|---|---|---|")
+    for file, is_silent, result in results_of(wanted, arguments.jobs):
+        survived = result.num - result.num_killed
+        print(
+            f"| {file} | {result.num} | {result.num_killed} | {survived} | {result.share:.0%} |", flush=True
+        )
+        (BUILD / f"{file.replace('/', '_')}.txt").write_text("\n".join(result.survivors))
+        if is_silent and result.share < LEAST_SHARE:
+            too_few.append(file)
+    if too_few:
+        raise SystemExit(f"less than {LEAST_SHARE:.0%} die: {', '.join(too_few)}")
+
+
+if __name__ == "__main__":
+    main()
