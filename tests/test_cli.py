@@ -273,6 +273,14 @@ def test_doctor_says_what_is_known_of_a_vllm(version, status, state):
     assert (check.status, check.detail) == (status, f"{version} ({state})")
 
 
+def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
+    checks = [diagnosis._model_runner(misfit, is_cpu) for misfit in (None, "it") for is_cpu in (False, True)]
+    assert [check.status for check in checks] == [diagnosis.OK, diagnosis.OK, diagnosis.WARN, diagnosis.OK]
+    assert (
+        checks[2].detail == "V1; V2 does not fit it: an engine with drafts gives up asynchronous scheduling"
+    )
+
+
 def test_the_compatibility_page_has_the_versions_that_doctor_knows():
     page = (Path(__file__).parents[1] / "docs/compatibility.md").read_text()
     rows = dict(row.split(" | ")[1:3] for row in page.splitlines() if row.startswith("| vLLM"))

