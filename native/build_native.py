@@ -31,7 +31,7 @@ ffibuilder.set_source(
     sources=[str(path) for path in sorted(Path("native").glob("*.c"))],
     include_dirs=["native"],
     depends=[str(path) for path in sorted(Path("native").glob("*.h"))],
-    extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden", *INLINED],
+    extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", *INLINED],
     extra_link_args=["-O3", *INLINED],
     py_limited_api=True,
 )

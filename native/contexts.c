@@ -15,7 +15,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-enum { FIRST_NUM_BUCKETS = 1 << 8, BUDGET_SHARE = 8, SPLITS_PER_LESSON = 8 };
+enum { FIRST_NUM_BUCKETS = 1 << 8, BUDGET_SHARE = 8, SPLITS_PER_TOKEN = 8 };
 
 rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
     memset(contexts, 0, sizeof *contexts);
@@ -72,34 +72,36 @@ void rs_context_tags(const rs_recent *recent, uint64_t own_salt, uint32_t tags[R
     }
 }
 
-/* The slots' ranks: the number of the way, plus RS_CONTEXT_WAYS times the confidence + 1 if it is not the tag's. The
- * least is the context's slot, or the one to give to it: a free one, or else the least confident. */
-static uint32_t least_rank(const rs_context_bucket *bucket, uint32_t tag) {
-    const rs_context_lanes ways = {0, 1, 2, 3};
-    rs_context_lanes tags;
-    memcpy(&tags, bucket->tags, sizeof tags);
-    rs_context_lanes others = (tags & ~RS_MAX_CONFIDENCE) != (int32_t)tag;
-    return (uint32_t)rs_least_lane(
-        (((tags & RS_MAX_CONFIDENCE) * RS_CONTEXT_WAYS + RS_CONTEXT_WAYS) & others) | ways);
+/* The slot to give to a new context: a free one, or else the least confident. */
+static uint32_t weakest(const rs_context_bucket *bucket) {
+    uint32_t found = 0;
+    for (uint32_t way = 1; way < RS_CONTEXT_WAYS; way++) {
+        bool is_weaker = (bucket->tags[way] & RS_MAX_CONFIDENCE) < (bucket->tags[found] & RS_MAX_CONFIDENCE);
+        found = is_weaker ? way : found;
+    }
+    return found;
 }
 
-/* A successor that comes again is believed more, one that does not half as much, and gives way in the end: the
- * confidence after a lesson by the one before, 0 for a new context. */
-static const uint8_t LEARNED[2][RS_MAX_CONFIDENCE + 1] = {
-    {1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7},           /* from another token */
-    {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 15},    /* from the same one */
-};
-
-/* Whether it has taken a free slot. Without a branch: those of learning could not be foreseen. */
+/* A successor that comes again is believed more, one that does not half as much, and gives way in the end. Returns
+ * whether a free slot was taken. */
 static bool learn_in(rs_context_bucket *bucket, uint32_t tag, int32_t token) {
-    uint32_t rank = least_rank(bucket, tag);
-    uint32_t way = rank % RS_CONTEXT_WAYS;
-    uint32_t old = bucket->tags[way];
-    int32_t successor = bucket->tokens[way];
-    uint32_t confidence = old & RS_MAX_CONFIDENCE & (0U - (uint32_t)(rank < RS_CONTEXT_WAYS));
-    bucket->tags[way] = tag | LEARNED[successor == token][confidence];
-    bucket->tokens[way] = confidence > 1 ? successor : token;
-    return old == 0;
+    uint32_t way = rs_context_find(bucket, tag);
+    if (way == RS_CONTEXT_WAYS) {
+        way = weakest(bucket);
+        const bool is_free = bucket->tags[way] == 0;
+        bucket->tags[way] = tag | 1;
+        bucket->tokens[way] = token;
+        return is_free;
+    }
+    const uint32_t confidence = bucket->tags[way] & RS_MAX_CONFIDENCE;
+    if (bucket->tokens[way] == token) {
+        bucket->tags[way] += confidence < RS_MAX_CONFIDENCE;
+    } else if (confidence > 1) {
+        bucket->tags[way] = tag | confidence / 2;
+    } else {
+        bucket->tokens[way] = token;
+    }
+    return false;
 }
 
 static void double_capacity(rs_contexts *contexts, rs_memory *memory) {
@@ -131,48 +133,31 @@ static void split_bucket(rs_contexts *contexts) {
     contexts->num_buckets++;
 }
 
-/* True if a bucket was split or the table moved: pointers into it are stale then. */
-static bool grow(rs_contexts *contexts, rs_memory *memory) {
+static void grow(rs_contexts *contexts, rs_memory *memory) {
     const uint32_t capacity = contexts->capacity;
-    const bool splits = contexts->num_buckets < capacity;
-    for (int i = 0; i < SPLITS_PER_LESSON && contexts->num_buckets < capacity; i++) {
+    for (int i = 0; i < SPLITS_PER_TOKEN && contexts->num_buckets < capacity; i++) {
         split_bucket(contexts);
     }
     uint64_t num_slots = (uint64_t)contexts->num_buckets * RS_CONTEXT_WAYS;
     if (contexts->num_buckets == capacity && contexts->num_used >= num_slots / 8 * 7) {
         double_capacity(contexts, memory);
     }
-    return splits || contexts->capacity > capacity;
 }
 
-/* The number of slots it has taken. */
-static uint32_t learn_lesson(const rs_lesson *lesson) {
-    uint32_t num_taken = 0;
+void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const uint32_t tags[RS_NUM_CONTEXTS], int32_t token) {
+    rs_context_bucket *buckets[RS_NUM_CONTEXTS];
+    rs_contexts_fetch(contexts, tags, buckets);
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
-        if (lesson->tags[i] != 0) {
-            num_taken += learn_in(lesson->buckets[i], lesson->tags[i], lesson->token);
-        }
+        contexts->num_used += tags[i] != 0 && learn_in(buckets[i], tags[i], token);
     }
-    return num_taken;
-}
-
-void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, rs_lessons *lessons) {
-    const rs_lesson *end = lessons->lessons + lessons->num;
-    for (rs_lesson *lesson = lessons->lessons; lesson < end; lesson++) {
-        contexts->num_used += learn_lesson(lesson);
-        bool stale = grow(contexts, memory);
-        for (rs_lesson *later = lesson + 1; stale && later < end; later++) {
-            rs_contexts_fetch(contexts, later->tags, later->buckets);
-        }
-    }
-    lessons->num = 0;
+    grow(contexts, memory);
 }
 
 const char *rs_contexts_check(const rs_contexts *contexts) {
     uint32_t num_used = 0;
     for (uint32_t i = 0; i < contexts->num_buckets * RS_CONTEXT_WAYS; i++) {
         const rs_context_bucket *bucket = contexts->buckets + i / RS_CONTEXT_WAYS;
-        int way = (int)(i % RS_CONTEXT_WAYS);
+        uint32_t way = i % RS_CONTEXT_WAYS;
         uint32_t tag = bucket->tags[way];
         if (tag == 0) {
             continue;

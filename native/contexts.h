@@ -8,8 +8,6 @@
 #ifndef RS_CONTEXTS_H
 #define RS_CONTEXTS_H
 
-#include <string.h>
-
 #include "memory.h"
 
 enum {
@@ -17,8 +15,7 @@ enum {
     RS_LONGEST_CONTEXT = 6, /* tokens */
     RS_MAX_CONFIDENCE = 15,
     RS_CONTEXT_WAYS = 4, /* slots of a bucket */
-    RS_MAX_CONTEXT_BUCKETS = 1 << 20,
-    RS_MAX_LESSONS = 8 /* at a time */
+    RS_MAX_CONTEXT_BUCKETS = 1 << 20
 };
 
 /* The slots in which a context may be. Of a tag the upper 28 bits identify the context and are not 0, the lower 4 are
@@ -33,19 +30,6 @@ typedef struct {
     uint64_t pairs[RS_LONGEST_CONTEXT / 2]; /* of tokens, the latest first and in the lower half */
     uint64_t num;                           /* of its tokens, at most RS_LONGEST_CONTEXT */
 } rs_recent;
-
-/* A token to be learned, in its contexts; tag 0: the text is too short for this context. */
-typedef struct {
-    rs_context_bucket *buckets[RS_NUM_CONTEXTS];
-    uint32_t tags[RS_NUM_CONTEXTS];
-    int32_t token;
-} rs_lesson;
-
-/* Learned together, so that the buckets of all are on their way from memory at once. */
-typedef struct {
-    rs_lesson lessons[RS_MAX_LESSONS];
-    uint32_t num;
-} rs_lessons;
 
 /* When the capacity doubles, buckets are split off one by one, a few with every lesson (linear hashing, Litwin 1980),
  * so that no step waits for all of them. */
@@ -69,9 +53,9 @@ static inline int32_t rs_recent_last(const rs_recent *recent) {
 /* The tags of the contexts that the next token has. Sequences with different own_salts share no own context. */
 void rs_context_tags(const rs_recent *recent, uint64_t own_salt, uint32_t tags[RS_NUM_CONTEXTS]);
 
-/* Learn from all, after which there are none. Twice the buckets when most slots are used, at most an eighth of the byte
- * budget; where there is no memory for it, the table stays as it is. */
-void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, rs_lessons *lessons);
+/* The token came after these contexts. Twice the buckets when most slots are used, at most an eighth of the byte budget;
+ * where there is no memory for it, the table stays as it is. */
+void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const uint32_t tags[RS_NUM_CONTEXTS], int32_t token);
 
 /* The bucket for this tag. */
 static inline rs_context_bucket *rs_context_bucket_of(const rs_contexts *contexts, uint32_t tag) {
@@ -93,30 +77,13 @@ __attribute__((always_inline)) static inline void rs_contexts_fetch(const rs_con
     }
 }
 
-/* One of the vectors that gcc and clang have for every machine: a lane for every slot of a bucket. */
-typedef int32_t rs_context_lanes __attribute__((vector_size(RS_CONTEXT_WAYS * sizeof(int32_t)), may_alias));
-typedef uint64_t rs_context_halves __attribute__((vector_size(sizeof(rs_context_lanes))));
-
-/* The bits that are set in any lane. */
-static inline uint32_t rs_any_lane(rs_context_lanes lanes) {
-    rs_context_halves halves = (rs_context_halves)lanes;
-    uint64_t both = halves[0] | halves[1];
-    return (uint32_t)(both | both >> 32);
-}
-
-static inline int32_t rs_least_lane(rs_context_lanes lanes) {
-    int32_t low = lanes[0] < lanes[1] ? lanes[0] : lanes[1];
-    int32_t high = lanes[2] < lanes[3] ? lanes[2] : lanes[3];
-    return low < high ? low : high;
-}
-
-/* The context's slot in its bucket; RS_CONTEXT_WAYS: it has none. Without a branch: which slot it is cannot be foreseen. */
-static inline int rs_context_find(const rs_context_bucket *bucket, uint32_t tag) {
-    const rs_context_lanes bits = {1, 2, 4, 8};
-    rs_context_lanes tags;
-    memcpy(&tags, bucket->tags, sizeof tags);
-    rs_context_lanes found = (((tags ^ (int32_t)tag) & ~RS_MAX_CONFIDENCE) == 0) & bits;
-    return __builtin_ctz(rs_any_lane(found) | 1 << RS_CONTEXT_WAYS);
+/* The context's slot in its bucket; RS_CONTEXT_WAYS: it has none. */
+static inline uint32_t rs_context_find(const rs_context_bucket *bucket, uint32_t tag) {
+    uint32_t way = 0;
+    while (way < RS_CONTEXT_WAYS && (bucket->tags[way] ^ tag) > RS_MAX_CONFIDENCE) {
+        way++;
+    }
+    return way;
 }
 
 /* What came after a context. */
@@ -125,13 +92,13 @@ typedef struct {
     uint32_t confidence; /* 0: the same */
 } rs_successor;
 
-/* Of the context with this tag, 0: none; likewise without a branch. */
+/* Of the context with this tag, 0: none. */
 static inline rs_successor rs_context_successor(const rs_context_bucket *bucket, uint32_t tag) {
-    uint32_t way = (uint32_t)rs_context_find(bucket, tag);
-    uint32_t known = 0U - (uint32_t)((way < RS_CONTEXT_WAYS) & (tag != 0));
-    way %= RS_CONTEXT_WAYS;
-    uint32_t confidence = bucket->tags[way] & RS_MAX_CONFIDENCE;
-    return (rs_successor){(int32_t)((uint32_t)bucket->tokens[way] | ~known), confidence & known};
+    uint32_t way = tag == 0 ? RS_CONTEXT_WAYS : rs_context_find(bucket, tag);
+    if (way == RS_CONTEXT_WAYS) {
+        return (rs_successor){-1, 0};
+    }
+    return (rs_successor){bucket->tokens[way], bucket->tags[way] & RS_MAX_CONFIDENCE};
 }
 
 const char *rs_contexts_check(const rs_contexts *contexts);

@@ -33,6 +33,14 @@ static uint64_t content_bytes(uint64_t num_states, uint64_t num_transitions) {
            num_transitions * sizeof(rs_transition);
 }
 
+/* Of a state, num of them. */
+static const rs_transition *transitions_of(const rs_corpus *corpus, uint32_t state, uint32_t *num) {
+    const uint32_t first = corpus->states[state].first;
+    const uint32_t end = corpus->states[state + 1].first;
+    *num = first < end && end <= corpus->num_transitions ? end - first : 0;
+    return corpus->transitions + (*num > 0 ? first : 0);
+}
+
 bool rs_corpus_open(rs_corpus *corpus, const void *content, uint64_t num_bytes) {
     const rs_corpus_head *head = content;
     if ((uintptr_t)content % _Alignof(rs_corpus_head) != 0 || num_bytes < content_bytes(1, 0) ||
@@ -43,33 +51,44 @@ bool rs_corpus_open(rs_corpus *corpus, const void *content, uint64_t num_bytes) 
     corpus->transitions = (const rs_transition *)(corpus->states + head->num_states + 1);
     corpus->num_states = head->num_states;
     corpus->num_transitions = head->num_transitions;
+    uint32_t num;
+    const rs_transition *of_root = transitions_of(corpus, RS_ROOT, &num);
+    corpus->largest_token = -1;
+    if (num > 0) { /* one of them is not in the order of the others */
+        corpus->largest_token = of_root[0].token > of_root[num - 1].token ? of_root[0].token : of_root[num - 1].token;
+    }
     return true;
 }
 
 static const rs_transition *find(const rs_corpus *corpus, uint32_t state, int32_t token) {
-    const rs_transition *low = corpus->transitions + corpus->states[state].first;
-    const rs_transition *end = corpus->transitions + corpus->states[state + 1].first;
-    if (low == end || low->token == token) {
-        return low == end ? NULL : low;
-    }
-    low++;
-    const rs_transition *high = end;
-    while (low < high) {
-        const rs_transition *middle = low + (high - low) / 2;
-        if (middle->token < token) {
-            low = middle + 1;
-        } else {
-            high = middle;
+    uint32_t num;
+    const rs_transition *low = transitions_of(corpus, state, &num);
+    const rs_transition *end = low + num;
+    if (num > 0 && low->token != token) {
+        low++;
+        for (const rs_transition *high = end; low < high;) {
+            const rs_transition *middle = low + (high - low) / 2;
+            if (middle->token < token) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
         }
     }
-    return low < end && low->token == token ? low : NULL;
+    return low < end && low->token == token && low->target < corpus->num_states ? low : NULL;
+}
+
+/* To a shorter suffix. */
+static void move_up(const rs_corpus *corpus, rs_cursor *cursor) {
+    const uint32_t link = corpus->states[cursor->state].link;
+    const bool leads_up = link < corpus->num_states && corpus->states[link].len < cursor->len;
+    *cursor = leads_up ? (rs_cursor){link, corpus->states[link].len} : (rs_cursor){RS_ROOT, 0};
 }
 
 void rs_cursor_move(const rs_corpus *corpus, rs_cursor *cursor, int32_t token) {
     const rs_transition *next;
     while ((next = find(corpus, cursor->state, token)) == NULL && cursor->state != RS_ROOT) {
-        cursor->state = corpus->states[cursor->state].link;
-        cursor->len = corpus->states[cursor->state].len;
+        move_up(corpus, cursor);
     }
     if (next != NULL) {
         cursor->state = next->target;
@@ -77,10 +96,19 @@ void rs_cursor_move(const rs_corpus *corpus, rs_cursor *cursor, int32_t token) {
     }
 }
 
+const rs_transition *rs_corpus_next(const rs_corpus *corpus, uint32_t state) {
+    uint32_t num;
+    const rs_transition *next = transitions_of(corpus, state, &num);
+    if (num == 0 || next->target >= corpus->num_states || next->token < 0 || next->token > corpus->largest_token) {
+        return NULL;
+    }
+    const uint32_t count = corpus->states[next->target].count;
+    return count > 0 && count <= corpus->states[state].count ? next : NULL;
+}
+
 rs_cursor rs_cursor_continued(const rs_corpus *corpus, rs_cursor cursor) {
     while (rs_corpus_next(corpus, cursor.state) == NULL && cursor.state != RS_ROOT) {
-        cursor.state = corpus->states[cursor.state].link;
-        cursor.len = corpus->states[cursor.state].len;
+        move_up(corpus, &cursor);
     }
     return cursor;
 }
@@ -279,4 +307,9 @@ rs_status rs_corpus_validate(const void *content, uint64_t num_bytes, rs_error *
     }
     const char *broken = rs_corpus_check(&corpus);
     return broken == NULL ? RS_OK : rs_fail(error, RS_ECORRUPT, -1, "%s", broken);
+}
+
+int32_t rs_corpus_largest_token(const void *content, uint64_t num_bytes) {
+    rs_corpus corpus;
+    return rs_corpus_open(&corpus, content, num_bytes) ? corpus.largest_token : -1;
 }

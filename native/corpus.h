@@ -5,7 +5,11 @@
  * The block, aligned to 8 bytes and in the byte order of the machine: rs_corpus_head, the states and
  * one more that only ends the transitions of the last, all transitions. Of a state's transitions the
  * one on its most frequent continuation comes first, on a tie the one that came first of all; the
- * others are in ascending order of their tokens. Counts are exact. */
+ * others are in ascending order of their tokens. Counts are exact.
+ *
+ * Reading trusts no byte of the block, since opening it does not read it through and a file may be changed later: what is
+ * followed is compared with its bounds first, and a place that breaks them has no continuation and no link but the root.
+ * A cursor's length falls with every link, so that no content holds a walk up. */
 #ifndef RS_CORPUS_H
 #define RS_CORPUS_H
 
@@ -29,6 +33,7 @@ typedef struct {
     const rs_transition *transitions;
     uint32_t num_states;
     uint32_t num_transitions;
+    int32_t largest_token; /* of the root's transitions, which are on all; nothing above it is drafted */
 } rs_corpus;
 
 /* The longest suffix of a text that occurs in the corpus. Zeros: the empty one. */
@@ -47,12 +52,9 @@ void rs_cursor_move(const rs_corpus *corpus, rs_cursor *cursor, int32_t token);
 rs_cursor rs_cursor_continued(const rs_corpus *corpus, rs_cursor cursor);
 
 /* The transition on the most frequent continuation, NULL where there is none. */
-static inline const rs_transition *rs_corpus_next(const rs_corpus *corpus, uint32_t state) {
-    uint32_t first = corpus->states[state].first;
-    return first == corpus->states[state + 1].first ? NULL : corpus->transitions + first;
-}
+const rs_transition *rs_corpus_next(const rs_corpus *corpus, uint32_t state);
 
-/* Check every invariant: NULL, or what is broken. */
+/* Check every invariant, in time linear in the size of the block: NULL, or what is broken. */
 const char *rs_corpus_check(const rs_corpus *corpus);
 
 #endif

@@ -114,34 +114,34 @@ static rs_proposal most_frequent(const rs_automaton *a, const rs_state *state, r
     return (rs_proposal){.token = token, .count = best, .total = total};
 }
 
-static void ask_matches(const rs_walk *walk, rs_calibration *calibration, rs_prediction *prediction) {
+static void ask_matches(const rs_walk *walk, rs_prediction *prediction) {
     const rs_automaton *a = walk->automaton;
     const uint32_t states[RS_NUM_MATCHES] = {walk->state, walk->shorter};
     const uint32_t match_lens[RS_NUM_MATCHES] = {walk->match_len, a->states[walk->shorter].len};
     for (int expert = 0; expert < RS_NUM_MATCHES && states[expert] != RS_ROOT; expert++) {
         rs_proposal proposal = most_frequent(a, a->states + states[expert], walk->continuations[expert]);
         proposal.match_len = match_lens[expert];
-        rs_prediction_add_match(calibration, prediction, expert, &proposal);
+        rs_prediction_add_match(prediction, expert, &proposal);
     }
 }
 
-static void ask_contexts(const rs_walk *walk, rs_calibration *calibration, rs_prediction *prediction) {
+static void ask_contexts(const rs_walk *walk, rs_prediction *prediction) {
     for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
-        rs_successor successor = rs_context_successor(walk->buckets[context], walk->tags[context]);
-        rs_prediction_add_context(calibration, prediction, context, successor.token, successor.confidence);
+        rs_prediction_add_context(prediction, context,
+                                  rs_context_successor(walk->buckets[context], walk->tags[context]));
     }
 }
 
-static void ask_corpus(const rs_walk *walk, rs_index *index, rs_prediction *prediction) {
+static void ask_corpus(const rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
     const rs_corpus *corpus = &index->corpus;
     rs_cursor match = rs_cursor_continued(corpus, walk->cursor);
-    if (match.len > walk->match_len) {
-        const rs_transition *next = rs_corpus_next(corpus, match.state);
+    const rs_transition *next = rs_corpus_next(corpus, match.state);
+    if (match.len > walk->match_len && next != NULL) {
         const rs_proposal proposal = {.token = next->token,
                                       .match_len = match.len,
                                       .count = corpus->states[next->target].count,
                                       .total = corpus->states[match.state].count};
-        rs_prediction_add_match(&index->calibration, prediction, RS_CORPUS_EXPERT, &proposal);
+        rs_prediction_add_match(prediction, RS_CORPUS_EXPERT, &proposal);
     }
 }
 
@@ -172,11 +172,11 @@ static void move(rs_walk *walk, const rs_index *index, int32_t token) {
     }
 }
 
-int32_t rs_walk_next(rs_walk *walk, rs_index *index) {
+int32_t rs_walk_next(rs_walk *walk, const rs_index *index) {
     rs_prediction *prediction = walk->predictions + walk->num_predictions;
     rs_prediction_init(prediction, rs_recent_last(&walk->recent));
-    ask_matches(walk, &index->calibration, prediction);
-    ask_contexts(walk, &index->calibration, prediction);
+    ask_matches(walk, prediction);
+    ask_contexts(walk, prediction);
     if (index->corpus.states != NULL) {
         ask_corpus(walk, index, prediction);
     }

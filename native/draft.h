@@ -1,5 +1,6 @@
 /* Walks through an automaton that collect a draft, one token at a time so that the walks of several
- * rows can take turns: each waits for memory while the others run. */
+ * rows can take turns: each waits for memory while the others run. A walk changes nothing but itself and the predictions
+ * of its sequence, so it does not matter in which turns. */
 #ifndef RS_DRAFT_H
 #define RS_DRAFT_H
 
@@ -40,6 +41,6 @@ void rs_walk_start(rs_walk *walk, const rs_index *index, int32_t sequence, int32
 void rs_walk_fetch(rs_walk *walk, int stage);
 
 /* The next draft token, -1: the draft ends here. Then, and after the last one, num_left is 0. */
-int32_t rs_walk_next(rs_walk *walk, rs_index *index);
+int32_t rs_walk_next(rs_walk *walk, const rs_index *index);
 
 #endif

@@ -4,8 +4,8 @@
  *     expert 1: token 7, cell 17 --> p = 0.6 --+--> stretch, weigh, sum, squash --> candidate 7: 0.87
  *     expert 3: token 9, cell 90 --> p = 0.3 --+    (once for each candidate)  --> candidate 9: 0.11
  *
- * Invariants: cell 0 is nobody's and stays zero, so that experts that propose nothing add 0 to every sum without a branch;
- * a cell is used from its prior on; no weight leaves +-MAX_WEIGHT. */
+ * Invariants: cell 0 is nobody's and stays zero, so that experts that propose nothing add 0 to every sum; no weight
+ * leaves +-MAX_WEIGHT. Sums are in one order, without fused operations, so that every machine has the same. */
 #include "evidence.h"
 
 #include <math.h>
@@ -19,13 +19,73 @@ static const double RIVAL_SHARE = 0.2;      /* of what an expert leaves open, fo
 static const double PRIOR_COUNT = 0.5;
 enum { PRIOR_OBSERVATIONS = 2, MAX_OBSERVATIONS = 250, NUM_SHORT = 8 /* match lengths with a cell each */ };
 
-/* The vectors that gcc and clang have for every machine; left to themselves they make none of `mix`. */
-enum { NUM_LANES = 4 };
-typedef float lanes __attribute__((vector_size(NUM_LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
-typedef int32_t mask __attribute__((vector_size(NUM_LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
-
-_Static_assert((int)RS_CORPUS_EXPERT == 2 * NUM_LANES, "a lane for every expert but the corpus");
 _Static_assert(RS_NUM_WEIGHT_SETS == 1 << RS_CORPUS_EXPERT, "a set for every choice of experts but the corpus");
+
+static const uint32_t LENGTH_STARTS[RS_NUM_LENGTHS] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64};
+static const uint32_t TOTAL_STARTS[RS_NUM_TOTALS] = {1, 2, 3, 5, 9, 17};
+
+/* ---- cells ---- */
+
+static float stretch(const rs_calibration *calibration, double p) {
+    int i = (int)(p * RS_NUM_STRETCHED);
+    return calibration->stretched[i < RS_NUM_STRETCHED ? i : RS_NUM_STRETCHED - 1];
+}
+
+static double squash(double x) { return 1.0 / (1.0 + exp(-x)); }
+
+static void set_probability(const rs_calibration *calibration, rs_cell *cell, double probability) {
+    cell->probability = (float)probability;
+    cell->inputs[0] = stretch(calibration, cell->probability);
+    cell->inputs[1] = stretch(calibration, (1.0 - cell->probability) * RIVAL_SHARE);
+}
+
+/* The last of the ranges, which begin with these values, that the value is in. */
+static uint32_t range_of(const uint32_t *starts, uint32_t num, uint32_t value) {
+    uint32_t range = 0;
+    for (uint32_t i = 1; i < num; i++) {
+        range += value >= starts[i];
+    }
+    return range;
+}
+
+static uint32_t match_cell(uint32_t kind, uint32_t length, uint32_t total, uint32_t share) {
+    return ((kind * RS_NUM_LENGTHS + length) * RS_NUM_TOTALS + total) * RS_NUM_SHARES + share;
+}
+
+static uint32_t context_cell(uint32_t context, uint32_t confidence) {
+    return RS_NUM_MATCH_CELLS + context * (RS_MAX_CONFIDENCE + 1) + confidence;
+}
+
+/* What is believed of a continuation of this kind before any was seen to be right or wrong. */
+static double match_prior(uint32_t length, uint32_t total, uint32_t share) {
+    double match_len = LENGTH_STARTS[length];
+    double num = TOTAL_STARTS[total];
+    double count = num * fmin(1.0, (share + 0.5) / (RS_NUM_SHARES - 1));
+    return count / (num + PRIOR_COUNT) * (1.0 - PRIOR_COUNT / (match_len + PRIOR_COUNT));
+}
+
+static void set_prior(rs_calibration *calibration, uint32_t number, double prior) {
+    calibration->cells[number].num = PRIOR_OBSERVATIONS;
+    set_probability(calibration, calibration->cells + number, prior);
+}
+
+/* No match has length 0, and what has no confidence proposes nothing: their cells stay zero. */
+static void set_priors(rs_calibration *calibration) {
+    for (uint32_t length = 1; length < RS_NUM_LENGTHS; length++) {
+        for (uint32_t total = 0; total < RS_NUM_TOTALS; total++) {
+            for (uint32_t share = 0; share < RS_NUM_SHARES; share++) {
+                for (uint32_t kind = 0; kind <= RS_NUM_MATCHES; kind++) {
+                    set_prior(calibration, match_cell(kind, length, total, share), match_prior(length, total, share));
+                }
+            }
+        }
+    }
+    for (uint32_t context = 0; context < RS_NUM_CONTEXTS; context++) {
+        for (uint32_t confidence = 1; confidence <= RS_MAX_CONFIDENCE; confidence++) {
+            set_prior(calibration, context_cell(context, confidence), confidence / (confidence + 2.0));
+        }
+    }
+}
 
 void rs_calibration_init(rs_calibration *calibration) {
     memset(calibration, 0, sizeof *calibration);
@@ -41,7 +101,10 @@ void rs_calibration_init(rs_calibration *calibration) {
         double p = (i + 0.5) / RS_NUM_STRETCHED;
         calibration->stretched[i] = (float)log(p / (1.0 - p));
     }
+    set_priors(calibration);
 }
+
+/* ---- what is proposed ---- */
 
 void rs_prediction_init(rs_prediction *prediction, int32_t previous) {
     memset(prediction->tokens, -1, sizeof prediction->tokens);
@@ -50,67 +113,23 @@ void rs_prediction_init(rs_prediction *prediction, int32_t previous) {
     prediction->token = -1;
 }
 
-static float stretch(const rs_calibration *calibration, double p) {
-    int i = (int)(p * RS_NUM_STRETCHED);
-    return calibration->stretched[i < RS_NUM_STRETCHED ? i : RS_NUM_STRETCHED - 1];
-}
-
-static double squash(double x) { return 1.0 / (1.0 + exp(-x)); }
-
-/* Both without a branch, which could not be foreseen. */
-static uint32_t length_bucket(uint32_t match_len) {
-    static const uint32_t ends[RS_NUM_LENGTHS - 1 - NUM_SHORT] = {12, 16, 24, 32, 64};
-    uint32_t bucket = NUM_SHORT;
-    for (size_t i = 0; i < sizeof ends / sizeof ends[0]; i++) {
-        bucket += match_len >= ends[i];
-    }
-    return match_len < NUM_SHORT ? match_len : bucket;
-}
-
-static uint32_t total_bucket(uint32_t total) {
-    const uint32_t most = (1U << (RS_NUM_TOTALS - 1)) - 1;
-    return 31U - (uint32_t)__builtin_clz(2 * (total - 1 < most ? total - 1 : most) + 1);
-}
-
-/* Whether the expert's cell was never used before; then the caller sets its prior. */
-static bool add(rs_calibration *calibration, rs_prediction *prediction, int expert, int32_t token, uint32_t cell) {
-    prediction->tokens[expert] = token;
-    prediction->cells[expert] = (uint16_t)cell;
-    return calibration->cells[cell].num == 0;
-}
-
-static void set_probability(const rs_calibration *calibration, rs_cell *cell, double probability) {
-    cell->probability = (float)probability;
-    cell->inputs[0] = stretch(calibration, cell->probability);
-    cell->inputs[1] = stretch(calibration, (1.0 - cell->probability) * RIVAL_SHARE);
-}
-
-static void set_prior(rs_calibration *calibration, const rs_prediction *prediction, int expert, double prior) {
-    rs_cell *cell = calibration->cells + prediction->cells[expert];
-    cell->num = PRIOR_OBSERVATIONS;
-    set_probability(calibration, cell, prior);
-}
-
-void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert,
-                             const rs_proposal *p) {
+void rs_prediction_add_match(rs_prediction *prediction, int expert, const rs_proposal *p) {
     uint32_t kind = expert == RS_CORPUS_EXPERT ? RS_NUM_MATCHES : (uint32_t)expert;
-    uint32_t share = p->count * (RS_NUM_SHARES - 1) / p->total;
-    uint32_t row = (kind * RS_NUM_LENGTHS + length_bucket(p->match_len)) * RS_NUM_TOTALS + total_bucket(p->total);
-    if (add(calibration, prediction, expert, p->token, row * RS_NUM_SHARES + share)) {
-        set_prior(calibration, prediction, expert,
-                  p->count / (p->total + PRIOR_COUNT) * (1.0 - PRIOR_COUNT / (p->match_len + PRIOR_COUNT)));
+    uint32_t length = range_of(LENGTH_STARTS, RS_NUM_LENGTHS, p->match_len);
+    uint32_t total = range_of(TOTAL_STARTS, RS_NUM_TOTALS, p->total);
+    uint32_t share = (uint32_t)((uint64_t)p->count * (RS_NUM_SHARES - 1) / p->total);
+    prediction->tokens[expert] = p->token;
+    prediction->cells[expert] = (uint16_t)match_cell(kind, length, total, share);
+}
+
+void rs_prediction_add_context(rs_prediction *prediction, int context, rs_successor successor) {
+    if (successor.confidence > 0) {
+        prediction->tokens[RS_NUM_MATCHES + context] = successor.token;
+        prediction->cells[RS_NUM_MATCHES + context] = (uint16_t)context_cell((uint32_t)context, successor.confidence);
     }
 }
 
-void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *prediction, int context, int32_t token,
-                               uint32_t confidence) {
-    const bool known = confidence > 0;
-    uint32_t cell = (RS_NUM_MATCH_CELLS + (uint32_t)context * (RS_MAX_CONFIDENCE + 1) + confidence) *
-                    (uint32_t)known;
-    if (add(calibration, prediction, RS_NUM_MATCHES + context, token, cell) & known) {
-        set_prior(calibration, prediction, RS_NUM_MATCHES + context, confidence / (confidence + 2.0));
-    }
-}
+/* ---- mixing ---- */
 
 /* Each expert's input for its own token, and for any other one; 0 where it proposes nothing, since the cell is the
  * first then, which is nobody's: no match has length 0. */
@@ -125,13 +144,11 @@ static void inputs_of(const rs_calibration *calibration, const rs_prediction *pr
 
 /* A bit for every expert that proposes the candidate. */
 static uint32_t proposers(const rs_prediction *prediction, int32_t candidate) {
-    const mask bits[] = {{1, 2, 4, 8}, {16, 32, 64, 128}};
-    mask found = {0};
-    for (int e = 0; e < RS_CORPUS_EXPERT; e += NUM_LANES) {
-        found |= (*(const mask *)(prediction->tokens + e) == candidate) & bits[e / NUM_LANES];
+    uint32_t found = 0;
+    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+        found |= (uint32_t)(prediction->tokens[e] == candidate) << e;
     }
-    uint32_t corpus = prediction->tokens[RS_CORPUS_EXPERT] == candidate;
-    return rs_any_lane((rs_context_lanes)found) | corpus << RS_CORPUS_EXPERT;
+    return found;
 }
 
 /* A bit for every expert that proposes anything. */
@@ -149,26 +166,17 @@ static void select_weights(const rs_prediction *prediction, int32_t candidate, u
     sets[2] = proposed & (RS_NUM_WEIGHT_SETS - 1); /* without the corpus */
 }
 
-static lanes load(const float *values) { return *(const lanes *)values; }
-
-static float mix(const rs_calibration *calibration, const rs_prediction *prediction, int32_t candidate,
-                 const uint32_t sets[RS_NUM_SELECTORS], float inputs[2][RS_NUM_EXPERTS]) {
-    enum { CORPUS = RS_CORPUS_EXPERT };
+static float mix(const rs_calibration *calibration, uint32_t proposed, const uint32_t sets[RS_NUM_SELECTORS],
+                 float inputs[2][RS_NUM_EXPERTS]) {
     const rs_weights *a = calibration->weights[0] + sets[0];
     const rs_weights *b = calibration->weights[1] + sets[1];
     const rs_weights *c = calibration->weights[2] + sets[2];
-    lanes sums = {0.0F};
-    for (int e = 0; e < CORPUS; e += NUM_LANES) {
-        const mask own = *(const mask *)(prediction->tokens + e) == candidate;
-        for (int rival = 0; rival < 2; rival++) {
-            lanes weights = load(a->experts[rival] + e) + load(b->experts[rival] + e) + load(c->experts[rival] + e);
-            sums += weights * (lanes)((mask)load(inputs[rival] + e) & (rival ? ~own : own));
-        }
+    float sum = a->bias + b->bias + c->bias;
+    for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+        int rival = !(proposed >> e & 1);
+        sum += (a->experts[rival][e] + b->experts[rival][e] + c->experts[rival][e]) * inputs[rival][e];
     }
-    int rival = prediction->tokens[CORPUS] != candidate;
-    float corpus = (a->experts[rival][CORPUS] + b->experts[rival][CORPUS] + c->experts[rival][CORPUS]) *
-                   inputs[rival][CORPUS];
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + (corpus + (a->bias + b->bias + c->bias));
+    return sum;
 }
 
 double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) {
@@ -182,7 +190,7 @@ double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) 
         uint32_t proposed = proposers(prediction, candidate);
         left &= ~proposed;
         select_weights(prediction, candidate, proposed, sets);
-        float score = mix(calibration, prediction, candidate, sets, inputs);
+        float score = mix(calibration, proposed, sets, inputs);
         prediction->token = score > best ? candidate : prediction->token;
         best = score > best ? score : best;
     }
@@ -211,7 +219,7 @@ void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, 
     uint32_t proposed = proposers(prediction, prediction->token);
     inputs_of(calibration, prediction, inputs);
     select_weights(prediction, prediction->token, proposed, sets);
-    float score = mix(calibration, prediction, prediction->token, sets, inputs);
+    float score = mix(calibration, proposed, sets, inputs);
     double error = (prediction->token == token) - squash((double)score);
     for (int selector = 0; selector < RS_NUM_SELECTORS; selector++) {
         learn_weights(calibration->weights[selector] + sets[selector], LEARNING_RATE * error, proposed, inputs);

@@ -8,7 +8,7 @@
  * compressors (Mahoney, Adaptive weighing of context models, 2005). A weight is the sum of three,
  * looked up by the token before, by the candidate, and by which of the experts propose it: some tokens
  * are more predictable than others, and so are some coalitions. Everything is learned from what the
- * target then samples. */
+ * target then samples, and only then: a cell begins with the prior of its circumstance, so that asking changes nothing. */
 #ifndef RS_EVIDENCE_H
 #define RS_EVIDENCE_H
 
@@ -33,7 +33,7 @@ enum {
 typedef struct {
     float probability;
     float inputs[2]; /* to the mixer: for the expert's own token, and for any other one */
-    uint32_t num;    /* observations, up to a limit; 0: none yet */
+    uint32_t num;    /* observations, up to a limit; the prior stands for some */
 } rs_cell;
 
 /* Of the mixer: how much each expert counts for its own token, [0], and against any other, [1]. */
@@ -70,12 +70,9 @@ typedef struct {
 } rs_proposal;
 
 /* Expert 0 is the longest match in the group's automaton, RS_CORPUS_EXPERT that in the corpus. */
-void rs_prediction_add_match(rs_calibration *calibration, rs_prediction *prediction, int expert,
-                             const rs_proposal *proposal);
+void rs_prediction_add_match(rs_prediction *prediction, int expert, const rs_proposal *proposal);
 
-/* With confidence 0 and token -1 it proposes nothing. */
-void rs_prediction_add_context(rs_calibration *calibration, rs_prediction *prediction, int context, int32_t token,
-                               uint32_t confidence);
+void rs_prediction_add_context(rs_prediction *prediction, int context, rs_successor successor);
 
 /* Choose prediction->token; returns the probability that the target samples it. */
 double rs_predict(const rs_calibration *calibration, rs_prediction *prediction);

@@ -33,7 +33,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 16, /* raised with every change of this file */
+    RS_ABI_VERSION = 17, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -46,14 +46,14 @@ typedef enum {
     RS_EUNKNOWN = 2, /* no open group or sequence has this id */
     RS_ENOMEM = 3,
     RS_EBUDGET = 4,  /* the index would grow beyond max_bytes */
-    RS_ECORRUPT = 5  /* rs_index_validate found a broken invariant */
+    RS_ECORRUPT = 5  /* rs_index_validate or rs_corpus_validate found a broken invariant */
 } rs_status;
 
 typedef struct {
     int32_t num_speculative_tokens; /* 1 .. RS_MAX_SPECULATIVE_TOKENS, K below */
     uint64_t max_bytes;             /* of the whole index; 0: no limit */
     const void *corpus;             /* what rs_corpus_write wrote, aligned to 8 bytes; NULL: none. Read only, and
-                                       for as long as the index lives */
+                                       for as long as the index lives. */
     uint64_t corpus_bytes;
 } rs_options;
 
@@ -151,9 +151,11 @@ uint64_t rs_corpus_num_bytes(const rs_corpus_builder *builder);
 /* `content`, aligned to 8 bytes, has room for exactly rs_corpus_num_bytes. */
 rs_status rs_corpus_write(const rs_corpus_builder *builder, void *content, uint64_t num_bytes, rs_error *error);
 
-/* Whether a block is what rs_corpus_write writes; RS_EINVAL or RS_ECORRUPT says what is wrong. A block that passes can be
- * used without being read outside, and no use of it goes on for ever. Its time is that of reading the block in any order,
- * rs_options.corpus does not take it. */
+/* Whether a block is what rs_corpus_write writes; RS_EINVAL or RS_ECORRUPT says what is wrong. Its time is that of reading
+ * the block in any order. An index does not call it: one that is wrong costs drafts there, and nothing else. */
 rs_status rs_corpus_validate(const void *content, uint64_t num_bytes, rs_error *error);
+
+/* The largest token of such a block, above which nothing is drafted from it, in constant time; -1: it has none. */
+int32_t rs_corpus_largest_token(const void *content, uint64_t num_bytes);
 
 #endif

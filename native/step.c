@@ -205,18 +205,14 @@ static void learn_outcome(rs_index *index, int32_t id, const int32_t *new_tokens
     }
 }
 
-static void learn_contexts(rs_index *index, const rs_sequence *sequence, int32_t token, rs_lessons *lessons) {
-    rs_lesson *lesson = lessons->lessons + lessons->num++;
-    lesson->token = token;
-    rs_context_tags(&sequence->recent, rs_own_salt(sequence), lesson->tags);
-    rs_contexts_fetch(&index->contexts, lesson->tags, lesson->buckets);
-    if (lessons->num == RS_MAX_LESSONS) {
-        rs_contexts_learn(&index->contexts, &index->memory, lessons);
-    }
+static void learn_contexts(rs_index *index, const rs_sequence *sequence, int32_t token) {
+    uint32_t tags[RS_NUM_CONTEXTS];
+    rs_context_tags(&sequence->recent, rs_own_salt(sequence), tags);
+    rs_contexts_learn(&index->contexts, &index->memory, tags, token);
 }
 
 /* Returns how many tokens of entry i are new. */
-static uint64_t commit_row(rs_index *index, const rs_batch *batch, int32_t i, rs_lessons *lessons) {
+static uint64_t commit_row(rs_index *index, const rs_batch *batch, int32_t i) {
     const int32_t id = batch->sequences[i];
     const int32_t level = batch->levels[i];
     const int32_t *tokens = row_tokens(batch, i);
@@ -228,7 +224,7 @@ static uint64_t commit_row(rs_index *index, const rs_batch *batch, int32_t i, rs
     }
     const int32_t first = sequence->level;
     for (int32_t position = first; position < level; position++) {
-        learn_contexts(index, sequence, tokens[position], lessons);
+        learn_contexts(index, sequence, tokens[position]);
         rs_recent_push(&sequence->recent, tokens[position]);
         if (index->corpus.states != NULL) {
             rs_cursor_move(&index->corpus, &sequence->cursor, tokens[position]);
@@ -247,15 +243,13 @@ static uint64_t commit_row(rs_index *index, const rs_batch *batch, int32_t i, rs
 
 static void commit_rows(rs_index *index, const rs_batch *batch) {
     const rs_extension *extensions = index->extensions;
-    rs_lessons lessons = {.num = 0};
     for (int32_t i = 0; i < batch->num_rows; i++) {
-        uint64_t num_new = commit_row(index, batch, i, &lessons);
+        uint64_t num_new = commit_row(index, batch, i);
         if (num_new > 0) {
             extensions += num_new;
             index->sequences[batch->sequences[i]].last = extensions[-1].after;
         }
     }
-    rs_contexts_learn(&index->contexts, &index->memory, &lessons);
 }
 
 /* ---- draft ---- */
@@ -269,7 +263,7 @@ static void fetch_for_walks(rs_walk *const *walking, int32_t num) {
 }
 
 /* Draft for entries first .. end - 1, at most WALKS_AT_A_TIME, their walks taking turns. */
-static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, int32_t end) {
+static void draft_rows(const rs_index *index, const rs_batch *batch, int32_t first, int32_t end) {
     rs_walk walks[WALKS_AT_A_TIME];
     rs_walk *walking[WALKS_AT_A_TIME]; /* those that go on */
     int32_t num_walking = 0;
@@ -304,7 +298,7 @@ static void draft_rows(rs_index *index, const rs_batch *batch, int32_t first, in
     }
 }
 
-static void draft_all(rs_index *index, const rs_batch *batch) {
+static void draft_all(const rs_index *index, const rs_batch *batch) {
     for (int32_t first = 0; first < batch->num_rows; first += WALKS_AT_A_TIME) {
         int32_t left = batch->num_rows - first;
         draft_rows(index, batch, first, first + (left < WALKS_AT_A_TIME ? left : WALKS_AT_A_TIME));

@@ -7,10 +7,11 @@ learned in native/contexts.h and native/evidence.h.
 from __future__ import annotations
 
 import math
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 Text = tuple[int, ...]
 
@@ -35,7 +36,7 @@ class Options:
 class ContextsOracle:
     """The table of contexts: lists of at most four [identity, confidence, token] per bucket."""
 
-    WAYS, MAX_CONFIDENCE, SPLITS_PER_LESSON = 4, 15, 8
+    WAYS, MAX_CONFIDENCE, SPLITS_PER_TOKEN = 4, 15, 8
 
     def __init__(self, max_bytes: int = 0) -> None:
         self.num_wanted = 256
@@ -53,7 +54,7 @@ class ContextsOracle:
         """The token came after these contexts."""
         for identity in identities:
             self.learn_in(identity, token)
-        for _ in range(min(self.SPLITS_PER_LESSON, self.num_wanted - len(self.buckets))):
+        for _ in range(min(self.SPLITS_PER_TOKEN, self.num_wanted - len(self.buckets))):
             self.split()
         fits = not self.max_bytes or 2 * self.num_wanted * self.WAYS * 8 <= self.max_bytes // 8
         is_full = sum(map(len, self.buckets)) >= self.WAYS * len(self.buckets) // 8 * 7
@@ -112,7 +113,7 @@ class Prediction:
 
 
 class Experience:
-    """What is learned in the life of an index: contexts, cells and weights."""
+    """What is learned in the life of an index: contexts, cells and weights; predicting changes none of it."""
 
     NUM_EXPERTS = 9
     MAX_WEIGHT = 4.0 / 3.0
@@ -122,7 +123,7 @@ class Experience:
         self.cells: dict[tuple, list] = {}
         # [bias, for an expert's own token, for another expert's] by selector and what it selects by
         self.weights: dict[tuple, list] = defaultdict(
-            lambda: [0.0, [single(0.1)] * self.NUM_EXPERTS, [single(0.1)] * self.NUM_EXPERTS]
+            lambda: [single(0.0), [single(0.1)] * self.NUM_EXPERTS, [single(0.1)] * self.NUM_EXPERTS]
         )
         self.num_opened = 0
 
@@ -143,8 +144,8 @@ class Experience:
         for key, identity in self.contexts.identities(text, own_salt).items():
             slot = self.contexts.find(identity)
             if slot is not None:
-                prior = slot[1] / (slot[1] + 2.0)
-                self.add(prediction, 2 + key, slot[2], ("context", key, slot[1]), prior)
+                prediction.tokens[2 + key] = slot[2]
+                prediction.cells[2 + key] = ("context", key, slot[1])
         best = -math.inf
         for candidate in [prediction.tokens[e] for e in sorted(prediction.tokens)]:
             score = self.mix(prediction, candidate)
@@ -156,18 +157,21 @@ class Experience:
     def add_match(
         self, prediction: Prediction, expert: int, token: int, length: int, count: int, total: int
     ) -> None:
-        cell = ("match", expert, length_bucket(length), total_bucket(total), count * 8 // total)
-        prior = count / (total + 0.5) * (1.0 - 0.5 / (length + 0.5))
-        self.add(prediction, expert, token, cell, prior)
-
-    def add(self, prediction: Prediction, expert: int, token: int, cell: tuple, prior: float) -> None:
-        self.cells.setdefault(cell, [single(prior), 2])
         prediction.tokens[expert] = token
-        prediction.cells[expert] = cell
+        prediction.cells[expert] = (
+            "match",
+            expert,
+            length_bucket(length),
+            total_bucket(total),
+            count * 8 // total,
+        )
 
-    def input(self, prediction: Prediction, expert: int, candidate: int) -> tuple[int, float]:
+    def probability(self, cell: tuple) -> float:
+        return float(self.cells[cell][0] if cell in self.cells else single(prior(*cell)))
+
+    def input(self, prediction: Prediction, expert: int, candidate: int) -> tuple[int, np.float32]:
         """1 or 2: whether the expert is for the candidate or for another token; and how strongly."""
-        p = self.cells[prediction.cells[expert]][0]
+        p = self.probability(prediction.cells[expert])
         if prediction.tokens[expert] == candidate:
             return 1, stretch(p)
         return 2, stretch((1.0 - p) * 0.2)
@@ -179,42 +183,58 @@ class Experience:
         return [self.weights[key] for key in keys]
 
     def mix(self, prediction: Prediction, candidate: int) -> float:
+        """In single precision, every operation rounded, in this order."""
         a, b, c = self.selected(prediction, candidate)
         total = a[0] + b[0] + c[0]
         for expert in sorted(prediction.tokens):
             side, value = self.input(prediction, expert, candidate)
-            total += (a[side][expert] + b[side][expert] + c[side][expert]) * value
-        return total
+            total = total + (a[side][expert] + b[side][expert] + c[side][expert]) * value
+        return float(total)
 
     def calibrate(self, prediction: Prediction, token: int) -> None:
         error = (prediction.token == token) - squash(self.mix(prediction, prediction.token))
         step = 0.0133 * error
         for weights in self.selected(prediction, prediction.token):
-            weights[0] = self.bounded(weights[0] + step)
+            weights[0] = self.bounded(float(weights[0]) + step)
             for expert in prediction.tokens:
                 side, value = self.input(prediction, expert, prediction.token)
-                weights[side][expert] = self.bounded(weights[side][expert] + step * value)
+                weights[side][expert] = self.bounded(float(weights[side][expert]) + step * float(value))
         for expert, proposed in prediction.tokens.items():
-            cell = self.cells[prediction.cells[expert]]
+            key = prediction.cells[expert]
+            cell = self.cells.setdefault(key, [self.probability(key), 2])
             cell[1] = min(cell[1] + 1, 250)
-            cell[0] = single(cell[0] + ((proposed == token) - cell[0]) / cell[1])
+            cell[0] = float(single(cell[0] + ((proposed == token) - cell[0]) / cell[1]))
 
-    def bounded(self, weight: float) -> float:
+    def bounded(self, weight: float) -> np.float32:
         return single(max(-self.MAX_WEIGHT, min(self.MAX_WEIGHT, weight)))
 
 
-def single(x: float) -> float:
+def single(x: float) -> np.float32:
     """What is left of a number in single precision, in which all that is learned is kept."""
-    return struct.unpack("f", struct.pack("f", x))[0]
+    return np.float32(x)
+
+
+def prior(kind: str, expert: int, *circumstance: int) -> float:
+    """What is believed of a cell of which nothing was learned."""
+    if kind == "context":
+        (confidence,) = circumstance
+        return confidence / (confidence + 2.0)
+    length_range, total_range, share = circumstance
+    length = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)[length_range]
+    total = (1, 2, 3, 5, 9, 17)[total_range]
+    count = total * min(1.0, (share + 0.5) / 8)
+    return count / (total + 0.5) * (1.0 - 0.5 / (length + 0.5))
 
 
 def token_hash(token: int) -> int:
     return (token * 0x9E3779B1 & 0xFFFFFFFF) >> 24
 
 
-def stretch(p: float) -> float:
-    centre = (min(int(p * 1024), 1023) + 0.5) / 1024
-    return single(math.log(centre / (1.0 - centre)))
+STRETCHED = [single(math.log((i + 0.5) / 1024 / (1.0 - (i + 0.5) / 1024))) for i in range(1024)]
+
+
+def stretch(p: float) -> np.float32:
+    return STRETCHED[min(int(p * 1024), 1023)]
 
 
 def squash(x: float) -> float:

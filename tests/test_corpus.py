@@ -212,6 +212,34 @@ def test_a_file_that_is_not_whole_is_refused(path, how):
             make_index(SpecConfig(corpus=str(path)))
 
 
+def with_right_checksum(path, content):
+    """Write a file whose checksum is that of its content, whatever that is."""
+
+    def fill(mapped):
+        mapped[CONTENT_OFFSET:] = content
+
+    write_corpus(path, len(content), fill)
+
+
+@pytest.mark.parametrize("field", range(4))  # len, link, count, first
+@pytest.mark.parametrize("value", [5, 7, 2**31 - 1, 2**32 - 1])
+def test_a_right_checksum_of_wrong_content_costs_drafts_only(path, field, value):
+    whole = np.frombuffer(path.read_bytes(), np.uint32, offset=CONTENT_OFFSET)
+    states = slice(4 + field, 4 + 4 * open_corpus(path).num_states, 4)
+    content = whole.copy()
+    content[states][5::3] = value
+    with_right_checksum(path, content.tobytes())
+    with pytest.raises(ConfigError, match=rf"^rollout\.spec\.corpus='{path}': damaged before its checksum was made"):
+        check_corpus(path)
+    with SuffixIndex(num_speculative_tokens=4, min_token_prob=0.0, corpus=open_corpus(path)) as index:
+        sequence = int32(index.open_sequence(index.open_group(int32())))
+        text = np.tile(np.arange(100, 130, dtype=np.int32), 3)[None]
+        for level in range(text.size + 1):
+            result = index.step(sequence, text, int32(0), int32(level), int32(4))
+            drafted = result.draft_tokens[0, : result.num_draft_tokens[0]]
+            assert ((drafted >= 0) & (drafted < 400)).all()
+
+
 def test_bytes_that_are_no_corpus_are_refused(path):
     whole = open_corpus(path)
     for num_bytes in (0, 8, 16, 31, 4096):

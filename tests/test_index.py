@@ -97,6 +97,17 @@ def test_vectors_may_be_changed_in_place_or_exchanged(index, arguments):
     assert index.step(**arguments).num_draft_tokens.tolist() == [4]
 
 
+def test_no_matrix_is_none(index, arguments):
+    """Not the one of an earlier step either, which may be gone."""
+    for forget in (index.clear, lambda: None):
+        index.step(**arguments)
+        forget()
+        group = index.open_group(int32(5, 6, 7))
+        arguments["sequences"] = int32(index.open_sequence(group), index.open_sequence(group))
+        with pytest.raises(InvalidArgument, match=r"^token_ids: must be a two-dimensional int32 array"):
+            index.step(**arguments | {"token_ids": None})
+
+
 def test_matrix_may_be_a_view_with_longer_rows(index, arguments):
     wide = np.full((3, 50), -1, np.int32)
     wide[:, 10:16] = arguments["token_ids"]

@@ -585,10 +585,53 @@ static void test_corpus_builder(void) {
         }
         const uint32_t kept = words[i];
         words[i] = UINT32_MAX - 1;
-        CHECK(rs_corpus_check(&corpus) != NULL);
+        CHECK(rs_corpus_check(&corpus) != NULL && rs_corpus_validate(content, num_bytes, NULL) == RS_ECORRUPT);
         words[i] = kept;
     }
-    CHECK(rs_corpus_check(&corpus) == NULL);
+    CHECK(rs_corpus_check(&corpus) == NULL && rs_corpus_validate(content, num_bytes, NULL) == RS_OK);
+    CHECK(rs_corpus_validate(content, num_bytes - 8, NULL) == RS_EINVAL);
+}
+
+/* Whatever the bytes of a corpus are, an index that drafts from it reads nothing beyond, comes to an end, and drafts no
+ * token above the largest. */
+static void test_damaged_corpus(void) {
+    enum { NUM_DAMAGES = 3000, ALPHABET = 6 };
+    rs_options options = default_options();
+    uint32_t *whole = new_corpus(60, ALPHABET, &options.corpus_bytes);
+    uint32_t *content = malloc(options.corpus_bytes);
+    CHECK(content != NULL);
+    options.corpus = content;
+    const uint32_t num_words = (uint32_t)(options.corpus_bytes / sizeof *content);
+    const uint32_t first_word = sizeof(rs_corpus_head) / sizeof *content;
+    fixture *f = new_fixture(1);
+    uint64_t num_drafted = 0;
+    for (int damage = 0; damage < NUM_DAMAGES; damage++) {
+        memcpy(content, whole, options.corpus_bytes);
+        for (uint32_t left = 1 + random_below(4); left > 0; left--) {
+            const uint32_t values[] = {0, 1, random_below(whole[2] + 2), INT32_MAX, UINT32_MAX - 1, UINT32_MAX};
+            content[first_word + random_below(num_words - first_word)] = values[random_below(6)];
+        }
+        rs_index *index = NULL;
+        CHECK(rs_index_new(&options, &index, NULL) == RS_OK);
+        int32_t id;
+        CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
+        CHECK(rs_sequence_open(index, id, 0, &id, NULL) == RS_OK);
+        for (f->levels[0] = 0; f->levels[0] < 20; f->levels[0]++) {
+            f->token_ids[0][f->levels[0]] = (int32_t)random_below(ALPHABET);
+            CHECK(rs_step(index, &f->batch, NULL) == RS_OK);
+            for (int32_t i = 0; i < f->num_draft_tokens[0]; i++) {
+                int32_t token = f->draft_tokens[0][i];
+                CHECK(token >= 0 && (token < ALPHABET || token <= index->corpus.largest_token));
+            }
+            num_drafted += (uint64_t)f->num_draft_tokens[0];
+        }
+        rs_corpus_validate(content, options.corpus_bytes, NULL);
+        rs_index_free(index);
+    }
+    CHECK(num_drafted > NUM_DAMAGES);
+    free(whole);
+    free(content);
+    free(f);
 }
 
 /* Follow every link and transition of a block that has passed, as an index would, and move through it. */
@@ -656,6 +699,7 @@ int main(void) {
     test_corpus_allocation_failures(100);
     test_corpus_builder();
     test_wrong_corpora();
+    test_damaged_corpus();
     puts("native tests passed");
     return 0;
 }

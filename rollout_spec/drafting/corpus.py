@@ -1,7 +1,9 @@
 """The file of a static corpus: a header, and behind it the automaton itself, as native/corpus.h lays it out.
 
 A file is mapped, never read in: opening takes the same time at any size, and all engines of a machine share
-its pages. It is replaced by a move only, so an engine that has it open keeps what it has.
+its pages. So an engine trusts no byte of it: what a draft follows is compared with its bounds on the way, and
+a file that is wrong costs drafts. `check_corpus` reads it through before anything is launched. It is replaced
+by a move only, so an engine that has it open keeps what it has.
 """
 
 from __future__ import annotations
@@ -22,8 +24,6 @@ _KIND = b"rollout_spec corpus "
 _MAGIC = _KIND + f"1 {sys.byteorder}\n".encode()
 _HEADER = struct.Struct("=32s32sQ")  # magic; SHA-256 and number of bytes of what follows
 _HEAD = struct.Struct("=QII")  # the first bytes of what follows
-_STATE = struct.Struct("=4I")
-_TRANSITION = struct.Struct("=iI")
 CONTENT_OFFSET = _HEADER.size
 
 
@@ -39,14 +39,9 @@ class Corpus(NamedTuple):
 
     @property
     def largest_token(self) -> int:
-        """-1 of a corpus without text. Every token of it has a transition from the root, the first state."""
-        first, end = (
-            _STATE.unpack_from(self.mapped, CONTENT_OFFSET + _HEAD.size + i * _STATE.size)[3] for i in (0, 1)
-        )
-        transitions = CONTENT_OFFSET + _HEAD.size + (self.num_states + 1) * _STATE.size
-        with memoryview(self.mapped) as whole:
-            begin, stop = (transitions + i * _TRANSITION.size for i in (first, end))
-            return max((token for token, _ in _TRANSITION.iter_unpack(whole[begin:stop])), default=-1)
+        """-1 of a corpus without text; nothing above it is drafted."""
+        with ffi.from_buffer("char[]", self.mapped) as buffer:
+            return int(lib.rs_corpus_largest_token(buffer + CONTENT_OFFSET, len(buffer) - CONTENT_OFFSET))
 
 
 def open_corpus(path: str | Path) -> Corpus:
@@ -74,7 +69,7 @@ def open_corpus(path: str | Path) -> Corpus:
 def check_corpus(path: str | Path) -> None:
     """Read a file through: its checksum, and that every number in it is one that an index can follow.
 
-    An engine opens the file without that, so each node calls this before it launches one.
+    An engine opens the file without that, and drafts less from one that is wrong: this says so before a launch.
 
     Raises:
         ConfigError: as open_corpus, or the file is damaged.

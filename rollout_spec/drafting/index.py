@@ -182,7 +182,7 @@ class SuffixIndex:
             and last[3] is max_draft_tokens
         ):
             self._set_vectors(sequences, rows, levels, max_draft_tokens)
-        if token_ids is not self._matrix:
+        if self._matrix is None or token_ids is not self._matrix:
             self._set_matrix(token_ids)
         batch.min_token_prob = self.min_token_prob if min_token_prob is None else min_token_prob
         status = lib.rs_step(index, batch, self._error)
