@@ -229,7 +229,9 @@ def test_a_right_checksum_of_wrong_content_costs_drafts_only(path, field, value)
     content = whole.copy()
     content[states][5::3] = value
     with_right_checksum(path, content.tobytes())
-    with pytest.raises(ConfigError, match=rf"^rollout\.spec\.corpus='{path}': damaged before its checksum was made"):
+    with pytest.raises(
+        ConfigError, match=rf"^rollout\.spec\.corpus='{path}': damaged before its checksum was made"
+    ):
         check_corpus(path)
     with SuffixIndex(num_speculative_tokens=4, min_token_prob=0.0, corpus=open_corpus(path)) as index:
         sequence = int32(index.open_sequence(index.open_group(int32())))

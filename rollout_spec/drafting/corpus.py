@@ -69,7 +69,7 @@ def open_corpus(path: str | Path) -> Corpus:
 def check_corpus(path: str | Path) -> None:
     """Read a file through: its checksum, and that every number in it is one that an index can follow.
 
-    An engine opens the file without that, and drafts less from one that is wrong: this says so before a launch.
+    An engine opens the file without that and drafts less from one that is wrong; this says so beforehand.
 
     Raises:
         ConfigError: as open_corpus, or the file is damaged.
