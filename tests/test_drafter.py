@@ -11,6 +11,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate import HYSTERESIS_STEPS, Step
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
+from rollout_spec.drafting.history import prompt_key
 from rollout_spec.drafting.native import InvalidArgument
 from rollout_spec.measure.native import make_requests, measure_whole_steps, synthetic_text
 
@@ -233,6 +234,37 @@ def test_a_request_that_does_not_fit_is_left_out_and_the_others_draft() -> None:
     for name in ("a", "b", "c"):
         drafter.close(name)
     assert drafter.index.stats().num_sequences == 0
+
+
+@pytest.mark.parametrize("token", [-1, -(2**31)])
+def test_a_row_that_holds_no_text_is_left_out_and_the_others_draft(token: int) -> None:
+    batch = make(num_speculative_tokens=3)
+    for name in ("a", "b", "c"):
+        batch.open(name)
+    batch.step([[10, 11, 12, 13], [10], [10]])
+    assert batch.step([[10], [token], [11]]) == [[11, 12, 13], [], [12, 13, 10]]
+    assert batch.drafter.counters.num_untracked_rows == 1
+    assert batch.step([[11], [12], [12]])[0] == [12, 13, 10]
+    assert batch.drafter.counters.num_untracked_rows == 2
+    for name in ("a", "b", "c"):
+        batch.drafter.close(name)
+
+
+def test_a_prompt_that_holds_no_text_is_left_out_and_the_others_draft() -> None:
+    batch = make(num_speculative_tokens=3)
+    batch.open("a", np.array([1, -1], np.int32))
+    batch.open("b")
+    batch.step([[10], [10, 11, 12, 10]])
+    assert batch.step([[10], [11]]) == [[], [12, 10, 11]]
+    assert batch.drafter.counters.num_untracked_rows == 2
+
+
+def test_a_response_of_the_history_that_holds_no_text_is_left_out() -> None:
+    batch = make(num_speculative_tokens=3, history=2)
+    for response in ([20, 21, 22, 23], [20, -1]):
+        batch.drafter.history.add(prompt_key(PROMPT), np.array(response, np.int32))
+    batch.open("a")
+    assert batch.step([[10, 11, 12, 10, 11]]) == [[12, 10, 11]]
 
 
 def test_rows_that_do_not_fit_together_go_one_by_one() -> None:

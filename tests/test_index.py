@@ -179,13 +179,20 @@ def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name
 
 
 def test_step_errors_name_the_row(index, arguments):
-    arguments["levels"] = int32(4, 2)
-    with pytest.raises(InvalidArgument, match=r"levels\[1\]=2: below the prompt length 3"):
-        index.step(**arguments)
-    arguments["levels"] = int32(4, 5)
-    arguments["token_ids"][1, 4] = -7
-    with pytest.raises(InvalidArgument, match=r"token_ids\[1, 4\]=-7: must not be negative"):
-        index.step(**arguments)
+    """Whatever one row alone has wrong, so that a caller can leave it out."""
+    token_ids = arguments["token_ids"].copy()
+    token_ids[1, 4] = -7
+    wrong = {
+        "sequences": (int32(0, 7), r"sequences\[1\]=7: unknown"),
+        "rows": (int32(2, 3), r"rows\[1\]=3: token_ids has 3 rows"),
+        "levels": (int32(4, 2), r"levels\[1\]=2: below the prompt length 3"),
+        "max_draft_tokens": (int32(4, -1), r"max_draft_tokens\[1\]=-1: must not be negative"),
+        "token_ids": (token_ids, r"token_ids\[1, 4\]=-7: must not be negative"),
+    }
+    for name, (value, message) in wrong.items():
+        with pytest.raises(NativeError, match=message) as caught:
+            index.step(**arguments | {name: value})
+        assert caught.value.row == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollout_spec.drafting.index import SuffixIndex
-from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
+from rollout_spec.drafting.native import Int32Array, NativeError
 
 _ZERO = np.zeros(1, np.int32)
 
@@ -46,7 +46,7 @@ class Backlog:
         """Index the next tokens.
 
         Raises:
-            BudgetExceeded, OutOfMemory: their group gets no more of its responses.
+            NativeError: no room is left, or a response is no text; its group gets no more of its responses.
         """
         while self._parts and max_tokens > 0:
             part = self._parts[0]
@@ -56,7 +56,7 @@ class Backlog:
                     part.sequence = self._index.open_sequence(part.group)
                 sequence, levels = np.array([part.sequence], np.int32), np.array([level], np.int32)
                 self._index.step(sequence, part.row, _ZERO, levels, _ZERO)
-            except (BudgetExceeded, OutOfMemory):
+            except NativeError:
                 self.drop(part.group)
                 raise
             max_tokens -= level - part.level

@@ -19,7 +19,7 @@ from rollout_spec.drafting.gate import Ranks, Step, make_gate
 from rollout_spec.drafting.groups import Groups, Member
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import StepResult, make_index
-from rollout_spec.drafting.native import BudgetExceeded, Int32Array, InvalidArgument
+from rollout_spec.drafting.native import BudgetExceeded, Int32Array, InvalidArgument, NativeError
 from rollout_spec.metrics import EngineCounters
 
 # The share of steps, of about the last ALIKE_MEMORY, whose time can be compared: below it requests come and
@@ -160,8 +160,9 @@ class Drafter:
             The draft tokens of each row, most often empty.
 
         Raises:
-            NativeError: out of memory, or an argument is wrong; nothing but idle groups has gone then. A full
-                index raises nothing: idle groups leave it, then the requests that do not fit.
+            NativeError: out of memory, or an argument is wrong that is no row's; nothing but idle groups has
+                gone then. A full index raises nothing: idle groups leave it, then requests that do not fit.
+                So do those whose rows hold what no text can.
         """
         started = time.perf_counter()
         if len(nums_new_tokens) != len(request_ids):
@@ -302,8 +303,10 @@ class Drafter:
             )
             try:
                 return rows.numbers, self._groups.evicting(attempt)
-            except BudgetExceeded as error:
-                # What was too much may be all rows' together; then the longest goes.
+            except NativeError as error:
+                if error.row < 0 and not isinstance(error, BudgetExceeded):
+                    raise
+                # The row that is wrong; where all together are too much, the longest.
                 entry = error.row if error.row >= 0 else int(np.argmax(rows.levels))
                 self._untrack_row(rows.numbers[entry])
 

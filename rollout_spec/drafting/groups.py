@@ -15,7 +15,7 @@ import numpy as np
 from rollout_spec.drafting.backlog import Backlog
 from rollout_spec.drafting.history import History, group_key, prompt_key
 from rollout_spec.drafting.index import SuffixIndex
-from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
+from rollout_spec.drafting.native import BudgetExceeded, Int32Array, NativeError, OutOfMemory
 
 # Siblings that wait in the engine's queue find their group's text here when they start.
 # Few are enough: the samples of a prompt arrive together and are served in order.
@@ -62,7 +62,8 @@ class Groups:
     def open(
         self, prompt: Int32Array, group: Hashable | None, num_group_tokens: int | None = None
     ) -> Member | None:
-        """A new sequence in a group, by default that of the exact prompt; None where no memory is left.
+        """A new sequence in a group, by default that of the exact prompt; None where no memory is left, or
+        where the prompt holds what no text can.
 
         Args:
             prompt: int32 [num_prompt_tokens], the request's.
@@ -75,7 +76,7 @@ class Groups:
             opened = self._groups.get(key) or self._open_group(key, prompt[:num_group_tokens])
             after_prompt = np.array_equal(prompt[: len(opened.prompt)], opened.prompt)
             sequence = self._index.open_sequence(opened.handle, after_prompt=after_prompt)
-        except (BudgetExceeded, OutOfMemory):
+        except NativeError:
             return None
         opened.num_live += 1
         self._idle.pop(key, None)
@@ -106,7 +107,7 @@ class Groups:
 
     def index_backlog(self, num_rows: int) -> None:
         """Index what one step may of the responses of the history that wait."""
-        with contextlib.suppress(BudgetExceeded, OutOfMemory):
+        with contextlib.suppress(NativeError):
             self._backlog.index(_BACKLOG_TOKENS + num_rows * _BACKLOG_TOKENS_PER_ROW)
 
     def evicting(self, attempt: Callable[[], _T]) -> _T:
