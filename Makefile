@@ -51,8 +51,8 @@ ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	life_cycle requests sampling coupled counters interruptions policy plain_vllm graphs schedule_ahead \
 	runner_v2)
 NEWER := tests/engine/test_runner_v2.py
-# What takes all memory, and what takes the time of steps.
-ALONE := tests/test_training.py tests/engine/test_gate.py
+# What takes all memory.
+ALONE := tests/test_training.py
 # Exit code 5: TEST_ARGS chose none of them.
 FAST = $(PYTEST) -m 'not slow and not long' $(TWO) $(TEST_ARGS) || [ $$? = 5 ]
 NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -13,27 +12,30 @@ from tests.engine.conftest import proposer_of
 LENGTH = 440
 PROMPTS = [[5, 6, 7, 8 + i] for i in range(4)]
 WITHIN = 200  # steps in which drafting must have stopped
+STEP_S, DRAFT_TOKEN_S = 0.01, 0.0002  # what a step takes here, and more for each draft token
 
 
 class Watched:
-    """An engine whose verification can be delayed, and what each of its steps drafted."""
+    """An engine whose steps take what is said here, on any machine, and what each of them drafted."""
 
     def __init__(self, make_engine: Any) -> None:
         self.llm = make_engine({"batch_threshold": "auto", "num_speculative_tokens": 2})
         self.proposer = proposer_of(self.llm)
         self.gate = self.proposer._drafter._gate
-        self.seconds = 0.0
+        self.seconds = 0.0  # that any verification takes more
         self.num_drafts: list[int] = []  # of each engine step
-        sampler = self.proposer._runner.rejection_sampler
-        sampler.register_forward_pre_hook(lambda *_: time.sleep(self.seconds))
-        propose = self.proposer.propose
+        now, num_draft_tokens, propose = 0.0, 0, self.proposer.propose
+        self.proposer._drafter._clock = lambda: now
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now, num_draft_tokens
+            now += STEP_S + DRAFT_TOKEN_S * num_draft_tokens + self.seconds * bool(num_draft_tokens)
             drafts = propose(*args, **kwargs)
+            num_draft_tokens = sum(map(len, drafts))
             self.num_drafts.append(sum(map(bool, drafts)))
             return drafts
 
-        self.proposer.propose = counted
+        self.proposer.propose = timed
 
     def run(self, num_steps: int) -> tuple[list[int], EngineCounters]:
         """Generate for at least so many steps: the drafts of each, and what the drafter counted."""
@@ -47,10 +49,7 @@ class Watched:
         return self.num_drafts[begin:], counters
 
     def run_until_it_drafts(self) -> EngineCounters:
-        """What the first of several runs counted in which most of the four rows drafted.
-
-        That takes a few hundred steps; more where other work makes step times noisy.
-        """
+        """What the first of several runs counted in which most of the four rows drafted."""
         for _ in range(10):
             _, counters = self.run(300)
             if counters.num_drafts > 2 * counters.num_steps:
