@@ -109,7 +109,9 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
 
         long = {"max_tokens": 480, "temperature": 1.0}
         samples = asyncio.gather(*(respond(server, *group, **long) for group in GROUPS.items()))
-        await asyncio.sleep(0.5)
+        requests = engine.output_processor.request_states.values()
+        while len(requests) < len(GROUPS) or any(request.is_prefilling for request in requests):
+            await asyncio.sleep(0)
         await server.abort_all_requests()
         lengths = [len(sample) for sample in await samples]
         await server.set_global_steps(3)
