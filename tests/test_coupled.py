@@ -24,7 +24,7 @@ from scipy.stats import chi2_contingency, chisquare, kstest
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rollout_spec.verification import blocks, coupled, noise
+from rollout_spec.verification import blocks, coupled, noise, prefixes
 
 torch.set_num_threads(1)  # rows this small gain nothing from threads
 FALSE_ALARM_RATE = 1e-6
@@ -151,7 +151,8 @@ def test_keys_depend_on_every_part() -> None:
     keys = {noise.make_key(*part) for part in parts}
     assert len(keys) == len(parts)
     assert all(0 <= key < 2**63 for key in keys)
-    assert noise.make_key(7, "a") == noise.make_key(7, "a")
+    # A run that is repeated with another release gets the same tokens.
+    assert noise.make_key("a run", 1) == 8435121926746128968
 
 
 # The distribution.
@@ -237,7 +238,7 @@ def test_the_distribution_is_the_targets(name: str, torch_device: str) -> None:
 
 
 def behind_by_hand(logits: torch.Tensor, drawn: np.ndarray, token_ids: torch.Tensor) -> np.ndarray:
-    """By how much each token, or its block, lost its race: 0 for the winner, 1 for what cannot be drawn.
+    """By how many nats each token, or its block, lost its race: 0 for the winner, inf for what has no mass.
 
     The two races over all blocks and all tokens, in float64 and one row at a time.
 
@@ -251,7 +252,8 @@ def behind_by_hand(logits: torch.Tensor, drawn: np.ndarray, token_ids: torch.Ten
         of_blocks = np.array([block.sum() for block in blocks_]) / noise_[128:]
         of_tokens = blocks_[token // 128] / noise_[: len(blocks_[token // 128])]
         races = (of_blocks, token // 128), (of_tokens, token % 128)
-        behind.append(max(1 - scores[at] / scores.max() for scores, at in races))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            behind.append(max(np.log(scores.max()) - np.log(scores[at]) for scores, at in races))
     return np.array(behind)
 
 
@@ -329,6 +331,56 @@ def test_a_draft_token_is_accepted_as_often_as_by_rejection_sampling(draft: int)
     share = probs[draft].item()
     assert chisquare([accepted, n - accepted], [n * share, n - n * share]).pvalue > FALSE_ALARM_RATE
     assert p_value(output[:, 0].long(), probs) > FALSE_ALARM_RATE
+
+
+# A step's rows, and its drafts.
+
+
+def ragged() -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draft lengths of a step, each request's key and first position, and the logits at and behind drafts."""
+    generator = torch.Generator().manual_seed(6)
+    counts = [2, 0, 3, 1]
+    logits, behind = (torch.randn(n, 300, generator=generator) / 2 for n in (sum(counts), len(counts)))
+    return counts, tensor([5, 9, 5, 7]), tensor([10, 3, 40, 8]), logits, behind
+
+
+def test_a_step_draws_at_each_place_what_a_plain_step_draws_there() -> None:
+    counts, keys, positions, logits, behind = ragged()
+    of_drafts = keys.repeat_interleave(tensor(counts)), tensor([10, 11, 40, 41, 42, 8])
+    expected = coupled.keyed_sample(logits, *of_drafts).tolist()
+    expected_behind = coupled.keyed_sample(behind, keys, tensor([12, 3, 43, 9])).tolist()
+    assert len(set(expected)) > 3 and len(set(expected_behind)) > 2
+    for is_first in (True, False):
+        step = coupled.CoupledStep(keys, positions, counts)
+        if is_first:
+            assert step.sample(logits).tolist() == expected
+        assert step.sample_behind(behind).tolist() == expected_behind
+        assert step.sample(logits).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "temperature", [[0.0] * 4, [0.5, 1.0, 0.7, 2.0], [1e-3, 0.0, 0.7, 0.0], [0.0, 1.0, 0.0, 0.5]]
+)
+def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature: list[float]) -> None:
+    counts, keys, positions, logits, _ = ragged()
+    places = tensor([10, 11, 40, 41, 42, 8])
+    sampled = coupled.keyed_sample(logits, keys.repeat_interleave(tensor(counts)), places).tolist()
+    best = logits.argmax(-1).tolist()
+    assert all(own != other for own, other in zip(sampled, best, strict=True))
+    hot = [t > 0 for t, n in zip(temperature, counts, strict=True) for _ in range(n)]
+    own = [token if is_hot else other for token, other, is_hot in zip(sampled, best, hot, strict=True)]
+    bonus, no = [201, 202, 203, 204], prefixes.PLACEHOLDER_TOKEN_ID
+
+    def rows(draft: list[int]) -> list[list[int]]:
+        step = coupled.CoupledStep(keys, positions, counts)
+        given = torch.tensor(bonus, dtype=torch.int32).unsqueeze(-1)
+        output = coupled.coupled_sample(tensor(draft), 3, logits, given, sampling(temperature), step)
+        assert output.dtype == torch.int32
+        return output.tolist()
+
+    assert rows(own) == [[*own[:2], 201, no], [202, no, no, no], [*own[2:5], 203], [own[5], 204, no, no]]
+    other = [own[0], own[1] + 1, own[2], own[3] + 1, own[4], own[5] + 1]
+    assert rows(other) == [[*own[:2], no, no], [202, no, no, no], [*own[2:4], no, no], [own[5], no, no, no]]
 
 
 # Independence of the drafts.
@@ -502,7 +554,7 @@ def test_the_blocks_that_are_left_out_could_not_have_won(scale: float) -> None:
 def test_a_device_with_other_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     noise.check(torch.device("cpu"))
     monkeypatch.setattr(noise, "_LAST_SHIFT", 32)
-    with pytest.raises(RuntimeError, match=r"int64 arithmetic on cpu.*verify=standard"):
+    with pytest.raises(RuntimeError, match=r"int64 arithmetic on cpu gives \d+ .*; set .*verify=standard$"):
         noise.check(torch.device("cpu"))
 
 
@@ -521,6 +573,21 @@ def test_masked_tokens_are_never_drawn() -> None:
     logits = torch.full((2000, 600), -torch.inf)
     logits[:, 599] = -200.0  # alone in its block, whatever its noise
     assert set(coupled.keyed_sample(logits, torch.arange(2000), torch.arange(2000)).tolist()) == {599}
+
+
+@pytest.mark.parametrize("name", ["random", "whole blocks", "a higher peak", "near ties", "a steep slope"])
+def test_shortfall_is_the_larger_distance_to_a_winner(name: str) -> None:
+    """In units of (logit + Gumbel noise); also of blocks far below the row's largest logit."""
+    n, logits = 200, STRUCTURED[name]
+    keys, positions = torch.arange(n), torch.arange(n) % 5 + 1
+    chosen = torch.arange(n) * 37 % len(logits)
+    found = coupled.shortfall(logits.expand(n, -1), keys, positions, chosen)
+    drawn = noise_by_hand(keys, positions, 128 - -len(logits) // 128)
+    expected = behind_by_hand(logits.expand(n, -1), drawn, chosen)
+    is_near = expected < 80  # beyond, single precision says no more than that
+    np.testing.assert_allclose(found[is_near], expected[is_near], rtol=1e-3, atol=1e-3)
+    assert bool((found[~is_near] > 80).all())
+    assert is_near.sum() > 20 and (name != "a steep slope" or expected[is_near].max() > 60)
 
 
 def test_shortfall_is_the_error_that_would_have_made_a_token_win() -> None:

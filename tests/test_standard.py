@@ -303,6 +303,20 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours() -> None:
     assert draw([[3], [4, 5]], torch.cat([logits[2:], logits[:2]]), 1) == alone
 
 
+def test_uniform_numbers_are_of_their_requests_generators() -> None:
+    counts, seeds = [2, 0, 3, 1, 4], {0: 7, 1: 9, 4: 8}
+    generators = {i: torch.Generator().manual_seed(seed) for i, seed in seeds.items()}
+    uniform = standard._uniform(counts, generators, torch.device("cpu"))
+    parts = uniform.split(counts)
+    for i, seed in seeds.items():
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.empty(counts[i], dtype=torch.float64).uniform_(generator=generator)
+        assert parts[i].tolist() == drawn.tolist()
+    # 24 bits of single precision would give an exact 0 in every 16,777,216 draws.
+    assert uniform.dtype == torch.float64 and len(set(uniform.tolist())) == 10
+    assert bool(((uniform >= 0) & (uniform < 1)).all())
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=8),
