@@ -347,3 +347,22 @@ def test_what_verl_saves_of_a_model_stays_while_it_is_trained_on() -> None:
         [sys.executable, "-c", _SAVE_AND_TRAIN_ON], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("lengths", [[5, 7, 3, 6], [6, 6, 6, 6]])
+def test_position_ids_of_images_are_taken_apart_by_sample(lengths: list[int]) -> None:
+    """As they come from verl's queue, and on to mini batches and micro batches."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+
+    verl_cpu_patches.pack_positions(tensordict_utils)
+    samples = [torch.arange(4 * length).view(4, length) + i for i, length in enumerate(lengths)]
+    queued = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+    data = TensorDict({"position_ids": queued}, batch_size=4)
+    for _ in range(2):  # each part of verl that gets it does so
+        tensordict_utils.maybe_fix_3d_position_ids(data)
+    mini_batch = tensordict_utils.index_select_tensor_dict(data, torch.tensor([3, 1, 0, 2]))
+    tensordict_utils.maybe_fix_3d_position_ids(mini_batch)
+    parts = tensordict_utils.chunk_tensordict(mini_batch, 2)
+    found = [sample for part in parts for sample in part["position_ids"].unbind()]
+    assert all(torch.equal(sample, samples[i]) for sample, i in zip(found, [3, 1, 0, 2], strict=True))

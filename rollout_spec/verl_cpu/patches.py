@@ -57,6 +57,15 @@ _SAVED = Patch(
     until="verl copies what it saves",
 )
 
+_POSITIONS = Patch(
+    name="positions-of-one-length",
+    reason='training on images fails ("split_with_sizes expects split_sizes to sum exactly to") where all '
+    "samples of a batch have one length: the queue packs their position ids by the 4 rows of each, and verl "
+    "takes them for packed by length",
+    upstream="verl/utils/tensordict_utils.py, maybe_fix_3d_position_ids",
+    until="TransferQueue packs position ids by their last dimension",
+)
+
 
 def apply() -> None:
     """Apply all of them, those of modules that are not imported yet when they are; safe to call again."""
@@ -71,6 +80,7 @@ def apply() -> None:
         when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
         when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", fail_weight_sync)
         when_imported("verl.utils.fsdp_utils", copy_saved_weights)
+        when_imported("verl.utils.tensordict_utils", pack_positions)
 
 
 _waiting: list[bool] = []
@@ -226,4 +236,26 @@ def copy_saved_weights(fsdp_utils: Any) -> None:
     )
     original = replace_function(
         fsdp_utils, "fsdp2_sharded_save_to_cpu", save, patch=_SAVED, expected_signature=signature
+    )
+
+
+def pack_positions(tensordict_utils: Any) -> None:
+    """Pack the position ids of images by length, also where that is the same for all samples."""
+
+    def fix(data: Any) -> None:
+        positions = data.get("position_ids", None)
+        if positions is not None and positions.is_nested and positions.dim() == 3:
+            # Values [samples x 4, length]; packed by length they are [4, all lengths].
+            is_packed_by_rows = positions.values().shape[0] == int(positions.offsets()[-1])
+            if is_packed_by_rows:
+                samples = list(positions.unbind())
+                data["position_ids"] = tensordict_utils.nested_tensor_from_tensor_list(samples)
+        original(data)
+
+    original = replace_function(
+        tensordict_utils,
+        "maybe_fix_3d_position_ids",
+        fix,
+        patch=_POSITIONS,
+        expected_signature="(data: tensordict._td.TensorDict)",
     )

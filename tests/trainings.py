@@ -1,0 +1,77 @@
+"""Short trainings of tiny random policies: for what verl does with them, not for what they say."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import sys
+
+from rollout_spec.demo.data import make_data
+from rollout_spec.demo.runner import METRICS_FILE
+from tests.test_training import execute
+from tests.tiny_vl import make_image
+
+NUM_PROMPTS = 2  # of a batch
+NUM_SAMPLES = 4
+LENGTH = 64
+NUM_STEPS = 2
+TOOLS = pathlib.Path(__file__).with_name("tools.py")
+
+
+def make_image_data(folder: pathlib.Path) -> pathlib.Path:
+    """Two prompts of different length with an image each, as a parquet file of verl's."""
+    import pandas
+
+    rows = []
+    for number in range(NUM_PROMPTS):
+        png = io.BytesIO()
+        make_image(number).save(png, "PNG")
+        rows.append(
+            {
+                "data_source": "images",
+                "prompt": [{"role": "user", "content": "<image>What is this" + number * "?"}],
+                "images": [{"bytes": png.getvalue()}],
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": number},
+            }
+        )
+    file = folder / "images.parquet"
+    pandas.DataFrame(rows).to_parquet(file, index=False)
+    return file
+
+
+def train(
+    folder: pathlib.Path, model: pathlib.Path, *overrides: str, method: str = "sam"
+) -> list[dict[str, float]]:
+    """The metrics of each step of a GRPO training, which the overrides may make another one."""
+    train_file, val_file = make_data(folder, num_train=2 * NUM_PROMPTS, num_val=NUM_PROMPTS)
+    command = [
+        sys.executable, "-m", "verl.trainer.main_ppo",
+        "+rollout_spec_demo=[cpu,grpo]",
+        f"+rollout.spec={method}",
+        "rollout.spec.batch_threshold=64",
+        f"trainer.total_training_steps={NUM_STEPS}",
+        "trainer.logger=[console,file]",
+        f"data.max_response_length={LENGTH}",
+        f"data.train_files={train_file}",
+        f"data.val_files={val_file}",
+        f"actor_rollout_ref.model.path={model.absolute()}",
+        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=134217728",
+        f"reward.custom_reward_function.path={TOOLS}",
+        f"hydra.run.dir={folder}/hydra",
+        *overrides,
+    ]  # fmt: skip
+    execute(command, folder, "train.log")
+    lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    steps: dict[int, dict[str, float]] = {}
+    for line in lines:
+        steps.setdefault(line["step"], {}).update(line["data"])
+    assert sorted(steps) == list(range(1, NUM_STEPS + 1))
+    for metrics in steps.values():
+        assert metrics["actor/grad_norm"] > 0
+        if method == "sam":
+            assert metrics["rollout/spec_num_failed_steps"] == 0
+            assert metrics["rollout/spec_num_accepted_tokens"] > 0
+    return [steps[step] for step in sorted(steps)]
