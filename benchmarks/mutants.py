@@ -90,7 +90,6 @@ CORE = (
         "i < sequence->num_predictions && i < num_new",
         "i < sequence->num_predictions && i + 1 < num_new",
     ),
-    CoreMutant("step.c", "    sequence->num_predictions = 0;\n", ""),
     CoreMutant("step.c", "if (level >= sequence->level) {", "if (level > sequence->level) {"),
     CoreMutant("step.c", "if (!sequence->after_prompt) {", "if (sequence->after_prompt) {"),
     CoreMutant("step.c", "rs_retract(automaton, tokens[num_done], extensions + num_done);", ";"),
@@ -100,17 +99,16 @@ CORE = (
     CoreMutant("step.c", "index->groups[sequence->group].num_tokens += num_new;", ";"),
     # draft.c: what is proposed, and where a draft ends
     CoreMutant(
-        "draft.c", "prediction->token < 0 || walk->survival < walk->min_token_prob", "prediction->token < 0"
+        "draft.c", "predictions[i].token < 0 || survival < min_token_prob", "predictions[i].token < 0"
     ),
-    CoreMutant("draft.c", "walk->survival < walk->min_token_prob", "walk->survival <= walk->min_token_prob"),
-    CoreMutant("draft.c", "walk->survival *= rs_predict", "walk->survival = rs_predict"),
-    CoreMutant(
-        "draft.c", "chosen = count > best ? i + 1 : chosen;", "chosen = count >= best ? i + 1 : chosen;"
-    ),
-    CoreMutant("draft.c", "        total += count;\n", ""),
-    CoreMutant("draft.c", "if (match.len > walk->match_len && next != NULL) {", "if (next != NULL) {"),
-    CoreMutant("draft.c", "        walk->match_len++;\n", ""),
-    CoreMutant("draft.c", "        walk->shorter = continued_suffix(a, walk->shorter);\n", ""),
+    CoreMutant("draft.c", "survival < min_token_prob", "survival <= min_token_prob"),
+    CoreMutant("draft.c", "survival *= rs_predict", "survival = rs_predict"),
+    CoreMutant("draft.c", "    sequence->num_predictions = 0;\n", ""),
+    CoreMutant("draft.c", "count > best.count ? others", "count >= best.count ? others"),
+    CoreMutant("draft.c", "        best.total += count;\n", ""),
+    CoreMutant("draft.c", "if (match.len > w->match_len && next != NULL) {", "if (next != NULL) {"),
+    CoreMutant("draft.c", "        w->match_len++;\n", ""),
+    CoreMutant("draft.c", "continued_suffix(a, a->states[state].link)", "a->states[state].link"),
     # evidence.c: probabilities and weights
     CoreMutant("evidence.c", "LEARNING_RATE = 0.0133", "LEARNING_RATE = 0.0134"),
     CoreMutant("evidence.c", "RIVAL_SHARE = 0.2;", "RIVAL_SHARE = 0.25;"),

@@ -145,10 +145,8 @@ static void grow(rs_contexts *contexts, rs_memory *memory) {
 }
 
 void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const uint32_t tags[RS_NUM_CONTEXTS], int32_t token) {
-    rs_context_bucket *buckets[RS_NUM_CONTEXTS];
-    rs_contexts_fetch(contexts, tags, buckets);
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
-        contexts->num_used += tags[i] != 0 && learn_in(buckets[i], tags[i], token);
+        contexts->num_used += tags[i] != 0 && learn_in(rs_context_bucket_of(contexts, tags[i]), tags[i], token);
     }
     grow(contexts, memory);
 }

@@ -66,17 +66,6 @@ static inline rs_context_bucket *rs_context_bucket_of(const rs_contexts *context
     return contexts->buckets + bucket;
 }
 
-/* The bucket for each tag, on its way from memory. gcc takes a function that only prefetches for one without effect
- * and drops the calls that it does not inline. */
-__attribute__((always_inline)) static inline void rs_contexts_fetch(const rs_contexts *contexts,
-                                                                    const uint32_t tags[RS_NUM_CONTEXTS],
-                                                                    rs_context_bucket *buckets[RS_NUM_CONTEXTS]) {
-    for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
-        buckets[i] = rs_context_bucket_of(contexts, tags[i]);
-        __builtin_prefetch(buckets[i]);
-    }
-}
-
 /* The context's slot in its bucket; RS_CONTEXT_WAYS: it has none. */
 static inline uint32_t rs_context_find(const rs_context_bucket *bucket, uint32_t tag) {
     uint32_t way = 0;

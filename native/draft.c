@@ -6,11 +6,20 @@
  *                 draft                      2  contexts: the last 1, 2, 3, 6 tokens, wherever; the last 2, 1 here
  *                                            .. the corpus, where its match is longer than expert 0's
  *
- * Invariants: after a fetch `state` and `shorter` are the root or have continuations, `shorter` is above `state`, and
- * `continuations` are theirs; a walk makes no more predictions than max_draft_tokens. */
+ * Invariants: `state` and `shorter` are the root or have continuations, `shorter` is above `state`; a walk makes no more
+ * predictions than max_draft_tokens. */
 #include "draft.h"
 
-static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
+typedef struct {
+    const rs_index *index;
+    const rs_automaton *automaton;
+    uint32_t state;
+    uint32_t match_len; /* of the text and draft, at `state` */
+    uint32_t shorter;   /* the next class above `state` with a continuation */
+    rs_recent recent;   /* the end of the text and draft */
+    uint64_t own_salt;
+    rs_cursor cursor; /* of the text and draft in the corpus, if there is one */
+} walk;
 
 /* The longest suffix, `state` included, that has a continuation; the root where none has. */
 static uint32_t continued_suffix(const rs_automaton *a, uint32_t state) {
@@ -20,123 +29,72 @@ static uint32_t continued_suffix(const rs_automaton *a, uint32_t state) {
     return state;
 }
 
-static void move_to_continued(rs_walk *walk) {
-    uint32_t state = continued_suffix(walk->automaton, walk->state);
-    if (state != walk->state) {
-        walk->state = state;
-        walk->match_len = walk->automaton->states[state].len;
+static void move_to_continued(walk *w) {
+    const rs_automaton *a = w->automaton;
+    uint32_t state = continued_suffix(a, w->state);
+    if (state != w->state) {
+        w->state = state;
+        w->match_len = a->states[state].len;
     }
+    w->shorter = state == RS_ROOT ? RS_ROOT : continued_suffix(a, a->states[state].link);
 }
 
-static void find_contexts(rs_walk *walk, const rs_index *index) {
-    rs_context_tags(&walk->recent, walk->own_salt, walk->tags);
-    rs_contexts_fetch(&index->contexts, walk->tags, walk->buckets);
-}
-
-void rs_walk_start(rs_walk *walk, const rs_index *index, int32_t id, int32_t max_draft_tokens,
-                   double min_token_prob) {
-    const rs_sequence *sequence = index->sequences + id;
-    walk->automaton = &index->groups[sequence->group].automaton;
-    walk->state = sequence->last;
-    walk->match_len = walk->automaton->states[sequence->last].len;
-    walk->recent = sequence->recent;
-    walk->own_salt = rs_own_salt(sequence);
-    walk->cursor = sequence->cursor;
-    walk->num_left = least(index->options.num_speculative_tokens, max_draft_tokens);
-    walk->min_token_prob = min_token_prob;
-    walk->survival = 1.0;
-    walk->predictions = rs_predictions(index, id);
-    walk->num_predictions = 0;
-    move_to_continued(walk);
-    find_contexts(walk, index);
-}
-
-/* ---- what is asked for is fetched first ---- */
-
-static rs_continuations continuations_of(const rs_automaton *a, const rs_state *state) {
-    rs_continuations continuations = {NULL, 0};
-    if (state->block != 0) {
-        continuations.others = rs_block_entries(&a->pool, state->block, &continuations.num);
-    }
-    continuations.num = continuations.num < RS_MAX_BRANCHES - 1 ? continuations.num : RS_MAX_BRANCHES - 1;
-    return continuations;
-}
-
-/* The target of its first transition, and where the others are. Inlined for the reason that contexts.h gives. */
-__attribute__((always_inline)) static inline void fetch_transitions(const rs_automaton *a, uint32_t at) {
-    const rs_state *state = a->states + at;
-    __builtin_prefetch(a->states + state->target);
-    __builtin_prefetch(a->pool.units + rs_block_offset(state->block));
-}
-
-/* The targets of the others; the root is not asked, and may have more continuations than any. */
-__attribute__((always_inline)) static inline rs_continuations fetch_continuations(const rs_automaton *a, uint32_t at) {
-    if (at == RS_ROOT) {
-        return (rs_continuations){NULL, 0};
-    }
-    rs_continuations continuations = continuations_of(a, a->states + at);
-    for (uint32_t i = 0; i < continuations.num; i++) {
-        __builtin_prefetch(a->states + continuations.others[i].target);
-    }
-    return continuations;
-}
-
-void rs_walk_fetch(rs_walk *walk, int stage) {
-    const rs_automaton *a = walk->automaton;
-    if (stage == 0) {
-        move_to_continued(walk);
-        walk->shorter = walk->state == RS_ROOT ? RS_ROOT : a->states[walk->state].link;
-        fetch_transitions(a, walk->state);
-        __builtin_prefetch(a->states + walk->shorter);
-    } else if (stage == 1) {
-        walk->shorter = continued_suffix(a, walk->shorter);
-        fetch_transitions(a, walk->shorter);
-    } else {
-        walk->continuations[0] = fetch_continuations(a, walk->state);
-        walk->continuations[1] = fetch_continuations(a, walk->shorter);
-    }
+static walk start(const rs_index *index, const rs_sequence *sequence) {
+    const rs_automaton *a = &index->groups[sequence->group].automaton;
+    walk w = {.index = index,
+              .automaton = a,
+              .state = sequence->last,
+              .match_len = a->states[sequence->last].len,
+              .recent = sequence->recent,
+              .own_salt = rs_own_salt(sequence),
+              .cursor = sequence->cursor};
+    move_to_continued(&w);
+    return w;
 }
 
 /* ---- what the experts propose ---- */
 
 /* The most frequent continuation of the state, which has one; among equals, the one that was inserted first. */
-static rs_proposal most_frequent(const rs_automaton *a, const rs_state *state, rs_continuations continuations) {
-    uint32_t best = a->states[state->target].count;
-    uint32_t total = best;
-    uint32_t chosen = 0; /* the number of the transition, from 1; 0: the first */
-    for (uint32_t i = 0; i < continuations.num; i++) {
-        uint32_t count = a->states[continuations.others[i].target].count;
-        total += count;
-        chosen = count > best ? i + 1 : chosen;
-        best = count > best ? count : best;
+static rs_proposal most_frequent(const rs_automaton *a, const rs_state *state) {
+    uint32_t num = 0;
+    const rs_transition *others = state->block == 0 ? NULL : rs_block_entries(&a->pool, state->block, &num);
+    rs_proposal best = {.token = state->token, .count = a->states[state->target].count};
+    best.total = best.count;
+    for (uint32_t i = 0; i < num && i < RS_MAX_BRANCHES - 1; i++) {
+        uint32_t count = a->states[others[i].target].count;
+        best.total += count;
+        best.token = count > best.count ? others[i].token : best.token;
+        best.count = count > best.count ? count : best.count;
     }
-    int32_t token = chosen > 0 ? continuations.others[chosen - 1].token : state->token;
-    return (rs_proposal){.token = token, .count = best, .total = total};
+    return best;
 }
 
-static void ask_matches(const rs_walk *walk, rs_prediction *prediction) {
-    const rs_automaton *a = walk->automaton;
-    const uint32_t states[RS_NUM_MATCHES] = {walk->state, walk->shorter};
-    const uint32_t match_lens[RS_NUM_MATCHES] = {walk->match_len, a->states[walk->shorter].len};
+static void ask_matches(const walk *w, rs_prediction *prediction) {
+    const rs_automaton *a = w->automaton;
+    const uint32_t states[RS_NUM_MATCHES] = {w->state, w->shorter};
+    const uint32_t match_lens[RS_NUM_MATCHES] = {w->match_len, a->states[w->shorter].len};
     for (int expert = 0; expert < RS_NUM_MATCHES && states[expert] != RS_ROOT; expert++) {
-        rs_proposal proposal = most_frequent(a, a->states + states[expert], walk->continuations[expert]);
+        rs_proposal proposal = most_frequent(a, a->states + states[expert]);
         proposal.match_len = match_lens[expert];
         rs_prediction_add_match(prediction, expert, &proposal);
     }
 }
 
-static void ask_contexts(const rs_walk *walk, rs_prediction *prediction) {
+static void ask_contexts(const walk *w, rs_prediction *prediction) {
+    const rs_contexts *contexts = &w->index->contexts;
+    uint32_t tags[RS_NUM_CONTEXTS];
+    rs_context_tags(&w->recent, w->own_salt, tags);
     for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
-        rs_prediction_add_context(prediction, context,
-                                  rs_context_successor(walk->buckets[context], walk->tags[context]));
+        const rs_context_bucket *bucket = rs_context_bucket_of(contexts, tags[context]);
+        rs_prediction_add_context(prediction, context, rs_context_successor(bucket, tags[context]));
     }
 }
 
-static void ask_corpus(const rs_walk *walk, const rs_index *index, rs_prediction *prediction) {
-    const rs_corpus *corpus = &index->corpus;
-    rs_cursor match = rs_cursor_continued(corpus, walk->cursor);
+static void ask_corpus(const walk *w, rs_prediction *prediction) {
+    const rs_corpus *corpus = &w->index->corpus;
+    rs_cursor match = rs_cursor_continued(corpus, w->cursor);
     const rs_transition *next = rs_corpus_next(corpus, match.state);
-    if (match.len > walk->match_len && next != NULL) {
+    if (match.len > w->match_len && next != NULL) {
         const rs_proposal proposal = {.token = next->token,
                                       .match_len = match.len,
                                       .count = corpus->states[next->target].count,
@@ -145,49 +103,59 @@ static void ask_corpus(const rs_walk *walk, const rs_index *index, rs_prediction
     }
 }
 
+static void ask(const walk *w, rs_prediction *prediction) {
+    rs_prediction_init(prediction, rs_recent_last(&w->recent));
+    ask_matches(w, prediction);
+    ask_contexts(w, prediction);
+    if (w->index->corpus.states != NULL) {
+        ask_corpus(w, prediction);
+    }
+}
+
 /* ---- one token further ---- */
 
 /* In the automaton, to the longest suffix of text + draft + token that is in it. */
-static void move_match(rs_walk *walk, int32_t token) {
-    const rs_automaton *a = walk->automaton;
+static void move_match(walk *w, int32_t token) {
+    const rs_automaton *a = w->automaton;
     const uint32_t *target;
-    while ((target = rs_find(a, walk->state, token)) == NULL && walk->state != RS_ROOT) {
-        walk->state = a->states[walk->state].link;
-        walk->match_len = a->states[walk->state].len;
+    while ((target = rs_find(a, w->state, token)) == NULL && w->state != RS_ROOT) {
+        w->state = a->states[w->state].link;
+        w->match_len = a->states[w->state].len;
     }
     if (target != NULL) {
-        walk->state = *target;
-        walk->match_len++;
-        __builtin_prefetch(a->states + *target);
+        w->state = *target;
+        w->match_len++;
+    }
+    move_to_continued(w);
+}
+
+static void move(walk *w, int32_t token) {
+    rs_recent_push(&w->recent, token);
+    move_match(w, token);
+    if (w->index->corpus.states != NULL) {
+        rs_cursor_move(&w->index->corpus, &w->cursor, token);
     }
 }
 
-static void move(rs_walk *walk, const rs_index *index, int32_t token) {
-    rs_recent_push(&walk->recent, token);
-    find_contexts(walk, index);
-    move_match(walk, token);
-    if (index->corpus.states != NULL) {
-        rs_cursor_move(&index->corpus, &walk->cursor, token);
-        __builtin_prefetch(index->corpus.states + walk->cursor.state);
+int32_t rs_draft(const rs_index *index, int32_t id, int32_t max_draft_tokens, double min_token_prob, int32_t *tokens,
+                 float *survivals) {
+    rs_sequence *sequence = index->sequences + id;
+    rs_prediction *predictions = rs_predictions(index, id);
+    walk w = start(index, sequence);
+    double survival = 1.0;
+    sequence->num_predictions = 0;
+    for (int32_t i = 0; i < max_draft_tokens && i < index->options.num_speculative_tokens; i++) {
+        if (i > 0) {
+            move(&w, tokens[i - 1]);
+        }
+        ask(&w, predictions + i);
+        survival *= rs_predict(&index->calibration, predictions + i);
+        sequence->num_predictions += predictions[i].token >= 0;
+        if (predictions[i].token < 0 || survival < min_token_prob) {
+            return i;
+        }
+        tokens[i] = predictions[i].token;
+        survivals[i] = (float)survival;
     }
-}
-
-int32_t rs_walk_next(rs_walk *walk, const rs_index *index) {
-    rs_prediction *prediction = walk->predictions + walk->num_predictions;
-    rs_prediction_init(prediction, rs_recent_last(&walk->recent));
-    ask_matches(walk, prediction);
-    ask_contexts(walk, prediction);
-    if (index->corpus.states != NULL) {
-        ask_corpus(walk, index, prediction);
-    }
-    walk->survival *= rs_predict(&index->calibration, prediction);
-    walk->num_predictions += prediction->token >= 0;
-    if (prediction->token < 0 || walk->survival < walk->min_token_prob) {
-        walk->num_left = 0;
-        return -1;
-    }
-    if (--walk->num_left > 0) {
-        move(walk, index, prediction->token);
-    }
-    return prediction->token;
+    return sequence->num_predictions;
 }

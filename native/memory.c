@@ -8,25 +8,24 @@
 #include "memory.h"
 
 #include <stdbool.h>
+#include <stdlib.h>
 
-#include "pages.h"
-
-enum { LEAST_DISCARDED_BYTES = 1 << 18, PIECE_BYTES = RS_HUGE_PAGE_BYTES };
+enum { LEAST_DISCARDED_BYTES = 1 << 18, PIECE_BYTES = 1 << 21 };
 
 #ifdef RS_TEST
 static int64_t allocations_until_failure;
 
 void rs_test_fail_allocation(int64_t nth) { allocations_until_failure = nth; }
+#endif
 
-static void *resize_bytes(void *pointer, uint64_t old_bytes, uint64_t new_bytes) {
+static void *resize_bytes(void *pointer, uint64_t num_bytes) {
+#ifdef RS_TEST
     if (allocations_until_failure > 0 && --allocations_until_failure == 0) {
         return NULL;
     }
-    return rs_bytes_resize(pointer, old_bytes, new_bytes);
-}
-#else
-#define resize_bytes rs_bytes_resize
 #endif
+    return realloc(pointer, num_bytes);
+}
 
 /* At the beginning of the array that it is about. */
 struct rs_discarded {
@@ -52,9 +51,9 @@ static uint64_t release_piece(rs_memory *memory) {
     rs_discarded *block = memory->discarded;
     const rs_discarded old = *block;
     const uint64_t kept = (old.num_bytes - 1) / PIECE_BYTES * PIECE_BYTES;
-    rs_discarded *shrunk = kept > 0 ? rs_bytes_resize(block, old.num_bytes, kept) : NULL;
+    rs_discarded *shrunk = kept > 0 ? realloc(block, kept) : NULL;
     if (shrunk == NULL) { /* it is small enough, or the system refuses */
-        rs_bytes_free(block, old.num_bytes);
+        free(block);
         memory->discarded = old.next;
         return old.num_bytes;
     }
@@ -93,7 +92,7 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
                     size_t element_size) {
     uint64_t old_bytes = (uint64_t)*capacity * element_size;
     if (new_size == 0) {
-        rs_bytes_free(*pointer, old_bytes);
+        free(*pointer);
         *pointer = NULL;
         *capacity = 0;
         memory->num_bytes -= old_bytes;
@@ -106,7 +105,7 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
     if (new_bytes > old_bytes && !has_room(memory, new_bytes - old_bytes)) {
         return RS_EBUDGET;
     }
-    void *moved = resize_bytes(*pointer, old_bytes, new_bytes);
+    void *moved = resize_bytes(*pointer, new_bytes);
     if (moved == NULL) {
         return new_bytes > old_bytes ? RS_ENOMEM : RS_OK;
     }
@@ -121,15 +120,7 @@ rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint
     if (needed <= *capacity) {
         return RS_OK;
     }
-    /* The slack is part of the bytes per token; large arrays move by remapping, not copying. */
-    bool large = (uint64_t)*capacity * element_size >= RS_HUGE_PAGE_BYTES;
-    uint64_t grown = *capacity + (uint64_t)*capacity / (large ? 16 : 8) + 8;
-    if (needed > UINT32_MAX) {
-        return RS_ENOMEM;
-    }
-    /* As many whole huge pages as that is, but at least what is needed takes. */
-    uint64_t least = rs_bytes_taken(needed * element_size);
-    uint64_t most = grown * element_size;
-    most -= most < RS_HUGE_PAGE_BYTES ? 0 : most % RS_HUGE_PAGE_BYTES;
-    return rs_resize(memory, pointer, capacity, (most > least ? most : least) / element_size, element_size);
+    /* By an eighth: the slack is part of the bytes per token. */
+    uint64_t grown = (uint64_t)*capacity + *capacity / 8 + 8;
+    return rs_resize(memory, pointer, capacity, grown > needed ? grown : needed, element_size);
 }

@@ -3,17 +3,16 @@
  *     check    every entry, before anything changes
  *     index    the new tokens of all rows into the automata of their groups, with a log to undo it
  *     commit   what all rows have generated: texts, places in the corpus, and what is learned from it
- *     draft    for all rows that may, WALKS_AT_A_TIME of them in turns, since each waits for memory
+ *     draft    for all rows that may
  *
  * Invariants: a step that fails has changed nothing but capacities, since only `index` can fail after `check`, and it
- * is undone; after `commit` no draft is waiting to be verified; siblings see each other's newest tokens. */
+ * is undone; a draft waits to be verified until the next step; siblings see each other's newest tokens. */
 #include <inttypes.h>
 #include <string.h>
 
 #include "draft.h"
 
 enum {
-    WALKS_AT_A_TIME = 16,
     KEPT_EXTENSIONS = 1 << 12 /* of the undo log; a longer one is freed after the step */
 };
 
@@ -237,7 +236,6 @@ static uint64_t commit_row(rs_index *index, const rs_batch *batch, int32_t i) {
     }
     index->groups[sequence->group].num_tokens += num_new;
     sequence->level = level;
-    sequence->num_predictions = 0;
     return num_new;
 }
 
@@ -254,54 +252,11 @@ static void commit_rows(rs_index *index, const rs_batch *batch) {
 
 /* ---- draft ---- */
 
-static void fetch_for_walks(rs_walk *const *walking, int32_t num) {
-    for (int stage = 0; stage < RS_NUM_FETCH_STAGES; stage++) {
-        for (int32_t i = 0; i < num; i++) {
-            rs_walk_fetch(walking[i], stage);
-        }
-    }
-}
-
-/* Draft for entries first .. end - 1, at most WALKS_AT_A_TIME, their walks taking turns. */
-static void draft_rows(const rs_index *index, const rs_batch *batch, int32_t first, int32_t end) {
-    rs_walk walks[WALKS_AT_A_TIME];
-    rs_walk *walking[WALKS_AT_A_TIME]; /* those that go on */
-    int32_t num_walking = 0;
-    for (int32_t i = first; i < end; i++) {
-        batch->num_draft_tokens[i] = 0;
-        if (batch->max_draft_tokens[i] > 0) {
-            rs_walk *walk = walks + (i - first);
-            rs_walk_start(walk, index, batch->sequences[i], batch->max_draft_tokens[i], batch->min_token_prob);
-            walking[num_walking++] = walk;
-        }
-    }
-    while (num_walking > 0) {
-        fetch_for_walks(walking, num_walking);
-        int32_t num_left = 0;
-        for (int32_t w = 0; w < num_walking; w++) {
-            rs_walk *walk = walking[w];
-            int64_t i = first + (walk - walks);
-            int64_t at = i * index->options.num_speculative_tokens + batch->num_draft_tokens[i];
-            /* Where there is none, what is written is behind the draft. */
-            batch->draft_tokens[at] = rs_walk_next(walk, index);
-            batch->survivals[at] = (float)walk->survival;
-            batch->num_draft_tokens[i] += batch->draft_tokens[at] >= 0;
-            walking[num_left] = walk;
-            num_left += walk->num_left > 0;
-        }
-        num_walking = num_left;
-    }
-    for (int32_t i = first; i < end; i++) {
-        if (batch->max_draft_tokens[i] > 0) {
-            index->sequences[batch->sequences[i]].num_predictions = walks[i - first].num_predictions;
-        }
-    }
-}
-
-static void draft_all(const rs_index *index, const rs_batch *batch) {
-    for (int32_t first = 0; first < batch->num_rows; first += WALKS_AT_A_TIME) {
-        int32_t left = batch->num_rows - first;
-        draft_rows(index, batch, first, first + (left < WALKS_AT_A_TIME ? left : WALKS_AT_A_TIME));
+static void draft_rows(const rs_index *index, const rs_batch *batch) {
+    for (int32_t i = 0; i < batch->num_rows; i++) {
+        const int64_t at = (int64_t)i * index->options.num_speculative_tokens;
+        batch->num_draft_tokens[i] = rs_draft(index, batch->sequences[i], batch->max_draft_tokens[i],
+                                              batch->min_token_prob, batch->draft_tokens + at, batch->survivals + at);
     }
 }
 
@@ -318,7 +273,7 @@ rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error) {
     }
     if (status == RS_OK) {
         commit_rows(index, batch);
-        draft_all(index, batch);
+        draft_rows(index, batch);
     }
     if (index->extensions_capacity > KEPT_EXTENSIONS) {
         rs_resize(&index->memory, (void **)&index->extensions, &index->extensions_capacity, 0,

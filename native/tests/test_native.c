@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "fingerprint.h"
-#include "pages.h"
 
 #define CHECK(condition)                                                                   \
     do {                                                                                   \
@@ -315,35 +314,6 @@ static void test_large_arrays(void) {
     CHECK(rs_resize(&memory, &text, &capacity, 9 * MIB, 1) == RS_EBUDGET && text == NULL);
     rs_release(&memory, UINT64_MAX);
     CHECK(memory.num_bytes == 0 && memory.discarded == NULL);
-}
-
-/* From a huge page on, an array is made of whole ones, wherever it has to move for it. */
-static void test_huge_pages(void) {
-#ifdef __linux__
-    enum { ELEMENT_SIZE = 24 };
-    rs_memory memory = {.num_bytes = 0};
-    void *arrays[2] = {NULL, NULL}; /* in each other's way */
-    uint32_t capacities[2] = {0, 0};
-    for (uint64_t needed = 1; needed < 1 << 19; needed += needed / 3 + 1) {
-        for (int i = 0; i < 2; i++) {
-            uint64_t old_bytes = (uint64_t)capacities[i] * ELEMENT_SIZE;
-            CHECK(rs_reserve(&memory, arrays + i, capacities + i, needed, ELEMENT_SIZE) == RS_OK);
-            const char *bytes = arrays[i];
-            CHECK(old_bytes == 0 || (bytes[0] == i + 1 && bytes[old_bytes / 2] == i + 1 && bytes[old_bytes - 1] == i + 1));
-            uint64_t num_bytes = (uint64_t)capacities[i] * ELEMENT_SIZE;
-            CHECK(capacities[i] >= needed && num_bytes <= needed * ELEMENT_SIZE * 4 / 3 + 300 + RS_HUGE_PAGE_BYTES);
-            if (num_bytes >= RS_HUGE_PAGE_BYTES) {
-                CHECK((uintptr_t)arrays[i] % RS_HUGE_PAGE_BYTES == 0);
-                CHECK(rs_bytes_taken(num_bytes) - num_bytes < ELEMENT_SIZE);
-            }
-            memset(arrays[i], i + 1, num_bytes);
-        }
-    }
-    for (int i = 0; i < 2; i++) {
-        CHECK(rs_resize(&memory, arrays + i, capacities + i, 0, ELEMENT_SIZE) == RS_OK);
-    }
-    CHECK(memory.num_bytes == 0);
-#endif
 }
 
 /* A state with more transitions than a list holds: found, in order, taken back, split. */
@@ -688,7 +658,6 @@ int main(void) {
     }
     test_budget();
     test_large_arrays();
-    test_huge_pages();
     test_many_branches();
     test_wide_blocks();
     test_max_branches();
