@@ -1,8 +1,11 @@
-"""Which tests are slow, their order, and the devices of those that ask for one."""
+"""Which tests are slow, their order, the devices of those that ask for one, and a full disk."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +42,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         import torch
 
         metafunc.parametrize("torch_device", ["cpu", "cuda"][: 1 + torch.cuda.is_available()])
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=False).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)

@@ -427,7 +427,7 @@ def test_the_demo_trains_in_every_mode_of_verls_trainer(tmp_path, trainer):
     from hydra import compose, initialize_config_module
     from verl.trainer.ppo.v1 import get_trainer_cls
 
-    from rollout_spec.verl.options import MODES, check_config
+    from rollout_spec.verl.check_config import MODES, check_config
 
     assert TRAINERS == MODES
     given = overrides(Plan(tmp_path, trainer=trainer), "sam", Path("/model"), Path("/train"))

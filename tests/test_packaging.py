@@ -32,7 +32,7 @@ assert r.files("rollout_spec.report").joinpath("report.html.j2").is_file()
 points = {(p.group, p.name, p.value) for p in m.distribution("rollout-spec").entry_points}
 assert points == {
     ("vllm.general_plugins", "rollout_spec", "rollout_spec.vllm.plugin:register"),
-    ("verl.plugins", "rollout_spec", "rollout_spec.verl.plugin"),
+    ("verl.plugins", "rollout_spec", "rollout_spec.verl.entry_point"),
     ("console_scripts", "rollout-spec", "rollout_spec.cli:main"),
 }, points
 print("inspected")

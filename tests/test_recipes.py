@@ -27,8 +27,8 @@ from verl.utils.import_utils import load_extern_type
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.measure import roofline
-from rollout_spec.verl.options import MODES, check_config
-from rollout_spec.verl.sampler import BoundedReplayBuffer
+from rollout_spec.verl.check_config import MODES, check_config
+from rollout_spec.verl.replay_buffer import BoundedReplayBuffer
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ("grpo", "dapo")

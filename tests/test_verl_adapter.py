@@ -11,11 +11,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from rollout_spec.trace import Rollout, read_trace, trace_file
-from tests.test_verl_options import composed
+from rollout_spec.config import ConfigError
+from rollout_spec.trace import DIR_VARIABLE, Rollout, read_trace, trace_file
+from tests.test_verl_check_config import composed
 
 
 def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,17 +166,19 @@ def tokens(line: Rollout) -> tuple[list[int], list[list[int]]]:
     return line.prompt_token_ids.tolist(), [response.tolist() for response in line.responses]
 
 
-def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:
-    from rollout_spec.verl.server import TraceWriter
+def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout_spec.verl.recorder import Recorder
 
     first = {"rollout_spec_group": "first", "rollout_spec_turn_tokens": 2}
-    writer = TraceWriter(tmp_path / "traces", replica_rank=1)
+    monkeypatch.setenv(DIR_VARIABLE, str(tmp_path / "traces"))
+    writer = Recorder(replica_rank=1)
     writer.add([1, 2], [3], first)
     writer.add([5], [6, 7], {"rollout_spec_group": "second"})
     # It was interrupted behind two tokens, and went on.
     writer.add([1, 2, 4, 4], [5], first | {"rollout_spec_key": [7, 1, "train"]})
     writer.add([5], [], {"rollout_spec_group": "second"})
-    writer.add([9], [1], {})
+    # A caller may send anything.
+    writer.add(np.array([9]), [1], {"rollout_spec_turn_tokens": "all", "rollout_spec_key": b"raw"})
     writer.flush(step=3)
     writer.flush(step=4)
     lines = list(read_trace(trace_file(tmp_path / "traces", 1)))
@@ -182,9 +186,41 @@ def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path) -> None:
         (3, [1, 2], [[3], [4, 4, 5]]),
         (3, [5], [[6, 7]]),
         (3, [9], [[1]]),
-    ], "without a name too"
+    ]
     assert [line.group for line in lines][:2] == ["first", "second"]
-    assert lines[0].names == [None, [7, 1, "train"]]
+    assert lines[0].names == [None, [7, 1, "train"]] and lines[2].names == ["b'raw'"]
+
+
+def test_a_disk_that_cannot_be_written_ends_the_recording_alone(
+    full_disk: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full one, and a path that is no folder; inside a weight sync an error would end a training."""
+    from rollout_spec.verl.recorder import Recorder
+
+    said: list[str] = []
+    monkeypatch.setattr(
+        "rollout_spec.verl.recorder.logger.warning", lambda text, *args: said.append(text % args)
+    )
+    (full_disk / "file").touch()
+    for folder, reason in ((full_disk / "traces", "No space left"), (full_disk / "file", "exists")):
+        monkeypatch.setenv(DIR_VARIABLE, str(folder))
+        recorder = Recorder(replica_rank=0)
+        for step in range(3):
+            recorder.add([step], range(20_000), {})
+            recorder.flush(step)
+        assert len(said) == 1 and reason in said.pop(), "said once"
+        assert not recorder._responses
+    assert len(list(read_trace(trace_file(full_disk / "traces", 0)))) <= 1, "what was whole is read"
+
+
+def test_a_run_that_records_nothing_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout_spec.verl.recorder import Recorder
+
+    monkeypatch.delenv(DIR_VARIABLE, raising=False)
+    recorder = Recorder(replica_rank=0)
+    recorder.add([1], [2], {})
+    recorder.flush(1)
+    assert not recorder._responses
 
 
 @pytest.fixture
@@ -238,7 +274,7 @@ def test_a_response_is_recorded_once_whatever_interrupts_it(
     serve([1, 2], "a", 2, "aborted")
     serve([1, 2, 8, 9], "a", 2)
     serve([1, 2, 8, 9, 5], "a", 5)
-    server._trace.flush(1)
+    server._recorder.flush(1)
     assert [(line.group, *tokens(line)) for line in read_trace(trace_file(tmp_path, 0))] == [
         ("a", [1, 2], [[8, 9], [8, 9, 8, 9]]),
         ("b", [3, 4], [[8, 9]]),
@@ -271,7 +307,7 @@ def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
 
 def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of ours around verl's own, whose next step is only looked at: it would need Ray."""
-    import numpy as np
+    import transfer_queue
     import verl.utils.tensordict_utils as tu
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
@@ -285,6 +321,9 @@ def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: p
     tu.assign_non_tensor_data(batch, "global_steps", 3)
     sent: list[Any] = []
     monkeypatch.setattr(AgentLoopManagerTQ, "generate_sequences", lambda self, prompts: sent.append(prompts))
+    with pytest.raises(ConfigError, match=r"^this trainer has no TransferQueue, so it is a legacy one: .*V1"):
+        verl_agent_loop.KeyedAgentLoopManager(config, llm_client=None)  # as verl's legacy trainers make it
+    monkeypatch.setattr(transfer_queue, "get_client", lambda: "that of a V1 trainer")
     manager = verl_agent_loop.KeyedAgentLoopManager(config, llm_client=None)
     manager.generate_sequences(batch)
     columns = dict(sent[0].chunk(2)[1].items())  # as verl's worker reads them

@@ -17,12 +17,13 @@ import torch
 
 from rollout_spec import patches
 from rollout_spec.config import SpecConfig
-from rollout_spec.verl.options import check_config
+from rollout_spec.verl import launch
+from rollout_spec.verl.check_config import check_config
+from rollout_spec.verl_cpu import activation as verl_cpu
 from rollout_spec.verl_cpu import patches as verl_cpu_patches
-from rollout_spec.verl_cpu import plugin as verl_cpu
 from tests.test_recipes import check
 from tests.test_recipes import composed as composed_recipe
-from tests.test_verl_options import composed
+from tests.test_verl_check_config import composed
 
 # Importing verl runs the plugin, as in every process of a run.
 _REPORT = """
@@ -59,11 +60,6 @@ def _import_verl(before: str = "", **environment: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _needs_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verl_cpu, "_has_accelerator", lambda: False)
-    monkeypatch.delenv("VERL_PLATFORM", raising=False)
-
-
 @pytest.mark.slow
 def test_the_plugin_is_inert_beside_an_accelerator():
     found = _import_verl(before=_ACCELERATED)
@@ -75,7 +71,7 @@ def test_the_plugin_is_inert_beside_an_accelerator():
 
 
 @pytest.mark.skipif(
-    not verl_cpu.is_wanted(),
+    not launch.asks_for_cpu_platform() or verl_cpu.has_accelerator(),
     reason="verl has its own platform for this machine's accelerator, and ours must stay away (test above)",
 )
 @pytest.mark.slow
@@ -93,11 +89,11 @@ def test_the_plugin_registers_the_platform_and_keeps_what_the_user_set():
 
 
 def test_a_platform_that_the_user_chose_wins(monkeypatch):
-    _needs_no_accelerator(monkeypatch)
-    monkeypatch.setattr(verl_cpu, "engine_is_cpu_build", lambda: True)
-    assert verl_cpu.is_wanted()
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(launch, "engine_is_cpu_build", lambda: True)
+    assert launch.asks_for_cpu_platform()
     monkeypatch.setenv("VERL_PLATFORM", "huawei")
-    assert not verl_cpu.is_wanted()
+    assert not launch.asks_for_cpu_platform()
 
 
 @pytest.mark.parametrize(
@@ -116,17 +112,17 @@ def test_the_engine_decides(monkeypatch, installed, expected):
             raise importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    _needs_no_accelerator(monkeypatch)
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert verl_cpu.is_wanted() is expected
+    assert launch.asks_for_cpu_platform() is expected
 
 
 def test_an_accelerator_that_ray_hides_still_counts(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(verl_cpu, "_ACCELERATOR_FILES", (str(tmp_path / "nvidia[0-9]*"),))
-    assert not verl_cpu._has_accelerator()
+    assert not verl_cpu.has_accelerator()
     (tmp_path / "nvidia0").touch()
-    assert verl_cpu._has_accelerator()
+    assert verl_cpu.has_accelerator()
 
 
 @pytest.fixture

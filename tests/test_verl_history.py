@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -17,7 +16,7 @@ import ray
 from omegaconf import OmegaConf
 
 from rollout_spec.drafting.history import History, prompt_key
-from rollout_spec.verl.history import (
+from rollout_spec.verl.shared_history import (
     FILE,
     keeps_history,
     load_history,
@@ -173,15 +172,6 @@ def test_training_resumes_without_a_file_that_cannot_be_used(
     assert message in caplog.text
     assert str(file.parent) in caplog.text
     assert texts_of(trainer) == [[], []]
-
-
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=False).returncode:
-        pytest.skip("only root can mount a small disk")
-    yield tmp_path
-    subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_a_full_disk_costs_the_history_and_leaves_the_rest_of_it_to_the_checkpoint(

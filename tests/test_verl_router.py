@@ -18,8 +18,8 @@ from verl.workers.rollout import router as verls
 
 from rollout_spec.trace import Rollout
 from rollout_spec.verl import homes
-from rollout_spec.verl.hydra_plugin import config_file
-from rollout_spec.verl.ranks import RankedEngine
+from rollout_spec.verl.launch import config_file
+from rollout_spec.verl.ranks import Ranks
 from rollout_spec.verl.router import GroupRouter
 from tests.text import tokens_per_step
 
@@ -183,13 +183,11 @@ def test_no_request_exceeds_the_bound(num_servers: int, limit: int, events: list
 class Engine:
     """An AsyncLLM as far as it tells ranks apart."""
 
-    name = "engine"
-
     def __init__(self) -> None:
         self.ranks: list[int] = []
         self.may_end = asyncio.Event()
 
-    async def generate(self, *, data_parallel_rank: int, **_: Any) -> AsyncIterator[str]:
+    async def generate(self, *_: Any, data_parallel_rank: int, priority: int) -> AsyncIterator[str]:
         self.ranks.append(data_parallel_rank)
         yield "first"
         await self.may_end.wait()
@@ -208,24 +206,24 @@ async def check_named_ranks() -> None:
     """verl names one after 0.9.1, so that a sample's turns find their prefix."""
     engine = Engine()
     engine.may_end.set()
-    ranked = RankedEngine(engine, 2, homes.Homes(3))
+    ranks = Ranks(engine.generate, 2, homes.Homes(3))
     for group, named in ((None, 1), ("a", 1), (None, None)):
         params = SimpleNamespace(extra_args={"rollout_spec_group": group})
-        async for _ in ranked.generate(sampling_params=params, data_parallel_rank=named, prompt=[1]):
+        async for _ in ranks.generate([1], params, "r", data_parallel_rank=named, priority=0):
             pass
     assert engine.ranks == [1, 0, 0]
-    assert set(ranked._loads.values()) == {0}
+    assert set(ranks._loads.values()) == {0}
 
 
 async def check_ranks() -> None:
     engine = Engine()
-    ranked = RankedEngine(engine, 2, homes.Homes(3))
-    assert ranked.name == "engine"
+    ranks = Ranks(engine.generate, 2, homes.Homes(3))
 
     async def request(group: str | None) -> list[str]:
         extra_args = {} if group is None else {"rollout_spec_group": group}
         params = SimpleNamespace(extra_args=extra_args)
-        return [output async for output in ranked.generate(sampling_params=params, prompt=[1])]
+        outputs = ranks.generate(prompt=[1], sampling_params=params, request_id="r", priority=0)
+        return [output async for output in outputs]
 
     running = [asyncio.create_task(request(group)) for group in ("a", "b", "a", "a", "a", "a", None)]
     await asyncio.sleep(0)
@@ -237,4 +235,4 @@ async def check_ranks() -> None:
     done = await asyncio.gather(*running, return_exceptions=True)
     assert isinstance(done[0], asyncio.CancelledError)
     assert done[1:] == [["first", "last"]] * 6
-    assert set(ranked._loads.values()) == {0}
+    assert set(ranks._loads.values()) == {0}

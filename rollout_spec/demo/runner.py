@@ -117,11 +117,11 @@ def train(plan: Plan, method: str, model: Path, train_file: Path, watcher: Watch
 
 def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[str]:
     """The Hydra overrides of one run; the plan's own come last and so win."""
-    from rollout_spec.verl_cpu import plugin as verl_cpu
+    from rollout_spec.verl.launch import engine_is_cpu_build
 
     folder = (plan.output / method).absolute()
-    # Not is_wanted(): it imports torch, which would delay the run and can swallow a Ctrl-C.
-    on_cpu = verl_cpu.engine_is_cpu_build()
+    # Not torch, to ask for accelerators: importing it would delay the run and can swallow a Ctrl-C.
+    on_cpu = engine_is_cpu_build()
     groups = [*(["cpu"] if on_cpu else []), plan.recipe, *([] if plan.trainer == "sync" else [plan.trainer])]
     return [
         f"+rollout_spec_demo=[{','.join(groups)}]",

@@ -147,10 +147,10 @@ def _hydra_group() -> Iterator[Check]:
     from omegaconf import OmegaConf
 
     from rollout_spec.config import SpecConfig
-    from rollout_spec.verl import plugin as verl_plugin
+    from rollout_spec.verl import launch
 
-    if verl_plugin.failure is not None:
-        yield Check("rollout.spec", FAIL, verl_plugin.failure, REINSTALL)
+    if launch.failure is not None:
+        yield Check("rollout.spec", FAIL, launch.failure, REINSTALL)
         return
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
         config = hydra.compose("ppo_trainer", overrides=["+rollout.spec=sam"])

@@ -2,5 +2,5 @@
 
 In: verl's Hydra configuration, requests and checkpoints. Out: engine arguments, metrics in verl's stream.
 May import: `config`, `metrics`, `patches`, `trace`, `drafting`, `vllm`, `verl_cpu`, hydra, omegaconf, ray,
-tensordict, verl, vllm. `plugin` is the entry point.
+tensordict, transfer_queue, verl, vllm. verl imports `entry_point` in each of its processes.
 """

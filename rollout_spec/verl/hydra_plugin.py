@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from importlib import resources
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-CONFIGS = "rollout_spec_configs"
+from rollout_spec.verl.launch import CONFIGS, config_file
 
 
 def install() -> None:
@@ -19,15 +18,10 @@ def install() -> None:
     OmegaConf.register_new_resolver("rollout_spec.file", config_file, replace=True)
 
 
-def config_file(name: str) -> str:
-    """The absolute path of a file among the packaged configurations: YAML's `${rollout_spec.file:NAME}`."""
-    return str(resources.files(CONFIGS).joinpath(name))
-
-
 class RolloutSpecSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Hydra calls this before it composes, so an unknown option is refused here in our own words."""
-        from rollout_spec.verl.options import check_overrides, one_line_errors
+        from rollout_spec.verl.check_config import check_overrides, one_line_errors
 
         with one_line_errors():
             check_overrides(sys.argv[1:])

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from rollout_spec.verl.homes import Homes
 from rollout_spec.vllm.keys import GROUP_KEY
 
 
-class RankedEngine:
-    """An AsyncLLM that sends siblings to one data-parallel rank while load allows; in all else as it is.
+class Ranks:
+    """Sends siblings to one data-parallel rank of an engine while load allows.
 
     vLLM itself gives a request to the rank with the fewest, so that siblings are spread.
 
     Args:
-        engine: vLLM's AsyncLLM. All its requests come through here.
+        generate: the method of vLLM's AsyncLLM; all its requests come through here.
         num_ranks: its data-parallel ranks.
         homes: where each group goes.
     """
 
-    def __init__(self, engine: Any, num_ranks: int, homes: Homes) -> None:
-        self._engine = engine
+    def __init__(self, generate: Callable[..., AsyncIterator[Any]], num_ranks: int, homes: Homes) -> None:
+        self._generate = generate
         self._homes = homes
         self._loads = dict.fromkeys(range(num_ranks), 0)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
     async def generate(
-        self, *, sampling_params: Any, data_parallel_rank: int | None = None, **kwargs: Any
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        data_parallel_rank: int | None = None,
+        **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """As the AsyncLLM's; `extra_args` name the group.
 
@@ -43,9 +46,7 @@ class RankedEngine:
             rank = min(loads, key=loads.__getitem__)
         loads[rank] += 1
         try:
-            outputs = self._engine.generate(
-                sampling_params=sampling_params, data_parallel_rank=rank, **kwargs
-            )
+            outputs = self._generate(prompt, sampling_params, request_id, data_parallel_rank=rank, **kwargs)
             async for output in outputs:
                 yield output
         finally:

@@ -1,13 +1,8 @@
-"""verl's vLLM rollout server and replica, measuring their rollouts and feeding the drafter's groups."""
+"""verl's vLLM rollout server and replica, measuring and recording their rollouts."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import pathlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -17,17 +12,19 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.logger import init_logger
 
-from rollout_spec import trace
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
+from rollout_spec.verl.engine_drafters import Drafters
 from rollout_spec.verl.homes import Homes
-from rollout_spec.verl.hydra_plugin import config_file
-from rollout_spec.verl.ranks import RankedEngine
+from rollout_spec.verl.launch import config_file
+from rollout_spec.verl.ranks import Ranks
+from rollout_spec.verl.recorder import Recorder
+from rollout_spec.verl.server_history import ServerHistory
+from rollout_spec.verl.trainer import require_v1
 from rollout_spec.verl.windows import Windows, is_validation
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.cores import EngineCores
-from rollout_spec.vllm.keys import GROUP_KEY, KEY, TURN_TOKENS_KEY
-from rollout_spec.vllm.plugin import TAKE_ABORTED
+from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
@@ -47,6 +44,7 @@ class SpecReplica(vLLMReplica):
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, *args, **kwargs)
         if requested_spec(config) is not None and not self.is_reward_model and not self.is_teacher_model:
+            require_v1()  # here too: engines take minutes, and the agent loop manager comes behind them
             self.server_class = ray.remote(SpecHttpServer)
 
 
@@ -63,7 +61,7 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
 
 
 class SpecHttpServer(vLLMHttpServer):
-    """verl's rollout server. Generation is upstream's; around it the rollout is measured."""
+    """verl's rollout server. Generation is upstream's; around it the rollout is counted and recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,19 +69,14 @@ class SpecHttpServer(vLLMHttpServer):
         assert spec is not None, "SpecReplica starts this server only where rollout.spec is used"
         self._spec = spec
         self._windows = Windows()
-        self._decoded_cores = set[int]()  # engine cores, since their drafters' counters were taken
-        self._defect: str | None = None  # of an engine core's drafter
+        self._drafters = Drafters(lambda: self.engine, self.replica_rank)
+        self._history = ServerHistory(self._drafters, lambda: self._windows.is_quiet)
+        self._recorder = Recorder(self.replica_rank)
         self._num_unnamed = 0
-        # Requests that have ended since the engine got such names last.
-        self._aborted_ids, self._finished_ids = list[str](), list[str]()
-        # What other servers are to have, once one has asked for it, and what this one is to take in.
-        self._is_sharing, self._shared, self._received = False, list[bytes](), list[bytes]()
-        directory = os.environ.get(trace.DIR_VARIABLE)
-        self._trace = TraceWriter(pathlib.Path(directory), self.replica_rank) if directory else None
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
-        self.engine: Any = ranked(self.engine, self._spec)
+        spread_groups(self.engine, self._spec)
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
@@ -99,14 +92,13 @@ class SpecHttpServer(vLLMHttpServer):
         with self._windows.request(is_training) as request:
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         counters, core = _take_counters(output)
-        if counters is not None and counters.num_decode_steps:
-            self._decoded_cores.add(core)
         self._windows.count(request, len(output.token_ids), counters, output.stop_reason or "")
         is_aborted = output.stop_reason == "aborted"
         if self._spec.enabled:
-            (self._aborted_ids if is_aborted else self._finished_ids).append(request_id)
-        if self._trace is not None and not is_aborted:
-            self._trace.add(prompt_ids, output.token_ids, extra_args)
+            has_decoded = counters is not None and counters.num_decode_steps > 0
+            self._drafters.end_request(request_id, is_aborted, core, has_decoded)
+        if not is_aborted:
+            self._recorder.add(prompt_ids, output.token_ids, extra_args)
         return output
 
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
@@ -142,14 +134,7 @@ class SpecHttpServer(vLLMHttpServer):
             await self._end_window()
         await super().set_global_steps(global_steps)
         if self._spec.enabled and self.node_rank == 0:
-            aborted, _ = self._take_ended()
-            await self._call("end_step", aborted)
-
-    async def end_validation(self) -> None:
-        """What a validation that had the engine to itself has counted there is no part of the training."""
-        self._flush_trace()
-        if self._spec.enabled and not self._windows.has_training:
-            await self._take_engine_counters()
+            await self._drafters.end_step()
 
     async def _end_window(self) -> None:
         """No request is in flight, and the weights may change: a time to count, and to hand on texts."""
@@ -157,93 +142,16 @@ class SpecHttpServer(vLLMHttpServer):
             return
         engine, aborted = None, RequestCounters()
         if self._spec.enabled:
-            engine = await self._take_engine_counters()
-            for counts in await EngineCores(self.engine).call_all(TAKE_ABORTED):
-                aborted.add(RequestCounters(**(counts or {})))
+            engine, aborted = await self._drafters.take_counters(), await self._drafters.take_aborted()
         self._windows.end(self.global_steps, engine, aborted)
-        self._flush_trace()
-        if self._is_sharing:
-            await self._exchange()
+        self._recorder.flush(self.global_steps)
+        await self._history.end_window()
 
-    async def _take_engine_counters(self) -> EngineCounters | None:
-        """The sums over the engine cores; None where none has a drafter."""
-        total: EngineCounters | None = None
-        decoded, self._decoded_cores = self._decoded_cores, set()
-        for core, counts in enumerate(await self._call("take_counters")):
-            self._check_drafter(core, counts, core in decoded)
-            if counts is not None:
-                total = total or EngineCounters()
-                total.add(EngineCounters(**counts))
-        return total
-
-    def _check_drafter(self, core: int, counts: dict[str, Any] | None, has_decoded: bool) -> None:
-        """A defect ends the run with its next report: a weight sync is no place to fail."""
-        if counts is None:
-            self._defect = f"engine core {core} of replica {self.replica_rank} has no drafter of rollout_spec"
-        elif has_decoded and counts["num_steps"] + counts["num_failed_steps"] == 0:
-            self._defect = (
-                f"engine core {core} of replica {self.replica_rank} decoded without calling its drafter"
-            )
-
-    def _flush_trace(self) -> None:
-        if self._trace is not None:
-            self._trace.flush(self.global_steps)
-
-    async def take_history(self) -> list[bytes]:
-        """The responses that this replica has served, each once, as its history keeps them.
-
-        While requests are in flight, those up to the last weight sync.
-        """
-        self._is_sharing = True
-        if self._windows.is_quiet:
-            await self._exchange()
-        taken, self._shared = self._shared, []
-        return taken
-
-    async def add_history(self, *contents: Sequence[bytes]) -> None:
-        """Add what other replicas' `take_history` returned, or what is in the file of a checkpoint.
-
-        While requests are in flight the engine does not wait for that: it is done at the next weight sync.
-        """
-        self._received += chain.from_iterable(contents)
-        if self._windows.is_quiet:
-            await self._add_received()
-
-    async def pack_history(self) -> bytes | None:
-        """The whole history of this replica, for a file; None where its drafter is off."""
-        await self._add_received()
-        packed = await self._call("pack_history", *self._take_ended())
-        return next(iter(_kept(packed)), None)  # all engine cores have the same
-
-    async def _exchange(self) -> None:
-        """Hand on what every engine core has served: to the others at once, to other servers when asked."""
-        taken = await self._call("take_history", *self._take_ended())
-        self._shared += _kept(taken)
-        if len(taken) > 1:
-            others = [_kept(taken[:core] + taken[core + 1 :]) for core in range(len(taken))]
-            await self._call_each("add_history", [(texts,) for texts in others])
-        await self._add_received()
-
-    async def _add_received(self) -> None:
-        if self._received:
-            received, self._received = self._received, []
-            await self._call("add_history", received)
-
-    def _take_ended(self) -> tuple[list[str], list[str]]:
-        """The aborted and the finished requests: the drafter cannot tell them from those that run on."""
-        aborted, finished = self._aborted_ids, self._finished_ids
-        self._aborted_ids, self._finished_ids = [], []
-        return aborted, finished
-
-    async def _call(self, method: str, *args: Any) -> list[Any]:
-        """What the drafter's method returns in each engine core; None where no worker has a drafter."""
-        return await self._call_each(method, [args] * len(EngineCores(self.engine)))
-
-    async def _call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The same, with the arguments of each engine core."""
-        cores = EngineCores(self.engine)
-        calls = (cores.call_workers(core, "rollout_spec_call", method, *own) for core, own in enumerate(args))
-        return [next(iter(_kept(answers)), None) for answers in await asyncio.gather(*calls)]
+    async def end_validation(self) -> None:
+        """What a validation that had the engine to itself has counted there is no part of the training."""
+        self._recorder.flush(self.global_steps)
+        if self._spec.enabled and not self._windows.has_training:
+            await self._drafters.take_counters()
 
     async def take_rollout_report(self) -> RolloutReport:
         """What was served under the weights that were replaced since the last call.
@@ -251,26 +159,33 @@ class SpecHttpServer(vLLMHttpServer):
         Raises:
             RuntimeError: drafting was asked for, and the engine has no drafter or decoded without it.
         """
-        if self._defect is not None:
+        if self._drafters.defect is not None:
             asked = f"rollout.spec={self._spec.method} was asked for"
-            raise RuntimeError(f"{asked}, but {self._defect}; run `rollout-spec doctor`")
+            raise RuntimeError(f"{asked}, but {self._drafters.defect}; run `rollout-spec doctor`")
         return self._windows.take()
+
+    async def take_history(self) -> list[bytes]:
+        """As `ServerHistory.take`."""
+        return await self._history.take()
+
+    async def add_history(self, *contents: Sequence[bytes]) -> None:
+        """As `ServerHistory.add`."""
+        await self._history.add(contents)
+
+    async def pack_history(self) -> bytes | None:
+        """As `ServerHistory.pack`."""
+        return await self._history.pack()
 
     def _get_worker_extension_cls(self) -> str:
         return f"{__name__}.{SpecWorkerExtension.__name__}"
 
 
-def ranked(engine: Any, spec: SpecConfig) -> Any:
-    """The engine, which sends siblings to one of its data-parallel ranks where `routing` asks for it."""
+def spread_groups(engine: Any, spec: SpecConfig) -> None:
+    """Have the engine send siblings to one of its data-parallel ranks where `routing` asks for it."""
     num_ranks = len(EngineCores(engine))
-    if spec.routing != "group" or num_ranks == 1:
-        return engine
-    router = OmegaConf.load(config_file("rollout_spec_router/group.yaml"))
-    return RankedEngine(engine, num_ranks, Homes(router.max_imbalance))
-
-
-def _kept(contents: Sequence[Any]) -> list[Any]:
-    return [content for content in contents if content is not None]
+    if spec.routing == "group" and num_ranks > 1:
+        router = OmegaConf.load(config_file("rollout_spec_router/group.yaml"))
+        engine.generate = Ranks(engine.generate, num_ranks, Homes(router.max_imbalance)).generate
 
 
 def _take_counters(output: TokenOutput) -> tuple[RequestCounters | None, int]:
@@ -287,36 +202,3 @@ def _take_counters(output: TokenOutput) -> tuple[RequestCounters | None, int]:
     output.extra_fields["spec_num_accepted_tokens"] = counters.num_accepted_tokens
     output.extra_fields["spec_num_verify_steps"] = counters.num_drafts
     return counters, core
-
-
-class TraceWriter:
-    """Records rollouts as JSON lines, one prompt and its responses a line, for `rollout-spec replay`."""
-
-    def __init__(self, directory: pathlib.Path, replica_rank: int) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._file = trace.trace_file(directory, replica_rank)
-        # By group and prompt: each response, and its sample's name.
-        self._responses: dict[tuple[str, tuple[int, ...]], list[tuple[list[int], Any]]] = defaultdict(list)
-
-    def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int], named: Mapping[str, Any]) -> None:
-        """Record a response that has come to its end, with what it said before it was interrupted.
-
-        Args:
-            prompt_ids: the request's prompt, which holds what the response said before.
-            token_ids: what the request gave.
-            named: what the request says of itself (`rollout_spec.vllm.keys`).
-        """
-        num_turn_tokens = named.get(TURN_TOKENS_KEY, len(prompt_ids))
-        prompt, before = tuple(prompt_ids[:num_turn_tokens]), list(prompt_ids[num_turn_tokens:])
-        response = before + list(token_ids)
-        if response:
-            group = str(named.get(GROUP_KEY, hash(prompt)))  # without a name it is a group of its own
-            self._responses[group, prompt].append((response, named.get(KEY)))
-
-    def flush(self, step: int | None) -> None:
-        lines = (
-            trace.to_line(group, step, prompt, *zip(*samples, strict=True))
-            for (group, prompt), samples in self._responses.items()
-        )
-        trace.append_lines(self._file, lines)
-        self._responses.clear()

@@ -1,10 +1,29 @@
-"""What is read from verl's trainer: the options of rollout.spec, and the rollout servers."""
+"""What is read from verl's trainer: its kind, the options of rollout.spec, and the rollout servers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import transfer_queue
 from omegaconf import OmegaConf
+
+from rollout_spec.config import ConfigError
+from rollout_spec.verl.launch import V1_ONLY
+
+
+def require_v1() -> None:
+    """Raise in a trainer that is not verl's V1 trainer, whatever its configuration says.
+
+    A V1 trainer has joined verl's TransferQueue before it makes replicas and agent loops. The legacy trainers
+    pass batches on themselves.
+
+    Raises:
+        ConfigError: this process has not joined.
+    """
+    try:
+        transfer_queue.get_client()
+    except AssertionError:
+        raise ConfigError(f"this trainer has no TransferQueue, so it is a legacy one: {V1_ONLY}") from None
 
 
 def option(trainer: Any, name: str) -> Any:

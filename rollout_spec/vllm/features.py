@@ -16,6 +16,7 @@ from rollout_spec.vllm.options import SCHEDULER
 TESTED = ("0.24.0", "0.29.0", "0.32.0")
 READ = ("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.30.0", "0.31.0", "0.33.0")
 OLDEST = 24  # of 0.N
+OLDEST_V2 = 32  # of 0.N: its model runner V2 takes our drafter
 
 
 def version() -> str | None:

@@ -16,7 +16,7 @@ def runner(make_engine: Callable) -> Any:
     return core.model_executor.driver_worker.worker.model_runner
 
 
-def graphs(runner: Any, *steps: list[int]) -> list[str]:
+def graphs(runner: Any, *steps: list[int], mode: str = "FULL_AND_PIECEWISE") -> list[str]:
     """The mode of each step's graph; a step is the number of tokens of each row."""
     from vllm.config import CUDAGraphMode
 
@@ -26,7 +26,7 @@ def graphs(runner: Any, *steps: list[int]) -> list[str]:
     query_len = runner.uniform_decode_query_len
     sizes = [size for size in (1, 2, 4, 8, 9, 18, 27, 36) if size % query_len == 0]  # as vLLM adjusts them
     settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = sizes, 36
-    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE, query_len)
+    dispatcher.initialize_cudagraph_keys(CUDAGraphMode[mode], query_len)
     found = []
     for rows in steps:
         is_uniform = runner._is_uniform_decode(max(rows), query_len, sum(rows), len(rows))
@@ -40,3 +40,21 @@ def test_plain_steps_with_a_drafter_have_full_graphs(runner: Any) -> None:
     # What vLLM does by itself: only steps in which all rows have K draft tokens have one.
     runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1 + K
     assert graphs(runner, plain, drafts, [1 + K] * 2) == ["PIECEWISE", "PIECEWISE", "FULL"]
+
+
+def test_a_mode_without_graphs_for_steps_with_drafts_is_said(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import CUDAGraphMode
+
+    from rollout_spec.vllm.graphs import capture_plain_steps
+
+    assert graphs(runner, [1] * 7, [1 + K, 1, 4], mode="FULL_DECODE_ONLY") == ["FULL", "NONE"]
+    said: list[str] = []
+    monkeypatch.setattr("rollout_spec.vllm.graphs.logger.warning", said.append)
+    for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"):
+        assert not said
+        runner.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+        capture_plain_steps(runner)
+    [warning] = said
+    assert "FULL_DECODE_ONLY: steps with drafts run without CUDA graphs" in warning

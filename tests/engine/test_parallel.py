@@ -66,7 +66,7 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout_spec.verl.server import ranked
+    from rollout_spec.verl.server import spread_groups
     from rollout_spec.vllm.cores import EngineCores
 
     spec = {"method": "sam", "batch_threshold": 64, "num_speculative_tokens": 8, "history": 4}
@@ -80,7 +80,7 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
         await server.set_global_steps(0)
         await server.take_history()  # it begins to share
         assert await serve(server, 2) == plain
-        assert server._decoded_cores == {0, 1}
+        assert server._drafters._decoded == {0, 1}
         await server.set_global_steps(1)
         check_counts(first := await server.take_rollout_report())
         of_cores = [nums_kept(content) for content in await server.take_history()]
@@ -89,7 +89,7 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
             [packed] = await cores.call_workers(core, "rollout_spec_call", "pack_history")
             assert nums_kept(packed) == [2] * 4, "its own and the other's"
 
-        server.engine = ranked(engine, SpecConfig(routing="group"))
+        spread_groups(engine, SpecConfig(routing="group"))
         assert await serve(server, 2) == plain
         await server.set_global_steps(2)
         check_counts(report := await server.take_rollout_report())

@@ -96,7 +96,7 @@ class Storm:
             self.memory.append(allocated_bytes())
 
     async def share(self) -> None:
-        """What `verl.history.share_history` has the servers do, whatever they are doing."""
+        """What `verl.shared_history.share_history` has the servers do, whatever they are doing."""
         taken = [await server.take_history() for server in self.servers]
         for server, others in zip(self.servers, taken[::-1], strict=True):
             await server.add_history(others)
@@ -168,7 +168,12 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
     for server in servers:
         drafter = proposer_of(server.engine.llm)._drafter
         scheduler = server.engine.llm.llm_engine.engine_core.engine_core.scheduler
-        left = (server._windows._requests, *server._take_ended(), server._shared, server._received)
+        left = (
+            server._windows._requests,
+            *server._drafters.take_ended(),
+            server._history._shared,
+            server._history.received,
+        )
         assert not any((*left, drafter.request_ids, scheduler._request_counters, scheduler.requests))
         stats = drafter.index.stats()
         assert (stats.num_groups, stats.num_sequences, stats.num_tokens) == (0, 0, 0)

@@ -293,7 +293,7 @@ def test_servers_share_whole_texts_and_only_between_two_versions(make_server: An
             await asyncio.sleep(0)
         assert await server.take_history() == []
         await server.add_history(taken)
-        assert server._received == taken, "no engine step waits for that"
+        assert server._history.received == taken, "no engine step waits for that"
         packed = await server.pack_history()
         assert drafter.request_ids, "its requests run on"
         await sample

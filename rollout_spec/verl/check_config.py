@@ -17,12 +17,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus
-from rollout_spec.verl import plugin
-from rollout_spec.verl.hydra_plugin import config_file
+from rollout_spec.verl import launch
+from rollout_spec.verl.launch import config_file
 from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER, speculative_config
-from rollout_spec.vllm.features import refuse_old_version
+from rollout_spec.vllm.features import OLDEST_V2, minor, refuse_old_version, version
 
-SAMPLER = "pkg://rollout_spec.verl.sampler"
+REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
 MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -39,16 +39,16 @@ class CheckConfig(Callback):
         """Name the method for a Ray that runs already: its processes do not have this one's environment."""
         method = OmegaConf.select(config, "rollout.spec.method")
         with open_dict(config):
-            OmegaConf.update(config, f"{_VARIABLES}.{plugin.ASKED_VARIABLE}", str(method), force_add=True)
+            OmegaConf.update(config, f"{_VARIABLES}.{launch.ASKED_VARIABLE}", str(method), force_add=True)
             if _num_places(config) == 1 and _value(config, _ROUTER) == _group_router():
                 OmegaConf.update(config, _ROUTER, None)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         # Hydra turns an Exception in a callback into a warning; SystemExit it lets through.
         with one_line_errors():
-            if plugin.failure is not None:
-                raise ConfigError(f"{plugin.failure}; run `rollout-spec doctor`")
-            os.environ[plugin.ASKED_VARIABLE] = check_config(config).method
+            if launch.failure is not None:
+                raise ConfigError(f"{launch.failure}; run `rollout-spec doctor`")
+            os.environ[launch.ASKED_VARIABLE] = check_config(config).method
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def check_config(config: DictConfig) -> SpecConfig:
     spec = SpecConfig.from_mapping(options)
     refuse_old_version()
     _check_trainer(config, spec)
-    _check_sampler(config)
+    _check_replay_buffer(config)
     _check_routing(config, spec)
     _check_engine(config, spec)
     if spec.enabled:
@@ -105,15 +105,11 @@ def check_config(config: DictConfig) -> SpecConfig:
 def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     """What is measured, with drafts and without, needs a trainer with verl's hooks for it."""
     _require(config, f"{_ROLLOUT}.name", ("vllm",), "rollout.spec needs vllm")
-    instead = (
-        "rollout.spec supports verl's V1 trainer only; for rollouts beside the training take "
-        "trainer.use_v1=True with trainer.v1.trainer_mode=separate_async"
-    )
     # Sections that fully_async and one_step_off have and ppo_trainer has not.
     for section in ("async_training", "rollout.nnodes"):
         if _value(config, section) is not None:
-            raise ConfigError(f"{section}: {instead}")
-    _require(config, "trainer.use_v1", (True,), instead)
+            raise ConfigError(f"{section}: {launch.V1_ONLY}")
+    _require(config, "trainer.use_v1", (True,), launch.V1_ONLY)
     mode = _value(config, "trainer.v1.trainer_mode") or "sync"
     if mode not in MODES:
         raise ConfigError(f"trainer.v1.trainer_mode={mode}: must be {', '.join(MODES)} with rollout.spec")
@@ -147,6 +143,9 @@ def _check_drafting(config: DictConfig) -> None:
     """What goes without drafts and not with them."""
     _require(config, f"{_ENGINE}.scheduler_cls", (SCHEDULER,), _OURS)
     with_drafts = "together with speculative decoding"
+    if (number := minor(version() or "")) is not None and number < OLDEST_V2:
+        behind = f"vLLM {version()} does not schedule asynchronously {with_drafts}; 0.{OLDEST_V2} does"
+        _require(config, f"{_ENGINE}.async_scheduling", (None, False), behind)
     _require(config, f"{_ENGINE}.logits_processors", (None, []), f"vLLM runs none {with_drafts}")
     for name in ("override_generation_config", "generation_config"):
         if _min_p(_value(config, f"{_ENGINE}.{name}")):
@@ -186,13 +185,13 @@ def _value(config: DictConfig, key: str) -> Any:
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
-def _check_sampler(config: DictConfig) -> None:
-    sampler = _value(config, "trainer.v1.sampler.custom_sampler.path")
+def _check_replay_buffer(config: DictConfig) -> None:
+    buffer = _value(config, "trainer.v1.sampler.custom_sampler.path")
     max_batches = _value(config, "algorithm.filter_groups.max_num_gen_batches")
-    if sampler == SAMPLER and (type(max_batches) is not int or max_batches < 1):
+    if buffer == REPLAY_BUFFER and (type(max_batches) is not int or max_batches < 1):
         raise ConfigError(
             f"algorithm.filter_groups.max_num_gen_batches={max_batches}: must be at least 1 with the "
-            "sampler of +rollout_spec_sampler=bounded"
+            "replay buffer of +rollout_spec_replay_buffer=bounded"
         )
 
 

@@ -1,10 +1,8 @@
-"""verl on a machine without an accelerator: the platform `cpu`. Inert wherever there is one."""
+"""verl on a machine without an accelerator: the platform `cpu`. Does nothing where there is one."""
 
 from __future__ import annotations
 
-import contextlib
 import glob
-import importlib.metadata
 import os
 
 from rollout_spec.verl_cpu import patches
@@ -14,8 +12,8 @@ _ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/davinci
 
 
 def activate() -> None:
-    """Register the platform and the patches it needs, where `is_wanted`; safe to call again."""
-    if not is_wanted():
+    """Register the platform and the patches it needs, on a machine without one; safe to call again."""
+    if has_accelerator():
         return
     # Not above: verl imports the plugin that imports this module.
     from verl.plugin.platform import PlatformRegistry, set_platform
@@ -28,26 +26,8 @@ def activate() -> None:
     patches.apply()
 
 
-def is_wanted() -> bool:
-    """True when the engine is a CPU build, the machine has no accelerator and nobody chose a platform.
-
-    The engine's build is part of the test because the driver of a GPU cluster may sit on a machine
-    that has no accelerator itself.
-    """
-    if os.environ.get("VERL_PLATFORM", PLATFORM) != PLATFORM:
-        return False
-    return engine_is_cpu_build() and not _has_accelerator()
-
-
-def engine_is_cpu_build() -> bool:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("vllm").endswith("+cpu")
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version(patches.ENGINE))
-    return False
-
-
-def _has_accelerator() -> bool:
+def has_accelerator() -> bool:
+    """Whether this machine has one."""
     # The device files count as well: Ray hides the accelerators from actors that asked for none.
     if any(glob.glob(pattern) for pattern in _ACCELERATOR_FILES):
         return True

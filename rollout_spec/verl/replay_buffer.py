@@ -41,7 +41,7 @@ class BoundedReplayBuffer(ReplayBuffer):
         if max_batches < 1:
             raise ValueError(
                 f"algorithm.filter_groups.max_num_gen_batches={max_batches}: must be at least 1 with the "
-                "sampler rollout_spec.verl.sampler.BoundedReplayBuffer"
+                "replay buffer rollout_spec.verl.replay_buffer.BoundedReplayBuffer"
             )
         super().__init__(
             sampler_kwargs=sampler_kwargs,

@@ -8,31 +8,30 @@ import traceback
 from typing import Any
 
 from rollout_spec.patches import when_imported
-
-ASKED_VARIABLE = "ROLLOUT_SPEC_METHOD"  # set by the driver's check of `rollout.spec`, for Ray's processes
-failure: str | None = None  # why this process has no plugin
+from rollout_spec.verl import launch
 
 
 def activate() -> None:
     """Load the parts; where that fails, a run that asked for them ends, and any other goes on without."""
-    global failure
     try:
         _load()
     except Exception as error:
         # verl logs an exception of a plugin at DEBUG level and carries on without it.
         traceback.print_exc()
-        failure = f"the verl plugin failed: {error}"
+        launch.failure = f"the verl plugin failed: {error}"
         if _is_asked_for():
-            raise SystemExit(f"rollout_spec: {failure}") from error
-        print(f"rollout_spec: {failure}; runs without rollout.spec go on as they are", file=sys.stderr)
+            raise SystemExit(f"rollout_spec: {launch.failure}") from error
+        print(f"rollout_spec: {launch.failure}; runs without rollout.spec go on as they are", file=sys.stderr)
 
 
 def _load() -> None:
     from rollout_spec.verl import hydra_plugin
-    from rollout_spec.verl_cpu import plugin as cpu_platform
 
     hydra_plugin.install()
-    cpu_platform.activate()
+    if launch.asks_for_cpu_platform():
+        from rollout_spec.verl_cpu import activation
+
+        activation.activate()
     when_imported("verl.workers.rollout.replica", _register_replica)
 
 
@@ -51,7 +50,7 @@ def _load_replica() -> Any:
 
 def _is_asked_for() -> bool:
     """Whether this process, or the driver that started it, was given `rollout.spec`."""
-    return ASKED_VARIABLE in os.environ or any("rollout.spec" in argument for argument in sys.argv)
+    return launch.ASKED_VARIABLE in os.environ or any("rollout.spec" in argument for argument in sys.argv)
 
 
 activate()

@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.verl import plugin
-from rollout_spec.verl.options import CheckConfig, check_config, check_overrides
+from rollout_spec.verl import entry_point, launch
+from rollout_spec.verl.check_config import CheckConfig, check_config, check_overrides
 from rollout_spec.vllm import speculative_config
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
@@ -106,7 +106,7 @@ CONFLICTS = {
     f"+{ENGINE}.override_generation_config.min_p=0.1": "min_p",
     f"+{ENGINE}.override_generation_config='{{\"min_p\":0.1}}'": "min_p",
     "actor_rollout_ref.rollout.name=sglang": "needs vllm",
-    "+rollout_spec_sampler=bounded": "max_num_gen_batches=0: must be at least 1",
+    "+rollout_spec_replay_buffer=bounded": "max_num_gen_batches=0: must be at least 1",
     "trainer.use_v1=false": "V1 trainer only; .*trainer_mode=separate_async",
     "trainer.v1.trainer_mode=mine": "must be sync, colocate_async, separate_async",
     f"{ENGINE}.additional_config.rollout_spec={{method: sam, batch_threshold: 3}}": "leave it alone",
@@ -114,6 +114,7 @@ CONFLICTS = {
     "actor_rollout_ref.rollout.pipeline_model_parallel_size=2": "must be 1",
     "actor_rollout_ref.rollout.disaggregation.enabled=true": "disaggregated prefill",
     "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": "needs every sample's number",
+    f"+{ENGINE}.async_scheduling=true": r"vLLM 0.24.0\S* does not schedule asynchronously",
     "rollout.spec.corpus=/nowhere.sam": r"rollout\.spec\.corpus='/nowhere\.sam': No such file",
     "rollout.spec.verify=exact": "must be one of coupled, standard",
 }
@@ -139,7 +140,7 @@ def test_data_and_expert_parallel_engines_compose() -> None:
 
 def test_the_reference_run_of_coupled_verification_composes() -> None:
     config = composed("+rollout.spec=off", "rollout.spec.verify=coupled")
-    assert check_config(config) == SpecConfig(method="off")
+    assert check_config(config) == SpecConfig(method="off", routing="verl")
     OmegaConf.update(config, "trainer.use_v1", False)
     with pytest.raises(ConfigError, match="V1 trainer"):
         check_config(config)
@@ -229,9 +230,9 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
 def test_a_broken_plugin_ends_a_run_that_asked_for_it() -> None:
     """verl would go on without the plugin, so what it raises must get past verl."""
     code = """
-from rollout_spec.verl_cpu import plugin
+from rollout_spec.verl_cpu import activation
 def fail(): raise RuntimeError("no such platform")
-plugin.activate = fail
+activation.activate = fail
 import verl
 """
     done = run([sys.executable, "-c", code, "+rollout.spec=sam"])
@@ -253,17 +254,17 @@ def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
     def fail() -> None:
         raise RuntimeError("no such platform")
 
-    monkeypatch.setattr("rollout_spec.verl_cpu.plugin.activate", fail)
-    monkeypatch.setattr(plugin, "failure", None)
+    monkeypatch.setattr("rollout_spec.verl_cpu.activation.activate", fail)
+    monkeypatch.setattr(launch, "failure", None)
     monkeypatch.setattr(sys, "argv", ["main_ppo", argument])
-    monkeypatch.delenv(plugin.ASKED_VARIABLE, raising=False)
+    monkeypatch.delenv(launch.ASKED_VARIABLE, raising=False)
     if variable:
-        monkeypatch.setenv(plugin.ASKED_VARIABLE, variable)
+        monkeypatch.setenv(launch.ASKED_VARIABLE, variable)
     if is_asked_for:
         with pytest.raises(SystemExit, match="the verl plugin failed: no such platform"):
-            plugin.activate()
+            entry_point.activate()
         return
-    plugin.activate()
+    entry_point.activate()
     error = capsys.readouterr().err
     assert "Traceback" in error
     assert "the verl plugin failed: no such platform; runs without rollout.spec go on as they are" in error
@@ -288,7 +289,7 @@ importlib.metadata.version = without_engine
 import verl
 from hydra import compose, initialize_config_dir, initialize_config_module
 from verl.plugin.platform import PlatformRegistry
-from rollout_spec.verl.options import CheckConfig
+from rollout_spec.verl.check_config import CheckConfig
 with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam"])
 assert config.trainer.device != "cpu" and PlatformRegistry.get("cpu") is None

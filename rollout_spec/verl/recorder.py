@@ -1,0 +1,73 @@
+"""Records what a rollout server has served, where `ROLLOUT_SPEC_TRACE_DIR` names a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+
+from rollout_spec import trace
+from rollout_spec.vllm.keys import GROUP_KEY, KEY, TURN_TOKENS_KEY
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class Recorder:
+    """Writes responses to the file of a replica, for `rollout-spec replay`.
+
+    A folder that cannot be written, or a full disk, costs the rest of the recording, and a warning.
+    """
+
+    def __init__(self, replica_rank: int) -> None:
+        folder = os.environ.get(trace.DIR_VARIABLE)
+        self._file = trace.trace_file(Path(folder), replica_rank) if folder else None
+        # By group and prompt: each response, and its call's name.
+        self._responses: dict[tuple[str, tuple[int, ...]], list[tuple[list[int], Any]]] = defaultdict(list)
+
+    def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int], named: Mapping[str, Any]) -> None:
+        """A response has come to its end; it is recorded with what it said before it was interrupted.
+
+        Args:
+            prompt_ids: the request's prompt, which holds what the response said before.
+            token_ids: what the request gave.
+            named: what the request says of itself (`rollout_spec.vllm.keys`).
+        """
+        if self._file is None:
+            return
+        num_turn_tokens = named.get(TURN_TOKENS_KEY)
+        if type(num_turn_tokens) is not int or num_turn_tokens < 0:
+            num_turn_tokens = len(prompt_ids)
+        prompt, before = tuple(map(int, prompt_ids[:num_turn_tokens])), prompt_ids[num_turn_tokens:]
+        response = [*map(int, before), *map(int, token_ids)]
+        if response:
+            group = str(named.get(GROUP_KEY, hash(prompt)))  # without a name it is a group of its own
+            self._responses[group, prompt].append((response, _plain(named.get(KEY))))
+
+    def flush(self, step: int | None) -> None:
+        """Write what has been added, as of this training step."""
+        if self._file is None:
+            return
+        lines = [
+            trace.to_line(group, step, prompt, *zip(*samples, strict=True))
+            for (group, prompt), samples in self._responses.items()
+        ]
+        self._responses.clear()
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            trace.append_lines(self._file, lines)
+        except OSError as error:
+            logger.warning("rollout_spec: rollouts are recorded no more: %s", error)
+            self._file = None
+
+
+def _plain(name: Any) -> Any:
+    """The name as JSON has it; a caller may send anything."""
+    try:
+        return json.loads(json.dumps(name))
+    except (TypeError, ValueError, RecursionError):
+        return repr(name)
