@@ -86,7 +86,7 @@ def check_layout(rollout: Any, num_devices: int, node_size: int) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_trains_without_drafts_too(recipe: str) -> None:
     assert check_config(composed(recipe, "qwen3_8b", "rollout.spec=off")) == SpecConfig(
-        method="off", verify="standard"
+        method="off", verify="standard", routing="verl"
     )
 
 
