@@ -73,7 +73,7 @@ METRICS = (
     Metric(
         "num_untracked_rows",
         "Decoding rows that had no place in the index, summed over steps.",
-        "Above 0: the index is full. Raise `max_index_mb`.",
+        "Above 0: the index is full (raise `max_index_mb`), or a row held no text.",
     ),
     Metric(
         "share_on",

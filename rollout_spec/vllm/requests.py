@@ -30,6 +30,9 @@ _REASONING = Patch(
     until="vLLM looks for the end of reasoning inside a draft (0.29 does)",
 )
 
+# Methods of vLLM's that came with what looks for the end of reasoning inside a draft: of 0.29, and of 0.32.
+_SEES_REASONING_END = ("trim_reasoning_for_advance", "accept_tokens")
+
 
 def refusal(request: Any, vllm_config: Any) -> str | None:
     """Why an engine with our drafter does not take a request; None where it does.
@@ -118,7 +121,7 @@ def cut_drafts_at_reasoning_end(scheduler: Any) -> None:
     """Cut a draft before the token that ends the reasoning: it comes last in its step, as without drafts."""
     from vllm.v1.structured_output import StructuredOutputManager
 
-    if not hasattr(StructuredOutputManager, "should_advance"):
+    if any(hasattr(StructuredOutputManager, name) for name in _SEES_REASONING_END):
         return
     owner = scheduler.Scheduler
     guard_parameters(_REASONING, owner, "update_draft_token_ids", ("self", "draft_token_ids"))
