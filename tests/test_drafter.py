@@ -11,7 +11,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate import HYSTERESIS_STEPS, Step
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
-from rollout_spec.drafting.history import prompt_key
+from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.native import InvalidArgument
 from rollout_spec.measure.native import make_requests, measure_whole_steps, synthetic_text
 
@@ -167,6 +167,18 @@ def test_a_resumed_request_continues_behind_the_groups_prompt() -> None:
     batch.open("b", resumed, group="g")
     assert batch.step([[], [12]])[1] == [13, 14]
     assert batch.drafter.index.stats().num_groups == 1
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7, 8], [1, 2, 3, 9], [1, 2, 3, 9, 4], [1, 2, 3]])
+def test_the_response_to_another_prompt_of_the_group_is_none_to_its_own(prompt: list[int]) -> None:
+    """However long that is: the history would index the text behind a prompt that it does not follow."""
+    batch = make()
+    batch.open("own", group="g")
+    batch.open("other", np.array(prompt, np.int32), group="g")
+    batch.step([[21, 22], [31, 32]])
+    for name in ("own", "other"):
+        batch.drafter.close(name)
+    assert [text.tolist() for text in batch.drafter.history.get(group_key("g"))] == [[21, 22]]
 
 
 def test_idle_groups_are_bounded() -> None:

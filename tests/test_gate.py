@@ -126,6 +126,26 @@ def test_one_slow_step_does_not_shut_the_gate_for_long():
     assert np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(80)]) > 0.85
 
 
+@pytest.mark.parametrize("times_as_long", [1, 3, 6])
+def test_the_gate_opens_within_twenty_steps_though_the_first_of_each_size_are_slow(times_as_long):
+    """An engine makes its kernels for a number of tokens when it first meets it."""
+    met = set()
+
+    def seconds(drafted):
+        is_first = drafted not in met
+        met.add(drafted)
+        return (0.03 + 0.0015 * drafted) * (times_as_long if is_first else 1)
+
+    machine = Machine([0.9, 0.8, 0.7, 0.6], seconds)
+    machine.steps(20)
+    assert sum(sum(budgets([numbers])) > 0 for numbers in machine.steps(24)) >= 22  # then the guard looks
+
+
+def test_guesses_are_tried_a_few_times_where_drafts_are_dear():
+    machine = Machine([0.9, 0.8], lambda drafted: 0.1 + 0.1 * drafted)
+    assert sum(num > 0 for num in budgets(machine.steps(400))) <= 12
+
+
 def test_an_engine_without_requests_passes_for_no_step():
     """A minute would outweigh a hundred steps, and their gain: at 1x the third token would be worth it."""
     idle = {"seconds": 0.0}

@@ -6,7 +6,7 @@ token is proposed (None: no drafts in this step); `choose` then keeps the tokens
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ HYSTERESIS_STEPS = 4
 PROBE_EVERY = 32  # steps with drafts, after which one goes without, to measure a plain step
 EXPLORE_EVERY = 16  # steps, after which a budget may go up to a number of tokens hardly measured yet
 LOOK_EVERY = 8  # steps of a closed gate, of which one asks for drafts, to see whether they would pay
+NUM_TRIES = 3  # of a number of tokens that by a guess does not pay
 NUM_FIRST_STEPS = 4  # measured without drafts before the first draft
 MIN_PRICE = 0.02  # a draft token less likely than this is never proposed
 GAIN_MEMORY = 128  # steps after which gain and calibration have mostly forgotten what was
@@ -146,6 +147,7 @@ class AutoGate:
         self._least_verified = MIN_PRICE  # the least survival in the latest budget
         self._steps_since_plain = self._steps_since_draft = self._steps_since_explored = 0
         self._closed_at: int | None = None  # rows at which no draft paid
+        self._nums_tried = Counter[int]()  # by numbers of tokens
         self._num_refused = 0  # steps in a row in which none did
         # Decayed sums: what steps took, and what plain ones would have for the same tokens
         self._seconds = self._plain_seconds = 0.0
@@ -197,7 +199,7 @@ class AutoGate:
             return numbers
         is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
         sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)
-        num = self._best_budget(sorted_survivals * self._calibration)
+        num = self._explored(self._best_budget(sorted_survivals * self._calibration), len(sorted_survivals))
         if num == 0:
             self._num_refused += 1
             if self._num_refused >= HYSTERESIS_STEPS:
@@ -206,7 +208,6 @@ class AutoGate:
             self._least_verified = max(MIN_PRICE, self._least_verified / 2)
             return np.zeros_like(numbers)
         self._closed_at, self._num_refused = None, 0
-        num = self._explored(num, len(sorted_survivals))
         self._least_verified = float(sorted_survivals[num - 1])
         chosen = ((survivals >= np.float32(self._least_verified)) & is_draft).sum(axis=1).astype(np.int32)
         self._num_chosen = int(chosen.sum())
@@ -244,11 +245,20 @@ class AutoGate:
         return best + 1 if net_gains[best] > 0.0 else 0
 
     def _explored(self, num: int, most: int) -> int:
-        """A budget of `num` draft tokens, or now and then one that shows what the next larger would cost."""
+        """A budget of `num` draft tokens, or now and then one that shows what the next larger would cost.
+
+        Where none pays by a guess, the guess is tried at once: an engine's first drafts seem dear.
+        """
         assert self._last is not None
         self._steps_since_explored += 1
         knot = self._drafted.unmeasured_above(self._last.num_rows + num)
-        if num == most or self._steps_since_explored < EXPLORE_EVERY or knot is None:
+        if num == most or knot is None:
+            return num
+        if num == 0:
+            if self._nums_tried[knot] == NUM_TRIES:
+                return 0
+            self._nums_tried[knot] += 1
+        elif self._steps_since_explored < EXPLORE_EVERY:
             return num
         self._steps_since_explored = 0
         return min(most, knot - self._last.num_rows)
@@ -284,6 +294,8 @@ class AutoGate:
             is_plain = self._is_probe
         if is_plain:
             self._learn_plain(num_tokens, last.num_context, step)
+            return
+        if self._drafted.was_cold(num_tokens):
             return
         if self._num_chosen:
             self._learn_gain(last, num_tokens, step, counters)

@@ -12,6 +12,7 @@ MEMORY = 64  # measurements after which a knot has mostly forgotten what it was
 LEAST_WEIGHT = 0.25  # with less, of forgotten measurements, a knot is not known any more
 MAX_SLOWNESS = 3.0  # times the expected time that a step counts at most: the engine may have paused
 LEAST_SHARE = 0.75  # of a knot's time, whatever the context
+NUM_COLD_STEPS = 4  # near a knot that may have been the first of their size
 UNKNOWN_GROWTH = 0.5  # twice the tokens cost sqrt(2) times as long, until they are measured
 
 _Floats = npt.NDArray[np.float64]
@@ -31,6 +32,20 @@ class StepCost:
         self._contexts = np.zeros(len(KNOTS))
         self._weights = np.zeros(len(KNOTS))
         self._covariance = self._variance = 0.0
+        self._sizes: set[int] = set()  # numbers of tokens that have been verified
+        self._nums_cold = np.zeros(len(KNOTS), int)
+
+    def was_cold(self, num_tokens: int) -> bool:
+        """Whether a step says nothing of later ones, being the first of its size: kernels are made then.
+
+        Of many sizes near one knot only the first few pass for cold, or it would never be known.
+        """
+        knot = int(np.searchsorted(KNOTS, num_tokens, side="right")) - 1
+        if num_tokens in self._sizes or self._nums_cold[knot] == NUM_COLD_STEPS:
+            return False
+        self._sizes.add(num_tokens)
+        self._nums_cold[knot] += 1
+        return True
 
     def unmeasured_above(self, num_tokens: int) -> int | None:
         """The next knot above that many tokens, if it was hardly ever measured."""
