@@ -1,4 +1,4 @@
-"""Write the parts of these pages that come from the code: options, metrics, and every command's arguments.
+"""Write what comes from the code: options, metrics, the requests' options, and every command's arguments.
 
     python -m docs.generate
 
@@ -13,6 +13,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+from docs import request_options
 from rollout_spec.cli import build_parser
 from rollout_spec.config import AUTO, METHODS, ROUTINGS, VERIFY, SpecConfig
 from rollout_spec.metrics import METRICS
@@ -88,9 +89,15 @@ def _rows(parser: argparse.ArgumentParser, actions: list[argparse.Action]) -> li
 
 
 def generated(name: str) -> str:
-    """The text of one part; NAME is `options`, `metrics` or `arguments COMMAND`."""
-    kind, _, command = name.partition(" ")
-    return {"options": options, "metrics": metrics, "arguments": lambda: arguments(command)}[kind]()
+    """The text of one part: `options`, `metrics`, `request TABLE` or `arguments COMMAND`."""
+    kind, _, of = name.partition(" ")
+    parts = {
+        "options": options,
+        "metrics": metrics,
+        "request": lambda: request_options.page(getattr(request_options, of.upper())),
+        "arguments": lambda: arguments(of),
+    }
+    return parts[kind]()
 
 
 def renewed(text: str) -> str:
