@@ -121,8 +121,13 @@ def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatc
         async def resume_generation(self) -> None:
             self.is_paused = False
 
-    def make(spec: dict[str, Any] | None, full_determinism: bool = False, is_stepping: bool = False) -> Any:
-        llm = make_engine(spec, scheduler_cls=SCHEDULER, worker_extension_cls=EXTENSION)
+    def make(
+        spec: dict[str, Any] | None,
+        full_determinism: bool = False,
+        is_stepping: bool = False,
+        **arguments: Any,
+    ) -> Any:
+        llm = make_engine(spec, scheduler_cls=SCHEDULER, worker_extension_cls=EXTENSION, **arguments)
         options = {"method": "sam", **(spec or {})}
         engine_class = SteppingEngine if is_stepping else Engine
         return server_of(engine_class(llm), options, full_determinism)
