@@ -73,7 +73,7 @@ SAMPLING = (
     _same("repetition_penalty", {"repetition_penalty": 1.2}),
     _refused("logit_bias", _SPECULATIVE, _BY_VLLM, {"logit_bias": {65: 2.0}}),
     _same("allowed_token_ids", {"allowed_token_ids": list(range(33, 120, 2))}),
-    _same("bad_words", {"bad_words": ["{0}", "{1}"]}),
+    _same("bad_words", {"bad_words": list("JKLMNOPQ") + ["ab", "abc"]}),
     _same("stop", {"stop": ["{1}", "{0}"]}, {"stop": ["{1}"], "min_tokens": 20}),
     _same("include_stop_str_in_output", {"include_stop_str_in_output": True, "stop": ["{0}"]}),
     _same("stop_token_ids", {"stop_token_ids": list(range(33, 37))}),

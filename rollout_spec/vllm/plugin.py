@@ -77,6 +77,7 @@ def connect() -> None:
         ConfigError: the installed vLLM is too old.
         PatchError: it is not one that these patches were written for.
     """
+    from rollout_spec.vllm.allowed_tokens import mend_allowed_tokens
     from rollout_spec.vllm.ascend import mend_ascend_sampling
     from rollout_spec.vllm.features import refuse_old_version
     from rollout_spec.vllm.mends import mend_cpu_engine
@@ -95,6 +96,7 @@ def connect() -> None:
     when_imported("vllm.v1.engine.input_processor", refuse_requests)
     when_imported("vllm.v1.engine.output_processor", end_at_stop_strings)
     when_imported("vllm.v1.core.sched.scheduler", cut_drafts_at_reasoning_end)
+    when_imported("vllm.v1.worker.gpu_input_batch", mend_allowed_tokens)
     mend_cpu_engine()
     mend_ascend_sampling()
 

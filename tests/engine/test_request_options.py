@@ -96,7 +96,6 @@ def sampling(example: dict[str, Any], text: str = "") -> Any:
         "repetition_detection": lambda value: RepetitionDetectionParams(**value),
         "output_kind": RequestOutputKind,
         "stop": lambda value: [each.format(text[22:25], text[26:28]) for each in value],
-        "bad_words": lambda value: [each.format(text[22:25], text[26:28]) for each in value],
     }.items():
         if name in made:
             made[name] = make(made[name])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout_spec.measure.certify_numerics import p_values
-from tests.engine.conftest import proposer_of, token_ids
+from tests.engine.conftest import VOCAB_SIZE, proposer_of, token_ids
 
 FALSE_ALARM_RATE = 1e-5  # of one comparison
 NUM_SAMPLES = 1500
@@ -145,3 +145,44 @@ def test_seeded_requests_repeat(make_engine: Any, method: str) -> None:
         return token_ids(llm.generate([{"prompt_token_ids": PROMPT}] * 8, params, use_tqdm=False))
 
     assert run(0) == run(1)
+
+
+@pytest.mark.parametrize("spec", [None, {}], ids=["plain", "drafting"])
+def test_allowed_tokens_leave_with_their_request(make_engine: Any, spec: dict[str, Any] | None) -> None:
+    """A request in a row that held another's, which has moved to a lower row and still runs."""
+    llm = make_engine(spec, fresh=True)
+    engine = llm.llm_engine
+
+    def add(name: str, max_tokens: int, **settings: Any) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **settings
+        )
+        engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
+
+    def finish(*names: str) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        while not found.keys() >= set(names):
+            found |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+        return found
+
+    add("alone", 20)
+    expected = finish("alone")["alone"]
+    few = sorted(set(range(3, VOCAB_SIZE)) - set(expected))
+    add("first", 2)
+    add("few", 80, allowed_token_ids=few)
+    finish("first")  # so that "few" moves to its row
+    add("next", 20)
+    assert finish("next")["next"] == expected
+
+    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+    batch = worker.model_runner.input_batch
+    mask = batch.allowed_token_ids_mask_cpu_tensor
+    add("other", 20)
+    engine.step()
+    assert mask.any(dim=1).tolist()[:3] == [True, False, False]
+    batch.swap_states(0, 1)
+    assert mask.any(dim=1).tolist()[:3] == [False, True, False]
+    batch.swap_states(0, 1)
+    assert set(finish("few")["few"]) <= set(few)
