@@ -49,7 +49,7 @@ SLOW := $(PYTEST) -m slow $(TWO) --no-loadscope-reorder # but as tests/conftest.
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	life_cycle requests sampling coupled counters interruptions policy plain_vllm graphs schedule_ahead \
-	runner_v2 request_options vision)
+	runner_v2 request_options vision lora)
 NEWER := tests/engine/test_runner_v2.py
 # What takes all memory.
 ALONE := tests/test_training.py

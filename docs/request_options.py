@@ -73,7 +73,7 @@ SAMPLING = (
     _same("repetition_penalty", {"repetition_penalty": 1.2}),
     _refused("logit_bias", _SPECULATIVE, _BY_VLLM, {"logit_bias": {65: 2.0}}),
     _same("allowed_token_ids", {"allowed_token_ids": list(range(33, 120, 2))}),
-    _same("bad_words", {"bad_words": list("JKLMNOPQ") + ["ab", "abc"]}),
+    _same("bad_words", {"bad_words": [*"JKLMNOPQ", "ab", "abc"]}),
     _same("stop", {"stop": ["{1}", "{0}"]}, {"stop": ["{1}"], "min_tokens": 20}),
     _same("include_stop_str_in_output", {"include_stop_str_in_output": True, "stop": ["{0}"]}),
     _same("stop_token_ids", {"stop_token_ids": list(range(33, 37))}),
@@ -125,7 +125,8 @@ SAMPLING = (
 REQUEST = (
     _same("prompt_token_ids", {"prompt": {"prompt_token_ids": [65, 66, 67] * 4}}),
     _same("mm_features", note="images; video and audio are not tested", test="test_vision.py"),
-    _same("lora_request", test="test_lora.py"),
+    _same("lora_request", note="on a CPU vLLM gives a request without an adapter one of those beside it, "
+          "with drafts and without", test="test_lora.py"),
     _same("prompt_embeds", test="test_lora.py"),
     _same("prompt_is_token_ids", test="test_lora.py"),
     _same("priority", note="with `scheduling_policy=priority`", test="test_lora.py"),
