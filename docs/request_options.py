@@ -56,7 +56,7 @@ def _of_vllm(name: str, versions: tuple[str, ...] = VERSIONS) -> Option:
 _BY_VLLM = "by vLLM, together with any drafter"
 _SPECULATIVE = "not yet supported with speculative decoding"
 _NEEDS_V2 = "by vLLM: it needs model runner V2"
-_PARTS = "the parts of a stream add up to the same; a part may have more tokens"
+_PARTS = "a stream's parts add up to the same; a part may have more tokens"
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 _ENDING = {"ignore_eos": False}
 
@@ -125,8 +125,8 @@ SAMPLING = (
 REQUEST = (
     _same("prompt_token_ids", {"prompt": {"prompt_token_ids": [65, 66, 67] * 4}}),
     _same("mm_features", note="images; video and audio are not tested", test="test_vision.py"),
-    _same("lora_request", note="on a CPU vLLM gives a request without an adapter one of those beside it, "
-          "with drafts and without", test="test_lora.py"),
+    _same("lora_request", note="on CPUs vLLM gives a row without an adapter the one of another row",
+          test="test_lora.py"),
     _same("prompt_embeds", test="test_lora.py"),
     _same("prompt_is_token_ids", test="test_lora.py"),
     _same("priority", note="with `scheduling_policy=priority`", test="test_lora.py"),
@@ -136,8 +136,7 @@ REQUEST = (
     Option("resumable", REFUSED, "by us", error="resumable", test="test_requests.py"),
     Option("sampling_params", SAME, "the table above"),
     Option("pooling_params", NO_EFFECT, "a pooling request generates nothing"),
-    Option("data_parallel_rank", NO_EFFECT, "it chooses the engine core; a request that gives its name gets "
-           "the same from each"),
+    Option("data_parallel_rank", NO_EFFECT, "which engine core; a named request gets the same from each"),
     Option("trace_headers", NO_EFFECT, "for tracing", examples=({"trace_headers": {}},)),
     Option("session_id", NO_EFFECT, "where the cache is kept", examples=({"session_id": "a"},),
            versions=FROM_29),
