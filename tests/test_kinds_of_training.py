@@ -1,15 +1,70 @@
-"""Trainings of other kinds than the demo's, two steps each."""
+"""Trainings of other kinds than the demo's, two steps each, and its own command in each of verl's modes."""
 
 from __future__ import annotations
 
+import json
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from tests.tiny_vl import make_tiny_vl
-from tests.trainings import make_image_data, train
+from tests.trainings import NUM_PROMPTS, NUM_SAMPLES, TOOLS, make_image_data, make_policy, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_the_quick_demo(mode: str, policy: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Also where a batch is there before the weights change, so that its step has no tokens of its own."""
+    command = [sys.executable, "-m", "rollout_spec.cli", "demo", "--quick", "--trainer", mode]
+    command += ["--model", str(policy), "--output", str(tmp_path), "rollout.spec.batch_threshold=64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for method in ("off", "sam"):
+        assert summary[method]["step"] == [1, 2]
+        assert summary[method]["generated_tokens"][0] > 0
+    assert summary["sam"]["num_drafts"] > 0 == summary["off"]["num_drafts"]
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_tool_agent_of_several_turns_and_two_samples_in_validations(
+    policy: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """What a validation generates differs from sample to sample, and is not counted."""
+    options = [
+        "agent.default_agent_loop=tool_agent",
+        "multi_turn.enable=true",
+        "multi_turn.max_assistant_turns=3",
+        "multi_turn.format=always",
+        f"multi_turn.function_tool_path={TOOLS}",
+        "val_kwargs.n=2",
+        "val_kwargs.do_sample=true",
+        "val_kwargs.temperature=1.0",
+    ]
+    steps = train(
+        tmp_path,
+        policy,
+        "data.max_response_length=240",
+        "trainer.test_freq=1",
+        f"trainer.validation_data_dir={tmp_path}/validation",
+        *(f"actor_rollout_ref.rollout.{option}" for option in options),
+    )
+    for metrics in steps:
+        assert metrics["num_turns/max"] == 6, "three of the policy, two of the tool, and the prompt"
+        assert metrics["rollout/spec_generated_tokens"] <= NUM_PROMPTS * NUM_SAMPLES * 240
+    files = list((tmp_path / "validation").glob("*.jsonl"))
+    assert len(files) == len(steps)
+    for file in files:
+        said = [json.loads(line)["output"] for line in file.read_text().splitlines()]
+        assert len(said) == len(set(said)) == 2 * NUM_PROMPTS
 
 
 def test_prompts_with_images(tmp_path: pathlib.Path) -> None:

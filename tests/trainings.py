@@ -8,6 +8,7 @@ import pathlib
 import sys
 
 from rollout_spec.demo.data import make_data
+from rollout_spec.demo.model import make_model
 from rollout_spec.demo.runner import METRICS_FILE
 from tests.test_training import execute
 from tests.tiny_vl import make_image
@@ -17,6 +18,30 @@ NUM_SAMPLES = 4
 LENGTH = 64
 NUM_STEPS = 2
 TOOLS = pathlib.Path(__file__).with_name("tools.py")
+
+
+def make_policy(folder: pathlib.Path) -> pathlib.Path:
+    """Two layers, with the tokenizer of the demo's; one token is much likelier than the others, as with a
+    trained policy, so that it soon repeats itself."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        make_model(pathlib.Path(".cache/models/smollm2-float32"), "float32")
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=1024,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(24)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def make_image_data(folder: pathlib.Path) -> pathlib.Path:
