@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from docs.generate import DOCS, PART, renewed
+from docs.request_options import NO_EFFECT, REFUSED, REQUEST, SAMPLING
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import (
     METRICS,
@@ -43,6 +44,17 @@ def test_what_comes_from_the_code_is_up_to_date():
     stale = [page.name for page in PAGES if renewed(page.read_text()) != page.read_text()]
     assert not stale, "run: python -m docs.generate"
     assert sum(len(PART.findall(page.read_text())) for page in PAGES) >= 12
+
+
+@pytest.mark.parametrize("option", [*SAMPLING, *REQUEST], ids=lambda option: option.name)
+def test_every_verdict_on_a_request_has_a_test_or_a_reason(option):
+    if option.test:
+        assert (ROOT / "tests/engine" / option.test).exists()
+    elif option.verdict == NO_EFFECT:
+        assert option.note
+    else:
+        assert option.examples or option.name == "sampling_params"  # which is the first table
+    assert (option.verdict == REFUSED) == bool(option.error)
 
 
 def test_every_metric_that_is_logged_is_explained_once():
