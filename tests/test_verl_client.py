@@ -163,6 +163,15 @@ def test_a_call_without_a_name_is_verls() -> None:
     assert server.sent == [None]
 
 
+def test_a_name_that_cannot_be_read_is_handed_on() -> None:
+    """It costs the call its name; what it may be, `names_of` says."""
+    server, deep = Server(), []
+    for _ in range(100_000):
+        deep = [deep]
+    asyncio.run(call(make(server), [1], {"extra_args": {KEY: deep}}))
+    assert server.sent[0][KEY] is deep
+
+
 def test_a_name_of_the_users_own_is_the_samples() -> None:
     server = Server()
     client = make(server)

@@ -51,6 +51,24 @@ def test_requests_without_a_group_are_verls() -> None:
     assert not router._homes._homes
 
 
+@pytest.mark.parametrize("group", [["a"], {"a": 1}, "\ud800", b"a"])
+def test_a_group_that_cannot_be_read_is_none(group: Any) -> None:
+    """A caller may send anything: it costs the request its siblings, not the router or the engine."""
+    router = make()
+    for i in range(4):
+        router.acquire_server(str(i), {"extra_args": {"rollout_spec_group": group}})
+    assert not router._homes._homes and set(loads(router).values()) == {2}
+
+    async def request() -> list[str]:
+        engine = Engine()
+        engine.may_end.set()
+        params = SimpleNamespace(extra_args={"rollout_spec_group": group})
+        outputs = Ranks(engine.generate, 2, homes.Homes(3)).generate([1], params, "r", priority=0)
+        return [output async for output in outputs]
+
+    assert asyncio.run(request()) == ["first", "last"]
+
+
 @pytest.mark.parametrize("limit", [None, -1, 2.5, True, "16"])
 def test_a_wrong_limit_is_refused(limit: Any) -> None:
     with pytest.raises(ValueError, match=r"max_imbalance=.*: must be a whole number of at least 0"):

@@ -22,7 +22,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY, key_of_name
+from rollout_spec.vllm.keys import GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY, key_of_name, names_of
 
 MAX_SAMPLES = 100_000  # that are remembered; more than a worker has under way
 
@@ -63,14 +63,14 @@ class Calls:
             sampling_params: with the sample's name in `extra_args`; without one they stay as they are.
         """
         extra_args = sampling_params.get("extra_args") or {}
-        name = extra_args.get(KEY)
-        if name is None:
+        names = names_of(extra_args)
+        if names.key is None:
             return sampling_params
-        sample = self._samples.setdefault(key_of_name(name), _Sample(len(prompt_ids)))
+        sample = self._samples.setdefault(names.key, _Sample(len(prompt_ids)))
         if len(self._samples) > MAX_SAMPLES:
             del self._samples[next(iter(self._samples))]
-        own = {KEY: sample.name_call(name, prompt_ids), TURN_TOKENS_KEY: len(prompt_ids)}
-        if GROUP_KEY in extra_args:
+        own = {KEY: sample.name_call(extra_args[KEY], prompt_ids), TURN_TOKENS_KEY: len(prompt_ids)}
+        if names.group is not None:
             own[GROUP_TOKENS_KEY] = sample.num_group_tokens
         return {**sampling_params, "extra_args": {**extra_args, **own}}
 

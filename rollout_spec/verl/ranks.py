@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from rollout_spec.verl.homes import Homes
-from rollout_spec.vllm.keys import GROUP_KEY
+from rollout_spec.vllm.keys import names_of
 
 
 class Ranks:
@@ -38,7 +38,7 @@ class Ranks:
 
         A request without one goes to the rank that the caller names, by default to the one with the fewest.
         """
-        group, rank = (sampling_params.extra_args or {}).get(GROUP_KEY), data_parallel_rank
+        group, rank = names_of(sampling_params.extra_args).group, data_parallel_rank
         loads = self._loads
         if group is not None:
             rank = self._homes.choose(group, loads)

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from rollout_spec import trace
-from rollout_spec.vllm.keys import GROUP_KEY, KEY, TURN_TOKENS_KEY
+from rollout_spec.vllm.keys import KEY, names_of
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -39,13 +39,14 @@ class Recorder:
         """
         if self._file is None:
             return
-        num_turn_tokens = named.get(TURN_TOKENS_KEY)
-        if type(num_turn_tokens) is not int or num_turn_tokens < 0:
-            num_turn_tokens = len(prompt_ids)
+        names = names_of(named)
+        num_turn_tokens = len(prompt_ids) if names.num_turn_tokens is None else names.num_turn_tokens
         prompt, before = tuple(map(int, prompt_ids[:num_turn_tokens])), prompt_ids[num_turn_tokens:]
         response = [*map(int, before), *map(int, token_ids)]
         if response:
-            group = str(named.get(GROUP_KEY, hash(prompt)))  # without a name it is a group of its own
+            group = (
+                str(hash(prompt)) if names.group is None else names.group
+            )  # without a name, one of its own
             self._responses[group, prompt].append((response, _plain(named.get(KEY))))
 
     def flush(self, step: int | None) -> None:

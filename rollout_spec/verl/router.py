@@ -8,7 +8,7 @@ from typing import Any
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from rollout_spec.verl.homes import Homes
-from rollout_spec.vllm.keys import GROUP_KEY
+from rollout_spec.vllm.keys import names_of
 
 
 class GroupRouter(GlobalRequestLoadBalancer):
@@ -35,7 +35,7 @@ class GroupRouter(GlobalRequestLoadBalancer):
         self, request_id: str, sampling_params: Mapping[str, Any] | None = None
     ) -> tuple[str, Any]:
         """As verl's; `sampling_params` name the group, and a request that does not has no siblings."""
-        group = ((sampling_params or {}).get("extra_args") or {}).get(GROUP_KEY)
+        group = names_of((sampling_params or {}).get("extra_args")).group
         if group is not None and request_id not in self._request_id_to_server and self._inflight_requests:
             # What verl takes for the server of an earlier request of this id.
             self._request_id_to_server[request_id] = self._homes.choose(group, self._inflight_requests)
