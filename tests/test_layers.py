@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "drafting": ("config metrics", "numpy"),
     "verification": ("", "numpy torch"),
     "vllm": ("config metrics patches drafting verification", "numpy torch vllm"),
-    "verl_cpu": ("patches", "ray torch verl zmq"),
+    "verl_cpu": ("patches", "ray torch transformers verl zmq"),
     "verl": (
         "config metrics patches trace drafting vllm verl_cpu",
         "hydra omegaconf ray tensordict transfer_queue verl",

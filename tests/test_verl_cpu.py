@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -362,3 +363,22 @@ def test_position_ids_of_images_are_taken_apart_by_sample(lengths: list[int]) ->
     parts = tensordict_utils.chunk_tensordict(mini_batch, 2)
     found = [sample for part in parts for sample in part["position_ids"].unbind()]
     assert all(torch.equal(sample, samples[i]) for sample, i in zip(found, [3, 1, 0, 2], strict=True))
+
+
+def test_a_critic_loads_without_flash_attention(tmp_path: pathlib.Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from verl.utils import model as verl_model
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_labels=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    verl_cpu_patches.load_critics(verl_model)
+    critic = verl_model.load_valuehead_model(str(tmp_path), torch.float32, config, False)
+    values = critic(input_ids=torch.tensor([[1, 2, 3]])).logits
+    assert values.shape == (1, 3, 1) and values.isfinite().all()

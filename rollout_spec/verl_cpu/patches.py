@@ -57,6 +57,14 @@ _SAVED = Patch(
     until="verl copies what it saves",
 )
 
+_CRITIC = Patch(
+    name="critic-without-flash-attention",
+    reason='"is not a value head model, please install trl": verl loads a critic with flash-attn, which has '
+    "no CPU path, whatever critic.model.override_config.attn_implementation says",
+    upstream="verl/utils/model.py, load_valuehead_model",
+    until="verl asks for the attention that is configured",
+)
+
 _POSITIONS = Patch(
     name="positions-of-one-length",
     reason='training on images fails ("split_with_sizes expects split_sizes to sum exactly to") where all '
@@ -80,6 +88,7 @@ def apply() -> None:
         when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
         when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", fail_weight_sync)
         when_imported("verl.utils.fsdp_utils", copy_saved_weights)
+        when_imported("verl.utils.model", load_critics)
         when_imported("verl.utils.tensordict_utils", pack_positions)
 
 
@@ -236,6 +245,28 @@ def copy_saved_weights(fsdp_utils: Any) -> None:
     )
     original = replace_function(
         fsdp_utils, "fsdp2_sharded_save_to_cpu", save, patch=_SAVED, expected_signature=signature
+    )
+
+
+def load_critics(model: Any) -> None:
+    """Load a critic as verl does first, a model that classifies tokens, with torch's attention."""
+    from transformers import AutoModelForTokenClassification
+
+    def load(local_path: Any, torch_dtype: Any, model_config: Any, trust_remote_code: Any) -> Any:
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            dtype=torch_dtype,
+            config=model_config,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
+
+    replace_function(
+        model,
+        "load_valuehead_model",
+        load,
+        patch=_CRITIC,
+        expected_signature="(local_path, torch_dtype, model_config, trust_remote_code)",
     )
 
 
