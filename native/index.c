@@ -78,22 +78,33 @@ void rs_index_free(rs_index *index) {
 
 /* ---- groups ---- */
 
-static rs_status index_prompt(rs_index *index, rs_group *group, const int32_t *tokens, int64_t num_tokens) {
-    rs_status status = rs_automaton_init(&group->automaton, &index->memory, true);
-    for (int64_t i = 0; i < num_tokens && status == RS_OK; i++) {
-        rs_extension extension = {.after = RS_ROOT};
-        status = rs_extend(&group->automaton, group->prompt_last, tokens[i], &extension);
-        group->prompt_last = extension.after;
-        rs_recent_push(&group->prompt_recent, tokens[i]);
-        if (index->corpus.states != NULL) {
-            rs_cursor_move(&index->corpus, &group->prompt_cursor, tokens[i]);
+/* Up to max_tokens more of it. */
+static rs_status index_prompt(rs_index *index, rs_group *group, const int32_t *tokens, int64_t max_tokens) {
+    for (; max_tokens > 0 && !rs_is_whole(group); max_tokens--) {
+        const int32_t token = tokens[group->prompt_level];
+        rs_extension extension;
+        rs_status status = rs_extend(&group->automaton, group->prompt_last, token, &extension);
+        if (status != RS_OK) {
+            return status;
         }
+        group->prompt_last = extension.after;
+        rs_recent_push(&group->prompt_recent, token);
+        if (index->corpus.states != NULL) {
+            rs_cursor_move(&index->corpus, &group->prompt_cursor, token);
+        }
+        group->prompt_level++;
+        group->num_tokens++;
     }
-    return status;
+    return RS_OK;
 }
 
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
                         int32_t *group, rs_error *error) {
+    return rs_group_open_part(index, prompt_token_ids, num_prompt_tokens, num_prompt_tokens, group, error);
+}
+
+rs_status rs_group_open_part(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
+                             int64_t num_indexed, int32_t *group, rs_error *error) {
     rs_status status = rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error);
     if (status != RS_OK) {
         return status;
@@ -105,11 +116,11 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
             return rs_memory_error(&index->memory, error, status, -1);
         }
     }
-    rs_group opened = {.open = true,
-                       .next_free = -1,
-                       .prompt_len = (int32_t)num_prompt_tokens,
-                       .num_tokens = (uint64_t)num_prompt_tokens};
-    status = index_prompt(index, &opened, prompt_token_ids, num_prompt_tokens);
+    rs_group opened = {.open = true, .next_free = -1, .prompt_len = (int32_t)num_prompt_tokens};
+    status = rs_automaton_init(&opened.automaton, &index->memory, true);
+    if (status == RS_OK) {
+        status = index_prompt(index, &opened, prompt_token_ids, num_indexed);
+    }
     if (status != RS_OK) {
         rs_automaton_free(&opened.automaton);
         return rs_memory_error(&index->memory, error, status, -1);
@@ -137,6 +148,23 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
     *found = (rs_group){.next_free = index->free_group};
     index->free_group = group;
     return RS_OK;
+}
+
+rs_status rs_group_extend(rs_index *index, int32_t group, const int32_t *prompt_token_ids, int64_t max_tokens,
+                          int64_t *num_left, rs_error *error) {
+    rs_group *found = rs_find_group(index, group);
+    if (found == NULL) {
+        return rs_fail(error, RS_EUNKNOWN, -1, "group=%" PRId32 ": unknown", group);
+    }
+    rs_status status = index_prompt(index, found, prompt_token_ids, max_tokens);
+    *num_left = found->prompt_len - found->prompt_level;
+    for (uint32_t i = 0; *num_left == 0 && i < index->num_sequences; i++) {
+        rs_sequence *sequence = index->sequences + i;
+        if (sequence->open && sequence->group == group && sequence->level == rs_start_level(index, sequence)) {
+            rs_sequence_restart(index, sequence); /* it waited for the end of the prompt */
+        }
+    }
+    return rs_memory_error(&index->memory, error, status, -1);
 }
 
 /* ---- sequences ---- */

@@ -11,9 +11,10 @@ typedef struct {
     int32_t next_free;     /* while closed; -1: none */
     int32_t num_sequences; /* open */
     int32_t prompt_len;
-    uint32_t prompt_last;    /* the state of the prompt */
-    rs_recent prompt_recent; /* its end */
-    rs_cursor prompt_cursor; /* its place in the corpus */
+    int32_t prompt_level;    /* tokens of it that are indexed; until it is all, no sequence is */
+    uint32_t prompt_last;    /* the state of these */
+    rs_recent prompt_recent; /* their end */
+    rs_cursor prompt_cursor; /* their place in the corpus */
     uint64_t num_tokens;
     rs_automaton automaton;
 } rs_group;
@@ -24,6 +25,7 @@ typedef struct {
     int32_t group;
     bool after_prompt;
     int32_t level;     /* tokens indexed, the prompt included if it comes after it */
+    int32_t next_level; /* after the step that is running */
     uint32_t last;     /* the state of its text */
     rs_recent recent;  /* the end of its text */
     rs_cursor cursor;  /* the place of its text in the corpus */
@@ -65,6 +67,8 @@ static inline rs_sequence *rs_find_sequence(const rs_index *index, int32_t seque
     bool known = sequence >= 0 && (uint32_t)sequence < index->num_sequences && index->sequences[sequence].open;
     return known ? index->sequences + sequence : NULL;
 }
+
+static inline bool rs_is_whole(const rs_group *group) { return group->prompt_level == group->prompt_len; }
 
 /* The level at which the sequence's own text begins. */
 static inline int32_t rs_start_level(const rs_index *index, const rs_sequence *sequence) {

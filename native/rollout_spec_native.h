@@ -24,7 +24,7 @@
  *
  * No function is thread safe for one index; different indexes are independent.
  * Every function that returns a status changes nothing when it fails, except that reserved memory may stay
- * reserved, and but for rs_corpus_add.
+ * reserved, and but for rs_group_extend and rs_corpus_add.
  * `error` may be NULL; when it is not, it is written on failure only. So may an array of no tokens; nothing else.
  */
 #ifndef ROLLOUT_SPEC_NATIVE_H
@@ -33,7 +33,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 17, /* raised with every change of this file */
+    RS_ABI_VERSION = 18, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -74,6 +74,7 @@ typedef struct {
     const int32_t *rows;             /* [num_rows], 0 .. num_matrix_rows - 1 */
     const int32_t *levels;           /* [num_rows], prompt included, at most num_columns and RS_MAX_TEXT_TOKENS */
     const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
+    int32_t max_new_tokens;          /* of the rows that have got more than a step gives, all together; 0: no limit */
     double min_token_prob;           /* 0 .. 1: the least survival that is drafted */
     int32_t *draft_tokens;           /* out [num_rows][K]; beyond num_draft_tokens unspecified */
     float *survivals;                /* out [num_rows][K]: the estimated probability that the draft up to and with
@@ -101,6 +102,16 @@ void rs_index_free(rs_index *index);
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
                         int32_t *group, rs_error *error);
 
+/* The same, but only the first num_indexed tokens are indexed (at most all). Until rs_group_extend has indexed the rest,
+ * a step leaves out the group's sequences: nothing of them is indexed and nothing is drafted. */
+rs_status rs_group_open_part(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
+                             int64_t num_indexed, int32_t *group, rs_error *error);
+
+/* Index up to max_tokens more of the prompt, which is the one that the group was opened with. What was indexed before it
+ * failed stays, and so it can be called again. *num_left: tokens that are still to be indexed. */
+rs_status rs_group_extend(rs_index *index, int32_t group, const int32_t *prompt_token_ids, int64_t max_tokens,
+                          int64_t *num_left, rs_error *error);
+
 /* Forgets the group's text. RS_EINVAL while one of its sequences is open. */
 rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
 
@@ -118,7 +129,10 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
 
 /* Index what is new in every row, then draft for every row: siblings see each other's newest tokens.
  * A level above the last one indexes the tokens between; the same level indexes nothing; a lower one
- * (a request that was started again) indexes the row from its start, as a new sequence would. */
+ * (a request that was started again) indexes the row from its start, as a new sequence would.
+ *
+ * max_new_tokens bounds the step: every row indexes up to RS_MAX_SPECULATIVE_TOKENS + 1 tokens, and more as long as
+ * such rows have fewer than that together. A row that is not whole then has no draft; the steps that follow go on. */
 rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error);
 
 /* Of the draft tokens of a step, the first numbers[i] of every entry i, or all it has, one entry after the other; tokens

@@ -3,7 +3,7 @@
  *     check    every entry, before anything changes
  *     index    the new tokens of all rows into the automata of their groups, with a log to undo it
  *     commit   what all rows have generated: texts, places in the corpus, and what is learned from it
- *     draft    for all rows that may
+ *     draft    for all rows that may and are indexed to their end
  *
  * Invariants: a step that fails has changed nothing but capacities, since only `index` can fail after `check`, and it
  * is undone; a draft waits to be verified until the next step; siblings see each other's newest tokens. */
@@ -13,6 +13,7 @@
 #include "draft.h"
 
 enum {
+    TOKENS_OF_A_STEP = RS_MAX_SPECULATIVE_TOKENS + 1, /* at most, of a row that missed none */
     KEPT_EXTENSIONS = 1 << 12 /* of the undo log; a longer one is freed after the step */
 };
 
@@ -40,7 +41,22 @@ static place first_new(const rs_index *index, const rs_sequence *sequence, int32
 
 static uint64_t num_new_tokens(const rs_index *index, const rs_batch *batch, int32_t i) {
     const rs_sequence *sequence = index->sequences + batch->sequences[i];
-    return (uint64_t)(batch->levels[i] - first_new(index, sequence, batch->levels[i]).level);
+    return (uint64_t)(sequence->next_level - first_new(index, sequence, sequence->next_level).level);
+}
+
+/* How far the row comes in this step: all the way, or as far as what is left of max_new_tokens takes it. */
+static int32_t level_within(const rs_index *index, const rs_sequence *sequence, int32_t level, int64_t *num_left) {
+    if (!rs_is_whole(index->groups + sequence->group)) {
+        return sequence->level;
+    }
+    const int32_t first = first_new(index, sequence, level).level;
+    if (level - first <= TOKENS_OF_A_STEP) {
+        return level;
+    }
+    const int64_t most = *num_left > TOKENS_OF_A_STEP ? *num_left : TOKENS_OF_A_STEP;
+    const int32_t num_new = level - first <= most ? level - first : (int32_t)most;
+    *num_left -= num_new;
+    return first + num_new;
 }
 
 /* ---- check ---- */
@@ -78,7 +94,8 @@ static rs_status check_level(const rs_index *index, const rs_batch *batch, int32
     return RS_OK;
 }
 
-static rs_status check_entry(const rs_index *index, const rs_batch *batch, int32_t i, rs_error *error) {
+static rs_status check_entry(const rs_index *index, const rs_batch *batch, int32_t i, int64_t *num_left,
+                             rs_error *error) {
     rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
     if (sequence == NULL) {
         return rs_fail(error, RS_EUNKNOWN, i, "sequences[%" PRId32 "]=%" PRId32 ": unknown", i, batch->sequences[i]);
@@ -101,7 +118,7 @@ static rs_status check_entry(const rs_index *index, const rs_batch *batch, int32
                        batch->max_draft_tokens[i]);
     }
     const int32_t *tokens = row_tokens(batch, i);
-    const int32_t level = batch->levels[i];
+    const int32_t level = sequence->next_level = level_within(index, sequence, batch->levels[i], num_left);
     for (int32_t position = first_new(index, sequence, level).level; position < level; position++) {
         if (tokens[position] < 0) {
             return rs_fail(error, RS_EINVAL, i,
@@ -115,8 +132,9 @@ static rs_status check_entry(const rs_index *index, const rs_batch *batch, int32
 static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) {
     index->num_steps++;
     rs_status status = check_batch(batch, error);
+    int64_t num_left = batch->max_new_tokens > 0 ? batch->max_new_tokens : INT64_MAX;
     for (int32_t i = 0; status == RS_OK && i < batch->num_rows; i++) {
-        status = check_entry(index, batch, i, error);
+        status = check_entry(index, batch, i, &num_left, error);
     }
     return status;
 }
@@ -128,7 +146,7 @@ static rs_status reserve(rs_index *index, const rs_batch *batch, rs_error *error
     uint64_t num_new = 0;
     for (int32_t i = 0; i < batch->num_rows; i++) {
         rs_sequence *sequence = index->sequences + batch->sequences[i];
-        uint64_t text_len = (uint64_t)(batch->levels[i] - rs_start_level(index, sequence));
+        uint64_t text_len = (uint64_t)(sequence->next_level - rs_start_level(index, sequence));
         num_new += num_new_tokens(index, batch, i);
         rs_status status = rs_reserve(&index->memory, (void **)&sequence->text, &sequence->text_capacity, text_len,
                                       sizeof *sequence->text);
@@ -146,7 +164,8 @@ static rs_status index_row(rs_index *index, const rs_batch *batch, int32_t i, ui
     const rs_sequence *sequence = index->sequences + batch->sequences[i];
     rs_automaton *automaton = &index->groups[sequence->group].automaton;
     const int32_t *tokens = row_tokens(batch, i);
-    for (place at = first_new(index, sequence, batch->levels[i]); at.level < batch->levels[i]; at.level++) {
+    const int32_t level = sequence->next_level;
+    for (place at = first_new(index, sequence, level); at.level < level; at.level++) {
         rs_extension *extension = index->extensions + *num_done;
         rs_status status = rs_extend(automaton, at.last, tokens[at.level], extension);
         if (status != RS_OK) {
@@ -163,7 +182,7 @@ static void unindex_row(rs_index *index, const rs_batch *batch, int32_t i, const
                         uint64_t num_done) {
     const rs_sequence *sequence = index->sequences + batch->sequences[i];
     rs_automaton *automaton = &index->groups[sequence->group].automaton;
-    const int32_t *tokens = row_tokens(batch, i) + first_new(index, sequence, batch->levels[i]).level;
+    const int32_t *tokens = row_tokens(batch, i) + first_new(index, sequence, sequence->next_level).level;
     while (num_done-- > 0) {
         rs_retract(automaton, tokens[num_done], extensions + num_done);
     }
@@ -213,9 +232,9 @@ static void learn_contexts(rs_index *index, const rs_sequence *sequence, int32_t
 /* Returns how many tokens of entry i are new. */
 static uint64_t commit_row(rs_index *index, const rs_batch *batch, int32_t i) {
     const int32_t id = batch->sequences[i];
-    const int32_t level = batch->levels[i];
     const int32_t *tokens = row_tokens(batch, i);
     rs_sequence *sequence = index->sequences + id;
+    const int32_t level = sequence->next_level;
     if (level > sequence->level) {
         learn_outcome(index, id, tokens + sequence->level, level - sequence->level);
     } else if (level < sequence->level) {
@@ -255,7 +274,9 @@ static void commit_rows(rs_index *index, const rs_batch *batch) {
 static void draft_rows(const rs_index *index, const rs_batch *batch) {
     for (int32_t i = 0; i < batch->num_rows; i++) {
         const int64_t at = (int64_t)i * index->options.num_speculative_tokens;
-        batch->num_draft_tokens[i] = rs_draft(index, batch->sequences[i], batch->max_draft_tokens[i],
+        const rs_sequence *sequence = index->sequences + batch->sequences[i];
+        const bool is_whole = rs_is_whole(index->groups + sequence->group) && sequence->level == batch->levels[i];
+        batch->num_draft_tokens[i] = rs_draft(index, batch->sequences[i], is_whole ? batch->max_draft_tokens[i] : 0,
                                               batch->min_token_prob, batch->draft_tokens + at, batch->survivals + at);
     }
 }

@@ -110,7 +110,11 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
         return "sequence: its group is not open";
     }
     const rs_automaton *a = &group->automaton;
-    if (sequence->last >= a->num_states || a->states[sequence->last].len != (uint32_t)sequence->level) {
+    const bool waits = !rs_is_whole(group);
+    if (waits && sequence->level != rs_start_level(index, sequence)) {
+        return "sequence: it is indexed before its group's prompt";
+    }
+    if (sequence->last >= a->num_states || (!waits && a->states[sequence->last].len != (uint32_t)sequence->level)) {
         return "sequence: last is not the state of its text";
     }
     int32_t start_level = rs_start_level(index, sequence);
@@ -210,7 +214,7 @@ rs_status rs_index_validate(const rs_index *index, rs_error *error) {
         const rs_automaton *a = &group->automaton;
         broken = rs_automaton_check(a);
         if (broken == NULL && (group->prompt_last >= a->num_states ||
-                               a->states[group->prompt_last].len != (uint32_t)group->prompt_len)) {
+                               a->states[group->prompt_last].len != (uint32_t)group->prompt_level)) {
             broken = "group: prompt_last is not the state of its prompt";
         }
         if (broken != NULL) {

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.drafting import drafter as drafter_module
+from rollout_spec.drafting import groups
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate import HYSTERESIS_STEPS, Step
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
@@ -45,6 +47,12 @@ class Batch:
 
 def make(**options: object) -> Batch:
     return Batch(Drafter(SpecConfig(**{"batch_threshold": 8, "min_token_prob": 0.0, **options})))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step indexes all there is: what does not fit then comes in one step."""
+    monkeypatch.setattr(drafter_module, "MAX_TOKENS_AT_ONCE", 1 << 20)
 
 
 def test_a_sibling_drafts_what_the_other_wrote() -> None:
@@ -227,6 +235,7 @@ def test_a_full_index_gives_up_idle_groups_first() -> None:
     assert drafter.index.stats().num_bytes <= 1 << 20
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_request_that_does_not_fit_is_left_out_and_the_others_draft() -> None:
     drafter = Drafter(SpecConfig(max_index_mb=1, batch_threshold=8))
     batch = Batch(drafter, num_rows=3, length=30_000)
@@ -279,6 +288,64 @@ def test_a_response_of_the_history_that_holds_no_text_is_left_out() -> None:
     assert batch.step([[10, 11, 12, 10, 11]]) == [[12, 10, 11]]
 
 
+def long_run(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[int]]:
+    """Drafts at the end, and the tokens that each `open` and step indexed.
+
+    Siblings behind a long prompt; one was interrupted, one ends while the prompt is not whole. History.
+    """
+    monkeypatch.setattr(groups, "MAX_TOKENS_AT_ONCE", num_at_once)
+    monkeypatch.setattr(drafter_module, "MAX_TOKENS_AT_ONCE", num_at_once)
+    text = synthetic_text(9_000)
+    drafter = Drafter(SpecConfig(batch_threshold=8, min_token_prob=0.0, num_speculative_tokens=4, history=2))
+    batch = Batch(drafter, num_rows=4, length=9_000)
+    for begin in (100, 2_000):
+        drafter.history.add(group_key("g"), text[begin : begin + 500])
+    num_tokens, drafts = [0], []
+    for name, own in (("a", 0), ("b", 700), ("c", 0)):
+        row = len(batch.request_ids)
+        batch.request_ids.append(name)
+        batch.token_ids[row] = text
+        batch.levels[row] = 6_000 + own
+        drafter.open(name, batch.token_ids[row, : 6_000 + own], 9_000, "g", 6_000)
+        num_tokens.append(drafter.index.stats().num_tokens)
+    for step in range(60):
+        if step == 3:
+            drafter.close(batch.request_ids.pop())
+        batch.levels[:3] += 1
+        num_rows = len(batch.request_ids)
+        drafts = drafter.step(batch.request_ids, [1] * num_rows, batch.token_ids, batch.levels)
+        num_tokens.append(drafter.index.stats().num_tokens)
+    drafter.index.validate()
+    return drafts, np.diff(num_tokens).tolist()
+
+
+def test_a_long_prompt_is_indexed_a_few_hundred_tokens_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, _ = long_run(1 << 20, monkeypatch)
+    in_parts, num_tokens = long_run(512, monkeypatch)
+    assert at_once == in_parts and any(at_once)
+    assert max(num_tokens) <= 512 + 256 + 3 * (16 + 65)
+    assert sum(num_tokens) == 6_000 + 60 + 760 + 1_000  # c was closed before anything of it was indexed
+
+
+def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle groups make room first."""
+    drafter = Drafter(SpecConfig(batch_threshold=8, min_token_prob=0.0, max_index_mb=1))
+    batch = Batch(drafter, num_rows=4, length=40_000)
+    text = synthetic_text(40_000)
+    for i in range(3):
+        drafter.open(f"idle {i}", text[3_000 * i :][:3_000], 64)
+        drafter.close(f"idle {i}")
+    batch.open("long", text[:30_000], 40_000)
+    batch.open("short", max_level=1_000)
+    for step in range(150):
+        drafts = batch.step([[1], [10 + step % 4]])
+    assert drafts[0] == [] and drafts[1]
+    drafter.index.validate()
+    for name in ("long", "short"):
+        drafter.close(name)
+
+
+@pytest.mark.usefixtures("at_once")
 def test_rows_that_do_not_fit_together_go_one_by_one() -> None:
     config = SpecConfig(max_index_mb=1, batch_threshold=8, min_token_prob=0.1)
     batch = Batch(Drafter(config), num_rows=2, length=200_000)
@@ -290,6 +357,7 @@ def test_rows_that_do_not_fit_together_go_one_by_one() -> None:
     assert batch.step([[7, 8], []])[0][:2] == [7, 8]
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("batch_threshold", [8, "auto"])
 def test_an_open_gate_is_on_though_no_row_fits(batch_threshold: object) -> None:
     config = SpecConfig(max_index_mb=1, batch_threshold=batch_threshold)  # type: ignore[arg-type]
@@ -305,6 +373,7 @@ def test_an_open_gate_is_on_though_no_row_fits(batch_threshold: object) -> None:
     assert counters.num_steps_on == 41 - num_off > 0
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_step_that_needs_the_room_of_many_groups_is_tried_a_few_times() -> None:
     random = np.random.default_rng(0)
     drafter = Drafter(SpecConfig(max_index_mb=2, batch_threshold=8))

@@ -25,7 +25,7 @@ from rollout_spec.drafting.native import (
 )
 from rollout_spec.drafting.native import lib as native_lib
 from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
-from tests.text import int32
+from tests.text import int32, speak
 
 
 @pytest.fixture
@@ -125,6 +125,65 @@ def test_a_step_skipped_in_between_heals(index):
             result = index.step(sequence, tokens, int32(0), int32(level), int32(4))
         drafts.append(result.draft_tokens[0].tolist())
     assert drafts == [[3, 4, 1, 2], [3, 4, 1, 2]]
+
+
+@pytest.mark.parametrize("num_indexed", [0, 7, 100])
+def test_a_prompt_that_is_indexed_in_parts_ends_as_one_indexed_at_once(index, num_indexed):
+    """Until it is whole, sequences wait; then the drafts are the same."""
+    text = speak(np.random.default_rng(1), 160, num_words=20, alphabet=9)
+    prompt, rows = text[:100], np.stack([text[:140], np.append(text[20:100], text[:60])])
+    found = []
+    for part in (False, True):
+        with SuffixIndex(num_speculative_tokens=4, min_token_prob=0.0) as made:
+            group = made.open_group(prompt, num_indexed if part else None)
+            sequences = int32(made.open_sequence(group), made.open_sequence(group, after_prompt=False))
+            num_left = 100 - num_indexed if part else 0
+            for level in (103, 110, 120):
+                arguments = sequences, rows, int32(0, 1), int32(level, level - 100), int32(4, 4)
+                if num_left:
+                    before = made.stats().num_tokens
+                    assert made.step(*arguments).num_draft_tokens.tolist() == [0, 0]
+                    assert made.stats().num_tokens == before
+                    num_left = made.extend_group(group, prompt, 40 if level < 120 else 100)
+                    made.validate()
+            result = made.step(*arguments)
+            num = result.num_draft_tokens
+            assert num.tolist() == [4, 4] and made.stats().num_tokens == 100 + 20 + 20
+            found.append((result.draft_tokens.tolist(), result.survivals[:, 0].tolist()))
+            assert made.extend_group(group, prompt, 9) == 0
+            made.validate()
+    assert found[0] == found[1]
+
+
+def test_a_step_indexes_no_more_than_it_may(index):
+    """Rows that are behind go on in the steps that follow, and end as those that were indexed at once."""
+    text = speak(np.random.default_rng(2), 1000, num_words=30, alphabet=9)
+    rows, group = np.stack([text, text[::-1]]), index.open_group(int32())
+    rows = np.ascontiguousarray(rows)
+    sequences = int32(index.open_sequence(group), index.open_sequence(group))
+    levels, num_tokens = int32(600, 500), []
+    while not num_tokens or num_tokens[-1] < 1100:
+        result = index.step(sequences, rows, int32(0, 1), levels, int32(4, 4), 0.0, 200)
+        num_tokens.append(index.stats().num_tokens)
+        caught_up = [len(index.text(s)) == level for s, level in zip(sequences, levels, strict=True)]
+        assert ((result.num_draft_tokens > 0) == caught_up).all()
+        index.validate()
+    assert max(np.diff([0, *num_tokens])) <= 200 + 65 and len(num_tokens) > 3
+    levels = int32(601, 501)
+    index.step(sequences, rows, int32(0, 1), levels, int32(4, 4), 0.0, 1)
+    assert index.stats().num_tokens == 1102
+    assert index.text(int(sequences[0])).tolist() == text[:601].tolist()
+
+
+def test_what_a_step_does_not_index_is_not_looked_at(index):
+    token_ids = np.full((1, 1000), -1, np.int32)
+    token_ids[0, :300] = 5
+    sequence = int32(index.open_sequence(index.open_group(int32())))
+    for _ in range(3):
+        index.step(sequence, token_ids, int32(0), int32(1000), int32(4), 0.0, 100)
+    with pytest.raises(InvalidArgument, match=r"token_ids\[0, 300\]=-1") as caught:
+        index.step(sequence, token_ids, int32(0), int32(1000), int32(4), 0.0, 100)
+    assert caught.value.row == 0
 
 
 def test_lower_level_starts_again(index):
@@ -235,6 +294,8 @@ def test_group_and_sequence_errors(index):
         index.open_group(int32(1, -2))
     with pytest.raises(InvalidArgument, match=r"^prompt_token_ids"):
         index.open_group([1, 2])
+    with pytest.raises(UnknownId, match=r"^group=0"):
+        index.extend_group(0, int32(1), 1)
     for call in (index.close_group, index.open_sequence):
         with pytest.raises(UnknownId, match=r"^group=0"):
             call(0)
@@ -254,7 +315,7 @@ def test_group_and_sequence_errors(index):
 
 def test_out_of_memory_has_its_own_exception(index, monkeypatch):
     class FullMemory:
-        def rs_group_open(self, *_):
+        def rs_group_open_part(self, *_):
             index._error.message = b"out of memory"
             return native_lib.RS_ENOMEM
 

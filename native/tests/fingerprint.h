@@ -32,6 +32,7 @@ static uint64_t automaton_fingerprint(const rs_automaton *a) {
 
 static uint64_t group_fingerprint(const rs_group *group) {
     uint64_t hash = mix(mix(group->open, (uint64_t)group->next_free), (uint64_t)group->prompt_len);
+    hash = mix(hash, (uint64_t)group->prompt_level);
     hash = mix(mix(mix(hash, (uint64_t)group->num_sequences), group->prompt_last), group->num_tokens);
     hash = mix_words(hash, &group->prompt_recent, sizeof group->prompt_recent);
     hash = mix_words(hash, &group->prompt_cursor, sizeof group->prompt_cursor);

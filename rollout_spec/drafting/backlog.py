@@ -1,9 +1,9 @@
-"""Responses from elsewhere on their way into an index: in parts, so that no step waits for all."""
+"""What gets into an index in parts, so that no step waits for all: long prompts, earlier responses."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,10 +23,11 @@ class _Part:
 
 
 class Backlog:
-    """The responses that are still to be indexed, in the order in which they are."""
+    """The prompts and responses that are still to be indexed, in this order; prompts first."""
 
     def __init__(self, index: SuffixIndex) -> None:
         self._index = index
+        self._prompts: OrderedDict[int, Int32Array] = OrderedDict()  # of groups; indexed in part
         self._parts: deque[_Part] = deque()
         self.num_tokens = 0
         """Still to be indexed."""
@@ -42,13 +43,36 @@ class Backlog:
             self._parts.append(_Part(group, row, num_prompt_tokens))
             self.num_tokens += len(response)
 
+    def add_prompt(self, group: int, prompt: Int32Array) -> None:
+        """Index the rest of the prompt that the group was opened with."""
+        self._prompts[group] = prompt
+
+    def index_prompts(self, max_tokens: int) -> int:
+        """Index the next tokens of prompts; returns how many more may be.
+
+        Raises:
+            NativeError: no room is left for the first prompt; it can be tried again.
+        """
+        while self._prompts and max_tokens > 0:
+            group, prompt = next(iter(self._prompts.items()))
+            num_before = self._index.stats().num_tokens
+            if self._index.extend_group(group, prompt, max_tokens) == 0:
+                del self._prompts[group]
+            max_tokens -= self._index.stats().num_tokens - num_before
+        return max_tokens
+
+    def drop_prompt(self) -> None:
+        """Leave out the first prompt; its group drafts nothing."""
+        if self._prompts:
+            self.drop(next(iter(self._prompts)))
+
     def index(self, max_tokens: int) -> None:
-        """Index the next tokens.
+        """Index the next tokens of responses, once all prompts are indexed.
 
         Raises:
             NativeError: no room is left, or a response is no text; its group gets no more of its responses.
         """
-        while self._parts and max_tokens > 0:
+        while self._parts and not self._prompts and max_tokens > 0:
             part = self._parts[0]
             level = min(part.level + max_tokens, part.row.shape[1])
             try:
@@ -67,6 +91,7 @@ class Backlog:
 
     def drop(self, group: int) -> None:
         """Leave out what is left for a group; it can be closed then."""
+        self._prompts.pop(group, None)
         for part in self._parts:
             if part.group != group:
                 continue
@@ -77,5 +102,6 @@ class Backlog:
 
     def clear(self) -> None:
         """Forget everything, after the index has been cleared."""
+        self._prompts.clear()
         self._parts.clear()
         self.num_tokens = 0

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate import Ranks, Step, make_gate
-from rollout_spec.drafting.groups import Groups, Member
+from rollout_spec.drafting.groups import MAX_TOKENS_AT_ONCE, Groups, Member
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import StepResult, make_index
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, InvalidArgument, NativeError
@@ -300,6 +300,7 @@ class Drafter:
                 rows.levels,
                 rows.max_draft_tokens,
                 price or 0.0,
+                MAX_TOKENS_AT_ONCE,
             )
             try:
                 return rows.numbers, self._groups.evicting(attempt)

@@ -21,6 +21,9 @@ from rollout_spec.drafting.native import BudgetExceeded, Int32Array, NativeError
 # Few are enough: the samples of a prompt arrive together and are served in order.
 MAX_IDLE_GROUPS = 32
 
+# Tokens that are indexed at once, about a millisecond: of a prompt, and in a step of rows that are behind.
+MAX_TOKENS_AT_ONCE = 4096
+
 # Tokens of the backlog that one step indexes, and more for every row: as long as the rest takes, about.
 _BACKLOG_TOKENS = 256
 _BACKLOG_TOKENS_PER_ROW = 16
@@ -106,9 +109,14 @@ class Groups:
         self._idle.clear()
 
     def index_backlog(self, num_rows: int) -> None:
-        """Index what one step may of the responses of the history that wait."""
+        """Index what one step may of the prompts that are long and of the responses of the history."""
+        num_tokens = _BACKLOG_TOKENS + num_rows * _BACKLOG_TOKENS_PER_ROW
+        try:
+            num_tokens = self.evicting(partial(self._backlog.index_prompts, num_tokens))
+        except NativeError:
+            self._backlog.drop_prompt()
         with contextlib.suppress(NativeError):
-            self._backlog.index(_BACKLOG_TOKENS + num_rows * _BACKLOG_TOKENS_PER_ROW)
+            self._backlog.index(num_tokens)
 
     def evicting(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns, after as many idle groups are closed as it takes to give it room.
@@ -128,11 +136,14 @@ class Groups:
                 num *= 2
 
     def _open_group(self, key: _Key, prompt: Int32Array) -> _Group:
-        handle = self.evicting(partial(self._index.open_group, prompt))
+        num_indexed = min(len(prompt), MAX_TOKENS_AT_ONCE)
+        handle = self.evicting(partial(self._index.open_group, prompt, num_indexed))
         kind, name = key
         history_key = group_key(name) if kind == "group" else prompt_key(prompt)
         self._groups[key] = group = _Group(handle, prompt.copy(), history_key)
         self._idle[key] = None
+        if num_indexed < len(prompt):
+            self._backlog.add_prompt(handle, group.prompt)
         self._index_later(group, self._history.get(history_key))
         return group
 

@@ -106,13 +106,32 @@ class SuffixIndex:
         self.max_bytes = max_bytes  # 0: no budget
         self._make_buffers(64)
 
-    def open_group(self, prompt_token_ids: Int32Array) -> int:
-        """Index a prompt (int32 vector, may be empty) and return the new group's id."""
+    def open_group(self, prompt_token_ids: Int32Array, num_indexed: int | None = None) -> int:
+        """Index a prompt (int32 vector, may be empty) and return the new group's id.
+
+        num_indexed: the tokens to index now, by default all. Until `extend_group` has indexed the rest, a
+        step leaves out the group's sequences.
+        """
         check_vector("prompt_token_ids", prompt_token_ids, None)
         tokens = ffi.from_buffer("int32_t[]", prompt_token_ids) if len(prompt_token_ids) else ffi.NULL
-        status = lib.rs_group_open(self._open_index(), tokens, len(prompt_token_ids), self._id, self._error)
+        num_tokens = len(prompt_token_ids)
+        now = num_tokens if num_indexed is None else num_indexed
+        status = lib.rs_group_open_part(self._open_index(), tokens, num_tokens, now, self._id, self._error)
         self._check(status)
         return int(self._id[0])
+
+    def extend_group(self, group: int, prompt_token_ids: Int32Array, max_tokens: int) -> int:
+        """Index up to max_tokens more of the prompt that the group was opened with; returns how many are
+        left.
+
+        Raises:
+            UnknownId; BudgetExceeded, OutOfMemory: what was indexed before stays, and it can be tried again.
+        """
+        check_vector("prompt_token_ids", prompt_token_ids, None)
+        tokens, number = ffi.from_buffer("int32_t[]", prompt_token_ids), ffi.new("int64_t *")
+        index, group = self._open_index(), int32("group", group)
+        self._check(lib.rs_group_extend(index, group, tokens, max_tokens, number, self._error))
+        return int(number[0])
 
     def close_group(self, group: int) -> None:
         """Forget a group's text, in constant time: what is large of it is freed in the steps that follow, or
@@ -156,6 +175,7 @@ class SuffixIndex:
         levels: Int32Array,
         max_draft_tokens: Int32Array,
         min_token_prob: float | None = None,
+        max_new_tokens: int = 0,
     ) -> StepResult:
         """Index what is new in n rows, then draft for them, in one native call without the GIL.
 
@@ -166,6 +186,8 @@ class SuffixIndex:
             levels: int32 [n], the number of tokens in that row, prompt included.
             max_draft_tokens: int32 [n]; 0: index only.
             min_token_prob: of this step; None: the index's.
+            max_new_tokens: of the rows that have got more than a step gives, all together; what is more waits
+                for the next step, without a draft. 0: no limit.
 
         Raises:
             InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: naming the argument and entry;
@@ -185,6 +207,7 @@ class SuffixIndex:
         if self._matrix is None or token_ids is not self._matrix:
             self._set_matrix(token_ids)
         batch.min_token_prob = self.min_token_prob if min_token_prob is None else min_token_prob
+        batch.max_new_tokens = max_new_tokens
         status = lib.rs_step(index, batch, self._error)
         if status != lib.RS_OK:
             self._check(status)
