@@ -293,6 +293,7 @@ from rollout_spec.verl.check_config import CheckConfig
 with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam"])
 assert config.trainer.device != "cpu" and PlatformRegistry.get("cpu") is None
+assert "rollout_spec.verl_cpu" not in sys.modules
 CheckConfig().on_job_start(config)
 """
     done = run([sys.executable, "-c", code])
