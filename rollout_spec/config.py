@@ -16,16 +16,6 @@ AUTO = "auto"  # of batch_threshold
 # step times of two CPU cores and of a GPU.
 MIN_TOKEN_PROB = 0.2
 
-REMOVED = {
-    "mode": "there is one way of drafting",
-    "min_match_len": "min_token_prob ends drafts that are too unlikely",
-    "max_spec_factor": "min_token_prob ends drafts that are too unlikely",
-    "group_sharing": "samples of one prompt always share one index",
-    "corpus_margin": "the corpus counts wherever its match is longer",
-    "max_groups": "max_index_mb bounds the index",
-}
-"""Options that are gone, and what there is instead."""
-
 
 class UserError(Exception):
     """Something the user can put right: the command line shows it as one line, exit code 2."""
@@ -135,14 +125,8 @@ class SpecConfig:
         """Build from a plain mapping (YAML, JSON); an unknown key is an error, a missing one its default."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in options:
-            if key in REMOVED:
-                raise ConfigError(f"rollout.spec.{key}: was removed: {REMOVED[key]}")
             if key not in known:
                 raise ConfigError(f"rollout.spec.{key}: unknown field (known fields: {', '.join(known)})")
-        if options.get("min_token_prob") == AUTO:
-            raise ConfigError(
-                f"rollout.spec.min_token_prob='{AUTO}': was removed: batch_threshold={AUTO} finds the price"
-            )
         return cls(**options)
 
     def to_dict(self) -> dict[str, Any]:

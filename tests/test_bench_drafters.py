@@ -300,7 +300,7 @@ def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
         (["--min-token-prob", "0.1", "2"], "--min-token-prob: 2 must be at least 0 and at most 1"),
         (["--equal-drafts", "--methods", "sam"], "--equal-drafts: needs one of suffix_server, suffix_s"),
         (["--methods", "sam", "--spec", "history=2"], "--spec history=2: --history sets it"),
-        (["--methods", "sam", "--spec", "mode=frequent"], "rollout.spec.mode: was removed"),
+        (["--methods", "sam", "--spec", "mode=frequent"], "rollout.spec.mode: unknown field"),
     ],
 )
 def test_bad_options_are_one_line(options, message, capsys):

@@ -20,7 +20,6 @@ import pytest
 from rollout_spec import __version__, processes
 from rollout_spec.cli import COMMANDS, build_parser, main
 from rollout_spec.cli.demo import TRAINERS
-from rollout_spec.config import REMOVED
 from rollout_spec.demo.runner import Plan, overrides
 from rollout_spec.measure import diagnosis
 from rollout_spec.trace import read_trace
@@ -136,8 +135,7 @@ def test_version():
         (["replay", TRACE, "--history", "0"], "--history: use --spec history=0"),
         (["replay", TRACE, "--history=0"], "--history: use --spec history=0"),
         (["replay", TRACE, "--batch-threshold", "8"], "--batch-threshold: replay drafts in every step"),
-        (["replay", TRACE, "--mode", "sam"], f"--mode: was removed: {REMOVED['mode']}"),
-        (["demo", "--mode", "sam"], f"--mode: was removed: {REMOVED['mode']}"),
+        (["demo", "--mode", "sam"], "unrecognized arguments: --mode"),
         (["replay", TRACE, "--depth", "3"], "unrecognized arguments: --depth 3"),
         (["doctor", "--history", "0"], "unrecognized arguments: --history 0"),
         (["demo", "--model", "/nowhere"], "--model /nowhere: not found"),
@@ -164,15 +162,8 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
         ("native --depth", "rollout-spec bench native: unrecognized arguments: --depth"),
         (
             "drafters x --methods suffix",
-            "rollout-spec bench drafters: --methods suffix: was removed: use suffix_server",
-        ),
-        (
-            "drafters x --methods sam_single",
-            "rollout-spec bench drafters: --methods sam_single: was removed: use sam",
-        ),
-        (
-            "drafters x --methods off --spec mode=a",
-            f"rollout-spec bench drafters: rollout.spec.mode: was removed: {REMOVED['mode']}",
+            "rollout-spec bench drafters: --methods suffix: must be one of off, ngram, suffix_server, "
+            "suffix_server_tuned, sam, oracle",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rollout_spec import __version__
-from rollout_spec.config import REMOVED, SpecConfig, UserError
+from rollout_spec.config import SpecConfig, UserError
 
 OPTIONAL = {
     "matplotlib": "report",
@@ -46,7 +46,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage; its subparsers do likewise.
 
-    Takes no abbreviations: the removed `--mode` is not `--model`.
+    Takes no abbreviations: `--mode` is not `--model`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -111,15 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unknown(arguments: Sequence[str], refused: Mapping[str, str] | None) -> str:
-    """What to say of arguments that a command does not have: the replacement, where there is one.
+    """What to say of arguments that a command does not have: of an option of the drafter, how it is set.
 
     Args:
         refused: of `add_spec_argument`; None for a command without `--spec`.
     """
     option, sign, value = arguments[0].partition("=")
     name = option.removeprefix("--").replace("-", "_")
-    if option.startswith("--") and name in REMOVED:
-        return f"{option}: was removed: {REMOVED[name]}"
     if option.startswith("--") and refused is not None and name in SpecConfig.__dataclass_fields__:
         if name in refused:
             return f"{option}: {refused[name]}"

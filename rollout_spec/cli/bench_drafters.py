@@ -15,11 +15,6 @@ from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 
 HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
 METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam", "oracle")
-REMOVED = {  # methods, and which to compare with instead
-    **dict.fromkeys(("earliest", "earliest_single", "frequent", "suffix_policy", "sam_single"), "sam"),
-    "suffix": "suffix_server",
-    "suffix_tuned": "suffix_server_tuned",
-}
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
     **{
@@ -129,8 +124,6 @@ def _methods(named: str | None) -> list[str]:
     methods = named.split(",")
     for method in methods:
         if method not in METHODS:
-            if method in REMOVED:
-                raise UserError(f"--methods {method}: was removed: use {REMOVED[method]}")
             raise UserError(f"--methods {method}: must be one of {', '.join(METHODS)}")
     return methods
 

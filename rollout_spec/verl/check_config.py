@@ -67,7 +67,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
     Hydra would do so too, before any callback of ours, and advise to add the name with a `+`.
 
     Raises:
-        ConfigError: the name is unknown or was removed.
+        ConfigError: the name is unknown.
     """
     known = {field.name for field in dataclasses.fields(SpecConfig)}
     for argument in arguments:
