@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from rollout_spec.config import ConfigError
@@ -92,13 +93,25 @@ def connect() -> None:
     _offer_runner_v2()
     _schedule_ahead()
     _number_samples()
-    when_imported("vllm.v1.engine.core", _give_aborted_counts)
-    when_imported("vllm.v1.engine.input_processor", refuse_requests)
-    when_imported("vllm.v1.engine.output_processor", end_at_stop_strings)
-    when_imported("vllm.v1.core.sched.scheduler", cut_drafts_at_reasoning_end)
-    when_imported("vllm.v1.worker.gpu_input_batch", mend_allowed_tokens)
+    for module, apply in (
+        ("vllm.v1.engine.core", _give_aborted_counts),
+        ("vllm.v1.engine.input_processor", refuse_requests),
+        ("vllm.v1.engine.output_processor", end_at_stop_strings),
+        ("vllm.v1.core.sched.scheduler", cut_drafts_at_reasoning_end),
+        ("vllm.v1.worker.gpu_input_batch", mend_allowed_tokens),
+    ):
+        when_imported(module, functools.partial(_apply, apply))
     mend_cpu_engine()
     mend_ascend_sampling()
+
+
+def _apply(apply: Callable[[Any], None], module: Any) -> None:
+    """Patch a module; where that does not fit, engines that ask for us are refused, and no others."""
+    global failure
+    try:
+        apply(module)
+    except PatchError as error:
+        failure = str(error)
 
 
 def _bind_proposers() -> None:
@@ -138,6 +151,8 @@ def _bind(worker: Any) -> None:
     config = engine_options(worker.vllm_config)
     if config is None or runner is None:
         return
+    if failure:
+        raise ConfigError(failure)
     if worker.vllm_config.use_v2_model_runner:
         from rollout_spec.vllm import runner_v2
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from rollout_spec.patches import Patch, replace_function
 from rollout_spec.vllm import speculative_config
 from tests.engine.conftest import close
 from tests.text import save_corpus
@@ -180,6 +181,20 @@ def test_a_vllm_that_is_too_old_is_refused_in_one_line(
     monkeypatch.setattr(features, "version", lambda: "0.23.1")
     plugin.register()
     with pytest.raises(ValueError, match=r"^vllm 0\.23\.1 is not supported: take 0\.24 or later[^\n]*$"):
+        make_engine(spec())
+
+
+def test_a_module_that_a_patch_does_not_fit_is_imported_and_our_engines_are_refused(
+    make_engine: Any, no_launch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollout_spec.vllm import plugin
+
+    def mend(module: Any) -> None:
+        replace_function(module, "gone", print, patch=Patch("late", "a reason", "a file", "later"))
+
+    monkeypatch.setattr(plugin, "failure", None)
+    plugin._apply(mend, pathlib)
+    with pytest.raises(ValueError, match=r"^patch 'late' does not fit the installed [^\n]*$"):
         make_engine(spec())
 
 
