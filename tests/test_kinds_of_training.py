@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.tiny_vl import make_tiny_vl
-from tests.trainings import NUM_PROMPTS, NUM_SAMPLES, TOOLS, make_image_data, make_policy, train
+from tests.trainings import LENGTH, NUM_PROMPTS, NUM_SAMPLES, TOOLS, make_image_data, make_policy, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -65,6 +65,24 @@ def test_a_tool_agent_of_several_turns_and_two_samples_in_validations(
     for file in files:
         said = [json.loads(line)["output"] for line in file.read_text().splitlines()]
         assert len(said) == len(set(said)) == 2 * NUM_PROMPTS
+
+
+def test_lora_adapters_a_critic_and_one_sample_a_prompt(policy: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The weight sync brings the adapters, not the weights."""
+    steps = train(
+        tmp_path,
+        policy,
+        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.model.lora_alpha=16",
+        "actor_rollout_ref.rollout.load_format=safetensors",
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.rollout.n=1",
+        f"critic.model.path={policy}",
+        "critic.ppo_micro_batch_size_per_gpu=2",
+    )
+    for metrics in steps:
+        assert metrics["critic/vf_loss"] > 0
+        assert metrics["rollout/spec_generated_tokens"] <= NUM_PROMPTS * LENGTH
 
 
 def test_prompts_with_images(tmp_path: pathlib.Path) -> None:
