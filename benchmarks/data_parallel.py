@@ -24,7 +24,8 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate import AutoGate, Step
+from rollout_spec.drafting.costs import Step
+from rollout_spec.drafting.gate import AutoGate
 from rollout_spec.measure.simulate import (
     Engine,
     Load,
@@ -71,8 +72,7 @@ class Shared(AutoGate):
         self.board, self.rank = board, rank
 
     def _best_budget(self, survivals: _Floats) -> int:
-        board, last = self.board, self._last
-        assert last is not None
+        board, learned, last = self.board, self._costs, self._costs.step
         board.rows[self.rank], board.promises[self.rank] = last.num_rows, survivals
         rows = max(board.rows)
         heights = rows + np.arange(1 + max(map(len, board.promises)))
@@ -80,10 +80,9 @@ class Shared(AutoGate):
         for own, each in zip(board.rows, board.promises, strict=True):
             sums = np.concatenate([[0.0], np.cumsum(each)])
             promised += sums[np.clip(heights - own, 0, len(each))]
-        plain = float(self._plain.seconds(rows, last.num_context))
-        gain = max(1.0, self._plain_seconds / self._seconds) if self._seconds > 0.0 else 1.0
-        costs = np.maximum(self._drafted.seconds_from(rows, plain, heights, last.num_context), plain)
-        best = int(np.argmax(promised - gain * sum(board.rows) / plain * (costs - plain)))
+        plain = float(learned._plain.seconds(rows, last.num_context))
+        costs = np.maximum(learned._drafted.seconds_from(rows, plain, heights, last.num_context), plain)
+        best = int(np.argmax(promised - learned.gain * sum(board.rows) / plain * (costs - plain)))
         return min(len(survivals), int(heights[best]) - last.num_rows)
 
 

@@ -63,6 +63,7 @@ TARGETS = (
     ),
     Target(
         (
+            "rollout_spec/drafting/costs.py",
             "rollout_spec/drafting/gate.py",
             "rollout_spec/drafting/groups.py",
             "rollout_spec/drafting/history.py",

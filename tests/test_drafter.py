@@ -10,8 +10,9 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import drafter as drafter_module
 from rollout_spec.drafting import groups
+from rollout_spec.drafting.costs import Step
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.gate import HYSTERESIS_STEPS, Step
+from rollout_spec.drafting.gate import HYSTERESIS_STEPS
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.native import InvalidArgument

@@ -5,17 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_spec.drafting.gate import (
-    HYSTERESIS_STEPS,
-    NUM_FIRST_STEPS,
-    PROBE_EVERY,
-    AutoGate,
-    FixedGate,
-    Ranks,
-    Step,
-    make_gate,
-)
+from rollout_spec.drafting.costs import PROBE_EVERY, Ranks, Step
+from rollout_spec.drafting.gate import HYSTERESIS_STEPS, AutoGate, FixedGate, make_gate
 from rollout_spec.drafting.guard import GUARD_STEPS, GUARD_WINDOW, MIN_PAUSE
+from rollout_spec.drafting.step_cost import ENOUGH
 from rollout_spec.metrics import EngineCounters
 
 NUM_ROWS, K = 4, 8
@@ -170,7 +163,7 @@ def test_the_guard_tells_a_slower_engine_from_a_loss():
 
 def test_plain_steps_that_were_slow_at_first_hide_no_loss():
     """A cold start: by the first plain steps drafts would gain, by all later ones they lose a quarter."""
-    cold = {"left": NUM_FIRST_STEPS + 1}
+    cold = {"left": ENOUGH + 1}
 
     def seconds(drafted):
         if drafted:
@@ -214,11 +207,11 @@ def test_ranks_that_step_together_go_without_drafts_in_the_same_steps():
             step = Step(num_rows, 100, num_rows, 0.1, Ranks(number, num_rows))
             if gate.begin(step, EngineCounters()) is None:
                 asked.add(number)
-        return {number for number in asked if number > first + NUM_FIRST_STEPS}
+        return {number for number in asked if number > first + ENOUGH}
 
     probes = set(range(PROBE_EVERY + 1, 200, PROBE_EVERY + 1))
     assert asked_in(2, 0) == asked_in(12, 0) == probes
-    assert asked_in(5, 90) == {number for number in probes if number > 90 + NUM_FIRST_STEPS}
+    assert asked_in(5, 90) == {number for number in probes if number > 90 + ENOUGH}
 
 
 def drafted_beside(nums_others, seconds):

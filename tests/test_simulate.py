@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate import PROBE_EVERY, AutoGate
+from rollout_spec.drafting.costs import PROBE_EVERY
+from rollout_spec.drafting.gate import AutoGate
 from rollout_spec.measure.simulate import (
     Cluster,
     Engine,
@@ -344,7 +345,7 @@ def test_the_guard_alone_stops_drafting_within_200_steps(monkeypatch):
     delayed = Delayed()
     delayed.drafts_of(200)
     assert delayed.counters.num_guard_stops == 0
-    monkeypatch.setattr(delayed.engine.drafter._gate._drafted, "learn", lambda *step: None)
+    monkeypatch.setattr(delayed.engine.drafter._gate._costs._drafted, "learn", lambda *step: None)
     delayed.times.delay = 1.0
     delayed.drafts_of(200)
     assert delayed.counters.num_guard_stops >= 1

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.drafting.step_cost import KNOTS, NUM_COLD_STEPS, StepCost
+from rollout_spec.drafting.step_cost import ENOUGH, KNOTS, StepCost
 
 
 def learned(cost, nums_tokens, context=1000, repeats=100, noise=0.0):
@@ -106,4 +106,4 @@ def test_one_odd_step_at_few_tokens_does_not_make_many_dear():
 def test_the_first_step_of_a_size_is_cold_but_of_many_near_one_knot_only_a_few():
     curve = StepCost()
     assert [curve.was_cold(n) for n in (5, 5, 4, 5, 4)] == [True, False, True, False, False]
-    assert sum(curve.was_cold(n) for n in range(512, 700)) == NUM_COLD_STEPS
+    assert sum(curve.was_cold(n) for n in range(512, 700)) == ENOUGH

@@ -7,12 +7,11 @@ import numpy.typing as npt
 
 # Costs bend where a kernel's tile or a captured CUDA graph is full: at about these numbers of tokens.
 KNOTS = np.array(sorted({1, 2, 3} | {2**i for i in range(2, 16)} | {3 * 2**i for i in range(1, 14)}), float)
-ENOUGH = 4  # measurements that make a knot known
+ENOUGH = 4  # measurements that make a knot known; as many near it may be cold
 MEMORY = 64  # measurements after which a knot has mostly forgotten what it was
 LEAST_WEIGHT = 0.25  # with less, of forgotten measurements, a knot is not known any more
 MAX_SLOWNESS = 3.0  # times the expected time that a step counts at most: the engine may have paused
 LEAST_SHARE = 0.75  # of a knot's time, whatever the context
-NUM_COLD_STEPS = 4  # near a knot that may have been the first of their size
 UNKNOWN_GROWTH = 0.5  # twice the tokens cost sqrt(2) times as long, until they are measured
 
 _Floats = npt.NDArray[np.float64]
@@ -41,7 +40,7 @@ class StepCost:
         Of many sizes near one knot only the first few pass for cold, or it would never be known.
         """
         knot = int(np.searchsorted(KNOTS, num_tokens, side="right")) - 1
-        if num_tokens in self._sizes or self._nums_cold[knot] == NUM_COLD_STEPS:
+        if num_tokens in self._sizes or self._nums_cold[knot] == ENOUGH:
             return False
         self._sizes.add(num_tokens)
         self._nums_cold[knot] += 1

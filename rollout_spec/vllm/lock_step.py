@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from rollout_spec.drafting.gate import Ranks
+from rollout_spec.drafting.costs import Ranks
 from rollout_spec.patches import Patch, replace_function
 
 _WATCH = Patch(
