@@ -178,44 +178,43 @@ class Drafter:
         if step.num_rows == 0:
             return [[] for _ in request_ids]
         price = self._gate.begin(step, counters)
-        self.is_open = price is not None and may_draft
         if price is not None:
             price = max(price, self.index.min_token_prob)
+        self.is_open = price is not None and may_draft
         decoding = None if step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
-        rows, result = self._step_index(decoding, token_ids, levels, price)
+        rows, proposed = self._step_index(decoding, token_ids, levels, price)
         counters.num_steps += 1
         counters.num_row_steps += step.num_rows
         counters.num_untracked_rows += step.num_rows - len(rows)
-        drafts: list[list[int]] = []
-        is_on = price is not None
-        if is_on and result is not None:
-            drafts = self._chosen_drafts(result) if may_draft else self._look(result)
-            # What the gate has refused, it has counted as off.
-            would_draft = any(drafts) or (not may_draft and self.is_open)
-            is_on = would_draft or not result.num_draft_tokens.any()
-        counters.num_steps_on += is_on
-        counters.sum_min_token_prob += is_on * (price or 0.0)
+        drafts = [] if price is None else self._weighed(proposed, price, may_draft)
         if len(drafts) < len(request_ids):
             drafts = _spread(drafts, rows, len(request_ids))
         counters.draft_seconds += time.perf_counter() - started
         return drafts
 
-    def _chosen_drafts(self, result: StepResult) -> list[list[int]]:
-        """What the gate takes of each draft."""
-        counters = self.counters
-        chosen = self._gate.choose(result.survivals, result.num_draft_tokens, counters)
+    def _weighed(self, proposed: StepResult | None, price: float, may_draft: bool) -> list[list[int]]:
+        """What the open gate takes of each row's draft; none where the step may not draft."""
+        chosen = None
+        if proposed is not None:
+            chosen = self._gate.choose(proposed.survivals, proposed.num_draft_tokens, self.counters)
+        takes_some = chosen is not None and bool(chosen.any())
+        # What the gate has refused, it has counted as off.
+        if takes_some or proposed is None or not proposed.num_draft_tokens.any():
+            self.counters.num_steps_on += 1
+            self.counters.sum_min_token_prob += price
+        if not may_draft:
+            self.is_open = takes_some
+            self._gate.discard()
+        return [] if chosen is None or not may_draft else self._leading(chosen)
+
+    def _leading(self, chosen: Int32Array) -> list[list[int]]:
+        """The first chosen[i] tokens of every row's draft."""
         numbers = chosen.tolist()
-        counters.num_drafts += len(numbers) - numbers.count(0)
-        counters.num_draft_tokens += sum(numbers)
+        self.counters.num_drafts += len(numbers) - numbers.count(0)
+        self.counters.num_draft_tokens += sum(numbers)
         tokens = self.index.leading_tokens(chosen)
         end = 0
         return [tokens[end : (end := end + number)] for number in numbers]
-
-    def _look(self, result: StepResult) -> list[list[int]]:
-        """See whether the gate would take drafts; there are none."""
-        self.is_open = bool(self._gate.choose(result.survivals, result.num_draft_tokens, self.counters).any())
-        self._gate.discard()
-        return []
 
     def _ended_step(
         self,
