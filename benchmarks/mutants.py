@@ -62,6 +62,7 @@ TARGETS = (
     Target(
         ("rollout_spec/verl/agent_loop.py", "rollout_spec/verl/client.py"),
         ("tests/test_verl_adapter.py", "tests/test_verl_client.py"),
+        "(test_verl_client and not another_process) or samples_name or manager",
         is_silent=True,
     ),
     Target(
@@ -156,6 +157,7 @@ def copy_tree(folder: Path) -> None:
     for name in COPIED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
         copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "configs", folder / "rollout_spec_configs")
 
 
 def mutate_python(files: list[str], target: Target, jobs: int) -> dict[str, Result]:
@@ -165,7 +167,7 @@ def mutate_python(files: list[str], target: Target, jobs: int) -> dict[str, Resu
     settings = {
         "source_paths": ["rollout_spec"],
         "only_mutate": files,
-        "also_copy": [name for name in COPIED if name not in ("rollout_spec", "tests", "pyproject.toml")],
+        "also_copy": [name for name in COPIED if name != "rollout_spec"] + ["rollout_spec_configs"],
         "pytest_add_cli_args": options + ["-k", target.chosen] * bool(target.chosen),
         "pytest_add_cli_args_test_selection": [test for test in target.tests if (ROOT / test).exists()],
         "track_dependencies": False,
