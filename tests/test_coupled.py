@@ -210,6 +210,7 @@ STRUCTURED = {
     "one peak beside flat blocks": one_peak(1000, 1.0),
     "a peak of 0.127": one_peak(1024, 8 / 6.9),
     "a higher peak": one_peak(1100, 4.0),
+    "large logits": one_peak(1000, 1.0) + 45.0,
     "near ties": near_ties(1000),
     "all but one token a block masked": only(1000, 0, 127, 128, 500, 998, 999),
     "whole blocks masked": target(1000).index_fill(0, torch.arange(100, 900), -torch.inf),
@@ -587,6 +588,9 @@ def test_shortfall_is_the_larger_distance_to_a_winner(name: str) -> None:
     is_near = expected < 80  # beyond, single precision says no more than that
     np.testing.assert_allclose(found[is_near], expected[is_near], rtol=1e-3, atol=1e-3)
     assert bool((found[~is_near] > 80).all())
+    # A row alone: fewer rows than blocks.
+    one = coupled.shortfall(logits.unsqueeze(0), keys[20:21], positions[20:21], chosen[20:21])
+    assert torch.equal(one, found[20:21])
     assert is_near.sum() > 20 and (name != "a steep slope" or expected[is_near].max() > 60)
 
 
