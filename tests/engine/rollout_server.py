@@ -50,11 +50,11 @@ def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatc
             self, prompt: Any, sampling_params: Any, request_id: str, **_: Any
         ) -> AsyncIterator[Any]:
             self.seeds.add(sampling_params.seed)
-            sampling_params.detokenize = False
+            sampling_params.detokenize = bool(sampling_params.stop)
             engine, output = self.llm.llm_engine, None
             engine.add_request(request_id, prompt, sampling_params)
             for num_steps in itertools.count(1):
-                [output] = engine.step()
+                *_, output = engine.step()
                 if output.finished:
                     break
                 if num_steps == self.num_steps_to_abort:

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
+from rollout_spec.vllm.keys import KEY
 from tests.engine.conftest import proposer_of
 from tests.engine.test_life_cycle import PROMPTS
 from tests.text import merged
@@ -78,7 +79,6 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(
 ) -> None:
     """Requests as verl's agent loops send them, with names, and others without."""
     from rollout_spec.verl.agent_loop import sample_name
-    from rollout_spec.vllm.keys import KEY
 
     server = make_server({}, full_determinism=True)
     caplog.set_level(logging.WARNING)
@@ -304,3 +304,31 @@ def test_servers_share_whole_texts_and_only_between_two_versions(make_server: An
     for history, times in ((merged(packed), 2), (merged(*taken), 1)):
         texts = [text for name in "0123" for text in history.get(group_key(name))]
         assert [len(text) for text in texts] == [MAX_TOKENS] * 12 * times
+
+
+def test_a_stop_string_ends_what_is_trained_on(make_server: Any, chat_model: str) -> None:
+    """A trajectory's tokens and log-probabilities end where its text does, also behind accepted drafts."""
+
+    def outputs(spec: dict[str, Any] | None) -> list[Any]:
+        off = {} if spec else {"additional_config": {"rollout_spec": {"method": "off"}}}
+        server = make_server(spec, model=chat_model, **off)
+        params = {"max_tokens": 60, "temperature": 0.8, "ignore_eos": True, "logprobs": True}
+        params["extra_args"] = {KEY: "one"}
+        prompt = list(b"abcabcabcabd")
+        free = asyncio.run(server.generate(prompt, dict(params), "free"))
+        text = bytes(free.token_ids).decode()
+        if spec is not None:
+            proposer_of(server.engine.llm).take_counters()
+        stops = [text[begin : begin + 2] for begin in (19, 20, 21, 22, 23)]
+        found = [
+            asyncio.run(server.generate(prompt, params | {"stop": [stop]}, f"{number}"))
+            for number, stop in enumerate(stops)
+        ]
+        assert spec is None or proposer_of(server.engine.llm).take_counters().num_draft_tokens > 20
+        return found
+
+    drafted, plain = outputs({"num_speculative_tokens": 8}), outputs(None)
+    for one, other in zip(drafted, plain, strict=True):
+        assert (one.token_ids, one.stop_reason) == (other.token_ids, other.stop_reason)
+        assert one.log_probs == pytest.approx(other.log_probs, abs=2e-4)
+        assert len(one.log_probs) == len(one.token_ids)
