@@ -152,12 +152,13 @@ def test_siblings_together_draft_better(run: Run) -> None:
 
 
 def test_samples_are_named_and_siblings_differ(run: Run) -> None:
-    """Named alike on every replica: seed, step, kind, prompt, occurrence, number in the group."""
+    """Alike on every replica: seed, step, kind, prompt, occurrence, number in the group; then the call."""
     samples = recorded(run, 1)
     assert len({json.dumps(name) for name, _, _ in samples}) == len(samples) == NUM_PROMPTS * NUM_SAMPLES
-    for _, group in groupby(sorted(samples), key=lambda sample: sample[0][:-1]):
+    for _, group in groupby(sorted(samples), key=lambda sample: sample[0][:-3]):
         siblings = list(group)
-        assert [name[-1] for name, _, _ in siblings] == list(range(NUM_SAMPLES))
+        assert [name[-3] for name, _, _ in siblings] == list(range(NUM_SAMPLES))
+        assert {name[-1] for name, _, _ in siblings} == {0}  # each has made one call
         assert len({tuple(prompt) for _, prompt, _ in siblings}) == 1
         assert len({tuple(response) for _, _, response in siblings}) > 1
 
