@@ -1,7 +1,8 @@
-"""Which tests are slow, their order, the devices of those that ask for one, and a full disk."""
+"""Which tests are slow, their order, their log, the devices of those that ask for one, and a full disk."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 from collections.abc import Iterator
@@ -42,6 +43,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         import torch
 
         metafunc.parametrize("torch_device", ["cpu", "cuda"][: 1 + torch.cuda.is_available()])
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_seen(caplog: pytest.LogCaptureFixture) -> None:
+    # What verl imports sets every handler of the process to ERROR.
+    caplog.set_level(logging.WARNING)
 
 
 @pytest.fixture

@@ -81,7 +81,6 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(
     from rollout_spec.verl.agent_loop import sample_name
 
     server = make_server({}, full_determinism=True)
-    caplog.set_level(logging.WARNING)
     logging.getLogger("vllm.rollout_spec.verl.server").addHandler(caplog.handler)
 
     def respond(number: int | None) -> tuple[int, ...]:
