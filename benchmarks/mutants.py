@@ -103,10 +103,8 @@ CORE = (
     CoreMutant("step.c", "if (tokens[position] < 0) {", "if (tokens[position] < -1) {"),
     CoreMutant("step.c", "index->groups[sequence->group].num_tokens += num_new;", ";"),
     # draft.c: what is proposed, and where a draft ends
-    CoreMutant(
-        "draft.c", "predictions[i].token < 0 || survival < min_token_prob", "predictions[i].token < 0"
-    ),
-    CoreMutant("draft.c", "survival < min_token_prob", "survival <= min_token_prob"),
+    CoreMutant("draft.c", "predictions[i].token < 0 || survival < min_survival", "predictions[i].token < 0"),
+    CoreMutant("draft.c", "survival < min_survival", "survival <= min_survival"),
     CoreMutant("draft.c", "survival *= rs_predict", "survival = rs_predict"),
     CoreMutant("draft.c", "    sequence->num_predictions = 0;\n", ""),
     CoreMutant("draft.c", "count > best.count ? others", "count >= best.count ? others"),

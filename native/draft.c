@@ -137,7 +137,7 @@ static void move(walk *w, int32_t token) {
     }
 }
 
-int32_t rs_draft(const rs_index *index, int32_t id, int32_t max_draft_tokens, double min_token_prob, int32_t *tokens,
+int32_t rs_draft(const rs_index *index, int32_t id, int32_t max_draft_tokens, double min_survival, int32_t *tokens,
                  float *survivals) {
     rs_sequence *sequence = index->sequences + id;
     rs_prediction *predictions = rs_predictions(index, id);
@@ -151,7 +151,7 @@ int32_t rs_draft(const rs_index *index, int32_t id, int32_t max_draft_tokens, do
         ask(&w, predictions + i);
         survival *= rs_predict(&index->calibration, predictions + i);
         sequence->num_predictions += predictions[i].token >= 0;
-        if (predictions[i].token < 0 || survival < min_token_prob) {
+        if (predictions[i].token < 0 || survival < min_survival) {
             return i;
         }
         tokens[i] = predictions[i].token;

@@ -20,7 +20,7 @@
  *             proposes the most frequent one, where its match is longer than the group's. Its counts are exact.
  *   draft     At each position the experts' best proposal. native/evidence.h says how the probability that it is
  *             accepted is learned. A draft ends before the token with which the product of the probabilities, the
- *             survival, falls below min_token_prob.
+ *             survival, falls below min_survival.
  *
  * No function is thread safe for one index; different indexes are independent.
  * Every function that returns a status changes nothing when it fails, except that reserved memory may stay
@@ -33,7 +33,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 18, /* raised with every change of this file */
+    RS_ABI_VERSION = 19, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -75,7 +75,7 @@ typedef struct {
     const int32_t *levels;           /* [num_rows], prompt included, at most num_columns and RS_MAX_TEXT_TOKENS */
     const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
     int32_t max_new_tokens;          /* of the rows that have got more than a step gives, all together; 0: no limit */
-    double min_token_prob;           /* 0 .. 1: the least survival that is drafted */
+    double min_survival;           /* 0 .. 1: the least survival that is drafted */
     int32_t *draft_tokens;           /* out [num_rows][K]; beyond num_draft_tokens unspecified */
     float *survivals;                /* out [num_rows][K]: the estimated probability that the draft up to and with
                                         this token is accepted */

@@ -65,8 +65,8 @@ static rs_status check_batch(const rs_batch *batch, rs_error *error) {
     if (batch->num_rows < 1) {
         return rs_fail(error, RS_EINVAL, -1, "num_rows=%" PRId32 ": must be at least 1", batch->num_rows);
     }
-    if (!(batch->min_token_prob >= 0.0 && batch->min_token_prob <= 1.0)) {
-        return rs_fail(error, RS_EINVAL, -1, "min_token_prob=%g: must be between 0 and 1", batch->min_token_prob);
+    if (!(batch->min_survival >= 0.0 && batch->min_survival <= 1.0)) {
+        return rs_fail(error, RS_EINVAL, -1, "min_survival=%g: must be between 0 and 1", batch->min_survival);
     }
     if (batch->num_matrix_rows < 1 || batch->num_columns < 0 || batch->row_stride < batch->num_columns) {
         return rs_fail(error, RS_EINVAL, -1,
@@ -277,7 +277,7 @@ static void draft_rows(const rs_index *index, const rs_batch *batch) {
         const rs_sequence *sequence = index->sequences + batch->sequences[i];
         const bool is_whole = rs_is_whole(index->groups + sequence->group) && sequence->level == batch->levels[i];
         batch->num_draft_tokens[i] = rs_draft(index, batch->sequences[i], is_whole ? batch->max_draft_tokens[i] : 0,
-                                              batch->min_token_prob, batch->draft_tokens + at, batch->survivals + at);
+                                              batch->min_survival, batch->draft_tokens + at, batch->survivals + at);
     }
 }
 

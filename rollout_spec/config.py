@@ -14,7 +14,7 @@ MAX_SPECULATIVE_TOKENS = 64
 AUTO = "auto"  # of batch_threshold
 # The price of a draft token where batch_threshold is a number; benchmarks/record/gate.md compares prices with
 # step times of two CPU cores and of a GPU.
-MIN_TOKEN_PROB = 0.2
+MIN_SURVIVAL = 0.2
 
 
 class UserError(Exception):
@@ -64,8 +64,8 @@ class SpecConfig:
         1,
         MAX_SPECULATIVE_TOKENS,
     )
-    min_token_prob: float = _option(
-        MIN_TOKEN_PROB,
+    min_survival: float = _option(
+        MIN_SURVIVAL,
         "end a draft where its estimated survival falls below this; unused with batch_threshold=auto",
         "you set `batch_threshold` to a number, and a verified token costs much (higher) or little (lower)",
         0.0,

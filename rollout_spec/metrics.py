@@ -63,7 +63,7 @@ METRICS = (
     Metric(
         "acceptance_rate",
         "Accepted tokens per draft token.",
-        "Low: fine while `achieved_gain` is above 1; with a fixed threshold, raise `min_token_prob`.",
+        "Low: fine while `achieved_gain` is above 1; with a fixed threshold, raise `min_survival`.",
     ),
     Metric(
         "num_failed_steps",
@@ -86,7 +86,7 @@ METRICS = (
         "Above 1: other work runs on the host's cores, or very many rows decode.",
     ),
     Metric(
-        "min_token_prob",
+        "min_survival",
         "The price: the least survival that is drafted, mean over steps with drafting on.",
         "Nothing: high means that a verified token costs much time here.",
     ),
@@ -152,7 +152,7 @@ class EngineCounters(_Counters):
     num_accepted_tokens: int = 0  # as the proposer sees it, bonus tokens excluded
     num_untracked_rows: int = 0  # decoding rows without a place in the index
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
-    sum_min_token_prob: float = 0.0  # the least survival that is drafted, over the steps with drafting on
+    sum_min_survival: float = 0.0  # the least survival that is drafted, over the steps with drafting on
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
     # Steps without drafts, by what decided so
     num_steps_off_threshold: int = 0  # more rows than batch_threshold
@@ -257,7 +257,7 @@ def _engine_metrics(engine: EngineCounters) -> dict[str, float]:
     """What the gate did."""
     values = _ratio("share_on", engine.num_steps_on, engine.num_steps)
     values |= _ratio("draft_ms", engine.draft_seconds * 1e3, engine.num_steps)
-    values |= _ratio("min_token_prob", engine.sum_min_token_prob, engine.num_steps_on)
+    values |= _ratio("min_survival", engine.sum_min_survival, engine.num_steps_on)
     values |= _ratio("budget", engine.num_draft_tokens, engine.num_steps_on)
     values |= _ratio("achieved_gain", engine.gate_plain_seconds, engine.gate_seconds)
     values |= _ratio("expected_gain", engine.gate_expected_plain_seconds, engine.gate_expected_seconds)

@@ -29,7 +29,7 @@ def suffixes(text: Text) -> list[Text]:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     num_speculative_tokens: int
-    min_token_prob: float = 0.2
+    min_survival: float = 0.2
     corpus: CorpusOracle | None = None
 
 
@@ -367,10 +367,10 @@ class SequenceOracle:
             contexts.learn(contexts.identities(self.text, self.own_salt).values(), token)
             self.text = self.group.extend(self.text, token)
 
-    def draft(self, max_draft_tokens: int, min_token_prob: float | None = None) -> list[int]:
+    def draft(self, max_draft_tokens: int, min_survival: float | None = None) -> list[int]:
         """The second half, after every row of the step was indexed."""
         options = self.group.options
-        price = options.min_token_prob if min_token_prob is None else min_token_prob
+        price = options.min_survival if min_survival is None else min_survival
         self.last_draft, self.survivals = [], []
         if max_draft_tokens == 0:
             return []

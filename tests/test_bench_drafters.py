@@ -73,13 +73,13 @@ def test_the_oracle_wastes_nothing_and_history_is_text_to_it(results):
 
 
 def test_every_price_of_sam_is_a_result_of_its_own_and_a_replay(lines, results):
-    assert [(result["method"], result["min_token_prob"]) for result in results[:4]] == [
+    assert [(result["method"], result["min_survival"]) for result in results[:4]] == [
         *[("off", None), ("sam", 0.6), ("sam", 0.05), ("oracle", None)]
     ]
     for history in (0, 8):
         dear, cheap = only(results, method="sam", history=history)
         assert dear["draft_tokens_per_step"] < cheap["draft_tokens_per_step"]
-        same = replay(lines, SpecConfig(num_speculative_tokens=4, history=history, min_token_prob=0.05))
+        same = replay(lines, SpecConfig(num_speculative_tokens=4, history=history, min_survival=0.05))
         assert all(cheap[figure] == getattr(same, figure) for figure in FIGURES.values())
 
 
@@ -157,7 +157,7 @@ def test_made_text_does_not_repeat():
 
 def test_the_command_prints_what_it_writes(tmp_path, capsys):
     options = ["--methods", "off,ngram,sam", "--num-speculative-tokens", "4", "--limit-groups", "2"]
-    options += ["--history", "0", "8", "--min-token-prob", "0.2", "0.05", "--spec", "max_index_mb=64"]
+    options += ["--history", "0", "8", "--min-survival", "0.2", "0.05", "--spec", "max_index_mb=64"]
     command = ["bench", "drafters", str(TRACE), *options, "--no-cost"]
     assert main([*command, "--output", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -297,7 +297,7 @@ def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
             "65 must be at least 1 and at most 64",
         ),
         (["--history", "-1"], "--history: -1 must be at least 0"),
-        (["--min-token-prob", "0.1", "2"], "--min-token-prob: 2 must be at least 0 and at most 1"),
+        (["--min-survival", "0.1", "2"], "--min-survival: 2 must be at least 0 and at most 1"),
         (["--equal-drafts", "--methods", "sam"], "--equal-drafts: needs one of suffix_server, suffix_s"),
         (["--methods", "sam", "--spec", "history=2"], "--spec history=2: --history sets it"),
         (["--methods", "sam", "--spec", "mode=frequent"], "rollout.spec.mode: unknown field"),
@@ -416,14 +416,14 @@ def test_at_equal_drafts_sam_drafts_no_more(lines):
     assert 0.9 * server["draft_tokens_per_step"] < result["draft_tokens_per_step"]
     assert result["draft_tokens_per_step"] <= server["draft_tokens_per_step"]
     # It is a replay like any other.
-    [same] = measure(lines, all_runs(["sam"], CONFIG, [4], [8], [result["min_token_prob"]]))
+    [same] = measure(lines, all_runs(["sam"], CONFIG, [4], [8], [result["min_survival"]]))
     assert result == same | {"equal_drafts": "suffix_server"}
 
 
 def test_the_price_of_equal_drafts_is_the_least_of_256(lines):
     baseline = {"method": "other", "num_speculative_tokens": 4, "history": 0, "draft_tokens_per_step": 0.8}
     found = at_equal_drafts(lines[:2], CONFIG, baseline)
-    below = (math.sqrt(found["min_token_prob"]) - 1 / 256) ** 2
+    below = (math.sqrt(found["min_survival"]) - 1 / 256) ** 2
     [cheaper] = measure(lines[:2], all_runs(["sam"], CONFIG, [4], [0], [below]))
     assert found["draft_tokens_per_step"] <= 0.8 < cheaper["draft_tokens_per_step"]
 

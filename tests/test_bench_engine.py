@@ -150,7 +150,7 @@ def test_methods_pass_their_threshold_on():
         (["--methods", "off,off"], "--methods off,off: a method is named twice"),
         (["--repeats", "0"], "--repeats: 0 must be at least 1"),
         (["--num-speculative-tokens", "65"], "num_speculative_tokens=65: must be between 1 and 64"),
-        (["--spec", "min_token_prob"], "--spec min_token_prob: must be NAME=VALUE"),
+        (["--spec", "min_survival"], "--spec min_survival: must be NAME=VALUE"),
         (["--spec", "depth=3"], "rollout.spec.depth: unknown field"),
         (["--spec", "num_speculative_tokens=3"], "--spec num_speculative_tokens"),
         (["--load", "random", "--prompts", "x.parquet"], "--prompts: --load random makes prompts of its own"),

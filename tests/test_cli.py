@@ -396,11 +396,11 @@ def test_simulate_takes_options_of_the_drafter(tmp_path, capsys):
         record = json.loads(capsys.readouterr().out)
         return record["spec"], record["results"][0]["runs"][1]["speedup"]
 
-    spec, with_history = speedup("--spec", "history=1", "--spec", "min_token_prob=0.1")
-    assert spec == {"history": 1, "min_token_prob": 0.1}
+    spec, with_history = speedup("--spec", "history=1", "--spec", "min_survival=0.1")
+    assert spec == {"history": 1, "min_survival": 0.1}
     # A token a step in the first rollout, up to nine in the second.
     assert 1.5 < with_history < 2
-    assert speedup("--spec", "min_token_prob=1.0") == ({"min_token_prob": 1.0}, 1.0)
+    assert speedup("--spec", "min_survival=1.0") == ({"min_survival": 1.0}, 1.0)
 
 
 def test_the_plans_own_overrides_come_last(tmp_path):

@@ -39,10 +39,10 @@ def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
         ({"num_speculative_tokens": "4"}, "rollout.spec.num_speculative_tokens='4': must be of type int"),
         ({"num_speculative_tokens": True}, "must be of type int"),
         ({"num_speculative_tokens": 2.0}, "must be of type int"),
-        ({"min_token_prob": float("nan")}, "must be between 0 and 1"),
+        ({"min_survival": float("nan")}, "must be between 0 and 1"),
         ({"method": "ngram"}, "must be one of sam, off"),
         ({"batch_threshold": "fast"}, "rollout.spec.batch_threshold='fast': must be a number or auto"),
-        ({"min_token_prob": "auto"}, "rollout.spec.min_token_prob='auto': must be of type float"),
+        ({"min_survival": "auto"}, "rollout.spec.min_survival='auto': must be of type float"),
         ({"batch_threshold": 1.5}, "rollout.spec.batch_threshold=1.5: must be of type int"),
         ({"max_index_mb": 0}, "rollout.spec.max_index_mb=0: must be between 1 and 1,048,576"),
         ({"routing": "random"}, "rollout.spec.routing='random': must be one of group, verl"),
@@ -58,4 +58,4 @@ def test_the_threshold_may_be_automatic() -> None:
 
 
 def test_a_whole_number_is_a_float() -> None:
-    assert SpecConfig(min_token_prob=1).min_token_prob == 1
+    assert SpecConfig(min_survival=1).min_survival == 1

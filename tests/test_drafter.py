@@ -47,7 +47,7 @@ class Batch:
 
 
 def make(**options: object) -> Batch:
-    return Batch(Drafter(SpecConfig(**{"batch_threshold": 8, "min_token_prob": 0.0, **options})))  # type: ignore[arg-type]
+    return Batch(Drafter(SpecConfig(**{"batch_threshold": 8, "min_survival": 0.0, **options})))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -297,7 +297,7 @@ def long_run(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[ob
     monkeypatch.setattr(groups, "MAX_TOKENS_AT_ONCE", num_at_once)
     monkeypatch.setattr(drafter_module, "MAX_TOKENS_AT_ONCE", num_at_once)
     text = synthetic_text(9_000)
-    drafter = Drafter(SpecConfig(batch_threshold=8, min_token_prob=0.0, num_speculative_tokens=4, history=2))
+    drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4, history=2))
     batch = Batch(drafter, num_rows=4, length=9_000)
     for begin in (100, 2_000):
         drafter.history.add(group_key("g"), text[begin : begin + 500])
@@ -330,7 +330,7 @@ def test_a_long_prompt_is_indexed_a_few_hundred_tokens_a_step(monkeypatch: pytes
 
 def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle groups make room first."""
-    drafter = Drafter(SpecConfig(batch_threshold=8, min_token_prob=0.0, max_index_mb=1))
+    drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, max_index_mb=1))
     batch = Batch(drafter, num_rows=4, length=40_000)
     text = synthetic_text(40_000)
     for i in range(3):
@@ -348,7 +348,7 @@ def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytes
 
 @pytest.mark.usefixtures("at_once")
 def test_rows_that_do_not_fit_together_go_one_by_one() -> None:
-    config = SpecConfig(max_index_mb=1, batch_threshold=8, min_token_prob=0.1)
+    config = SpecConfig(max_index_mb=1, batch_threshold=8, min_survival=0.1)
     batch = Batch(Drafter(config), num_rows=2, length=200_000)
     batch.open("short", max_level=200_000)
     batch.open("long", max_level=200_000)

@@ -28,7 +28,7 @@ def decode(index, sequence, text, start, budget=8):
 def test_long_texts_draft_as_the_oracle_does():
     """Long enough for the table of contexts to grow several times and for the weights to move."""
     rng = np.random.default_rng(1)
-    options = {"num_speculative_tokens": 6, "min_token_prob": 0.1}
+    options = {"num_speculative_tokens": 6, "min_survival": 0.1}
     experience = Experience()
     with SuffixIndex(**options) as index:
         for _ in range(3):
@@ -46,7 +46,7 @@ def test_long_texts_draft_as_the_oracle_does():
 def test_nothing_is_learned_behind_the_first_wrong_token(wrong):
     """The rest of the draft comes true all the same, in a step that brings more than one wrong token."""
     rng = np.random.default_rng(8)
-    options = {"num_speculative_tokens": 6, "min_token_prob": 0.0}
+    options = {"num_speculative_tokens": 6, "min_survival": 0.0}
     oracle = SequenceOracle(GroupOracle((), Options(**options)), True, Experience())
     with SuffixIndex(**options) as index:
         sequence = index.open_sequence(index.open_group(int32()))
@@ -112,7 +112,7 @@ def test_an_adversary_wastes_little_and_honesty_is_believed_again(bait):
         other = int(rng.integers(0, 39))
         return other + (other >= drafted >= 0)
 
-    with SuffixIndex(num_speculative_tokens=8, min_token_prob=0.15) as index:
+    with SuffixIndex(num_speculative_tokens=8, min_survival=0.15) as index:
         sequence = index.open_sequence(index.open_group(int32()))
         steps = []
         for i, step in enumerate(converse(index, sequence, sample, 2 * lies + honest)):
@@ -146,7 +146,7 @@ def test_a_failed_step_learns_nothing():
     text = speak(np.random.default_rng(7), 200)
     drafts = []
     for broken in (False, True):
-        with SuffixIndex(num_speculative_tokens=8, min_token_prob=0.05) as index:
+        with SuffixIndex(num_speculative_tokens=8, min_survival=0.05) as index:
             sequence = index.open_sequence(index.open_group(int32()))
             found = []
             for level, draft, _ in decode(index, sequence, text, 0):

@@ -159,7 +159,7 @@ def test_a_prompt_that_comes_back_is_drafted_from_its_earlier_responses():
     responses = [rng.integers(0, 1000, 40).tolist() for _ in range(4)]
     accepted = {}
     for history in (0, 2):
-        drafter = Drafter(SpecConfig(history=history, batch_threshold=8, min_token_prob=0.01))
+        drafter = Drafter(SpecConfig(history=history, batch_threshold=8, min_survival=0.01))
         train_step(drafter, prompts, responses)
         earlier, drafter = drafter, Drafter(drafter.config)  # what the index has learned would help too
         drafter.history.merge(earlier.history.pack())
@@ -248,7 +248,7 @@ def test_replicas_draft_from_each_others_responses():
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, 1000, 8).astype(np.int32) for _ in range(2)]
     responses = [rng.integers(0, 1000, 40).tolist() for _ in range(2)]
-    replicas = [Drafter(SpecConfig(history=4, batch_threshold=8, min_token_prob=0.01)) for _ in range(2)]
+    replicas = [Drafter(SpecConfig(history=4, batch_threshold=8, min_survival=0.01)) for _ in range(2)]
     for replica, prompt, response in zip(replicas, prompts, responses, strict=True):
         train_step(replica, [prompt], [response])
     taken = [replica.history.take_new() for replica in replicas]
@@ -287,6 +287,6 @@ def test_replay_takes_the_responses_of_earlier_lines_of_the_group():
     trace = [Rollout("a", step, prompt, [response, response[::-1].copy()]) for step in (1, 2)]
     tokens_per_step = {}
     for history in (0, 1, 2):
-        config = SpecConfig(history=history, min_token_prob=0.01)
+        config = SpecConfig(history=history, min_survival=0.01)
         tokens_per_step[history] = replay(trace, config).tokens_per_step
     assert tokens_per_step[0] < tokens_per_step[1] < tokens_per_step[2]

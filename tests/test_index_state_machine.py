@@ -42,7 +42,7 @@ def build_corpus(given: list[list[int]]) -> Corpus:
 class IndexMachine(RuleBasedStateMachine):
     @initialize(
         num_speculative_tokens=st.integers(1, 6),
-        min_token_prob=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        min_survival=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
         corpus=st.none() | st.lists(texts(30), max_size=3),
         tight=st.sampled_from([0, 0, 6000, 12000]),
     )

@@ -14,7 +14,7 @@ from rollout_spec.metrics import (
 def test_the_metrics_of_two_servers_by_hand() -> None:
     one = RolloutReport(
         engine=EngineCounters(num_steps=10, num_steps_on=4, num_draft_tokens=20, draft_seconds=0.02,
-                              sum_min_token_prob=1.7, num_steps_off_cost=4, num_steps_off_probe=2,
+                              sum_min_survival=1.7, num_steps_off_cost=4, num_steps_off_probe=2,
                               num_guard_stops=1, gate_seconds=2.0,
                               gate_plain_seconds=3.0, gate_expected_seconds=1.0,
                               gate_expected_plain_seconds=1.25),
@@ -50,7 +50,7 @@ def test_the_metrics_of_two_servers_by_hand() -> None:
             "rollout/spec_acceptance_rate": 0.5,
             "rollout/spec_share_on": 34 / 40,
             "rollout/spec_draft_ms": 2.0,
-            "rollout/spec_min_token_prob": 1.7 / 34,
+            "rollout/spec_min_survival": 1.7 / 34,
             "rollout/spec_budget": 20 / 34,
             "rollout/spec_achieved_gain": 1.5,
             "rollout/spec_expected_gain": 1.25,
@@ -66,11 +66,11 @@ def test_the_metrics_of_two_servers_by_hand() -> None:
 def test_an_engines_line_by_hand() -> None:
     engine = EngineCounters(
         num_steps=1000, num_steps_on=800, num_draft_tokens=4000, num_accepted_tokens=3000, draft_seconds=0.25,
-        sum_min_token_prob=160.0, num_steps_off_cost=150, num_steps_off_probe=50, gate_seconds=4.0,
+        sum_min_survival=160.0, num_steps_off_cost=150, num_steps_off_probe=50, gate_seconds=4.0,
         gate_plain_seconds=5.0, gate_expected_seconds=4.0, gate_expected_plain_seconds=6.0,
     )  # fmt: skip
     assert engine_summary(engine) == (
-        "acceptance_rate 0.75, share_on 0.8, draft_ms 0.25, min_token_prob 0.2, budget 5, "
+        "acceptance_rate 0.75, share_on 0.8, draft_ms 0.25, min_survival 0.2, budget 5, "
         "achieved_gain 1.25, expected_gain 1.5, "
         "share_off_threshold 0, share_off_cost 0.15, share_off_guard 0, share_off_probe 0.05, "
         "num_guard_stops 0"

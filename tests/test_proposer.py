@@ -123,7 +123,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_siblings_draft_from_each_other_and_what_is_accepted_is_counted() -> None:
-    engine = Engine(min_token_prob=0.0)
+    engine = Engine(min_survival=0.0)
     engine.add("first")
     for _ in range(20):
         assert engine.step() == {"first": []}  # text that does not repeat
@@ -147,7 +147,7 @@ def test_siblings_draft_from_each_other_and_what_is_accepted_is_counted() -> Non
 
 def test_drafts_belong_to_their_rows_whatever_comes_and_goes() -> None:
     """Three groups, whose texts differ; rows change places as requests leave, wait and come back."""
-    engine = Engine(min_token_prob=0.0)
+    engine = Engine(min_survival=0.0)
     chooser = np.random.default_rng(0)
     serial = 0
     for _ in range(150):
@@ -177,7 +177,7 @@ def test_drafts_belong_to_their_rows_whatever_comes_and_goes() -> None:
 
 
 def test_a_preempted_request_keeps_its_place() -> None:
-    engine = Engine(min_token_prob=0.0)
+    engine = Engine(min_survival=0.0)
     engine.add("a")
     engine.add("b")
     engine.step({"a": TEXT[:8], "b": TEXT[:1]})
@@ -190,7 +190,7 @@ def test_a_preempted_request_keeps_its_place() -> None:
 
 
 def test_a_partial_prefill_gets_no_draft() -> None:
-    engine = Engine(min_token_prob=0.0)
+    engine = Engine(min_survival=0.0)
     engine.add("a")
     engine.step({"a": TEXT[:8]})
     engine.add("b")
@@ -203,7 +203,7 @@ def test_a_partial_prefill_gets_no_draft() -> None:
 )
 def test_a_draft_ends_before_the_request(max_tokens: int | None, model_len: int, room: int) -> None:
     """One short of max_tokens or of the model's length, which vLLM may set after the proposer is made."""
-    engine = Engine(min_token_prob=0.0)
+    engine = Engine(min_survival=0.0)
     engine.runner.max_model_len = model_len
     engine.add("a")
     engine.step({"a": TEXT[:8]})
@@ -221,14 +221,14 @@ def test_the_runner_is_told_not_to_drop_drafts_near_the_end() -> None:
 def drafts_of(history: bytes | None, group: str) -> list[int]:
     """What a new engine with this history drafts behind the first two tokens of the group's text."""
     assert history is not None
-    engine = Engine(min_token_prob=0.0, history=4)
+    engine = Engine(min_survival=0.0, history=4)
     engine.proposer.add_history([history])
     engine.add("new", extra_args={GROUP_KEY: group})
     return engine.step({"new": TEXT[:2]})["new"]
 
 
 def test_new_weights_drop_the_text_and_the_history_keeps_what_ended() -> None:
-    engine = Engine(min_token_prob=0.0, history=4)
+    engine = Engine(min_survival=0.0, history=4)
     for name in ("done-0123abcd", "cut-0123abcd"):
         engine.add(name, extra_args={GROUP_KEY: name.split("-")[0]})
     engine.step({"done-0123abcd": TEXT[:9], "cut-0123abcd": TEXT[:9]})
@@ -240,7 +240,7 @@ def test_new_weights_drop_the_text_and_the_history_keeps_what_ended() -> None:
 
 
 def test_a_request_that_runs_across_new_weights_is_indexed_anew() -> None:
-    engine = Engine(min_token_prob=0.0, history=0)
+    engine = Engine(min_survival=0.0, history=0)
     engine.add("a")
     engine.add("b")
     engine.step({"a": TEXT[:9], "b": TEXT[:2]})
@@ -254,7 +254,7 @@ def test_a_request_that_runs_across_new_weights_is_indexed_anew() -> None:
 
 
 def test_the_history_is_taken_once_and_of_what_has_ended() -> None:
-    engine = Engine(min_token_prob=0.0, history=4)
+    engine = Engine(min_survival=0.0, history=4)
     names = ("done", "cut", "runs")
     for name in names:
         engine.add(f"{name}-0123abcd", extra_args={GROUP_KEY: name})
@@ -271,7 +271,7 @@ def test_the_history_is_taken_once_and_of_what_has_ended() -> None:
 
 
 def test_a_history_that_cannot_be_read_costs_itself(said: list[str]) -> None:
-    engine, other = Engine(history=4, min_token_prob=0.0), Engine(history=4, min_token_prob=0.0)
+    engine, other = Engine(history=4, min_survival=0.0), Engine(history=4, min_survival=0.0)
     engine.add("a", extra_args={GROUP_KEY: "g"})
     engine.step({"a": TEXT[:9]})
     engine.finish("a")
@@ -282,7 +282,7 @@ def test_a_history_that_cannot_be_read_costs_itself(said: list[str]) -> None:
 
 def test_what_is_on_its_way_is_received_first() -> None:
     """With model runner V2 the tokens of the last steps arrive late: whoever ends a step waits for them."""
-    engine = Engine(history=4, min_token_prob=0.0)
+    engine = Engine(history=4, min_survival=0.0)
     received: list[str] = []
     for name in ("take_counters", "end_step", "take_history", "pack_history"):
         engine.proposer.receive = lambda name=name: received.append(name)
@@ -292,7 +292,7 @@ def test_what_is_on_its_way_is_received_first() -> None:
 
 
 def test_a_failing_step_costs_its_drafts_and_is_said_once(said: list[str]) -> None:
-    engine = Engine(min_token_prob=0.0)
+    engine = Engine(min_survival=0.0)
     engine.add("a")
     engine.add("b")
     engine.step({"a": TEXT[:9], "b": TEXT[:1]})
@@ -307,7 +307,7 @@ def test_a_failing_step_costs_its_drafts_and_is_said_once(said: list[str]) -> No
 
 
 def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: list[str]) -> None:
-    engine = Engine(min_token_prob=0.0, history=4)
+    engine = Engine(min_survival=0.0, history=4)
     engine.add("a")
     engine.step({"a": TEXT[:9]})
     engine.batch.req_ids.append("stranger")
@@ -333,7 +333,7 @@ def test_drafting_goes_on_under_a_log_line_every_so_often(monkeypatch: pytest.Mo
     monkeypatch.setattr(proposer_module, "LOG_EVERY", 3)
     logger = Value(info=lambda message, *args: lines.append(message % args))
     monkeypatch.setattr(proposer_module, "logger", logger)
-    engine = Engine(min_token_prob=0.0)
+    engine = Engine(min_survival=0.0)
     engine.add("a")
     for _ in range(7):
         engine.step()
@@ -351,7 +351,7 @@ STRANGE_NUMBERS = [-1, HUGE, 1.0, "3", True, None, [2], 1 << 40]
 
 @pytest.mark.parametrize("group", STRANGE_GROUPS, ids=lambda group: type(group).__name__)
 def test_whatever_a_caller_sends_as_its_group_the_others_draft(group: Any) -> None:
-    engine = Engine(min_token_prob=0.0)
+    engine = Engine(min_survival=0.0)
     engine.add("a")
     engine.step({"a": TEXT[:9]})
     for i, number in enumerate(STRANGE_NUMBERS[:6]):
@@ -368,7 +368,7 @@ def test_whatever_a_caller_sends_as_its_group_the_others_draft(group: Any) -> No
 
 @pytest.mark.parametrize("extra_args", [None, {}, [GROUP_KEY], "text", 7, {GROUP_TOKENS_KEY: 2}])
 def test_extra_arguments_of_others_do_no_harm(extra_args: Any) -> None:
-    engine = Engine(min_token_prob=0.0)
+    engine = Engine(min_survival=0.0)
     engine.add("a")
     engine.add("b", extra_args=extra_args)
     assert engine.step({"a": TEXT[:9]})["b"] == TEXT[1:5]
@@ -376,7 +376,7 @@ def test_extra_arguments_of_others_do_no_harm(extra_args: Any) -> None:
 
 def test_a_group_has_a_name_and_a_prompt() -> None:
     """Requests of one name are siblings though their prompts differ; what follows the group's is text."""
-    engine = Engine(min_token_prob=0.0)
+    engine = Engine(min_survival=0.0)
     named = {GROUP_KEY: "g", GROUP_TOKENS_KEY: 3}
     engine.add("a", extra_args=named)
     engine.step({"a": TEXT[:9]})
@@ -397,7 +397,7 @@ def test_a_group_has_a_name_and_a_prompt() -> None:
     ],
 )
 def test_only_the_worker_whose_drafts_are_taken_drafts(parallel: dict[str, Any], is_used: bool) -> None:
-    proposer = SuffixProposer(vllm_config({"history": 4, "min_token_prob": 0.0}, **parallel))
+    proposer = SuffixProposer(vllm_config({"history": 4, "min_survival": 0.0}, **parallel))
     request = Value(prompt_token_ids=None, sampling_params=None)  # embeddings, and no parameters
     proposer.bind(
         Value(

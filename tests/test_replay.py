@@ -100,7 +100,7 @@ def test_drafts_past_the_end_count_as_drafted_and_the_final_token_counts(path):
 
 
 def test_siblings_see_new_tokens_from_the_next_step_on(path):
-    config = SpecConfig(min_token_prob=0.01)
+    config = SpecConfig(min_survival=0.01)
     # Both rows decode the same text in lockstep: neither is ahead, so neither can draft for the other.
     same = write_trace(path, ([1], [[2, 3, 4, 5], [2, 3, 4, 5]]))
     assert replay(read_trace(same), config).num_accepted_tokens == 0
@@ -167,7 +167,7 @@ def test_equals_the_slow_replay(tmp_path, alphabet):
         texts = [noisy(rng, motif, alphabet) for _ in range(4)]
         lines.append((texts[0], texts[1:]))
     path = write_trace(tmp_path / "trace.jsonl", *lines)
-    options = {"num_speculative_tokens": 5, "min_token_prob": 0.2}
+    options = {"num_speculative_tokens": 5, "min_survival": 0.2}
     result = replay(read_trace(path), SpecConfig(history=0, **options))
     counted = (result.num_steps, result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens)
     assert counted == slow_replay(lines, Options(**options))
@@ -175,7 +175,7 @@ def test_equals_the_slow_replay(tmp_path, alphabet):
 
 def test_command_prints_json(path, capsys):
     write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]]))
-    options = ["--num-speculative-tokens", "4", "--spec", "min_token_prob=0.01", "--spec", "history=0"]
+    options = ["--num-speculative-tokens", "4", "--spec", "min_survival=0.01", "--spec", "history=0"]
     assert main(["replay", str(path), *options, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["num_groups"], values["num_tokens"]) == (1, 7)

@@ -98,7 +98,7 @@ def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(
 CONFLICTS = {
     "rollout.spec.num_speculative_tokens=0": r"rollout\.spec\.num_speculative_tokens=0: must be between 1",
     "+rollout.spec.colour=red": r"rollout\.spec\.colour: unknown field",
-    "rollout.spec.min_token_prob=auto": "min_token_prob='auto': must be of type float",
+    "rollout.spec.min_survival=auto": "min_survival='auto': must be of type float",
     f"{ENGINE}.speculative_config.method=ngram": "'method': 'ngram'.*: rollout.spec sets it",
     f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "batch_threshold instead",
     f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",

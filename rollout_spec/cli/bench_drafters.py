@@ -19,7 +19,7 @@ REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
     **{
         name: f"--{name.replace('_', '-')} sets it"
-        for name in ("num_speculative_tokens", "history", "min_token_prob")
+        for name in ("num_speculative_tokens", "history", "min_survival")
     },
 }
 
@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="earlier responses of the prompt that a drafter has; suffix_server* has all in its cache",
     )
     drafters.add_argument(
-        "--min-token-prob",
+        "--min-survival",
         type=number(float, 0, 1),
         nargs="+",
-        default=[SpecConfig.min_token_prob],
+        default=[SpecConfig.min_survival],
         metavar="P",
         help="prices of sam",
     )
@@ -139,7 +139,7 @@ def _of_trace(
     lines = list(islice(read_trace(trace), args.limit_groups))
     if not args.no_cost:
         check(lines)
-    runs = all_runs(methods, config, args.num_speculative_tokens, args.history, args.min_token_prob)
+    runs = all_runs(methods, config, args.num_speculative_tokens, args.history, args.min_survival)
     results = measure(tracked(lines, trace.name), runs)
     if args.equal_drafts:
         baselines = [result for result in results if result["method"] in SUFFIX]

@@ -179,7 +179,7 @@ class Drafter:
             return [[] for _ in request_ids]
         price = self._gate.begin(step, counters)
         if price is not None:
-            price = max(price, self.index.min_token_prob)
+            price = max(price, self.index.min_survival)
         self.is_open = price is not None and may_draft
         decoding = None if step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
         rows, proposed = self._step_index(decoding, token_ids, levels, price)
@@ -201,7 +201,7 @@ class Drafter:
         # What the gate has refused, it has counted as off.
         if takes_some or proposed is None or not proposed.num_draft_tokens.any():
             self.counters.num_steps_on += 1
-            self.counters.sum_min_token_prob += price
+            self.counters.sum_min_survival += price
         if not may_draft:
             self.is_open = takes_some
             self._gate.discard()

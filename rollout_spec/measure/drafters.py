@@ -24,7 +24,7 @@ SUFFIX: dict[str, dict[str, float]] = {  # but for depth and factor of the tuned
     name: {
         "max_tree_depth": depth,
         "max_spec_factor": factor,
-        "min_token_prob": 0.1,
+        "min_survival": 0.1,
         "max_cached_requests": 10_000,
     }
     for name, depth, factor in (("suffix_server", 24, 1.0), ("suffix_server_tuned", 64, 4.0))
@@ -217,7 +217,7 @@ def all_runs(
     return [
         (
             method,
-            dataclasses.replace(config, num_speculative_tokens=k, history=history, min_token_prob=price),
+            dataclasses.replace(config, num_speculative_tokens=k, history=history, min_survival=price),
         )
         for history in histories
         for k in ks
@@ -234,7 +234,7 @@ def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) ->
             num_speculative_tokens and history, the responses of a line's group in lines before.
 
     Returns:
-        One result per run, in their order: FIGURES; min_token_prob, None but of `sam`; equal_drafts, None.
+        One result per run, in their order: FIGURES; min_survival, None but of `sam`; equal_drafts, None.
 
     Raises:
         MissingError: a method needs a package that is not installed.
@@ -258,7 +258,7 @@ def _result(method: str, config: SpecConfig, result: ReplayResult) -> dict[str, 
         "method": method,
         "num_speculative_tokens": config.num_speculative_tokens,
         "history": config.history,
-        "min_token_prob": config.min_token_prob if method == "sam" else None,
+        "min_survival": config.min_survival if method == "sam" else None,
         "equal_drafts": None,
         **{figure: getattr(result, figure) for figure in FIGURES},
     }
@@ -278,7 +278,7 @@ def at_equal_drafts(lines: Sequence[Rollout], config: SpecConfig, baseline: dict
 
     def at(price: float) -> dict[str, Any]:
         options = {name: baseline[name] for name in ("num_speculative_tokens", "history")}
-        [result] = measure(lines, [("sam", dataclasses.replace(config, min_token_prob=price, **options))])
+        [result] = measure(lines, [("sam", dataclasses.replace(config, min_survival=price, **options))])
         return result | {"equal_drafts": baseline["method"]}
 
     low, high, found = 0.0, 1.0, None  # square roots of prices, of which there are more near 0

@@ -103,7 +103,7 @@ class Proposer(Protocol):
 
 
 class IndexProposer:
-    """The suffix index, one group a line, at the price `config.min_token_prob`."""
+    """The suffix index, one group a line, at the price `config.min_survival`."""
 
     def __init__(self, config: SpecConfig) -> None:
         # With a threshold that is a number the price is the option's.

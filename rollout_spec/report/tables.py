@@ -35,7 +35,7 @@ def drafters_tables(record: dict[str, Any]) -> Iterator[Table]:
 
 
 def _setting(row: dict[str, Any]) -> tuple[str, ...]:
-    price = row["min_token_prob"]
+    price = row["min_survival"]
     return (
         row["method"] if row["equal_drafts"] is None else f"{row['method']} as {row['equal_drafts']}",
         "" if price is None else f"{price:.3g}",
