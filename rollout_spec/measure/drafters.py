@@ -24,7 +24,7 @@ SUFFIX: dict[str, dict[str, float]] = {  # but for depth and factor of the tuned
     name: {
         "max_tree_depth": depth,
         "max_spec_factor": factor,
-        "min_survival": 0.1,
+        "min_token_prob": 0.1,
         "max_cached_requests": 10_000,
     }
     for name, depth, factor in (("suffix_server", 24, 1.0), ("suffix_server_tuned", 64, 4.0))
@@ -241,7 +241,7 @@ def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) ->
     """
     drafters = [make_proposer(method, config) for method, config in runs]
     results = [ReplayResult() for _ in runs]
-    histories = {config.history: History(config.history, config.max_index_mb << 20) for _, config in runs}
+    histories = {config.history: History(config.history, config.max_index_bytes) for _, config in runs}
     for line in lines:
         key = group_key(line.group)
         for (_, config), drafter, result in zip(runs, drafters, results, strict=True):
