@@ -12,9 +12,6 @@ VERIFY = ("coupled", "standard")
 ROUTINGS = ("group", "verl")
 MAX_SPECULATIVE_TOKENS = 64
 AUTO = "auto"  # of batch_threshold
-# The price of a draft token where batch_threshold is a number; benchmarks/record/gate.md compares prices with
-# step times of two CPU cores and of a GPU.
-MIN_SURVIVAL = 0.2
 
 
 class UserError(Exception):
@@ -65,7 +62,7 @@ class SpecConfig:
         MAX_SPECULATIVE_TOKENS,
     )
     min_survival: float = _option(
-        MIN_SURVIVAL,
+        0.2,  # benchmarks/record/gate.md compares it with others, at step times of two CPU cores and of a GPU
         "end a draft where its estimated survival falls below this; unused with batch_threshold=auto",
         "you set `batch_threshold` to a number, and a verified token costs much (higher) or little (lower)",
         0.0,
@@ -115,6 +112,10 @@ class SpecConfig:
     @property
     def enabled(self) -> bool:
         return self.method != "off"
+
+    @property
+    def max_index_bytes(self) -> int:
+        return self.max_index_mb << 20
 
     @property
     def coupled(self) -> bool:

@@ -29,7 +29,6 @@ def suffixes(text: Text) -> list[Text]:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     num_speculative_tokens: int
-    min_survival: float = 0.2
     corpus: CorpusOracle | None = None
 
 
@@ -367,10 +366,9 @@ class SequenceOracle:
             contexts.learn(contexts.identities(self.text, self.own_salt).values(), token)
             self.text = self.group.extend(self.text, token)
 
-    def draft(self, max_draft_tokens: int, min_survival: float | None = None) -> list[int]:
+    def draft(self, max_draft_tokens: int, min_survival: float = 0.0) -> list[int]:
         """The second half, after every row of the step was indexed."""
         options = self.group.options
-        price = options.min_survival if min_survival is None else min_survival
         self.last_draft, self.survivals = [], []
         if max_draft_tokens == 0:
             return []
@@ -382,7 +380,7 @@ class SequenceOracle:
                 break
             self.predictions.append(prediction)
             survival *= prediction.probability
-            if survival < price:
+            if survival < min_survival:
                 break
             self.last_draft.append(prediction.token)
             self.survivals.append(survival)

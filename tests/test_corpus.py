@@ -53,21 +53,20 @@ SPOKEN = st.lists(st.sampled_from(WORDS), max_size=8).map(lambda words: list(cha
 )
 @settings(max_examples=150, deadline=None)
 def test_drafts_equal_the_oracle(folder, corpus, prompt, pieces, min_survival, after_prompt):
-    options = {"num_speculative_tokens": 5, "min_survival": min_survival}
-    group = GroupOracle(prompt, Options(**options, corpus=CorpusOracle(corpus)))
+    group = GroupOracle(prompt, Options(num_speculative_tokens=5, corpus=CorpusOracle(corpus)))
     slow = SequenceOracle(group, after_prompt, Experience())
     mapped = open_corpus(save_corpus(folder / "corpus.sam", corpus))
-    with SuffixIndex(**options, corpus=mapped) as index:
+    with SuffixIndex(num_speculative_tokens=5, corpus=mapped) as index:
         group = index.open_group(np.array(prompt, np.int32))
         sequence = int32(index.open_sequence(group, after_prompt=after_prompt))
         text = list(slow.start)
         for piece in [*pieces[:-1], None, pieces[-1]]:  # None: the request starts again
             text = list(slow.start) if piece is None else text + piece
             row = np.array([*text, 0], np.int32)[None]
-            result = index.step(sequence, row, int32(0), int32(len(text)), int32(5))
+            result = index.step(sequence, row, int32(0), int32(len(text)), int32(5), min_survival)
             slow.index(text)
             num = int(result.num_draft_tokens[0])
-            assert result.draft_tokens[0, :num].tolist() == slow.draft(5)
+            assert result.draft_tokens[0, :num].tolist() == slow.draft(5, min_survival)
             assert result.survivals[0, :num] == pytest.approx(slow.survivals, rel=1e-5)
         index.validate()
 
@@ -77,15 +76,14 @@ def test_the_corpus_counts_where_its_match_is_longer_than_the_groups(path, repea
     """Where the group continues as long a suffix, its continuation comes first."""
     prompt = int32(5, 200, 201, 202, 7, 5) if repeated else int32(5)
     text = np.append(prompt, int32(200, 201, 202))[None].astype(np.int32)
-    with SuffixIndex(num_speculative_tokens=3, min_survival=0.0, corpus=open_corpus(path)) as index:
+    with SuffixIndex(num_speculative_tokens=3, corpus=open_corpus(path)) as index:
         sequence = int32(index.open_sequence(index.open_group(prompt)))
         result = index.step(sequence, text, int32(0), int32(text.size), int32(3))
         assert result.draft_tokens[0, 0] == first
 
 
 def test_the_end_of_a_text_has_no_continuation(path):
-    options = {"num_speculative_tokens": 3, "min_survival": 0.0}
-    with SuffixIndex(**options, corpus=open_corpus(path)) as index:
+    with SuffixIndex(num_speculative_tokens=3, corpus=open_corpus(path)) as index:
         sequence = int32(index.open_sequence(index.open_group(int32())))
         result = index.step(sequence, int32(101, 7)[None], int32(0), int32(2), int32(3))
         assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == [8]
@@ -94,8 +92,7 @@ def test_the_end_of_a_text_has_no_continuation(path):
 
 
 def test_what_is_cleared_or_failed_leaves_the_corpus(path):
-    options = {"num_speculative_tokens": 3, "min_survival": 0.0}
-    with SuffixIndex(**options, corpus=open_corpus(path)) as index:
+    with SuffixIndex(num_speculative_tokens=3, corpus=open_corpus(path)) as index:
         for _ in range(2):
             sequence = int32(index.open_sequence(index.open_group(int32())))
             index.step(sequence, int32(300, 301)[None], int32(0), int32(2), int32(3))
@@ -134,8 +131,7 @@ def test_many_followers_are_found(tmp_path):
     """More than a page of transitions at the root, in no order."""
     tokens = np.random.default_rng(0).permutation(50_000).astype(np.int32)
     path = save_corpus(tmp_path / "wide.sam", [tokens])
-    options = {"num_speculative_tokens": 1, "min_survival": 0.0}
-    with SuffixIndex(**options, corpus=open_corpus(path)) as index:
+    with SuffixIndex(num_speculative_tokens=1, corpus=open_corpus(path)) as index:
         group = index.open_group(int32())
         places = np.random.default_rng(1).choice(len(tokens) - 1, 200, replace=False)
         sequences = np.array([index.open_sequence(group) for _ in places], np.int32)
@@ -233,7 +229,7 @@ def test_a_right_checksum_of_wrong_content_costs_drafts_only(path, field, value)
         ConfigError, match=rf"^rollout\.spec\.corpus='{path}': damaged before its checksum was made"
     ):
         check_corpus(path)
-    with SuffixIndex(num_speculative_tokens=4, min_survival=0.0, corpus=open_corpus(path)) as index:
+    with SuffixIndex(num_speculative_tokens=4, corpus=open_corpus(path)) as index:
         sequence = int32(index.open_sequence(index.open_group(int32())))
         text = np.tile(np.arange(100, 130, dtype=np.int32), 3)[None]
         for level in range(text.size + 1):

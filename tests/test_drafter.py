@@ -30,19 +30,19 @@ class Batch:
         self.levels = np.zeros(num_rows, np.int32)
         self.request_ids: list[str] = []
 
-    def open(self, name: str, prompt: np.ndarray = PROMPT, max_level: int = 64, group: object = None) -> None:
+    def add(self, name: str, prompt: np.ndarray = PROMPT, max_level: int = 64, group: object = None) -> None:
         row = len(self.request_ids)
         self.request_ids.append(name)
         self.token_ids[row, : len(prompt)] = prompt
         self.levels[row] = len(prompt)
-        self.drafter.open(name, prompt, max_level, group)
+        self.drafter.add(name, prompt, max_level, group)
 
-    def step(self, tokens: list[list[int]], *, may_draft: bool = True) -> list[list[int]]:
+    def step(self, tokens: list[list[int]], *, in_time: bool = True) -> list[list[int]]:
         for row, new in enumerate(tokens):
             self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
             self.levels[row] += len(new)
         return self.drafter.step(
-            self.request_ids, list(map(len, tokens)), self.token_ids, self.levels, may_draft=may_draft
+            self.request_ids, list(map(len, tokens)), self.token_ids, self.levels, in_time=in_time
         )
 
 
@@ -58,8 +58,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sibling_drafts_what_the_other_wrote() -> None:
     batch = make(num_speculative_tokens=3)
-    batch.open("a")
-    batch.open("b")
+    batch.add("a")
+    batch.add("b")
     batch.step([[10, 11, 12, 13, 14], []])
     drafts = batch.step([[15], [10, 11]])
     assert drafts[1] == [12, 13, 14]
@@ -67,8 +67,8 @@ def test_a_sibling_drafts_what_the_other_wrote() -> None:
 
 def test_a_partial_prefill_is_neither_indexed_nor_drafted() -> None:
     batch = make()
-    batch.open("a")
-    batch.open("b")
+    batch.add("a")
+    batch.add("b")
     assert batch.step([[10], []])[1] == []
     counters = batch.drafter.take_counters()
     assert (counters.num_steps, counters.num_row_steps) == (1, 1)
@@ -77,8 +77,8 @@ def test_a_partial_prefill_is_neither_indexed_nor_drafted() -> None:
 
 def test_a_draft_stops_one_short_of_the_requests_end() -> None:
     batch = make(num_speculative_tokens=8)
-    batch.open("a")
-    batch.open("b", max_level=4 + 5)
+    batch.add("a")
+    batch.add("b", max_level=4 + 5)
     batch.step([[10, 11, 12, 13, 14, 15, 16, 17], []])
     # two tokens are there, three are left, and the target adds the last one itself
     assert batch.step([[], [10, 11]])[1] == [12, 13]
@@ -86,8 +86,8 @@ def test_a_draft_stops_one_short_of_the_requests_end() -> None:
 
 def test_the_gate_closes_above_its_threshold_and_indexing_goes_on() -> None:
     batch = make(batch_threshold=1)
-    batch.open("a")
-    batch.open("b")
+    batch.add("a")
+    batch.add("b")
     assert batch.step([[10, 11, 12, 13], [10, 11]]) == [[], []]
     assert batch.drafter.counters.num_steps_on == 0
     for token in range(20, 20 + HYSTERESIS_STEPS - 1):
@@ -97,25 +97,25 @@ def test_the_gate_closes_above_its_threshold_and_indexing_goes_on() -> None:
 
 
 @pytest.mark.parametrize("batch_threshold", [8, "auto"])
-def test_a_step_that_may_not_draft_says_whether_it_would(batch_threshold: object) -> None:
+def test_drafts_that_come_too_late_say_whether_the_next_step_waits(batch_threshold: object) -> None:
     batch = make(batch_threshold=batch_threshold)
-    batch.open("a")
-    batch.open("b")
+    batch.add("a")
+    batch.add("b")
     text = [10, 11, 12, 13, 14, 15] * 4
     for token in text[:20]:
-        assert batch.step([[token], [token]], may_draft=False) == [[], []]
-    assert batch.drafter.is_open
+        assert batch.step([[token], [token]], in_time=False) == [[], []]
+    assert batch.drafter.next_step_waits
     assert batch.drafter.counters.num_draft_tokens == 0
     assert batch.step([[text[20]], [text[20]]])[0][:3] == text[21:24]
-    assert batch.drafter.is_open
+    assert batch.drafter.next_step_waits
 
 
 def test_a_closed_gate_waits_for_nothing() -> None:
     batch = make(batch_threshold=0)
-    batch.open("a")
+    batch.add("a")
     for token in [10, 11] * 8:
-        batch.step([[token]], may_draft=False)
-        assert not batch.drafter.is_open
+        batch.step([[token]], in_time=False)
+        assert not batch.drafter.next_step_waits
 
 
 def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
@@ -131,14 +131,14 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
     now = iter([1.0, 3.0, 4.0, 8.0, 16.0, 32.0])
     batch = Batch(Drafter(SpecConfig(), clock=lambda: next(now)))
     batch.drafter._gate = gate = Recorder()  # type: ignore[assignment]
-    batch.open("a")
+    batch.add("a")
     batch.step([[10]])
     batch.step([[11, 12]])
-    batch.open("b")
+    batch.add("b")
     batch.step([[13], []])
     batch.step([[14], [10]])
     batch.step([[15], [11]])
-    batch.drafter.close(batch.request_ids.pop())
+    batch.drafter.remove(batch.request_ids.pop())
     batch.step([[16]])
     assert gate.steps == [
         Step(num_rows=1, num_context=5, num_new_tokens=1, seconds=None),
@@ -155,8 +155,8 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
 
 def test_what_is_wrong_changes_nothing() -> None:
     batch = make()
-    batch.open("a")
-    batch.open("b")
+    batch.add("a")
+    batch.add("b")
     batch.step([[10, 11, 12, 13], [10]])
     for _ in range(2):
         with pytest.raises(KeyError, match="stranger"):
@@ -170,10 +170,10 @@ def test_what_is_wrong_changes_nothing() -> None:
 
 def test_a_resumed_request_continues_behind_the_groups_prompt() -> None:
     batch = make()
-    batch.open("a", group="g")
+    batch.add("a", group="g")
     batch.step([[10, 11, 12, 13, 14]])
     resumed = np.array([*PROMPT, 10, 11], np.int32)
-    batch.open("b", resumed, group="g")
+    batch.add("b", resumed, group="g")
     assert batch.step([[], [12]])[1] == [13, 14]
     assert batch.drafter.index.stats().num_groups == 1
 
@@ -182,29 +182,29 @@ def test_a_resumed_request_continues_behind_the_groups_prompt() -> None:
 def test_the_response_to_another_prompt_of_the_group_is_none_to_its_own(prompt: list[int]) -> None:
     """However long that is: the history would index the text behind a prompt that it does not follow."""
     batch = make()
-    batch.open("own", group="g")
-    batch.open("other", np.array(prompt, np.int32), group="g")
+    batch.add("own", group="g")
+    batch.add("other", np.array(prompt, np.int32), group="g")
     batch.step([[21, 22], [31, 32]])
     for name in ("own", "other"):
-        batch.drafter.close(name)
+        batch.drafter.remove(name)
     assert [text.tolist() for text in batch.drafter.history.get(group_key("g"))] == [[21, 22]]
 
 
 def test_idle_groups_are_bounded() -> None:
     drafter = Drafter(SpecConfig())
     for i in range(3 * MAX_IDLE_GROUPS):
-        drafter.open(str(i), np.array([i, i + 1], np.int32), 64)
-        drafter.close(str(i))
+        drafter.add(str(i), np.array([i, i + 1], np.int32), 64)
+        drafter.remove(str(i))
     assert drafter.index.stats().num_groups == MAX_IDLE_GROUPS
 
 
 def test_a_request_that_goes_on_after_a_clear_is_indexed_anew() -> None:
     batch = make()
-    batch.open("a")
+    batch.add("a")
     batch.step([[10, 11, 12, 10]])
     batch.drafter.clear()
     assert batch.drafter.index.stats().num_groups == 0
-    batch.drafter.open("a", PROMPT, 64)
+    batch.drafter.add("a", PROMPT, 64)
     assert batch.step([[11]])[0][:1] == [12]
 
 
@@ -220,9 +220,9 @@ def test_the_time_across_a_clear_is_no_steps() -> None:
         if i == 100:
             drafter.clear()
             now += 60.0
-        drafter.open(str(i), PROMPT, 64)
+        drafter.add(str(i), PROMPT, 64)
         drafter.step([str(i)], [1], text, np.array([text.shape[1]], np.int32))
-        drafter.close(str(i))
+        drafter.remove(str(i))
     assert seconds[-3:] == [0.125, None, 0.125]
 
 
@@ -230,8 +230,8 @@ def test_a_full_index_gives_up_idle_groups_first() -> None:
     drafter = Drafter(SpecConfig(max_index_mb=1))
     random = np.random.default_rng(0)
     for i in range(20):
-        drafter.open(str(i), random.integers(0, 50_000, 4000, dtype=np.int32), 8000)
-        drafter.close(str(i))
+        drafter.add(str(i), random.integers(0, 50_000, 4000, dtype=np.int32), 8000)
+        drafter.remove(str(i))
     assert 0 < drafter.index.stats().num_groups < 20
     assert drafter.index.stats().num_bytes <= 1 << 20
 
@@ -241,7 +241,7 @@ def test_a_request_that_does_not_fit_is_left_out_and_the_others_draft() -> None:
     drafter = Drafter(SpecConfig(max_index_mb=1, batch_threshold=8))
     batch = Batch(drafter, num_rows=3, length=30_000)
     for name in ("a", "b", "c"):
-        batch.open(name, np.array([ord(name)], np.int32), max_level=30_000)
+        batch.add(name, np.array([ord(name)], np.int32), max_level=30_000)
     batch.step([[1, 2, 3], [4], [1, 2, 3]])
     long = np.random.default_rng(0).integers(0, 50_000, 25_000).tolist()
     drafts = batch.step([[1, 2], long, [1, 2]])
@@ -254,7 +254,7 @@ def test_a_request_that_does_not_fit_is_left_out_and_the_others_draft() -> None:
     assert drafter.index.stats().num_bytes <= 1 << 20
     drafter.index.validate()
     for name in ("a", "b", "c"):
-        drafter.close(name)
+        drafter.remove(name)
     assert drafter.index.stats().num_sequences == 0
 
 
@@ -262,20 +262,20 @@ def test_a_request_that_does_not_fit_is_left_out_and_the_others_draft() -> None:
 def test_a_row_that_holds_no_text_is_left_out_and_the_others_draft(token: int) -> None:
     batch = make(num_speculative_tokens=3)
     for name in ("a", "b", "c"):
-        batch.open(name)
+        batch.add(name)
     batch.step([[10, 11, 12, 13], [10], [10]])
     assert batch.step([[10], [token], [11]]) == [[11, 12, 13], [], [12, 13, 10]]
     assert batch.drafter.counters.num_untracked_rows == 1
     assert batch.step([[11], [12], [12]])[0] == [12, 13, 10]
     assert batch.drafter.counters.num_untracked_rows == 2
     for name in ("a", "b", "c"):
-        batch.drafter.close(name)
+        batch.drafter.remove(name)
 
 
 def test_a_prompt_that_holds_no_text_is_left_out_and_the_others_draft() -> None:
     batch = make(num_speculative_tokens=3)
-    batch.open("a", np.array([1, -1], np.int32))
-    batch.open("b")
+    batch.add("a", np.array([1, -1], np.int32))
+    batch.add("b")
     batch.step([[10], [10, 11, 12, 10]])
     assert batch.step([[10], [11]]) == [[], [12, 10, 11]]
     assert batch.drafter.counters.num_untracked_rows == 2
@@ -285,7 +285,7 @@ def test_a_response_of_the_history_that_holds_no_text_is_left_out() -> None:
     batch = make(num_speculative_tokens=3, history=2)
     for response in ([20, 21, 22, 23], [20, -1]):
         batch.drafter.history.add(prompt_key(PROMPT), np.array(response, np.int32))
-    batch.open("a")
+    batch.add("a")
     assert batch.step([[10, 11, 12, 10, 11]]) == [[12, 10, 11]]
 
 
@@ -307,11 +307,11 @@ def long_run(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[ob
         batch.request_ids.append(name)
         batch.token_ids[row] = text
         batch.levels[row] = 6_000 + own
-        drafter.open(name, batch.token_ids[row, : 6_000 + own], 9_000, "g", 6_000)
+        drafter.add(name, batch.token_ids[row, : 6_000 + own], 9_000, "g", 6_000)
         num_tokens.append(drafter.index.stats().num_tokens)
     for step in range(60):
         if step == 3:
-            drafter.close(batch.request_ids.pop())
+            drafter.remove(batch.request_ids.pop())
         batch.levels[:3] += 1
         num_rows = len(batch.request_ids)
         drafts = drafter.step(batch.request_ids, [1] * num_rows, batch.token_ids, batch.levels)
@@ -334,24 +334,24 @@ def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytes
     batch = Batch(drafter, num_rows=4, length=40_000)
     text = synthetic_text(40_000)
     for i in range(3):
-        drafter.open(f"idle {i}", text[3_000 * i :][:3_000], 64)
-        drafter.close(f"idle {i}")
-    batch.open("long", text[:30_000], 40_000)
-    batch.open("short", max_level=1_000)
+        drafter.add(f"idle {i}", text[3_000 * i :][:3_000], 64)
+        drafter.remove(f"idle {i}")
+    batch.add("long", text[:30_000], 40_000)
+    batch.add("short", max_level=1_000)
     for step in range(150):
         drafts = batch.step([[1], [10 + step % 4]])
     assert drafts[0] == [] and drafts[1]
     drafter.index.validate()
     for name in ("long", "short"):
-        drafter.close(name)
+        drafter.remove(name)
 
 
 @pytest.mark.usefixtures("at_once")
 def test_rows_that_do_not_fit_together_go_one_by_one() -> None:
     config = SpecConfig(max_index_mb=1, batch_threshold=8, min_survival=0.1)
     batch = Batch(Drafter(config), num_rows=2, length=200_000)
-    batch.open("short", max_level=200_000)
-    batch.open("long", max_level=200_000)
+    batch.add("short", max_level=200_000)
+    batch.add("long", max_level=200_000)
     # Even the record of what the step has done is over the budget: it names no row.
     assert batch.step([[7, 8], [7] * 190_000]) == [[], []]
     assert batch.drafter.counters.num_untracked_rows == 1
@@ -363,7 +363,7 @@ def test_rows_that_do_not_fit_together_go_one_by_one() -> None:
 def test_an_open_gate_is_on_though_no_row_fits(batch_threshold: object) -> None:
     config = SpecConfig(max_index_mb=1, batch_threshold=batch_threshold)  # type: ignore[arg-type]
     batch = Batch(Drafter(config), num_rows=1, length=200_000)
-    batch.open("long", max_level=200_000)
+    batch.add("long", max_level=200_000)
     batch.step([[7] * 190_000])
     for _ in range(40):
         batch.step([[7]])
@@ -379,8 +379,8 @@ def test_a_step_that_needs_the_room_of_many_groups_is_tried_a_few_times() -> Non
     random = np.random.default_rng(0)
     drafter = Drafter(SpecConfig(max_index_mb=2, batch_threshold=8))
     for i in range(MAX_IDLE_GROUPS):
-        drafter.open(str(i), random.integers(0, 50_000, 1000, dtype=np.int32), 2000)
-        drafter.close(str(i))
+        drafter.add(str(i), random.integers(0, 50_000, 1000, dtype=np.int32), 2000)
+        drafter.remove(str(i))
     attempts: list[int] = []
     step = drafter.index.step
 
@@ -390,7 +390,7 @@ def test_a_step_that_needs_the_room_of_many_groups_is_tried_a_few_times() -> Non
 
     drafter.index.step = counted  # type: ignore[method-assign, assignment]
     batch = Batch(drafter, num_rows=1, length=20_000)
-    batch.open("long", max_level=20_000)
+    batch.add("long", max_level=20_000)
     batch.step([random.integers(0, 50_000, 15_000).tolist()])
     assert drafter.counters.num_untracked_rows == 0
     assert attempts[0] - attempts[-1] > 10

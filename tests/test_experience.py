@@ -10,11 +10,11 @@ from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
 from tests.text import int32, speak
 
 
-def decode(index, sequence, text, start, budget=8):
+def decode(index, sequence, text, start, min_survival=0.2):
     """Feed a text as a target would: accepted draft tokens and one more a step; yields every draft."""
     level = start + 1
     while level <= len(text):
-        result = index.step(int32(sequence), text[None], int32(0), int32(level), int32(budget))
+        result = index.step(int32(sequence), text[None], int32(0), int32(level), int32(8), min_survival)
         draft = result.draft_tokens[0, : result.num_draft_tokens[0]].tolist()
         sampled = text[level : level + len(draft)].tolist()
         agrees = [drafted == token for drafted, token in zip(draft, sampled, strict=False)]
@@ -28,16 +28,17 @@ def decode(index, sequence, text, start, budget=8):
 def test_long_texts_draft_as_the_oracle_does():
     """Long enough for the table of contexts to grow several times and for the weights to move."""
     rng = np.random.default_rng(1)
-    options = {"num_speculative_tokens": 6, "min_survival": 0.1}
     experience = Experience()
-    with SuffixIndex(**options) as index:
+    with SuffixIndex(num_speculative_tokens=6) as index:
         for _ in range(3):
             text = speak(rng, 240)
-            oracle = SequenceOracle(GroupOracle(text[:10].tolist(), Options(**options)), True, experience)
+            oracle = SequenceOracle(
+                GroupOracle(text[:10].tolist(), Options(num_speculative_tokens=6)), True, experience
+            )
             sequence = index.open_sequence(index.open_group(text[:10]))
-            for level, draft, _ in decode(index, sequence, text, 10):
+            for level, draft, _ in decode(index, sequence, text, 10, 0.1):
                 oracle.index(text[:level].tolist())
-                assert oracle.draft(8) == draft
+                assert oracle.draft(8, 0.1) == draft
         assert len(experience.contexts.buckets) >= 512
         index.validate()
 
@@ -46,9 +47,8 @@ def test_long_texts_draft_as_the_oracle_does():
 def test_nothing_is_learned_behind_the_first_wrong_token(wrong):
     """The rest of the draft comes true all the same, in a step that brings more than one wrong token."""
     rng = np.random.default_rng(8)
-    options = {"num_speculative_tokens": 6, "min_survival": 0.0}
-    oracle = SequenceOracle(GroupOracle((), Options(**options)), True, Experience())
-    with SuffixIndex(**options) as index:
+    oracle = SequenceOracle(GroupOracle((), Options(num_speculative_tokens=6)), True, Experience())
+    with SuffixIndex(num_speculative_tokens=6) as index:
         sequence = index.open_sequence(index.open_group(int32()))
         text = rng.integers(0, 4, 12).tolist()
         for _ in range(25):
@@ -83,7 +83,7 @@ def converse(index, sequence, sample, num_tokens):
     text = np.zeros((1, num_tokens + 9), np.int32)
     level = 1
     while level < num_tokens:
-        result = index.step(int32(sequence), text, int32(0), int32(level), int32(8))
+        result = index.step(int32(sequence), text, int32(0), int32(level), int32(8), 0.15)
         draft = result.draft_tokens[0, : result.num_draft_tokens[0]].tolist()
         before = level
         for drafted in [*draft, -1]:
@@ -112,7 +112,7 @@ def test_an_adversary_wastes_little_and_honesty_is_believed_again(bait):
         other = int(rng.integers(0, 39))
         return other + (other >= drafted >= 0)
 
-    with SuffixIndex(num_speculative_tokens=8, min_survival=0.15) as index:
+    with SuffixIndex(num_speculative_tokens=8) as index:
         sequence = index.open_sequence(index.open_group(int32()))
         steps = []
         for i, step in enumerate(converse(index, sequence, sample, 2 * lies + honest)):
@@ -146,10 +146,10 @@ def test_a_failed_step_learns_nothing():
     text = speak(np.random.default_rng(7), 200)
     drafts = []
     for broken in (False, True):
-        with SuffixIndex(num_speculative_tokens=8, min_survival=0.05) as index:
+        with SuffixIndex(num_speculative_tokens=8) as index:
             sequence = index.open_sequence(index.open_group(int32()))
             found = []
-            for level, draft, _ in decode(index, sequence, text, 0):
+            for level, draft, _ in decode(index, sequence, text, 0, 0.05):
                 found.append(draft)
                 if broken and level < len(text):
                     worse = np.full((1, len(text)), -1, np.int32)

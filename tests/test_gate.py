@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.costs import PROBE_EVERY, Ranks, Step
 from rollout_spec.drafting.gate import HYSTERESIS_STEPS, AutoGate, FixedGate, make_gate
 from rollout_spec.drafting.guard import GUARD_STEPS, GUARD_WINDOW, MIN_PAUSE
@@ -15,8 +16,8 @@ NUM_ROWS, K = 4, 8
 
 
 def test_the_option_names_the_gate():
-    assert isinstance(make_gate(8), FixedGate)
-    assert isinstance(make_gate("auto"), AutoGate)
+    assert isinstance(make_gate(SpecConfig(batch_threshold=8)), FixedGate)
+    assert isinstance(make_gate(SpecConfig()), AutoGate)
 
 
 def rows(num_rows):
@@ -24,7 +25,7 @@ def rows(num_rows):
 
 
 def test_one_arrival_does_not_flip_a_fixed_gate():
-    gate, counters = FixedGate(8), EngineCounters()
+    gate, counters = FixedGate(8, 0.3), EngineCounters()
 
     def is_open(*nums_rows):
         return [gate.begin(rows(n), counters) is not None for n in nums_rows]
@@ -33,6 +34,7 @@ def test_one_arrival_does_not_flip_a_fixed_gate():
     assert is_open(*[9] * HYSTERESIS_STEPS) == [True] * (HYSTERESIS_STEPS - 1) + [False]
     assert is_open(8, 8, 8, 9, 3, 200) == [False] * 6
     assert is_open(*[8] * HYSTERESIS_STEPS)[-1]
+    assert gate.begin(rows(8), counters) == 0.3
     assert counters.num_steps_off_threshold == 1 + 6 + HYSTERESIS_STEPS - 1
 
 

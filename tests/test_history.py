@@ -135,7 +135,7 @@ def train_step(drafter, prompts, responses):
     levels = np.zeros(len(prompts), np.int32)
     names = [f"request {i}" for i in range(len(prompts))]
     for row, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
-        drafter.open(name, prompt, 64)
+        drafter.add(name, prompt, 64)
         token_ids[row, : len(prompt)] = prompt
         levels[row] = len(prompt)
     num_accepted = 0
@@ -148,7 +148,7 @@ def train_step(drafter, prompts, responses):
             num_accepted += drafts[row][:1] == [responses[row][i]]
         drafts = drafter.step(names, decoding.astype(int).tolist(), token_ids, levels)
     for name in names[:-1]:
-        drafter.close(name)
+        drafter.remove(name)
     drafter.clear()  # as a weight sync does, with a request that has not been closed yet
     return num_accepted
 
@@ -159,9 +159,10 @@ def test_a_prompt_that_comes_back_is_drafted_from_its_earlier_responses():
     responses = [rng.integers(0, 1000, 40).tolist() for _ in range(4)]
     accepted = {}
     for history in (0, 2):
-        drafter = Drafter(SpecConfig(history=history, batch_threshold=8, min_survival=0.01))
+        config = SpecConfig(history=history, batch_threshold=8, min_survival=0.01)
+        drafter = Drafter(config)
         train_step(drafter, prompts, responses)
-        earlier, drafter = drafter, Drafter(drafter.config)  # what the index has learned would help too
+        earlier, drafter = drafter, Drafter(config)  # what the index has learned would help too
         drafter.history.merge(earlier.history.pack())
         accepted[history] = train_step(drafter, prompts, responses)
         assert len(drafter.history) == (4 if history else 0)
@@ -177,7 +178,7 @@ def test_history_is_indexed_a_few_tokens_a_step():
     for i, response in enumerate(earlier):
         drafter.history.add(prompt_key(prompts[i // 2]), response)
     for name, prompt in zip("ab", prompts, strict=True):
-        drafter.open(name, prompt, 5000)
+        drafter.add(name, prompt, 5000)
     token_ids = np.zeros((2, 5000), np.int32)
     token_ids[:, :8] = prompts
     # What is generated is the end of the first response, which is indexed last.
@@ -202,12 +203,12 @@ def test_a_group_can_go_before_its_history_is_indexed():
         drafter.history.add(prompt_key(prompt), np.arange(2000, dtype=np.int32))
     token_ids = np.zeros((1, 2000), np.int32)
     for name, prompt in zip("abcd", prompts, strict=True):
-        drafter.open(name, prompt, 2000)
+        drafter.add(name, prompt, 2000)
         token_ids[0, :2] = prompt
         drafter.step([name], [1], token_ids, int32(3))
-        drafter.close(name)
+        drafter.remove(name)
     drafter.clear()
-    drafter.open("a", prompts[0], 2000)
+    drafter.add("a", prompts[0], 2000)
     drafter.step(["a"], [1], token_ids, int32(3))
     drafter.index.validate()
 
@@ -216,7 +217,7 @@ def test_a_full_index_does_without_history():
     drafter = Drafter(SpecConfig(history=1, max_index_mb=1, batch_threshold=8, num_speculative_tokens=8))
     rng = np.random.default_rng(3)
     drafter.history.add(prompt_key(int32(1)), rng.integers(0, 50_000, 60_000).astype(np.int32))
-    drafter.open("a", int32(1), 2000)
+    drafter.add("a", int32(1), 2000)
     token_ids = np.ones((1, 2000), np.int32)
     for level in range(2, 200):
         drafts = drafter.step(["a"], [1], token_ids, int32(level))

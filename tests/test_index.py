@@ -30,7 +30,7 @@ from tests.text import int32, speak
 
 @pytest.fixture
 def index():
-    with SuffixIndex(num_speculative_tokens=4, min_survival=0.0) as made:
+    with SuffixIndex(num_speculative_tokens=4) as made:
         yield made
 
 
@@ -134,7 +134,7 @@ def test_a_prompt_that_is_indexed_in_parts_ends_as_one_indexed_at_once(index, nu
     prompt, rows = text[:100], np.stack([text[:140], np.append(text[20:100], text[:60])])
     found = []
     for part in (False, True):
-        with SuffixIndex(num_speculative_tokens=4, min_survival=0.0) as made:
+        with SuffixIndex(num_speculative_tokens=4) as made:
             group = made.open_group(prompt, num_indexed if part else None)
             sequences = int32(made.open_sequence(group), made.open_sequence(group, after_prompt=False))
             num_left = 100 - num_indexed if part else 0
@@ -187,7 +187,7 @@ def test_what_a_step_does_not_index_is_not_looked_at(index):
 
 
 def test_lower_level_starts_again(index):
-    group = GroupOracle((), Options(num_speculative_tokens=4, min_survival=0.0))
+    group = GroupOracle((), Options(num_speculative_tokens=4))
     oracle = SequenceOracle(group, False, Experience())
     sequence = int32(index.open_sequence(index.open_group(int32()), after_prompt=False))
     row = [1, 2, 1, 2, 1, 3]
@@ -358,16 +358,10 @@ def test_budget_is_kept_and_an_ordinary_error():
 
 def test_the_index_of_a_configuration_has_its_options():
     prompt = np.tile(int32(1, 2, 3, 4), 3)
-    for options, num_draft_tokens in (
-        ({"num_speculative_tokens": 3}, 3),
-        ({"min_survival": 1.0}, 0),
-        ({"min_survival": 1.0, "batch_threshold": "auto"}, 16),  # whose prices come with each step
-    ):
-        config = SpecConfig(**{"batch_threshold": 8, "min_survival": 0.0, **options})
-        with make_index(config) as index:
-            sequence = int32(index.open_sequence(index.open_group(prompt)))
-            result = index.step(sequence, prompt[None], int32(0), int32(len(prompt)), int32(64))
-            assert result.num_draft_tokens.tolist() == [num_draft_tokens], options
+    with make_index(SpecConfig(num_speculative_tokens=3)) as index:
+        sequence = int32(index.open_sequence(index.open_group(prompt)))
+        result = index.step(sequence, prompt[None], int32(0), int32(len(prompt)), int32(64))
+        assert result.num_draft_tokens.tolist() == [3]
     with make_index(SpecConfig(max_index_mb=1)) as index, pytest.raises(BudgetExceeded):
         index.open_group(np.random.default_rng(0).integers(0, 50_000, 60_000, dtype=np.int32))
 

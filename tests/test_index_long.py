@@ -21,9 +21,9 @@ class Pair:
     def __init__(self, seed, texts=None, path=None):
         self.rng = np.random.default_rng(seed)
         corpus = CorpusOracle(texts) if texts else None
-        self.options = Options(num_speculative_tokens=K, min_survival=0.0, corpus=corpus)
+        self.options = Options(num_speculative_tokens=K, corpus=corpus)
         mapped = open_corpus(save_corpus(path, texts)) if texts else None
-        self.index = SuffixIndex(num_speculative_tokens=K, min_survival=0.0, corpus=mapped)
+        self.index = SuffixIndex(num_speculative_tokens=K, corpus=mapped)
         self.experience = Experience()
         self.matrix = np.zeros((NUM_ROWS, NUM_COLUMNS), np.int32)
         self.rows = {}  # row: sequence, oracle, the text that the target will have
@@ -106,7 +106,7 @@ def test_a_walk_changes_nothing():
     text = speak(np.random.default_rng(3), 60, num_words=12, alphabet=9)
     found = []
     for others in (0, 3, 19):
-        with SuffixIndex(num_speculative_tokens=8, min_survival=0.0) as index:
+        with SuffixIndex(num_speculative_tokens=8) as index:
             group = index.open_group(text)
             sequences = np.array([index.open_sequence(group) for _ in range(20)], np.int32)
             matrix = np.tile(text, (20, 1))

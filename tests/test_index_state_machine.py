@@ -42,7 +42,6 @@ def build_corpus(given: list[list[int]]) -> Corpus:
 class IndexMachine(RuleBasedStateMachine):
     @initialize(
         num_speculative_tokens=st.integers(1, 6),
-        min_survival=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
         corpus=st.none() | st.lists(texts(30), max_size=3),
         tight=st.sampled_from([0, 0, 6000, 12000]),
     )
@@ -111,7 +110,7 @@ class IndexMachine(RuleBasedStateMachine):
             budgets.append(data.draw(st.integers(0, self.options.num_speculative_tokens + 1)))
             matrix[row, : len(oracle.start)] = -1
             oracle.row = tokens
-        price = data.draw(st.sampled_from([None, None, 0.0, 0.3, 0.7]), label="price")
+        price = data.draw(st.sampled_from([0.0, 0.0, 0.1, 0.3, 0.7, 1.0]), label="price")
         before = self.index.stats()
         arrays = [np.array(values, np.int32) for values in (chosen, rows, levels, budgets)]
         try:

@@ -232,7 +232,7 @@ def test_new_weights_drop_the_text_and_the_history_keeps_what_ended() -> None:
     for name in ("done-0123abcd", "cut-0123abcd"):
         engine.add(name, extra_args={GROUP_KEY: name.split("-")[0]})
     engine.step({"done-0123abcd": TEXT[:9], "cut-0123abcd": TEXT[:9]})
-    engine.proposer.end_step(["cut"])  # by the name that its sender gave it
+    engine.proposer.drop_texts(["cut"])  # by the name that its sender gave it
     assert engine.index.stats().num_sequences == engine.index.stats().num_groups == 0
     content = engine.proposer.pack_history()
     assert drafts_of(content, "done") == TEXT[2:6]
@@ -244,7 +244,7 @@ def test_a_request_that_runs_across_new_weights_is_indexed_anew() -> None:
     engine.add("a")
     engine.add("b")
     engine.step({"a": TEXT[:9], "b": TEXT[:2]})
-    engine.proposer.end_step()
+    engine.proposer.drop_texts()
     assert engine.index.stats().num_tokens == 0
     engine.step({"a": [], "b": TEXT[2:3]})
     assert engine.index.stats().num_tokens == 3 + 3  # the prompt, and all that b has said
@@ -284,11 +284,11 @@ def test_what_is_on_its_way_is_received_first() -> None:
     """With model runner V2 the tokens of the last steps arrive late: whoever ends a step waits for them."""
     engine = Engine(history=4, min_survival=0.0)
     received: list[str] = []
-    for name in ("take_counters", "end_step", "take_history", "pack_history"):
+    for name in ("take_counters", "drop_texts", "take_history", "pack_history"):
         engine.proposer.receive = lambda name=name: received.append(name)
         getattr(engine.proposer, name)()
     engine.proposer.take_counters(waits=False)
-    assert received == ["take_counters", "end_step", "take_history", "pack_history"]
+    assert received == ["take_counters", "drop_texts", "take_history", "pack_history"]
 
 
 def test_a_failing_step_costs_its_drafts_and_is_said_once(said: list[str]) -> None:
@@ -315,13 +315,13 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: 
     assert engine.step({"a": [9], "stranger": [6]}) == {"a": [], "stranger": []}
     engine.batch.req_ids.remove("stranger")
     assert engine.step() == {"a": []}
-    assert not engine.proposer.is_open
+    assert not engine.proposer.next_step_waits
     counters = engine.proposer.take_counters()
     assert (counters.num_steps, counters.num_failed_steps) == (1, 2)
     [message] = said
     assert "drafting is off for the rest of this engine's life: KeyError('stranger')" in message
     # What the trainer asks of the engine goes on.
-    engine.proposer.end_step(["a"])
+    engine.proposer.drop_texts(["a"])
     engine.proposer.add_history([b""])
     assert engine.proposer.take_history() is None
     assert engine.proposer.pack_history() is None

@@ -122,7 +122,7 @@ def test_lines_can_be_limited(path, capsys):
     assert [limited[name] for name in ("num_groups", "num_responses", "num_tokens")] == [2, 2, 8]
 
 
-def slow_replay(lines, options):
+def slow_replay(lines, options, min_survival):
     """(steps, drafts, draft tokens, accepted tokens), one row at a time and without numpy."""
     totals = [0, 0, 0, 0]
     experience = Experience()
@@ -139,7 +139,7 @@ def slow_replay(lines, options):
             for i, (sequence, response) in enumerate(rows):
                 if levels[i] == len(response):
                     continue
-                draft = sequence.draft(options.num_speculative_tokens)
+                draft = sequence.draft(options.num_speculative_tokens, min_survival)
                 num_accepted = 0
                 for drafted, token in zip(draft, response[levels[i] :], strict=False):
                     if drafted != token:
@@ -167,10 +167,10 @@ def test_equals_the_slow_replay(tmp_path, alphabet):
         texts = [noisy(rng, motif, alphabet) for _ in range(4)]
         lines.append((texts[0], texts[1:]))
     path = write_trace(tmp_path / "trace.jsonl", *lines)
-    options = {"num_speculative_tokens": 5, "min_survival": 0.2}
-    result = replay(read_trace(path), SpecConfig(history=0, **options))
+    options = {"num_speculative_tokens": 5}
+    result = replay(read_trace(path), SpecConfig(history=0, min_survival=0.2, **options))
     counted = (result.num_steps, result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens)
-    assert counted == slow_replay(lines, Options(**options))
+    assert counted == slow_replay(lines, Options(**options), 0.2)
 
 
 def test_command_prints_json(path, capsys):

@@ -66,7 +66,7 @@ class _Request:
 class Drafter:
     """Drafts for the rows of an engine's batch.
 
-    Usage: `open` every new request, `close` every ended one, then `step` once per engine step.
+    Usage: `add` every new request, `remove` every ended one, then `step` once per engine step.
     Not thread-safe; one per engine.
 
     Args:
@@ -75,16 +75,15 @@ class Drafter:
     """
 
     def __init__(self, config: SpecConfig, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.config = config
         self.counters = EngineCounters()
-        self._gate = make_gate(config.batch_threshold)
+        self._gate = make_gate(config)
         self._clock = clock
         self._last_end: float | None = None  # when the last step ended
         self._all_decoded = False  # whether all rows of it did
-        self.is_open = False  # after a step: whether the next one is to wait for drafts
+        self.next_step_waits = False  # for drafts, as they may pay
         self._share_alike = 1.0  # of late, the share of steps whose time can be compared
         self.index = make_index(config)
-        self.history = History(config.history, config.max_index_mb << 20)
+        self.history = History(config.history, config.max_index_bytes)
         self._groups = Groups(self.index, self.history)
         self._requests: dict[str, _Request] = {}
         self._row_ids: list[str] = []  # the rows of the last step
@@ -94,7 +93,7 @@ class Drafter:
     def request_ids(self) -> Collection[str]:
         return self._requests.keys()
 
-    def open(
+    def add(
         self,
         request_id: str,
         prompt_token_ids: Int32Array,
@@ -105,7 +104,7 @@ class Drafter:
         """Start a request.
 
         Args:
-            request_id: unique among the open requests.
+            request_id: unique among those that run.
             prompt_token_ids: int32, shape [num_prompt_tokens].
             max_level: the most tokens, prompt included, that the request can reach.
             group: requests with the same value are siblings. By default the exact prompt decides.
@@ -114,15 +113,15 @@ class Drafter:
         The first request of a group gives the group its prompt. A request whose prompt begins with that (one
         that was interrupted, a later turn) continues behind it; any other starts at the automaton's root.
         """
-        member = self._groups.open(prompt_token_ids, group, num_group_tokens)
+        member = self._groups.add(prompt_token_ids, group, num_group_tokens)
         self._requests[request_id] = _Request(member, max_level)
         self._rows = None
 
-    def close(self, request_id: str, *, remember: bool = True) -> None:
+    def remove(self, request_id: str, *, remember: bool = True) -> None:
         """End a request; its text stays in its group until the group is evicted.
 
         Args:
-            request_id: an open one.
+            request_id: one that was added.
             remember: keep its text in the history; not that of an aborted request, which goes on under
                 another name.
         """
@@ -131,7 +130,7 @@ class Drafter:
     def _untrack(self, request: _Request, *, remember: bool = True) -> None:
         self._rows = None
         if request.member is not None:
-            self._groups.close(request.member, remember=remember)
+            self._groups.remove(request.member, remember=remember)
             request.member = None
 
     def step(
@@ -142,20 +141,21 @@ class Drafter:
         levels: Int32Array,
         ranks: Ranks | None = None,
         ended: float | None = None,
-        may_draft: bool = True,
+        in_time: bool = True,
     ) -> list[list[int]]:
         """Index every decoding row's new tokens and draft for it what the gate lets through.
 
         Args:
-            request_ids: the request of each row; all are open.
+            request_ids: the request of each row; all were added.
             nums_new_tokens: list [num_rows], the tokens each row got in the step that has ended; 0 for a row
                 that does not decode (a partial prefill).
             token_ids: shape [>= num_rows, max_model_len], row i holds the tokens of `request_ids[i]`.
             levels: int32, shape [>= num_rows], how many tokens each row has.
             ranks: of the step that has ended, where data-parallel ranks step together.
             ended: when it ended, by the clock; by default now.
-            may_draft: False where the next step has begun already; `is_open` then says whether the gate would
-                have taken drafts.
+            in_time: False where the next step has begun already: nothing is drafted then.
+
+        `next_step_waits` then says whether the step behind is to wait for its drafts.
 
         Returns:
             The draft tokens of each row, most often empty.
@@ -172,40 +172,38 @@ class Drafter:
             )
         if len(levels) < len(request_ids):
             raise InvalidArgument(f"levels: has {len(levels)} entries, request_ids has {len(request_ids)}")
-        counters = self.counters
-        step = self._ended_step(request_ids, nums_new_tokens, levels, ranks, ended)
+        ended_step = self._ended_step(request_ids, nums_new_tokens, levels, ranks, ended)
         self._groups.index_backlog(len(request_ids))
-        if step.num_rows == 0:
+        if ended_step.num_rows == 0:
             return [[] for _ in request_ids]
-        price = self._gate.begin(step, counters)
-        if price is not None:
-            price = max(price, self.index.min_survival)
-        self.is_open = price is not None and may_draft
-        decoding = None if step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
+        price = self._gate.begin(ended_step, self.counters)
+        is_open = price is not None
+        decoding = None if ended_step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
         rows, proposed = self._step_index(decoding, token_ids, levels, price)
-        counters.num_steps += 1
-        counters.num_row_steps += step.num_rows
-        counters.num_untracked_rows += step.num_rows - len(rows)
-        drafts = [] if price is None else self._weighed(proposed, price, may_draft)
+        self.counters.num_steps += 1
+        self.counters.num_row_steps += ended_step.num_rows
+        self.counters.num_untracked_rows += ended_step.num_rows - len(rows)
+        chosen = self._choose(proposed, price) if price is not None else None
+        would_draft = chosen is not None and bool(chosen.any())
+        self.next_step_waits = is_open if in_time else would_draft
+        if not in_time:
+            self._gate.discard()
+        drafts = self._leading(chosen) if chosen is not None and in_time else []
         if len(drafts) < len(request_ids):
             drafts = _spread(drafts, rows, len(request_ids))
-        counters.draft_seconds += time.perf_counter() - started
+        self.counters.draft_seconds += time.perf_counter() - started
         return drafts
 
-    def _weighed(self, proposed: StepResult | None, price: float, may_draft: bool) -> list[list[int]]:
-        """What the open gate takes of each row's draft; none where the step may not draft."""
-        chosen = None
+    def _choose(self, proposed: StepResult | None, price: float) -> Int32Array | None:
+        """How much of each row's draft the open gate takes, int32 [rows]; None where no row has a place."""
+        chosen, was_refused = None, False
         if proposed is not None:
             chosen = self._gate.choose(proposed.survivals, proposed.num_draft_tokens, self.counters)
-        takes_some = chosen is not None and bool(chosen.any())
-        # What the gate has refused, it has counted as off.
-        if takes_some or proposed is None or not proposed.num_draft_tokens.any():
+            was_refused = bool(proposed.num_draft_tokens.any()) and not chosen.any()
+        if not was_refused:  # that the gate has counted as off
             self.counters.num_steps_on += 1
             self.counters.sum_min_survival += price
-        if not may_draft:
-            self.is_open = takes_some
-            self._gate.discard()
-        return [] if chosen is None or not may_draft else self._leading(chosen)
+        return chosen
 
     def _leading(self, chosen: Int32Array) -> list[list[int]]:
         """The first chosen[i] tokens of every row's draft."""

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.costs import NOTHING, Choice, Costs, Step
 from rollout_spec.drafting.guard import Guard
 from rollout_spec.metrics import EngineCounters
@@ -50,9 +51,11 @@ class Gate(Protocol):
         """What was chosen is not verified: the step that runs is a plain one."""
 
 
-def make_gate(batch_threshold: int | str) -> Gate:
-    """The gate that `rollout.spec.batch_threshold` describes: a number of rows, or auto."""
-    return AutoGate() if isinstance(batch_threshold, str) else FixedGate(batch_threshold)
+def make_gate(config: SpecConfig) -> Gate:
+    """The gate that the options of `rollout.spec` describe."""
+    if isinstance(config.batch_threshold, str):
+        return AutoGate()
+    return FixedGate(config.batch_threshold, config.min_survival)
 
 
 class FixedGate:
@@ -60,12 +63,13 @@ class FixedGate:
 
     Args:
         batch_threshold: draft while at most this many requests decode; 0 never drafts.
+        min_survival: the price, always.
     """
 
     weighs_costs = False
 
-    def __init__(self, batch_threshold: int) -> None:
-        self._batch_threshold = batch_threshold
+    def __init__(self, batch_threshold: int, min_survival: float) -> None:
+        self._batch_threshold, self._price = batch_threshold, min_survival
         self._is_open: bool | None = None
         self._num_against = 0
 
@@ -75,7 +79,7 @@ class FixedGate:
         if self._is_open is None or self._num_against >= HYSTERESIS_STEPS:
             self._is_open, self._num_against = says_open, 0
         if self._is_open:
-            return 0.0
+            return self._price
         counters.num_steps_off_threshold += 1
         return None
 

@@ -62,7 +62,7 @@ class Groups:
         # The groups without live requests, which may be evicted; the one that has been idle longest first.
         self._idle: OrderedDict[_Key, None] = OrderedDict()
 
-    def open(
+    def add(
         self, prompt: Int32Array, group: Hashable | None, num_group_tokens: int | None = None
     ) -> Member | None:
         """A new sequence in a group, by default that of the exact prompt; None where no memory is left, or
@@ -85,7 +85,7 @@ class Groups:
         self._idle.pop(key, None)
         return Member(sequence, key, after_prompt)
 
-    def close(self, member: Member, *, remember: bool = True) -> None:
+    def remove(self, member: Member, *, remember: bool = True) -> None:
         """Its text stays in its group until the group is evicted, and in the history if to be remembered."""
         if remember:
             self.remember(member)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout_spec.config import AUTO, MIN_SURVIVAL, SpecConfig
+from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.corpus import CONTENT_OFFSET, Corpus, open_corpus
 from rollout_spec.drafting.native import (
     Float32Array,
@@ -51,9 +51,7 @@ def make_index(config: SpecConfig) -> SuffixIndex:
     """
     return SuffixIndex(
         num_speculative_tokens=config.num_speculative_tokens,
-        # The automatic gate has prices of its own.
-        min_survival=0.0 if config.batch_threshold == AUTO else config.min_survival,
-        max_bytes=config.max_index_mb << 20,
+        max_bytes=config.max_index_bytes,
         corpus=open_corpus(config.corpus) if config.corpus else None,
     )
 
@@ -63,7 +61,6 @@ class SuffixIndex:
 
     Args:
         num_speculative_tokens: most draft tokens per row and step, K.
-        min_survival: end a draft where its estimated survival falls below; a step may have its own.
         max_bytes: budget of the whole index, 0: none.
         corpus: drafted from too; it is not copied and not part of the budget.
 
@@ -77,7 +74,6 @@ class SuffixIndex:
         self,
         *,
         num_speculative_tokens: int,
-        min_survival: float = MIN_SURVIVAL,
         max_bytes: int = 0,
         corpus: Corpus | None = None,
     ) -> None:
@@ -102,7 +98,6 @@ class SuffixIndex:
         self._check(lib.rs_index_new(options, made, self._error))
         self._index = ffi.gc(made[0], lib.rs_index_free)
         self._num_speculative_tokens = int(num_speculative_tokens)
-        self.min_survival = float(min_survival)
         self.max_bytes = max_bytes  # 0: no budget
         self._make_buffers(64)
 
@@ -174,7 +169,7 @@ class SuffixIndex:
         rows: Int32Array,
         levels: Int32Array,
         max_draft_tokens: Int32Array,
-        min_survival: float | None = None,
+        min_survival: float = 0.0,
         max_new_tokens: int = 0,
     ) -> StepResult:
         """Index what is new in n rows, then draft for them, in one native call without the GIL.
@@ -185,7 +180,7 @@ class SuffixIndex:
             rows: int32 [n], the row of token_ids that holds each sequence.
             levels: int32 [n], the number of tokens in that row, prompt included.
             max_draft_tokens: int32 [n]; 0: index only.
-            min_survival: of this step; None: the index's.
+            min_survival: end a draft where its estimated survival falls below.
             max_new_tokens: of the rows that have got more than a step gives, all together; what is more waits
                 for the next step, without a draft. 0: no limit.
 
@@ -206,7 +201,7 @@ class SuffixIndex:
             self._set_vectors(sequences, rows, levels, max_draft_tokens)
         if self._matrix is None or token_ids is not self._matrix:
             self._set_matrix(token_ids)
-        batch.min_survival = self.min_survival if min_survival is None else min_survival
+        batch.min_survival = min_survival
         batch.max_new_tokens = max_new_tokens
         status = lib.rs_step(index, batch, self._error)
         if status != lib.RS_OK:

@@ -92,7 +92,7 @@ class ForcedDrafts:
 
     def take_the_place_of(self, proposer: Any) -> None:
         """Every step is to wait for drafts; no drafter runs that would say otherwise."""
-        proposer._drafter.is_open = True
+        proposer._drafter.next_step_waits = True
         proposer.step = self.step
 
     def start(self, num_rows: int) -> None:

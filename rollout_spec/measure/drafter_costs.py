@@ -183,7 +183,7 @@ def engine_call(method: str, config: SpecConfig, batch: Batch, rows: Sequence[Ro
         return lambda batch, sampled: ngram.propose(k, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu)
     drafter = Drafter(dataclasses.replace(config, batch_threshold=num_rows))
     for name, row in zip(batch.req_ids, rows, strict=True):
-        drafter.open(name, row.token_ids[: row.num_prompt_tokens], longest + k + 1, row.line)
+        drafter.add(name, row.token_ids[: row.num_prompt_tokens], longest + k + 1, row.line)
 
     def propose(batch: Batch, sampled: list[list[int]]) -> list[list[int]]:
         nums_new_tokens = list(map(len, sampled))
@@ -243,7 +243,7 @@ def _index_sam(method: str, config: SpecConfig, texts: Int32Array) -> tuple[floa
     drafter = Drafter(dataclasses.replace(config, batch_threshold=0))
     names = [str(i) for i in range(len(texts))]
     for name in names:
-        drafter.open(name, texts[0, :0], texts.shape[1], group=name)
+        drafter.add(name, texts[0, :0], texts.shape[1], group=name)
     levels = np.zeros(len(texts), np.int32)
     start = time.perf_counter_ns()
     for begin, end in _levels(texts):

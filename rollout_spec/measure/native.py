@@ -136,7 +136,7 @@ def measure_step(text: Int32Array, repeats: int, tokens_per_row: int = 2048) -> 
             for i in range(num_steps):
                 levels = np.full(n, tokens_per_row + i + 1, np.int32)
                 begin = time.perf_counter()
-                result = index.step(sequences, token_ids, rows, levels, budgets)
+                result = index.step(sequences, token_ids, rows, levels, budgets, SpecConfig.min_survival)
                 times[i] = time.perf_counter() - begin
                 drafted[i] = result.num_draft_tokens
     return {

@@ -106,8 +106,7 @@ class IndexProposer:
     """The suffix index, one group a line, at the price `config.min_survival`."""
 
     def __init__(self, config: SpecConfig) -> None:
-        # With a threshold that is a number the price is the option's.
-        self.index = make_index(dataclasses.replace(config, batch_threshold=0))
+        self.index, self._price = make_index(config), config.min_survival
         self._group = -1
         self._sequences = np.empty(0, np.int32)
 
@@ -122,7 +121,8 @@ class IndexProposer:
     def step(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
-        result = self.index.step(self._sequences[rows], token_ids, rows, levels, max_draft_tokens)
+        sequences = self._sequences[rows]
+        result = self.index.step(sequences, token_ids, rows, levels, max_draft_tokens, self._price)
         return result.draft_tokens, result.num_draft_tokens
 
     def finish(self) -> None:
@@ -150,7 +150,7 @@ def replay(
         max_responses: at most the first so many responses of each line.
     """
     result = ReplayResult()
-    history = History(config.history, config.max_index_mb << 20)
+    history = History(config.history, config.max_index_bytes)
     with contextlib.closing(IndexProposer(config)) as proposer:
         for rollout in trace:
             line = dataclasses.replace(rollout, responses=rollout.responses[:max_responses])

@@ -194,7 +194,7 @@ class Engine:
         self.drafter.clear(aborted=list(self._admitted))
         for row, request in enumerate(self._running):
             text, num_group_tokens = self._token_ids[row, : self._levels[row]], len(request.prompt_token_ids)
-            self.drafter.open(request.name, text, int(self._ends[row]), request.group, num_group_tokens)
+            self.drafter.add(request.name, text, int(self._ends[row]), request.group, num_group_tokens)
 
     def begin_step(self) -> Load:
         num_tokens, self._num_interrupted_tokens = self._num_interrupted_tokens, 0
@@ -261,7 +261,7 @@ class Engine:
             self._admitted[request.name] = None
             self._drafts.append([])
             if self.drafter is not None:
-                self.drafter.open(request.name, prompt, end, request.group)
+                self.drafter.add(request.name, prompt, end, request.group)
             if request.group not in self._prefilled:
                 self._prefilled.add(request.group)
                 num_tokens += len(prompt)
@@ -288,7 +288,7 @@ class Engine:
         last = len(self._running) - 1
         del self._admitted[self._running[row].name]
         if self.drafter is not None:
-            self.drafter.close(self._running[row].name, remember=has_ended)
+            self.drafter.remove(self._running[row].name, remember=has_ended)
         for rows in (self._token_ids, self._levels, self._ends):
             rows[row] = rows[last]
         self._running[row], self._drafts[row] = self._running[last], self._drafts[last]

@@ -32,10 +32,10 @@ class Drafters:
         if has_decoded:
             self._decoded.add(core)
 
-    async def end_step(self) -> None:
+    async def drop_texts(self) -> None:
         """The weights have changed."""
         aborted, _ = self.take_ended()
-        await self.call("end_step", aborted)
+        await self.call("drop_texts", aborted)
 
     def take_ended(self) -> tuple[list[str], list[str]]:
         """The aborted and the finished requests: a drafter cannot tell them from those that run on."""

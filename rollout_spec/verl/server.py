@@ -134,7 +134,7 @@ class SpecHttpServer(vLLMHttpServer):
             await self._end_window()
         await super().set_global_steps(global_steps)
         if self._spec.enabled and self.node_rank == 0:
-            await self._drafters.end_step()
+            await self._drafters.drop_texts()
 
     async def _end_window(self) -> None:
         """No request is in flight, and the weights may change: a time to count, and to hand on texts."""

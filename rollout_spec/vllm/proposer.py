@@ -91,9 +91,9 @@ class SuffixProposer:
         return self.step(list(map(len, sampled_token_ids)), num_tokens_no_spec, token_ids_cpu)
 
     @property
-    def is_open(self) -> bool:
+    def next_step_waits(self) -> bool:
         """Whether the next step is to wait for drafts."""
-        return self._drafter is not None and self._drafter.is_open
+        return self._drafter is not None and self._drafter.next_step_waits
 
     def step(
         self,
@@ -101,17 +101,17 @@ class SuffixProposer:
         levels: npt.NDArray[np.int32],
         token_ids: npt.NDArray[np.int32],
         ended: float | None = None,
-        may_draft: bool = True,
+        in_time: bool = True,
     ) -> list[list[int]]:
-        """`propose`, with the number of tokens that each row got; `ended` and `may_draft` as of `Drafter`."""
+        """`propose`, with the number of tokens that each row got; `ended` and `in_time` as of `Drafter`."""
         if not self.is_used:
             return [[] for _ in nums_new_tokens]
         if self._drafter is not None:
             try:
-                self._open_and_close(self._drafter)
+                self._add_and_remove(self._drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
                 drafts = self._drafter.step(
-                    request_ids, nums_new_tokens, token_ids, levels, self._lock_step.ranks, ended, may_draft
+                    request_ids, nums_new_tokens, token_ids, levels, self._lock_step.ranks, ended, in_time
                 )
                 self._log(self._drafter, nums_new_tokens)
                 return drafts
@@ -133,7 +133,7 @@ class SuffixProposer:
             taken.add(self._drafter.take_counters())
         return taken
 
-    def end_step(self, aborted: Collection[str] = ()) -> None:
+    def drop_texts(self, aborted: Collection[str] = ()) -> None:
         """The target's weights have changed: the text of the older policy is dropped, but for the history.
 
         Args:
@@ -142,7 +142,7 @@ class SuffixProposer:
         """
         self.receive()
         if self._drafter is not None:
-            self._drafter.clear(self._opened_as(aborted))
+            self._drafter.clear(self._known_as(aborted))
 
     def take_history(
         self, aborted: Collection[str] = (), finished: Collection[str] | None = None
@@ -150,13 +150,13 @@ class SuffixProposer:
         """The responses that this engine has kept since the last call; None where the drafter is off.
 
         Args:
-            aborted: as of `end_step`.
+            aborted: as of `drop_texts`.
             finished: the requests that have come to their end, which vLLM itself names with its next step
                 only; by default all others. Those in neither of the two run on.
         """
         if self._drafter is None:
             return None
-        self._close_ended(self._drafter, aborted, finished)
+        self._remove_ended(self._drafter, aborted, finished)
         return self._drafter.history.take_new()
 
     def pack_history(
@@ -169,7 +169,7 @@ class SuffixProposer:
         if self._drafter is None:
             logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
             return None
-        self._close_ended(self._drafter, aborted, finished)
+        self._remove_ended(self._drafter, aborted, finished)
         if self._drafter.history.num_bytes > MAX_MESSAGE_BYTES:
             logger.warning("rollout_spec: no history from this engine: more than vLLM can pass on, 2 GiB")
             return None
@@ -189,32 +189,32 @@ class SuffixProposer:
             except (HistoryError, MemoryError) as error:
                 logger.warning("rollout_spec: training goes on without a part of the history: %r", error)
 
-    def _close_ended(
+    def _remove_ended(
         self, drafter: Drafter, aborted: Collection[str], finished: Collection[str] | None
     ) -> None:
         self.receive()
-        aborted = self._opened_as(aborted)
-        closing = set(drafter.request_ids) if finished is None else self._opened_as(finished) | aborted
-        for request_id in [each for each in drafter.request_ids if each in closing]:  # in order of arrival
-            drafter.close(request_id, remember=request_id not in aborted)
+        aborted = self._known_as(aborted)
+        leaving = set(drafter.request_ids) if finished is None else self._known_as(finished) | aborted
+        for request_id in [each for each in drafter.request_ids if each in leaving]:  # in order of arrival
+            drafter.remove(request_id, remember=request_id not in aborted)
 
-    def _opened_as(self, names: Collection[str]) -> set[str]:
-        """The open requests of these names: vLLM adds a dash and eight characters to each."""
+    def _known_as(self, names: Collection[str]) -> set[str]:
+        """The requests of these names that it knows: vLLM adds a dash and eight characters to each."""
         known, names = self._drafter.request_ids if self._drafter is not None else (), set(names)
         return {each for each in known if each in names or each.rpartition("-")[0] in names}
 
-    def _open_and_close(self, drafter: Drafter) -> None:
-        """Open the requests that are new in the engine and close those that have left it."""
+    def _add_and_remove(self, drafter: Drafter) -> None:
+        """Add the requests that are new in the engine and remove those that have left it."""
         live = self._runner.requests  # preempted requests included: they keep their place in the index
         known = drafter.request_ids
         if known == live.keys():
             return
         for request_id in [r for r in known if r not in live]:
-            drafter.close(request_id)
+            drafter.remove(request_id)
         for request_id in [r for r in live if r not in known]:
-            self._open(drafter, request_id, live[request_id])
+            self._add(drafter, request_id, live[request_id])
 
-    def _open(self, drafter: Drafter, request_id: str, request: Any) -> None:
+    def _add(self, drafter: Drafter, request_id: str, request: Any) -> None:
         prompt = np.asarray(request.prompt_token_ids or [], np.int32)
         params = request.sampling_params
         max_tokens = getattr(params, "max_tokens", None)
@@ -223,7 +223,7 @@ class SuffixProposer:
         if max_tokens is not None:
             max_level = min(max_level, len(prompt) + max_tokens)
         names = names_of(getattr(params, "extra_args", None))
-        drafter.open(request_id, prompt, max_level, names.group, names.num_group_tokens)
+        drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens)
 
     def _log(self, drafter: Drafter, nums_new_tokens: list[int]) -> None:
         """Say every so often how drafting does, unless the counters are taken before (as with verl)."""

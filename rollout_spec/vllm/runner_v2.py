@@ -219,7 +219,7 @@ class SuffixSpeculator(BaseSpeculator):
         """Take the place of what the runner does with drafts; once, as soon as it is made."""
         self._batch = HostBatch(runner)
         self.proposer.bind(self._batch)
-        self.proposer.receive = functools.partial(self._receive, 0, may_draft=False)
+        self.proposer.receive = functools.partial(self._receive, 0, in_time=False)
         self._runner = runner
         runner.drafter = self.proposer  # where V1's runner has it
         runner.draft_tokens_handler = self
@@ -237,7 +237,7 @@ class SuffixSpeculator(BaseSpeculator):
         """Before the runner's own: the requests that go and come, and the drafts that the step verifies."""
         batch, states = self._batch, self._runner.req_states
         ahead = getattr(scheduler_output, AHEAD_KEY, Ahead(0, True))  # vLLM's own schedulers wait
-        self._receive(ahead.num_in_flight, may_draft=False)
+        self._receive(ahead.num_in_flight, in_time=False)
         self._waits = ahead.waits
         batch.remove(scheduler_output.finished_req_ids)
         batch.suspend(scheduler_output.preempted_req_ids or ())
@@ -281,17 +281,17 @@ class SuffixSpeculator(BaseSpeculator):
             self._arrivals.append(_Arrival(input_batch.req_ids, self._sampled_tokens, num_sampled))
         self._drafts = DraftTokenIds([], [])
         if self._waits:
-            self._receive(0, may_draft=True)
+            self._receive(0, in_time=True)
         return nothing
 
-    def _receive(self, num_in_flight: int, *, may_draft: bool) -> None:
+    def _receive(self, num_in_flight: int, *, in_time: bool) -> None:
         """Index the tokens of all steps but the latest few, and draft."""
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
             tokens, nums = arrival.wait()
             nums_new = self._batch.extend(arrival.request_ids, tokens, nums)
             drafts = self.proposer.step(
-                nums_new, self._batch.levels, self._batch.tokens, arrival.ended, may_draft
+                nums_new, self._batch.levels, self._batch.tokens, arrival.ended, in_time
             )
             self._drafts = DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)
 
@@ -303,7 +303,7 @@ class SuffixSpeculator(BaseSpeculator):
             output = sample_tokens(*args, **kwargs)
             if not isinstance(output, AsyncOutput):
                 return output
-            if self.proposer.is_open:
+            if self.proposer.next_step_waits:
                 setattr(output.model_runner_output, DRAFTS_KEY, self._drafts)
             if self._arrivals:
                 output.get_output = _noting(self._arrivals[-1], output.get_output)

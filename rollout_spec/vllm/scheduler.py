@@ -27,7 +27,7 @@ CORE_KEY = "rollout_spec_core"  # beside them: the engine core that served it, i
 UNCOUNTED_KEY = "rollout_spec_uncounted"  # in `SamplingParams.extra_args`: it is not among `take_aborted`
 AHEAD_SCHEDULER = "rollout_spec.vllm.scheduler.AheadScheduler"
 AHEAD_KEY = "rollout_spec_ahead"  # an attribute of a `SchedulerOutput`
-DRAFTS_KEY = "rollout_spec_drafts"  # of a `ModelRunnerOutput`: DraftTokenIds; None while the gate is closed
+DRAFTS_KEY = "rollout_spec_drafts"  # of a `ModelRunnerOutput`: DraftTokenIds, if the next step waits for them
 
 
 class _Counting(Scheduler):
@@ -114,11 +114,11 @@ class AheadScheduler(_Counting, AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_in_flight = 0
-        self._is_open = False
+        self._waits = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        told, state = Ahead(self._num_in_flight, self._is_open), self.pause_state
-        if self._is_open and self._num_in_flight:
+        told, state = Ahead(self._num_in_flight, self._waits), self.pause_state
+        if self._waits and self._num_in_flight:
             # An empty step, which tells the workers who has ended.
             self.set_pause_state(PauseState.PAUSED_ALL)
         output = super().schedule(*args, **kwargs)
@@ -137,7 +137,7 @@ class AheadScheduler(_Counting, AsyncScheduler):
         if scheduler_output.total_num_scheduled_tokens > 0:
             self._num_in_flight -= 1
             drafts: DraftTokenIds | None = getattr(model_runner_output, DRAFTS_KEY, None)
-            self._is_open = drafts is not None
+            self._waits = drafts is not None
             if drafts is not None and not self._num_in_flight:
                 self.update_draft_token_ids(drafts)
         return outputs

@@ -84,7 +84,7 @@ def test_the_history_has_each_finished_text_once(make_engine: Any) -> None:
     aborted = {number: texts[number] for number in range(4, 12)}
     assert all(0 < len(tokens) < LENGTH for tokens in aborted.values())
     engine.abort_request([str(number) for number in aborted], internal=False)
-    proposer_of(llm).end_step([str(number) for number in aborted])
+    proposer_of(llm).drop_texts([str(number) for number in aborted])
     assert sorted(history_of(proposer_of(llm).pack_history())) == sorted(texts[i] for i in range(4))
     texts |= going_on(llm, aborted)
     assert sorted(history_of(proposer_of(llm).take_history())) == sorted(texts.values())

@@ -292,7 +292,7 @@ def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
             runner.get_model().model.norm.weight.mul_(torch.linspace(0.2, 2.0, 128))
         llm.reset_prefix_cache()
         if spec is not None:
-            proposer_of(llm).end_step()
+            proposer_of(llm).drop_texts()
             assert proposer_of(llm)._drafter.index.stats().num_groups == 0
         outputs.append((first, generate(llm)))
     assert outputs[0] == outputs[1]
@@ -305,7 +305,7 @@ def test_requests_in_flight_go_on_after_a_weight_sync(make_engine: Any) -> None:
     llm = begun(make_engine({"history": 0}))
     engine, proposer, finished = llm.llm_engine, proposer_of(llm), {}
     proposer.take_counters()
-    proposer.end_step()
+    proposer.drop_texts()
     assert llm.reset_prefix_cache(reset_running_requests=True)
     assert proposer._drafter.index.stats().num_tokens == 0
     while engine.has_unfinished_requests():
