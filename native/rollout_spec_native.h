@@ -75,7 +75,7 @@ typedef struct {
     const int32_t *levels;           /* [num_rows], prompt included, at most num_columns and RS_MAX_TEXT_TOKENS */
     const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
     int32_t max_new_tokens;          /* of the rows that have got more than a step gives, all together; 0: no limit */
-    double min_survival;           /* 0 .. 1: the least survival that is drafted */
+    double min_survival;             /* 0 .. 1: the least survival that is drafted */
     int32_t *draft_tokens;           /* out [num_rows][K]; beyond num_draft_tokens unspecified */
     float *survivals;                /* out [num_rows][K]: the estimated probability that the draft up to and with
                                         this token is accepted */

@@ -418,7 +418,7 @@ static void test_arguments(void) {
     CHECK(rs_sequence_open(index, id, 2, &id, NULL) == RS_EINVAL);
     CHECK(rs_sequence_open(index, id, -1, &id, NULL) == RS_EINVAL);
     f->batch.min_survival = 1.5;
-    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "min_survival=1.5", 18) == 0);
+    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "min_survival=1.5", 16) == 0);
     f->batch.min_survival = 0.0;
     f->batch.num_rows = 0;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "num_rows=0", 10) == 0);
