@@ -1,10 +1,11 @@
 """Break the code in many small ways, and see which the fast tests let live: `make mutants`.
 
-    python benchmarks/mutants.py [FILE ...] [--jobs 2]
+    python benchmarks/mutants.py [FILE ...] [--jobs 2] [--sample 60]
 
-Python by mutmut, each file with the tests that are for it, of those that start no engine. The C core by the
-list CORE, since mutmut knows no C; each of its mutants is built into a copy. What lives is written to
-build/mutants, and benchmarks/record/mutants.md says why it does.
+Python by mutmut, each file with the tests that are for it, of those that start no engine; with --sample so
+many of each file whose errors would be seen, drawn by lot with a fixed seed. The C core by the list CORE, for
+mutmut knows no C; each of its mutants is built into a copy. What lives is written to build/mutants, and
+benchmarks/record/mutants.md says why it does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -33,6 +35,7 @@ COPIED = (
 )
 KILLED = {1, 3, 24, 36, 152, 255, -24}  # a test failed, or the mutant hangs
 LEAST_SHARE = 0.9  # where an error is silent
+HYPOTHESIS = ("--hypothesis-seed=0", "--hypothesis-profile=mutants")
 
 
 class Target(NamedTuple):
@@ -46,16 +49,20 @@ class Target(NamedTuple):
 
 TARGETS = (
     Target(
-        tuple(f"rollout_spec/verification/{name}.py" for name in ("blocks", "prefixes", "noise", "coupled")),
-        ("tests/test_coupled.py", "tests/test_standard.py"),
-        "races or little or a_step or shortfall or ties or number or masked or chunks or words or every_part "
-        "or arithmetic or extreme or known or loop",
+        tuple(
+            f"rollout_spec/verification/{name}.py"
+            for name in ("blocks", "prefixes", "noise", "coupled", "transfers")
+        ),
+        ("tests/test_coupled.py", "tests/test_standard.py", "tests/test_device_waits.py"),
+        "races or little or a_step_draws or a_step_keeps or shortfall or ties_go or number or masked_tokens "
+        "or chunks or words or every_part or arithmetic or extreme or known or loop or accelerator",
         is_silent=True,
     ),
     Target(
         ("rollout_spec/verification/standard.py",),
-        ("tests/test_standard.py",),
-        "loop or replaces or uniform or seeded or synthetic or ragged or ties or point_mass",
+        ("tests/test_standard.py", "tests/test_device_waits.py"),
+        "loop or replaces or uniform or seeded or synthetic or ragged or ties_go or no_probability "
+        "or standard_waits",
         is_silent=True,
     ),
     Target(("rollout_spec/vllm/keys.py",), ("tests/test_keys.py",), is_silent=True),
@@ -143,12 +150,16 @@ CORE_TESTS = (
 
 class Result(NamedTuple):
     num: int
-    num_killed: int
+    num_tried: int
     survivors: list[str]  # their diffs
 
     @property
+    def num_killed(self) -> int:
+        return self.num_tried - len(self.survivors)
+
+    @property
     def share(self) -> float:
-        return self.num_killed / self.num if self.num else 1.0
+        return self.num_killed / self.num_tried if self.num_tried else 1.0
 
 
 def copy_tree(folder: Path) -> None:
@@ -161,10 +172,11 @@ def copy_tree(folder: Path) -> None:
     shutil.copytree(ROOT / "configs", folder / "rollout_spec_configs")
 
 
-def mutate_python(files: list[str], target: Target, jobs: int) -> dict[str, Result]:
+def mutate_python(files: list[str], target: Target, jobs: int, sample: int | None) -> dict[str, Result]:
+    """Args: sample: how many mutants of each file are tried; None for all."""
     folder = BUILD / "_".join(Path(file).stem for file in files)
     copy_tree(folder)
-    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", *HYPOTHESIS]
     settings = {
         "source_paths": ["rollout_spec"],
         "only_mutate": files,
@@ -177,27 +189,45 @@ def mutate_python(files: list[str], target: Target, jobs: int) -> dict[str, Resu
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
     with (folder / "pyproject.toml").open("a") as file:
         file.write("\n".join(["\n[tool.mutmut]", *lines, ""]))
-    run_mutmut(folder, "run", "--max-children", str(jobs))
+    run = ("run", "--max-children", str(jobs))
+    tried: set[str] = set()
+    if sample is not None:
+        run_mutmut(folder, *run, "*__mutmut_1", shown=True)  # it names the mutants of all
+        names = [sorted(exit_codes(folder, path)) for path in files]
+        tried.update(*(random.Random(0).sample(each, min(sample, len(each))) for each in names))
+    run_mutmut(folder, *run, *sorted(tried), shown=True)
     results = {}
     for path in files:
-        codes = json.loads((folder / "mutants" / f"{path}.meta").read_text())["exit_code_by_key"]
-        living = sorted(name for name, code in codes.items() if code not in KILLED)
-        diffs = [f"# {codes[name]}: {run_mutmut(folder, 'show', name)}" for name in living]
-        results[path] = Result(len(codes), len(codes) - len(living), diffs)
+        codes = exit_codes(folder, path)
+        chosen = sorted(codes.keys() & tried if tried else codes)
+        diffs = [
+            f"# {codes[name]}: {run_mutmut(folder, 'show', name)}"
+            for name in chosen
+            if codes[name] not in KILLED
+        ]
+        results[path] = Result(len(codes), len(chosen), diffs)
     return results
 
 
-def run_mutmut(folder: Path, *command: str) -> str:
+def exit_codes(folder: Path, path: str) -> dict[str, int | None]:
+    """Of pytest with each mutant of a file; None where it has not been tried."""
+    codes: dict[str, int | None] = json.loads((folder / "mutants" / f"{path}.meta").read_text())[
+        "exit_code_by_key"
+    ]
+    return codes
+
+
+def run_mutmut(folder: Path, *command: str, shown: bool = False) -> str:
+    """What it prints; its progress goes to stderr where it is `shown`."""
     # This environment's packages come before mutmut's; the package itself comes from the copy.
     site = next(path for path in sys.path if path.endswith("site-packages"))
     environment = {**os.environ, "PYTHONPATH": site, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     mutmut = [str(Path(sys.prefix) / "mutants" / "bin" / "python"), "-m", "mutmut", *command]
-    done = subprocess.run(
-        mutmut, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    to = sys.stderr if shown else subprocess.PIPE
+    done = subprocess.run(mutmut, cwd=folder, env=environment, stdout=to, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise SystemExit(f"mutmut {' '.join(command)} in {folder}:\n{done.stdout[-3000:]}")
-    return done.stdout
+        raise SystemExit(f"mutmut {' '.join(command)} in {folder} fails\n{(done.stdout or '')[-3000:]}")
+    return done.stdout or ""
 
 
 def mutate_core() -> Result:
@@ -215,7 +245,7 @@ def mutate_core() -> Result:
         if core_lives(folder):
             living.append(f"native/{mutant.file}\n-{mutant.old}\n+{mutant.new}\n")
         file.write_text(text)
-    return Result(len(CORE), len(CORE) - len(living), living)
+    return Result(len(CORE), len(CORE), living)
 
 
 def core_lives(folder: Path) -> bool:
@@ -226,17 +256,18 @@ def core_lives(folder: Path) -> bool:
         return False
     build = [sys.executable, "native/build_native.py"]
     subprocess.run(build, cwd=folder, check=True, capture_output=True)
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--rootdir", "."]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--rootdir", ".", *HYPOTHESIS]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     pytest = [sys.executable, "-m", "pytest", *options, *CORE_TESTS]
     return not subprocess.run(pytest, cwd=folder, env=environment, capture_output=True).returncode
 
 
-def results_of(wanted: list[str], jobs: int) -> Iterator[tuple[str, bool, Result]]:
+def results_of(wanted: list[str], jobs: int, sample: int | None) -> Iterator[tuple[str, bool, Result]]:
     """Of each file, whether it is silent, and of native."""
     for target in TARGETS:
         if files := [file for file in target.files if file in wanted]:
-            for file, result in mutate_python(files, target, jobs).items():
+            of_target = None if target.is_silent else sample
+            for file, result in mutate_python(files, target, jobs, of_target).items():
                 yield file, target.is_silent, result
     if "native" in wanted:
         yield "native", False, mutate_core()
@@ -246,17 +277,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", help="of those that are mutated, or native; by default all")
     parser.add_argument("--jobs", type=int, default=1, help="mutants of Python at a time")
+    parser.add_argument("--sample", type=int, help="mutants of each file that is not silent; by default all")
     arguments = parser.parse_args()
     wanted = arguments.files or [*FILES, "native"]
     if unknown := [file for file in wanted if file not in (*FILES, "native")]:
         parser.error(f"{unknown[0]}: must be native or one of {', '.join(FILES)}")
     too_few = []
-    print("| file | mutants | killed | survived | share |\n|---|---|---|---|---|")
-    for file, is_silent, result in results_of(wanted, arguments.jobs):
-        survived = result.num - result.num_killed
-        print(
-            f"| {file} | {result.num} | {result.num_killed} | {survived} | {result.share:.0%} |", flush=True
-        )
+    print("| file | mutants | tried | killed | survived | share |\n|---|---|---|---|---|---|")
+    for file, is_silent, result in results_of(wanted, arguments.jobs, arguments.sample):
+        numbers = (result.num, result.num_tried, result.num_killed, len(result.survivors))
+        print(f"| {file} | {' | '.join(map(str, numbers))} | {result.share:.0%} |", flush=True)
         (BUILD / f"{file.replace('/', '_')}.txt").write_text("\n".join(result.survivors))
         if is_silent and result.share < LEAST_SHARE:
             too_few.append(file)

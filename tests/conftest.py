@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
+
+# Of a mutant only matters whether it fails, not the smallest case.
+settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), report_multiple_bugs=False)
 
 TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py")
 # What takes longest goes first, so that at the end no process works on while the others have nothing to do.

@@ -292,6 +292,15 @@ def test_sampled_equals_the_loop(drafts: list[list[int]], seed: int, has_probs: 
     assert [[token for token in row if token >= 0] for row in output.tolist()] == expected
 
 
+@pytest.mark.parametrize("has_probs", [False, True])
+def test_what_has_no_probability_is_not_accepted(monkeypatch: pytest.MonkeyPatch, has_probs: bool) -> None:
+    """Though a uniform number may be 0."""
+    monkeypatch.setattr(standard, "_uniform", lambda counts, *_: torch.zeros(sum(counts)))
+    logits, probs = torch.tensor([[0.0, -torch.inf, 0.0]]), torch.tensor([[0.5, 0.5, 0.0]])
+    output = run([[1]], logits, [0], metadata([1.0]), probs if has_probs else None)
+    assert output[0, 0] != 1 and output[0, 1] == prefixes.PLACEHOLDER_TOKEN_ID
+
+
 def test_a_seeded_request_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
 

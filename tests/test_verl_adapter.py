@@ -283,12 +283,15 @@ def test_a_response_is_recorded_once_whatever_interrupts_it(
 
 
 def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
-    from rollout_spec.verl.agent_loop import Occurrences, sample_name
+    from rollout_spec.verl.agent_loop import Occurrences, prompt_name, sample_name
 
     sample = {"index": 4, "raw_prompt": [{"role": "user", "content": "2 + 2"}], "session_id": 0, "uid": "x"}
     step = {"step": 3, "validate": False, "rollout_n": 0}
     name = sample_name(7, step, 0, sample)
     assert name == sample_name(7, dict(step), 0, sample | {"uid": "another"})
+    # A run that is repeated with another release gets the same tokens.
+    assert name == [7, 3, "train", "4", "119630b4882f7920", 0, 0]
+    assert sample_name(7, {"step": 3.0, "validate": True}, 2, sample) == [7, 3, "val", *name[3:5], 2, 0]
     others = [
         sample_name(8, step, 0, sample),
         sample_name(7, step | {"step": 4}, 0, sample),
@@ -299,6 +302,8 @@ def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
         sample_name(7, step, 0, sample | {"raw_prompt": [{"role": "user", "content": "2 + 3"}]}),
     ]
     assert len({json.dumps(other) for other in [name, *others]}) == 8
+    image = {"role": "user", "content": [{"type": "image", "image": object()}]}
+    assert prompt_name(None, [image]) == ("None", "8665f43eda0bcee1")
     occurrences = Occurrences()
     assert occurrences.of(1, [("a",), ("b",), ("a",)]) == [0, 0, 1]
     assert occurrences.of(1, [("a",)]) == [2]
@@ -311,9 +316,9 @@ def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: p
     import verl.utils.tensordict_utils as tu
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+    from verl.workers.rollout.llm_server import LLMServerClient
 
     from rollout_spec.verl import agent_loop as verl_agent_loop
-    from rollout_spec.verl.client import Calls
 
     config = composed("+rollout.spec=sam", "actor_rollout_ref.rollout.seed=7", "rollout.spec.verify=standard")
     prompt = [{"role": "user", "content": "2 + 2"}]
@@ -328,13 +333,31 @@ def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: p
     manager.generate_sequences(batch)
     columns = dict(sent[0].chunk(2)[1].items())  # as verl's worker reads them
     assert columns["rollout_spec_occurrence"][0].data == 1
+    manager.generate_sequences(batch)  # more of the step
+    tu.assign_non_tensor_data(batch, "validate", True)  # and what validates it
+    manager.generate_sequences(batch)
+    numbers = [list(tu.get(prompts, "rollout_spec_occurrence")) for prompts in sent]
+    assert numbers == [[0, 1], [2, 3], [0, 1]] and "rollout_spec_occurrence" not in batch
 
     async def run(self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any:
+        worker._calls.named([1, 2], sampling_params)
+        assert len(worker._calls._samples) == 1
         return sampling_params, kwargs
 
+    async def take(self: Any, batch: Any) -> None:
+        sent.append(batch)
+
+    verls = verl_agent_loop.KeyedAgentLoopWorker.__mro__[1]
+    monkeypatch.setattr(
+        verls, "__init__", lambda self, *args, **kwargs: self.__dict__.update(*args, **kwargs)
+    )
+    monkeypatch.setattr(verls, "generate_sequences", take)
     monkeypatch.setattr(AgentLoopWorker, "_run_agent_loop", run)
-    worker = object.__new__(verl_agent_loop.KeyedAgentLoopWorker)
-    worker.config, worker._calls = config, Calls()
+    client = object.__new__(LLMServerClient)
+    worker: Any = verl_agent_loop.KeyedAgentLoopWorker({"config": config}, llm_client=client)
+    assert worker.llm_client is client and client._calls is worker._calls
+    asyncio.run(worker.generate_sequences(batch))
+    assert sent[-1] is batch
     sample = {"index": np.int64(4), "raw_prompt": np.array(prompt, dtype=object), "agent_name": "any"}
     names = []
     for session in range(2):
@@ -351,6 +374,10 @@ def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: p
         assert sampling["temperature"] == 1.0 and sampling["extra_args"]["mine"] == 1
         names.append(sampling["extra_args"]["rollout_spec_key"])
         assert sampling["extra_args"]["rollout_spec_group"] == f"4:{names[-1][4]}"
+    assert not worker._calls._samples, "a sample is forgotten when it ends"
     assert [name[-1] for name in names] == [0, 1]
     assert names[0][:-1] == names[1][:-1] == [7, 3, "train", "4", names[0][4], 1]
     json.dumps(names)
+    # Of a batch that another manager has sent.
+    once, _ = asyncio.run(worker._run_agent_loop({}, {"step": 3, "validate": False}, session_id=0, **sample))
+    assert once["extra_args"]["rollout_spec_key"] == [*names[0][:5], 0, 0]

@@ -120,6 +120,8 @@ def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(
     assert runs[0] == runs[1]
     for name in map(json.loads, runs[0]):
         assert name[: len(SAMPLE)] == SAMPLE, "the rest of the product reads it there"
+    # A run that is repeated with another release gets the same tokens.
+    assert json.loads(runs[0][3]) == [*SAMPLE, "0c730b69905c5ef7", 3]
 
 
 def test_the_parameters_of_the_caller_stay_as_they_are() -> None:
@@ -178,6 +180,7 @@ def test_a_name_of_the_users_own_is_the_samples() -> None:
     for name in ("mine", 5, {"a": [1]}, "mine"):
         asyncio.run(call(client, [1], params(name)))
     assert len(set(server.names)) == 4
+    assert [json.loads(name)[:-2] for name in server.names] == [["mine"], [5], [{"a": [1]}], ["mine"]]
 
 
 def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

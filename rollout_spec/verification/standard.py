@@ -95,7 +95,7 @@ def rejection_sample(
         accepted = torch.where(is_greedy, best == drafts, accepted)
 
     # What replaces a rejected token differs from it, so the others can stand for the target's own.
-    own = drafts.clone() if best is None else torch.where(is_greedy, best, drafts)
+    own = drafts.clone()
     rejecting, places = first_rejected(accepted.cpu().numpy(), num_draft_tokens)
     at = sent(places, device)
     dtype = torch.float64 if use_fp64_gumbel else torch.float32
