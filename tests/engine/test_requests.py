@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,14 +37,16 @@ def params(name: Any = "one", **settings: Any) -> Any:
 
 def result(output: Any) -> dict[str, Any]:
     """All that a sample consists of."""
+    # Which of the forbidden tokens fills a place is anybody's choice.
     logprobs = output.logprobs and [
-        # Which of the forbidden tokens fills a place is anybody's choice.
-        {token: one.logprob for token, one in sorted(position.items()) if one.logprob > float("-inf")}
+        {token: one for token, one in sorted(position.items()) if one.logprob > float("-inf")}
         for position in output.logprobs
     ]
     return {
         "tokens": list(output.token_ids), "text": output.text, "end": output.finish_reason,
-        "stop": output.stop_reason, "logprobs": logprobs,
+        "stop": output.stop_reason,
+        "logprobs": logprobs and [{token: one.logprob for token, one in row.items()} for row in logprobs],
+        "pieces": logprobs and [{token: one.decoded_token for token, one in row.items()} for row in logprobs],
     }  # fmt: skip
 
 
@@ -118,30 +121,93 @@ def test_a_stream_shows_nothing_behind_a_stop(engines: Any, free: str) -> None:
     from vllm.sampling_params import RequestOutputKind
 
     for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
-        streams = []
-        for llm in engines:
-            stops = params(stop=[free[20:22]], logprobs=1, output_kind=kind)
-            llm.llm_engine.add_request("stream", PROMPT, stops)
-            outputs = []
-            while llm.llm_engine.has_unfinished_requests():
-                outputs += [result(output.outputs[0]) for output in llm.llm_engine.step()]
-            streams.append(outputs)
-        plain, drafted = (
-            [joined(outputs) for outputs in streams]
-            if kind == RequestOutputKind.DELTA
-            else [outputs[-1] for outputs in streams]
+        [plain], [drafted] = (
+            streamed(llm, PROMPT, [params(stop=[free[20:22]], logprobs=1, output_kind=kind)])
+            for llm in engines
         )
         assert_same(drafted, plain)
         assert (drafted["text"], drafted["stop"]) == (free[:20], free[20:22])
 
 
+def streamed(llm: Any, prompt: Any, asked: list[Any]) -> list[dict[str, Any]]:
+    """What the parts of each stream come to."""
+    for number, each in enumerate(asked):
+        llm.llm_engine.add_request(f"stream {number}", prompt, each)
+    parts = defaultdict[str, list[dict[str, Any]]](list)
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            parts[output.request_id].append(result(output.outputs[0]))
+    return [
+        joined(parts[f"stream {number}"])
+        if each.output_kind.name == "DELTA"
+        else parts[f"stream {number}"][-1]
+        for number, each in enumerate(asked)
+    ]
+
+
 def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a stream has given."""
-    first, *others = deltas
-    for delta in others:
-        for name in ("tokens", "text", "logprobs"):
-            first[name] += delta[name]
-    return {**deltas[-1], **{name: first[name] for name in ("tokens", "text", "logprobs")}}
+    whole = dict(deltas[-1])
+    for name in ("tokens", "logprobs", "pieces"):
+        whole[name] = whole[name] and [each for delta in deltas for each in delta[name]]
+    return whole | {"text": "".join(delta["text"] for delta in deltas)}
+
+
+# Whole characters of one to four bytes, pieces that begin one, end one or both, and parts of long ones.
+BYTES = [bytes([97 + i % 26, 0xC3 + i, 0x80 + i])[i % 2 :] for i in range(28)]
+BYTES += [bytes([0x80 + i, 97 + i % 26, 0xC3 + i % 28])[i % 3 // 2 : 2 + i % 3] for i in range(88)]
+BYTES += [
+    *b"\xe2 \xe2\x82 \x82 \xac \xe2\x82\xac \xf0 \xf0\x9f \x9f \x98 \x98\x80 \xf0\x9f\x98\x80 \x80".split()
+]
+
+
+@pytest.fixture(scope="module")
+def byte_engines(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """Without drafts and with, of a tokenizer whose characters take up to four tokens."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    names = {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    pieces = ["".join(names[byte] for byte in piece) for piece in BYTES]
+    bytewise = Tokenizer(models.BPE({piece: token for token, piece in enumerate(pieces)}, []))
+    bytewise.decoder = decoders.ByteLevel()
+    path = tmp_path_factory.mktemp("models") / "bytes"
+    shutil.copytree(tiny_model, path)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=pieces[EOS_TOKEN_ID])
+    tokenizer.save_pretrained(path)
+    plain, drafted = (
+        new_engine(str(path), spec, model=str(path), **OFF[spec is None]) for spec in (None, SPEC)
+    )
+    yield plain, drafted
+    close([plain, drafted])
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_characters_of_several_tokens(
+    byte_engines: tuple[Any, Any], is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Responses end, are stopped and are streamed in the middle of characters."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import detokenizer
+
+    monkeypatch.setattr(detokenizer, "USE_FAST_DETOKENIZER", is_fast)
+    prompt = {"prompt_token_ids": [*range(3, 30)]}
+    ask = functools.partial(params, temperature=2.0, max_tokens=40, logprobs=2)
+    [whole], [other] = (streamed(llm, prompt, [ask()]) for llm in byte_engines)
+    assert_same(other, whole)
+    tokens, text = whole["tokens"], whole["text"]
+    assert len({character for character in text if character > "\x7f"}) > 5
+    ends: list[dict[str, Any]] = [{"max_tokens": length} for length in range(20, 28)]
+    ends += [{"stop_token_ids": [tokens[length]], "min_tokens": length} for length in range(20, 28)]
+    ends += [{"stop": [text[i : i + length]]} for i in range(12, 18) for length in (1, 2)]
+    ends += [{"stop": ["\ufffd"]}, {"stop": ["\ufffd"], "min_tokens": 20, "include_stop_str_in_output": True}]
+    proposer_of(byte_engines[1]).take_counters()
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+        both = (streamed(llm, prompt, [ask(output_kind=kind, **end) for end in ends]) for llm in byte_engines)
+        for plain, drafted in zip(*both, strict=True):
+            assert_same(drafted, plain)
+    assert proposer_of(byte_engines[1]).take_counters().num_accepted_tokens > 10 * len(ends)
 
 
 def test_streaming_input_is_refused(engines: Any) -> None:
@@ -266,6 +332,7 @@ def random_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
         {"n": 2},
         {"logprobs": draw.randint(0, 3)},
         {"bad_words": draw.choices(CHARACTERS, k=4)},
+        {"allowed_token_ids": draw.sample(range(3, VOCAB_SIZE), 100)},
         {"structured_outputs": StructuredOutputsParams(regex=draw.choice(REGEXES))},
         {"extra_args": {GROUP_KEY: draw.choice(["a", "b"])}},
         {"name": None, "seed": draw.randrange(4)},
@@ -276,6 +343,8 @@ def random_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
     }  # fmt: skip
     for kind in draw.sample(kinds, draw.randint(0, 5)):
         settings |= kind
+    if "structured_outputs" in settings:
+        settings.pop("allowed_token_ids", None)  # together they may allow nothing
     if "n" in settings:  # vLLM refuses several greedy samples
         settings["temperature"] = settings["temperature"] or 1.0
     settings["min_tokens"] = min(settings.get("min_tokens", 0), settings["max_tokens"])
