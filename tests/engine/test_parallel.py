@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.vllm import SCHEDULER
-from tests.engine.conftest import engine_settings, make_tiny
+from rollout_spec.vllm.features import version
+from tests.engine.conftest import close, engine_settings, make_tiny, new_engine, proposer_of
 from tests.engine.rollout_server import EXTENSION
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 from tests.text import merged
@@ -52,6 +54,48 @@ def test_experts_run_on_any_processor(
     assert drafted == plain
 
 
+@pytest.mark.skipif(version() == "0.32.0", reason="vLLM 0.32 returns experts with model runner V2 only")
+@pytest.mark.parametrize("spec", [None, {"history": 8}], ids=["off", "sam"])
+def test_the_experts_that_are_returned_are_each_tokens_own(
+    tiny_experts: str, chat_model: str, spec: dict[str, Any] | None
+) -> None:
+    """Also where an end cuts accepted tokens off. On CPUs vLLM notes no experts: what stands for them are
+    the token and its position."""
+    from vllm import SamplingParams
+
+    llm = new_engine(
+        tiny_experts, spec, model=tiny_experts, tokenizer=chat_model, enable_return_routed_experts=True
+    )
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    capturer = runner.routed_experts_capturer
+
+    def note() -> Any:
+        rows = len(capturer.device_buffer)
+        capturer.device_buffer[:, :, 0] = runner.input_ids.gpu[:rows, None]
+        capturer.device_buffer[:, :, 1] = runner.positions[:rows, None]
+        return capturer.device_buffer
+
+    capturer.get_device_buffer = note
+    ask = functools.partial(SamplingParams, temperature=0, ignore_eos=True, max_tokens=LENGTH)
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    for _ in range(2):  # the second time drafts go on behind each end
+        [free] = llm.generate([prompt], ask(), use_tqdm=False)
+        text, tokens = free.outputs[0].text, free.outputs[0].token_ids
+        ends = [ask(), ask(max_tokens=23), ask(stop_token_ids=[tokens[20]], min_tokens=20)]
+        ends += [ask(stop=[text[i : i + 2]]) for i in (19, 20, 21, 22)]
+        ends.append(ask(routed_experts_prompt_start=2))
+        outputs = llm.generate([prompt] * len(ends), ends, use_tqdm=False)
+        for output, asked in zip(outputs, ends, strict=True):
+            [sample] = output.outputs
+            own = [*PROMPTS[0], *sample.token_ids][:-1]  # the last one was in no step
+            first = asked.routed_experts_prompt_start or 0
+            found = [tuple(row) for row in sample.routed_experts[:, 1].tolist()]
+            assert found == [(token, i) for i, token in enumerate(own)][first:]
+    if spec is not None:
+        assert proposer_of(llm).take_counters().num_accepted_tokens > 100
+    close([llm])
+
+
 def test_every_data_parallel_rank_is_counted_shared_and_checked(
     tiny_experts: str,
     make_engine: Any,
@@ -77,6 +121,7 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
         server, cores = server_of(engine, spec), EngineCores(engine)
         assert len(cores) == 2
 
+        await check_streaming_input_is_refused(engine)
         await server.set_global_steps(0)
         await server.take_history()  # it begins to share
         assert await serve(server, 2) == plain
@@ -130,6 +175,21 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
             await server.take_rollout_report()
     finally:
         engine.shutdown()
+
+
+async def check_streaming_input_is_refused(engine: Any) -> None:
+    """In one line, for that request alone: the engine serves on."""
+    from vllm import SamplingParams
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+
+    async def turns() -> AsyncIterator[Any]:
+        yield StreamingInput(prompt={"prompt_token_ids": PROMPTS[0]})
+
+    params = SamplingParams(max_tokens=LENGTH, output_kind=RequestOutputKind.DELTA)
+    with pytest.raises(ValueError, match=r"^rollout_spec: .* streaming input") as error:
+        [output async for output in engine.generate(turns(), params, "turns")]
+    assert "\n" not in str(error.value)
 
 
 def check_counts(report: Any) -> None:
