@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
-from functools import partial
 from itertools import compress
 
 import numpy as np
@@ -20,7 +19,7 @@ from rollout_spec.drafting.gate import make_gate
 from rollout_spec.drafting.groups import MAX_TOKENS_AT_ONCE, Groups, Member
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import StepResult, make_index
-from rollout_spec.drafting.native import BudgetExceeded, Int32Array, InvalidArgument, NativeError
+from rollout_spec.drafting.native import Int32Array, InvalidArgument, NativeError
 from rollout_spec.metrics import EngineCounters
 
 # The share of steps, of about the last ALIKE_MEMORY, whose time can be compared: below it requests come and
@@ -118,7 +117,7 @@ class Drafter:
         self._rows = None
 
     def remove(self, request_id: str, *, remember: bool = True) -> None:
-        """End a request; its text stays in its group until the group is evicted.
+        """End a request; its text stays in its group until the group is closed.
 
         Args:
             request_id: one that was added.
@@ -284,30 +283,27 @@ class Drafter:
         Returns:
             These rows, and the result unless there are none.
         """
+        num_failed = 0
         while True:
             assert self._rows is not None
             rows = self._rows if decoding is None else self._rows.among(decoding)
             if not len(rows):
                 return rows.numbers, None
             rows.set_levels(levels, price is not None)
-            attempt = partial(
-                self.index.step,
-                rows.sequences,
-                token_ids,
-                rows.numbers,
-                rows.levels,
-                rows.max_draft_tokens,
-                price or 0.0,
-                MAX_TOKENS_AT_ONCE,
-            )
             try:
-                return rows.numbers, self._groups.evicting(attempt)
+                return rows.numbers, self.index.step(
+                    rows.sequences,
+                    token_ids,
+                    rows.numbers,
+                    rows.levels,
+                    rows.max_draft_tokens,
+                    price or 0.0,
+                    MAX_TOKENS_AT_ONCE,
+                )
             except NativeError as error:
-                if error.row < 0 and not isinstance(error, BudgetExceeded):
-                    raise
-                # The row that is wrong; where all together are too much, the longest.
-                entry = error.row if error.row >= 0 else int(np.argmax(rows.levels))
-                self._untrack_row(rows.numbers[entry])
+                if not self._groups.make_room(error, num_failed):
+                    self._untrack_row(rows.numbers[self._groups.left_out(error, rows.levels)])
+                num_failed += 1
 
     def _untrack_row(self, row: int) -> None:
         self._untrack(self._requests[self._row_ids[row]])

@@ -1,14 +1,12 @@
-"""The groups of an index: opened with their history, kept while idle, evicted when room is needed."""
+"""The groups of an index: opened with their history, kept while idle, closed where room is needed."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
 from itertools import islice
-from typing import TypeVar
 
 import numpy as np
 
@@ -30,7 +28,6 @@ _BACKLOG_TOKENS_PER_ROW = 16
 _BACKLOG_SHARE = 0.875  # of the byte budget: beyond it no group gets more than what is generated here
 _BYTES_PER_TOKEN = 64  # about, of the index
 
-_T = TypeVar("_T")
 _Key = tuple[str, Hashable]  # what identifies a group, and its value
 
 
@@ -52,14 +49,18 @@ class Member:
 
 
 class Groups:
-    """The groups and sequences of an index within its byte budget, and the history they begin with."""
+    """The groups and sequences of an index within its byte budget, and the history they begin with.
+
+    What a full index gives up is decided here alone, by `make_room` and then `left_out`; the history of a
+    group that opens gives way to all else.
+    """
 
     def __init__(self, index: SuffixIndex, history: History) -> None:
         self._index = index
         self._history = history
         self._backlog = Backlog(index)
         self._groups: dict[_Key, _Group] = {}
-        # The groups without live requests, which may be evicted; the one that has been idle longest first.
+        # The groups without live requests, which may be closed; the one that has been idle longest first.
         self._idle: OrderedDict[_Key, None] = OrderedDict()
 
     def add(
@@ -86,7 +87,7 @@ class Groups:
         return Member(sequence, key, after_prompt)
 
     def remove(self, member: Member, *, remember: bool = True) -> None:
-        """Its text stays in its group until the group is evicted, and in the history if to be remembered."""
+        """Its text stays in its group until the group is closed, and in the history if to be remembered."""
         if remember:
             self.remember(member)
         self._index.close_sequence(member.sequence)
@@ -94,7 +95,7 @@ class Groups:
         group.num_live -= 1
         if group.num_live == 0:
             self._idle[member.key] = None
-            self._evict_idle(len(self._idle) - MAX_IDLE_GROUPS)
+            self._close_idle(len(self._idle) - MAX_IDLE_GROUPS)
 
     def remember(self, member: Member) -> None:
         """Keep its text in the history."""
@@ -112,32 +113,36 @@ class Groups:
         """Index what one step may of the prompts that are long and of the responses of the history."""
         num_tokens = _BACKLOG_TOKENS + num_rows * _BACKLOG_TOKENS_PER_ROW
         try:
-            num_tokens = self.evicting(partial(self._backlog.index_prompts, num_tokens))
-        except NativeError:
-            self._backlog.drop_prompt()
+            num_tokens = self._backlog.index_prompts(num_tokens)
+        except NativeError as error:
+            if not self.make_room(error):
+                self._backlog.drop_prompt()
+            return  # the next step goes on
         with contextlib.suppress(NativeError):
             self._backlog.index(num_tokens)
 
-    def evicting(self, attempt: Callable[[], _T]) -> _T:
-        """What `attempt` returns, after as many idle groups are closed as it takes to give it room.
+    def make_room(self, error: NativeError, num_failed: int = 0) -> bool:
+        """Whether what has raised this error can be tried again: idle groups were closed, the one that has
+        been idle longest first.
 
-        An attempt costs as much as a step: each that fails has twice as many closed as the one before.
+        num_failed: attempts before. Each costs as much as a step, so each time twice as many groups go.
+        """
+        return isinstance(error, (BudgetExceeded, OutOfMemory)) and self._close_idle(1 << num_failed)
+
+    def left_out(self, error: NativeError, levels: Int32Array) -> int:
+        """Which of the rows, at these levels, goes where `make_room` finds nothing: the one that the error
+        names; the longest where all together are too much.
 
         Raises:
-            BudgetExceeded, OutOfMemory: no idle group is left.
+            NativeError: the error, where it is no row's.
         """
-        num = 1
-        while True:
-            try:
-                return attempt()
-            except (BudgetExceeded, OutOfMemory):
-                if not self._evict_idle(num):
-                    raise
-                num *= 2
+        if error.row < 0 and not isinstance(error, BudgetExceeded):
+            raise error
+        return error.row if error.row >= 0 else int(np.argmax(levels))
 
     def _open_group(self, key: _Key, prompt: Int32Array) -> _Group:
         num_indexed = min(len(prompt), MAX_TOKENS_AT_ONCE)
-        handle = self.evicting(partial(self._index.open_group, prompt, num_indexed))
+        handle = self._open_handle(prompt, num_indexed)
         kind, name = key
         history_key = group_key(name) if kind == "group" else prompt_key(prompt)
         self._groups[key] = group = _Group(handle, prompt.copy(), history_key)
@@ -147,6 +152,16 @@ class Groups:
         self._index_later(group, self._history.get(history_key))
         return group
 
+    def _open_handle(self, prompt: Int32Array, num_indexed: int) -> int:
+        num_failed = 0
+        while True:
+            try:
+                return self._index.open_group(prompt, num_indexed)
+            except NativeError as error:
+                if not self.make_room(error, num_failed):
+                    raise
+                num_failed += 1
+
     def _index_later(self, group: _Group, responses: Sequence[Int32Array]) -> None:
         # A full index does without them rather than without what is generated here.
         num_tokens = sum(len(response) for response in responses) + self._backlog.num_tokens
@@ -154,12 +169,12 @@ class Groups:
         if responses and num_bytes <= _BACKLOG_SHARE * self._index.max_bytes:
             self._backlog.add(group.handle, len(group.prompt), responses)
 
-    def _evict_idle(self, num: int) -> bool:
-        """Close up to `num` idle groups, those idle longest; False if none was closed."""
-        evicted = list(islice(self._idle, max(0, num)))
-        for key in evicted:
+    def _close_idle(self, num: int) -> bool:
+        """Close up to `num` idle groups; False if none was closed."""
+        closed = list(islice(self._idle, max(0, num)))
+        for key in closed:
             del self._idle[key]
             handle = self._groups.pop(key).handle
             self._backlog.drop(handle)
             self._index.close_group(handle)
-        return bool(evicted)
+        return bool(closed)
