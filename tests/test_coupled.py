@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rollout_spec.verification import blocks, coupled, noise, prefixes
+from rollout_spec.verification.transfers import fetched
 
 torch.set_num_threads(1)  # rows this small gain nothing from threads
 FALSE_ALARM_RATE = 1e-6
@@ -92,6 +93,17 @@ def test_words_equal_the_loop(rows: list[tuple[int, int]], num: int) -> None:
     words = noise.random_words(noise.row_seeds(keys, positions), num, CPU)
     seeds = [splitmix_by_loop(key, position + 1) for key, position in rows]
     assert words.tolist() == [[splitmix_by_loop(seed, i + 1) >> 32 for i in range(num)] for seed in seeds]
+
+
+def test_rows_may_come_as_numbers_of_32_bits() -> None:
+    """As vLLM's positions do."""
+    numbers = np.arange(3, dtype=np.int32) + 2**30
+    assert torch.equal(noise.row_seeds(numbers, numbers), noise.row_seeds(numbers.tolist(), numbers.tolist()))
+
+
+def test_tokens_on_the_host_are_not_copied() -> None:
+    tokens = torch.arange(4, dtype=torch.int32)
+    assert all(np.shares_memory(values, tokens.numpy()) for values in fetched(tokens, tokens.view(2, 2)))
 
 
 def p_value_of_pairs(one: np.ndarray, other: np.ndarray) -> float:
@@ -539,6 +551,7 @@ def test_chunks_of_memory_change_no_token(monkeypatch: pytest.MonkeyPatch) -> No
     for size in (1, 700 * 4, 700 * 36):
         monkeypatch.setattr(blocks, "CHUNK_SIZE", size)
         assert torch.equal(coupled.keyed_sample(logits, keys, positions), whole)
+    assert blocks.rows_at_a_time(701 * 36) == 1
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 4.0, 30.0])

@@ -274,6 +274,12 @@ def test_the_values_behind_an_accelerators_tensors_are_those_of_the_cpu() -> Non
     assert torch.equal(there.value, tokens(lambda tensor: tensor))
 
 
+def test_the_accelerator_computes_the_known_answer_itself() -> None:
+    with Accelerator() as accelerator:
+        noise.check(DEVICE)
+    assert accelerator.waits == [f"{noise.__name__}.check"] * 3  # two tensors to it, and a word back
+
+
 # What the accelerator must find; each waits once.
 WAITING: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda x: x[0].item(),

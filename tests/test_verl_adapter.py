@@ -338,10 +338,19 @@ def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: p
     manager.generate_sequences(batch)
     numbers = [list(tu.get(prompts, "rollout_spec_occurrence")) for prompts in sent]
     assert numbers == [[0, 1], [2, 3], [0, 1]] and "rollout_spec_occurrence" not in batch
+    two = tu.get_tensordict({"raw_prompt": [prompt, prompt], "index": [4, 5]})  # alike, but of two places
+    tu.assign_non_tensor_data(two, "validate", True)
+    for number, step in enumerate((3, 3, 4)):
+        tu.assign_non_tensor_data(two, "global_steps", step)
+        manager.generate_sequences(two)
+        expected = [[2, 0], [3, 1], [0, 0]][number]
+        assert list(tu.get(sent[-1], "rollout_spec_occurrence")) == expected
+    workers: Any = manager.agent_loop_workers_class
+    assert workers.__ray_actor_class__ is verl_agent_loop.KeyedAgentLoopWorker
 
     async def run(self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any:
         worker._calls.named([1, 2], sampling_params)
-        assert len(worker._calls._samples) == 1
+        assert len(worker._calls._samples) == 1 and trajectory["step"] == 3
         return sampling_params, kwargs
 
     async def take(self: Any, batch: Any) -> None:

@@ -117,6 +117,7 @@ def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(
         asyncio.run(best_of(make(server, verls), params()))
         runs.append(server.names)
     assert len(set(runs[0])) == 6
+    assert [json.loads(name)[-1] for name in runs[0]] == [0, 1, 2, 3, 0, 0], "among calls with that prompt"
     assert runs[0] == runs[1]
     for name in map(json.loads, runs[0]):
         assert name[: len(SAMPLE)] == SAMPLE, "the rest of the product reads it there"
@@ -128,6 +129,14 @@ def test_the_parameters_of_the_caller_stay_as_they_are() -> None:
     given = params()
     asyncio.run(best_of(make(Server()), given))
     assert given == params()
+
+
+def test_what_else_a_caller_gives_is_handed_on() -> None:
+    server = Server()
+    client = make(server)
+    client.config = OmegaConf.merge(CONFIG, {"actor_rollout_ref": {"rollout": {"full_determinism": True}}})
+    asyncio.run(client.generate("mine", prompt_ids=[1], sampling_params=params(), image_data=["a"]))
+    assert (server.requests[0]["request_id"], server.requests[0]["image_data"]) == ("mine", ["a"])
 
 
 def test_calls_of_many_threads_have_names_of_their_own() -> None:
@@ -221,6 +230,20 @@ def test_a_copy_is_verls_client_and_counts_with_the_others(verls: type, copied: 
         each._load_balancer = client._load_balancer
         asyncio.run(call(each, [1, 2], params()))
     assert len(set(server.names)) == 4
+
+
+def test_copies_are_of_their_worker_and_one_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is a table of its own of who is there."""
+    first, second = Calls(), Calls()
+    data = pickle.dumps(first), pickle.dumps(second)
+    assert pickle.loads(data[0]) is first and pickle.loads(data[1]) is second
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(verl_client, "_calls_here", {})
+        there = [pickle.loads(each) for each in data]
+        assert all(isinstance(calls, Calls) for calls in there) and there[0] is not there[1]
+        assert pickle.loads(data[0]) is there[0]
+        back = pickle.dumps(there[0])
+    assert pickle.loads(back) is first
 
 
 def test_a_copy_names_calls_in_another_process() -> None:
