@@ -12,7 +12,7 @@ from rollout_spec.drafting.step_cost import ENOUGH, MAX_SLOWNESS, StepCost
 from rollout_spec.metrics import EngineCounters
 
 PROBE_EVERY = 32  # steps with drafts, after which one goes without, to measure a plain step
-EXPLORE_EVERY = 16  # steps, after which a budget may go up to a number of tokens hardly measured yet
+EXPLORE_EVERY = 16  # steps, after which a budget goes up to what was hardly measured, or a closed gate looks
 NUM_TRIES = 3  # of a number of tokens that by a guess does not pay
 GAIN_MEMORY = 128  # steps after which gain and calibration have mostly forgotten what was
 PRIOR_TOKENS = 8.0  # the weight of the belief that what is promised comes true

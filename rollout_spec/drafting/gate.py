@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.costs import NOTHING, Choice, Costs, Step
+from rollout_spec.drafting.costs import EXPLORE_EVERY, NOTHING, Choice, Costs, Step
 from rollout_spec.drafting.guard import Guard
 from rollout_spec.metrics import EngineCounters
 
@@ -20,10 +20,8 @@ from rollout_spec.metrics import EngineCounters
 HYSTERESIS_STEPS = 4
 
 # The automatic gate. Steps are engine steps.
-LOOK_EVERY = 8  # steps of a closed gate, of which one asks for drafts, to see whether they would pay
 MIN_PRICE = 0.02  # a draft token less likely than this is never proposed
-# Without drafts, steps in which two thirds of the belief in what they cost are lost.
-MIN_FORGET_STEPS, MAX_FORGET_STEPS = 64, 256
+FORGET_STEPS = 128  # without drafts, in which two thirds of the belief in what they cost are lost
 
 _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
@@ -105,10 +103,7 @@ class AutoGate:
         self._choice = NOTHING  # of the step now running
         self._least_verified = MIN_PRICE  # the least survival in the latest budget
         self._steps_since_draft = 0
-        self._closed_at: int | None = None  # rows at which no draft paid
-        self._num_refused = 0  # steps in a row in which none did
-        self._forget_steps = MIN_FORGET_STEPS
-        self._since_open = (0.0, 0.0)  # seconds of steps with drafts, and of plain steps for the same tokens
+        self._num_refused = 0  # steps in a row in which no draft paid
 
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         measured = self._costs.learn(step, self._choice, counters)
@@ -121,29 +116,27 @@ class AutoGate:
         if counters.num_guard_stops > num_stops:
             # What made drafts dear may be over after the pause: forget what they cost, and try.
             self._costs.doubt_drafts(1.0)
-            self._closed_at, self._num_refused = None, 0
+            self._num_refused = 0
         if is_blocked:
             counters.num_steps_off_guard += 1
             return None
         if self._costs.is_probe:
             counters.num_steps_off_probe += 1
             return None
-        if self._closed_at is not None:
-            # What made drafts dear may be over.
-            self._costs.doubt_drafts(1.0 / self._forget_steps)
-            # With more rows a token costs more, so what was too dear is so still.
-            if 10 * step.num_rows >= 9 * self._closed_at and self._steps_since_draft % LOOK_EVERY:
+        if self._num_refused >= HYSTERESIS_STEPS:
+            # Closed. What made drafts dear may be over: forget it by and by, and look.
+            self._costs.doubt_drafts(1.0 / FORGET_STEPS)
+            if self._steps_since_draft % EXPLORE_EVERY:
                 counters.num_steps_off_cost += 1
                 return None
         return max(MIN_PRICE, self._least_verified / 2)
 
     def _judge(self, drafted: bool, seconds: float, plain_seconds: float) -> None:
         """A step took so long, and a plain one would have so long for the same tokens."""
-        if not drafted:
+        if drafted:
+            self._guard.learn_drafted(seconds, plain_seconds)
+        else:
             self._guard.learn_plain(seconds / plain_seconds)
-            return
-        self._guard.learn_drafted(seconds, plain_seconds)
-        self._since_open = (self._since_open[0] + seconds, self._since_open[1] + plain_seconds)
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         if not numbers.any():
@@ -154,12 +147,10 @@ class AutoGate:
         num = self._costs.explored(budget, len(sorted_survivals))
         if num == 0:
             self._num_refused += 1
-            if self._num_refused >= HYSTERESIS_STEPS:
-                self._close(len(numbers))
             counters.num_steps_off_cost += 1
             self._least_verified = max(MIN_PRICE, self._least_verified / 2)
             return np.zeros_like(numbers)
-        self._closed_at, self._num_refused = None, 0
+        self._num_refused = 0
         self._least_verified = float(sorted_survivals[num - 1])
         chosen = ((survivals >= np.float32(self._least_verified)) & is_draft).sum(axis=1).astype(np.int32)
         num = int(chosen.sum())
@@ -170,17 +161,6 @@ class AutoGate:
 
     def discard(self) -> None:
         self._choice = NOTHING
-
-    def _close(self, num_rows: int) -> None:
-        """Draft no more, until a look shows that drafts would pay."""
-        self._closed_at = num_rows
-        taken, plain = self._since_open
-        if taken > 0.0:
-            # The more often drafts have lost, the longer that is remembered.
-            self._forget_steps = (
-                min(2 * self._forget_steps, MAX_FORGET_STEPS) if taken > plain else MIN_FORGET_STEPS
-            )
-        self._since_open = (0.0, 0.0)
 
     def _best_budget(self, survivals: npt.NDArray[np.float64]) -> int:
         """How many draft tokens to verify; survivals of all rows' draft tokens, the largest first."""
