@@ -217,23 +217,27 @@ def with_right_checksum(path, content):
     write_corpus(path, len(content), fill)
 
 
-@pytest.mark.parametrize("field", range(4))  # len, link, count, first
-@pytest.mark.parametrize("value", [5, 7, 2**31 - 1, 2**32 - 1])
+@pytest.mark.parametrize("field", ["len", "link", "count", "first", "token", "target"])
+@pytest.mark.parametrize("value", [5, 7, 2**30, 2**31 - 1, 2**31, 2**32 - 1])
 def test_a_right_checksum_of_wrong_content_costs_drafts_only(path, field, value):
-    whole = np.frombuffer(path.read_bytes(), np.uint32, offset=CONTENT_OFFSET)
-    states = slice(4 + field, 4 + 4 * open_corpus(path).num_states, 4)
-    content = whole.copy()
-    content[states][5::3] = value
+    """Whatever is read, and wherever a text leaves the corpus."""
+    corpus = open_corpus(path)
+    content = np.frombuffer(path.read_bytes(), np.uint32, offset=CONTENT_OFFSET).copy()
+    states, transitions = np.split(content[4:], [4 * (corpus.num_states + 1)])
+    fields = dict(zip(("len", "link", "count", "first"), states[:-4].reshape(-1, 4).T, strict=True))
+    fields |= dict(zip(("token", "target"), transitions.reshape(-1, 2).T, strict=True))
+    fields[field][5::3] = value
     with_right_checksum(path, content.tobytes())
     with pytest.raises(
         ConfigError, match=rf"^rollout\.spec\.corpus='{path}': damaged before its checksum was made"
     ):
         check_corpus(path)
+    text = np.tile(np.arange(100, 130, dtype=np.int32), 3)
+    text[4::7] = 200, 399, 7, 101, 8, 250, 1, 300, 100, 399, 102, 200, 9
     with SuffixIndex(num_speculative_tokens=4, corpus=open_corpus(path)) as index:
         sequence = int32(index.open_sequence(index.open_group(int32())))
-        text = np.tile(np.arange(100, 130, dtype=np.int32), 3)[None]
         for level in range(text.size + 1):
-            result = index.step(sequence, text, int32(0), int32(level), int32(4))
+            result = index.step(sequence, text[None], int32(0), int32(level), int32(4))
             drafted = result.draft_tokens[0, : result.num_draft_tokens[0]]
             assert ((drafted >= 0) & (drafted < 400)).all()
 

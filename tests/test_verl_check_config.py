@@ -132,6 +132,11 @@ def test_what_does_not_go_together_is_refused(override: str) -> None:
         check_config(composed("+rollout.spec=sam", override))
 
 
+def test_vllm_that_schedules_ahead_with_drafts_may_be_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_spec.verl.check_config.version", lambda: "0.32.0")
+    check_config(composed("+rollout.spec=sam", f"+{ENGINE}.async_scheduling=true"))
+
+
 def test_data_and_expert_parallel_engines_compose() -> None:
     sizes = {"data_parallel_size": 4, "tensor_model_parallel_size": 2, "expert_parallel_size": 8}
     overrides = [f"actor_rollout_ref.rollout.{name}={size}" for name, size in sizes.items()]
