@@ -113,7 +113,7 @@ SAMPLING = (
     _same("routed_experts_prompt_start", versions=VERSIONS[:1], test="test_parallel.py",
           note="with `enable_return_routed_experts`: the experts of each token are those without drafts"),
     Option("routed_experts_prompt_start", NO_EFFECT,
-           "experts are not returned on CPUs (0.29) or with model runner V1 (0.32), so this is not tested",
+           "not tested: CPUs (0.29) and model runner V1 (0.32) return no experts",
            examples=({"routed_experts_prompt_start": 2},), versions=FROM_29),
     _same("skip_reading_prefix_cache", {"skip_reading_prefix_cache": True}),
     Option("skip_clone", NO_EFFECT, "how vLLM copies the options", examples=({"skip_clone": True},)),
