@@ -191,7 +191,8 @@ def test_characters_of_several_tokens(
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import detokenizer
 
-    monkeypatch.setattr(detokenizer, "USE_FAST_DETOKENIZER", is_fast)
+    if not is_fast:
+        monkeypatch.setattr(detokenizer, "FastIncrementalDetokenizer", detokenizer.SlowIncrementalDetokenizer)
     prompt = {"prompt_token_ids": [*range(3, 30)]}
     ask = functools.partial(params, temperature=2.0, max_tokens=40, logprobs=2)
     [whole], [other] = (streamed(llm, prompt, [ask()]) for llm in byte_engines)
