@@ -196,6 +196,19 @@ def test_idle_groups_are_bounded() -> None:
     assert drafter.index.stats().num_groups == MAX_IDLE_GROUPS
 
 
+def test_a_group_is_kept_until_its_last_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "MAX_IDLE_GROUPS", 0)
+    batch = make(num_speculative_tokens=3)
+    for name in ("a", "b", "c"):
+        batch.add(name)
+    batch.step([[7, 8, 9, 7], [5], [5]])
+    for name in ("a", "b"):
+        batch.drafter.remove(name)
+    batch.request_ids = ["c"]
+    batch.token_ids[0], batch.levels[0] = batch.token_ids[2], batch.levels[2]
+    assert batch.step([[7]]) == [[8, 9, 7]], "what its siblings wrote"
+
+
 def test_a_request_that_goes_on_after_a_clear_is_indexed_anew() -> None:
     batch = make()
     batch.add("a")

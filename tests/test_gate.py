@@ -75,6 +75,12 @@ def test_tokens_that_cost_nothing_are_all_verified():
     machine = Machine([0.9, 0.5, 0.1], lambda drafted: 0.1)
     machine.steps(200)
     assert set(budgets(machine.steps(50))) == {3 * NUM_ROWS}
+    # 10 tokens a step in place of 4, and so foreseen.
+    counters = machine.counters
+    assert counters.gate_seconds > 10.0
+    assert counters.gate_plain_seconds / counters.gate_seconds == pytest.approx(2.5, rel=0.05)
+    assert counters.gate_expected_seconds == pytest.approx(counters.gate_seconds, rel=0.05)
+    assert counters.gate_expected_plain_seconds == pytest.approx(counters.gate_plain_seconds, rel=0.05)
 
 
 def test_the_budget_ends_where_the_gain_equals_the_cost():
