@@ -283,6 +283,14 @@ def test_a_row_that_holds_no_text_is_left_out_and_the_others_draft(token: int) -
         batch.drafter.remove(name)
 
 
+def test_the_first_row_that_holds_no_text_costs_no_longer_row_its_drafts() -> None:
+    batch = make(num_speculative_tokens=3)
+    for name in ("a", "b"):
+        batch.add(name)
+    batch.step([[10], [10, 11, 12, 13]])
+    assert batch.step([[-1], [10]]) == [[], [11, 12, 13]]
+
+
 def test_a_prompt_that_holds_no_text_is_left_out_and_the_others_draft() -> None:
     batch = make(num_speculative_tokens=3)
     batch.add("a", np.array([1, -1], np.int32))
