@@ -62,19 +62,19 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterat
         # A second Ctrl-C must not leave half of it running.
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            if process is not None:
-                _end(process, others)
-                _remove_segments(began)
-                if process.returncode:
-                    _keep_logs(ray, log.with_name("ray-logs"))
+            # Also where Ctrl-C hit Popen: the process may run, though nobody has it.
+            _end(process, others)
+            _remove_segments(began)
+            if process is not None and process.returncode:
+                _keep_logs(ray, log.with_name("ray-logs"))
             shutil.rmtree(ray, ignore_errors=True)
         finally:
             signal.signal(signal.SIGINT, previous)
 
 
-def _end(process: subprocess.Popen, others: set[int]) -> None:
+def _end(process: subprocess.Popen | None, others: set[int]) -> None:
     """Terminate, wait, kill: first the trainer, which stops Ray by itself, then whatever is still there."""
-    if process.poll() is None:
+    if process is not None and process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
@@ -84,8 +84,9 @@ def _end(process: subprocess.Popen, others: set[int]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sign)
         while (left := descendants(os.getpid()) - others) and time.monotonic() < deadline:
-            _reap(left - {process.pid})
-            process.poll()
+            if process is not None:
+                process.poll()  # whose exit code is not for `_reap` to take
+            _reap(left - {process.pid if process is not None else 0})
             time.sleep(0.1)
 
 

@@ -483,6 +483,22 @@ def test_nothing_of_a_run_is_left(tmp_path, monkeypatch, seconds):
     assert not Path("/dev/shm", segment).exists()
 
 
+def test_ctrl_c_while_a_process_starts_leaves_nothing(tmp_path, monkeypatch):
+    """As Python does it: the child runs, and nobody has been given it."""
+    before = processes.descendants(os.getpid())
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes.subprocess, "Popen", Interrupted)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(KeyboardInterrupt), processes.started(command, tmp_path / "log", dict(os.environ)):
+        pass
+    assert not processes.descendants(os.getpid()) - before
+
+
 @pytest.mark.parametrize(
     ("command", "log"), [(["/no/such/program"], "log"), ([sys.executable, "-c", ""], "no/such/folder/log")]
 )
