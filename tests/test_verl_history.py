@@ -32,7 +32,7 @@ PROMPT = prompt_key(np.array([1, 2, 3], np.int32))
 class Server:
     """A rollout server as far as its history goes."""
 
-    def __init__(self) -> None:
+    async def restart(self) -> None:
         self._history = History(8, 1 << 20)
         self._drafts = True
 
@@ -56,18 +56,23 @@ class Server:
         return [response.tolist() for response in self._history.get(PROMPT)]
 
 
+SERVERS: list[Any] = []  # of all tests; a trainer restarts those that it has
+
+
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def servers() -> Iterator[None]:
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    SERVERS[:] = [ray.remote(num_cpus=0)(Server).remote() for _ in range(3)]
     yield
+    SERVERS.clear()
     ray.shutdown()
 
 
 def make_trainer(folder: Path = Path(), num_servers: int = 2, step: int = 5, **options: Any) -> Any:
     """A trainer as far as its checkpoints and servers go."""
     options = {"default_local_dir": str(folder), "resume_mode": "auto", **options}
-    actor = ray.remote(num_cpus=0)(Server)
-    handles = [actor.remote() for _ in range(num_servers)]
+    handles = SERVERS[:num_servers]
+    ray.get([handle.restart.remote() for handle in handles])
     return SimpleNamespace(
         config=OmegaConf.create({"trainer": options, "rollout": {"spec": {"method": "sam", "history": 8}}}),
         global_steps=step,
