@@ -119,7 +119,7 @@ $(BUILT): $(INSTALLED) $(SOURCES)
 # The lock names every package, so nothing is resolved here and no other version can come in.
 $(INSTALLED): requirements/$(ENGINE).txt | $(UV) $(if $(VLLM),$(BIN)/python)
 	@echo "Installing the $(ENGINE) engine into $(VENV); the first time this downloads several GB."
-	$(UV) pip install --python $(BIN)/python --no-deps --compile-bytecode -r $<
+	$(UV) pip install --python $(BIN)/python --no-deps $(if $(VLLM),,--compile-bytecode) -r $<
 	@rm -f $(VENV)/.installed-* && touch $@
 
 # What vLLM's `suffix` runs on, for the tests that compare with it: C++20, built with the torch that is here (by
