@@ -1,4 +1,4 @@
-"""Which tests are slow, their order, their log, the devices of those that ask for one, and a full disk."""
+"""Which tests are slow, their order, their log, the devices of those that ask for one, and a small disk."""
 
 from __future__ import annotations
 
@@ -56,9 +56,13 @@ def warnings_are_seen(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=False).returncode:
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 64 KiB, or of what a test asks for (`indirect`)."""
+    folder, size = tmp_path / "disk", getattr(request, "param", "64k")
+    folder.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=False
+    ).returncode:
         pytest.skip("only root can mount a small disk")
-    yield tmp_path
-    subprocess.run(["umount", tmp_path], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)  # what died there may still hold it

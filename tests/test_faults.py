@@ -6,21 +6,19 @@ import contextlib
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 
 from rollout_spec.demo.data import make_data
-from rollout_spec.demo.model import make_model
 from rollout_spec.demo.runner import environment
 from rollout_spec.processes import descendants, last_error, started
 from rollout_spec.verl_cpu.patches import SYNC_TIMEOUT_S
 from tests import faults
 from tests.test_training import ROOT
+from tests.trainings import make_policy
 
 MODES = ("sync", "colocate_async", "separate_async")
 GRACE_SECONDS = 60  # for processes that have lost their parent
@@ -39,35 +37,7 @@ class End(NamedTuple):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Small and random, with the tokenizer of the demo's: what it says does not matter here."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = AutoTokenizer.from_pretrained(
-        make_model(pathlib.Path(".cache/models/smollm2-float32"), "float32")
-    )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=1024,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Room for what a step has served, not for the model."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=False).returncode:
-        pytest.skip("only root can mount a small disk")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def train(folder: pathlib.Path, model: pathlib.Path, mode: str, fault: str, *overrides: str) -> End:
@@ -139,6 +109,7 @@ ERRORS = {
         *((mode, "disk") for mode in MODES),
     ],
 )
+@pytest.mark.parametrize("small_disk", ["2m"], indirect=True)  # for what a step has served, not for the model
 def test_a_run_ends_says_what_died_and_leaves_nothing(
     mode: str, fault: str, model: pathlib.Path, small_disk: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

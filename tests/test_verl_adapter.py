@@ -192,7 +192,7 @@ def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path, monkeypatch: pyt
 
 
 def test_a_disk_that_cannot_be_written_ends_the_recording_alone(
-    full_disk: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full one, and a path that is no folder; inside a weight sync an error would end a training."""
     from rollout_spec.verl.recorder import Recorder
@@ -201,8 +201,8 @@ def test_a_disk_that_cannot_be_written_ends_the_recording_alone(
     monkeypatch.setattr(
         "rollout_spec.verl.recorder.logger.warning", lambda text, *args: said.append(text % args)
     )
-    (full_disk / "file").touch()
-    for folder, reason in ((full_disk / "traces", "No space left"), (full_disk / "file", "exists")):
+    (small_disk / "file").touch()
+    for folder, reason in ((small_disk / "traces", "No space left"), (small_disk / "file", "exists")):
         monkeypatch.setenv(DIR_VARIABLE, str(folder))
         recorder = Recorder(replica_rank=0)
         for step in range(3):
@@ -210,7 +210,7 @@ def test_a_disk_that_cannot_be_written_ends_the_recording_alone(
             recorder.flush(step)
         assert len(said) == 1 and reason in said.pop(), "said once"
         assert not recorder._responses
-    assert len(list(read_trace(trace_file(full_disk / "traces", 0)))) <= 1, "what was whole is read"
+    assert len(list(read_trace(trace_file(small_disk / "traces", 0)))) <= 1, "what was whole is read"
 
 
 def test_a_run_that_records_nothing_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

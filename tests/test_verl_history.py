@@ -180,19 +180,19 @@ def test_training_resumes_without_a_file_that_cannot_be_used(
 
 
 def test_a_full_disk_costs_the_history_and_leaves_the_rest_of_it_to_the_checkpoint(
-    full_disk: Path, caplog: pytest.LogCaptureFixture
+    small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make_trainer(full_disk)
+    trainer = make_trainer(small_disk)
     save_history(trainer)
-    before, free = (full_disk / "global_step_5" / FILE).read_bytes(), shutil.disk_usage(full_disk).free
+    before, free = (small_disk / "global_step_5" / FILE).read_bytes(), shutil.disk_usage(small_disk).free
     text = np.random.default_rng(0).integers(0, 1 << 30, 50_000).tolist()
     ray.get(trainer.handles[0].serve.remote(text))
     with caplog.at_level(logging.WARNING):
         save_history(trainer)
     assert "the checkpoint has no history: [Errno 28] No space left on device" in caplog.text
-    assert [file.name for file in (full_disk / "global_step_5").iterdir()] == [FILE]
-    assert (full_disk / "global_step_5" / FILE).read_bytes() == before
-    assert shutil.disk_usage(full_disk).free == free
+    assert [file.name for file in (small_disk / "global_step_5").iterdir()] == [FILE]
+    assert (small_disk / "global_step_5" / FILE).read_bytes() == before
+    assert shutil.disk_usage(small_disk).free == free
 
 
 def test_a_checkpoint_is_saved_where_its_history_cannot_be(
