@@ -124,7 +124,6 @@ CORE = (
     CoreMutant("draft.c", "        best.total += count;\n", ""),
     CoreMutant("draft.c", "if (match.len > w->match_len && next != NULL) {", "if (next != NULL) {"),
     CoreMutant("draft.c", "        w->match_len++;\n", ""),
-    CoreMutant("draft.c", "continued_suffix(a, a->states[state].link)", "a->states[state].link"),
     # evidence.c: probabilities and weights
     CoreMutant("evidence.c", "LEARNING_RATE = 0.0133", "LEARNING_RATE = 0.0134"),
     CoreMutant("evidence.c", "RIVAL_SHARE = 0.2;", "RIVAL_SHARE = 0.25;"),

@@ -21,22 +21,14 @@ typedef struct {
     rs_cursor cursor; /* of the text and draft in the corpus, if there is one */
 } walk;
 
-/* The longest suffix, `state` included, that has a continuation; the root where none has. */
-static uint32_t continued_suffix(const rs_automaton *a, uint32_t state) {
-    while (a->states[state].token < 0 && state != RS_ROOT) {
-        state = a->states[state].link;
-    }
-    return state;
-}
-
+/* To the longest suffix that has a continuation; then every shorter one has it too. */
 static void move_to_continued(walk *w) {
     const rs_automaton *a = w->automaton;
-    uint32_t state = continued_suffix(a, w->state);
-    if (state != w->state) {
-        w->state = state;
-        w->match_len = a->states[state].len;
+    while (a->states[w->state].token < 0 && w->state != RS_ROOT) {
+        w->state = a->states[w->state].link;
+        w->match_len = a->states[w->state].len;
     }
-    w->shorter = state == RS_ROOT ? RS_ROOT : continued_suffix(a, a->states[state].link);
+    w->shorter = w->state == RS_ROOT ? RS_ROOT : a->states[w->state].link;
 }
 
 static walk start(const rs_index *index, const rs_sequence *sequence) {
