@@ -141,21 +141,21 @@ def _guard_signature(
         raise misfit(patch, detail)
 
 
-def guard_parameters(patch: Patch, owner: Any, name: str, expected: tuple[str, ...]) -> None:
+def guard_parameters(patch: Patch, owner: Any, name: str, *accepted: tuple[str, ...]) -> None:
     """See that the parameters of a function begin with these; what comes behind them may differ.
 
     Args:
         patch: what counts on them.
         owner: the module or class that holds the function.
         name: the function's.
-        expected: the parameters' names.
+        accepted: the parameters' names, of each version that the patch was written for.
 
     Raises:
-        PatchError: they do not, or there is no such function.
+        PatchError: they begin with none of these, or there is no such function.
     """
     function = getattr(owner, name, None)
     found = tuple(inspect.signature(function).parameters) if function is not None else ()
-    if found[: len(expected)] != expected:
+    if not any(found[: len(expected)] == expected for expected in accepted):
         raise misfit(patch, f"{owner.__name__}.{name} takes {', '.join(found) or 'nothing: it is gone'}")
 
 

@@ -173,15 +173,17 @@ def v2_step(counts: list[int] = DRAFTS) -> Accelerator:
     logits, drawn = put(flat(total)), put(torch.arange(total))
     inputs = torch.arange(total).int() - 1
     inputs[-1] = 0
-    sampler = types.SimpleNamespace(sample=lambda *_: (drawn, logits))
+    sampler = types.SimpleNamespace(sample=lambda **_: (drawn, logits))
     verifier: Any = types.SimpleNamespace(sampler=sampler, num_speculative_steps=max(counts))
-    given = (
-        logits, None, put(inputs), put(torch.arange(total)), put(ends), put(rows), rows.numpy(),
-        put(rows.repeat_interleave(nums)), put(places), rows.numpy(), put(inputs),
-    )  # fmt: skip
+    given = {
+        "logits": logits, "draft_sampled": put(inputs), "verify_draft_sampled": put(inputs),
+        "pos": put(torch.arange(total)), "cu_num_logits": put(ends), "idx_mapping": put(rows),
+        "idx_mapping_np": rows.numpy(), "expanded_idx_mapping": put(rows.repeat_interleave(nums)),
+        "expanded_local_pos": put(places), "seq_lens_upper_bound_np": rows.numpy(),
+    }  # fmt: skip
     with accelerator:
         accelerator.start()
-        *_, num_sampled = coupled_verify(verifier, *given)
+        *_, num_sampled = coupled_verify(verifier, given)
     assert num_sampled.value.tolist() == [*nums[:-1], counts[-1]]
     return accelerator
 

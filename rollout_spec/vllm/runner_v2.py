@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
@@ -25,7 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, guard_parameters, replace_function
-from rollout_spec.vllm import sampler_v2
+from rollout_spec.vllm import sampler_v2, versions_v2
 from rollout_spec.vllm.graphs import capture_plain_steps_v2
 from rollout_spec.vllm.options import names_our_drafter
 from rollout_spec.vllm.proposer import SuffixProposer
@@ -41,17 +42,17 @@ _SPECULATOR = Patch(
 ENGINE_PATCHES = (_SPECULATOR, sampler_v2.COUPLED)  # what engines apply to themselves
 
 # Of what is called or replaced here, the parameters that are counted on.
-_PARAMETERS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (model_runner, "init_speculator", ("vllm_config", "device", "req_states")),
-    (model_runner.GPUModelRunner, "add_requests", ("self", "scheduler_output")),
+_PARAMETERS: tuple[versions_v2.Parameters, ...] = (
+    (model_runner, "init_speculator", (("vllm_config", "device"),)),
+    (model_runner.GPUModelRunner, "add_requests", (("self", "scheduler_output"),)),
     (model_runner.GPUModelRunner, "postprocess_sampled",
-     ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc")),
-    (model_runner.GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
-    (AsyncOutput, "get_output", ("self",)),
-    (DraftTokensHandler, "set_draft_tokens", ("self", "input_batch", "draft_tokens")),
-    (DraftTokensHandler, "get_draft_tokens", ("self",)),
-    (BaseSpeculator, "init_cudagraph_manager", ("self", "cudagraph_mode")),
-    (BaseSpeculator, "capture", ("self",)),
+     (("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),)),
+    (model_runner.GPUModelRunner, "sample_tokens", (("self", "grammar_output"),)),
+    (AsyncOutput, "get_output", (("self",),)),
+    (DraftTokensHandler, "set_draft_tokens", (("self", "input_batch", "draft_tokens"),)),
+    (DraftTokensHandler, "get_draft_tokens", (("self",),)),
+    (BaseSpeculator, "init_cudagraph_manager", (("self", "cudagraph_mode"),)),
+    (BaseSpeculator, "capture", (("self",),)),
 )  # fmt: skip
 
 
@@ -61,8 +62,8 @@ def check_runner() -> None:
     Raises:
         PatchError: it is not.
     """
-    for owner, name, expected in _PARAMETERS:
-        guard_parameters(_SPECULATOR, owner, name, expected)
+    for owner, name, accepted in _PARAMETERS:
+        guard_parameters(_SPECULATOR, owner, name, *accepted)
     sampler_v2.check_sampler()
 
 
@@ -76,10 +77,10 @@ def teach_speculator() -> None:
     init_speculator = model_runner.init_speculator
 
     @functools.wraps(init_speculator)
-    def init_any_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
+    def init_any_speculator(vllm_config: VllmConfig, device: torch.device, *others: Any) -> Any:
         if names_our_drafter(vllm_config):
             return SuffixSpeculator(vllm_config, device)
-        return init_speculator(vllm_config, device, req_states)
+        return init_speculator(vllm_config, device, *others)
 
     replace_function(model_runner, "init_speculator", init_any_speculator, patch=_SPECULATOR)
 
@@ -202,6 +203,7 @@ class SuffixSpeculator(BaseSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.proposer = SuffixProposer(vllm_config)
+        self.model = torch.nn.Module()  # of no layer: vLLM 0.24 prepares the communication of a speculator's
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._no_drafts = torch.zeros(
@@ -230,7 +232,7 @@ class SuffixSpeculator(BaseSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         self.proposer.load_model()
 
-    def capture(self) -> None:
+    def capture(self, *_: Any, **__: Any) -> None:
         """There is no model to capture."""
 
     def _add_requests(self, scheduler_output: Any) -> None:
@@ -251,8 +253,8 @@ class SuffixSpeculator(BaseSpeculator):
         for row, request_id in enumerate(known):
             tokens[row, : len(drafts[request_id])] = drafts[request_id]
         rows = np.array([states.req_id_to_index[request_id] for request_id in known])
-        states.draft_tokens[model_runner.async_tensor_h2d(rows, device=self._device)] = (
-            model_runner.async_tensor_h2d(tokens, device=self._device)
+        states.draft_tokens[async_tensor_h2d(rows, device=self._device)] = async_tensor_h2d(
+            tokens, device=self._device
         )
 
     def _keep_sampled(self, idx_mapping: torch.Tensor, sampled_tokens: torch.Tensor, *_: Any) -> None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from rollout_spec.patches import Patch, guard_parameters, record
+from rollout_spec.vllm import versions_v2
 from rollout_spec.vllm.keys import RequestKeys
 
 logger = init_logger(f"vllm.{__name__}")
@@ -26,21 +26,16 @@ COUPLED = Patch(
     name="vllm-v2-coupled-verification",
     reason="rejection sampling needs noise that a plain step does not, so the same seed gives other tokens "
     "with drafts than without; used by engines with rollout.spec.verify=coupled only",
-    upstream="vllm/v1/worker/gpu/spec_decode/rejection_sampler.py, RejectionSampler._verify",
+    upstream="vllm/v1/worker/gpu/spec_decode/rejection_sampler.py, RejectionSampler",
     until="vLLM verifies with the tokens that a plain step would have drawn",
 )
 
-_PARAMETERS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (GPUModelRunner, "finish_requests", ("self", "scheduler_output")),
-    (Sampler, "add_request", ("self", "req_idx", "sampling_params")),
-    (Sampler, "sample",
-     ("self", "logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids",
-      "expanded_local_pos", "seq_lens_upper_bound_np")),
-    (RejectionSampler, "_verify",
-     ("self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping",
-      "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens_upper_bound_np",
-      "verify_draft_sampled")),
-)  # fmt: skip
+_PARAMETERS: tuple[versions_v2.Parameters, ...] = (
+    (GPUModelRunner, "finish_requests", (("self", "scheduler_output"),)),
+    versions_v2.ADD_REQUEST,
+    versions_v2.SAMPLE,
+    *versions_v2.VERIFY,
+)
 
 
 def check_sampler() -> None:
@@ -49,8 +44,8 @@ def check_sampler() -> None:
     Raises:
         PatchError: it does not.
     """
-    for owner, name, expected in _PARAMETERS:
-        guard_parameters(COUPLED, owner, name, expected)
+    for owner, name, accepted in _PARAMETERS:
+        guard_parameters(COUPLED, owner, name, *accepted)
 
 
 def couple(runner: Any) -> None:
@@ -70,7 +65,9 @@ def couple(runner: Any) -> None:
         sampler.add_request = functools.partial(keyed.add, sampler.add_request)
         runner.finish_requests = functools.partial(keyed.finish, runner.finish_requests)
         if verifier is not None:
-            verifier._verify = functools.partial(coupled_verify, verifier)
+            runner.rejection_sampler = versions_v2.verifying_by(
+                verifier, functools.partial(coupled_verify, verifier)
+            )
         record(COUPLED)
         logger.info("rollout_spec: the noise of every token is keyed by its request and its position")
 
@@ -85,13 +82,14 @@ class _KeyedRequests:
         self._keys = RequestKeys(runner.model_config.seed)
         self._known: dict[str, int] = {}
 
-    def add(self, add_request: Callable[..., None], req_idx: int, sampling_params: Any) -> None:
+    def add(self, add_request: Callable[..., None], req_idx: int, *others: Any) -> None:
+        *prompt_len, sampling_params = others  # the length before vLLM 0.32
         request_id = self._states.index_to_req_id[req_idx]
         if request_id not in self._known:
             self._known[request_id] = self._keys.new_key(sampling_params)
         params = copy.copy(sampling_params)  # the scheduler's own
         params.seed = self._known[request_id]
-        add_request(req_idx, params)
+        add_request(req_idx, *prompt_len, params)
 
     def finish(self, finish_requests: Callable[..., None], scheduler_output: Any) -> None:
         for request_id in scheduler_output.finished_req_ids:
@@ -100,38 +98,27 @@ class _KeyedRequests:
 
 
 def coupled_verify(
-    verifier: RejectionSampler,
-    logits: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    draft_sampled: torch.Tensor,
-    pos: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    idx_mapping_np: Any,
-    expanded_idx_mapping: torch.Tensor,
-    expanded_local_pos: torch.Tensor,
-    seq_lens_upper_bound_np: Any,
-    verify_draft_sampled: torch.Tensor,
+    verifier: RejectionSampler, given: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In place of `RejectionSampler._verify`: what plain steps would draw, as far as the draft is the same.
+    """In place of vLLM's verification: what plain steps would draw, as far as the draft is the same.
 
     Args:
-        verify_draft_sampled: int [num_logits], the input token of each of the rows of logits: a request's
-            first is its last token, then come its draft tokens; negative ones are never accepted.
+        verifier: vLLM's.
+        given: what `RejectionSampler._verify` of vLLM 0.32 is given, by name. Of it, `verify_draft_sampled`
+            is int [num_logits], the input token of each of the rows of logits: a request's first is its last
+            token, then come its draft tokens; negative ones are never accepted.
 
     Returns:
         The processed logits; int64 [num_reqs, K + 1], each request's tokens; int32 [num_reqs], how many.
     """
-    sampled, processed = verifier.sampler.sample(
-        logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
-        seq_lens_upper_bound_np,
-    )  # fmt: skip
+    sampled, processed = versions_v2.sample(verifier.sampler, given)
     numbers = torch.arange(len(sampled), device=sampled.device)
-    rows, places = torch.searchsorted(cu_num_logits[1:], numbers, right=True), expanded_local_pos.long()
-    tokens = sampled.new_zeros(len(idx_mapping), verifier.num_speculative_steps + 1)
+    rows = torch.searchsorted(given["cu_num_logits"][1:], numbers, right=True)
+    places = given["expanded_local_pos"].long()
+    tokens = sampled.new_zeros(len(given["idx_mapping"]), verifier.num_speculative_steps + 1)
     drafts = torch.full_like(tokens, -1)
     tokens[rows, places] = sampled
-    drafts[rows, places] = verify_draft_sampled.to(drafts.dtype)
+    drafts[rows, places] = given["verify_draft_sampled"].to(drafts.dtype)
     is_right = tokens[:, :-1] == drafts[:, 1:]
     num_sampled = 1 + is_right.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
     return processed, tokens, num_sampled
