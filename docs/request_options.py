@@ -82,7 +82,7 @@ SAMPLING = (
     _same("min_tokens", {"min_tokens": 20, "stop_token_ids": list(range(33, 60))}),
     _same("logprobs", {"logprobs": 0}, {"logprobs": 3}, {"logprobs": -1}),
     _same("flat_logprobs", {"flat_logprobs": True, "logprobs": 2}),
-    _refused("logprob_token_ids", "logprob_token_ids", "by us, on model runner V1",
+    _refused("logprob_token_ids", "logprob_token_ids", "by us",
              {"logprob_token_ids": [65, 66]}),
     _same("prompt_logprobs", {"prompt_logprobs": 2}),
     _refused("prompt_logprob_token_ids", "V2 model runner", _NEEDS_V2,

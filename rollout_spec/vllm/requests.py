@@ -34,19 +34,12 @@ _REASONING = Patch(
 _SEES_REASONING_END = ("trim_reasoning_for_advance", "accept_tokens")
 
 
-def refusal(request: Any, vllm_config: Any) -> str | None:
-    """Why an engine with our drafter does not take a request; None where it does.
-
-    Args:
-        request: vLLM's EngineCoreRequest.
-        vllm_config: the engine's.
-    """
+def refusal(request: Any) -> str | None:
+    """Why an engine with our drafter does not take this EngineCoreRequest of vLLM's; None where it does."""
     if request.resumable:
         return "streaming input (resumable): vLLM takes what comes behind a stop for a part of the turn"
-    if getattr(request.sampling_params, "logprob_token_ids", None) and not vllm_config.use_v2_model_runner:
-        return (
-            "logprob_token_ids: vLLM's model runner V1 has no log-probabilities of them at a draft's tokens"
-        )
+    if getattr(request.sampling_params, "logprob_token_ids", None):
+        return "logprob_token_ids: vLLM has no log-probabilities of them at a draft's tokens"
     return None
 
 
@@ -60,7 +53,7 @@ def refuse_requests(input_processor: Any) -> None:
         from rollout_spec.vllm.options import names_our_drafter
 
         request = process_inputs(self, *args, **kwargs)
-        reason = refusal(request, self.vllm_config) if names_our_drafter(self.vllm_config) else None
+        reason = refusal(request) if names_our_drafter(self.vllm_config) else None
         if reason is not None:
             raise ValueError(f"rollout_spec: not supported together with drafts: {reason}")
         return request
