@@ -265,11 +265,16 @@ def test_doctor_says_what_is_known_of_a_vllm(version, status, state):
 
 
 def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
-    checks = [diagnosis._model_runner(misfit, is_cpu) for misfit in (None, "it") for is_cpu in (False, True)]
-    assert [check.status for check in checks] == [diagnosis.OK, diagnosis.OK, diagnosis.WARN, diagnosis.OK]
-    assert (
-        checks[2].detail == "V1; V2 does not fit it: an engine with drafts gives up asynchronous scheduling"
-    )
+    costs = ": with V1, drafts give up asynchronous scheduling"
+    for given, detail, is_free in (
+        ((None, None), "V2 where Triton runs, else V1", True),
+        ((None, {"B", "A"}), "V2 where Triton runs for A, B; V1 for other models", False),
+        (("it", None), "V1; V2 does not fit it", False),
+    ):
+        on_gpu, on_cpu = (diagnosis._model_runner(*given, is_cpu=is_cpu) for is_cpu in (False, True))
+        assert (on_cpu.status, on_cpu.detail) == (diagnosis.OK, detail)
+        assert on_gpu.status == (diagnosis.OK if is_free else diagnosis.WARN)
+        assert on_gpu.detail == detail + ("" if is_free else costs)
 
 
 def test_the_compatibility_page_has_the_versions_that_doctor_knows():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -114,7 +115,6 @@ CONFLICTS = {
     "actor_rollout_ref.rollout.pipeline_model_parallel_size=2": "must be 1",
     "actor_rollout_ref.rollout.disaggregation.enabled=true": "disaggregated prefill",
     "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": "needs every sample's number",
-    f"+{ENGINE}.async_scheduling=true": r"vLLM 0.24.0\S* does not schedule asynchronously",
     "rollout.spec.corpus=/nowhere.sam": r"rollout\.spec\.corpus='/nowhere\.sam': No such file",
     "rollout.spec.verify=exact": "must be one of coupled, standard",
 }
@@ -132,9 +132,31 @@ def test_what_does_not_go_together_is_refused(override: str) -> None:
         check_config(composed("+rollout.spec=sam", override))
 
 
-def test_vllm_that_schedules_ahead_with_drafts_may_be_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_spec.verl.check_config.version", lambda: "0.32.0")
-    check_config(composed("+rollout.spec=sam", f"+{ENGINE}.async_scheduling=true"))
+@pytest.mark.parametrize("model", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen2ForCausalLM", None])
+def test_vllm_may_be_asked_to_schedule_ahead_where_it_takes_v2(
+    model: str | None, tmp_path: pathlib.Path
+) -> None:
+    """vLLM 0.24 does for some models. Where the model is not here, the engine says so."""
+    if model is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [model]}))
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    ahead = ("+rollout.spec=sam", f"+{ENGINE}.async_scheduling=true", path)
+    if model == "Qwen2ForCausalLM":
+        with pytest.raises(ConfigError, match=r"async_scheduling=True: vLLM 0.24.0\S* has model runner V1"):
+            check_config(composed(*ahead))
+        check_config(composed("+rollout.spec=sam", f"+{ENGINE}.async_scheduling=false", path))
+        check_config(composed("+rollout.spec=off", *ahead[1:]))
+    else:
+        check_config(composed(*ahead))
+
+
+def test_vllm_that_takes_v2_for_all_models_may_always_be_asked(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    monkeypatch.delattr("vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES")
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    check_config(composed("+rollout.spec=sam", f"+{ENGINE}.async_scheduling=true", path))
 
 
 def test_data_and_expert_parallel_engines_compose() -> None:

