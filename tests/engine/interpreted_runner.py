@@ -77,14 +77,14 @@ def run(
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     assert type(runner).__module__ == "vllm.v1.worker.cpu.model_runner", type(runner)
-    found: dict[str, Any] = {"steps": noted_steps(core.scheduler), "requests": serve(llm, names)}
+    found: dict[str, Any] = {"steps": noted_steps(core.scheduler, runner), "requests": serve(llm, names)}
     found["steps"] = found["steps"].copy()
     if spec is not None:
         found["counters"] = runner.drafter.take_counters().to_dict()
         found["refusal"] = refusal(llm)
     if stop is not None:
         found["stop"] = stop
-        found["interrupted"] = interrupted(llm, "sampled", runner.drafter)
+        found |= interrupted(llm, "sampled", runner)
         found["history"] = history(runner.drafter)
         runner.drafter.take_counters()
         found["stopped"] = given(llm.generate(TEXT, sampling("sampled", stop=[stop]), use_tqdm=False)[0])
@@ -130,18 +130,26 @@ def refusal(llm: Any) -> str:
     return "none"
 
 
-def interrupted(llm: Any, name: str, drafter: Any) -> list[int]:
-    """A request's tokens where a weight sync aborts it on its way, and it goes on as another request."""
-    engine, tokens = llm.llm_engine, []
-    engine.add_request("aborted", TEXT, sampling(name))
+def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
+    """A request's tokens where a weight sync aborts it on its way, and it goes on as another request.
+
+    And how many steps were in flight to the drafter when the sync came, and behind it. Four are aborted, so
+    that the gate can be closed.
+    """
+    engine, arrivals, tokens = llm.llm_engine, runner.speculator._arrivals, []
+    aborted = [f"aborted {i}" for i in range(4)]
+    for each in aborted:
+        engine.add_request(each, TEXT, sampling(name))
     while len(tokens) < 9:
         for output in engine.step():
             tokens = list(output.outputs[0].token_ids)
-    engine.abort_request(["aborted"], internal=False)
-    drafter.drop_texts(["aborted"])
+    engine.abort_request(aborted, internal=False)
+    in_flight = [len(arrivals)]
+    runner.drafter.drop_texts(aborted)
+    in_flight.append(len(arrivals))
     prompt = {"prompt_token_ids": PROMPT + tokens}
     [output] = llm.generate([prompt], [sampling(name, len(tokens))], use_tqdm=False)
-    return tokens + list(output.outputs[0].token_ids)
+    return {"interrupted": tokens + list(output.outputs[0].token_ids), "sync_in_flight": in_flight}
 
 
 def history(drafter: Any) -> list[list[int]]:
@@ -169,12 +177,16 @@ def graphs(manager: Any, *steps: list[int]) -> list[str]:
     return found
 
 
-def noted_steps(scheduler: Any) -> list[dict[str, int]]:
+def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:
     """What the scheduler decides from now on, step by step."""
+    from vllm.v1.request import RequestStatus
+
+    batch = getattr(runner.speculator, "_batch", None)
     schedule, update, steps = scheduler.schedule, scheduler.update_draft_token_ids, []
 
     def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
         num_in_flight = getattr(scheduler, "_num_in_flight", 0)
+        waiting = [name for name, one in scheduler.requests.items() if one.status == RequestStatus.PREEMPTED]
         drafted = {request.request_id: len(request.spec_token_ids) for request in scheduler.running}
         output = schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
@@ -189,6 +201,7 @@ def noted_steps(scheduler: Any) -> list[dict[str, int]]:
                 "preempted": len(preempted),
                 "lost": sum(drafted.get(request_id, 0) for request_id in preempted),
                 "cut": 0,
+                "waiting_rows": len({*waiting} & {*batch.input_batch.req_ids}) if batch is not None else 0,
             })  # fmt: skip
         return output
 

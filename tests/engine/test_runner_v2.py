@@ -141,6 +141,7 @@ def test_drafts_are_accepted(results: dict[str, Any], engine: str) -> None:
     assert counters["num_accepted_tokens"] > (0 if engine == "ahead" else 40)
     assert counters["num_failed_steps"] == counters["num_untracked_rows"] == 0
     assert any(step["preempted"] for step in steps) == (engine == "preempted")
+    assert not any(step["waiting_rows"] for step in steps), "a preempted request has no row"
 
 
 def test_a_closed_gate_schedules_ahead(results: dict[str, Any]) -> None:
@@ -180,8 +181,10 @@ def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(
 ) -> None:
     found, sampled = results[engine], results["plain"]["requests"]["sampled"]
     assert found["interrupted"] == sampled["tokens"], "aborted, it goes on as another request"
+    before, behind = found["sync_in_flight"]
+    assert (before > 0, behind) == (engine == "ahead", 0), "what is in flight is of the old policy"
     responses = sorted(one["tokens"] for one in found["requests"].values())
-    assert len(found["history"]) == len(responses), "the aborted one is not among them"
+    assert len(found["history"]) == len(responses), "the aborted ones are not among them"
     for kept, response in zip(sorted(found["history"]), responses, strict=True):
         assert kept[: len(response)] == response
         assert len(kept) <= len(response) + 8, "what a step gave behind a stop"
