@@ -133,14 +133,14 @@ def refusal(llm: Any) -> str:
 def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
     """A request's tokens where a weight sync aborts it on its way, and it goes on as another request.
 
-    And how many steps were in flight to the drafter when the sync came, and behind it. Four are aborted, so
-    that the gate can be closed.
+    And how many steps were in flight to the drafter when the sync came, and behind it. Four are aborted, and
+    late: so the gate has closed.
     """
     engine, arrivals, tokens = llm.llm_engine, runner.speculator._arrivals, []
     aborted = [f"aborted {i}" for i in range(4)]
     for each in aborted:
         engine.add_request(each, TEXT, sampling(name))
-    while len(tokens) < 9:
+    while len(tokens) < 27:
         for output in engine.step():
             tokens = list(output.outputs[0].token_ids)
     engine.abort_request(aborted, internal=False)
