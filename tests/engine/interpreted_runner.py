@@ -14,6 +14,7 @@ from typing import Any
 import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 from rollout_spec.drafting.history import prompt_key
 from tests.engine.conftest import close, engine_settings
+from tests.engine.test_graphs import ALL_DRAFTS, DRAFTS, GRAPHS, PLAIN
 
 PROMPT = [1, *[65, 66] * 14, 67]
 TEXT = "".join(map(chr, PROMPT))
@@ -90,7 +91,7 @@ def run(
         found["stopped"] = given(llm.generate(TEXT, sampling("sampled", stop=[stop]), use_tqdm=False)[0])
         found["counters_behind"] = runner.drafter.take_counters().to_dict()
     found["decode_query_len"] = runner.decode_query_len
-    found["graphs"] = graphs(runner.cudagraph_manager, [1] * 3, [9, 1, 4], [9] * 2)
+    found["graphs"] = {mode: graphs(runner.cudagraph_manager, mode) for mode in GRAPHS}
     close([llm])
     return found
 
@@ -160,16 +161,17 @@ def history(drafter: Any) -> list[list[int]]:
     return [each.tolist() for each in drafter._drafter.history.get(prompt_key(np.array(PROMPT, np.int32)))]
 
 
-def graphs(manager: Any, *steps: list[int]) -> list[str]:
-    """The mode of each step's CUDA graph with CUDA's settings; a step is the number of tokens of each row."""
+def graphs(manager: Any, mode: str) -> list[str]:
+    """The graph of each step of tests/engine/test_graphs.py, where CUDA's settings have `mode`."""
     from vllm.config import CUDAGraphMode
 
     settings = manager.compilation_config
     settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = [1, 2, 4, 9, 18], 18
-    manager.cudagraph_mode, manager._graphs_captured = CUDAGraphMode.FULL_AND_PIECEWISE, True
+    manager._candidates.clear()
+    manager.cudagraph_mode, manager._graphs_captured = CUDAGraphMode[mode], True
     manager._init_candidates()
     found = []
-    for rows in steps:
+    for rows in (PLAIN, DRAFTS, ALL_DRAFTS):
         uniform = rows[0] if len({*rows}) == 1 else None
         asked = (len(rows), sum(rows), uniform, 0, max(rows))
         num_asked = len(inspect.signature(manager.dispatch).parameters)  # 0.24 does without the longest row

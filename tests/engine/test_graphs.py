@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 K = 8  # draft tokens
+PLAIN, DRAFTS, ALL_DRAFTS = [1] * 7, [1 + K, 1, 4], [1 + K] * 2  # how many tokens each row has
+# Of each of vLLM's modes, on both runners: a plain step, one with drafts, and one of longest drafts only.
+GRAPHS = {
+    "FULL_AND_PIECEWISE": ["FULL", "PIECEWISE", "PIECEWISE"],
+    "FULL_DECODE_ONLY": ["FULL", "NONE", "NONE"],
+    "PIECEWISE": ["PIECEWISE", "PIECEWISE", "PIECEWISE"],
+}
 
 
 @pytest.fixture
@@ -34,12 +42,20 @@ def graphs(runner: Any, *steps: list[int], mode: str = "FULL_AND_PIECEWISE") -> 
     return found
 
 
-def test_plain_steps_with_a_drafter_have_full_graphs(runner: Any) -> None:
-    plain, drafts = [1] * 7, [1 + K, 1, 4]
-    assert graphs(runner, plain, drafts, [1]) == ["FULL", "PIECEWISE", "FULL"]
+def test_full_graphs_are_for_plain_steps(runner: Any) -> None:
+    steps = (PLAIN, DRAFTS, ALL_DRAFTS)
+    assert {mode: graphs(runner, *steps, mode=mode) for mode in GRAPHS} == GRAPHS
+    assert graphs(runner, [1]) == ["FULL"]
     # What vLLM does by itself: only steps in which all rows have K draft tokens have one.
     runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1 + K
-    assert graphs(runner, plain, drafts, [1 + K] * 2) == ["PIECEWISE", "PIECEWISE", "FULL"]
+    assert graphs(runner, *steps) == ["PIECEWISE", "PIECEWISE", "FULL"]
+
+
+def test_the_page_has_the_graphs() -> None:
+    page = (pathlib.Path(__file__).parents[2] / "docs/how-it-works/runners.md").read_text()
+    for mode, (plain, drafts, _) in GRAPHS.items():
+        words = [word.lower() for word in (plain, drafts)]
+        assert f"| `{mode}` | {words[0]} | {words[1]} |" in page
 
 
 def test_a_mode_without_graphs_for_steps_with_drafts_is_said(
@@ -49,7 +65,6 @@ def test_a_mode_without_graphs_for_steps_with_drafts_is_said(
 
     from rollout_spec.vllm.graphs import capture_plain_steps
 
-    assert graphs(runner, [1] * 7, [1 + K, 1, 4], mode="FULL_DECODE_ONLY") == ["FULL", "NONE"]
     said: list[str] = []
     monkeypatch.setattr("rollout_spec.vllm.graphs.logger.warning", said.append)
     for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"):

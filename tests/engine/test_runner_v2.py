@@ -16,6 +16,7 @@ from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import runner_v2_misfit
 from rollout_spec.vllm.features import v2_architectures, version
 from tests.engine.conftest import engine_settings
+from tests.engine.test_graphs import GRAPHS
 
 ENGINES = ("drafted", "ahead", "preempted")
 
@@ -205,7 +206,7 @@ def test_log_probabilities_of_chosen_tokens_are_refused(results: dict[str, Any],
 
 def test_full_graphs_are_for_plain_steps(results: dict[str, Any]) -> None:
     assert results["drafted"]["decode_query_len"] == 1 + 8, "for whatever else it is used"
-    assert results["drafted"]["graphs"] == ["FULL", "PIECEWISE", "PIECEWISE"]
+    assert results["drafted"]["graphs"] == GRAPHS
 
 
 @pytest.mark.long
