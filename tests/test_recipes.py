@@ -27,7 +27,8 @@ from verl.utils.import_utils import load_extern_type
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.measure import roofline
-from rollout_spec.verl.check_config import MODES, check_config
+from rollout_spec.verl.check_config import MODES, CheckConfig, check_config
+from rollout_spec.verl.launch import verl_is_older
 from rollout_spec.verl.replay_buffer import BoundedReplayBuffer
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,7 @@ def composed(recipe: str, name: str, *overrides: str) -> Any:
 
 def check(config: Any) -> None:
     """All that verl and we check before anything is launched."""
+    CheckConfig().on_run_start(config)
     check_config(config)
     validate_config(config, need_reference_policy(config), need_critic(config))
     for section in ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"):
@@ -92,9 +94,10 @@ def test_every_recipe_trains_without_drafts_too(recipe: str) -> None:
 
 def layouts() -> list[tuple[str, str, str, str]]:
     """Every size on every device by every recipe; the modes go round, so that each meets each of these."""
+    modes = MODES[:1] if verl_is_older() else MODES
     places = itertools.product(enumerate(RECIPES), enumerate(SIZES), enumerate(DEVICES))
     return [
-        (recipe, size, device, MODES[(i + j + k) % len(MODES)])
+        (recipe, size, device, modes[(i + j + k) % len(modes)])
         for (i, recipe), (j, size), (k, device) in places
     ]
 
@@ -355,7 +358,7 @@ def make_buffer(
     buffer = BoundedReplayBuffer(
         trainer_mode=mode,
         trainer_config=OmegaConf.create({}),
-        max_off_policy_threshold=None,
+        max_off_policy_threshold=100,  # nothing here is stale
         max_off_policy_strategy="drop",
         sampler_kwargs=OmegaConf.create({"filter_groups": groups, "train_batch_size": batch_size}),
         refill_fn=queue.submit,
@@ -440,7 +443,7 @@ def test_verls_own_dynamic_sampling_does_not_end() -> None:
     buffer = replay_buffer.ReplayBuffer(
         trainer_mode="sync",
         trainer_config=OmegaConf.create({}),
-        max_off_policy_threshold=None,
+        max_off_policy_threshold=100,
         max_off_policy_strategy="drop",
         sampler_kwargs=OmegaConf.create({}),
         refill_fn=submit,

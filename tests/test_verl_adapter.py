@@ -156,6 +156,10 @@ def test_verls_server_admits_every_request_at_its_gate() -> None:
     """What `SpecHttpServer._park_until_admitted` relies on."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
+    from rollout_spec.verl.server import HAS_GATE
+
+    if not HAS_GATE:
+        pytest.skip("this verl has no gate: a request is admitted where it arrives")
     gate = inspect.signature(vLLMHttpServer._park_until_admitted)
     assert list(gate.parameters) == ["self", "request_id"]
     source = inspect.getsource(vLLMHttpServer.generate)

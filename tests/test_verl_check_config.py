@@ -67,6 +67,10 @@ def launched(*overrides: str) -> Any:
     return config
 
 
+released = pytest.mark.skipif(launch.verl_is_older(), reason="verl before 0.9.1 has no router and no gate")
+
+
+@released
 @pytest.mark.parametrize(
     ("overrides", "has_router"),
     [
@@ -87,6 +91,31 @@ def test_several_engines_have_a_router_for_groups(overrides: tuple[str, ...], ha
         assert OmegaConf.load(path).router_class == "rollout_spec.verl.router.GroupRouter"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "num_lines"),
+    [
+        ((f"{DEVICES}=2",), 1),
+        ((f"{DEVICES}=1",), 0),
+        ((f"{DEVICES}=2", "rollout.spec.routing=verl"), 0),
+    ],
+)
+def test_a_verl_without_a_router_has_no_option_for_one(
+    overrides: tuple[str, ...],
+    num_lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of its main branch before 0.9.1; it would refuse the option when it makes its own class of it."""
+    monkeypatch.setattr(launch, "verl_is_older", lambda: True)
+    rollout = launched(*overrides).actor_rollout_ref.rollout
+    assert rollout.get("router_config_path") is None
+    if "rollout.spec.routing=verl" not in overrides:
+        assert "router_config_path" not in rollout
+    said = capsys.readouterr().err
+    assert said.count("\n") == said.count("rollout_spec: this verl has no router, so it spreads") == num_lines
+
+
+@released
 @pytest.mark.parametrize("override", [f"{ROUTER}=mine.yaml", DETERMINISM])
 def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(override: str) -> None:
     for fine in ([f"{DEVICES}=1"], [f"{DEVICES}=2", "rollout.spec.routing=verl"]):
@@ -183,11 +212,22 @@ def test_a_manager_of_ones_own_goes_with_standard_verification() -> None:
         check_config(composed(*options, "trainer.v1.trainer_mode=colocate_async"))
 
 
+@released
 @pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
 @pytest.mark.parametrize("method", ["off", "sam"])
 def test_asynchronous_modes_of_verls_trainer_compose(method: str, mode: str) -> None:
     config = composed(f"+rollout.spec={method}", f"trainer.v1.trainer_mode={mode}")
     assert check_config(config).method == method
+
+
+@pytest.mark.parametrize("method", ["off", "sam"])
+def test_they_are_refused_where_requests_do_not_wait_for_a_weight_sync(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "verl_is_older", lambda: True)
+    check_config(composed(f"+rollout.spec={method}"))
+    with pytest.raises(ConfigError, match="separate_async: this verl lets requests into an engine"):
+        check_config(composed(f"+rollout.spec={method}", "trainer.v1.trainer_mode=separate_async"))
 
 
 @pytest.mark.parametrize(

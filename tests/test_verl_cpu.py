@@ -301,9 +301,9 @@ def test_the_quick_demo_leaves_room_before_the_overlong_penalty(name):
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
 def test_a_recipe_is_the_demo_configuration_and_the_drafter(name):
     recipe = composed_recipe(name, name)
+    assert recipe == composed(f"+rollout_spec_demo=[cpu,{name}]", "+rollout.spec=sam")
     check(recipe)
     assert check_config(recipe) == SpecConfig()
-    assert recipe == composed(f"+rollout_spec_demo=[cpu,{name}]", "+rollout.spec=sam")
     assert composed_recipe(name, name, "rollout.spec=off").rollout.spec.method == "off"
 
 

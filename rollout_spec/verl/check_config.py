@@ -40,8 +40,8 @@ class CheckConfig(Callback):
         method = OmegaConf.select(config, "rollout.spec.method")
         with open_dict(config):
             OmegaConf.update(config, f"{_VARIABLES}.{launch.ASKED_VARIABLE}", str(method), force_add=True)
-            if _num_places(config) == 1 and _value(config, _ROUTER) == _group_router():
-                OmegaConf.update(config, _ROUTER, None)
+            if _value(config, _ROUTER) == _group_router():
+                _fit_router(config)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         # Hydra turns an Exception in a callback into a warning; SystemExit it lets through.
@@ -122,6 +122,11 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     )
     key = f"{_ROLLOUT}.agent.agent_loop_manager_class"
     _require(config, key, (MANAGER,), f"rollout.spec sets it, because {needs}")
+    if mode != "sync" and launch.verl_is_older():
+        raise ConfigError(
+            f"trainer.v1.trainer_mode={mode}: this verl lets requests into an engine in the middle of a "
+            "weight sync, and rollout.spec cannot tell which weights they are of; verl 0.9.1 has them wait"
+        )
 
 
 def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
@@ -213,7 +218,7 @@ def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
     if spec.routing == "verl" or _num_places(config) == 1:
         return
     group = "rollout.spec.routing=group, the default with sam,"
-    if _value(config, _ROUTER) != _group_router():
+    if not launch.verl_is_older() and _value(config, _ROUTER) != _group_router():
         raise ConfigError(
             f"{_ROUTER}: {group} sets it; for another router take rollout.spec.routing=verl. "
             "It is a group of Hydra: choose it on the command line, or in a defaults list "
@@ -224,6 +229,20 @@ def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
             f"{_ROLLOUT}.full_determinism: {group} places requests by load, so in another way every time; "
             "take rollout.spec.routing=verl"
         )
+
+
+def _fit_router(config: DictConfig) -> None:
+    """Take our router out where there is nothing to choose, or nothing in verl that would ask it."""
+    if launch.verl_is_older():
+        del OmegaConf.select(config, _ROLLOUT)[_ROUTER.rpartition(".")[2]]
+        if _num_places(config) > 1:
+            print(
+                "rollout_spec: this verl has no router, so it spreads the samples of a prompt over the "
+                "engines; rollout.spec.routing=group holds within an engine only",
+                file=sys.stderr,
+            )
+    elif _num_places(config) == 1:
+        OmegaConf.update(config, _ROUTER, None)
 
 
 def _group_router() -> str:

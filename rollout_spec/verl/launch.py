@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from importlib import metadata, resources
 
@@ -20,6 +21,11 @@ failure: str | None = None
 def config_file(name: str) -> str:
     """The absolute path of a file among the packaged configurations: YAML's `${rollout_spec.file:NAME}`."""
     return str(resources.files(CONFIGS).joinpath(name))
+
+
+def verl_is_older() -> bool:
+    """Whether verl is its main branch before 0.9.1: no router, and requests do not wait for a weight sync."""
+    return importlib.util.find_spec("verl.workers.rollout.router") is None
 
 
 def asks_for_cpu_platform() -> bool:

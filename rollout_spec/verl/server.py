@@ -30,6 +30,9 @@ from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
 logger = init_logger(f"vllm.{__name__}")
 
+HAS_GATE = hasattr(vLLMHttpServer, "_park_until_admitted")
+"""Whether requests wait for a weight sync in verl's server; not on its main branch before 0.9.1."""
+
 
 def requested_spec(rollout_config: Any) -> SpecConfig | None:
     """The options that `rollout.spec` put into the engine's arguments; None where it is not used."""
@@ -90,6 +93,8 @@ class SpecHttpServer(vLLMHttpServer):
         if extra_args:
             sampling_params = {**sampling_params, "extra_args": extra_args}
         with self._windows.request(is_training) as request:
+            if not HAS_GATE:
+                self._windows.admit()
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         counters, core = _take_counters(output)
         self._windows.count(request, len(output.token_ids), counters, output.stop_reason or "")

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
+from rollout_spec.verl.launch import verl_is_older
 from rollout_spec.vllm.keys import KEY
 from tests.engine.conftest import proposer_of
 from tests.engine.test_life_cycle import PROMPTS
@@ -207,6 +208,7 @@ def test_each_call_of_one_sample_is_a_draw_of_its_own(make_server: Any) -> None:
 
 
 MAX_TOKENS = 120
+needs_gate = pytest.mark.skipif(verl_is_older(), reason="requests come in the middle of a weight sync")
 
 
 async def finish(server: Any, number: int, kind: str, parts: list[tuple[int, int, str]]) -> list[int]:
@@ -253,6 +255,7 @@ async def train(server: Any, num_syncs: int, pause_s: float) -> tuple[list[Any],
     return done, parts, reports
 
 
+@needs_gate
 def test_every_version_has_exactly_the_counts_of_what_it_generated(make_server: Any) -> None:
     """Both sides: what verl's clients got of each version, and what the server and its engine counted."""
     server = make_server({"history": 100}, is_stepping=True)
@@ -278,6 +281,7 @@ def test_every_version_has_exactly_the_counts_of_what_it_generated(make_server: 
     assert sum(report.rollout_seconds for report in reports.values()) < seconds - 4 * 0.2
 
 
+@needs_gate
 def test_servers_share_whole_texts_and_only_between_two_versions(make_server: Any) -> None:
     server = make_server({"history": 100}, is_stepping=True)
     drafter = proposer_of(server.engine.llm)._drafter
