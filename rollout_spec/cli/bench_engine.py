@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +16,7 @@ from rollout_spec.cli.inputs import (
     installed,
     model_folder,
     number,
+    output_folder,
     prompt_rows,
     spec_options,
     tokenized,
@@ -95,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.report.rollouts import tables, write_rollouts
 
     plan = _plan(args)
-    with _folder(args.output) as folder:
+    with output_folder(args.output) as folder:
         # What is complete is kept, if the command is stopped early.
         for served in rollouts(plan, folder, lambda turns: tracked(turns, "serving")):
             record = make_record(plan, served)
@@ -108,16 +106,6 @@ def run(args: argparse.Namespace) -> int:
     for table in tables(record):
         make_console().print(table)
     return 0
-
-
-@contextlib.contextmanager
-def _folder(output: Path | None) -> Iterator[Path]:
-    if output is None:
-        with tempfile.TemporaryDirectory(prefix="rollout_spec_") as temporary:
-            yield Path(temporary)
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    yield output
 
 
 def _plan(args: argparse.Namespace) -> Plan:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,17 @@ def installed(command: str, methods: Sequence[str], require: Callable[[str], Non
     for reason, names in left_out.items():
         print(f"rollout-spec {command}: without {', '.join(names)}: {reason}", file=sys.stderr)
     return found
+
+
+@contextlib.contextmanager
+def output_folder(output: Path | None) -> Iterator[Path]:
+    """`--output`, made where it is missing; one that goes again for None."""
+    if output is None:
+        with tempfile.TemporaryDirectory(prefix="rollout_spec_") as temporary:
+            yield Path(temporary)
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    yield output
 
 
 def add_model_argument(group: Any) -> None:
