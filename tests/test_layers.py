@@ -39,6 +39,8 @@ MAY_IMPORT = {
     "measure/diagnosis.py": ("", "hydra omegaconf verl"),
     "measure/certify.py": ("", "vllm"),
     "measure/engine_worker.py": ("", "vllm"),
+    "measure/host_device.py": ("", "vllm"),
+    "measure/host_worker.py": ("", "vllm"),
     "measure/check_steps.py": ("", "vllm"),
     "measure/vllm_drafters.py": ("", "vllm"),
     "measure/drafters.py": ("", "arctic_inference"),

@@ -19,6 +19,10 @@ OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md", *sorted((ROOT / "benchma
 
 # What is run elsewhere than as a line of .ci/run: a file, and the text in it that runs it.
 ELSEWHERE = {
+    "rollout-spec bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 64 --step-ms 20": (
+        "tests/engine/test_bench_host.py",
+        'main(["bench", "host", str(trace)',
+    ),
     "rollout-spec doctor": ("tests/test_cli.py", 'run("doctor", "--json")'),
     "rollout-spec certify": ("tests/engine/test_certify.py", 'main(["certify", "--model", policy'),
     "rollout-spec bench native": ("tests/test_cli.py", 'run("bench", "native", "--json"'),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from rollout_spec.cli import add_example, bench_drafters, bench_engine, bench_native, sentence
+from rollout_spec.cli import add_example, bench_drafters, bench_engine, bench_host, bench_native, sentence
 
-HELP = "measure on this machine: drafters side by side, whole rollouts in engines, the native core"
-KINDS = {"drafters": bench_drafters, "engine": bench_engine, "native": bench_native}
+HELP = "measure on this machine: drafters side by side, rollouts in engines, the host's work, the native core"
+KINDS = {"drafters": bench_drafters, "engine": bench_engine, "host": bench_host, "native": bench_native}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -78,3 +78,24 @@ def _costs(trace: str, costs: list[dict[str, Any]]) -> Table:
         cells = ("" if value is None else f"{value:.0f}" for value in indexed)
         table.add_row(cost["method"], *times, *cells)
     return table
+
+
+def host_table(record: dict[str, Any]) -> Table:
+    """What `bench host` measured: a row for each number of rows, device and method."""
+    first = record["plan"]["methods"][0]
+    columns = ("device", "method", "steps/s", f"/ {first}", "tokens/s", f"/ {first}", "vLLM ms", "drafter ms",
+               "drafted", "accepted")  # fmt: skip
+    table = make_table("Steps on a device made of time; what the host takes of one", "rows", *columns)
+    for _, cell in groupby(record["results"], key=lambda row: (row["rows"], row["step"])):
+        for row in cell:
+            steps, tokens = (row["ratios"][name] for name in ("steps_per_s", "tokens_per_s"))
+            acceptance = row["acceptance_rate"]
+            table.add_row(
+                str(row["rows"]), row["step"], row["method"],
+                f"{row['steps_per_s']:.1f}", f"{steps['value']:.3f}", f"{row['tokens_per_s']:,.0f}",
+                f"{tokens['value']:.3f}", f"{row['vllm_ms']:.2f}",
+                f"{row['drafter_ms']:.2f}", f"{row['draft_tokens_per_step']:.1f}",
+                "" if acceptance is None else f"{acceptance:.2f}",
+            )  # fmt: skip
+        table.add_section()
+    return table

@@ -1,0 +1,259 @@
+"""A device made of time, for vLLM's model runner V1 on a CPU: its kernels return at once.
+
+Scheduler, input batch, drafter and what a step gives back stay vLLM's and ours. What a device would do is
+replaced, and a clock says when it would be done. `Device.install` lists the replacements.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from vllm.v1.worker import gpu_model_runner
+
+from rollout_spec.measure.step_times import Times
+
+
+class Clock:
+    """When the device has done what it was given, one step after the other.
+
+    Args:
+        now, sleep, cpu: seconds, as time.perf_counter, time.sleep and time.thread_time; a test's own are
+            virtual.
+
+    Attributes:
+        free: when the last step that was given ends.
+        num_steps: that were given.
+        num_ahead: of them, those that found it busy with another.
+        kernel_s: CPU seconds of real kernels.
+        runs: whether one runs.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+        cpu: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._now, self._sleep, self._cpu = now, sleep, cpu
+        self.free = now()
+        self.kernel_s = 0.0
+        self.runs = False
+        self.num_steps = self.num_ahead = 0
+
+    def submit(self, seconds: float) -> None:
+        """Give the device a step: it begins now, or when the one before has ended."""
+        now = self._now()
+        self.num_ahead += now < self.free
+        self.free = max(now, self.free) + seconds
+        self.num_steps += 1
+
+    def wait(self, end: float) -> None:
+        """Sleep until then."""
+        while (left := end - self._now()) > 0:
+            self._sleep(left)
+
+    def run(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a real kernel gives; it is none of the host's work."""
+        begin, self.runs = self._cpu(), True
+        found = kernel(*args, **kwargs)
+        self.kernel_s, self.runs = self.kernel_s + self._cpu() - begin, False
+        return found
+
+
+class Recording:
+    """The texts of a cell's requests, by the names that they were added with.
+
+    Args:
+        responses: int32 vectors; request i is named `prefix` and i.
+    """
+
+    def __init__(self, prefix: str, responses: Sequence[npt.NDArray[np.int32]]) -> None:
+        self._prefix = prefix
+        self._tokens = np.concatenate(responses)
+        self._begins = np.cumsum([0, *map(len, responses)])
+        self._known: dict[str, int] = {}
+
+    def after(
+        self, request_ids: Sequence[str], levels: npt.NDArray[Any], width: int
+    ) -> npt.NDArray[np.int32]:
+        """int32 [rows, width]: what comes behind the first levels[i] tokens of each row's response."""
+        begins = np.array([self._begin(request_id) for request_id in request_ids])
+        places = (begins + levels)[:, None] + np.arange(width)
+        return self._tokens[np.minimum(places, len(self._tokens) - 1)]  # beyond an end vLLM cuts them off
+
+    def _begin(self, request_id: str) -> int:
+        """vLLM adds a dash and eight characters to a name."""
+        if request_id not in self._known:
+            number = request_id.removeprefix(self._prefix).rpartition("-")[0]
+            self._known[request_id] = int(self._begins[int(number)])
+        return self._known[request_id]
+
+
+def verified(
+    recorded: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32], nums_drafts: Sequence[int]
+) -> npt.NDArray[np.int32]:
+    """What a verification gives: each row's drafts as far as they are the recorded tokens, and one more.
+
+    Args:
+        recorded: [rows, width], what comes next in each row; width is above every number of drafts.
+        drafts: of all rows, one after the other.
+
+    Returns:
+        As `recorded`, with PLACEHOLDER_TOKEN_ID behind what a row gets.
+    """
+    nums = np.asarray(nums_drafts)
+    columns = np.arange(recorded.shape[1])
+    drafted = columns < nums[:, None]
+    proposed = np.full_like(recorded, PLACEHOLDER_TOKEN_ID)
+    proposed[drafted] = drafts
+    num_accepted = np.cumprod(proposed == recorded, axis=1).sum(axis=1)
+    return np.where(columns <= num_accepted[:, None], recorded, np.int32(PLACEHOLDER_TOKEN_ID))
+
+
+class Device:
+    """The device in the place of a model runner's kernels.
+
+    Attributes:
+        times: what a step takes; None: the CPU runs the kernels.
+        recording: what is sampled; None: nothing has been asked for yet.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.clock = Clock()
+        self.times: Times | None = None
+        self.recording: Recording | None = None
+        self._runner = runner
+        self._hidden = torch.zeros(
+            (runner.max_num_tokens, runner.model_config.get_hidden_size()), dtype=runner.dtype
+        )
+        self._step: Any = None  # vLLM's SchedulerOutput
+
+    def install(self) -> None:
+        """Replace what a device does; once, when the engine is made."""
+        runner = self._runner
+        # Says what the next forward pass is of.
+        runner.execute_model = self._noting(runner.execute_model)
+        # The forward pass, where the step is given to the device, and the logits, which nobody reads.
+        runner._model_forward = self._forward(runner._model_forward)
+        runner.model.compute_logits = self._logits(runner.model.compute_logits)
+        # Sampling and verification: hooks before them stay, ours too.
+        runner.sampler.forward = self._replaced(runner.sampler.forward, self._sample)
+        if runner.speculative_config is not None:
+            verifier = runner.rejection_sampler
+            verifier.forward = self._replaced(verifier.forward, self._verify)
+        # Where the host waits for a step's tokens: a plain one, one with drafts, one scheduled ahead.
+        runner._to_list = self._waiting(runner._to_list)
+        RejectionSampler.parse_output = staticmethod(self._waiting(RejectionSampler.parse_output))
+        gpu_model_runner.AsyncGPUModelRunnerOutput = self._async_output()
+        runner._get_or_create_async_output_copy_stream = lambda: None
+
+    def _noting(self, execute_model: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_noted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._step = scheduler_output
+            return execute_model(scheduler_output, *args, **kwargs)
+
+        return execute_noted
+
+    def _forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def submit(input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            if self.times is None:
+                hidden: torch.Tensor = self.clock.run(forward, input_ids=input_ids, **kwargs)
+                self.clock.submit(0.0)
+                return hidden
+            drafted = bool(self._step.scheduled_spec_decode_tokens)
+            self.clock.submit(self.times.seconds(self._step.total_num_scheduled_tokens, drafted))
+            return self._hidden[: len(input_ids)]
+
+        return submit
+
+    def _logits(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda hidden: hidden if self.times is not None else self.clock.run(compute, hidden)
+
+    def _replaced(self, kernel: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if self.clock.runs:  # a verification samples what comes behind the drafts
+                return kernel(*args, **kwargs)
+            if self.times is None:
+                self.clock.run(kernel, *args, **kwargs)  # its tokens are others than the recording's
+            return instead(*args, **kwargs)
+
+        return replaced
+
+    def _sample(self, *_: Any, **__: Any) -> SamplerOutput:
+        return _sampled(self._recorded(1))
+
+    def _verify(self, metadata: Any, *_: Any, **__: Any) -> SamplerOutput:
+        drafts = metadata.draft_token_ids.numpy()
+        recorded = self._recorded(metadata.max_spec_len + 1)
+        return _sampled(verified(recorded, drafts, metadata.num_draft_tokens))
+
+    def _recorded(self, width: int) -> npt.NDArray[np.int32]:
+        assert self.recording is not None
+        batch = self._runner.input_batch
+        rows = slice(batch.num_reqs)
+        # Of a step that is in flight vLLM has counted the token already.
+        levels = batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
+        return self.recording.after(batch.req_ids, levels, width)
+
+    def _waiting(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_read(*args: Any, **kwargs: Any) -> Any:
+            self.clock.wait(self.clock.free)
+            return read(*args, **kwargs)
+
+        return wait_and_read
+
+    def _async_output(self) -> type:
+        """vLLM's output of a step that is scheduled ahead, without its CUDA stream and event."""
+        clock = self.clock
+
+        class Event:
+            def __init__(self) -> None:
+                self._end = clock.free
+
+            def synchronize(self) -> None:
+                clock.wait(self._end)
+
+        class AsyncOutput(gpu_model_runner.AsyncGPUModelRunnerOutput):
+            def __init__(
+                self,
+                model_runner_output: Any,
+                sampled_token_ids: torch.Tensor,
+                invalid_req_indices: list[int],
+                vocab_size: int,
+                **_: Any,
+            ) -> None:
+                self._model_runner_output = model_runner_output
+                self._invalid_req_indices = invalid_req_indices
+                self._sampled_token_ids = self.sampled_token_ids_cpu = sampled_token_ids
+                self.vocab_size = vocab_size
+                self._logprobs_tensors = self._logprobs_tensors_cpu = None
+                self._routed_experts = self._routed_experts_cpu = None  # of vLLM 0.24
+                self._num_nans = self._num_nans_cpu = self._has_fault = None  # of 0.32
+                self.async_copy_ready_event = Event()
+
+        return AsyncOutput
+
+
+def _sampled(tokens: npt.NDArray[np.int32]) -> SamplerOutput:
+    return SamplerOutput(sampled_token_ids=torch.from_numpy(tokens), logprobs_tensors=None)
+
+
+def schedule_as_on_gpus() -> None:
+    """Keep what vLLM decides on asynchronous scheduling; its platform for CPUs switches it off."""
+    update = current_platform.check_and_update_config
+
+    def update_but_scheduling(vllm_config: Any) -> None:
+        scheduler = vllm_config.scheduler_config
+        decided = scheduler.async_scheduling
+        update(vllm_config)
+        scheduler.async_scheduling = decided
+
+    type(current_platform).check_and_update_config = staticmethod(update_but_scheduling)

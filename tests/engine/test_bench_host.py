@@ -1,0 +1,49 @@
+"""`bench host` on real engines: recorded tokens come, drafts are accepted, no step beats the device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from vllm.platforms import current_platform
+
+from rollout_spec.measure.host import CPU
+from rollout_spec.trace import to_line
+
+METHODS = ["off", "off:sync", "sam:0", "sam:8"]
+SECONDS = 0.004
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="the device is in the place of vLLM's CPU")
+def test_a_device_made_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rollout_spec.cli import main
+
+    response = [*range(10, 26)] * 6  # repeats, so that there is something to draft from
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(to_line("g", None, [5, 6, 7], [response, response[3:]]))
+    steps = f"--rows 2 --step-ms {1e3 * SECONDS} --cpu --warm-up-steps 12 --steps 24 --repeats 1"
+    options = [*steps.split(), "--methods", ",".join(METHODS), "--json", "--output", str(tmp_path)]
+    # The worker compares each request's tokens with the recording, and fails where they differ.
+    assert main(["bench", "host", str(trace), *options]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record == json.loads((tmp_path / "host.json").read_text())
+    ahead = [record["engines"][method]["async_scheduling"] for method in METHODS]
+    assert ahead == [True, False, False, False]
+
+    results = {(row["rows"], row["step"], row["method"]): row for row in record["results"]}
+    assert len(results) == 2 * len(METHODS)
+    for (rows, step, method), row in results.items():
+        [run] = row["repeats"]
+        assert run["num_rows"] == rows and run["num_steps"] == 24
+        assert row["vllm_ms"] > 0 and (row["drafter_ms"] > 0) == method.startswith("sam")
+        if step != CPU:
+            assert run["seconds"] >= 24 * SECONDS * (1 - 1e-9)
+            # The first of them is on its way where the engine schedules ahead.
+            assert run["wall_s"] >= (24 - (method == "off")) * SECONDS
+            assert method == "off" or run["num_ahead"] == 0
+        if method != "sam:8":
+            assert run["num_tokens"] == 24 * rows and run["num_draft_tokens"] == 0
+            continue
+        assert run["num_accepted_tokens"] > 24
+        assert run["num_tokens"] == run["num_accepted_tokens"] + 24 * rows
