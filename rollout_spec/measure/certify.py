@@ -42,6 +42,7 @@ from rollout_spec.vllm.features import counting_arguments, request_counters
 from rollout_spec.vllm.keys import KEY, key_of_name
 
 TOLERANCE = 1e-4  # in float32, of what `certify_numerics.explain` gives
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 ALWAYS_OPEN = 1 << 20  # a batch_threshold that no batch exceeds
 
 Score = Callable[[int, str], Mapping[str, float]]  # of a prompt's number and a response's text
@@ -161,8 +162,9 @@ def _pairs(plan: Plan, advance: Callable[[int], None]) -> Iterator[tuple[Configu
 @contextlib.contextmanager
 def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", **more: Any) -> Iterator[Any]:
     """An engine with drafts as `options` say, or without; it ends on leaving, and the next has its memory."""
+    is_chosen = _RUNNER in os.environ
     # Differences are explained with V1's noise. V2's is a kernel's of vLLM, and cannot be had for one token.
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    os.environ.setdefault(_RUNNER, "0")
     settings: dict[str, Any] = {
         "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,
         "max_logprobs": -1,
@@ -178,6 +180,8 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+        if not is_chosen:  # what the process starts next has its own choice
+            del os.environ[_RUNNER]
 
 
 def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Response]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -64,7 +65,10 @@ def certified(model: str, folder: pathlib.Path, *arguments: str) -> tuple[int, d
     from rollout_spec.cli import main
 
     arguments = ("--model", model, "--num-prompts", "3", "--output", str(folder), *arguments)
-    return main(["certify", *arguments]), json.loads((folder / "certificate.json").read_text())
+    chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    code = main(["certify", *arguments])
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == chosen, "its engines' choice is not for the next"
+    return code, json.loads((folder / "certificate.json").read_text())
 
 
 def test_several_configurations_top_k_top_p_and_the_distribution_test(
