@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from typing import Any
 
 import pytest
 
-from rollout_spec.vllm.features import version
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY
 from tests.engine.conftest import close, new_engine, proposer_of, token_ids
 from tests.tiny_vl import TOKENS, make_image, make_processor, make_tiny_vl
@@ -72,7 +72,7 @@ def test_images(model: str) -> None:
             )
 
 
-@pytest.mark.skipif(version() != "0.24.0", reason="verl has vLLM 0.24.0")
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="other vLLMs are tested without verl")
 def test_turns_on_verls_server(model: str, make_server: Any) -> None:
     """Siblings of three turns, with images in the first, the second and the third turn."""
     from verl.workers.rollout.utils import get_vision_placeholder_token_ids
