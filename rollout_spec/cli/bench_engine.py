@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_model_argument,
+    add_num_speculative_tokens,
     add_spec_argument,
     default_dtype,
     device_arguments,
@@ -21,7 +22,7 @@ from rollout_spec.cli.inputs import (
     spec_options,
     tokenized,
 )
-from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.config import UserError
 
 if TYPE_CHECKING:
     from rollout_spec.measure.engine import Plan
@@ -62,11 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
         f"sam:auto; each is compared with the first ({','.join(METHODS)}, without what is not installed)",
     )  # fmt: skip
-    compared.add_argument(
-        "--num-speculative-tokens", type=int, metavar="K",
-        help="of every method (each method's own default: ngram 8, suffix what vLLM takes, "
-        f"sam {SpecConfig.num_speculative_tokens})",
-    )  # fmt: skip
+    add_num_speculative_tokens(compared)
     add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
     compared.add_argument("--repeats", type=count, default=3, metavar="N", help="rollouts of each method")
     compared.add_argument("--seed", type=number(int, 0), default=0, help="of prompts, lengths and noise")

@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_spec_argument, installed, number, output_folder, spec_options
-from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.cli.inputs import (
+    add_num_speculative_tokens,
+    add_spec_argument,
+    installed,
+    number,
+    output_folder,
+    spec_options,
+)
+from rollout_spec.config import UserError
 
 if TYPE_CHECKING:
     from rollout_spec.measure.host import Cell, Plan
@@ -57,11 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
         f"sam:auto; each is compared with the first ({','.join(METHODS)}, without what is not installed)",
     )  # fmt: skip
-    compared.add_argument(
-        "--num-speculative-tokens", type=count, metavar="K",
-        help="of every method (each method's own default: ngram 8, suffix what vLLM takes, "
-        f"sam {SpecConfig.num_speculative_tokens})",
-    )  # fmt: skip
+    add_num_speculative_tokens(compared)
     add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
     compared.add_argument("--steps", type=count, default=100, metavar="N", help="that are measured")
     compared.add_argument("--warm-up-steps", type=count, default=50, metavar="N", help="before them")

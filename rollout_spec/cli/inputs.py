@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.config import UserError
+from rollout_spec.config import SpecConfig, UserError
 
 # Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
 # the samples of one short prompt share its prefill.
@@ -40,6 +40,15 @@ def number(
 
     parse.__name__ = kind.__name__  # argparse says it of what is no number
     return parse
+
+
+def add_num_speculative_tokens(group: argparse._ActionsContainer) -> None:
+    """Add `--num-speculative-tokens`, of every method that is compared."""
+    group.add_argument(
+        "--num-speculative-tokens", type=number(int, 1), metavar="K",
+        help="of every method (each method's own default: ngram 8, suffix what vLLM takes, "
+        f"sam {SpecConfig.num_speculative_tokens})",
+    )  # fmt: skip
 
 
 def add_spec_argument(group: argparse._ActionsContainer, help_: str, refused: Mapping[str, str]) -> None:
