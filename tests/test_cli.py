@@ -256,7 +256,7 @@ def test_doctor_says_that_speculation_works_here():
         ("0.30.1", diagnosis.WARN, "not tested"),
         ("0.34.0", diagnosis.WARN, "not tested"),
         ("0.1.dev7", diagnosis.WARN, "not tested"),  # what a build without tags calls itself
-        ("0.23.1", diagnosis.FAIL, "refused: too old"),
+        ("0.22.1", diagnosis.FAIL, "refused: too old"),
     ],
 )
 def test_doctor_says_what_is_known_of_a_vllm(version, status, state):

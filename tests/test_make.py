@@ -34,7 +34,7 @@ def checkout_of(folder: Path, pins: str) -> Path:
     return folder
 
 
-AT_HAND = "0.24.0 0.29.0 0.32.0"
+AT_HAND = "0.24.0 0.23.0 0.29.0 0.32.0"
 
 
 @pytest.mark.parametrize("target", ["test", "demo"])
@@ -75,7 +75,7 @@ def test_a_vllm_that_is_not_at_hand_is_one_line_without_verl_too() -> None:
     done = make("test", "VLLM=1.2.3")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "VLLM=1.2.3: must be 0.29.0 0.32.0, or left out" in done.stderr
+    assert "VLLM=1.2.3: must be 0.23.0 0.29.0 0.32.0, or left out" in done.stderr
 
 
 @pytest.mark.parametrize(

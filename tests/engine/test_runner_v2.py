@@ -18,6 +18,9 @@ from rollout_spec.vllm.features import v2_architectures, version
 from tests.engine.conftest import engine_settings
 from tests.engine.test_graphs import GRAPHS
 
+pytestmark = pytest.mark.skipif(
+    version() == "0.23.0" and runner_v2_misfit() is not None, reason="V2 of 0.23 is not ours: V1"
+)
 ENGINES = ("drafted", "ahead", "preempted")
 
 
