@@ -85,36 +85,54 @@ def _drop_cut_line(file: IO[bytes]) -> None:
 
 
 def read_trace(path: str | Path) -> Iterator[Rollout]:
-    """Read a `.jsonl` or `.jsonl.gz` trace line by line, empty lines skipped.
-
-    A killed run may have cut the last line: it is left out, with a warning in the log.
+    """Read a `.jsonl` or `.jsonl.gz` trace, as `read_lines` does.
 
     Raises:
         OSError: the file cannot be opened.
         TraceError: it is not such a trace.
     """
-    path = Path(path)
     with open(path, "rb") as raw:
         is_compressed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
-        file: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if is_compressed else raw
-        number = 0
-        try:
-            for number, line in enumerate(file, start=1):
-                rollout = _parse(line, f"{path}:{number}") if line.strip() else None
-                if rollout is not None:
-                    yield rollout
-        except (gzip.BadGzipFile, EOFError) as error:
-            raise TraceError(f"{path}:{number + 1}: {error}") from error
+        yield from read_lines(gzip.GzipFile(fileobj=raw) if is_compressed else raw, path)
 
 
-def _parse(line: bytes, where: str) -> Rollout | None:
-    """None for a line that is cut."""
+def read_lines(file: Iterable[bytes], path: str | Path) -> Iterator[Rollout]:
+    """Read the lines of a trace one by one, empty lines skipped; `path` names them.
+
+    A killed run may have cut the last line: it is left out, with a warning in the log.
+
+    Raises:
+        TraceError: they are not a trace's.
+    """
+    number = 0
     try:
-        fields = json.loads(line.decode())
+        for number, line in enumerate(file, start=1):
+            rollout = _parse(line, f"{path}:{number}") if line.strip() else None
+            if rollout is not None:
+                yield rollout
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise TraceError(f"{path}:{number + 1}: {error}") from error
+
+
+def parse_json(line: bytes, where: str) -> Any:
+    """The value in a line; None for one that is cut, with a warning in the log.
+
+    Raises:
+        TraceError: it is not JSON.
+    """
+    try:
+        return json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
         if line.endswith(b"\n"):
             raise TraceError(f"{where}: not JSON: {error}") from error
         logger.warning("%s: the last line is cut off, it is left out", where)
+        return None
+
+
+def _parse(line: bytes, where: str) -> Rollout | None:
+    """None for a line that is cut."""
+    fields = parse_json(line, where)
+    if fields is None and not line.endswith(b"\n"):
         return None
     if not isinstance(fields, dict):
         raise TraceError(f"{where}: must be a JSON object")
@@ -134,13 +152,18 @@ def _parse(line: bytes, where: str) -> Rollout | None:
     return Rollout(
         group=group,
         step=step,
-        prompt_token_ids=_token_ids(fields["prompt_token_ids"], f"{where}: prompt_token_ids"),
-        responses=[_token_ids(tokens, f"{where}: responses[{i}]") for i, tokens in enumerate(responses)],
+        prompt_token_ids=token_ids(fields["prompt_token_ids"], f"{where}: prompt_token_ids"),
+        responses=[token_ids(tokens, f"{where}: responses[{i}]") for i, tokens in enumerate(responses)],
         names=names,
     )
 
 
-def _token_ids(value: Any, where: str) -> npt.NDArray[np.int32]:
+def token_ids(value: Any, where: str) -> npt.NDArray[np.int32]:
+    """A list of token ids, [n].
+
+    Raises:
+        TraceError: it is none; the message begins with `where`.
+    """
     if not isinstance(value, list):
         raise TraceError(f"{where}: must be a list of token ids")
     for i, token in enumerate(value):

@@ -195,13 +195,15 @@ def test_every_command_has_groups_for_its_arguments_and_one_example(name):
     build_parser().parse_args(command.split()[1:])  # exits where it cannot
 
 
-@pytest.mark.parametrize("text", ["", '{"group": "a", "prompt_token_ids": [1], "responses": [[], [2]]}\n'])
-def test_a_trace_without_a_token_is_not_simulated(text, tmp_path, capsys):
-    """Of the second trace's line only the first response is asked for."""
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("simulate", ["--step-times", "1:0.1", "--group-size", "1"]), ("replay", ["--max-responses", "1"])],
+)
+def test_first_responses_without_a_token_are_a_mistake(command, options, tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
-    trace.write_text(text)
-    assert main(["simulate", str(trace), "--step-times", "1:0.1", "--group-size", "1"]) == 2
-    assert capsys.readouterr().err == f"rollout-spec simulate: {trace}: no token in any response\n"
+    trace.write_text('{"group": "a", "prompt_token_ids": [1], "responses": [[], [2]]}\n')
+    assert main([command, str(trace), *options]) == 2
+    assert capsys.readouterr().err == f"rollout-spec {command}: {trace}: no token in any response\n"
 
 
 def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts(tmp_path, capsys):

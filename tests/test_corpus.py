@@ -324,7 +324,7 @@ def test_build_takes_the_responses_of_traces(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "output", "message"),
     [
-        ("notes.txt", "corpus.sam", "notes.txt:1: not JSON"),
+        ("notes.txt", "corpus.sam", "notes.txt: it begins with b'plain text', which is neither JSON"),
         ("nowhere.jsonl", "corpus.sam", "nowhere.jsonl: No such file or directory"),
         ("good.jsonl", "nowhere/corpus.sam", "nowhere/corpus.sam: must be a file in a folder that exists"),
         ("good.jsonl", ".", "must be a file in a folder that exists"),

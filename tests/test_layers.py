@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "verl/client.py": ("", "vllm"),
     "verl/recorder.py": ("", "vllm"),
     "verl/server.py": ("", "vllm"),
-    "report": ("config metrics trace", "jinja2 matplotlib numpy rich tensorboard wandb"),
+    "report": ("config metrics trace", "jinja2 matplotlib numpy pyarrow rich tensorboard tokenizers wandb"),
     "measure": (
         "config metrics patches processes trace drafting verification vllm verl report",
         "numpy torch",

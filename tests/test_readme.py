@@ -23,6 +23,10 @@ ELSEWHERE = {
         "tests/engine/test_bench_host.py",
         'main(["bench", "host", str(trace)',
     ),
+    "rollout-spec replay rollout_data --tokenizer Qwen3-8B --output outputs/replay": (
+        "tests/test_dumps.py",
+        'main(["replay", str(dump), "--tokenizer", str(tokenizer), "--output", str(output)])',
+    ),
     "rollout-spec doctor": ("tests/test_cli.py", 'run("doctor", "--json")'),
     "rollout-spec certify": ("tests/engine/test_certify.py", 'main(["certify", "--model", policy'),
     "rollout-spec bench native": ("tests/test_cli.py", 'run("bench", "native", "--json"'),

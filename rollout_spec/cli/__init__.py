@@ -22,6 +22,8 @@ from rollout_spec.config import SpecConfig, UserError
 OPTIONAL = {
     "matplotlib": "report",
     "jinja2": "report",
+    "pyarrow": "report",
+    "tokenizers": "report",
     "tensorboard": "report",
     "wandb": "report",
     "gguf": "demo",

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_spec_argument, installed, number, spec_options
+from rollout_spec.cli.inputs import (
+    add_rollouts_arguments,
+    add_spec_argument,
+    installed,
+    number,
+    read,
+    spec_options,
+)
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 
 HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
@@ -26,7 +33,7 @@ REFUSED = {  # as --spec, and why
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     lines = parser.add_argument_group("lines of the trace")
-    lines.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help=".jsonl or .jsonl.gz")
+    add_rollouts_arguments(lines)
     lines.add_argument(
         "--limit-groups", type=number(int, 1), metavar="N", help="only the first N lines of each trace"
     )
@@ -134,9 +141,8 @@ def _of_trace(
     from rollout_spec.cli.progress import tracked
     from rollout_spec.measure.drafter_costs import check, measure_costs
     from rollout_spec.measure.drafters import SUFFIX, all_runs, at_equal_drafts, measure, over_baselines
-    from rollout_spec.trace import read_trace
 
-    lines = list(islice(read_trace(trace), args.limit_groups))
+    lines = list(islice(read(args, [trace]), args.limit_groups))
     if not args.no_cost:
         check(lines)
     runs = all_runs(methods, config, args.num_speculative_tokens, args.history, args.min_survival)

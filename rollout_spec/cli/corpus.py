@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
+from rollout_spec.cli.inputs import add_rollouts_arguments, read
 from rollout_spec.config import UserError
 
 HELP = "build a static corpus that is drafted from too"
@@ -18,14 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
     help_ = "make the file from the responses of recorded rollouts"
     build = kinds.add_parser("build", help=help_, description=f"{help_.capitalize()}.")
-    read = build.add_argument_group("what is read")
-    read.add_argument(
-        "files",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="recorded rollouts, as `replay` takes",
-    )
+    add_rollouts_arguments(build.add_argument_group("what is read"))
     output = build.add_argument_group("output")
     output.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="for example corpus.sam"
@@ -39,14 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.tables import print_values
     from rollout_spec.drafting.native import OutOfMemory
-    from rollout_spec.trace import TraceError
 
     if args.output.is_dir() or not args.output.parent.is_dir():
         raise UserError(f"--output {args.output}: must be a file in a folder that exists")
     try:
-        values = _build(args.files, args.output)
-    except TraceError as error:
-        raise UserError(f"{error} (a corpus is built from token ids)") from error
+        values = _build(args)
     except OutOfMemory as error:
         raise UserError(f"{error}: building takes about 45 bytes per token") from error
     if args.json:
@@ -56,32 +47,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _build(files: list[Path], output: Path) -> dict[str, Any]:
+def _build(args: argparse.Namespace) -> dict[str, Any]:
     from rollout_spec.cli.progress import counted
     from rollout_spec.drafting.corpus import CorpusBuilder, open_corpus
-    from rollout_spec.trace import read_trace
 
     started = time.perf_counter()
     builder = CorpusBuilder()
     num_texts = num_tokens = 0
-    for file in files:
-        with counted(file.name) as advance:
-            for rollout in read_trace(file):
-                for response in rollout.responses:
-                    builder.add(response)
-                    num_tokens += len(response)
-                num_texts += len(rollout.responses)
-                advance(1)
-    if num_tokens == 0:
-        raise UserError("no token in any response")
+    with counted(args.traces[0].name) as advance:
+        for rollout in read(args, args.traces):
+            for response in rollout.responses:
+                builder.add(response)
+                num_tokens += len(response)
+            num_texts += len(rollout.responses)
+            advance(1)
     try:
-        builder.save(output)
+        builder.save(args.output)
     except OSError as error:
-        raise UserError(f"--output {output}: {error.strerror}") from error
-    corpus = open_corpus(output)
+        raise UserError(f"--output {args.output}: {error.strerror}") from error
+    corpus = open_corpus(args.output)
     return {
-        "output": str(output),
-        "num_files": len(files),
+        "output": str(args.output),
+        "num_files": len(args.traces),
         "num_texts": num_texts,
         "num_tokens": num_tokens,
         "num_states": corpus.num_states,

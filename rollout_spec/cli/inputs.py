@@ -10,9 +10,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_spec.config import SpecConfig, UserError
+
+if TYPE_CHECKING:
+    from rollout_spec.measure.roofline import Roofline
+    from rollout_spec.trace import Rollout
 
 # Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
 # the samples of one short prompt share its prefill.
@@ -40,6 +44,55 @@ def number(
 
     parse.__name__ = kind.__name__  # argparse says it of what is no number
     return parse
+
+
+def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
+    """Add the files, `--tokenizer` and `--columns`, which `read` takes."""
+    group.add_argument(
+        "traces", type=Path, nargs="+", metavar="FILE_OR_FOLDER",
+        help="rollouts: recordings, verl's dumps, or rows of prompts and responses",
+    )  # fmt: skip
+    group.add_argument(
+        "--tokenizer", type=Path, metavar="DIR",
+        help="of rollouts that are texts: the policy's Hugging Face folder, or its tokenizer.json",
+    )  # fmt: skip
+    group.add_argument(
+        "--columns", metavar="ROLE=NAME,...",
+        help="fields that are prompt, response, group and step, where their names do not say it; step=: none",
+    )  # fmt: skip
+
+
+def read(args: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Rollout]:
+    """The rollouts of `add_rollouts_arguments`, or of some of its files."""
+    from rollout_spec.report.dumps import NAMES, read_rollouts
+
+    columns = dict(pair.partition("=")[::2] for pair in (args.columns or "").split(",") if pair)
+    for role, name in columns.items():
+        if role not in NAMES:
+            raise UserError(f"--columns {role}={name}: must be {', '.join(f'{role}=NAME' for role in NAMES)}")
+    return read_rollouts(paths, args.tokenizer, columns)
+
+
+def add_device_arguments(group: Any, model_group: Any = None) -> None:
+    """Add `--model-config`, to `model_group` if it is another, `--gpu` and `--tp`: what `roofline` takes."""
+    (model_group or group).add_argument(
+        "--model-config", type=Path, metavar="FILE",
+        help="config.json of the policy; with --gpu: step times from a roofline",
+    )  # fmt: skip
+    group.add_argument("--gpu", metavar="NAME", help="h100, h200, a100 or 910b")
+    group.add_argument(
+        "--tp", type=number(int, 1), metavar="N", help="tensor-parallel devices of an engine (1)"
+    )
+
+
+def roofline(args: argparse.Namespace, **further: Any) -> Roofline:
+    """The step times of `add_device_arguments`; `further`: fields of a Roofline."""
+    from rollout_spec.measure.roofline import DEVICES, Model, Roofline
+
+    if args.gpu not in DEVICES:
+        name = "--gpu" if args.gpu is None else f"--gpu {args.gpu}"
+        raise UserError(f"{name}: must be one of {', '.join(DEVICES)}")
+    return Roofline(Model.read(args.model_config), DEVICES[args.gpu], args.tp or 1, **further)
 
 
 def add_num_speculative_tokens(group: argparse._ActionsContainer) -> None:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rollout_spec import __version__
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_spec_argument, number, spec_options
-from rollout_spec.config import SpecConfig
+from rollout_spec.cli.inputs import (
+    add_device_arguments,
+    add_rollouts_arguments,
+    add_spec_argument,
+    number,
+    read,
+    roofline,
+    spec_options,
+)
+from rollout_spec.config import SpecConfig, UserError
 
 HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
@@ -21,9 +32,7 @@ REFUSED = {  # as --spec, and why
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     lines = parser.add_argument_group("lines of the trace")
-    lines.add_argument(
-        "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz, one group of rollouts a line"
-    )
+    add_rollouts_arguments(lines)
     lines.add_argument(
         "--max-responses", type=number(int, 1), metavar="N", help="only the first N responses of each line"
     )
@@ -35,30 +44,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     drafter.add_argument("--corpus", metavar="FILE", help="file of `corpus build` that is drafted from too")
     add_spec_argument(drafter, "any other option of rollout.spec, for example history=0", REFUSED)
+    engines = parser.add_argument_group("engines that these rollouts are for")
+    engines.add_argument("--replicas", type=number(int, 1), default=1, metavar="N", help="engines")
+    engines.add_argument(
+        "--max-num-seqs", type=number(int, 1), default=1024, metavar="N",
+        help="requests that one runs at a time; verl's and this default",
+    )  # fmt: skip
+    add_device_arguments(engines)
     output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output", type=Path, metavar="DIR", help="write a page with pictures, replay.html, and replay.json"
+    )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.progress import tracked
-    from rollout_spec.cli.tables import print_values
+    from rollout_spec.cli.progress import counted, tracked
     from rollout_spec.drafting.corpus import check_corpus
+    from rollout_spec.measure.outlook import outlook
     from rollout_spec.measure.replay import replay
-    from rollout_spec.trace import read_trace
+    from rollout_spec.measure.simulate import Cluster
+    from rollout_spec.report.outlook import headline, write_outlook
 
     config = SpecConfig.from_mapping(_options(args))
     if config.corpus:
         check_corpus(config.corpus)
-    lines = tracked(islice(read_trace(args.trace), args.limit_groups), args.trace.name)
-    result = replay(lines, config, max_responses=args.max_responses)
+    times = roofline(args) if args.model_config or args.gpu else None
+    cluster = Cluster(
+        args.replicas,
+        args.max_num_seqs,
+        None,
+        by_group=True,
+        kv_tokens=times.kv_tokens if times else math.inf,
+    )
+    lines = [
+        dataclasses.replace(line, responses=line.responses[: args.max_responses])
+        for line in islice(read(args, args.traces), args.limit_groups)
+    ]
+    name = args.traces[0].name
+    result = replay(tracked(lines, name), config)
+    if not result.num_tokens:
+        raise UserError(f"{args.traces[0]}: no token in any response")
+    with counted("predicting") as advance:
+        record = outlook(lines, result, config, cluster, times, advance)
+    page = write_outlook(record, _facts(args, config), args.output) if args.output else None
     if args.json:
-        print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
-    else:
-        k, history = config.num_speculative_tokens, config.history
-        corpus = f", corpus {config.corpus}" if config.corpus else ""
-        print_values(f"{args.trace.name}: K = {k}, history {history}{corpus}", result.to_dict())
+        print(json.dumps({"headline": headline(record), **record}, indent=2, allow_nan=False))
+        return 0
+    corpus = f", corpus {config.corpus}" if config.corpus else ""
+    _print(record, f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}")
+    if page:
+        print(f"page: {page}")
     return 0
+
+
+def _print(record: dict[str, Any], title: str) -> None:
+    from rollout_spec.cli.tables import make_console, print_tables, print_values
+    from rollout_spec.report.outlook import headline, sentences, tables
+
+    console = make_console()
+    for sentence in (headline(record), *sentences(record)):
+        console.print(sentence, highlight=False)
+    print_values(title, {name: value for name, value in record.items() if isinstance(value, (int, float))})
+    print_tables(console, tables(record))
+
+
+def _facts(args: argparse.Namespace, config: SpecConfig) -> dict[str, str]:
+    """What the page says of the replay besides its numbers."""
+    facts = {
+        "rollouts": ", ".join(map(str, args.traces)),
+        "tokenizer": args.tokenizer,
+        "rollout_spec": __version__,
+        "drafter": f"K = {config.num_speculative_tokens}, history {config.history}",
+        "corpus": config.corpus,
+        "model": args.model_config,
+        "device": f"{args.gpu}, tensor parallel {args.tp or 1}" if args.gpu else None,
+    }
+    return {name: str(value) for name, value in facts.items() if value}
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,11 +7,18 @@ import dataclasses
 import itertools
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_spec_argument, number, spec_options
+from rollout_spec.cli.inputs import (
+    add_device_arguments,
+    add_rollouts_arguments,
+    add_spec_argument,
+    number,
+    read,
+    roofline,
+    spec_options,
+)
 from rollout_spec.config import ROUTINGS, SpecConfig, UserError, parse_threshold
 
 HELP = "take recorded rollouts through drafter and gate in virtual time, to choose options for a cluster"
@@ -36,9 +43,7 @@ OF_ROOFLINE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     positive = number(int, 1)
     lines = parser.add_argument_group("lines of the trace")
-    lines.add_argument(
-        "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz; lines of one `step` are one rollout"
-    )
+    add_rollouts_arguments(lines)
     lines.add_argument("--limit-groups", type=positive, metavar="N", help="only the first N lines")
     lines.add_argument(
         "--copies",
@@ -54,14 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE",
         help="engine.json of `bench engine`, or verified tokens:seconds of a step: 1:0.02,64:0.021,256:0.04",
     )
-    source.add_argument(
-        "--model-config",
-        type=Path,
-        metavar="FILE",
-        help="config.json of the policy; with --gpu: step times from a roofline",
-    )
-    times.add_argument("--gpu", metavar="NAME", help="h100, h200, a100 or 910b")
-    times.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel devices of an engine (1)")
+    add_device_arguments(times, source)
     times.add_argument(
         "--dp",
         type=positive,
@@ -140,13 +138,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.measure.simulate import Cluster, comes_back, copied, requests_of
-    from rollout_spec.trace import read_trace
 
     spec = spec_options(args.spec, REFUSED)
     configs = _configs(args, spec)
     if spec.get("corpus"):
         check_corpus(spec["corpus"])
-    lines = copied(list(itertools.islice(read_trace(args.trace), args.limit_groups)), args.copies)
+    lines = copied(list(itertools.islice(read(args, args.traces), args.limit_groups)), args.copies)
     times = _times(args, max((len(r) for line in lines for r in line.responses), default=0))
     clusters = [
         Cluster(
@@ -159,20 +156,19 @@ def run(args: argparse.Namespace) -> int:
         for combination in itertools.product(args.replicas, args.max_num_seqs, args.group_size or [None])
     ]
     if not all(requests_of(lines, cluster.group_size) for cluster in clusters):
-        raise UserError(f"{args.trace}: no token in any response")
+        raise UserError(f"{args.traces[0]}: no token in any response")
     if spec.get("history") and not comes_back(lines):
-        raise UserError(f"--spec history: no group of {args.trace} comes back in a later step")
+        raise UserError(f"--spec history: no group of {args.traces[0]} comes back in a later step")
     results = [_simulate(lines, cluster, configs, times, args) for cluster in clusters]
     if args.json:
         print(json.dumps({"spec": spec, "results": results}, indent=2, allow_nan=False))
     else:
-        _print_table(args.trace.name, results)
+        _print_table(args.traces[0].name, results)
     return 0
 
 
 def _times(args: argparse.Namespace, longest: int) -> Any:
     """The step times; `longest`: tokens of the longest response."""
-    from rollout_spec.measure.roofline import DEVICES, Model, Roofline
     from rollout_spec.measure.step_times import StepTimes
 
     if args.step_times is not None:
@@ -180,16 +176,11 @@ def _times(args: argparse.Namespace, longest: int) -> Any:
         if given:
             raise UserError(f"--{given[0].replace('_', '-')}: belongs to --model-config")
         return StepTimes.parse(args.step_times)
-    if args.gpu not in DEVICES:
-        name = "--gpu" if args.gpu is None else f"--gpu {args.gpu}"
-        raise UserError(f"{name}: must be one of {', '.join(DEVICES)}")
-    return Roofline(
-        Model.read(args.model_config),
-        DEVICES[args.gpu],
-        args.tp or 1,
-        args.dp or 1,
-        args.expert_parallel,
-        args.gpu_memory_utilization or 0.9,
+    return roofline(
+        args,
+        data_parallel=args.dp or 1,
+        expert_parallel=args.expert_parallel,
+        memory_share=args.gpu_memory_utilization or 0.9,
         stretch=args.longest_response / longest if args.longest_response and longest else 1.0,
     )
 

@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,17 @@ from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import make_index
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.trace import Rollout
+
+
+class Replayed(NamedTuple):
+    """What a replay counted for one response."""
+
+    step: int | None
+    """The training step."""
+    num_tokens: int
+    num_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 @dataclass
@@ -43,6 +54,7 @@ class ReplayResult:
     num_tail_tokens: int = 0
     num_proposed_rows: int = 0
     propose_seconds: float = 0.0
+    responses: list[Replayed] = dataclasses.field(default_factory=list)
 
     @property
     def tokens_per_step(self) -> float:
@@ -137,8 +149,6 @@ class IndexProposer:
 def replay(
     trace: Iterable[Rollout],
     config: SpecConfig,
-    *,
-    max_responses: int | None = None,
 ) -> ReplayResult:
     """Replay a trace.
 
@@ -147,13 +157,11 @@ def replay(
             earlier lines with the same `group` are indexed first. What was learned of wording stays from line
             to line.
         config: batch_threshold does not apply, every step drafts.
-        max_responses: at most the first so many responses of each line.
     """
     result = ReplayResult()
     history = History(config.history, config.max_index_bytes)
     with contextlib.closing(IndexProposer(config)) as proposer:
-        for rollout in trace:
-            line = dataclasses.replace(rollout, responses=rollout.responses[:max_responses])
+        for line in trace:
             key = group_key(line.group)
             replay_line(proposer, line, history.get(key), config.num_speculative_tokens, result)
             for response in line.responses if config.history else ():
@@ -177,6 +185,7 @@ def replay_line(
     result.num_tokens += int((ends - prompt_len).sum())
     proposer.start(line.prompt_token_ids, n, earlier)
     rows = np.arange(n, dtype=np.int32)
+    counts = np.zeros((n, 3), np.int64)
     is_running = levels < ends
     while is_running.any():
         running = is_running[rows]
@@ -188,10 +197,14 @@ def replay_line(
         accepted = _num_accepted(drafts, numbers, token_ids, rows, levels[rows])
         gained = np.where(running, np.minimum(accepted + 1, ends[rows] - levels[rows]), 0)
         _count(result, n, int(running.sum()), numbers, accepted, int(gained.sum()))
+        counts[rows] += np.stack([running, numbers, accepted], axis=1)
         levels[rows] += gained.astype(np.int32)
         # A row that ends in this step takes part in the next once more: its siblings see its last tokens.
         rows = np.flatnonzero(is_running).astype(np.int32)
         is_running = levels < ends
+    result.responses += [
+        Replayed(line.step, *row) for row in np.column_stack([ends - prompt_len, counts]).tolist()
+    ]
     proposer.finish()
 
 

@@ -142,13 +142,19 @@ def render(
     tables: Iterable[tuple[str, list[str], list[list[str]]]],
     facts: Mapping[str, str],
     picture: bytes | None = None,
+    alt: str = "Running requests and drafting over one rollout, by method",
 ) -> str:
-    """A command's record as a page: its verdict, what it found, and of what; `picture` is a PNG."""
+    """A command's record as a page: its verdict, what it found, and of what.
+
+    Args:
+        picture: a PNG.
+        alt: what it shows.
+    """
     from jinja2 import Environment
 
     template = resources.files("rollout_spec.report").joinpath("record.html.j2").read_text()
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
     return page.render(
-        command=command, verdict=verdict, sentences=sentences, tables=tables, facts=facts,
+        command=command, verdict=verdict, sentences=sentences, tables=tables, facts=facts, alt=alt,
         picture=picture and base64.b64encode(picture).decode(),
     )  # fmt: skip

@@ -1,0 +1,121 @@
+"""What drafts would give rollouts that somebody has: replayed, and on engines of a given size."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.measure.replay import Replayed, ReplayResult
+from rollout_spec.measure.simulate import Cluster, assign, requests_of, rollouts_of, simulate
+from rollout_spec.measure.step_times import Times
+from rollout_spec.trace import Rollout
+
+TAIL_ROWS = 8  # the tail: at most so many requests run
+SHORT = 16  # tokens: shorter responses are one class of lengths
+
+
+def outlook(
+    lines: Sequence[Rollout],
+    result: ReplayResult,
+    config: SpecConfig,
+    cluster: Cluster,
+    times: Times | None = None,
+    on_tokens: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Figures of a replay and of the engines' batches; JSON has the same.
+
+    Args:
+        lines: what was replayed.
+        config: of the drafter; the gate decides in `predicted`.
+        times: of the engines' steps; without, there is no prediction.
+        on_tokens: called with the tokens of each simulated step.
+
+    Returns:
+        `ReplayResult.to_dict`; lengths, of responses; by_step and by_length, the replay of some responses;
+        batch, tail_share, of the engines' plain steps, and running, the requests in each of the longest
+        rollout's; predicted, off and on, `simulate`'s figures, or None.
+    """
+    running = [
+        num_running([len(request.response) for request in requests], cluster.max_num_seqs)
+        for rollout in rollouts_of(lines)
+        for requests in assign(requests_of(rollout, None), cluster.num_replicas, cluster.by_group)
+    ]
+    steps = np.concatenate(running)
+    predicted = None
+    if times is not None:
+        configs = {"off": SpecConfig(method="off"), "on": dataclasses.replace(config, batch_threshold="auto")}
+        predicted = {
+            name: simulate(lines, cluster, one, times, TAIL_ROWS, on_tokens) for name, one in configs.items()
+        }
+    lengths = [response.num_tokens for response in result.responses]
+    return {
+        **result.to_dict(),
+        "tail_tokens_per_step": result.tail_tokens_per_step,
+        "lengths": {
+            "median": float(np.median(lengths)),
+            "longest_tenth": float(np.quantile(lengths, 0.9)),
+            "longest": max(lengths),
+        },
+        "by_step": [
+            {"step": step, **figures} for step, figures in _by(result.responses, lambda one: one.step)
+        ],
+        "by_length": [
+            {"from": end // 2 if end > SHORT else 0, "to": end - 1, **figures}
+            for end, figures in _by(
+                result.responses, lambda one: max(SHORT, 1 << one.num_tokens.bit_length())
+            )
+        ],
+        "batch": {
+            "replicas": cluster.num_replicas,
+            "max_num_seqs": cluster.max_num_seqs,
+            "tail_rows": TAIL_ROWS,
+        },
+        "tail_share": float((steps <= TAIL_ROWS).mean()),
+        "running": max(running, key=len).tolist(),
+        "predicted": predicted,
+    }
+
+
+def num_running(lengths: Iterable[int], max_num_seqs: int) -> npt.NDArray[np.int64]:
+    """How many requests run in each plain step of an engine that serves them in turn, [steps]."""
+    ends: list[int] = []
+    changes: defaultdict[int, int] = defaultdict(int)
+    for length in lengths:
+        begin = heapq.heappop(ends) if len(ends) == max_num_seqs else 0
+        heapq.heappush(ends, begin + length)
+        changes[begin] += 1
+        changes[begin + length] -= 1
+    each = np.zeros(max(changes, default=0), np.int64)
+    for step, change in changes.items():
+        each[step : step + 1] += change
+    return each.cumsum()
+
+
+def _by(
+    responses: Iterable[Replayed], key: Callable[[Replayed], int | None]
+) -> list[tuple[int, dict[str, float]]]:
+    """The figures of the responses of each key, in its order; those without one are left out."""
+    parts: defaultdict[int, list[Replayed]] = defaultdict(list)
+    for response in responses:
+        if (name := key(response)) is not None:
+            parts[name].append(response)
+    return [(name, _figures(np.array([one[1:] for one in parts[name]]))) for name in sorted(parts)]
+
+
+def _figures(counts: npt.NDArray[np.int64]) -> dict[str, float]:
+    """`counts`: of each response, [n, 4], but for its training step."""
+    tokens, steps, drafted, accepted = counts.sum(axis=0).tolist()
+    decoded = tokens - int(np.count_nonzero(counts[:, 0]))
+    return {
+        "num_responses": len(counts),
+        "num_tokens": tokens,
+        "tokens_per_step": decoded / steps if steps else 0.0,
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+    }

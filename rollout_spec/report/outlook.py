@@ -1,0 +1,160 @@
+"""What drafts would give somebody's rollouts, as sentences, tables, a picture and a page; `record` is what
+`replay --json` prints."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.report.certificate import render
+
+MAX_ROWS = 12  # of a table
+MAX_SIBLINGS = 64  # more are hardly of one prompt
+_BLUE, _DARK, _GREY = "#1463d8", "#1b2a3d", "#8a94a3"
+_COLUMNS = ("responses", "tokens", "tokens per step", "accepted")
+
+
+def headline(record: Mapping[str, Any]) -> str:
+    """What a reader needs, in one sentence."""
+    if record["predicted"] is not None:
+        off, on = (record["predicted"][name]["makespan_s"] for name in ("off", "on"))
+        verb = "be slower" if on > off else "save time"
+        return (
+            f"Drafts would {verb}: these rollouts are predicted to take {on:,.1f} s with them and "
+            f"{off:,.1f} s without, {off / on:.2f} times as fast."
+        )
+    return (
+        f"Drafts would give {record['tokens_per_step']:.2f} tokens per step of a response, plain decoding "
+        f"gives 1; {record['tail_share']:.0%} of an engine's steps are tail, where that saves most."
+    )
+
+
+def sentences(record: Mapping[str, Any]) -> list[str]:
+    """What comes behind `headline`."""
+    lengths, batch, predicted = record["lengths"], record["batch"], record["predicted"]
+    engines = "one engine" if batch["replicas"] == 1 else f"{batch['replicas']} engines"
+    text = [
+        f"A step gives {record['tokens_per_step']:.2f} tokens, {record['tail_tokens_per_step']:.2f} where at "
+        f"most a quarter of a prompt's responses still run; {record['acceptance_rate']:.0%} of the draft "
+        "tokens are right.",
+        f"Prompts: {record['num_groups']:,}, responses: {record['num_responses']:,}.{_doubt(record)}",
+        f"Half of the responses have at most {lengths['median']:,.0f} tokens, the longest tenth has "
+        f"{lengths['longest_tenth']:,.0f} to {lengths['longest']:,}.",
+        f"On {engines} with up to {batch['max_num_seqs']:,} requests at a time, {record['tail_share']:.0%} "
+        f"of the steps without drafts are tail: at most {batch['tail_rows']} requests run.",
+    ]
+    if predicted is None:
+        return [*text, "That says nothing of time: --model-config and --gpu predict it, with the gate."]
+    return [
+        *text,
+        f"Predicted, not measured: with the gate a step gives {predicted['on']['tokens_per_step']:.2f} "
+        f"tokens; the tail takes {predicted['off']['tail_share']:.0%} of the time without drafts.",
+    ]
+
+
+def _doubt(record: Mapping[str, Any]) -> str:
+    """What the groups say against the figures."""
+    if record["num_responses"] == record["num_groups"]:
+        return " No prompt has two, so what siblings give, the most in a rollout, is missing here."
+    if record["num_groups"] == 1 and record["num_responses"] > MAX_SIBLINGS:
+        return " Where prompts of one text differ, by their images, --columns group=NAME tells them apart."
+    return ""
+
+
+def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Title, columns and rows of each table."""
+    if len(record["by_step"]) > 1:
+        rows = [[str(row["step"]), *_cells(row)] for row in _some(record["by_step"])]
+        yield "By training step", ["step", *_COLUMNS], rows
+    rows = [[_range(row), *_cells(row)] for row in record["by_length"]]
+    yield "By length of the response", ["tokens", *_COLUMNS], rows
+
+
+def _some(rows: Sequence[Any]) -> list[Any]:
+    """The first, the last, and as many between them as a table holds."""
+    places = range(min(len(rows), MAX_ROWS))
+    return [rows[round(i * (len(rows) - 1) / max(1, len(places) - 1))] for i in places]
+
+
+def _range(row: Mapping[str, Any]) -> str:
+    return f"{row['from']:,} to {row['to']:,}"
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{row['num_responses']:,}", f"{row['num_tokens']:,}", f"{row['tokens_per_step']:.2f}",
+        f"{row['acceptance_rate']:.0%}",
+    ]  # fmt: skip
+
+
+def write_outlook(record: Mapping[str, Any], facts: Mapping[str, str], folder: Path) -> Path:
+    """Write replay.json, replay.png and replay.html, and return the page's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = draw(record)
+    (folder / "replay.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    (folder / "replay.png").write_bytes(picture)
+    page = folder / "replay.html"
+    alt = "Tokens per step by training step and by length, running requests, predicted time"
+    page.write_text(
+        render("replay", headline(record), sentences(record), tables(record), facts, picture, alt)
+    )
+    return page
+
+
+def draw(record: Mapping[str, Any]) -> bytes:
+    """A PNG with a panel for each thing that there is to show."""
+    from matplotlib.figure import Figure
+
+    panels = [_draw_lengths, _draw_running]
+    panels = ([_draw_steps] if len(record["by_step"]) > 1 else []) + panels
+    panels += [_draw_predicted] if record["predicted"] is not None else []
+    figure = Figure(figsize=(9.6, 3.3 * -(-len(panels) // 2)), layout="constrained")
+    for i, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(-(-len(panels) // 2), 2, i)
+        panel(axes, record)
+        axes.tick_params(labelsize=8, length=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.title.set_fontsize(10)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()
+
+
+def _draw_steps(axes: Any, record: Mapping[str, Any]) -> None:
+    rows = record["by_step"]
+    axes.plot(
+        [row["step"] for row in rows], [row["tokens_per_step"] for row in rows], color=_BLUE, marker="."
+    )
+    axes.axhline(1, color=_GREY, linewidth=0.8)
+    axes.set(title="Tokens per step, by training step (1: no drafts)", ylim=(0, None), xlabel="training step")
+
+
+def _draw_lengths(axes: Any, record: Mapping[str, Any]) -> None:
+    rows = record["by_length"]
+    bars = axes.bar([_range(row) for row in rows], [row["tokens_per_step"] for row in rows], color=_BLUE)
+    axes.bar_label(bars, [f"{row['num_responses']:,}" for row in rows], fontsize=8)
+    axes.axhline(1, color=_GREY, linewidth=0.8)
+    axes.set(title="Tokens per step, by tokens of the response (on top: responses)")
+    axes.tick_params(axis="x", rotation=30)
+
+
+def _draw_running(axes: Any, record: Mapping[str, Any]) -> None:
+    running, rows = record["running"], record["batch"]["tail_rows"]
+    tail = sum(number > rows for number in running)
+    axes.axvspan(tail, len(running), color="#cfe0f7", label=f"tail: at most {rows}")
+    axes.stairs(running, color=_DARK)
+    axes.legend(fontsize=8, frameon=False)
+    axes.set(
+        title="Running requests without drafts, the longest rollout", xlabel="engine step", ylim=(0, None)
+    )
+
+
+def _draw_predicted(axes: Any, record: Mapping[str, Any]) -> None:
+    seconds = [record["predicted"][name]["makespan_s"] for name in ("off", "on")]
+    bars = axes.barh(["without drafts", "with drafts"], seconds, color=[_GREY, _BLUE])
+    axes.bar_label(bars, [f"{value:,.1f} s" for value in seconds], fontsize=9, padding=3)
+    axes.invert_yaxis()
+    axes.set(title="Predicted time of all rollouts, seconds", xlim=(0, 1.2 * max(seconds)))

@@ -1,0 +1,290 @@
+"""Rollouts as other programs leave them: every form gives the same rollouts, and others are told apart."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from rollout_spec.cli import main
+from rollout_spec.report.dumps import read_rollouts
+from rollout_spec.trace import TraceError, to_line
+
+WORDS = ["?", "user", "p", "q", "a", "b", "c"]
+P, Q, A, B, C = range(2, 7)
+ROWS = [("p q", "a b"), ("q", "c"), ("p q", "a c")]
+WANTED = [([P, Q], [[A, B], [A, C]]), ([Q], [[C]])]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    words.pre_tokenizer = WhitespaceSplit()
+    folder = tmp_path_factory.mktemp("policy")
+    words.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def found(paths, tokenizer=None, columns=None):
+    rollouts = list(read_rollouts(paths, tokenizer, columns))
+    return [(one.prompt_token_ids.tolist(), [text.tolist() for text in one.responses]) for one in rollouts]
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def asked(text):
+    return {"role": "user", "content": text}
+
+
+def choice(text):
+    return {"index": 0, "message": said(text), "finish_reason": "stop"}
+
+
+GROUPED = [("p q", ["a b", "a c"]), ("q", ["c"])]
+FORMS = {
+    "verl": [{"input": p, "output": r, "gts": "7", "score": 1.0, "step": 3} for p, r in ROWS],
+    "responses in a list": [{"prompt": p, "responses": r, "answer": "7"} for p, r in GROUPED],
+    "maths evaluations": [{"idx": 1, "question": p, "code": r, "pred": ["7"]} for p, r in GROUPED],
+    "lm-eval": [
+        {"doc_id": 1, "doc": {"x": "y"}, "arguments": {"gen_args_0": {"arg_0": p, "arg_1": {}}}, "resps": [r]}
+        for p, r in GROUPED
+    ],
+    "trl": [{"step": 1, "prompt": p, "completion": r, "advantage": 0.5} for p, r in ROWS],
+    "outputs with token ids": [
+        {"prompt_token_ids": p, "outputs": [{"text": "x", "token_ids": ids} for ids in r]} for p, r in WANTED
+    ],
+    "ids in columns": [
+        {"prompt_ids": p, "prompt": "x", "completion_ids": ids} for p, r in WANTED for ids in r
+    ],
+    "a recording": [
+        {"group": str(i), "prompt_token_ids": p, "responses": r} for i, (p, r) in enumerate(WANTED)
+    ],
+}
+NAMED = [{"row": {"ask": p, "k": len(p)}, "said": r} for p, r in ROWS]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_rollouts(tmp_path, tokenizer, form):
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(lines(FORMS[form]))
+    assert found([file], tokenizer) == WANTED
+
+
+@pytest.mark.parametrize("wrap", [list, lambda rows: {"info": 1, "sets": [{"results": rows}]}])
+def test_one_document_holds_rows_too(tmp_path, tokenizer, wrap):
+    file = tmp_path / "x.json"
+    for indent in (None, 2):
+        file.write_text(json.dumps(wrap(FORMS["verl"]), indent=indent))
+        assert found([file], tokenizer) == WANTED
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_files_with_a_mark_at_their_begin(tmp_path, tokenizer, pack):
+    file = tmp_path / "x"
+    for form in ("verl", "a recording"):
+        file.write_bytes(pack(b"\xef\xbb\xbf" + lines(FORMS[form])))
+        assert found([file], tokenizer) == WANTED
+
+
+@pytest.mark.parametrize("form", ["verl", "responses in a list", "outputs with token ids"])
+def test_parquet(tmp_path, tokenizer, form):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(FORMS[form]), tmp_path / "x.parquet")
+    assert found([tmp_path], tokenizer) == WANTED
+
+
+def test_zstd(tmp_path, tokenizer):
+    arrow = pytest.importorskip("pyarrow")
+    packed = arrow.compress(lines(FORMS["verl"]), codec="zstd", asbytes=True)
+    (tmp_path / "x.jsonl.zst").write_bytes(packed)
+    assert found([tmp_path], tokenizer) == WANTED
+
+
+def test_chats_are_siblings_by_their_first_messages(tmp_path, tokenizer):
+    call = {"function": {"name": "a", "arguments": '"b"'}}
+    turns = [asked("p"), said("a") | {"tool_calls": [call]}, {"role": "tool", "content": "q"}, said("b")]
+    chats = [{"messages": turns}, {"messages": [asked("p"), said("c")]}, {"messages": [asked("p")]}]
+    old = {"conversations": [{"from": "user", "value": "p"}, {"from": "gpt", "value": "b"}]}
+    (tmp_path / "x.jsonl").write_bytes(lines([*chats, old]))
+    unknown = WORDS.index("?")  # {"name":, "a",, "arguments":, "b"}
+    assert found([tmp_path], tokenizer) == [([1, P], [[A, *[unknown] * 4, B], [C], [B]])]
+
+
+def test_several_chats_in_a_column(tmp_path, tokenizer):
+    """As TRL has conversations, and verifiers."""
+    rows = [{"prompt": [asked("p")], "completion": [said("a"), asked("q"), said("b")]}]
+    rows += [{"messages": [asked("p")], "responses": [said("a"), said("c")]}]
+    rows += [{"messages": [asked("p"), said("b")], "response": "b"}]
+    (tmp_path / "x.jsonl").write_bytes(lines(rows))
+    assert found([tmp_path], tokenizer) == [([1, P], [[A, B], [A], [C], [B]])]
+
+
+def test_batch_outputs_have_several_choices_and_no_prompt(tmp_path, tokenizer):
+    rows = [
+        {"custom_id": "x", "response": {"body": {"choices": [choice("a b"), choice("c")]}}, "error": None},
+        {"custom_id": "y", "response": None, "error": {"code": 500}},
+        {"custom_id": "x", "response": {"body": {"choices": [{"text": "b"}]}}, "error": None},
+    ]
+    (tmp_path / "x.jsonl").write_bytes(lines(rows))
+    assert found([tmp_path], tokenizer) == [([], [[A, B], [C], [B]])]
+
+
+def test_columns_are_named(tmp_path, tokenizer):
+    (tmp_path / "x.jsonl").write_bytes(lines(NAMED))
+    columns = {"prompt": "row.ask", "response": "said"}
+    assert found([tmp_path], tokenizer, columns) == WANTED
+    everything = list(read_rollouts([tmp_path], tokenizer, columns | {"step": "row.k", "group": "row.k"}))
+    assert [(one.group, one.step) for one in everything] == [("3", 3), ("1", 1)]
+
+
+def test_a_step_may_be_none_of_the_training(tmp_path, tokenizer):
+    rows = [{"prompt": "p", "response": "a", "step": number} for number in range(2)]
+    (tmp_path / "x.json").write_text(json.dumps({"runs": rows}))
+    assert found([tmp_path], tokenizer) == [([P], [[A]])] * 2
+    assert found([tmp_path], tokenizer, {"step": ""}) == [([P], [[A], [A]])]
+
+
+def test_steps_and_prompts_of_a_verl_run(tmp_path, tokenizer):
+    """A file a step; verl 0.9.1 says in `uid` whose samples they are, which images may need."""
+    for step in (10, 2):
+        uids = [f"{name}_{number}_0" for name in "uv" for number in range(2)]
+        rows = [{"input": "p", "output": "a", "step": step, "uid": uid} for uid in uids]
+        (tmp_path / f"{step}.jsonl").write_bytes(lines(rows))
+    rollouts = list(read_rollouts([tmp_path], tokenizer))
+    assert [(one.step, len(one.responses)) for one in rollouts] == [(2, 2), (2, 2), (10, 2), (10, 2)]
+    assert len({one.group for one in rollouts}) == 1, "the prompt comes back"
+
+
+def test_a_folder_may_hold_other_files(tmp_path, tokenizer, caplog):
+    (tmp_path / "a.json").write_text('{"seed": 1}')
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.jsonl").write_bytes(lines(FORMS["verl"]))
+    assert found([tmp_path], tokenizer) == WANTED
+    assert "a.json: no response that is known among seed; wanted" in caplog.text
+
+
+def test_what_a_killed_run_has_cut_is_left_out(tmp_path, tokenizer, caplog):
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(lines(FORMS["verl"])[:-9])
+    assert found([file], tokenizer) == [([P, Q], [[A, B]]), ([Q], [[C]])]
+    assert caplog.messages == [f"{file}:3: the last line is cut off, it is left out"]
+
+
+texts = st.lists(st.sampled_from(WORDS[1:]), min_size=1, max_size=4).map(" ".join)
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=st.lists(st.tuples(st.integers(0, 2), texts, texts), min_size=1), data=st.data())
+def test_what_verl_writes_is_read_whatever_the_order(tmp_path_factory, tokenizer, rows, data):
+    folder = tmp_path_factory.mktemp("dump")
+    for step in {step for step, _, _ in rows}:
+        of_step = data.draw(st.permutations([row[1:] for row in rows if row[0] == step]))
+        entries = [{"input": p, "output": r, "gts": None, "score": 0.0, "step": step} for p, r in of_step]
+        (folder / f"{step}.jsonl").write_bytes(lines(entries))
+    read = [
+        (one.step, *(" ".join(WORDS[i] for i in text) for text in (one.prompt_token_ids, response)))
+        for one in read_rollouts([folder], tokenizer)
+        for response in one.responses
+    ]
+    assert sorted(read) == sorted(rows)
+    assert [step for step, _, _ in read] == sorted(step for step, _, _ in rows)
+
+
+VERL = lines(FORMS["verl"])
+MISTAKES = [
+    (b"", "", "x.jsonl: it has no rows; wanted: a recording, verl's rollout_data_dir"),
+    (b"\n \n", "", "x.jsonl: it has no rows; wanted: a recording"),
+    (to_line("g", 1, [1], [[]]).encode(), "", "x.jsonl: no token in any response"),
+    (
+        b"%PDF-1.7\n%",
+        "",
+        "x.jsonl: it begins with b'%PDF-1.7\\n%', which is neither JSON nor parquet; wa",
+    ),
+    (b"PAR1nothing", "", "x.jsonl: "),
+    (
+        b'{"a": 1, "b": 2}\n{"a": 1}\n',
+        "",
+        "x.jsonl: no response that is known among a, b; wanted: ",
+    ),
+    (b"[1, 2]", "", "x.jsonl: no response that is known among [1, 2]; wanted: "),
+    (gzip.compress(VERL)[:40], "", "x.jsonl: Compressed file ended before"),
+    (bz2.compress(VERL)[:9] + bytes(50), "", "x.jsonl: Invalid data stream"),
+    (
+        VERL,
+        "",
+        "it holds texts, and drafts are made of tokens: --tokenizer DIR names the policy's",
+    ),
+    (
+        VERL,
+        "--tokenizer /nowhere",
+        "--tokenizer /nowhere: no such file; where a folder has none, transformers",
+    ),
+    (VERL, f"--tokenizer {__file__}", f"--tokenizer {__file__}: no tokenizer.json: "),
+    (VERL + b"{\n{}\n", "", "x.jsonl:4: not JSON: "),
+    (lines(NAMED), "--columns response=reply", "x.jsonl: no response that is known among row, said; wanted"),
+    (
+        lines(NAMED),
+        "--columns response=said,prompt=ask",
+        "--columns prompt=ask: a row has the fields row, said",
+    ),
+    (
+        lines(NAMED),
+        "--columns reply=said",
+        "--columns reply=said: must be prompt=NAME, response=NAME, gro",
+    ),
+    (b'{"prompt_ids": [-1], "responses": [1]}', "", "x.jsonl[0]: -1 is not a token id"),
+]
+
+
+@pytest.mark.parametrize(("content", "options", "message"), MISTAKES, ids=[case[2] for case in MISTAKES])
+def test_what_cannot_be_read_is_one_line(tmp_path, capsys, content, options, message):
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(content)
+    assert main(["replay", str(file), *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rollout-spec replay: ") and error.count("\n") == 1
+    assert message in error
+
+
+def test_other_commands_read_the_same(tmp_path, tokenizer, capsys):
+    (tmp_path / "1.jsonl").write_bytes(VERL)
+    dump = [str(tmp_path), "--tokenizer", str(tokenizer)]
+    assert main(["simulate", *dump, "--step-times", "1:0.1", "--batch-thresholds", "4", "--json"]) == 0
+    [result] = json.loads(capsys.readouterr().out)["results"]
+    assert result["runs"][0]["makespan_s"] == pytest.approx(0.2), "the longest response has two tokens"
+    assert main(["bench", "drafters", *dump, "--methods", "off", "--no-cost", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"][0]["tokens_per_step"] == 1.0
+    assert main(["corpus", "build", *dump, "-o", str(tmp_path / "c.sam"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_tokens"] == 5
+
+
+def test_a_stranger_needs_one_command(tmp_path, tokenizer, capsys):
+    dump, output = tmp_path / "dump", tmp_path / "output"
+    dump.mkdir()
+    rows = [{"input": "p q", "output": text, "score": 1.0, "step": 1} for text in ("a b c", "a b c")]
+    (dump / "1.jsonl").write_bytes(lines(rows))
+    assert main(["replay", str(dump), "--tokenizer", str(tokenizer), "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Drafts would give ") and f"page: {output / 'replay.html'}" in out
+
+
+def test_a_folder_without_rollouts(tmp_path):
+    with pytest.raises(TraceError, match=r"no file in it ends with \.jsonl, \.json or \.parquet"):
+        read_rollouts([tmp_path])
+    (tmp_path / "config.json").write_text('{"seed": 1}')
+    with pytest.raises(TraceError, match=r"config\.json: no response that is known among seed"):
+        read_rollouts([tmp_path])

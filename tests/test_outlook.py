@@ -1,0 +1,89 @@
+"""What `replay` says to a person: figures by hand, the batch, the sentence, the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_spec.cli import main
+from rollout_spec.measure.outlook import num_running
+from rollout_spec.report.outlook import MAX_ROWS, headline, sentences, tables
+from rollout_spec.trace import to_line
+
+QWEN = Path(__file__).parents[1] / "recipes" / "models" / "qwen3_8b.json"
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9), rows=st.integers(1, 4))
+def test_running_requests_are_those_of_an_engine_stepped_by_hand(lengths, rows):
+    waiting, running, counts = list(lengths), [], []
+    while waiting or running:
+        while waiting and len(running) < rows:
+            running.append(waiting.pop(0))
+        counts.append(len(running))
+        running = [left - 1 for left in running if left > 1]
+    assert num_running(lengths, rows).tolist() == counts
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """Two steps; a response that repeats the prompt, and others that nothing predicts."""
+    file = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    known, unknown = list(range(20)) * 2, list(range(100, 140))
+    file.write_text(to_line("a", 1, list(range(20)), [known, [7]]) + to_line("b", 2, [1], [unknown]))
+    output = file.parent / "output"
+    command = ["replay", str(file), "--output", str(output), "--max-num-seqs", "1", "--spec", "history=0"]
+    assert main([*command, "--model-config", str(QWEN), "--gpu", "h100"]) == 0
+    return json.loads((output / "replay.json").read_text()), output
+
+
+def test_figures_by_step_and_by_length(record):
+    found, _ = record
+    by_step = {row["step"]: row for row in found["by_step"]}
+    assert by_step[1]["tokens_per_step"] > 2 > by_step[2]["tokens_per_step"] == 1.0
+    assert [by_step[step]["num_tokens"] for step in (1, 2)] == [41, 40]
+    assert [(row["from"], row["to"], row["num_responses"]) for row in found["by_length"]] == [
+        (0, 15, 1),
+        (32, 63, 2),
+    ]
+    assert found["lengths"] == {"median": 40.0, "longest_tenth": 40.0, "longest": 40}
+    assert found["running"] == [1] * 41, "one at a time: 40 steps and one"
+    assert found["tail_share"] == 1.0
+    off, on = found["predicted"]["off"], found["predicted"]["on"]
+    assert off["tokens_per_step"] == 1.0 and off["makespan_s"] > 0 and on["makespan_s"] > 0
+
+
+def test_a_sentence_comes_first_and_says_losses(record):
+    found, _ = record
+    found["predicted"] = {"off": {"makespan_s": 10.0}, "on": {"makespan_s": 8.0}}
+    assert headline(found).startswith("Drafts would save time: these rollouts are predicted to take 8.0 s")
+    found["predicted"]["on"]["makespan_s"] = 12.5
+    assert headline(found).startswith("Drafts would be slower: ") and "0.80 times as fast" in headline(found)
+    found["predicted"] = None
+    assert f"{found['tokens_per_step']:.2f} tokens per step" in headline(found)
+    assert "--model-config" in " ".join(sentences(found))
+
+
+@pytest.mark.parametrize(
+    ("groups", "responses", "doubt"), [(3, 3, "No prompt has two"), (1, 65, "group=NAME"), (3, 6, None)]
+)
+def test_groups_that_are_none_are_doubted(record, groups, responses, doubt):
+    found = record[0] | {"num_groups": groups, "num_responses": responses, "predicted": None}
+    said = " ".join(sentences(found))
+    assert [word for word in ("No prompt has two", "group=NAME") if word in said] == [doubt] * bool(doubt)
+
+
+def test_a_long_training_has_a_short_table(record):
+    steps = [record[0]["by_step"][0] | {"step": step} for step in range(100)]
+    title, _, rows = next(tables(record[0] | {"by_step": steps}))
+    assert (title, len(rows), rows[0][0], rows[-1][0]) == ("By training step", MAX_ROWS, "0", "99")
+
+
+def test_the_page_has_everything_inside_it(record):
+    page = (record[1] / "replay.html").read_text()
+    assert "<h1>Drafts would " in page and "data:image/png;base64," in page and "By training step" in page
+    assert (record[1] / "replay.png").read_bytes().startswith(b"\x89PNG")
