@@ -20,7 +20,7 @@ import pytest
 from rollout_spec import __version__, processes
 from rollout_spec.cli import COMMANDS, build_parser, main
 from rollout_spec.cli.demo import TRAINERS
-from rollout_spec.demo.runner import Plan, overrides
+from rollout_spec.demo.runner import Plan, overrides, run_names
 from rollout_spec.measure import diagnosis
 from rollout_spec.trace import read_trace
 from rollout_spec.vllm import features
@@ -416,6 +416,14 @@ def test_the_plans_own_overrides_come_last(tmp_path):
     assert "+rollout.spec=sam" in given
     assert "trainer.total_training_steps=3" in given
     assert given.index("data.seed=5") < given.index("data.seed=6")
+
+
+def test_every_training_of_several_pairs_has_a_folder_and_a_name_of_its_own(tmp_path):
+    plan = Plan(output=tmp_path, pairs=3)
+    assert run_names(plan, "sam") == ["sam", "sam-2", "sam-3"]
+    given = overrides(plan, "sam-2", Path("/model"), Path("/train"))
+    assert {"+rollout.spec=sam", "trainer.experiment_name=grpo-sam-2"} < set(given)
+    assert f"hydra.run.dir={tmp_path / 'sam-2' / 'hydra'}" in given
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -14,13 +14,13 @@ from rollout_spec.cli.progress import ConsoleWatcher
 from rollout_spec.report.logs import RunError
 from rollout_spec.report.page import headline, sentences, summary_table, table_rows, write_report
 from rollout_spec.report.responses import Agreement, first_step_agreement
-from rollout_spec.report.runs import MEASURES, compare, read_run, read_steps
+from rollout_spec.report.runs import MEASURES, compare, joined, read_run, read_steps
 
 SPEC = "rollout/spec_"
 LOGGED = '{"step": 3, "data": {"rollout/spec_generated_tokens": 1, "rollout/spec_rollout_seconds": '
 
 
-def write_run(folder, seconds, tokens, drafting=False, responses=()):
+def write_run(folder, seconds, tokens, drafting=False, responses=(), training=20.0):
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for step, (took, generated) in enumerate(zip(seconds, tokens, strict=True), 1):
@@ -31,7 +31,10 @@ def write_run(folder, seconds, tokens, drafting=False, responses=()):
             "response_length/mean": generated / 16,
             "actor/entropy": 1.0 - 0.1 * step,
             "timing_s/gen": took + 1.0,
-            "timing_s/step": took + 20.0,
+            "timing_s/old_log_prob": 0.25 * training,
+            "timing_s/update_actor": 0.75 * training,
+            "timing_s/step": took + training,
+            "perf/total_num_tokens": 2000,
         }
         if drafting:
             data |= {
@@ -174,6 +177,47 @@ def test_a_comparison_says_what_was_interrupted(tmp_path):
     assert comparison.to_dict()["sam"]["num_interrupted"] == 8
 
 
+@pytest.mark.parametrize("training", [20.9, 22.0, 18.0])
+def test_a_machine_that_drifted_makes_the_ratio_untrusted(tmp_path, training):
+    off = write_run(tmp_path / "off", [10.0, 20.0], [1000, 2000])
+    sam = write_run(tmp_path / "sam", [5.0, 10.0], [1000, 2000], True, training=training)
+    comparison = compare(read_run(off, "off"), read_run(sam, "sam"))
+    summary = comparison.to_dict()
+    assert summary["drift"] == pytest.approx(training / 20.0)
+    assert summary["corrected_speedup"] == pytest.approx(2.0 * training / 20.0)
+    said = sentences(comparison)[1]
+    assert f"took {training / 20.0:.2f}×" in said
+    if training == 20.9:
+        assert said.startswith("The machine was as fast for both")
+    else:
+        assert said.startswith("Do not trust this ratio") and f"{training / 10.0:.2f}×." in said
+
+
+def test_training_beside_rollouts_and_training_not_logged_measure_no_machine(comparison):
+    on = dataclasses.replace(
+        comparison.on,
+        steps=tuple(dataclasses.replace(step, num_interrupted=1) for step in comparison.on.steps),
+    )
+    beside = dataclasses.replace(comparison, on=on)
+    without = [dataclasses.replace(step, update_ms=math.nan) for step in comparison.off.steps]
+    unknown = compare(dataclasses.replace(comparison.off, steps=tuple(without)), comparison.on)
+    for each in (beside, unknown):
+        assert each.to_dict()["drift"] is None and not each.has_drifted
+        assert not any("drafts do not touch" in sentence for sentence in sentences(each))
+
+
+def test_runs_of_several_pairs_are_compared_step_by_step(tmp_path):
+    seconds = {"off": [[10.0, 20.0], [12.0, 18.0]], "sam": [[5.0, 10.0], [4.0, 9.0]]}
+    runs = {
+        method: joined(method, [read_run(write_run(tmp_path / f"{method}-{i}", each, [100, 200]), method)
+                                for i, each in enumerate(of_pairs)])
+        for method, of_pairs in seconds.items()
+    }  # fmt: skip
+    comparison = compare(runs["off"], runs["sam"])
+    assert comparison.off.column("step") == comparison.on.column("step") == [1, 2, 3, 4]
+    assert comparison.speedup == pytest.approx(60 / 28)
+
+
 def test_means_have_intervals_and_a_missing_value_is_left_out(tmp_path):
     rng = np.random.default_rng(3)
     seconds = rng.uniform(5, 20, size=30).tolist()
@@ -208,7 +252,10 @@ def test_only_common_steps_are_compared(runs, tmp_path):
 def test_the_summary_has_the_documented_keys(report):
     summary = json.loads(report["json"].read_text())
     assert report["json"].name == "summary.json"
-    assert set(summary) == {"off", "sam", "speedup", "speedup_ci95", "first_step_agreement", "measures"}
+    assert set(summary) == {
+        *("off", "sam", "speedup", "speedup_ci95", "drift", "corrected_speedup"),
+        *("first_step_agreement", "measures"),
+    }
     assert summary["first_step_agreement"] is None, "these rollouts were recorded without names"
     assert set(summary["measures"]) == {measure.name for measure in MEASURES}
     reward = summary["measures"]["reward"]

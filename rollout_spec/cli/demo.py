@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_argument("--recipe", choices=sorted(STEPS), default="grpo", help="algorithm and settings")
     trained.add_argument("--trainer", choices=TRAINERS, default="sync", help="verl's trainer_mode")
     trained.add_argument("--steps", type=number(int, 1), metavar="N", help="training steps (grpo 4, dapo 1)")
+    trained.add_argument(
+        "--pairs", type=number(int, 1), default=1, metavar="N", help="trainings off and on, in turn, N times"
+    )
     add_model_argument(trained)
     trained.add_argument("--train-file", type=Path, metavar="FILE", help="verl's parquet (generated)")
     trained.add_argument("--seed", type=int, default=7, metavar="N", help="of the data and its order")
@@ -87,6 +90,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         recipe=args.recipe,
         trainer=args.trainer,
         steps=args.steps or default,
+        pairs=args.pairs,
         seed=args.seed,
         model=args.model,
         train_file=args.train_file,

