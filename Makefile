@@ -8,6 +8,8 @@ VENV ?= .venv
 # `make test VLLM=0.32.0`: an engine of another version, in an environment of its own, without verl.
 VLLM ?=
 VLLMS := 0.23.0 0.29.0 0.32.0
+# Releases of vllm-ascend that `make test-ascend` runs, with a stub of torch_npu; those of 0.23 with vLLM 0.23.0.
+ASCENDS := 0.23.0 0.23.0.post1 0.24.0rc1
 # `make test VERL=DIR`: a checkout of verl in an environment of its own, with the vLLM that it pins, or with VLLM.
 VERL ?=
 UV_VERSION := 0.13.8
@@ -70,6 +72,8 @@ VERL_TESTS := $(patsubst %,tests/%.py,$(addprefix test_verl_,adapter check_confi
 	test_recipes test_checkpoint_engine engine/test_verl_server)
 # What takes all memory.
 ALONE := tests/test_training.py
+ASCEND := $(TOOLS)/ascend
+WITH_ASCEND = $(TOOLS)$(if $(filter 0.23.0%,$(1)),/vllm-0.23.0)/bin/python
 # Exit code 5: TEST_ARGS chose none of them.
 FAST = $(PYTEST) -m 'not slow and not long' $(TWO) $(TEST_ARGS) || [ $$? = 5 ]
 NATIVE := $(MAKE) --no-print-directory -C native BUILD=$(CURDIR)/build/native
@@ -87,7 +91,7 @@ SUFFIX := $(VENV)/.suffix-$(ENGINE)
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
 SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
 
-.PHONY: help demo test test-fast test-long check format asan bench mutants docs dev packages lock lock-check cuda-imports clean
+.PHONY: help demo test test-fast test-long test-ascend ascend-packages check format asan bench mutants docs dev packages lock lock-check cuda-imports clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -113,6 +117,14 @@ test-fast: dev $(SUFFIX) ## run the tests that start no engine and train nothing
 
 test-long: dev ## train in verl's asynchronous modes, resume, and have faults
 	$(PYTEST) -m long $(TEST_ARGS)
+
+test-ascend: dev ascend-packages ## run our drafter in the published vllm-ascend, with a stub of torch_npu
+	$(MAKE) --no-print-directory dev VLLM=0.23.0
+	$(foreach v,$(ASCENDS),VLLM_PLUGINS=$(ASCEND_PLUGINS) PYTHONPATH=tests/ascend/stub:$(ASCEND)/$(v) \
+		$(call WITH_ASCEND,$(v)) -m pytest tests/ascend $(TEST_ARGS) &&) true
+
+ascend-packages: $(ASCENDS:%=$(ASCEND)/%/.installed)
+	$(MAKE) --no-print-directory packages VLLM=0.23.0
 
 check: dev ## format, lint, types, C warnings as errors
 	$(BIN)/ruff format --check .
@@ -170,6 +182,16 @@ $(SUFFIX): $(INSTALLED)
 	PATH="$(abspath $(BIN)):$$PATH" $(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation \
 		arctic-inference==0.1.1 || echo "arctic-inference cannot be built here: its tests are skipped" >&2
 	@touch $@
+
+# Beside the environments, for none of them is to have it: what vllm-ascend asks for is not installable without an
+# NPU's libraries. Without its kernels it is plain Python.
+ASCEND_PLUGINS := ascend,ascend_kv_connector,ascend_model_loader,ascend_service_profiling,rollout_spec
+$(ASCEND)/%/.installed: | $(UV)
+	$(UV) venv --quiet --clear --python $(TOOLS)/bin/python $(ASCEND)/$*/build
+	$(UV) pip install --quiet --python $(ASCEND)/$*/build setuptools==77.0.3 setuptools-scm==8.3.1 cmake wheel
+	COMPILE_CUSTOM_KERNELS=0 SOC_VERSION=ascend910b1 $(UV) pip install --quiet --python $(ASCEND)/$*/build \
+		--target $(ASCEND)/$* --no-deps --no-build-isolation --no-binary vllm-ascend vllm-ascend==$*
+	@rm -r $(ASCEND)/$*/build && touch $@
 
 # Environments of their own: the site needs nothing of the engine, and the engine nothing of mutmut.
 $(VENV)/docs/.installed $(VENV)/mutants/.installed: $(VENV)/%/.installed: requirements/%.txt | $(UV)

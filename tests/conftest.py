@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import subprocess
@@ -14,6 +15,8 @@ from hypothesis import Phase, settings
 # Of a mutant only matters whether it fails, not the smallest case.
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), report_multiple_bugs=False)
 
+# What `make test-ascend` brings.
+collect_ignore = [] if importlib.util.find_spec("vllm_ascend") else ["ascend"]
 TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py")
 # What takes longest goes first, so that at the end no process works on while the others have nothing to do.
 FIRST = [

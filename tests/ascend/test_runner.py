@@ -1,0 +1,182 @@
+"""Our drafter and samplers in the published vllm-ascend, on its own model runner; torch_npu is a stub."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()  # as an engine's process does, before it imports a worker
+import vllm_ascend.worker.worker  # noqa: E402, F401
+from vllm_ascend.sample import rejection_sampler as theirs  # noqa: E402
+from vllm_ascend.sample.sampler import AscendSampler  # noqa: E402
+from vllm_ascend.spec_decode import AscendNgramProposer  # noqa: E402
+from vllm_ascend.worker import model_runner_v1  # noqa: E402
+
+from rollout_spec.config import ConfigError  # noqa: E402
+from rollout_spec.patches import PatchError, applied  # noqa: E402
+from rollout_spec.verification import standard  # noqa: E402
+from rollout_spec.vllm import ascend, features, plugin, sampler  # noqa: E402
+from rollout_spec.vllm.proposer import SuffixProposer  # noqa: E402
+from tests.ascend.engine import VOCAB_SIZE, Engine, alone, coarse_logits, make_config, make_runner  # noqa: E402
+
+OFF: dict[str, Any] = {"method": "off"}
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    with alone():
+        yield
+
+
+def said(model: Path, spec: dict[str, Any], requests: list[dict[str, Any]]) -> tuple[dict, Engine]:
+    """What the requests get, four siblings of each kind, and the engine."""
+    engine = Engine(make_runner(make_config(model, spec)), coarse_logits())
+    for i, params in enumerate(requests * 4):
+        engine.add(f"request {i}", [1, 2, 3 + i % len(requests)], **params)
+    return engine.run(), engine
+
+
+def test_these_releases_are_a_pair_that_is_known() -> None:
+    assert current_platform.device_type == "npu"
+    assert ascend.PAIRS[metadata.version("vllm-ascend")] == features.version()
+    assert plugin.failure is None
+    assert not ascend.has_custom_class()
+    assert "vllm-ascend-custom-class" in {patch.name for patch in applied()}
+    sampler.check_engine_patches()
+
+
+def test_the_runner_makes_our_drafter_and_leaves_others_theirs(tmp_path: Path) -> None:
+    runner = make_runner(make_config(tmp_path, {}))
+    assert type(runner.drafter) is SuffixProposer
+    assert type(runner.sampler) is AscendSampler
+    assert type(runner.rejection_sampler) is theirs.AscendRejectionSampler
+    assert not runner.use_async_scheduling
+    theirs_drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    runner = make_runner(make_config(tmp_path, None, speculative_config=theirs_drafts))
+    assert type(runner.drafter) is AscendNgramProposer
+    engine = Engine(runner, coarse_logits())
+    engine.add("one", [1, 2, 3], temperature=0.0)
+    engine.run()
+    assert engine.num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [{}],
+        [{"temperature": 0.0}],
+        [{"top_k": 20, "top_p": 0.8}],
+        [{"top_k": 5}, {"temperature": 0.0}, {"top_p": 0.7, "temperature": 0.7}, {"logprobs": 2}],
+        [{"min_tokens": 20, "stop_token_ids": list(range(8))}],
+    ],
+    ids=["sampled", "greedy", "cut", "mixed", "min_tokens"],
+)
+def test_tokens_are_those_without_drafts(requests: list[dict[str, Any]], tmp_path: Path) -> None:
+    plain, _ = said(tmp_path, OFF, requests)
+    drafted, engine = said(tmp_path, {}, requests)
+    assert engine.num_accepted > 20
+    assert drafted == plain
+
+
+def test_their_own_verification_gives_greedy_requests_the_same(tmp_path: Path) -> None:
+    plain, _ = said(tmp_path, OFF, [{"temperature": 0.0}])
+    drafted, engine = said(tmp_path, {"verify": "standard"}, [{"temperature": 0.0}])
+    assert engine.num_accepted > 20
+    assert drafted == plain
+
+
+def test_ours_verifies_as_theirs(tmp_path: Path) -> None:
+    """With the same random numbers: seeded requests, and greedy ones."""
+    make_config(tmp_path, {})  # which sets vllm-ascend's own options
+    generator = torch.Generator().manual_seed(3)
+    num_kept = []
+    for seed in range(40):
+        counts = torch.randint(0, 4, (6,), generator=generator).tolist()
+        counts[0] = 3
+        logits = torch.randn(sum(counts), VOCAB_SIZE, generator=generator).mul_(4)
+        drafts = torch.where(torch.rand(len(logits), generator=generator) < 0.7, logits.argmax(-1), 5).int()
+        temperature = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0])
+        outputs = []
+        for module in (standard, theirs):
+            metadata_ = SimpleNamespace(
+                temperature=temperature, all_greedy=False, all_random=False, top_k=None, top_p=None,
+                generators={i: torch.Generator().manual_seed(100 * seed + i) for i in range(6)},
+            )  # fmt: skip
+            target = logits.clone() if module is standard else (logits.clone(), None)
+            outputs.append(
+                module.rejection_sample(
+                    drafts, counts, max(counts), torch.tensor(counts).cumsum(0).int(), None, target,
+                    torch.full((6, 1), 7, dtype=torch.int32), metadata_,
+                ).tolist()
+            )  # fmt: skip
+        assert outputs[0] == outputs[1]
+        num_kept.append(sum(token >= 0 for row in outputs[0] for token in row))
+    assert sum(num_kept) > 40 * 8
+
+
+def test_a_dummy_run_has_nothing_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which every start, and data-parallel ranks without work, take."""
+    runner = make_runner(make_config(tmp_path, {}))
+    runner.model = None
+    monkeypatch.setattr(
+        model_runner_v1, "set_ascend_forward_context", lambda *_, **__: contextlib.nullcontext()
+    )
+    monkeypatch.setattr(runner, "_model_forward", lambda *_: torch.zeros(8, 1))
+    hidden, _ = runner._dummy_run(8)
+    assert hidden.shape == (8, 1)
+
+
+@pytest.mark.parametrize("name", ["enable_async_exponential", "enable_reduce_sample"])
+def test_what_coupled_cannot_have_is_one_line(name: str, tmp_path: Path) -> None:
+    for spec in ({}, OFF):
+        with pytest.raises(ConfigError, match=rf"^additional_config\.{name}: not with rollout[^\n]*$"):
+            make_config(tmp_path, spec, additional_config={name: True})
+    make_config(tmp_path, {"verify": "standard"}, additional_config={name: True})
+
+
+def test_their_model_runner_v2_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # vllm-ascend brings its own
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.spec\.verify=coupled needs vLLM's model runner V1 here[^\n]*$"
+    ):
+        make_config(tmp_path, OFF)
+    with pytest.raises(
+        ValueError, match=r"V2 does not yet support: rollout_spec's drafter here[^\n]*of its own"
+    ):
+        make_config(tmp_path, {})
+
+
+def test_another_release_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ascend, "PAIRS", {})
+    monkeypatch.setattr(plugin, "failure", None)
+    plugin.register()
+    message = r"^vllm-ascend 0\.2\d\.\S+ with vllm 0\.2\d\.0 is not supported[^\n]*$"
+    for spec in ({}, OFF):
+        with pytest.raises(ConfigError, match=message):
+            make_config(tmp_path, spec)
+    make_config(tmp_path, None)
+
+
+def test_a_runner_that_has_changed_is_named_and_one_with_the_method_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NPUModelRunner:
+        def _get_drafter(self) -> None: ...
+        def propose_draft_token_ids(self, scheduler_output: Any) -> None: ...
+
+    module, before = SimpleNamespace(NPUModelRunner=NPUModelRunner), dict(vars(NPUModelRunner))
+    with pytest.raises(PatchError, match=r"propose_draft_token_ids takes self, scheduler_output"):
+        ascend.give_runner_drafter(module)
+    monkeypatch.setattr(ascend, "has_custom_class", lambda: True)
+    ascend.give_runner_drafter(module)
+    assert dict(vars(NPUModelRunner)) == before
