@@ -167,14 +167,11 @@ def _hydra_group() -> Iterator[Check]:
 def _patches() -> Iterator[Check]:
     from rollout_spec.patches import applied
     from rollout_spec.vllm import plugin as vllm_plugin
+    from rollout_spec.vllm.ascend import import_worker
 
     vllm_plugin.register()
     vllm_plugin.connect()  # for its error
-    if importlib.util.find_spec("vllm_ascend"):  # patched as soon as it is imported, as engines do it
-        from vllm.plugins import load_general_plugins
-
-        load_general_plugins()
-        importlib.import_module("vllm_ascend.worker.worker")
+    import_worker()  # which is patched as soon as it is imported
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 

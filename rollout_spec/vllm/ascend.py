@@ -49,6 +49,15 @@ _SIGNATURES = {
 }
 
 
+def import_worker() -> None:
+    """Import vllm-ascend's worker as an engine's process does, if it is installed."""
+    if importlib.util.find_spec("vllm_ascend"):
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        importlib.import_module("vllm_ascend.worker.worker")
+
+
 def refuse_unknown_pair() -> None:
     """Raise where the installed vllm-ascend has no place for our drafter, or is not for the installed vLLM.
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from vllm.platforms import current_platform
-from vllm.plugins import load_general_plugins
 
-load_general_plugins()  # as an engine's process does, before it imports a worker
-import vllm_ascend.worker.worker  # noqa: E402, F401
+from rollout_spec.vllm.ascend import import_worker
+
+import_worker()  # or its modules import each other in circles
 from vllm_ascend.sample import rejection_sampler as theirs  # noqa: E402
 from vllm_ascend.sample.sampler import AscendSampler  # noqa: E402
 from vllm_ascend.spec_decode import AscendNgramProposer  # noqa: E402
