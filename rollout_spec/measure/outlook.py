@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,18 +28,18 @@ def outlook(
     times: Times | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Figures of a replay and of the engines' batches; JSON has the same.
+    """Figures of a replay and of the engines' batches, as JSON has them.
 
     Args:
         lines: what was replayed.
-        config: of the drafter; the gate decides in `predicted`.
-        times: of the engines' steps; without, there is no prediction.
+        config: of the drafter, with batch_threshold, which `predicted` heeds.
+        times: of the engines' steps; without, nothing is predicted.
         on_tokens: called with the tokens of each simulated step.
 
     Returns:
-        `ReplayResult.to_dict`; lengths, of responses; by_step and by_length, the replay of some responses;
-        batch, tail_share, of the engines' plain steps, and running, the requests in each of the longest
-        rollout's; predicted, off and on, `simulate`'s figures, or None.
+        `ReplayResult.to_dict`; lengths; by_step and by_length, the replay of some responses; tail_share of
+        the engines' plain steps; running, the requests in each of these in the longest rollout; predicted,
+        off and on, `simulate`'s figures.
     """
     running = [
         num_running([len(request.response) for request in requests], cluster.max_num_seqs)
@@ -48,12 +47,10 @@ def outlook(
         for requests in assign(requests_of(rollout, None), cluster.num_replicas, cluster.by_group)
     ]
     steps = np.concatenate(running)
-    predicted = None
-    if times is not None:
-        configs = {"off": SpecConfig(method="off"), "on": dataclasses.replace(config, batch_threshold="auto")}
-        predicted = {
-            name: simulate(lines, cluster, one, times, TAIL_ROWS, on_tokens) for name, one in configs.items()
-        }
+    predicted = times and {
+        name: simulate(lines, cluster, one, times, TAIL_ROWS, on_tokens)
+        for name, one in (("off", SpecConfig(method="off")), ("on", config))
+    }
     lengths = [response.num_tokens for response in result.responses]
     return {
         **result.to_dict(),
@@ -100,22 +97,21 @@ def num_running(lengths: Iterable[int], max_num_seqs: int) -> npt.NDArray[np.int
 
 def _by(
     responses: Iterable[Replayed], key: Callable[[Replayed], int | None]
-) -> list[tuple[int, dict[str, float]]]:
+) -> Iterator[tuple[int, dict[str, float]]]:
     """The figures of the responses of each key, in its order; those without one are left out."""
     parts: defaultdict[int, list[Replayed]] = defaultdict(list)
     for response in responses:
         if (name := key(response)) is not None:
             parts[name].append(response)
-    return [(name, _figures(np.array([one[1:] for one in parts[name]]))) for name in sorted(parts)]
-
-
-def _figures(counts: npt.NDArray[np.int64]) -> dict[str, float]:
-    """`counts`: of each response, [n, 4], but for its training step."""
-    tokens, steps, drafted, accepted = counts.sum(axis=0).tolist()
-    decoded = tokens - int(np.count_nonzero(counts[:, 0]))
-    return {
-        "num_responses": len(counts),
-        "num_tokens": tokens,
-        "tokens_per_step": decoded / steps if steps else 0.0,
-        "acceptance_rate": accepted / drafted if drafted else 0.0,
-    }
+    for name in sorted(parts):
+        tokens, steps, drafted, accepted = np.sum([one[1:] for one in parts[name]], axis=0).tolist()
+        decoded = tokens - sum(one.num_tokens > 0 for one in parts[name])  # the prefill gives the first
+        yield (
+            name,
+            {
+                "num_responses": len(parts[name]),
+                "num_tokens": tokens,
+                "tokens_per_step": decoded / steps if steps else 0.0,
+                "acceptance_rate": accepted / drafted if drafted else 0.0,
+            },
+        )

@@ -50,8 +50,9 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
         return [*text, "That says nothing of time: --model-config and --gpu predict it, with the gate."]
     return [
         *text,
-        f"Predicted, not measured: with the gate a step gives {predicted['on']['tokens_per_step']:.2f} "
-        f"tokens; the tail takes {predicted['off']['tail_share']:.0%} of the time without drafts.",
+        "Predicted, not measured, and without what drafting costs the host: with the gate a step gives "
+        f"{predicted['on']['tokens_per_step']:.2f} tokens; the tail takes "
+        f"{predicted['off']['tail_share']:.0%} of the time without drafts.",
     ]
 
 
@@ -117,7 +118,7 @@ def draw(record: Mapping[str, Any]) -> bytes:
         panel(axes, record)
         axes.tick_params(labelsize=8, length=0)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.title.set_fontsize(10)
+        axes.title.set_fontsize(9)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
@@ -144,12 +145,10 @@ def _draw_lengths(axes: Any, record: Mapping[str, Any]) -> None:
 def _draw_running(axes: Any, record: Mapping[str, Any]) -> None:
     running, rows = record["running"], record["batch"]["tail_rows"]
     tail = sum(number > rows for number in running)
-    axes.axvspan(tail, len(running), color="#cfe0f7", label=f"tail: at most {rows}")
+    axes.axvspan(tail, len(running), color="#cfe0f7")
     axes.stairs(running, color=_DARK)
-    axes.legend(fontsize=8, frameon=False)
-    axes.set(
-        title="Running requests without drafts, the longest rollout", xlabel="engine step", ylim=(0, None)
-    )
+    title = f"Running requests without drafts, the longest rollout (shaded: at most {rows})"
+    axes.set(title=title, xlabel="engine step", ylim=(0, None))
 
 
 def _draw_predicted(axes: Any, record: Mapping[str, Any]) -> None:
