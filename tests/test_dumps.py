@@ -74,6 +74,7 @@ FORMS = {
         {"group": str(i), "prompt_token_ids": p, "responses": r} for i, (p, r) in enumerate(WANTED)
     ],
 }
+VERL = lines(FORMS["verl"])
 NAMED = [{"row": {"ask": p, "k": len(p)}, "said": r} for p, r in ROWS]
 
 
@@ -95,8 +96,8 @@ def test_one_document_holds_rows_too(tmp_path, tokenizer, wrap):
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
 def test_compressed_files_with_a_mark_at_their_begin(tmp_path, tokenizer, pack):
     file = tmp_path / "x"
-    for form in ("verl", "a recording"):
-        file.write_bytes(pack(b"\xef\xbb\xbf" + lines(FORMS[form])))
+    for content in (VERL, lines(FORMS["a recording"]), json.dumps(FORMS["verl"], indent=1).encode()):
+        file.write_bytes(pack(b"\xef\xbb\xbf" + content))
         assert found([file], tokenizer) == WANTED
 
 
@@ -204,7 +205,6 @@ def test_what_verl_writes_is_read_whatever_the_order(tmp_path_factory, tokenizer
     assert [step for step, _, _ in read] == sorted(step for step, _, _ in rows)
 
 
-VERL = lines(FORMS["verl"])
 MISTAKES = [
     (b"", "", "x.jsonl: it has no rows; wanted: a recording, verl's rollout_data_dir"),
     (b"\n \n", "", "x.jsonl: it has no rows; wanted: a recording"),
@@ -287,4 +287,14 @@ def test_a_folder_without_rollouts(tmp_path):
         read_rollouts([tmp_path])
     (tmp_path / "config.json").write_text('{"seed": 1}')
     with pytest.raises(TraceError, match=r"config\.json: no response that is known among seed"):
+        read_rollouts([tmp_path])
+    (tmp_path / "x.jsonl").write_text(to_line("g", 1, [1], [[2]]))
+    assert found([tmp_path]) == [([1], [[2]])]
+    with pytest.raises(TraceError, match=r"config\.json: no response"):  # a file that is named must be one
+        read_rollouts([tmp_path / "x.jsonl", tmp_path / "config.json"])
+
+
+def test_responses_without_a_token(tmp_path):
+    (tmp_path / "x.jsonl").write_text(to_line("g", 1, [1], [[], []]))
+    with pytest.raises(TraceError, match=r"no token in any response"):
         read_rollouts([tmp_path])

@@ -69,12 +69,13 @@ def test_a_sentence_comes_first_and_says_losses(record):
 
 
 @pytest.mark.parametrize(
-    ("groups", "responses", "doubt"), [(3, 3, "No prompt has two"), (1, 65, "group=NAME"), (3, 6, None)]
+    ("groups", "responses", "doubt"),
+    [(70, 75, "a prompt has two"), (1, 65, "group=NAME"), (3, 65, None), (1, 64, None)],
 )
 def test_groups_that_are_none_are_doubted(record, groups, responses, doubt):
     found = record[0] | {"num_groups": groups, "num_responses": responses, "predicted": None}
     said = " ".join(sentences(found))
-    assert [word for word in ("No prompt has two", "group=NAME") if word in said] == [doubt] * bool(doubt)
+    assert [word for word in ("a prompt has two", "group=NAME") if word in said] == [doubt] * bool(doubt)
 
 
 def test_a_long_training_has_a_short_table(record):

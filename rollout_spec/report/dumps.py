@@ -132,13 +132,13 @@ def read_rollouts(
 
 
 def _files(path: Path) -> list[Path]:
-    """The path, or the files in the folder, 2.jsonl before 10.jsonl."""
+    """The path, or the files in the folder."""
     if not path.is_dir():
         return [path]
     files = [file for file in path.rglob("*") if _FILES.search(file.name)]
     if not files:
         raise NoRolloutsError(f"{path}: no file in it ends with .jsonl, .json or .parquet, or these and .gz")
-    return sorted(files, key=lambda file: [part.zfill(12) for part in re.split(r"(\d+)", str(file))])
+    return sorted(files)
 
 
 def _read(file: Path, columns: Columns) -> Iterator[Rollout | _Group]:
@@ -180,18 +180,18 @@ def _zstd(file: Path) -> IO[bytes]:
 
 
 def _json(file: Path, opener: Callable[..., Any]) -> Iterator[Any]:
-    """The values of JSON lines, a recording's as `Rollout`s, or a document."""
+    """The values of JSON lines, a recording's as `Rollout`s, or a document of several lines."""
     with opener(file) if opener is not open else file.open("rb") as opened:
         try:
-            first, second = next((line for line in opened if line.strip()), b""), opened.readline()
-            lines = itertools.chain([first], [second] if second else [], opened)
+            first = next((line for line in opened if line.strip()), b"")
+            lines = itertools.chain([first], opened)
             try:
                 row = json.loads(first.decode("utf-8-sig"))
             except ValueError:
                 row = None
             if isinstance(row, dict) and {"group", "prompt_token_ids", "responses"} <= set(row):
                 yield from read_lines(lines, file)
-            elif isinstance(row, dict) and second:
+            elif isinstance(row, dict):
                 for number, line in enumerate(lines, start=1):
                     if line.strip() and (value := parse_json(line, f"{file}:{number}")) is not None:
                         yield value

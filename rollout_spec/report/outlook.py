@@ -58,8 +58,8 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
 
 def _doubt(record: Mapping[str, Any]) -> str:
     """What the groups say against the figures."""
-    if record["num_responses"] == record["num_groups"]:
-        return " No prompt has two, so what siblings give, the most in a rollout, is missing here."
+    if record["num_responses"] < 1.1 * record["num_groups"]:
+        return " Hardly a prompt has two, so what siblings give, the most in a rollout, is missing here."
     if record["num_groups"] == 1 and record["num_responses"] > MAX_SIBLINGS:
         return " Where prompts of one text differ, by their images, --columns group=NAME tells them apart."
     return ""
