@@ -358,6 +358,11 @@ def test_simulate_compares_thresholds_on_clusters():
     assert max(run["speedup"] for run in one["runs"]) > 1.1
     shown = run("simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, "--tail-rows", 2)
     assert f"{one['best_threshold']} *" in shown.stdout
+    speedup = max(run["speedup"] for run in one["runs"])
+    first = f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_threshold="
+    assert shown.stdout.startswith(first), shown.stdout
+    shown = run("simulate", TRACE, "--step-times", "1:1,2:1000", "--limit-groups", 1)
+    assert shown.stdout.startswith("Drafts would save no time here.\n"), "a second token costs too much"
 
 
 def test_simulate_predicts_for_a_device_that_is_not_there():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
 from rollout_spec.cli import main
 from rollout_spec.report.dumps import read_rollouts
@@ -28,6 +29,7 @@ WANTED = [([P, Q], [[A, B], [A, C]]), ([Q], [[C]])]
 def tokenizer(tmp_path_factory):
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
     words.pre_tokenizer = WhitespaceSplit()
+    words.post_processor = TemplateProcessing(single="? $A", special_tokens=[("?", 0)])  # not in rollouts
     folder = tmp_path_factory.mktemp("policy")
     words.save(str(folder / "tokenizer.json"))
     return folder
@@ -134,7 +136,7 @@ def test_several_chats_in_a_column(tmp_path, tokenizer):
     assert found([tmp_path], tokenizer) == [([1, P], [[A, B], [A], [C], [B]])]
 
 
-def test_batch_outputs_have_several_choices_and_no_prompt(tmp_path, tokenizer):
+def test_batch_outputs_have_several_choices_and_no_prompt(tmp_path, tokenizer, caplog):
     rows = [
         {"custom_id": "x", "response": {"body": {"choices": [choice("a b"), choice("c")]}}, "error": None},
         {"custom_id": "y", "response": None, "error": {"code": 500}},
@@ -142,6 +144,7 @@ def test_batch_outputs_have_several_choices_and_no_prompt(tmp_path, tokenizer):
     ]
     (tmp_path / "x.jsonl").write_bytes(lines(rows))
     assert found([tmp_path], tokenizer) == [([], [[A, B], [C], [B]])]
+    assert "x.jsonl: 1 of 3 rows have no response" in caplog.text
 
 
 def test_columns_are_named(tmp_path, tokenizer):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_spec.cli import main
-from rollout_spec.measure.outlook import num_running
+from rollout_spec.config import SpecConfig
+from rollout_spec.measure.outlook import TAIL_ROWS, num_running, outlook
+from rollout_spec.measure.replay import replay
+from rollout_spec.measure.simulate import Cluster
 from rollout_spec.report.outlook import MAX_ROWS, headline, sentences, tables
-from rollout_spec.trace import to_line
+from rollout_spec.trace import Rollout, to_line
 
 QWEN = Path(__file__).parents[1] / "recipes" / "models" / "qwen3_8b.json"
 
@@ -27,6 +31,14 @@ def test_running_requests_are_those_of_an_engine_stepped_by_hand(lengths, rows):
         counts.append(len(running))
         running = [left - 1 for left in running if left > 1]
     assert num_running(lengths, rows).tolist() == counts
+
+
+def test_the_tail_begins_with_its_rows():
+    responses = [np.arange(length, dtype=np.int32) for length in range(1, TAIL_ROWS + 2)]
+    lines, config = [Rollout("g", None, np.zeros(1, np.int32), responses)], SpecConfig()
+    found = outlook(lines, replay(lines, config), config, Cluster(1, 1024, None))
+    assert found["tail_share"] == TAIL_ROWS / (TAIL_ROWS + 1), "one step has a row more"
+    assert (found["by_step"], found["predicted"]) == ([], None)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +57,10 @@ def test_figures_by_step_and_by_length(record):
     found, _ = record
     by_step = {row["step"]: row for row in found["by_step"]}
     assert by_step[1]["tokens_per_step"] > 2 > by_step[2]["tokens_per_step"] == 1.0
+    assert (
+        0 < by_step[1]["acceptance_rate"] == found["acceptance_rate"] < 1
+        and not by_step[2]["acceptance_rate"]
+    )
     assert [by_step[step]["num_tokens"] for step in (1, 2)] == [41, 40]
     assert [(row["from"], row["to"], row["num_responses"]) for row in found["by_length"]] == [
         (0, 15, 1),
@@ -60,7 +76,9 @@ def test_figures_by_step_and_by_length(record):
 def test_a_sentence_comes_first_and_says_losses(record):
     found, _ = record
     found["predicted"] = {"off": {"makespan_s": 10.0}, "on": {"makespan_s": 8.0}}
-    assert headline(found).startswith("Drafts would save time: these rollouts are predicted to take 8.0 s")
+    assert headline(found).startswith(
+        "Drafts would save time: these rollouts are predicted to take 8.0\N{NO-BREAK SPACE}s"
+    )
     found["predicted"]["on"]["makespan_s"] = 12.5
     assert headline(found).startswith("Drafts would be slower: ") and "0.80 times as fast" in headline(found)
     found["predicted"] = None

@@ -16,6 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError
+from rollout_spec.report.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, Rollout, read_trace, trace_file
 from rollout_spec.verl import launch
 from tests.test_verl_check_config import composed
@@ -392,3 +393,23 @@ def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: p
     # Of a batch that another manager has sent.
     once, _ = asyncio.run(worker._run_agent_loop({}, {"step": 3, "validate": False}, session_id=0, **sample))
     assert once["extra_args"]["rollout_spec_key"] == [*names[0][:5], 0, 0]
+
+
+def test_what_verl_itself_dumps_is_read(tmp_path):
+    """Its rollout_data_dir and validation_data_dir, with token ids in the place of texts."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    inputs, outputs, scores = (
+        [[7], [7], [7], [8]],
+        [[1], [2, 3], [4], [5]],
+        [np.float32(1), float("nan"), 0, 0],
+    )
+    extra = {"uid": ["u_0_0", "u_1_0", "v_0_0", "w_0_0"], "acc": [np.bool_(True)] * 4}
+    for step in (2, 10):
+        PPOTrainer._write_generations(inputs, outputs, [None] * 4, scores, extra, str(tmp_path), step)
+    found = [
+        (one.step, one.prompt_token_ids.tolist(), [text.tolist() for text in one.responses])
+        for one in read_rollouts([tmp_path])
+    ]
+    of_step = [([7], [[1], [2, 3]]), ([7], [[4]]), ([8], [[5]])]
+    assert found == [(step, *line) for step in (2, 10) for line in of_step]

@@ -224,6 +224,20 @@ def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, args: argparse
     }
 
 
+def _headline(results: list[dict[str, Any]]) -> str:
+    """What a reader needs, in one sentence."""
+    speedups = [max(figures["speedup"] for figures in result["runs"]) for result in results]
+    low, high = (f"{of(speedups):.2f}" for of in (min, max))
+    if high == "1.00":
+        return "Drafts would save no time here."
+    best = results[speedups.index(max(speedups))]
+    return (
+        f"Drafts would make these rollouts {low if low == high else f'{low} to {high}'} times as fast, with "
+        f"batch_threshold={best['best_threshold']} and "
+        f"num_speculative_tokens={best['best_num_speculative_tokens']}."
+    )
+
+
 def _print_table(title: str, results: list[dict[str, Any]]) -> None:
     from rollout_spec.cli.tables import make_console
     from rollout_spec.report.tables import make_table
@@ -257,4 +271,6 @@ def _print_table(title: str, results: list[dict[str, Any]]) -> None:
                 f"{figures['acceptance_rate']:.2f}",
             )
         table.add_section()
-    make_console().print(table)
+    console = make_console()
+    console.print(_headline(results), highlight=False)
+    console.print(table)

@@ -13,6 +13,7 @@ from rollout_spec.report.certificate import render
 
 MAX_ROWS = 12  # of a table
 MAX_SIBLINGS = 64  # more are hardly of one prompt
+_SECONDS = "\N{NO-BREAK SPACE}s"
 _BLUE, _DARK, _GREY = "#1463d8", "#1b2a3d", "#8a94a3"
 _COLUMNS = ("responses", "tokens", "tokens per step", "accepted")
 
@@ -23,8 +24,8 @@ def headline(record: Mapping[str, Any]) -> str:
         off, on = (record["predicted"][name]["makespan_s"] for name in ("off", "on"))
         verb = "be slower" if on > off else "save time"
         return (
-            f"Drafts would {verb}: these rollouts are predicted to take {on:,.1f} s with them and "
-            f"{off:,.1f} s without, {off / on:.2f} times as fast."
+            f"Drafts would {verb}: these rollouts are predicted to take {on:,.1f}{_SECONDS} with them and "
+            f"{off:,.1f}{_SECONDS} without, {off / on:.2f} times as fast."
         )
     return (
         f"Drafts would give {record['tokens_per_step']:.2f} tokens per step of a response, plain decoding "
@@ -147,7 +148,7 @@ def _draw_running(axes: Any, record: Mapping[str, Any]) -> None:
     tail = sum(number > rows for number in running)
     axes.axvspan(tail, len(running), color="#cfe0f7")
     axes.stairs(running, color=_DARK)
-    title = f"Running requests without drafts, the longest rollout (shaded: at most {rows})"
+    title = f"Running requests without drafts (shaded: at most {rows})"
     axes.set(title=title, xlabel="engine step", ylim=(0, None))
 
 
