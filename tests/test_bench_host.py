@@ -10,63 +10,87 @@ import numpy as np
 import pytest
 
 from rollout_spec.cli import main
-from rollout_spec.measure.host import Cell, HostError, Plan, make_record, requests_of, rollout_of
-from rollout_spec.measure.host_device import Clock, Recording, verified
+from rollout_spec.measure.host import Cell, HostError, Plan, make_record, requests_of, rollout_of, split
+from rollout_spec.measure.host_device import Clock, Event, Recording, verified
 from rollout_spec.report.tables import host_table
 from rollout_spec.trace import Rollout, to_line
 
 TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
 
 
-class VirtualTime:
-    """Time that passes while somebody sleeps or works; a sleep may end early, as a signal's does."""
+class Cpu:
+    """The CPU time of a host."""
 
     def __init__(self) -> None:
         self.seconds = 100.0
 
-    def now(self) -> float:
+    def __call__(self) -> float:
         return self.seconds
 
-    def sleep(self, seconds: float) -> None:
-        self.seconds += seconds if seconds < 1 else seconds / 2
+
+@pytest.fixture
+def cpu() -> Cpu:
+    return Cpu()
 
 
 @pytest.fixture
-def time() -> VirtualTime:
-    return VirtualTime()
+def clock(cpu: Cpu) -> Clock:
+    return Clock(cpu)
 
 
-@pytest.fixture
-def clock(time: VirtualTime) -> Clock:
-    return Clock(time.now, time.sleep, time.now)
-
-
-def test_a_step_begins_when_the_device_is_free(time: VirtualTime, clock: Clock) -> None:
+def test_a_step_begins_when_the_device_is_free(cpu: Cpu, clock: Clock) -> None:
     clock.submit(4.0)
-    time.seconds += 1
+    cpu.seconds += 1
     clock.submit(2.0)  # scheduled ahead: behind the first
     assert (clock.free, clock.num_steps, clock.num_ahead) == (106.0, 2, 1)
     clock.wait(104.0)
-    assert 104 <= time.seconds < 104.5
+    assert (clock.now(), clock.host_s()) == (104.0, 101.0)  # to wait is no work
 
 
-def test_a_device_that_waits_for_the_host_begins_when_it_is_asked(time: VirtualTime, clock: Clock) -> None:
+def test_a_device_that_waits_for_the_host_begins_when_it_is_asked(cpu: Cpu, clock: Clock) -> None:
     clock.submit(4.0)
     clock.wait(clock.free)
-    time.seconds = 110.0
+    cpu.seconds += 6
     clock.wait(clock.free)  # it is there already
     clock.submit(4.0)
-    assert clock.free == 114.0 and time.seconds == 110.0 and clock.num_ahead == 0
+    assert clock.free == 114.0 and clock.now() == 110.0 and clock.num_ahead == 0
 
 
-def test_what_a_real_kernel_takes_is_no_work_of_the_host(time: VirtualTime, clock: Clock) -> None:
+def test_an_event_is_of_what_was_given_before_it(clock: Clock) -> None:
+    clock.submit(4.0)
+    event = Event(clock)
+    clock.submit(4.0)
+    event.synchronize()
+    assert clock.now() == 104.0
+    event.record()
+    event.synchronize()
+    assert clock.now() == 108.0
+
+
+def test_what_a_real_kernel_takes_is_no_work_of_the_host(cpu: Cpu, clock: Clock) -> None:
     def kernel(seconds: float) -> str:
         assert clock.runs
-        time.seconds += seconds
+        cpu.seconds += seconds
         return "logits"
 
     assert clock.run(kernel, seconds=3) == "logits"
     assert clock.kernel_s == 3.0 and not clock.runs and clock.num_steps == 0
+    clock.launch_s += 1
+    assert clock.host_s() == clock.now() == 101.0
+
+
+@pytest.mark.parametrize(
+    ("label", "found"),
+    [
+        ("off", ("off", True)),
+        ("off/v1", ("off", False)),
+        ("off:sync/v1", ("off:sync", False)),
+        ("sam:0", ("sam:0", True)),
+        ("suffix", ("suffix", False)),
+    ],
+)
+def test_a_method_has_the_model_runner_that_it_has_on_a_gpu(label: str, found: tuple[str, bool]) -> None:
+    assert split(label) == found
 
 
 def test_drafts_are_accepted_as_far_as_they_are_the_recorded_tokens() -> None:
@@ -109,6 +133,7 @@ def test_requests_last_and_say_nothing_of_those_before() -> None:
         assert sum(len(response) for _, response in requests) >= 2 * 3 * 4
         (first, _), (second, _), (copy, _) = requests[:3]
         assert first.tolist() == second.tolist() and not {*first} & {*copy}
+    assert len(requests_of(lines, 0, rows=2, num_steps=None, max_tokens=3, vocab_size=151_936)) == 2
     prompts = [{token for prompt, _ in requests for token in prompt.tolist()} for requests in cells]
     assert not prompts[0] & prompts[1]
     assert all(0 <= token < 151_936 for token in prompts[1])
@@ -121,7 +146,7 @@ def test_a_record_sets_methods_beside_the_first_and_splits_the_host() -> None:
     )  # fmt: skip
     run = {
         "num_steps": 10, "seconds": 0.2, "num_tokens": 20, "num_rows": 2.0, "host_s": 0.03, "drafter_s": 0.0,
-        "num_draft_tokens": 0, "num_accepted_tokens": 0,
+        "launch_s": 0.01, "num_draft_tokens": 0, "num_accepted_tokens": 0,
     }  # fmt: skip
     drafted = run | {"seconds": 0.25, "num_tokens": 50, "host_s": 0.04, "drafter_s": 0.01}
     drafted |= {"num_draft_tokens": 60, "num_accepted_tokens": 30}
@@ -151,10 +176,17 @@ def test_a_record_sets_methods_beside_the_first_and_splits_the_host() -> None:
         (["--steps", "0"], "--steps: 0 must be at least 1"),
         (["--methods", "off,eagle"], "method 'eagle': must be"),
         (["--methods", "off,off:coupled"], "method 'off:coupled': bench host times off:sync"),
+        (["--methods", "off/v2"], "method 'off/v2': must be"),
+        (
+            ["--methods", "off,sam/v1", "--cpu"],
+            "--cpu: no CPU runs the kernels of model runner V2: name off/v1",
+        ),
         (["--methods", "off,off"], "--methods off,off: a method is named twice"),
         (["--methods", "sam:x"], "batch_threshold"),
         (["--methods", "off,sam", "--spec", "histori=1"], "histori"),
         (["--step-times", "1:0"], "seconds above 0"),
+        (["--model-config", "recipes/models/qwen3_8b.json"], "--gpu: must be one of h100"),
+        (["--model-config", "none.json", "--gpu", "h100"], "none.json"),
         (["--step-times", "none.json"], "neither a file nor tokens:seconds"),
     ],
 )

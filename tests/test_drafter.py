@@ -9,7 +9,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import drafter as drafter_module
 from rollout_spec.drafting import groups
 from rollout_spec.drafting.costs import Step
-from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.drafter import FILLER, Drafter
 from rollout_spec.drafting.gate import HYSTERESIS_STEPS
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
@@ -444,3 +444,23 @@ def test_a_full_index_tries_a_step_twice_at_most_and_closes_no_more_than_it_need
     assert sum(nums_closed) > 24
     assert max(nums_attempts) == 2 and max(nums_closed) == 1
     assert batch.drafter.counters.num_untracked_rows == 0
+
+
+def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open() -> None:
+    drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4), fills=True)
+    batch = Batch(drafter)
+    for name in "abc":
+        batch.add(name)
+    assert batch.step([[10, 11, 12], [], []]) == [[FILLER] * 4, [], []]
+    drafts = batch.step([[13], [10, 11], []])
+    assert drafts[0] == [FILLER] * 4
+    assert drafts[1] == [12, 13, FILLER, FILLER]
+    assert drafts[2] == []
+    assert drafter.take_counters().num_draft_tokens == 2
+    assert batch.step([[], [12, 13, 14], []], in_time=False) == [[], [], []]
+
+
+def test_nothing_is_filled_up_behind_a_closed_gate() -> None:
+    batch = Batch(Drafter(SpecConfig(batch_threshold=0), fills=True))
+    batch.add("a")
+    assert batch.step([[10]]) == [[]]

@@ -255,3 +255,57 @@ def test_what_another_rank_drafts_does_not_make_a_draft_free():
         lambda number: 4 if number % (PROBE_EVERY + 1) == 1 else 64, lambda tokens: 0.1 + 0.04 * (tokens - 4)
     )
     assert sum(others[100:]) == 0
+
+
+class FilledMachine(Machine):
+    """Every step with drafts verifies K tokens of every row, whatever was proposed; in some steps nothing."""
+
+    def __init__(self, survivals, seconds, share_proposed=1.0, fill_to=3):
+        super().__init__(survivals, seconds)
+        self.gate, self._num_filled = AutoGate(fill_to), fill_to * NUM_ROWS
+        self._rng, self._share = np.random.default_rng(0), share_proposed
+        self.num_right = 0
+
+    @property
+    def num_accepted(self):
+        return self.num_right if self.num_drafted else 0
+
+    def step(self):
+        """Run one; returns whether the next is one with drafts."""
+        step = Step(NUM_ROWS, 100, NUM_ROWS + self.num_accepted, self.seconds(self.num_drafted))
+        self.num_drafted = self.num_right = 0
+        if self.gate.begin(step, self.counters) is None:
+            return False
+        is_proposed = self._rng.random() < self._share
+        numbers = np.full(NUM_ROWS, self.survivals.shape[1] * is_proposed, np.int32)
+        chosen = self.gate.choose(self.survivals, numbers, self.counters)
+        if self.gate.fills:
+            self.num_drafted = self._num_filled
+            self.num_right = round(float(self.survivals[0, : chosen.max()].sum())) * NUM_ROWS
+        return self.gate.fills
+
+
+def test_filled_steps_are_taken_where_plain_ones_have_no_graph():
+    """As vllm-ascend 9077 measured: 59.6 tokens a second with K tokens in all steps, 6.1 in none."""
+    machine = FilledMachine([0.9, 0.5, 0.1], lambda drafted: 0.025 if drafted else 0.11, share_proposed=0.5)
+    machine.steps(300)
+    assert np.mean(machine.steps(2000)) > 0.99
+
+
+def test_short_drafts_are_known_by_what_fills_them_up():
+    machine = FilledMachine([0.9], lambda drafted: 0.11 if drafted else 0.1, fill_to=16)
+    machine.steps(300)
+    assert np.mean(machine.steps(1000)) > 0.9
+
+
+def test_plain_steps_are_taken_where_to_verify_k_tokens_of_all_rows_costs_more():
+    machine = FilledMachine([0.9, 0.5, 0.1], lambda drafted: 0.4 if drafted else 0.11)
+    machine.steps(300)
+    assert np.mean(machine.steps(500)) < 0.1
+
+
+def test_nothing_is_filled_up_with_nothing_where_that_takes_longer():
+    """Drafts pay, when there are some; a step without any is a plain one."""
+    machine = FilledMachine([0.9, 0.9, 0.9], lambda drafted: 0.12 if drafted else 0.1, share_proposed=0.5)
+    machine.steps(300)
+    assert 0.3 < np.mean(machine.steps(1000)) < 0.6

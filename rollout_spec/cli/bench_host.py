@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
+    add_device_arguments,
     add_num_speculative_tokens,
     add_spec_argument,
     installed,
     number,
     output_folder,
+    roofline,
     spec_options,
 )
 from rollout_spec.config import UserError
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from rollout_spec.measure.host import Cell, Plan
 
 HELP = "what vLLM's and the drafter's host work costs a step, on a device made of time: no GPU is needed"
-METHODS = ("off", "off:sync", "sam:0", "sam:1024", "suffix")
+METHODS = ("off", "sam:0", "sam:1024", "off/v1", "off:sync/v1", "sam:0/v1", "sam:1024/v1", "suffix")
 REFUSED = {"num_speculative_tokens": "--num-speculative-tokens sets it"}
 
 
@@ -40,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument(
         "--rows", type=count, nargs="+", default=[1, 8, 64, 256], metavar="N", help="requests that decode"
     )
+    served.add_argument(
+        "--rollout", action="store_true",
+        help="the rollout once, from its first step to its last, with at most --rows requests at a time",
+    )  # fmt: skip
 
     device = parser.add_argument_group(
         "what the device takes for a step; each value is measured with each of --rows"
@@ -52,17 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-times", metavar="TABLE",
         help="engine.json of `bench engine`, or tokens:seconds of a step: 1:0.02,64:0.021,256:0.04",
     )  # fmt: skip
+    add_device_arguments(device)
     device.add_argument(
         "--cpu",
         action="store_true",
-        help="also let this CPU run a small model: what the host takes beside it",
+        help="also let this CPU run a small model: what the host takes beside it (model runner V1 only)",
     )
 
     compared = parser.add_argument_group("what is compared")
     compared.add_argument(
         "--methods", metavar="M,M",
         help="off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
-        f"sam:auto; each is compared with the first ({','.join(METHODS)}, without what is not installed)",
+        "sam:auto; /v1 behind one: on model runner V1, as ngram and suffix are anyway; "
+        f"each is compared with the first ({','.join(METHODS)}, without what is not installed)",
     )  # fmt: skip
     add_num_speculative_tokens(compared)
     add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
@@ -108,8 +116,9 @@ def _plan(args: argparse.Namespace) -> Plan:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
     return Plan(
         trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),
-        methods=_methods(args.methods, spec), spec=spec, num_speculative_tokens=args.num_speculative_tokens,
-        warm_up_steps=args.warm_up_steps, steps=args.steps, max_tokens=args.max_tokens, repeats=args.repeats,
+        methods=_methods(args.methods, spec, args.cpu), spec=spec,
+        num_speculative_tokens=args.num_speculative_tokens, warm_up_steps=args.warm_up_steps,
+        steps=None if args.rollout else args.steps, max_tokens=args.max_tokens, repeats=args.repeats,
     )  # fmt: skip
 
 
@@ -117,26 +126,33 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
     from rollout_spec.measure.host import CPU, Cell
     from rollout_spec.measure.step_times import StepTimes
 
-    given = args.step_ms or ([] if args.step_times or args.cpu else [5.0, 10.0, 20.0, 40.0])
-    steps = {f"{ms:g} ms": f"1:{ms / 1e3}" for ms in given}
+    others = args.step_times or args.cpu or args.model_config
+    given = args.step_ms or ([] if others else [5.0, 10.0, 20.0, 40.0])
+    steps: dict[str, Any] = {f"{ms:g} ms": f"1:{ms / 1e3}" for ms in given}
     if args.step_times:
         StepTimes.parse(args.step_times)
         steps["table"] = args.step_times
+    if args.model_config:
+        roofline(args)
+        steps[args.gpu] = (str(args.model_config), args.gpu, args.tp or 1)
     if args.cpu:
         steps[CPU] = CPU
     return [Cell(rows, step, name) for rows, (name, step) in itertools.product(args.rows, steps.items())]
 
 
-def _methods(given: str | None, spec: dict[str, Any]) -> list[str]:
+def _methods(given: str | None, spec: dict[str, Any], cpu: bool) -> list[str]:
     from rollout_spec.measure.engine import Method, require
-    from rollout_spec.measure.host import check_method
+    from rollout_spec.measure.host import V1, split
 
-    labels = given.split(",") if given else installed("bench host", METHODS, require)
+    default = [label for label in METHODS if not (cpu and split(label)[1])]
+    labels = given.split(",") if given else installed("bench host", default, require)
     if len(set(labels)) < len(labels):
         raise UserError(f"--methods {given}: a method is named twice")
     for label in labels:
-        check_method(label)
-        if label.startswith("sam"):
-            Method(label).options(spec)
-        require(label)
+        method, v2 = split(label)
+        if v2 and cpu:
+            raise UserError(f"--cpu: no CPU runs the kernels of model runner V2: name {label}{V1}")
+        if method.startswith("sam"):
+            Method(method).options(spec)
+        require(method)
     return labels

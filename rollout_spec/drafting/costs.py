@@ -12,8 +12,12 @@ from rollout_spec.drafting.step_cost import ENOUGH, MAX_SLOWNESS, StepCost
 from rollout_spec.metrics import EngineCounters
 
 PROBE_EVERY = 32  # steps with drafts, after which one goes without, to measure a plain step
+FILLED_PROBE_EVERY = 1024  # the same where drafts are filled up: a plain step has no graph, and may take long
 EXPLORE_EVERY = 16  # steps, after which a budget goes up to what was hardly measured, or a closed gate looks
 NUM_TRIES = 3  # of a number of tokens that by a guess does not pay
+FILLED_NUM_TRIES = (
+    12  # the same where drafts are filled up: the guess is of many times the tokens, and far off
+)
 GAIN_MEMORY = 128  # steps after which gain and calibration have mostly forgotten what was
 PRIOR_TOKENS = 8.0  # the weight of the belief that what is promised comes true
 
@@ -68,9 +72,13 @@ class Costs:
     that verifies most. Each decides by itself, as if the others did as it does. All go without drafts in the
     same steps: what a rank alone would take for a plain step would hold the drafts of the others, so that
     drafts seemed to cost nothing.
+
+    Args:
+        fill_to: draft tokens of every row in a step with drafts, where they are filled up; else 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fill_to: int = 0) -> None:
+        self._fill_to = fill_to
         self._plain, self._drafted = StepCost(), StepCost()
         self._num_plain = self._steps_since_plain = self._steps_since_explored = 0
         self._nums_tried = Counter[int]()  # by numbers of tokens
@@ -108,9 +116,15 @@ class Costs:
         """Seconds of a plain step."""
         return float(self._plain.seconds(self.most_rows, self.step.num_context))
 
+    def num_verified(self, num_draft_tokens: int) -> int:
+        """Draft tokens that a step verifies for so many that are drafted."""
+        return self.step.num_rows * self._fill_to or num_draft_tokens
+
     def drafted_seconds(self, nums_draft_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Seconds of steps with so many draft tokens, never less than a plain one."""
         num_rows, plain = self.most_rows, self.plain_seconds
+        if self._fill_to:
+            nums_draft_tokens = np.full_like(nums_draft_tokens, self.num_verified(0))
         nums_tokens = np.maximum(num_rows, self.step.num_rows + nums_draft_tokens)
         costs = self._drafted.seconds_from(num_rows, plain, nums_tokens, self.step.num_context)
         return np.maximum(costs, plain)
@@ -131,7 +145,7 @@ class Costs:
         if num == most or knot is None:
             return num
         if num == 0:
-            if self._nums_tried[knot] == NUM_TRIES:
+            if self._nums_tried[knot] == (FILLED_NUM_TRIES if self._fill_to else NUM_TRIES):
                 return 0
             self._nums_tried[knot] += 1
         elif self._steps_since_explored < EXPLORE_EVERY:
@@ -146,7 +160,7 @@ class Costs:
             self._tokens_per_row.append(step.ranks.most_tokens / step.num_rows)
         self._step = step
         self._steps_since_plain += 1
-        is_turn = self._steps_since_plain > PROBE_EVERY
+        is_turn = self._steps_since_plain > (FILLED_PROBE_EVERY if self._fill_to else PROBE_EVERY)
         if step.ranks is not None:
             is_turn = step.ranks.num_steps % (PROBE_EVERY + 1) == 0
         self.is_probe = is_turn or self._num_plain < ENOUGH

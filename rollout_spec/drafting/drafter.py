@@ -25,6 +25,7 @@ from rollout_spec.metrics import EngineCounters
 # The share of steps, of about the last ALIKE_MEMORY, whose time can be compared: below it requests come and
 # go all the time, and any step is as good as another.
 ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
+FILLER = 0  # a token id of any vocabulary
 
 
 class _Rows:
@@ -71,11 +72,16 @@ class Drafter:
     Args:
         config: the options; `config.num_speculative_tokens` bounds every draft.
         clock: seconds, of which the gate learns what a step takes.
+        fills: fill the drafts of a step up to `config.num_speculative_tokens` in every decoding row, for
+            engines whose other steps have no graph. What fills them is verified, and seldom right.
     """
 
-    def __init__(self, config: SpecConfig, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, config: SpecConfig, clock: Callable[[], float] = time.perf_counter, fills: bool = False
+    ) -> None:
         self.counters = EngineCounters()
-        self._gate = make_gate(config)
+        self._fill_to = config.num_speculative_tokens if fills else 0
+        self._gate = make_gate(config, self._fill_to)
         self._clock = clock
         self._last_end: float | None = None  # when the last step ended
         self._all_decoded = False  # whether all rows of it did
@@ -190,6 +196,10 @@ class Drafter:
         drafts = self._leading(chosen) if chosen is not None and in_time else []
         if len(drafts) < len(request_ids):
             drafts = _spread(drafts, rows, len(request_ids))
+        if self._fill_to and self._gate.fills and in_time:
+            for draft, num_new in zip(drafts, nums_new_tokens, strict=True):
+                if num_new:
+                    draft += [FILLER] * (self._fill_to - len(draft))
         self.counters.draft_seconds += time.perf_counter() - started
         return drafts
 

@@ -30,6 +30,8 @@ _Float32 = npt.NDArray[np.float32]
 class Gate(Protocol):
     weighs_costs: bool
     """Whether it reads more of a step than its rows."""
+    fills: bool
+    """Whether the step is one with drafts also for rows that have none, where drafts are filled up."""
 
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         """The least survival at which a token is drafted now; None: draft nothing."""
@@ -49,10 +51,10 @@ class Gate(Protocol):
         """What was chosen is not verified: the step that runs is a plain one."""
 
 
-def make_gate(config: SpecConfig) -> Gate:
-    """The gate that the options of `rollout.spec` describe."""
+def make_gate(config: SpecConfig, fill_to: int = 0) -> Gate:
+    """The gate that the options of `rollout.spec` describe; fill_to as of `Costs`."""
     if isinstance(config.batch_threshold, str):
-        return AutoGate()
+        return AutoGate(fill_to)
     return FixedGate(config.batch_threshold, config.min_survival)
 
 
@@ -64,7 +66,7 @@ class FixedGate:
         min_survival: the price, always.
     """
 
-    weighs_costs = False
+    weighs_costs = fills = False
 
     def __init__(self, batch_threshold: int, min_survival: float) -> None:
         self._batch_threshold, self._price = batch_threshold, min_survival
@@ -76,6 +78,7 @@ class FixedGate:
         self._num_against = 0 if says_open == self._is_open else self._num_against + 1
         if self._is_open is None or self._num_against >= HYSTERESIS_STEPS:
             self._is_open, self._num_against = says_open, 0
+        self.fills = bool(self._is_open)
         if self._is_open:
             return self._price
         counters.num_steps_off_threshold += 1
@@ -94,12 +97,17 @@ class AutoGate:
     A draft token pays while its survival is more than what its time would give elsewhere: seconds of the
     token x tokens per second. So a step's budget goes, over all rows, to the tokens most likely to be
     accepted. What that takes and gives `Costs` learns; a guard stands beside this model.
+
+    Args:
+        fill_to: as of `Costs`. Then a step with drafts takes what it takes, however few they are: it has them
+            all, or is a plain one.
     """
 
-    weighs_costs = True
+    weighs_costs, fills = True, False
 
-    def __init__(self) -> None:
-        self._costs, self._guard = Costs(), Guard()
+    def __init__(self, fill_to: int = 0) -> None:
+        self._costs, self._guard = Costs(fill_to), Guard()
+        self._is_filled = fill_to > 0
         self._choice = NOTHING  # of the step now running
         self._least_verified = MIN_PRICE  # the least survival in the latest budget
         self._steps_since_draft = 0
@@ -109,7 +117,7 @@ class AutoGate:
         measured = self._costs.learn(step, self._choice, counters)
         if measured is not None:
             self._judge(*measured)
-        self._choice = NOTHING
+        self._choice, self.fills = NOTHING, False
         self._steps_since_draft += 1
         num_stops = counters.num_guard_stops
         is_blocked = self._guard.blocks(step.num_rows, counters)
@@ -134,12 +142,15 @@ class AutoGate:
     def _judge(self, drafted: bool, seconds: float, plain_seconds: float) -> None:
         """A step took so long, and a plain one would have so long for the same tokens."""
         if drafted:
-            self._guard.learn_drafted(seconds, plain_seconds)
+            # Where plain steps without graphs take twice as long, a window of them costs more than it tells.
+            if not self._is_filled or plain_seconds < 2 * seconds:
+                self._guard.learn_drafted(seconds, plain_seconds)
         else:
             self._guard.learn_plain(seconds / plain_seconds)
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         if not numbers.any():
+            self._fill_empty()
             return numbers
         is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
         sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)
@@ -155,12 +166,20 @@ class AutoGate:
         chosen = ((survivals >= np.float32(self._least_verified)) & is_draft).sum(axis=1).astype(np.int32)
         num = int(chosen.sum())
         expected = float(self._costs.drafted_seconds(np.array([num]))[0])
-        self._choice = Choice(num, float(sorted_survivals[:num].sum()), expected)
-        self._steps_since_draft = 0
+        self._choice = Choice(self._costs.num_verified(num), float(sorted_survivals[:num].sum()), expected)
+        self._steps_since_draft, self.fills = 0, True
         return chosen
 
+    def _fill_empty(self) -> None:
+        """Nothing is proposed: the step is one with drafts all the same where that takes no longer."""
+        if not self._is_filled:
+            return
+        expected = float(self._costs.drafted_seconds(np.array([0]))[0])
+        if expected <= self._costs.plain_seconds:
+            self._choice, self.fills = Choice(self._costs.num_verified(0), 0.0, expected), True
+
     def discard(self) -> None:
-        self._choice = NOTHING
+        self._choice, self.fills = NOTHING, False
 
     def _best_budget(self, survivals: npt.NDArray[np.float64]) -> int:
         """How many draft tokens to verify; survivals of all rows' draft tokens, the largest first."""

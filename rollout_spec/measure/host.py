@@ -18,10 +18,14 @@ import numpy.typing as npt
 from rollout_spec.config import ConfigError, UserError
 from rollout_spec.measure.engine import Method, answer
 from rollout_spec.measure.environment import environment
+from rollout_spec.measure.roofline import DEVICES, Model, Roofline
+from rollout_spec.measure.step_times import StepTimes, Times
 from rollout_spec.report.runs import paired, plain, ratio
 from rollout_spec.trace import Rollout
 
 WORKER = "rollout_spec.measure.host_worker"
+WORKER_V2 = "rollout_spec.measure.host_worker_v2"
+V1 = "/v1"  # behind a method: on model runner V1
 SYNC = "off:sync"  # plain vLLM that schedules step by step
 CPU = "cpu"  # in the place of step times: the CPU runs the model
 VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's, at least
@@ -40,17 +44,36 @@ class HostError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """So many rows decode on a device whose steps take what `step` says: `StepTimes.parse`, or CPU."""
+    """So many rows decode on a device whose steps take what `step` says.
+
+    Attributes:
+        step: as `StepTimes.parse` takes it; CPU; or of a `Roofline`: config.json, device, tensor parallelism.
+    """
 
     rows: int
-    step: str
+    step: str | tuple[str, str, int]
     name: str
 
+    def times(self) -> Times | None:
+        """None: the CPU runs the model."""
+        if self.step == CPU:
+            return None
+        if isinstance(self.step, str):
+            return StepTimes.parse(self.step)
+        config, device, tensor_parallel = self.step
+        return Roofline(Model.read(Path(config)), DEVICES[device], tensor_parallel)
 
-def check_method(label: str) -> None:
-    """Raise ConfigError where `bench host` has no such method."""
-    if label != SYNC and Method(label).label == "off:coupled":
+
+def split(label: str) -> tuple[str, bool]:
+    """A label's method, and whether it has model runner V2: as on a GPU, unless the label says V1.
+
+    Raises:
+        ConfigError: `bench host` has no such method.
+    """
+    name = label.removesuffix(V1)
+    if name != SYNC and Method(name).label == "off:coupled":
         raise ConfigError(f"method {label!r}: bench host times {SYNC} in its place")
+    return name, name == label and name not in ("ngram", "suffix")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +87,7 @@ class Plan:
     spec: Mapping[str, Any]
     num_speculative_tokens: int | None  # None: each method's default
     warm_up_steps: int
-    steps: int
+    steps: int | None  # None: the rollout from its first step to its last
     max_tokens: int  # no response is longer
     repeats: int
 
@@ -76,10 +99,13 @@ class Plan:
             "max_num_batched_tokens": max(MAX_NUM_BATCHED_TOKENS, longest), "block_size": 32,
             "kv_cache_memory_bytes": rows * (longest + 64) * KV_BYTES,
         }  # fmt: skip
+        method, v2 = split(method)
         if method == SYNC:
             method, engine["async_scheduling"] = "off", False
+        elif v2:
+            engine["async_scheduling"] = True  # which the drafter does not ask for by itself on CPUs
         return {
-            "method": method, "model": model, "dtype": "bfloat16", "seed": 0, "natural_ends": False,
+            "method": method, "v2": v2, "model": model, "dtype": "bfloat16", "seed": 0, "natural_ends": False,
             "engine": engine, "spec": self.spec, "num_speculative_tokens": self.num_speculative_tokens,
             "trace": str(self.trace), "limit_groups": self.limit_groups, "vocab_size": vocab_size,
             "cells": [dataclasses.asdict(cell) for cell in self.cells], "max_tokens": self.max_tokens,
@@ -100,7 +126,7 @@ def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
 
 
 def requests_of(
-    lines: Sequence[Rollout], number: int, rows: int, num_steps: int, max_tokens: int, vocab_size: int
+    lines: Sequence[Rollout], number: int, rows: int, num_steps: int | None, max_tokens: int, vocab_size: int
 ) -> list[Request]:
     """Requests for a cell, more than its rows take in so many steps; siblings are next to each other.
 
@@ -109,10 +135,11 @@ def requests_of(
 
     Args:
         number: of the cell.
+        num_steps: None: the recording once.
     """
     found: list[Request] = []
     num_tokens, copy = 0, 1000 * number
-    while num_tokens < rows * (num_steps * _SPARE + max_tokens):
+    while not found or (num_steps is not None and num_tokens < rows * (num_steps * _SPARE + max_tokens)):
         for line in lines:
             for response in line.responses:
                 prompt, tokens = (
@@ -159,7 +186,8 @@ def measure(
         make_model(Path(model), vocab_size, longest)
         for repeat, method in tracked(turns):
             job = plan.job(method, model, longest, vocab_size)
-            found[method].append(answer(WORKER, job, method, folder))
+            worker = WORKER_V2 if job["v2"] else WORKER
+            found[method].append(answer(worker, job, method, folder))
             if all(len(done) > repeat for done in found.values()):
                 yield found
 

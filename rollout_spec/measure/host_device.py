@@ -1,7 +1,8 @@
-"""A device made of time, for vLLM's model runner V1 on a CPU: its kernels return at once.
+"""A device made of time, for vLLM on a CPU: its kernels return at once.
 
 Scheduler, input batch, drafter and what a step gives back stay vLLM's and ours. What a device would do is
-replaced, and a clock says when it would be done. `Device.install` lists the replacements.
+replaced, and a clock says when it would be done. `Device.install` lists the replacements in model runner V1,
+`host_device_v2` those in V2.
 """
 
 from __future__ import annotations
@@ -22,43 +23,47 @@ from rollout_spec.measure.step_times import Times
 
 
 class Clock:
-    """When the device has done what it was given, one step after the other.
+    """The host's time and the device's: nothing sleeps, and what else runs on the machine takes none of it.
+
+    The host's is its CPU time, and what it would have waited. Real kernels take none of it.
 
     Args:
-        now, sleep, cpu: seconds, as time.perf_counter, time.sleep and time.thread_time; a test's own are
-            virtual.
+        cpu: seconds, as time.thread_time: all of an engine is in one thread.
 
     Attributes:
-        free: when the last step that was given ends.
+        free: when the device has done all that it was given, one step after the other.
         num_steps: that were given.
         num_ahead: of them, those that found it busy with another.
         kernel_s: CPU seconds of real kernels.
-        runs: whether one runs.
+        launch_s: seconds that the host takes besides its CPU time, for what is not launched here.
+        runs: whether a real kernel runs.
     """
 
-    def __init__(
-        self,
-        now: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-        cpu: Callable[[], float] = time.thread_time,
-    ) -> None:
-        self._now, self._sleep, self._cpu = now, sleep, cpu
-        self.free = now()
-        self.kernel_s = 0.0
+    def __init__(self, cpu: Callable[[], float] = time.thread_time) -> None:
+        self._cpu = cpu
+        self._waited = 0.0
+        self.kernel_s = self.launch_s = 0.0
         self.runs = False
         self.num_steps = self.num_ahead = 0
+        self.free = self.now()
+
+    def now(self) -> float:
+        return self.host_s() + self._waited
+
+    def host_s(self) -> float:
+        """Seconds that the host has worked."""
+        return self._cpu() - self.kernel_s + self.launch_s
 
     def submit(self, seconds: float) -> None:
         """Give the device a step: it begins now, or when the one before has ended."""
-        now = self._now()
+        now = self.now()
         self.num_ahead += now < self.free
         self.free = max(now, self.free) + seconds
         self.num_steps += 1
 
     def wait(self, end: float) -> None:
-        """Sleep until then."""
-        while (left := end - self._now()) > 0:
-            self._sleep(left)
+        """Let time pass until then."""
+        self._waited += max(0.0, end - self.now())
 
     def run(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a real kernel gives; it is none of the host's work."""
@@ -66,6 +71,21 @@ class Clock:
         found = kernel(*args, **kwargs)
         self.kernel_s, self.runs = self.kernel_s + self._cpu() - begin, False
         return found
+
+
+class Event:
+    """In the place of a CUDA event."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.record()
+
+    def record(self, *_: Any) -> None:
+        self._end = self._clock.free
+
+    def synchronize(self) -> None:
+        """Wait for what the device was given before `record`."""
+        self._clock.wait(self._end)
 
 
 class Recording:
@@ -98,7 +118,7 @@ class Recording:
 
 
 def verified(
-    recorded: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32], nums_drafts: Sequence[int]
+    recorded: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32], nums_drafts: npt.ArrayLike
 ) -> npt.NDArray[np.int32]:
     """What a verification gives: each row's drafts as far as they are the recorded tokens, and one more.
 
@@ -126,14 +146,12 @@ class Device:
         recording: what is sampled; None: nothing has been asked for yet.
     """
 
-    def __init__(self, runner: Any) -> None:
-        self.clock = Clock()
+    def __init__(self, runner: Any, clock: Clock) -> None:
+        self.clock = clock
         self.times: Times | None = None
         self.recording: Recording | None = None
         self._runner = runner
-        self._hidden = torch.zeros(
-            (runner.max_num_tokens, runner.model_config.get_hidden_size()), dtype=runner.dtype
-        )
+        self._hidden = torch.zeros((runner.max_num_tokens, 1), dtype=runner.dtype)  # nobody reads them
         self._step: Any = None  # vLLM's SchedulerOutput
 
     def install(self) -> None:
@@ -168,8 +186,10 @@ class Device:
                 hidden: torch.Tensor = self.clock.run(forward, input_ids=input_ids, **kwargs)
                 self.clock.submit(0.0)
                 return hidden
-            drafted = bool(self._step.scheduled_spec_decode_tokens)
-            self.clock.submit(self.times.seconds(self._step.total_num_scheduled_tokens, drafted))
+            step, cached = self._step, self._step.scheduled_cached_reqs
+            num_context = step.total_num_scheduled_tokens + sum(cached.num_computed_tokens)
+            drafted = bool(step.scheduled_spec_decode_tokens)
+            self.clock.submit(self.times.seconds(step.total_num_scheduled_tokens, drafted, num_context))
             return self._hidden[: len(input_ids)]
 
         return submit
@@ -214,13 +234,6 @@ class Device:
         """vLLM's output of a step that is scheduled ahead, without its CUDA stream and event."""
         clock = self.clock
 
-        class Event:
-            def __init__(self) -> None:
-                self._end = clock.free
-
-            def synchronize(self) -> None:
-                clock.wait(self._end)
-
         class AsyncOutput(gpu_model_runner.AsyncGPUModelRunnerOutput):
             def __init__(
                 self,
@@ -237,7 +250,7 @@ class Device:
                 self._logprobs_tensors = self._logprobs_tensors_cpu = None
                 self._routed_experts = self._routed_experts_cpu = None  # of vLLM 0.24
                 self._num_nans = self._num_nans_cpu = self._has_fault = None  # of 0.32
-                self.async_copy_ready_event = Event()
+                self.async_copy_ready_event = Event(clock)
 
         return AsyncOutput
 

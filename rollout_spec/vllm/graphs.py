@@ -1,8 +1,8 @@
-"""Full CUDA graphs for plain steps, which an engine without a drafter has.
+"""Full graphs for plain steps, which an engine without a drafter has.
 
 With speculation vLLM captures its full graphs for steps in which every row has K draft tokens. Those of a
 drafter that chooses are seldom so, and a plain step would go piece by piece. Here full graphs are captured
-for plain steps; steps with drafts have piecewise ones.
+for plain steps; steps with drafts have piecewise ones. On NPUs it stays as it is.
 """
 
 from __future__ import annotations
@@ -10,10 +10,22 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 logger = init_logger(f"vllm.{__name__}")
+
+
+def fills_drafts(vllm_config: VllmConfig) -> bool:
+    """Whether only steps in which every row has K draft tokens have a graph.
+
+    With vllm-ascend's FULL_DECODE_ONLY: it keeps a graph's parameters by its number of tokens, so graphs of
+    plain steps have no place beside those.
+    """
+    if not current_platform.is_out_of_tree():
+        return False
+    return vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def capture_plain_steps(runner: Any) -> None:

@@ -14,6 +14,7 @@ from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import HistoryError
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
+from rollout_spec.vllm.graphs import fills_drafts
 from rollout_spec.vllm.keys import names_of
 from rollout_spec.vllm.lock_step import LockStep
 from rollout_spec.vllm.options import engine_options
@@ -40,7 +41,9 @@ class SuffixProposer:
         assert config is not None, "vLLM builds this class only where its configuration names it"
         self.config = config
         self.is_used = drafts_are_used(vllm_config.parallel_config)
-        self._drafter: Drafter | None = Drafter(self.config) if self.is_used else None
+        self._drafter: Drafter | None = None
+        if self.is_used:
+            self._drafter = Drafter(self.config, fills=fills_drafts(vllm_config))
         self._lock_step = LockStep()
         self._runner: Any = None
         # Takes in what has been sampled and is still on its way; with model runner V2 that is a step or two.

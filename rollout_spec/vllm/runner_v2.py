@@ -155,17 +155,15 @@ class HostBatch:
         Returns:
             How many tokens each row of `self.tokens` got.
         """
-        rows = {request_id: row for row, request_id in enumerate(self.input_batch.req_ids)}
-        nums_new = [0] * len(rows)
-        for request_id, new, num in zip(request_ids, tokens.tolist(), nums.tolist(), strict=True):
-            row = rows.get(request_id)
-            if row is None:
-                continue
-            nums_new[row] = num
-            level = self.levels[row]
-            self.tokens[row, level : level + num] = new[:num]
-            self.levels[row] = level + num
-        return nums_new
+        number = {request_id: row for row, request_id in enumerate(self.input_batch.req_ids)}
+        rows = np.array([number.get(request_id, -1) for request_id in request_ids])
+        nums = np.where(rows < 0, 0, nums)  # what has left, nobody reads
+        places, columns = np.nonzero(np.arange(tokens.shape[1]) < nums[:, None])
+        self.tokens[rows[places], self.levels[rows[places]] + columns] = tokens[places, columns]
+        nums_new = np.zeros(len(number), np.int32)
+        nums_new[rows[nums > 0]] = nums[nums > 0]
+        self.levels[: len(number)] += nums_new
+        return nums_new.tolist()
 
 
 class _Arrival:

