@@ -68,7 +68,7 @@ ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	life_cycle requests sampling coupled counters interruptions policy plain_vllm graphs schedule_ahead \
 	runner_v2 request_options vision lora)
 # What needs verl, and no training.
-VERL_TESTS := $(patsubst %,tests/%.py,$(addprefix test_verl_,adapter check_config client cpu history ranks router) \
+VERL_TESTS := $(patsubst %,tests/%.py,$(addprefix test_verl_,adapter check_config client cpu examples history ranks router) \
 	test_recipes test_checkpoint_engine engine/test_verl_server)
 # What takes all memory.
 ALONE := tests/test_training.py
@@ -163,9 +163,10 @@ $(INSTALLED): $(PACKAGES) | $(UV) $(if $(OTHER),$(BIN)/python)
 	@rm -f $(VENV)/.installed-* && touch $@
 
 ifneq ($(VERL),)
-# The lock of that vLLM. What it has not and verl needs is as in cpu.txt.
-$(PACKAGES): requirements/cpu.txt $(LOCK) | $(BIN)/python
-	awk -F'[][=<> ;]+' '$$1 != "verl" && (FNR == NR || !($$1 in has)); FNR == NR { has[$$1] }' $(LOCK) $< > $@
+# The lock of that vLLM. What it has not, or for Python 3.12 only, and verl needs is as in cpu.txt.
+$(PACKAGES): requirements/cpu.txt $(LOCK) Makefile | $(BIN)/python
+	awk -F'[][=<> ;]+' '$$1 != "verl" && (FNR == NR || !($$1 in has)); FNR == NR && !/>= .3.12/ { has[$$1] }' \
+		$(LOCK) $< > $@
 
 # From a copy: building leaves files where it builds.
 $(CHECKOUT): $(INSTALLED)

@@ -8,19 +8,20 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
 
-def make(*arguments: str) -> subprocess.CompletedProcess:
-    """Of what would be done. The make that runs the tests hands its own arguments down."""
+def make(*arguments: str, option: str = "-n") -> subprocess.CompletedProcess:
+    """Of what would be done, by default. The make that runs the tests hands its own arguments down."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("MAKE", "MFLAGS")) and name not in ("VERL", "VLLM", "ENGINE", "VENV")
     }
     return subprocess.run(
-        ["make", "--no-print-directory", "-n", *arguments],
+        ["make", "--no-print-directory", option, *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
@@ -89,6 +90,28 @@ def test_a_checkout_gets_the_vllm_that_it_pins_or_the_named_one(
     done = make("demo", f"VERL={verl}", *arguments)
     assert done.returncode == 0, done.stderr
     assert f".venv/verl-{vllm}/bin/rollout-spec demo" in done.stdout
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_a_checkout_lacks_no_package_whatever_the_python(python: str, tmp_path: Path) -> None:
+    """One that the lock of its vLLM has for another Python only is as in cpu.txt."""
+    for name in ("bin/uv", "verl-0.29.0/bin/python"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    verl, packages = checkout_of(tmp_path / "verl", '"vllm==0.29.0",'), tmp_path / "verl-0.29.0/packages.txt"
+    done = make(str(packages), f"VERL={verl}", f"VENV={tmp_path}", "PYTHON=none", option="-s")
+    assert done.returncode == 0, done.stderr
+    wanted, given = (named(file, python) for file in (ROOT / "requirements/cpu.txt", packages))
+    assert wanted - given == {"verl"}
+
+
+def named(lock: Path, python: str) -> set[str]:
+    """The packages of a lock for a Python on Linux."""
+    lines = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
+    environment = {"python_full_version": f"{python}.9", "python_version": python}
+    return {
+        one.name for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate(environment)
+    }
 
 
 def test_another_commit_is_installed_anew(tmp_path: Path) -> None:
