@@ -9,12 +9,16 @@ import inspect
 import json
 import pathlib
 import sys
+import tempfile
 from typing import Any
 
 import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 from rollout_spec.drafting.history import prompt_key
+from rollout_spec.vllm.features import v2_architectures
 from tests.engine.conftest import close, engine_settings
 from tests.engine.test_graphs import ALL_DRAFTS, DRAFTS, GRAPHS, PLAIN
+from tests.engine.test_vision import tokens
+from tests.tiny_vl import make_image, make_tiny_vl
 
 PROMPT = [1, *[65, 66] * 14, 67]
 TEXT = "".join(map(chr, PROMPT))
@@ -46,7 +50,26 @@ def main(model: str, output: str) -> None:
         "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **few_blocks),
         "standard": run(model, {"verify": "standard"}, names=("greedy",)),
     }
+    if v2_architectures() is None:  # else V1 is taken for it
+        result["images"] = images()
     pathlib.Path(output).write_text(json.dumps(result))
+
+
+def images() -> dict[str, Any]:
+    """Prompts with one image, another one, both, and none."""
+    prompts = [
+        {
+            "prompt_token_ids": tokens("Look. ", len(seeds), "What is it?"),
+            "multi_modal_data": {"image": [make_image(seed) for seed in seeds]},
+        }
+        for seeds in ([0], [1], [0, 1], [])
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny_vl(pathlib.Path(folder))
+        return {
+            name: run(model, spec, names=FEW[:4], prompts=prompts, limit_mm_per_prompt={"image": 2})
+            for name, spec in (("plain", None), ("drafted", {}))
+        }
 
 
 def late(text: str) -> str:
@@ -59,6 +82,7 @@ def run(
     spec: dict[str, Any] | None,
     stop: str | None = None,
     names: tuple[str, ...] = tuple(REQUESTS),
+    prompts: list[Any] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
     """What an engine gives, what its drafter counted, and how its steps were scheduled.
@@ -68,6 +92,7 @@ def run(
         spec: the drafter's options; None for an engine without.
         stop: a stop string, with which the engine serves more after the weights have changed.
         names: of the requests that it serves first.
+        prompts: theirs, where that is not TEXT.
         arguments: vLLM's.
     """
     from vllm import LLM
@@ -78,7 +103,10 @@ def run(
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     assert type(runner).__module__ == "vllm.v1.worker.cpu.model_runner", type(runner)
-    found: dict[str, Any] = {"steps": noted_steps(core.scheduler, runner), "requests": serve(llm, names)}
+    found: dict[str, Any] = {
+        "steps": noted_steps(core.scheduler, runner),
+        "requests": serve(llm, names, prompts or [TEXT] * len(names)),
+    }
     found["steps"] = found["steps"].copy()
     if spec is not None:
         found["counters"] = runner.drafter.take_counters().to_dict()
@@ -109,8 +137,8 @@ def sampling(name: str, num_tokens: int = 0, **more: Any) -> Any:
     return SamplingParams(**asked, **key)
 
 
-def serve(llm: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    outputs = llm.generate([TEXT] * len(names), [sampling(name) for name in names], use_tqdm=False)
+def serve(llm: Any, names: tuple[str, ...], prompts: list[Any]) -> dict[str, Any]:
+    outputs = llm.generate(prompts, [sampling(name) for name in names], use_tqdm=False)
     return {name: given(output) for name, output in zip(names, outputs, strict=True)}
 
 

@@ -55,14 +55,27 @@ def test_a_verifier_that_has_changed_is_left_alone_too(monkeypatch: pytest.Monke
     runner_v2_misfit.cache_clear()
 
 
+RANKS = {"data_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "is_refused"),
-    [("Qwen2Moe", 2, True), ("Qwen2Moe", 1, False), ("Qwen3", 2, False), ("Qwen2", 1, False)],
+    ("name", "arguments", "refusal"),
+    [
+        ("Qwen2Moe", RANKS, "its gate would not see"),
+        ("Qwen2Moe", {}, None),
+        ("Qwen3", RANKS, None),
+        ("Qwen3", {"enable_lora": True}, "one LoRA adapter a request"),
+        ("Qwen2", {}, None),
+    ],
 )
 def test_an_engine_has_v2_where_plain_vllm_takes_it(
-    name: str, num_ranks: int, is_refused: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    arguments: dict[str, Any],
+    refusal: str | None,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """But for data-parallel ranks of experts, which step together; those of a dense model do not."""
+    """But for LoRA, and for data-parallel ranks of experts, which step together; a dense model's do not."""
     import transformers
     from vllm.engine.arg_utils import EngineArgs
 
@@ -70,17 +83,15 @@ def test_an_engine_has_v2_where_plain_vllm_takes_it(
     architecture = f"{name}ForCausalLM"
     getattr(transformers, f"{name}Config")(architectures=[architecture]).save_pretrained(tmp_path)
     plain, drafted = (
-        EngineArgs(
-            **engine_settings(str(tmp_path), spec) | {"data_parallel_size": num_ranks}
-        ).create_engine_config()
+        EngineArgs(**engine_settings(str(tmp_path), spec) | arguments).create_engine_config()
         for spec in (None, {})
     )
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # for which vLLM asks first
     with_v2 = v2_architectures()
     assert plain.use_v2_model_runner == (with_v2 is None or architecture in with_v2)
-    assert drafted.use_v2_model_runner == (plain.use_v2_model_runner and not is_refused)
+    assert drafted.use_v2_model_runner == (plain.use_v2_model_runner and refusal is None)
     reasons = drafted._get_v2_model_runner_unsupported_features()
-    assert ["its gate would not see" in reason for reason in reasons] == [True] * is_refused
+    assert [refusal in reason for reason in reasons if refusal] == [True] * (refusal is not None)
 
 
 def test_which_models_have_v2() -> None:
@@ -131,6 +142,14 @@ def test_drafts_change_nothing(results: dict[str, Any], engine: str) -> None:
             assert found[part] == expected[part], (name, part)
         for row, plain in zip(found["logprobs"], expected["logprobs"], strict=True):
             assert row == pytest.approx(plain, abs=2e-4), name
+
+
+@pytest.mark.skipif(v2_architectures() is not None, reason="vLLM 0.24 has V1 for models that take images")
+def test_neither_where_prompts_have_images(results: dict[str, Any]) -> None:
+    plain, drafted = (results["images"][name] for name in ("plain", "drafted"))
+    assert drafted["counters"]["num_accepted_tokens"] > 20
+    assert {*map(str, plain["requests"].values())}.isdisjoint(map(str, results["plain"]["requests"].values()))
+    assert drafted["requests"] == plain["requests"]
 
 
 def test_greedy_tokens_are_those_without_drafts_in_standard_verification(results: dict[str, Any]) -> None:
