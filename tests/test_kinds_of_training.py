@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from rollout_spec.report.responses import first_step_agreement
 from tests.tiny_vl import make_tiny_vl
 from tests.trainings import LENGTH, NUM_PROMPTS, NUM_SAMPLES, TOOLS, make_image_data, make_policy, train
 
@@ -97,3 +98,43 @@ def test_prompts_with_images(tmp_path: pathlib.Path) -> None:
         first, _ = train(folder, model, *options, "data.image_key=images", method=method)
         rewards.append(first["critic/rewards/mean"])
     assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
+
+
+# For each process of a training: before it uses vLLM, Triton interprets its kernels.
+INTERPRETED = """
+from rollout_spec.patches import when_imported
+when_imported("vllm", lambda _: __import__("tests.engine.interpreted_triton"))
+"""
+
+
+def test_model_runner_v2(
+    policy: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's weight syncs and log-probabilities; an engine with V1 would draw with other noise than V2.
+
+    The gate is closed for five samples at once, and open for the three behind them.
+    """
+    (tmp_path / "sitecustomize.py").write_text(INTERPRETED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    options = [
+        "rollout.spec.verify=coupled",
+        "rollout.spec.batch_threshold=3",
+        "actor_rollout_ref.rollout.max_num_seqs=5",
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+        "actor_rollout_ref.actor.optim.lr=1e-3",  # so that a policy which has missed a sync has other ones
+        # Refused where an engine with drafts has V1.
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.async_scheduling=true",
+    ]
+    folders = [tmp_path / method for method in ("off", "sam")]
+    for folder in folders:
+        folder.mkdir()
+    off, sam = (train(folder, policy, *options, method=folder.name) for folder in folders)
+    same = first_step_agreement(*folders)
+    assert same is not None and same.num_identical == same.num_tokens > NUM_SAMPLES * LENGTH / 2
+    assert sam[0]["critic/rewards/mean"] == pytest.approx(off[0]["critic/rewards/mean"], abs=1e-6)
+    for metrics in sam:
+        assert 0 < metrics["rollout/spec_share_on"] < 1
+    for metrics in (*off, *sam):
+        # The trainer has its own log-probabilities, from weights that are not rounded to bfloat16.
+        assert metrics["training/rollout_probs_diff_mean"] < 0.05

