@@ -112,6 +112,11 @@ def test_version():
             "--replicas: 0 must be at least 1",
         ),
         (["replay", TRACE, "--limit-groups", "0"], "--limit-groups: 0 must be at least 1"),
+        (["replay", TRACE, "--gpu", "h100"], "--model-config: a prediction needs the policy's config.json"),
+        (
+            ["replay", TRACE, "--model-config", QWEN, "--tp", "8"],
+            "--gpu: must be one of h100, h200, a100, 910b",
+        ),
         (["replay", TRACE, "--num-speculative-tokens", "0"], "num_speculative_tokens=0: must be between"),
         (["replay", TRACE, "--spec", "routing=group"], "--spec routing=group: replay drafts in every step"),
         (

@@ -89,6 +89,8 @@ def roofline(args: argparse.Namespace, **further: Any) -> Roofline:
     """The step times of `add_device_arguments`; `further`: fields of a Roofline."""
     from rollout_spec.measure.roofline import DEVICES, Model, Roofline
 
+    if args.model_config is None:
+        raise UserError("--model-config: a prediction needs the policy's config.json")
     if args.gpu not in DEVICES:
         name = "--gpu" if args.gpu is None else f"--gpu {args.gpu}"
         raise UserError(f"{name}: must be one of {', '.join(DEVICES)}")

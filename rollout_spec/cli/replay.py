@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     config = SpecConfig.from_mapping(_options(args))
     if config.corpus:
         check_corpus(config.corpus)
-    times = roofline(args) if args.model_config or args.gpu else None
+    times = roofline(args) if args.model_config or args.gpu or args.tp else None
     cluster = Cluster(
         args.replicas,
         args.max_num_seqs,

@@ -31,16 +31,8 @@ Columns = Mapping[str, str]
 """By the keys of NAMES the name of a field that has none of those; a.b is b in a, "" no field."""
 NAMES = {  # the first that has a value counts
     "prompt": (
-        *(
-            "prompt_token_ids",
-            "prompt_ids",
-            "prompt",
-            "input",
-            "input_prompt",
-            "full_prompt",
-            "origin_prompt",
-        ),
-        *("question", "question_content", "problem", "query", "instruction", "arguments"),
+        *("prompt_token_ids", "prompt_ids", "prompt", "input", "input_prompt", "full_prompt"),
+        *("origin_prompt", "question", "question_content", "problem", "query", "instruction", "arguments"),
     ),
     "response": (
         *("response_token_ids", "output_token_ids", "response_ids", "completion_ids", "output_ids"),
