@@ -210,6 +210,17 @@ def test_drafts_change_the_time_and_nothing_else():
     assert 0 < drafted.num_accepted_tokens < drafted.num_draft_tokens
 
 
+def test_filled_drafts_are_all_verified_and_lose_no_token():
+    config, lines = SpecConfig(batch_threshold=8, num_speculative_tokens=4), requests_of(rollouts(1), None)
+    engines = [Engine(config, FLAT, 8, 8, fills_drafts=fills) for fills in (False, True)]
+    for engine in engines:
+        engine.rollout(lines)
+    plain, filled = (engine.total for engine in engines)
+    assert filled.num_tokens == plain.num_tokens
+    assert filled.num_draft_tokens % 4 == 0 < plain.num_draft_tokens % 4
+    assert filled.num_draft_tokens > 1.5 * plain.num_draft_tokens
+
+
 def test_replicas_share_the_requests_and_the_slowest_counts():
     lines = rollouts(4)
     requests = requests_of(lines, 6)

@@ -120,6 +120,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="most draft tokens per row and step; of several the best is marked",
     )
+    drafter.add_argument(
+        "--fill-drafts",
+        action="store_true",
+        help="in every row up to K, as with vllm-ascend's FULL_DECODE_ONLY",
+    )
     add_spec_argument(
         drafter,
         "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "
@@ -152,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
             num_ranks=args.dp or 1,
             kv_tokens=getattr(times, "kv_tokens", math.inf),
             interrupt_every=args.interrupt_every,
+            fills_drafts=args.fill_drafts,
         )
         for combination in itertools.product(args.replicas, args.max_num_seqs, args.group_size or [None])
     ]

@@ -129,6 +129,7 @@ class Engine:
         config: of the drafter; method off: no drafts.
         tail_rows: the tail is the time with at most so many requests running.
         kv_tokens: that the KV cache holds.
+        fills_drafts: up to K in every row, as `Drafter` does it.
     """
 
     def __init__(
@@ -138,10 +139,13 @@ class Engine:
         max_num_seqs: int,
         tail_rows: int,
         kv_tokens: float = math.inf,
+        fills_drafts: bool = False,
     ) -> None:
         self.total = EngineRun()
         """Of all rollouts so far."""
-        self.drafter = Drafter(config, clock=lambda: self.total.seconds) if config.enabled else None
+        self.drafter: Drafter | None = None
+        if config.enabled:
+            self.drafter = Drafter(config, clock=lambda: self.total.seconds, fills=fills_drafts)
         self.times = times
         self._max_num_seqs, self._tail_rows, self._kv_tokens = max_num_seqs, tail_rows, kv_tokens
         self._queue: deque[tuple[Request, int]] = deque()  # with the tokens of its response that it has
@@ -356,6 +360,7 @@ class Cluster:
     num_ranks: int = 1  # data-parallel ones of a replica
     kv_tokens: float = math.inf  # of a rank
     interrupt_every: int | None = None  # engine steps from one weight sync to the next within a rollout
+    fills_drafts: bool = False  # in every row up to K
 
 
 def simulate(
@@ -379,7 +384,7 @@ def simulate(
     """
     replicas = [
         [
-            Engine(config, times, cluster.max_num_seqs, tail_rows, cluster.kv_tokens)
+            Engine(config, times, cluster.max_num_seqs, tail_rows, cluster.kv_tokens, cluster.fills_drafts)
             for _ in range(cluster.num_ranks)
         ]
         for _ in range(cluster.num_replicas)

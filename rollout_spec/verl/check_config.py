@@ -174,6 +174,8 @@ def _check_drafting(config: DictConfig) -> None:
 
 def _has_v1(config: DictConfig) -> bool:
     """Whether vLLM takes model runner V1 for the model; where its files are not here, its engine says so."""
+    if _value(config, "trainer.device") == "npu":
+        return True
     path = os.path.expanduser(str(_value(config, "actor_rollout_ref.model.path")))
     try:
         with open(os.path.join(path, "config.json")) as file:

@@ -25,6 +25,7 @@ from vllm_ascend.spec_decode import AscendNgramProposer  # noqa: E402
 from vllm_ascend.worker import model_runner_v1  # noqa: E402
 
 from rollout_spec.config import ConfigError  # noqa: E402
+from rollout_spec.measure import diagnosis  # noqa: E402
 from rollout_spec.patches import PatchError, applied  # noqa: E402
 from rollout_spec.verification import standard  # noqa: E402
 from rollout_spec.vllm import ascend, features, plugin, sampler  # noqa: E402
@@ -66,6 +67,14 @@ def test_these_releases_are_a_pair_that_is_known() -> None:
     assert not ascend.has_custom_class()
     assert "vllm-ascend-custom-class" in {patch.name for patch in applied()}
     sampler.check_engine_patches()
+
+
+def test_doctor_finds_the_stack_whole() -> None:
+    checks = {check.name: check for check in diagnosis.diagnose()}
+    failed = [check for check in checks.values() if check.status == diagnosis.FAIL]
+    assert failed == []
+    assert checks["device"].detail == f"npu, vllm-ascend {metadata.version('vllm-ascend')}"
+    assert "patch vllm-ascend-custom-class" in checks
 
 
 def test_the_runner_makes_our_drafter_and_leaves_others_theirs(tmp_path: Path) -> None:
