@@ -1,6 +1,8 @@
-"""Time of verification: ours, vLLM's on the CPU, and the functions that vllm-ascend 0.11.0 published.
+"""Time of verification: ours, vLLM's on the CPU, and the functions that vllm-ascend published.
 
     python benchmarks/verify.py --output FILE
+
+vllm-ascend is 0.11.0; or the one on PYTHONPATH, as `make test-ascend` has it, by its path without Triton.
 
 Each is timed from the logits of a step, temperature applied, to its tokens, bonus tokens included; no top-k,
 no top-p. K = 0 is a plain step, one token a request. Of small batches several steps take turns. The clock is
@@ -14,11 +16,13 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import importlib.util
 import json
 import os
 import platform
 import random
 import statistics
+import sys
 import time
 import types
 from collections.abc import Callable
@@ -36,6 +40,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import compiled_random_sample, random_sample
 
 from rollout_spec.verification import coupled, standard
+from rollout_spec.vllm.ascend import MODULE, import_worker
 
 PUBLISHED = (
     Path(__file__).parents[1] / "tests/data/vllm-ascend-0.11.0/vllm_ascend/sample/rejection_sampler.py"
@@ -51,8 +56,17 @@ RATIOS = (
 )  # fmt: skip
 
 
-def published_functions() -> types.SimpleNamespace:
-    """The functions of vllm-ascend's rejection sampler, without its imports and its class."""
+@functools.cache
+def published_functions() -> Any:
+    """The functions of vllm-ascend's rejection sampler; of 0.11.0 without its imports and its class."""
+    if importlib.util.find_spec("vllm_ascend"):
+        import_worker()
+        module = importlib.import_module(MODULE)
+        config = types.SimpleNamespace(enable_block_verify=False, enable_entropy_verify=False)
+        config.posterior_threshold = config.posterior_alpha = 0.0
+        options = types.SimpleNamespace(enable_reduce_sample=False, rejection_sampler_config=config)
+        sys.modules["vllm_ascend.ascend_config"]._ASCEND_CONFIG = options
+        return module
     tree = ast.parse(PUBLISHED.read_text())
     tree.body = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.Assign))]
     # The last statement replaces a function of vLLM's.
@@ -112,10 +126,15 @@ class Step:
         given = (self.drafts, self.counts, self.k, self.ends, None, self.logits, bonus, self.metadata)
         return function(*given)
 
-    def ascend(self, published: types.SimpleNamespace) -> torch.Tensor:
+    def ascend(self, published: Any) -> torch.Tensor:
         bonus = random_sample(self.bonus_logits.softmax(dim=-1), {}).unsqueeze(-1)
         if not self.k:
             return bonus
+        if hasattr(published, "apply_sampling_constraints"):
+            self.metadata.top_k = self.metadata.top_p = None
+            logits = published.apply_sampling_constraints(self.logits, self.ends, self.metadata, None)
+            given = (self.drafts, self.counts, self.k, self.ends, None, logits, bonus, self.metadata)
+            return published.rejection_sample(*given)
         temperature = published.expand_batch_to_tokens(
             self.metadata.temperature, self.ends, len(self.drafts), replace_from=-1, replace_to=1
         )
@@ -127,7 +146,7 @@ class Step:
         """Reading every logit once, the least that any method does."""
         return self.bonus_logits.amax(dim=-1), self.logits.amax(dim=-1) if self.k else None
 
-    def contestants(self, published: types.SimpleNamespace) -> dict[str, Callable[[], Any]]:
+    def contestants(self, published: Any) -> dict[str, Callable[[], Any]]:
         return {
             "coupled": self.coupled,
             "standard": functools.partial(self.rejecting, standard.rejection_sample),
