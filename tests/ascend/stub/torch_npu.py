@@ -82,6 +82,7 @@ torch.utils.rename_privateuse1_backend("npu")  # torch.device("npu")
 torch.npu = MagicMock(name="torch.npu")  # type: ignore[attr-defined]
 torch.npu.is_available = lambda: True
 torch.npu.device_count = lambda: 1
+torch.npu.get_device_capability = lambda *_: None  # as the real one, which verl knows
 for _name in ("tensor", "zeros", "ones", "full", "empty", "arange"):
     setattr(torch, _name, _unpinned(getattr(torch, _name)))
 torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment, method-assign]
