@@ -147,7 +147,7 @@ def test_drafts_change_nothing(results: dict[str, Any], engine: str) -> None:
 @pytest.mark.skipif(v2_architectures() is not None, reason="vLLM 0.24 has V1 for models that take images")
 def test_neither_where_prompts_have_images(results: dict[str, Any]) -> None:
     plain, drafted = (results["images"][name] for name in ("plain", "drafted"))
-    assert drafted["counters"]["num_accepted_tokens"] > 20
+    assert drafted["counters"]["num_accepted_tokens"] > 10
     assert {*map(str, plain["requests"].values())}.isdisjoint(map(str, results["plain"]["requests"].values()))
     assert drafted["requests"] == plain["requests"]
 
