@@ -13,6 +13,7 @@ import numpy.typing as npt
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
+from rollout_spec.drafting.gate import make_gate
 from rollout_spec.measure.engine import reply
 from rollout_spec.measure.engine_worker import make_engine, settings_of
 from rollout_spec.measure.host import Cell, HostError, requests_of, rollout_of
@@ -45,14 +46,20 @@ class Ours:
 
     def time_drafter(self, runner: Any) -> None:
         """What V1's runner calls; what is ours goes by the same clock, so that its gate does."""
-        drafter = getattr(runner, "drafter", None)
-        if drafter is None:
-            return
-        self._time(drafter, "propose")
-        if isinstance(drafter, SuffixProposer):
+        self._drafter = getattr(runner, "drafter", None)
+        if self._drafter is not None:
+            self._time(self._drafter, "propose")
+        if isinstance(self._drafter, SuffixProposer):
             time.perf_counter = self._clock.now
-            assert drafter._drafter is not None
-            drafter._drafter._clock = self._clock.now
+            assert self._drafter._drafter is not None
+            self._drafter._drafter._clock = self._clock.now
+
+    def forget_costs(self) -> None:
+        """The gate learns anew what steps take: those of another device's are worth nothing."""
+        if isinstance(self._drafter, SuffixProposer):
+            drafter = self._drafter._drafter
+            assert drafter is not None
+            drafter._gate = make_gate(self._drafter.config, drafter._fill_to)
 
     def _time(self, owner: Any, name: str) -> None:
         setattr(owner, name, self._timed(getattr(owner, name)))
@@ -113,12 +120,14 @@ def _measure(
 ) -> dict[str, float]:
     """Serve a cell's requests and measure its last steps."""
     core, clock = engine.engine_core.engine_core, device.clock
-    core.scheduler.max_num_running_reqs = cell.rows
+    for name in ("max_num_running_reqs", "max_num_active_reqs"):  # the second is what vLLM 0.32 goes by
+        setattr(core.scheduler, name, cell.rows)
     num_steps = job["steps"] and job["warm_up_steps"] + job["steps"]
     requests = requests_of(lines, number, cell.rows, num_steps, job["max_tokens"], job["vocab_size"])
     prefix = f"{number}."
     device.recording = Recording(prefix, [response for _, response in requests])
     device.times = cell.times()
+    ours.forget_costs()
     for i, (prompt, response) in enumerate(requests):
         params = SamplingParams(
             max_tokens=len(response), ignore_eos=True, detokenize=False, extra_args={KEY: [number, i]}

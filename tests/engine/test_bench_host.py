@@ -26,7 +26,7 @@ def test_a_device_made_of_time(
     response = [*range(10, 26)] * 6  # repeats, so that there is something to draft from
     trace = tmp_path / "trace.jsonl"
     trace.write_text(to_line("g", None, [5, 6, 7], [response, response[3:]]))
-    steps = f"--rows 2 --step-ms {1e3 * SECONDS} --warm-up-steps 12 --steps 24 --repeats 1"
+    steps = f"--rows 1 2 --step-ms {1e3 * SECONDS} --warm-up-steps 12 --steps 24 --repeats 1"
     options = [*steps.split(), *more, "--methods", ",".join(methods), "--json", "--output", str(tmp_path)]
     # The worker compares each request's tokens with the recording, and fails where they differ.
     assert main(["bench", "host", str(trace), *options]) == 0
@@ -38,20 +38,23 @@ def test_a_device_made_of_time(
     assert [engine["async_scheduling"] for engine in engines] == [i == 0 or v2 for i in range(len(methods))]
 
     results = {(row["rows"], row["step"], row["method"]): row for row in record["results"]}
-    assert len(results) == (1 + len(more)) * len(methods)
+    assert len(results) == 2 * (1 + len(more)) * len(methods)
     for (rows, step, method), row in results.items():
         [run] = row["repeats"]
-        assert run["num_rows"] == rows and run["num_steps"] == 24
+        assert run["num_rows"] == rows and abs(run["num_steps"] - 24) <= 1  # one may be on its way
+        at_least = run["num_steps"] * SECONDS * (1 - 1e-9)
         assert row["vllm_ms"] > 0 and (row["drafter_ms"] > 0) == method.startswith("sam")
         assert (run["launch_s"] > 0) == v2
         if step != CPU:
-            assert run["seconds"] >= 24 * SECONDS * (1 - 1e-9)
-            # The host has what remains of a step that is ahead, and none of one that waits.
-            ahead = method in ("off/v1", "off", "sam:0")
-            assert ahead or run["num_ahead"] == 0
-            assert ahead or run["seconds"] >= 24 * SECONDS + run["host_s"] / 2
+            assert run["seconds"] >= at_least
+            if method in ("off/v1", "off", "sam:0"):
+                assert run["num_ahead"] > 12
+            else:  # V2 is ahead until the gate has opened
+                waited = 1 - run["num_ahead"] / run["num_steps"]
+                assert waited == 1 or (v2 and waited > 0.5)
+                assert run["seconds"] >= at_least + waited * run["host_s"] / 2
         if not method.startswith("sam:8"):
             assert run["num_tokens"] == 24 * rows and run["num_draft_tokens"] == 0
             continue
-        assert run["num_accepted_tokens"] > 24
+        assert run["num_accepted_tokens"] > 12 * rows
         assert run["num_tokens"] == run["num_accepted_tokens"] + 24 * rows
