@@ -181,6 +181,50 @@ def test_vllm_may_be_asked_to_schedule_ahead_where_it_takes_v2(
         check_config(composed(*ahead))
 
 
+def make_cached(cache: pathlib.Path, name: str, fields: dict[str, Any]) -> None:
+    """A model's configuration as a download from the hub leaves it."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    (folder / "snapshots/1").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("1")
+    (folder / "snapshots/1/config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("kind", ["dense by V2", "dense by V1", "experts", "ranks of experts", "V2 switched off"])
+def test_the_driver_knows_the_model_runner_of_a_model_of_the_hub(
+    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with_v2 = frozenset({"Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
+    monkeypatch.setattr("vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", with_v2, raising=False)
+    architecture = {"dense by V1": "Qwen2ForCausalLM", "dense by V2": "Qwen3ForCausalLM"}.get(kind)
+    fields = {"architectures": [architecture or "Qwen3MoeForCausalLM"]}
+    make_cached(tmp_path, "some/model", fields if architecture else fields | {"num_experts": 8})
+    if kind == "V2 switched off":
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    options = ["actor_rollout_ref.model.path=some/model", f"+{ENGINE}.async_scheduling=true"]
+    if kind == "ranks of experts":
+        sizes = {"data_parallel_size": 4, "tensor_model_parallel_size": 2, "expert_parallel_size": 8}
+        options += [f"actor_rollout_ref.rollout.{name}={size}" for name, size in sizes.items()]
+    if kind in ("dense by V2", "experts"):
+        check_config(composed("+rollout.spec=sam", *options))
+    else:
+        with pytest.raises(ConfigError, match="has model runner V1"):
+            check_config(composed("+rollout.spec=sam", *options))
+
+
+def test_steps_with_drafts_that_have_no_graphs_are_named_on_the_driver(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key, mode = f"+{ENGINE}.compilation_config", "{cudagraph_mode: FULL_DECODE_ONLY}"
+    text = """'{"cudagraph_mode": "FULL_DECODE_ONLY"}'"""
+    for method, value in (("sam", mode), ("sam", text), ("off", mode), ("sam", "{cudagraph_mode: PIECEWISE}")):
+        check_config(composed(f"+rollout.spec={method}", f"{key}={value}"))
+        said = "steps with drafts run without CUDA graphs" in capsys.readouterr().err
+        assert said == ("FULL_DECODE_ONLY" in value and method == "sam")
+
+
 def test_vllm_that_takes_v2_for_all_models_may_always_be_asked(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

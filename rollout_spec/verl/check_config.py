@@ -30,6 +30,7 @@ _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _VARIABLES = "ray_kwargs.ray_init.runtime_env.env_vars"
 _ROUTER = f"{_ROLLOUT}.router_config_path"
 _OURS = "rollout.spec sets it, leave it alone"
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a mixture's configuration
 
 
 class CheckConfig(Callback):
@@ -153,9 +154,15 @@ def _check_drafting(config: DictConfig) -> None:
             f"vLLM {version()} has model runner V1 for this model, which does not schedule asynchronously"
         )
         _require(config, f"{_ENGINE}.async_scheduling", (None, False), f"{only_v1} {with_drafts}")
+    if _entry(config, f"{_ENGINE}.compilation_config", "cudagraph_mode") == "FULL_DECODE_ONLY":
+        print(
+            f"rollout_spec: {_ENGINE}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run "
+            "without CUDA graphs; take FULL_AND_PIECEWISE",
+            file=sys.stderr,
+        )
     _require(config, f"{_ENGINE}.logits_processors", (None, []), f"vLLM runs none {with_drafts}")
     for name in ("override_generation_config", "generation_config"):
-        if _min_p(_value(config, f"{_ENGINE}.{name}")):
+        if _entry(config, f"{_ENGINE}.{name}", "min_p"):
             raise ConfigError(f"{_ENGINE}.{name}.min_p: vLLM refuses min_p {with_drafts}")
     if _value(config, "actor_rollout_ref.model.mtp.enable"):
         mtp = "actor_rollout_ref.model.mtp.enable_rollout"
@@ -173,25 +180,32 @@ def _check_drafting(config: DictConfig) -> None:
 
 
 def _has_v1(config: DictConfig) -> bool:
-    """Whether vLLM takes model runner V1 for the model; where its files are not here, its engine says so."""
-    if _value(config, "trainer.device") == "npu":
-        return True
-    path = os.path.expanduser(str(_value(config, "actor_rollout_ref.model.path")))
+    """Whether vLLM takes model runner V1; where the model's configuration cannot be had, its engine says so."""
+    if asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
+        return asked == "0"
+    from transformers import PretrainedConfig
+
     try:
-        with open(os.path.join(path, "config.json")) as file:
-            architectures = json.load(file).get("architectures") or ()
+        fields, _ = PretrainedConfig.get_config_dict(
+            os.path.expanduser(str(_value(config, "actor_rollout_ref.model.path")))
+        )
     except (OSError, ValueError):
+        fields = {}
+    if not fields:
         return False
+    if (_value(config, f"{_ROLLOUT}.data_parallel_size") or 1) > 1 and any(map(fields.get, _NUM_EXPERTS)):
+        return True  # as `runner_v2_misfits` says
     with_v2 = v2_architectures()
-    return with_v2 is not None and with_v2.isdisjoint(architectures)
+    return with_v2 is not None and with_v2.isdisjoint(fields.get("architectures") or ())
 
 
-def _min_p(value: Any) -> Any:
-    """Of a generation configuration; verl takes vLLM's dictionaries as JSON text too."""
+def _entry(config: DictConfig, key: str, name: str) -> Any:
+    """Of a dictionary of vLLM's; verl takes these as JSON text too."""
+    value = _value(config, key)
     if isinstance(value, str):
         with contextlib.suppress(json.JSONDecodeError):  # else a path, or a mistake that vLLM names
             value = json.loads(value)
-    return isinstance(value, Mapping) and value.get("min_p")
+    return value.get(name) if isinstance(value, Mapping) else None
 
 
 def _require(config: DictConfig, key: str, allowed: Sequence[Any], reason: str) -> None:

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
+
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import Patch, PatchError, record, replace_function, when_imported
 from rollout_spec.vllm.options import OPTIONS_KEY, PROPOSER, engine_options, names_our_drafter
@@ -188,11 +190,19 @@ def _check_configurations() -> None:
             speculative.get("model") == PROPOSER or OPTIONS_KEY in (self.additional_config or {})
         ):
             raise ConfigError(failure)
-        vllm_config = create_engine_config(self, *args, **kwargs)
+        try:
+            vllm_config = create_engine_config(self, *args, **kwargs)
+        except ValidationError as error:  # pydantic wraps what we raise while vLLM makes its configuration
+            raise _our_error(error) or error from None
         check_options(vllm_config)
         return vllm_config
 
     replace_function(EngineArgs, "create_engine_config", create_checked_engine_config, patch=_CHECK)
+
+
+def _our_error(error: ValidationError) -> ConfigError | None:
+    causes = (each.get("ctx", {}).get("error") for each in error.errors())
+    return next((cause for cause in causes if isinstance(cause, ConfigError)), None)
 
 
 def _offer_runner_v2() -> None:

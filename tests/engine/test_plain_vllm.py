@@ -214,7 +214,7 @@ SPECULATIVE = speculative_config(8)
         ({}, {"method": "off"}, r"rollout\.spec\.method=off together with"),
         ({"override_generation_config": {"min_p": 0.1}}, {}, r"generation_config\.min_p"),
         ({"logits_processors": ["json.JSONDecoder"]}, {}, r"logits_processors"),
-        ({"async_scheduling": True}, {}, r"async_scheduling: needs vLLM's model runner V2"),
+        ({"async_scheduling": True}, {}, r"^async_scheduling: needs vLLM's model runner V2[^\n]*\Z"),
         (
             {"speculative_config": SPECULATIVE | {"num_speculative_tokens_per_batch_size": [[1, 64, 8]]}},
             {},
