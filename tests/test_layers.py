@@ -28,6 +28,8 @@ MAY_IMPORT = {
         "config metrics patches trace drafting vllm verl_cpu",
         "hydra omegaconf ray tensordict transfer_queue verl",
     ),
+    "vllm/plugin.py": ("", "pydantic"),
+    "verl/check_config.py": ("", "transformers"),
     "verl/client.py": ("", "vllm"),
     "verl/recorder.py": ("", "vllm"),
     "verl/server.py": ("", "vllm"),

@@ -190,7 +190,9 @@ def make_cached(cache: pathlib.Path, name: str, fields: dict[str, Any]) -> None:
     (folder / "snapshots/1/config.json").write_text(json.dumps(fields))
 
 
-@pytest.mark.parametrize("kind", ["dense by V2", "dense by V1", "experts", "ranks of experts", "V2 switched off"])
+@pytest.mark.parametrize(
+    "kind", ["dense by V2", "dense by V1", "experts", "ranks of experts", "V2 switched off"]
+)
 def test_the_driver_knows_the_model_runner_of_a_model_of_the_hub(
     kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +221,12 @@ def test_steps_with_drafts_that_have_no_graphs_are_named_on_the_driver(
 ) -> None:
     key, mode = f"+{ENGINE}.compilation_config", "{cudagraph_mode: FULL_DECODE_ONLY}"
     text = """'{"cudagraph_mode": "FULL_DECODE_ONLY"}'"""
-    for method, value in (("sam", mode), ("sam", text), ("off", mode), ("sam", "{cudagraph_mode: PIECEWISE}")):
+    for method, value in (
+        ("sam", mode),
+        ("sam", text),
+        ("off", mode),
+        ("sam", "{cudagraph_mode: PIECEWISE}"),
+    ):
         check_config(composed(f"+rollout.spec={method}", f"{key}={value}"))
         said = "steps with drafts run without CUDA graphs" in capsys.readouterr().err
         assert said == ("FULL_DECODE_ONLY" in value and method == "sam")

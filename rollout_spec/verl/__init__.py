@@ -2,5 +2,5 @@
 
 In: verl's Hydra configuration, requests and checkpoints. Out: engine arguments, metrics in verl's stream.
 May import: `config`, `metrics`, `patches`, `trace`, `drafting`, `vllm`, `verl_cpu`, hydra, omegaconf, ray,
-tensordict, transfer_queue, verl, vllm. verl imports `entry_point` in each of its processes.
+tensordict, transfer_queue, transformers, verl, vllm. verl imports `entry_point` in each of its processes.
 """

@@ -156,8 +156,8 @@ def _check_drafting(config: DictConfig) -> None:
         _require(config, f"{_ENGINE}.async_scheduling", (None, False), f"{only_v1} {with_drafts}")
     if _entry(config, f"{_ENGINE}.compilation_config", "cudagraph_mode") == "FULL_DECODE_ONLY":
         print(
-            f"rollout_spec: {_ENGINE}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run "
-            "without CUDA graphs; take FULL_AND_PIECEWISE",
+            f"rollout_spec: {_ENGINE}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts "
+            "run without CUDA graphs; take FULL_AND_PIECEWISE",
             file=sys.stderr,
         )
     _require(config, f"{_ENGINE}.logits_processors", (None, []), f"vLLM runs none {with_drafts}")
@@ -180,7 +180,7 @@ def _check_drafting(config: DictConfig) -> None:
 
 
 def _has_v1(config: DictConfig) -> bool:
-    """Whether vLLM takes model runner V1; where the model's configuration cannot be had, its engine says so."""
+    """Whether vLLM takes model runner V1; its engine says so where the model cannot be looked at."""
     if asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
         return asked == "0"
     from transformers import PretrainedConfig
