@@ -191,7 +191,7 @@ def make_cached(cache: pathlib.Path, name: str, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["dense by V2", "dense by V1", "experts", "ranks of experts", "V2 switched off"]
+    "kind", ["dense by V2", "dense by V1", "experts", "ranks of experts", "adapters", "V2 switched off"]
 )
 def test_the_driver_knows_the_model_runner_of_a_model_of_the_hub(
     kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -206,6 +206,8 @@ def test_the_driver_knows_the_model_runner_of_a_model_of_the_hub(
     if kind == "V2 switched off":
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     options = ["actor_rollout_ref.model.path=some/model", f"+{ENGINE}.async_scheduling=true"]
+    if kind == "adapters":
+        options.append("actor_rollout_ref.model.lora_rank=8")
     if kind == "ranks of experts":
         sizes = {"data_parallel_size": 4, "tensor_model_parallel_size": 2, "expert_parallel_size": 8}
         options += [f"actor_rollout_ref.rollout.{name}={size}" for name, size in sizes.items()]

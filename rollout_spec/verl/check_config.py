@@ -183,6 +183,8 @@ def _has_v1(config: DictConfig) -> bool:
     """Whether vLLM takes model runner V1; its engine says so where the model cannot be looked at."""
     if asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
         return asked == "0"
+    if _value(config, "trainer.device") == "npu" or _value(config, "actor_rollout_ref.model.lora_rank"):
+        return True  # as `runner_v2_misfits` says
     from transformers import PretrainedConfig
 
     try:
