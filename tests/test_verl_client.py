@@ -246,17 +246,38 @@ def test_copies_are_of_their_worker_and_one_in_each_process(monkeypatch: pytest.
     assert pickle.loads(back) is first
 
 
+def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def names_of_a_run() -> list[str]:
+        calls = Calls()
+        sent = [pickle.dumps(calls) for _ in range(2)]
+        here = [calls]
+        for data in sent:
+            with monkeypatch.context() as elsewhere:
+                elsewhere.setattr(verl_client, "_calls_here", {})
+                here.append(pickle.loads(data))
+        return [json.dumps(each.named([1], params())["extra_args"][KEY]) for each in here for _ in range(2)]
+
+    names = names_of_a_run()
+    assert len(set(names)) == len(names) == 6
+    assert names_of_a_run() == names
+
+
 def test_a_copy_names_calls_in_another_process() -> None:
-    client = make(Server())
+    server = Server()
+    client = make(server)
     code = f"""
-import asyncio, pickle
+import asyncio, json, pickle
 client = pickle.loads({pickle.dumps(client)!r})
 for _ in range(2):
     asyncio.run(client.generate("r", prompt_ids=[1], sampling_params={params()!r}))
-print(len(set(client._load_balancer._server.names)))
+print(json.dumps(client._load_balancer._server.names))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "2"
+    for _ in range(2):
+        asyncio.run(call(client, [1], params()))
+    assert len({*json.loads(done.stdout.splitlines()[-1]), *server.names}) == 4
 
 
 def test_a_dead_server_is_met_by_whoever_wants_more_of_it() -> None:

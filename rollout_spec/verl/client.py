@@ -43,17 +43,19 @@ def name_calls(client: Any, calls: Calls) -> Any:
 class Calls:
     """The calls that agent loops make, by sample.
 
-    A copy is the same object. A process that it is sent to has one of its own there, and counts for itself.
+    A copy is the same object. A process that it is sent to has one of its own there, which counts for itself: its
+    calls' names also say which copy it is, by the order in which copies were sent.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        self._name = name or uuid.uuid4().hex
+    def __init__(self, name: str | None = None, copy: tuple[int, ...] = ()) -> None:
+        self._name, self._copy = name or uuid.uuid4().hex, copy
+        self._copies = itertools.count(1)
         self._samples: dict[int, _Sample] = {}
         self.death: Exception | None = None  # of a server or its engine, as a call met it
 
     def __reduce__(self) -> tuple[Any, ...]:
         _calls_here.setdefault(self._name, self)
-        return _find_calls, (self._name,)
+        return _find_calls, (self._name, (*self._copy, next(self._copies)))
 
     def named(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Mapping[str, Any]:
         """The parameters of one more call: its name, how much of its prompt is the group's, and the turn's.
@@ -69,7 +71,8 @@ class Calls:
         sample = self._samples.setdefault(names.key, _Sample(len(prompt_ids)))
         if len(self._samples) > MAX_SAMPLES:
             del self._samples[next(iter(self._samples))]
-        own = {KEY: sample.name_call(extra_args[KEY], prompt_ids), TURN_TOKENS_KEY: len(prompt_ids)}
+        name = sample.name_call(extra_args[KEY], prompt_ids, self._copy)
+        own = {KEY: name, TURN_TOKENS_KEY: len(prompt_ids)}
         if names.group is not None:
             own[GROUP_TOKENS_KEY] = sample.num_group_tokens
         return {**sampling_params, "extra_args": {**extra_args, **own}}
@@ -86,10 +89,10 @@ class _Sample:
         self.num_group_tokens = num_group_tokens  # the length of its first prompt
         self._numbers: dict[str, Iterator[int]] = {}  # of the calls with each prompt, by its digest
 
-    def name_call(self, name: Any, prompt_ids: Sequence[int]) -> list[Any]:
+    def name_call(self, name: Any, prompt_ids: Sequence[int], copy: tuple[int, ...]) -> list[Any]:
         digest = hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest()[:16]
         number = next(self._numbers.setdefault(digest, itertools.count()))
-        return [*(name if isinstance(name, (list, tuple)) else [name]), digest, number]
+        return [*(name if isinstance(name, (list, tuple)) else [name]), *copy, digest, number]
 
 
 class NamingClient(LLMServerClient):
@@ -117,8 +120,8 @@ class NamingClient(LLMServerClient):
 _calls_here: dict[str, Calls] = {}  # those of which there are copies, by name
 
 
-def _find_calls(name: str) -> Calls:
-    return _calls_here.setdefault(name, Calls(name))
+def _find_calls(name: str, copy: tuple[int, ...]) -> Calls:
+    return _calls_here.setdefault(name, Calls(name, copy))
 
 
 @functools.cache
