@@ -28,7 +28,7 @@ class Option:
             `LLMEngine.add_request`.
         versions: those that have it.
         error: a part of the one line that refuses it.
-        test: the test of what takes more than an example.
+        test: the test of what takes more than an example, file::function in `tests/engine`.
     """
 
     name: str
@@ -110,7 +110,8 @@ SAMPLING = (
            examples=({"watermarking": True},), versions=FROM_32),
     _refused("trace_decode_token_ids", "trace_decode_token_ids", _BY_VLLM,
              {"trace_decode_token_ids": [65, 66]}, versions=FROM_29),
-    _same("routed_experts_prompt_start", versions=VERSIONS[:2], test="test_parallel.py",
+    _same("routed_experts_prompt_start", versions=VERSIONS[:2],
+          test="test_parallel.py::test_the_experts_that_are_returned_are_each_tokens_own",
           note="with `enable_return_routed_experts`: the experts of each token are those without drafts"),
     Option("routed_experts_prompt_start", NO_EFFECT,
            "not tested: CPUs (0.29) and model runner V1 (0.32) return no experts",
@@ -127,16 +128,20 @@ SAMPLING = (
 # The fields of EngineCoreRequest: what else a request brings.
 REQUEST = (
     _same("prompt_token_ids", {"prompt": {"prompt_token_ids": [65, 66, 67] * 4}}),
-    _same("mm_features", note="images; video and audio are not tested", test="test_vision.py"),
+    _same("mm_features", note="images; video and audio are not tested", test="test_vision.py::test_images"),
     _same("lora_request", note="on CPUs vLLM gives a row without an adapter the one of another row",
-          test="test_lora.py"),
-    _same("prompt_embeds", test="test_lora.py"),
-    _same("prompt_is_token_ids", test="test_lora.py"),
-    _same("priority", note="with `scheduling_policy=priority`", test="test_lora.py"),
+          test="test_lora.py::test_two_adapters_and_none_in_one_batch"),
+    _same("prompt_embeds", test="test_lora.py::test_prompts_of_embeddings"),
+    _same("prompt_is_token_ids", test="test_lora.py::test_prompts_of_embeddings"),
+    _same("priority", note="with `scheduling_policy=priority`",
+          test="test_lora.py::test_priorities_and_preemption"),
     _same("cache_salt", {"prompt": {"cache_salt": "a"}}),
-    _same("reasoning_ended", note="where a grammar begins behind the reasoning", test="test_requests.py"),
-    _same("reasoning_parser_kwargs", note="as `reasoning_ended`", test="test_requests.py"),
-    Option("resumable", REFUSED, "by us", error="resumable", test="test_requests.py"),
+    _same("reasoning_ended", note="where a grammar begins behind the reasoning; a caller's own is not tested",
+          test="test_requests.py::test_a_grammar_begins_where_reasoning_ends"),
+    _same("reasoning_parser_kwargs", note="as `reasoning_ended`",
+          test="test_requests.py::test_a_grammar_begins_where_reasoning_ends"),
+    Option("resumable", REFUSED, "by us", error="resumable",
+           test="test_requests.py::test_streaming_input_is_refused"),
     Option("sampling_params", SAME, "the table above"),
     Option("pooling_params", NO_EFFECT, "a pooling request generates nothing"),
     Option("data_parallel_rank", NO_EFFECT, "which engine core; a named request gets the same from each"),

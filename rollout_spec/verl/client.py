@@ -43,8 +43,8 @@ def name_calls(client: Any, calls: Calls) -> Any:
 class Calls:
     """The calls that agent loops make, by sample.
 
-    A copy is the same object. A process that it is sent to has one of its own there, which counts for itself: its
-    calls' names also say which copy it is, by the order in which copies were sent.
+    A copy is the same object. A process that it is sent to has one of its own there, which counts for itself:
+    its calls' names also say which copy it is, by the order in which copies were sent.
     """
 
     def __init__(self, name: str | None = None, copy: tuple[int, ...] = ()) -> None:
