@@ -8,7 +8,7 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.costs import PROBE_EVERY, Ranks, Step
 from rollout_spec.drafting.gate import HYSTERESIS_STEPS, AutoGate, FixedGate, make_gate
-from rollout_spec.drafting.guard import GUARD_STEPS, GUARD_WINDOW, MIN_PAUSE
+from rollout_spec.drafting.guard import GUARD_STEPS, GUARD_WINDOW, MIN_PAUSE, Guard
 from rollout_spec.drafting.step_cost import ENOUGH
 from rollout_spec.metrics import EngineCounters
 
@@ -51,7 +51,8 @@ class Machine:
         """Run one; returns the draft tokens that the next verifies, None where the gate asks for none."""
         step = Step(NUM_ROWS, 100, NUM_ROWS + self.num_accepted, self.seconds(self.num_drafted))
         self.num_drafted = 0
-        if self.gate.begin(step, self.counters) is None:
+        self.price = self.gate.begin(step, self.counters)
+        if self.price is None:
             self.num_new_tokens = 0
             return None
         numbers = np.full(NUM_ROWS, self.survivals.shape[1], np.int32)
@@ -83,6 +84,13 @@ def test_tokens_that_cost_nothing_are_all_verified():
     assert counters.gate_expected_plain_seconds == pytest.approx(counters.gate_plain_seconds, rel=0.05)
 
 
+def test_tokens_that_hardly_ever_come_true_are_not_looked_for_though_they_cost_nothing():
+    machine = Machine([0.9, 0.001], lambda drafted: 0.1)
+    for _ in range(200):
+        machine.step()
+        assert machine.price is None or machine.price >= 0.02
+
+
 def test_the_budget_ends_where_the_gain_equals_the_cost():
     """A token costs a tenth of a plain step, which gives 4: at about 1.5x the speed, 0.6 of a token."""
     machine = Machine([0.95, 0.8, 0.3, 0.1], lambda drafted: 0.1 + 0.01 * drafted)
@@ -109,6 +117,36 @@ def test_the_guard_pauses_before_the_model_has_learned_a_loss():
     machine.steps(4 * GUARD_STEPS)
     assert machine.counters.num_guard_stops == 1
     assert machine.counters.num_steps_off_guard > MIN_PAUSE // 2
+
+
+def pauses(guard, counters, num, *, seconds):
+    """Steps without drafts in a row, so many times; steps with drafts take so many times a plain one."""
+    lengths, length = [], 0
+    while len(lengths) < num:
+        if guard.blocks(NUM_ROWS, counters):
+            guard.learn_plain(1.0)
+            length += 1
+        else:
+            lengths += [length] if length else []
+            length = 0
+            guard.learn_drafted(seconds, 1.0)
+    return np.array(lengths)
+
+
+def test_pauses_grow_to_a_bound_while_drafting_loses():
+    guard, counters = Guard(), EngineCounters()
+    lengths = pauses(guard, counters, 6, seconds=1.2)
+    assert counters.num_guard_stops == 6
+    assert (lengths - lengths[0]).tolist() == [0, 128, 384, 896, 896, 896]
+    assert lengths[0] == MIN_PAUSE + GUARD_WINDOW
+
+
+def test_a_loss_that_is_hardly_measured_is_no_reason_to_pause():
+    counters = EngineCounters()
+    pauses(Guard(), counters, 4, seconds=1.015)  # which are windows
+    assert counters.num_guard_stops == 0
+    pauses(Guard(), counters, 4, seconds=1.025)
+    assert counters.num_guard_stops == 4
 
 
 def test_one_slow_step_does_not_shut_the_gate_for_long():
