@@ -232,6 +232,10 @@ def test_steps_with_drafts_that_have_no_graphs_are_named_on_the_driver(
         check_config(composed(f"+rollout.spec={method}", f"{key}={value}"))
         said = "steps with drafts run without CUDA graphs" in capsys.readouterr().err
         assert said == ("FULL_DECODE_ONLY" in value and method == "sam")
+    check_config(composed("+rollout.spec=sam", f"{key}={mode}", "trainer.device=npu"))
+    assert "without CUDA graphs" not in capsys.readouterr().err, (
+        "there, drafts are filled up to a graph's length"
+    )
 
 
 def test_vllm_that_takes_v2_for_all_models_may_always_be_asked(

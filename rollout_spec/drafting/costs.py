@@ -15,9 +15,7 @@ PROBE_EVERY = 32  # steps with drafts, after which one goes without, to measure 
 FILLED_PROBE_EVERY = 1024  # the same where drafts are filled up: a plain step has no graph, and may take long
 EXPLORE_EVERY = 16  # steps, after which a budget goes up to what was hardly measured, or a closed gate looks
 NUM_TRIES = 3  # of a number of tokens that by a guess does not pay
-FILLED_NUM_TRIES = (
-    12  # the same where drafts are filled up: the guess is of many times the tokens, and far off
-)
+FILLED_NUM_TRIES = 12  # the same where drafts are filled up: the guess is of many more tokens, and far off
 GAIN_MEMORY = 128  # steps after which gain and calibration have mostly forgotten what was
 PRIOR_TOKENS = 8.0  # the weight of the belief that what is promised comes true
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -154,7 +155,8 @@ def _check_drafting(config: DictConfig) -> None:
             f"vLLM {version()} has model runner V1 for this model, which does not schedule asynchronously"
         )
         _require(config, f"{_ENGINE}.async_scheduling", (None, False), f"{only_v1} {with_drafts}")
-    if _entry(config, f"{_ENGINE}.compilation_config", "cudagraph_mode") == "FULL_DECODE_ONLY":
+    mode = _entry(config, f"{_ENGINE}.compilation_config", "cudagraph_mode")
+    if mode == "FULL_DECODE_ONLY" and not _is_for_npus(config):  # there, drafts are filled up
         print(
             f"rollout_spec: {_ENGINE}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts "
             "run without CUDA graphs; take FULL_AND_PIECEWISE",
@@ -183,7 +185,7 @@ def _has_v1(config: DictConfig) -> bool:
     """Whether vLLM takes model runner V1; its engine says so where the model cannot be looked at."""
     if asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
         return asked == "0"
-    if _value(config, "trainer.device") == "npu" or _value(config, "actor_rollout_ref.model.lora_rank"):
+    if _is_for_npus(config) or _value(config, "actor_rollout_ref.model.lora_rank"):
         return True  # as `runner_v2_misfits` says
     from transformers import PretrainedConfig
 
@@ -199,6 +201,10 @@ def _has_v1(config: DictConfig) -> bool:
         return True  # as `runner_v2_misfits` says
     with_v2 = v2_architectures()
     return with_v2 is not None and with_v2.isdisjoint(fields.get("architectures") or ())
+
+
+def _is_for_npus(config: DictConfig) -> bool:
+    return _value(config, "trainer.device") == "npu" or importlib.util.find_spec("torch_npu") is not None
 
 
 def _entry(config: DictConfig, key: str, name: str) -> Any:
