@@ -4,6 +4,7 @@
  *     text .. x y | d1 d2 ?        experts:  0  the match in the group's automaton: `state`
  *                 ^                          1  the next shorter class with a continuation: `shorter`
  *                 draft                      2  contexts: the last 1, 2, 3, 6 tokens, wherever; the last 2, 1 here
+ *                                            .. a model, while d1 d2 are what it drafted itself
  *                                            .. the corpus, where its match is longer than expert 0's
  *
  * Invariants: `state` and `shorter` are the root or have continuations, `shorter` is above `state`; a walk makes no more
@@ -19,6 +20,8 @@ typedef struct {
     rs_recent recent;   /* the end of the text and draft */
     uint64_t own_salt;
     rs_cursor cursor; /* of the text and draft in the corpus, if there is one */
+    rs_model_draft model; /* none behind a token that is not its own */
+    int32_t depth;        /* of the draft, in tokens */
 } walk;
 
 /* To the longest suffix that has a continuation; then every shorter one has it too. */
@@ -31,7 +34,7 @@ static void move_to_continued(walk *w) {
     w->shorter = w->state == RS_ROOT ? RS_ROOT : a->states[w->state].link;
 }
 
-static walk start(const rs_index *index, const rs_sequence *sequence) {
+static walk start(const rs_index *index, const rs_sequence *sequence, rs_model_draft model) {
     const rs_automaton *a = &index->groups[sequence->group].automaton;
     walk w = {.index = index,
               .automaton = a,
@@ -39,7 +42,8 @@ static walk start(const rs_index *index, const rs_sequence *sequence) {
               .match_len = a->states[sequence->last].len,
               .recent = sequence->recent,
               .own_salt = rs_own_salt(sequence),
-              .cursor = sequence->cursor};
+              .cursor = sequence->cursor,
+              .model = model};
     move_to_continued(&w);
     return w;
 }
@@ -95,12 +99,22 @@ static void ask_corpus(const walk *w, rs_prediction *prediction) {
     }
 }
 
+static void ask_model(const walk *w, rs_prediction *prediction) {
+    const int32_t token = w->model.tokens[w->depth];
+    if (token >= 0) {
+        rs_prediction_add_model(prediction, w->depth, token, w->model.confidences[w->depth]);
+    }
+}
+
 static void ask(const walk *w, rs_prediction *prediction) {
     rs_prediction_init(prediction, rs_recent_last(&w->recent));
     ask_matches(w, prediction);
     ask_contexts(w, prediction);
     if (w->index->corpus.states != NULL) {
         ask_corpus(w, prediction);
+    }
+    if (w->depth < w->model.num) {
+        ask_model(w, prediction);
     }
 }
 
@@ -122,6 +136,10 @@ static void move_match(walk *w, int32_t token) {
 }
 
 static void move(walk *w, int32_t token) {
+    if (w->depth < w->model.num && w->model.tokens[w->depth] != token) {
+        w->model.num = 0;
+    }
+    w->depth++;
     rs_recent_push(&w->recent, token);
     move_match(w, token);
     if (w->index->corpus.states != NULL) {
@@ -129,11 +147,11 @@ static void move(walk *w, int32_t token) {
     }
 }
 
-int32_t rs_draft(const rs_index *index, int32_t id, int32_t max_draft_tokens, double min_survival, int32_t *tokens,
-                 float *survivals) {
+int32_t rs_draft(const rs_index *index, int32_t id, int32_t max_draft_tokens, double min_survival,
+                 rs_model_draft model, int32_t *tokens, float *survivals) {
     rs_sequence *sequence = index->sequences + id;
     rs_prediction *predictions = rs_predictions(index, id);
-    walk w = start(index, sequence);
+    walk w = start(index, sequence, model);
     double survival = 1.0;
     sequence->num_predictions = 0;
     for (int32_t i = 0; i < max_draft_tokens && i < index->options.num_speculative_tokens; i++) {

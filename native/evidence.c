@@ -19,8 +19,6 @@ static const double RIVAL_SHARE = 0.2;      /* of what an expert leaves open, fo
 static const double PRIOR_COUNT = 0.5;
 enum { PRIOR_OBSERVATIONS = 2, MAX_OBSERVATIONS = 250, NUM_SHORT = 8 /* match lengths with a cell each */ };
 
-_Static_assert(RS_NUM_WEIGHT_SETS == 1 << RS_CORPUS_EXPERT, "a set for every choice of experts but the corpus");
-
 static const uint32_t LENGTH_STARTS[RS_NUM_LENGTHS] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64};
 static const uint32_t TOTAL_STARTS[RS_NUM_TOTALS] = {1, 2, 3, 5, 9, 17};
 
@@ -56,6 +54,10 @@ static uint32_t context_cell(uint32_t context, uint32_t confidence) {
     return RS_NUM_MATCH_CELLS + context * (RS_MAX_CONFIDENCE + 1) + confidence;
 }
 
+static uint32_t model_cell(uint32_t depth, uint32_t confidence) {
+    return RS_NUM_MATCH_CELLS + RS_NUM_CONTEXT_CELLS + depth * RS_MODEL_CONFIDENCES + confidence;
+}
+
 /* What is believed of a continuation of this kind before any was seen to be right or wrong. */
 static double match_prior(uint32_t length, uint32_t total, uint32_t share) {
     double match_len = LENGTH_STARTS[length];
@@ -85,16 +87,19 @@ static void set_priors(rs_calibration *calibration) {
             set_prior(calibration, context_cell(context, confidence), confidence / (confidence + 2.0));
         }
     }
+    for (uint32_t depth = 0; depth < RS_NUM_DEPTHS; depth++) {
+        for (uint32_t confidence = 0; confidence < RS_MODEL_CONFIDENCES; confidence++) {
+            set_prior(calibration, model_cell(depth, confidence), squash(confidence + 0.5 + RS_LEAST_LOG_ODDS));
+        }
+    }
 }
 
 void rs_calibration_init(rs_calibration *calibration) {
     memset(calibration, 0, sizeof *calibration);
-    for (int selector = 0; selector < RS_NUM_SELECTORS; selector++) {
-        for (int set = 0; set < RS_NUM_WEIGHT_SETS; set++) {
-            rs_weights *weights = calibration->weights[selector] + set;
-            for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-                weights->experts[0][e] = weights->experts[1][e] = FIRST_WEIGHT;
-            }
+    for (int set = 0; set < RS_NUM_WEIGHT_SETS; set++) {
+        rs_weights *weights = calibration->weights + set;
+        for (int e = 0; e < RS_NUM_EXPERTS; e++) {
+            weights->experts[0][e] = weights->experts[1][e] = FIRST_WEIGHT;
         }
     }
     for (int i = 0; i < RS_NUM_STRETCHED; i++) {
@@ -129,6 +134,12 @@ void rs_prediction_add_context(rs_prediction *prediction, int context, rs_succes
     }
 }
 
+void rs_prediction_add_model(rs_prediction *prediction, int32_t depth, int32_t token, int32_t confidence) {
+    uint32_t range = depth < RS_NUM_DEPTHS ? (uint32_t)depth : RS_NUM_DEPTHS - 1;
+    prediction->tokens[RS_MODEL_EXPERT] = token;
+    prediction->cells[RS_MODEL_EXPERT] = (uint16_t)model_cell(range, (uint32_t)confidence);
+}
+
 /* ---- mixing ---- */
 
 /* Each expert's input for its own token, and for any other one; 0 where it proposes nothing, since the cell is the
@@ -156,21 +167,21 @@ static uint32_t all_proposers(const rs_prediction *prediction) {
     return ((1U << RS_NUM_EXPERTS) - 1) & ~proposers(prediction, -1);
 }
 
-/* Fibonacci hashing (Knuth, The Art of Computer Programming, 6.4) to RS_NUM_WEIGHT_SETS. */
+/* Fibonacci hashing (Knuth, The Art of Computer Programming, 6.4) to RS_NUM_TOKEN_SETS. */
 static uint32_t token_hash(int32_t token) { return (uint32_t)token * 0x9E3779B1U >> 24; }
 
 static void select_weights(const rs_prediction *prediction, int32_t candidate, uint32_t proposed,
                            uint32_t sets[RS_NUM_SELECTORS]) {
     sets[0] = token_hash(prediction->previous);
-    sets[1] = token_hash(candidate);
-    sets[2] = proposed & (RS_NUM_WEIGHT_SETS - 1); /* without the corpus */
+    sets[1] = RS_NUM_TOKEN_SETS + token_hash(candidate);
+    sets[2] = 2 * RS_NUM_TOKEN_SETS + (proposed & ((1U << RS_CORPUS_EXPERT) - 1)); /* without the corpus */
 }
 
 static float mix(const rs_calibration *calibration, uint32_t proposed, const uint32_t sets[RS_NUM_SELECTORS],
                  float inputs[2][RS_NUM_EXPERTS]) {
-    const rs_weights *a = calibration->weights[0] + sets[0];
-    const rs_weights *b = calibration->weights[1] + sets[1];
-    const rs_weights *c = calibration->weights[2] + sets[2];
+    const rs_weights *a = calibration->weights + sets[0];
+    const rs_weights *b = calibration->weights + sets[1];
+    const rs_weights *c = calibration->weights + sets[2];
     float sum = a->bias + b->bias + c->bias;
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
         int rival = !(proposed >> e & 1);
@@ -222,7 +233,7 @@ void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, 
     float score = mix(calibration, proposed, sets, inputs);
     double error = (prediction->token == token) - squash((double)score);
     for (int selector = 0; selector < RS_NUM_SELECTORS; selector++) {
-        learn_weights(calibration->weights[selector] + sets[selector], LEARNING_RATE * error, proposed, inputs);
+        learn_weights(calibration->weights + sets[selector], LEARNING_RATE * error, proposed, inputs);
     }
     const uint32_t right = proposers(prediction, token);
     for (uint32_t left = all_proposers(prediction); left != 0; left &= left - 1) {
@@ -265,11 +276,9 @@ const char *rs_calibration_check(const rs_calibration *calibration) {
             return "calibration: a probability out of bounds";
         }
     }
-    for (int selector = 0; selector < RS_NUM_SELECTORS; selector++) {
-        for (int set = 0; set < RS_NUM_WEIGHT_SETS; set++) {
-            if (!weights_hold(calibration->weights[selector] + set)) {
-                return "calibration: a weight out of bounds";
-            }
+    for (int set = 0; set < RS_NUM_WEIGHT_SETS; set++) {
+        if (!weights_hold(calibration->weights + set)) {
+            return "calibration: a weight out of bounds";
         }
     }
     return NULL;

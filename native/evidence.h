@@ -1,9 +1,9 @@
 /* From what several experts propose to one draft token and the probability that it is accepted.
  *
  * An expert is a place where the next token may be found: the longest match and the next shorter
- * one in the group's automaton, the longest in the corpus, and the contexts of contexts.h. Each
+ * one in the group's automaton, the longest in the corpus, the contexts of contexts.h, and a model. Each
  * proposes one token. How often an expert's proposals were right is counted in a cell, one for each
- * kind of circumstance (match length, count, and share of the continuation; confidence). The experts'
+ * kind of circumstance (match length, count, and share of the continuation; confidence; depth and confidence). The experts'
  * probabilities are combined by logistic mixing with weights that are learned online, as in the PAQ
  * compressors (Mahoney, Adaptive weighing of context models, 2005). A weight is the sum of three,
  * looked up by the token before, by the candidate, and by which of the experts propose it: some tokens
@@ -17,15 +17,20 @@
 
 enum {
     RS_NUM_MATCHES = 2, /* experts in the group's automaton */
-    RS_CORPUS_EXPERT = RS_NUM_MATCHES + RS_NUM_CONTEXTS,
+    RS_MODEL_EXPERT = RS_NUM_MATCHES + RS_NUM_CONTEXTS,
+    RS_CORPUS_EXPERT,
     RS_NUM_EXPERTS,
     RS_NUM_LENGTHS = 14,
     RS_NUM_TOTALS = 6,
     RS_NUM_SHARES = 9,
     RS_NUM_MATCH_CELLS = (RS_NUM_MATCHES + 1) * RS_NUM_LENGTHS * RS_NUM_TOTALS * RS_NUM_SHARES,
-    RS_NUM_CELLS = RS_NUM_MATCH_CELLS + RS_NUM_CONTEXTS * (RS_MAX_CONFIDENCE + 1),
-    RS_NUM_SELECTORS = 3,    /* the token before, the candidate, who proposes it */
-    RS_NUM_WEIGHT_SETS = 256, /* of each selector: 1 << RS_CORPUS_EXPERT, and what tokens are hashed to */
+    RS_NUM_CONTEXT_CELLS = RS_NUM_CONTEXTS * (RS_MAX_CONFIDENCE + 1),
+    RS_NUM_DEPTHS = 8, /* of a model's tokens, the last and those behind it in one */
+    RS_NUM_CELLS = RS_NUM_MATCH_CELLS + RS_NUM_CONTEXT_CELLS + RS_NUM_DEPTHS * RS_MODEL_CONFIDENCES,
+    RS_NUM_SELECTORS = 3,      /* the token before, the candidate, who proposes it */
+    RS_NUM_TOKEN_SETS = 256,   /* of weights: what tokens are hashed to, for each of the first two */
+    RS_NUM_WEIGHT_SETS = 2 * RS_NUM_TOKEN_SETS + (1 << RS_CORPUS_EXPERT), /* the last for all choices of experts but
+                                                                             the corpus */
     RS_NUM_STRETCHED = 1024
 };
 
@@ -44,7 +49,7 @@ typedef struct {
 
 typedef struct {
     rs_cell cells[RS_NUM_CELLS]; /* the first is never used: it stands for experts that propose nothing */
-    rs_weights weights[RS_NUM_SELECTORS][RS_NUM_WEIGHT_SETS];
+    rs_weights weights[RS_NUM_WEIGHT_SETS]; /* of each selector, one after the other */
     float stretched[RS_NUM_STRETCHED]; /* ln(p / (1 - p)) at p = (i + 0.5) / RS_NUM_STRETCHED */
 } rs_calibration;
 
@@ -73,6 +78,9 @@ typedef struct {
 void rs_prediction_add_match(rs_prediction *prediction, int expert, const rs_proposal *proposal);
 
 void rs_prediction_add_context(rs_prediction *prediction, int context, rs_successor successor);
+
+/* `depth` tokens of the draft are before it, all of them the model's. */
+void rs_prediction_add_model(rs_prediction *prediction, int32_t depth, int32_t token, int32_t confidence);
 
 /* Choose prediction->token; returns the probability that the target samples it. */
 double rs_predict(const rs_calibration *calibration, rs_prediction *prediction);

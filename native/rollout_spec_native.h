@@ -15,9 +15,11 @@
  *             shorter class that has a continuation, each with its most frequent one c (the highest count(wc); on a
  *             tie the one that came first; only the RS_MAX_BRANCHES earliest are looked at); what lately came after
  *             the last 1, 2, 3 and 6 tokens in any text of the index, and after the last 1 and 2 in this sequence;
- *             and the corpus.
+ *             a model, where the caller has one; and the corpus.
  *   corpus    A static text. Its match is the longest suffix of the sequence's text that has a continuation in it. It
  *             proposes the most frequent one, where its match is longer than the group's. Its counts are exact.
+ *   model     Drafts a few tokens behind each text, and says how sure it is of each. It proposes its next token as long as
+ *             the draft is its own; behind another token it proposes nothing.
  *   draft     At each position the experts' best proposal. native/evidence.h says how the probability that it is
  *             accepted is learned. A draft ends before the token with which the product of the probabilities, the
  *             survival, falls below min_survival.
@@ -33,11 +35,14 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 19, /* raised with every change of this file */
+    RS_ABI_VERSION = 20, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
-    RS_COUNTED_STATES = 8
+    RS_COUNTED_STATES = 8,
+    /* Confidence c is of log-odds from RS_LEAST_LOG_ODDS + c to one more; the first and the last range are open. */
+    RS_MODEL_CONFIDENCES = 12,
+    RS_LEAST_LOG_ODDS = -4
 };
 
 typedef enum {
@@ -76,6 +81,9 @@ typedef struct {
     const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
     int32_t max_new_tokens;          /* of the rows that have got more than a step gives, all together; 0: no limit */
     double min_survival;             /* 0 .. 1: the least survival that is drafted */
+    int32_t num_model_tokens;          /* m, 0 .. K: of a model's drafts; 0: no model, and the next two are not read */
+    const int32_t *model_tokens;       /* [num_rows][m]; negative: it proposes nothing from there on */
+    const int32_t *model_confidences;  /* [num_rows][m], 0 .. RS_MODEL_CONFIDENCES - 1, where there is a token */
     int32_t *draft_tokens;           /* out [num_rows][K]; beyond num_draft_tokens unspecified */
     float *survivals;                /* out [num_rows][K]: the estimated probability that the draft up to and with
                                         this token is accepted */

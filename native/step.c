@@ -61,7 +61,7 @@ static int32_t level_within(const rs_index *index, const rs_sequence *sequence, 
 
 /* ---- check ---- */
 
-static rs_status check_batch(const rs_batch *batch, rs_error *error) {
+static rs_status check_batch(const rs_index *index, const rs_batch *batch, rs_error *error) {
     if (batch->num_rows < 1) {
         return rs_fail(error, RS_EINVAL, -1, "num_rows=%" PRId32 ": must be at least 1", batch->num_rows);
     }
@@ -72,6 +72,25 @@ static rs_status check_batch(const rs_batch *batch, rs_error *error) {
         return rs_fail(error, RS_EINVAL, -1,
                        "token_ids: %" PRId64 " rows of %" PRId64 " columns, stride %" PRId64 ": out of range",
                        batch->num_matrix_rows, batch->num_columns, batch->row_stride);
+    }
+    const int32_t num = batch->num_model_tokens;
+    if (num < 0 || num > index->options.num_speculative_tokens) {
+        return rs_fail(error, RS_EINVAL, -1, "num_model_tokens=%" PRId32 ": must be between 0 and %" PRId32, num,
+                       index->options.num_speculative_tokens);
+    }
+    return RS_OK;
+}
+
+/* Only where there is a token. */
+static rs_status check_confidences(const rs_batch *batch, int32_t i, rs_error *error) {
+    const int64_t first = (int64_t)i * batch->num_model_tokens;
+    for (int32_t j = 0; j < batch->num_model_tokens && batch->model_tokens[first + j] >= 0; j++) {
+        const int32_t confidence = batch->model_confidences[first + j];
+        if (confidence < 0 || confidence >= RS_MODEL_CONFIDENCES) {
+            return rs_fail(error, RS_EINVAL, i,
+                           "model_confidences[%" PRId32 ", %" PRId32 "]=%" PRId32 ": must be between 0 and %d", i, j,
+                           confidence, (int)RS_MODEL_CONFIDENCES - 1);
+        }
     }
     return RS_OK;
 }
@@ -110,6 +129,9 @@ static rs_status check_entry(const rs_index *index, const rs_batch *batch, int32
                        batch->rows[i], batch->num_matrix_rows);
     }
     rs_status status = check_level(index, batch, i, error);
+    if (status == RS_OK) {
+        status = check_confidences(batch, i, error);
+    }
     if (status != RS_OK) {
         return status;
     }
@@ -131,7 +153,7 @@ static rs_status check_entry(const rs_index *index, const rs_batch *batch, int32
 
 static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) {
     index->num_steps++;
-    rs_status status = check_batch(batch, error);
+    rs_status status = check_batch(index, batch, error);
     int64_t num_left = batch->max_new_tokens > 0 ? batch->max_new_tokens : INT64_MAX;
     for (int32_t i = 0; status == RS_OK && i < batch->num_rows; i++) {
         status = check_entry(index, batch, i, &num_left, error);
@@ -271,13 +293,21 @@ static void commit_rows(rs_index *index, const rs_batch *batch) {
 
 /* ---- draft ---- */
 
+static rs_model_draft model_draft(const rs_batch *batch, int32_t i) {
+    const int32_t num = batch->num_model_tokens;
+    const int64_t at = (int64_t)i * num;
+    return num == 0 ? (rs_model_draft){.num = 0}
+                    : (rs_model_draft){batch->model_tokens + at, batch->model_confidences + at, num};
+}
+
 static void draft_rows(const rs_index *index, const rs_batch *batch) {
     for (int32_t i = 0; i < batch->num_rows; i++) {
         const int64_t at = (int64_t)i * index->options.num_speculative_tokens;
         const rs_sequence *sequence = index->sequences + batch->sequences[i];
         const bool is_whole = rs_is_whole(index->groups + sequence->group) && sequence->level == batch->levels[i];
         batch->num_draft_tokens[i] = rs_draft(index, batch->sequences[i], is_whole ? batch->max_draft_tokens[i] : 0,
-                                              batch->min_survival, batch->draft_tokens + at, batch->survivals + at);
+                                              batch->min_survival, model_draft(batch, i), batch->draft_tokens + at,
+                                              batch->survivals + at);
     }
 }
 

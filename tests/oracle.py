@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,8 @@ Text = tuple[int, ...]
 
 COUNTED_STATES = 8
 MAX_BRANCHES = 64
-CORPUS_EXPERT = 8
+MODEL_EXPERT = 8
+CORPUS_EXPERT = 9
 BITS64 = (1 << 64) - 1
 
 
@@ -102,6 +104,13 @@ def identity_of(value: int, salt: int) -> int:
     return max(1, (((value ^ salt) & BITS64) * 0xBF58476D1CE4E5B9 & BITS64) >> 36)
 
 
+class ModelProposal(NamedTuple):
+    """What a model proposes at one position: its token, and the range that its log-odds of it are in."""
+
+    token: int
+    confidence: int
+
+
 @dataclass
 class Prediction:
     tokens: dict[int, int]  # expert: its proposal
@@ -114,7 +123,7 @@ class Prediction:
 class Experience:
     """What is learned in the life of an index: contexts, cells and weights; predicting changes none of it."""
 
-    NUM_EXPERTS = 9
+    NUM_EXPERTS = 10
     MAX_WEIGHT = 4.0 / 3.0
 
     def __init__(self, max_bytes: int = 0) -> None:
@@ -126,7 +135,16 @@ class Experience:
         )
         self.num_opened = 0
 
-    def predict(self, group: GroupOracle, text: Text, own_salt: int) -> Prediction:
+    def predict(
+        self,
+        group: GroupOracle,
+        text: Text,
+        own_salt: int,
+        depth: int = 0,
+        model: Sequence[ModelProposal] = (),
+    ) -> Prediction:
+        """Of the token behind the text, whose last `depth` tokens are draft tokens; so far as these are its
+        own, the model goes on."""
         context = group.match(text)
         prediction = Prediction({}, {}, text[-1] if text else -1)
         for expert in (0, 1):
@@ -145,6 +163,12 @@ class Experience:
             if slot is not None:
                 prediction.tokens[2 + key] = slot[2]
                 prediction.cells[2 + key] = ("context", key, slot[1])
+        drafted = text[len(text) - depth :]
+        if len(model) > depth and drafted == tuple(proposal.token for proposal in model[:depth]):
+            token, confidence = model[depth]
+            if token >= 0:
+                prediction.tokens[MODEL_EXPERT] = token
+                prediction.cells[MODEL_EXPERT] = ("model", min(depth, 7), confidence)
         best = -math.inf
         for candidate in [prediction.tokens[e] for e in sorted(prediction.tokens)]:
             score = self.mix(prediction, candidate)
@@ -218,6 +242,9 @@ def prior(kind: str, expert: int, *circumstance: int) -> float:
     if kind == "context":
         (confidence,) = circumstance
         return confidence / (confidence + 2.0)
+    if kind == "model":
+        (confidence,) = circumstance
+        return squash(confidence - 3.5)
     length_range, total_range, share = circumstance
     length = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)[length_range]
     total = (1, 2, 3, 5, 9, 17)[total_range]
@@ -366,8 +393,10 @@ class SequenceOracle:
             contexts.learn(contexts.identities(self.text, self.own_salt).values(), token)
             self.text = self.group.extend(self.text, token)
 
-    def draft(self, max_draft_tokens: int, min_survival: float = 0.0) -> list[int]:
-        """The second half, after every row of the step was indexed."""
+    def draft(
+        self, max_draft_tokens: int, min_survival: float = 0.0, model: Sequence[ModelProposal] = ()
+    ) -> list[int]:
+        """The second half, after every row of the step was indexed; `model`: its draft behind the text."""
         options = self.group.options
         self.last_draft, self.survivals = [], []
         if max_draft_tokens == 0:
@@ -375,7 +404,8 @@ class SequenceOracle:
         survival = 1.0
         while len(self.last_draft) < min(options.num_speculative_tokens, max_draft_tokens):
             text = (*self.text, *self.last_draft)
-            prediction = self.experience.predict(self.group, text, self.own_salt)
+            depth = len(self.last_draft)
+            prediction = self.experience.predict(self.group, text, self.own_salt, depth, model)
             if prediction.token < 0:
                 break
             self.predictions.append(prediction)

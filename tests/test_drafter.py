@@ -13,6 +13,7 @@ from rollout_spec.drafting.drafter import FILLER, Drafter
 from rollout_spec.drafting.gate import HYSTERESIS_STEPS
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
+from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import InvalidArgument
 from rollout_spec.measure.native import synthetic_text
 
@@ -35,12 +36,18 @@ class Batch:
         self.levels[row] = len(prompt)
         self.drafter.add(name, prompt, max_level, group)
 
-    def step(self, tokens: list[list[int]], *, in_time: bool = True) -> list[list[int]]:
+    def step(
+        self, tokens: list[list[int]], *, in_time: bool = True, model: list[list[int]] | None = None
+    ) -> list[list[int]]:
         for row, new in enumerate(tokens):
             self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
             self.levels[row] += len(new)
+        drafts = None
+        if model is not None:
+            drafts = ModelDrafts(np.array(model, np.int32), np.full(np.shape(model), 9, np.float32))
+        nums = list(map(len, tokens))
         return self.drafter.step(
-            self.request_ids, list(map(len, tokens)), self.token_ids, self.levels, in_time=in_time
+            self.request_ids, nums, self.token_ids, self.levels, in_time=in_time, model_drafts=drafts
         )
 
 
@@ -80,6 +87,17 @@ def test_a_draft_stops_one_short_of_the_requests_end() -> None:
     batch.step([[10, 11, 12, 13, 14, 15, 16, 17], []])
     # two tokens are there, three are left, and the target adds the last one itself
     assert batch.step([[], [10, 11]])[1] == [12, 13]
+
+
+def test_a_models_drafts_are_those_of_their_rows() -> None:
+    """Also where rows before them prefill, or have no place in the index; such rows draft nothing."""
+    batch = make(num_speculative_tokens=3)
+    for name in ("prefills", "out of range", "a", "b"):
+        batch.add(name)
+    batch.step([[], [-7], [10], [20]])
+    assert batch.drafter.counters.num_untracked_rows == 1
+    drafts = batch.step([[], [11], [11], [21]], model=[[50, 50], [60, 60], [70, 10], [-1, 80]])
+    assert drafts == [[], [], [70, 10, 11], []]
 
 
 def test_the_gate_closes_above_its_threshold_and_indexing_goes_on() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_spec.drafting.index import SuffixIndex
+from rollout_spec.drafting.index import ModelDrafts, SuffixIndex
 from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
 from tests.text import int32, speak
 
@@ -59,6 +59,25 @@ def test_nothing_is_learned_behind_the_first_wrong_token(wrong):
             assert result.draft_tokens[0, : len(draft)].tolist() == draft
             assert result.survivals[0, : len(draft)] == pytest.approx(oracle.survivals, rel=1e-5)
             text += [token + (i == wrong) for i, token in enumerate(draft)]
+
+
+def test_a_model_is_believed_as_far_as_it_is_right():
+    """On text that nothing else can know: what it says of itself is the same for all three."""
+    text = np.random.default_rng(3).integers(0, 5000, (1, 2000)).astype(np.int32)
+    num_drafted = {}
+    for share_right in (0.0, 0.5, 0.9):
+        is_right = np.random.default_rng(5).random(text.shape) < share_right
+        said = np.where(is_right, text, 5000 + text)
+        with SuffixIndex(num_speculative_tokens=8) as index:
+            sequence = int32(index.open_sequence(index.open_group(int32())))
+            num_drafted[share_right] = []
+            for level in range(1, text.shape[1] - 2):
+                model = ModelDrafts(said[:, level : level + 2], np.full((1, 2), 0.5, np.float32))
+                result = index.step(sequence, text, int32(0), int32(level), int32(8), 0.3, 0, model)
+                num_drafted[share_right].append(int(result.num_draft_tokens[0]))
+            index.validate()
+    ends = {share: np.mean(numbers[-1000:]) for share, numbers in num_drafted.items()}
+    assert ends[0.0] < 0.01 and 0.9 < ends[0.5] < 1.3 and ends[0.9] > 1.95
 
 
 def test_other_prompts_are_evidence():

@@ -13,7 +13,7 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import index as index_module
 from rollout_spec.drafting.corpus import CorpusBuilder
-from rollout_spec.drafting.index import SuffixIndex, make_index
+from rollout_spec.drafting.index import ModelDrafts, SuffixIndex, make_index
 from rollout_spec.drafting.native import (
     ABI_VERSION,
     BudgetExceeded,
@@ -80,6 +80,47 @@ def test_leading_tokens_are_those_of_every_row(index, arguments):
     for wrong in (int32(1), np.array([1, 1])):
         with pytest.raises(InvalidArgument, match=r"^numbers: "):
             index.leading_tokens(wrong)
+
+
+def model_drafts(*tokens, log_odds=9.0):
+    return ModelDrafts(np.array(tokens, np.int32), np.full(np.shape(tokens), log_odds, np.float32))
+
+
+def test_a_models_draft_goes_on_with_what_the_texts_say(index, arguments):
+    """Row for row of the matrix, of which 2 and 1 are the entries; only where nothing better is known."""
+    result = index.step(**arguments, model_drafts=model_drafts([0, 0], [7, 99], [98, 6]))
+    # Behind 98, which no text has, the model's own 6, and behind that what came after 6.
+    assert result.draft_tokens[0].tolist() == [98, 6, 7, 5]
+    assert result.draft_tokens[1, :2].tolist() == [7, 99]
+    assert result.num_draft_tokens.tolist() == [4, 2]
+    assert index.step(**arguments).draft_tokens.tolist() == [[6, 7, 5, 6], [7, 5, 6, 7]]
+
+
+def test_a_model_that_is_not_sure_gives_way_and_says_nothing_behind_others_tokens(index, arguments):
+    result = index.step(
+        **arguments, model_drafts=model_drafts([0] * 4, [7, 5, 98, 99], [98, 8, 9, 10], log_odds=-9)
+    )
+    assert result.draft_tokens.tolist() == [[6, 7, 5, 6], [7, 5, 6, 7]]
+
+
+def test_a_model_without_a_token_says_nothing_from_there_on(index, arguments):
+    result = index.step(**arguments, model_drafts=model_drafts([1, 1, 1], [-1, 5, 98], [98, -(2**31), 6]))
+    assert result.draft_tokens.tolist() == [[98, *result.draft_tokens[0, 1:]], [7, 5, 6, 7]]
+    assert result.num_draft_tokens.tolist() == [1, 4]
+
+
+def test_a_models_log_odds_count(index, arguments):
+    """In ranges of one; beyond the last they all are alike, and so is what is no number with the least."""
+
+    def survival(log_odds):
+        result = index.step(**arguments, model_drafts=model_drafts([98], [98], [98], log_odds=log_odds))
+        return float(result.survivals[0, 0]), int(result.draft_tokens[0, 0])
+
+    by_range = [survival(log_odds) for log_odds in range(-4, 8)]
+    sure = [s for s, token in by_range if token == 98]
+    assert sure == sorted(sure) and len(set(sure)) > 3
+    assert survival(-3.01) == survival(-4) == survival(float("-inf")) == survival(float("nan"))
+    assert survival(1.99) == survival(1) and survival(7) == survival(99) == survival(float("inf"))
 
 
 def test_vectors_may_be_changed_in_place_or_exchanged(index, arguments):
@@ -235,6 +276,39 @@ def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name
     assert index.stats() == before
     index.validate()
     assert index.step(**arguments).draft_tokens.tolist() == [[6, 7, 5, 6], [7, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "log_odds", "message"),
+    [
+        (np.zeros((3, 2)), np.zeros((3, 2), np.float32), "tokens: must be a two-dimensional int32 array"),
+        (np.zeros(6, np.int32), np.zeros(6, np.float32), "tokens: must be a two-dimensional int32 array"),
+        ([[1]] * 3, np.zeros((3, 1), np.float32), "tokens: must be a two-dimensional int32 array"),
+        (np.zeros((3, 2), np.int32), np.zeros((3, 2)), "log_odds: must be a two-dimensional float32 array"),
+        (
+            np.zeros((3, 2), np.int32),
+            np.zeros((3, 1), np.float32),
+            r"log_odds: has the shape \(3, 1\), tokens",
+        ),
+        (
+            np.zeros((3, 5), np.int32),
+            np.zeros((3, 5), np.float32),
+            "tokens: has 5 columns, must have at most 4",
+        ),
+        (np.zeros((2, 2), np.int32), np.zeros((2, 2), np.float32), "tokens: has 2 rows, none for row 2"),
+    ],
+)
+def test_what_is_wrong_with_a_models_drafts_is_named(index, arguments, tokens, log_odds, message):
+    before = index.stats()
+    with pytest.raises(InvalidArgument, match=rf"^model_drafts\.{message}"):
+        index.step(**arguments, model_drafts=ModelDrafts(tokens, log_odds))
+    assert index.stats() == before
+    assert index.step(**arguments, model_drafts=model_drafts([], [], [])).draft_tokens[0].tolist() == [
+        6,
+        7,
+        5,
+        6,
+    ]
 
 
 def test_step_errors_name_the_row(index, arguments):

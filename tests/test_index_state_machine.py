@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollout_spec.drafting.corpus import Corpus, open_corpus
-from rollout_spec.drafting.index import SuffixIndex
+from rollout_spec.drafting.index import ModelDrafts, SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
-from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
+from tests.oracle import CorpusOracle, Experience, GroupOracle, ModelProposal, Options, SequenceOracle
 from tests.text import save_corpus
 
 NUM_COLUMNS = 160
-EXPERIENCE_BYTES = 110_000  # of an empty index
+EXPERIENCE_BYTES = 139_200  # of an empty index
 
 
 def texts(max_size: int) -> st.SearchStrategy[list[int]]:
@@ -32,6 +32,19 @@ def texts(max_size: int) -> st.SearchStrategy[list[int]]:
     )
     wide = st.lists(st.integers(0, 40), max_size=max_size)
     return st.one_of(small, chain, repeat, wide)
+
+
+# The automaton proposes such tokens too; -1 ends the model's draft.
+MODEL_PROPOSALS = st.builds(ModelProposal, st.sampled_from([-1, 0, 0, 1, 2, 3, 40]), st.integers(0, 11))
+
+
+def as_arrays(models: list[list[ModelProposal]]) -> ModelDrafts | None:
+    """Log-odds from the middle of the range that a confidence stands for; the first and the last are open."""
+    if not models:
+        return None
+    tokens, confidences = np.array(models, np.int32).transpose(2, 0, 1)
+    log_odds = np.select([confidences == 0, confidences == 11], [-np.inf, np.inf], confidences - 3.5)
+    return ModelDrafts(tokens, log_odds.astype(np.float32))
 
 
 def build_corpus(given: list[list[int]]) -> Corpus:
@@ -111,10 +124,11 @@ class IndexMachine(RuleBasedStateMachine):
             matrix[row, : len(oracle.start)] = -1
             oracle.row = tokens
         price = data.draw(st.sampled_from([0.0, 0.0, 0.1, 0.3, 0.7, 1.0]), label="price")
+        models = self.model_drafts(data, len(matrix))
         before = self.index.stats()
         arrays = [np.array(values, np.int32) for values in (chosen, rows, levels, budgets)]
         try:
-            result = self.index.step(arrays[0], matrix, *arrays[1:], price)
+            result = self.index.step(arrays[0], matrix, *arrays[1:], price, 0, as_arrays(models))
         except BudgetExceeded:
             assert self.max_bytes and self.index.stats()._replace(num_bytes=0) == before._replace(num_bytes=0)
             return
@@ -124,10 +138,17 @@ class IndexMachine(RuleBasedStateMachine):
             self.num_tokens[self.sequence_group[sequence]] += len(oracle.row) - known
             oracle.index(oracle.row)
         for i, sequence in enumerate(chosen):
-            draft = self.sequences[sequence].draft(budgets[i], price)
+            draft = self.sequences[sequence].draft(budgets[i], price, models[rows[i]] if models else ())
             num = result.num_draft_tokens[i]
             assert result.draft_tokens[i, :num].tolist() == draft
             assert result.survivals[i, :num] == pytest.approx(self.sequences[sequence].survivals, rel=1e-5)
+
+    def model_drafts(self, data, num_rows):
+        """Of every row of the matrix, all of one length; empty: there is no model in this step."""
+        most = self.options.num_speculative_tokens
+        length = data.draw(st.sampled_from([0, 0, 1, 3, 6]), label="model tokens")
+        tokens = st.lists(MODEL_PROPOSALS, min_size=min(length, most), max_size=min(length, most))
+        return [data.draw(tokens, label="model") for _ in range(num_rows)] if length else []
 
     def new_tokens(self, data, oracle):
         """As a target would: often the draft and one more token, otherwise anything."""

@@ -65,6 +65,7 @@ typedef struct {
     int32_t sequences[MAX_ROWS], rows[MAX_ROWS], levels[MAX_ROWS], max_draft_tokens[MAX_ROWS];
     int32_t draft_tokens[MAX_ROWS][DRAFT_LEN], num_draft_tokens[MAX_ROWS];
     float survivals[MAX_ROWS][DRAFT_LEN];
+    int32_t model_tokens[MAX_ROWS * DRAFT_LEN], model_confidences[MAX_ROWS * DRAFT_LEN];
     rs_batch batch;
 } fixture;
 
@@ -80,6 +81,8 @@ static fixture *new_fixture(int32_t num_rows) {
                           .rows = f->rows,
                           .levels = f->levels,
                           .max_draft_tokens = f->max_draft_tokens,
+                          .model_tokens = f->model_tokens,
+                          .model_confidences = f->model_confidences,
                           .draft_tokens = f->draft_tokens[0],
                           .survivals = f->survivals[0],
                           .num_draft_tokens = f->num_draft_tokens};
@@ -167,6 +170,15 @@ static void check_leading_tokens(const rs_index *index, const fixture *f) {
     free(tokens);
 }
 
+/* What a model drafts in this step, if there is one: small tokens, and now and then none. */
+static void ask_model(fixture *f) {
+    f->batch.num_model_tokens = (int32_t)random_below(DRAFT_LEN + 1);
+    for (int32_t i = 0; i < f->batch.num_rows * f->batch.num_model_tokens; i++) {
+        f->model_tokens[i] = (int32_t)random_below(8) - 1;
+        f->model_confidences[i] = f->model_tokens[i] < 0 ? -7 : (int32_t)random_below(RS_MODEL_CONFIDENCES);
+    }
+}
+
 /* Every row goes on, and now and then begins again. */
 static void step_rows(caller *c, int num_steps) {
     fixture *f = c->f;
@@ -175,6 +187,7 @@ static void step_rows(caller *c, int num_steps) {
             bool again = random_below(40) == 0;
             f->levels[i] = again ? PROMPT_LEN + (int32_t)random_below(20) : f->levels[i] + (int32_t)random_below(30);
         }
+        ask_model(f);
         perform_with_failures(c, STEP);
         check_leading_tokens(c->index, f);
     }
@@ -417,6 +430,7 @@ static void test_arguments(void) {
     CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
     CHECK(rs_sequence_open(index, id, 2, &id, NULL) == RS_EINVAL);
     CHECK(rs_sequence_open(index, id, -1, &id, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_open(index, id, 0, &id, NULL) == RS_OK);
     f->batch.min_survival = 1.5;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "min_survival=1.5", 16) == 0);
     f->batch.min_survival = 0.0;
@@ -425,6 +439,20 @@ static void test_arguments(void) {
     f->batch.num_rows = 1;
     f->batch.row_stride = NUM_COLUMNS - 1;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "token_ids", 9) == 0);
+    f->batch.row_stride = NUM_COLUMNS;
+    f->sequences[0] = id;
+    for (int32_t num = -1; num <= DRAFT_LEN + 1; num += DRAFT_LEN + 2) {
+        f->batch.num_model_tokens = num;
+        CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "num_model_tokens=", 17) == 0);
+    }
+    f->batch.num_model_tokens = 2;
+    f->model_confidences[1] = RS_MODEL_CONFIDENCES;
+    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && error.row == 0);
+    CHECK(strcmp(error.message, "model_confidences[0, 1]=12: must be between 0 and 11") == 0);
+    f->model_confidences[1] = -1;
+    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && error.row == 0);
+    f->model_tokens[0] = -1; /* then what is behind counts for nothing */
+    CHECK(rs_step(index, &f->batch, &error) == RS_OK && f->num_draft_tokens[0] == 0);
     rs_index_free(index);
     free(f);
 }
@@ -476,7 +504,7 @@ static void test_validator_of_the_calibration(void) {
     rs_cell *cell = index->calibration.cells + 1;
     *cell = (rs_cell){.probability = 1.0F, .num = 2};
     check_valid(index);
-    rs_weights *weights = index->calibration.weights[RS_NUM_SELECTORS - 1] + RS_NUM_WEIGHT_SETS - 1;
+    rs_weights *weights = index->calibration.weights + RS_NUM_WEIGHT_SETS - 1;
     float *fields[] = {&cell->probability, &cell->inputs[0], &cell->inputs[1], &weights->bias,
                        &weights->experts[0][0], &weights->experts[1][RS_NUM_EXPERTS - 1]};
     const float wrong[] = {NAN, INFINITY, -INFINITY, 8.0F, -8.0F};

@@ -18,7 +18,7 @@ from rollout_spec.drafting.costs import Ranks, Step
 from rollout_spec.drafting.gate import make_gate
 from rollout_spec.drafting.groups import MAX_TOKENS_AT_ONCE, Groups, Member
 from rollout_spec.drafting.history import History
-from rollout_spec.drafting.index import StepResult, make_index
+from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.native import Int32Array, InvalidArgument, NativeError
 from rollout_spec.metrics import EngineCounters
 
@@ -147,6 +147,7 @@ class Drafter:
         ranks: Ranks | None = None,
         ended: float | None = None,
         in_time: bool = True,
+        model_drafts: ModelDrafts | None = None,
     ) -> list[list[int]]:
         """Index every decoding row's new tokens and draft for it what the gate lets through.
 
@@ -159,6 +160,7 @@ class Drafter:
             ranks: of the step that has ended, where data-parallel ranks step together.
             ended: when it ended, by the clock; by default now.
             in_time: False where the next step has begun already: nothing is drafted then.
+            model_drafts: what a model drafts behind the tokens that each row has now, row for row.
 
         `next_step_waits` then says whether the step behind is to wait for its drafts.
 
@@ -184,7 +186,7 @@ class Drafter:
         price = self._gate.begin(ended_step, self.counters)
         is_open = price is not None
         decoding = None if ended_step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
-        rows, proposed = self._step_index(decoding, token_ids, levels, price)
+        rows, proposed = self._step_index(decoding, token_ids, levels, price, model_drafts)
         self.counters.num_steps += 1
         self.counters.num_row_steps += ended_step.num_rows
         self.counters.num_untracked_rows += ended_step.num_rows - len(rows)
@@ -287,6 +289,7 @@ class Drafter:
         token_ids: Int32Array,
         levels: Int32Array,
         price: float | None,
+        model_drafts: ModelDrafts | None,
     ) -> tuple[Int32Array, StepResult | None]:
         """Index and draft for the decoding rows (None: all) that have a place in the index.
 
@@ -309,6 +312,7 @@ class Drafter:
                     rows.max_draft_tokens,
                     price or 0.0,
                     MAX_TOKENS_AT_ONCE,
+                    model_drafts,
                 )
             except NativeError as error:
                 if not self._groups.make_room(error, num_failed):

@@ -32,6 +32,43 @@ class StepResult(NamedTuple):
     """[n]"""
 
 
+class ModelDrafts(NamedTuple):
+    """What a model drafts behind every row of a token matrix: R rows or more, m tokens each, m at most K."""
+
+    tokens: Int32Array
+    """[R, m]; negative: nothing from there on."""
+    log_odds: Float32Array
+    """[R, m]: ln(p / (1 - p)) of each token's probability p by the model itself; where that is not a number,
+    the model is least sure."""
+
+    def of_rows(self, rows: Int32Array, most_tokens: int) -> tuple[Int32Array, Int32Array]:
+        """The tokens and confidences, both int32 [n, m], of these rows of the matrix.
+
+        Raises:
+            InvalidArgument: a type or shape is wrong.
+        """
+        tokens, log_odds = self
+        for name, array, dtype in (("tokens", tokens, np.int32), ("log_odds", log_odds, np.float32)):
+            if type(array) is not np.ndarray or array.dtype != dtype or array.ndim != 2:
+                raise InvalidArgument(
+                    f"model_drafts.{name}: must be a two-dimensional {dtype.__name__} array"
+                )
+        if tokens.shape != log_odds.shape:
+            raise InvalidArgument(
+                f"model_drafts.log_odds: has the shape {log_odds.shape}, tokens {tokens.shape}"
+            )
+        if tokens.shape[1] > most_tokens:
+            raise InvalidArgument(
+                f"model_drafts.tokens: has {tokens.shape[1]} columns, must have at most {most_tokens}"
+            )
+        if len(tokens) <= rows.max():
+            raise InvalidArgument(f"model_drafts.tokens: has {len(tokens)} rows, none for row {rows.max()}")
+        chosen = log_odds.take(rows, axis=0, mode="clip")
+        least, most = lib.RS_LEAST_LOG_ODDS, lib.RS_LEAST_LOG_ODDS + lib.RS_MODEL_CONFIDENCES - 1
+        confidences = np.floor(np.fmin(np.fmax(chosen, least), most)) - least
+        return tokens.take(rows, axis=0, mode="clip"), confidences.astype(np.int32)
+
+
 class IndexStats(NamedTuple):
     """What the index holds now."""
 
@@ -84,6 +121,7 @@ class SuffixIndex:
         # The arrays of the latest step, held here because the batch only has their addresses.
         self._matrix: Int32Array | None = None
         self._vectors: tuple[Int32Array, ...] | None = None
+        self._model: tuple[Int32Array, Int32Array] | None = None
         if not 0 <= max_bytes < 2**64:
             raise InvalidArgument(f"max_bytes={max_bytes!r}: out of range")
         options = ffi.new("rs_options *")
@@ -171,6 +209,7 @@ class SuffixIndex:
         max_draft_tokens: Int32Array,
         min_survival: float = 0.0,
         max_new_tokens: int = 0,
+        model_drafts: ModelDrafts | None = None,
     ) -> StepResult:
         """Index what is new in n rows, then draft for them, in one native call without the GIL.
 
@@ -183,6 +222,7 @@ class SuffixIndex:
             min_survival: end a draft where its estimated survival falls below.
             max_new_tokens: of the rows that have got more than a step gives, all together; what is more waits
                 for the next step, without a draft. 0: no limit.
+            model_drafts: of a model, behind the first levels[i] tokens of each row of token_ids.
 
         Raises:
             InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: naming the argument and entry;
@@ -201,6 +241,8 @@ class SuffixIndex:
             self._set_vectors(sequences, rows, levels, max_draft_tokens)
         if self._matrix is None or token_ids is not self._matrix:
             self._set_matrix(token_ids)
+        if model_drafts is not None or batch.num_model_tokens:
+            self._set_model(model_drafts, rows)
         batch.min_survival = min_survival
         batch.max_new_tokens = max_new_tokens
         status = lib.rs_step(index, batch, self._error)
@@ -282,6 +324,16 @@ class SuffixIndex:
             setattr(batch, name, ffi.from_buffer("int32_t[]", vector))
         self._set_result(n)
         self._vectors = (sequences, rows, levels, max_draft_tokens)
+
+    def _set_model(self, model_drafts: ModelDrafts | None, rows: Int32Array) -> None:
+        """Raises InvalidArgument."""
+        self._batch.num_model_tokens = 0
+        if model_drafts is None:
+            return
+        self._model = tokens, confidences = model_drafts.of_rows(rows, self._num_speculative_tokens)
+        self._batch.num_model_tokens = tokens.shape[1]
+        self._batch.model_tokens = ffi.from_buffer("int32_t[]", tokens)
+        self._batch.model_confidences = ffi.from_buffer("int32_t[]", confidences)
 
     def _set_result(self, num_rows: int) -> None:
         buffers = (self._draft_tokens, self._survivals, self._num_draft_tokens)

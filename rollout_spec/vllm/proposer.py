@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import HistoryError
+from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
 from rollout_spec.vllm.graphs import fills_drafts
@@ -108,16 +109,18 @@ class SuffixProposer:
         token_ids: npt.NDArray[np.int32],
         ended: float | None = None,
         in_time: bool = True,
+        model_drafts: ModelDrafts | None = None,
     ) -> list[list[int]]:
-        """`propose`, with the number of tokens that each row got; `ended` and `in_time` as of `Drafter`."""
+        """`propose`, with the number of tokens that each row got; what comes behind is as of `Drafter`."""
         if not self.is_used:
             return [[] for _ in nums_new_tokens]
         if self._drafter is not None:
             try:
                 self._add_and_remove(self._drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
+                ranks = self._lock_step.ranks
                 drafts = self._drafter.step(
-                    request_ids, nums_new_tokens, token_ids, levels, self._lock_step.ranks, ended, in_time
+                    request_ids, nums_new_tokens, token_ids, levels, ranks, ended, in_time, model_drafts
                 )
                 self._log(self._drafter, nums_new_tokens)
                 return drafts
