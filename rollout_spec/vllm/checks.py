@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -11,7 +12,7 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus, open_corpus
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import refuse_uncoupled
-from rollout_spec.vllm.options import engine_options
+from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
 
 _MISFIT = "rollout_spec's drafter here, which costs asynchronous scheduling ({})"
 
@@ -75,9 +76,14 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         )
     if config.coupled:
         refuse_uncoupled(vllm_config.additional_config or {})
+    if has_model_drafter(vllm_config) and config.coupled:
+        refuse_beside_model(vllm_config)
+    elif config.coupled and speculative is not None and not config.enabled:
+        raise ConfigError(
+            f"speculative_config.method={speculative.method}: rollout.spec.verify=coupled goes with our "
+            f"drafter, with {', '.join(MODEL_METHODS)}, or with none"
+        )
     if not config.enabled:
-        if config.coupled and speculative is not None:
-            raise ConfigError("speculative_config: rollout.spec.verify=coupled goes with our drafter or none")
         return
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):  # from 0.24 on
         raise ConfigError(
@@ -97,3 +103,40 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         )
     if model.get_diff_sampling_param().get("min_p"):
         raise ConfigError("generation_config.min_p: vLLM refuses min_p together with speculative decoding")
+
+
+def refuse_beside_model(vllm_config: VllmConfig) -> None:
+    """Raise for what a model drafter of vLLM's cannot be combined with under coupled verification.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    for is_so, reason in (
+        (current_platform.is_out_of_tree(), "this platform has a model runner of its own"),
+        (speculative.parallel_drafting, "parallel drafting has no order to draw its tokens in"),
+        (_uses(speculative, "use_gemma4_mtp"), "Gemma 4's drafter shares the target's KV cache"),
+        (_uses(speculative, "use_multi_module_mtp"), "an MTP head of several modules is not supported"),
+        (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),
+        (
+            parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
+            "the data-parallel ranks of experts would not run the same passes of the drafter",
+        ),
+        (vllm_config.lora_config is not None, "enable_lora: a draft's token has no adapter of its own"),
+        (not vllm_config.use_v2_model_runner, "this engine does not have vLLM's model runner V2"),
+    ):
+        if is_so:
+            raise ConfigError(f"speculative_config.method={speculative.method} with rollout_spec: {reason}")
+    _check_speculator()
+
+
+def _uses(speculative: Any, name: str) -> bool:
+    """What a `SpeculativeConfig` says of itself; False where this vLLM has no such drafter."""
+    ask = getattr(speculative, name, None)
+    return ask is not None and bool(ask())
+
+
+def _check_speculator() -> None:
+    from rollout_spec.vllm.model_drafter import check_speculator
+
+    check_speculator()

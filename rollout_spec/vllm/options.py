@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 PROPOSER = "rollout_spec.vllm.SuffixProposer"
+# Of vLLM's `speculative_config`: a model drafts token by token.
+MODEL_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
 SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
 
 
@@ -22,6 +24,11 @@ def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:
 def names_our_drafter(vllm_config: VllmConfig) -> bool:
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.model == PROPOSER
+
+
+def has_model_drafter(vllm_config: VllmConfig) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method in MODEL_METHODS
 
 
 def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:

@@ -21,13 +21,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
-from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, guard_parameters, replace_function
 from rollout_spec.vllm import sampler_v2, versions_v2
 from rollout_spec.vllm.graphs import capture_plain_steps_v2
+from rollout_spec.vllm.model_drafter import SHARED_NOISE, share_noise
 from rollout_spec.vllm.options import names_our_drafter
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.scheduler import AHEAD_KEY, DRAFTS_KEY, Ahead
@@ -39,7 +40,7 @@ _SPECULATOR = Patch(
     upstream="vllm/v1/worker/gpu/spec_decode/__init__.py, init_speculator",
     until="model runner V2 takes a custom_class, and gives it the requests of its rows",
 )
-ENGINE_PATCHES = (_SPECULATOR, sampler_v2.COUPLED)  # what engines apply to themselves
+ENGINE_PATCHES = (_SPECULATOR, sampler_v2.COUPLED, SHARED_NOISE)  # what engines apply to themselves
 
 # Of what is called or replaced here, the parameters that are counted on.
 _PARAMETERS: tuple[versions_v2.Parameters, ...] = (
@@ -93,6 +94,8 @@ def bind(runner: Any, config: SpecConfig) -> None:
         capture_plain_steps_v2(runner)
     if config.coupled:
         sampler_v2.couple(runner)
+        if isinstance(runner.speculator, DraftModelSpeculator):
+            share_noise(runner.speculator)
 
 
 class HostBatch:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 # A function's owner, its name, and its first parameters in each version.
 Parameters = tuple[Any, str, tuple[tuple[str, ...], ...]]
@@ -54,6 +56,15 @@ _CALL: tuple[Parameters, ...] = (
 )  # fmt: skip
 VERIFY: tuple[Parameters, ...] = (_VERIFY,) if HAS_VERIFY else _CALL
 
+_DRAW = ("idx_mapping", "temperature", "seeds", "draft_step", "draft_logits")
+SAMPLE_DRAFT: tuple[Parameters, ...] = (
+    (DraftModelSpeculator, "sample_draft",
+     tuple(("self", "hidden_states", name, *_DRAW) for name in ("positions", "sample_src_positions"))),
+    (gumbel, "gumbel_sample",
+     (("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature"),)),
+)  # fmt: skip
+_HAS_SALT = "is_drafting" in inspect.signature(gumbel.gumbel_sample).parameters
+
 Verified = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # as `RejectionSampler._verify` returns it
 Verify = Callable[[Mapping[str, Any]], Verified]  # gets the arguments of `_verify`, by name
 
@@ -62,6 +73,32 @@ def sample(sampler: Sampler, given: Mapping[str, Any]) -> tuple[torch.Tensor, to
     """`Sampler.sample` at every position of `given`, as of a `Verify`: tokens and processed logits."""
     inputs = {**given, "input_ids": given["draft_sampled"]}
     return sampler.sample(**{name: inputs[name] for name in _SAMPLE_NAMES})
+
+
+def draw_as_target(
+    speculator: DraftModelSpeculator,
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+) -> torch.Tensor:
+    """Draw a draft's tokens with the noise that the target draws with where it verifies them.
+
+    Args:
+        speculator: vLLM's.
+        logits: [num_rows, vocab_size], of the target's vocabulary.
+        positions, idx_mapping, temperature, seeds: what `DraftModelSpeculator.sample_draft` is given.
+
+    Returns:
+        int64 [num_rows].
+    """
+    # vLLM 0.24 gives the position of the input token, and has no other noise for drafts.
+    where = {"pos": positions, "is_drafting": False} if _HAS_SALT else {"pos": positions + 1}
+    return gumbel.gumbel_sample(
+        logits, idx_mapping, temperature, seeds, apply_temperature=True,
+        use_fp64=speculator.use_fp64_gumbel, **where,
+    )  # fmt: skip
 
 
 def verifying_by(verifier: RejectionSampler, verify: Verify) -> RejectionSampler:
