@@ -115,6 +115,7 @@ CORE = (
     CoreMutant("step.c", "        rs_sequence_restart(index, sequence);\n", ""),
     CoreMutant("step.c", "if (tokens[position] < 0) {", "if (tokens[position] < -1) {"),
     CoreMutant("step.c", "index->groups[sequence->group].num_tokens += num_new;", ";"),
+    CoreMutant("step.c", "confidence >= RS_MODEL_CONFIDENCES", "confidence > RS_MODEL_CONFIDENCES"),
     # draft.c: what is proposed, and where a draft ends
     CoreMutant("draft.c", "predictions[i].token < 0 || survival < min_survival", "predictions[i].token < 0"),
     CoreMutant("draft.c", "survival < min_survival", "survival <= min_survival"),
@@ -124,6 +125,8 @@ CORE = (
     CoreMutant("draft.c", "        best.total += count;\n", ""),
     CoreMutant("draft.c", "if (match.len > w->match_len && next != NULL) {", "if (next != NULL) {"),
     CoreMutant("draft.c", "        w->match_len++;\n", ""),
+    CoreMutant("draft.c", "        w->model.num = 0;\n", ""),
+    CoreMutant("draft.c", "w->model.confidences[w->depth]", "w->model.confidences[0]"),
     # evidence.c: probabilities and weights
     CoreMutant("evidence.c", "LEARNING_RATE = 0.0133", "LEARNING_RATE = 0.0134"),
     CoreMutant("evidence.c", "RIVAL_SHARE = 0.2;", "RIVAL_SHARE = 0.25;"),
@@ -136,6 +139,8 @@ CORE = (
     ),
     CoreMutant("evidence.c", "cell->probability + surprise / cell->num", "cell->probability"),
     CoreMutant("evidence.c", "weights->bias = bounded(weights->bias + step);", ";"),
+    CoreMutant("evidence.c", "(1U << RS_CORPUS_EXPERT) - 1", "(1U << RS_MODEL_EXPERT) - 1"),
+    CoreMutant("evidence.c", "depth < RS_NUM_DEPTHS ? (uint32_t)depth", "depth < RS_NUM_DEPTHS ? 0"),
     # contexts.c and automaton.c
     CoreMutant(
         "contexts.c",

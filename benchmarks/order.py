@@ -97,7 +97,7 @@ def _with_drafts(
         token_ids[row, : ends[row]] = np.concatenate([prompt, each])
     levels = np.full(num_rows, len(prompt), np.int32)
     steps, drafted = np.zeros(num_rows), np.zeros(num_rows)
-    proposer.start(prompt, num_rows, earlier)
+    proposer.start(dataclasses.replace(line, responses=list(responses)), earlier)
     while (rows := np.flatnonzero(levels < ends).astype(np.int32)).size:
         drafts, numbers = proposer.step(rows, token_ids, levels[rows], ends[rows] - levels[rows] - 1)
         for row, draft, number in zip(rows, drafts, numbers, strict=True):

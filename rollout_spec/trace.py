@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,15 @@ class TraceError(UserError):
     """A trace that cannot be read; the message names file, line and field."""
 
 
+class Proposals(NamedTuple):
+    """What a model would draft in a response of n tokens: row i behind the prompt and the first i of them."""
+
+    tokens: npt.NDArray[np.int32]
+    """[n, m]; negative: nothing from there on."""
+    log_odds: npt.NDArray[np.float32]
+    """[n, m], of each token by the model itself."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """One line of a trace: the responses to one prompt, token ids as int32 vectors."""
@@ -41,6 +50,8 @@ class Rollout:
     responses: list[npt.NDArray[np.int32]]
     names: Sequence[Any] = ()
     """Of each response that of its sample, or None; empty where a trace has no names."""
+    proposals: Sequence[Proposals] = ()
+    """Of each response; empty where there is no model."""
 
 
 def trace_file(folder: Path, number: int) -> Path:
@@ -54,10 +65,18 @@ def to_line(
     prompt_token_ids: Sequence[int],
     responses: Sequence[Sequence[int]],
     names: Sequence[Any] = (),
+    proposals: Sequence[Proposals] = (),
 ) -> str:
     """A line with its end. The arguments are `Rollout`'s."""
-    line = {"group": group, "step": step, "prompt_token_ids": prompt_token_ids, "responses": responses}
-    return json.dumps(line | ({"names": names} if names else {})) + "\n"
+    line: dict[str, Any] = {
+        "group": group,
+        "step": step,
+        "prompt_token_ids": prompt_token_ids,
+        "responses": responses,
+    }
+    said = [{name: array.tolist() for name, array in each._asdict().items()} for each in proposals]
+    line |= {name: value for name, value in (("names", names), ("proposals", said)) if value}
+    return json.dumps(line) + "\n"
 
 
 def append_lines(file: Path, lines: Iterable[str]) -> None:
@@ -149,13 +168,38 @@ def _parse(line: bytes, where: str) -> Rollout | None:
         raise TraceError(f"{where}: responses: must be a list of at least one response")
     if not isinstance(names, list) or (names and len(names) != len(responses)):
         raise TraceError(f"{where}: names: must be a list, with a name for each response")
+    proposals = fields.get("proposals", [])
+    if not isinstance(proposals, list) or (proposals and len(proposals) != len(responses)):
+        raise TraceError(f"{where}: proposals: must be a list, with an object for each response")
     return Rollout(
         group=group,
         step=step,
         prompt_token_ids=token_ids(fields["prompt_token_ids"], f"{where}: prompt_token_ids"),
         responses=[token_ids(tokens, f"{where}: responses[{i}]") for i, tokens in enumerate(responses)],
         names=names,
+        proposals=[
+            _proposals(each, len(response), f"{where}: proposals[{i}]")
+            for i, (each, response) in enumerate(zip(proposals, responses, strict=False))
+        ],
     )
+
+
+def _proposals(value: Any, num_tokens: int, where: str) -> Proposals:
+    try:
+        found = Proposals(np.array(value["tokens"], np.int32), np.array(value["log_odds"], np.float32))
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise TraceError(
+            f"{where}: must have tokens and log_odds, lists of as many rows: {error!r}"
+        ) from error
+    if num_tokens == 0:  # JSON does not say how wide no rows are
+        return Proposals(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+    if (
+        found.tokens.ndim != 2
+        or found.tokens.shape != found.log_odds.shape
+        or len(found.tokens) != num_tokens
+    ):
+        raise TraceError(f"{where}: must have a row of tokens and of log_odds for each token of the response")
+    return found
 
 
 def token_ids(value: Any, where: str) -> npt.NDArray[np.int32]:

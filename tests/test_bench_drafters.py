@@ -31,6 +31,7 @@ from rollout_spec.measure.drafter_costs import (
     time_steps,
 )
 from rollout_spec.measure.drafters import Oracle, Suffix, all_runs, at_equal_drafts, measure, over_baselines
+from rollout_spec.measure.model_drafts import simulate_model
 from rollout_spec.measure.replay import replay
 from rollout_spec.report.plots import plot_drafters
 from rollout_spec.report.tables import FIGURES, drafters_tables
@@ -60,6 +61,10 @@ def results(lines):
     return measure(lines, runs)
 
 
+def group_of(num_responses):
+    return Rollout("a", None, PROMPT, [PROMPT] * num_responses)
+
+
 def only(results, **wanted):
     return [result for result in results if all(result[name] == wanted[name] for name in wanted)]
 
@@ -85,7 +90,7 @@ def test_every_price_of_sam_is_a_result_of_its_own_and_a_replay(lines, results):
 
 def test_the_oracles_grams_are_those_of_the_text():
     oracle = Oracle(3)
-    oracle.start(np.array([1, 2, 3], np.int32), 1, ())
+    oracle.start(group_of(1), ())
     token_ids = np.array([[1, 2, 3, 1, 2, 3, 1, 9, -1, -1, -1]], np.int32)
     drafts, numbers = oracle.step(*(np.array(value, np.int32) for value in ([0], token_ids, [4], [3])))
     # After 1 the text has 2 3, and 2 3 1 once position 3 is indexed.
@@ -291,6 +296,12 @@ def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["--methods", "off,sam+model"],
+            "--methods sam+model: TRACE has no model's drafts: give --model-acc",
+        ),
+        (["--model-acceptance", "0.8,1.1"], "--model-acceptance 0.8,1.1: must be numbers from 0 to 1"),
+        (["--model-acceptance", "0.8;0.7"], "--model-acceptance 0.8;0.7: must be numbers from 0 to 1"),
         (["--methods", "magic"], "--methods magic: must be one of off, ngram"),
         (
             ["--num-speculative-tokens", "65"],
@@ -305,7 +316,37 @@ def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
 )
 def test_bad_options_are_one_line(options, message, capsys):
     assert main(["bench", "drafters", str(TRACE), *options]) == 2
-    assert message in capsys.readouterr().err
+    assert message.replace("TRACE", str(TRACE)) in capsys.readouterr().err
+
+
+def test_a_simulated_model_is_right_as_often_as_asked():
+    """Behind right tokens, and oftener where the index is right; the same each time."""
+    lines = list(islice(read_trace(RECORDING), 12))
+    modelled, again = (list(simulate_model(lines, (0.8, 0.5), 3)) for _ in range(2))
+    num_right, num_tried = np.zeros(3), np.zeros(3)
+    for line, same in zip(modelled, again, strict=True):
+        for response, said, other in zip(line.responses, line.proposals, same.proposals, strict=True):
+            assert (said.tokens == other.tokens).all()
+            for i in range(len(response) - 2):
+                agrees = np.logical_and.accumulate(said.tokens[i] == response[i : i + 3])
+                num_right += agrees
+                num_tried += [1, *agrees[:-1]]
+            assert said.tokens[-1].tolist()[1:] == [-1, -1]
+    assert num_right / num_tried == pytest.approx([0.8, 0.5, 0.5], abs=0.06)
+    assert said.log_odds[0] == pytest.approx([math.log(4), 0, 0], abs=1e-6)
+
+
+def test_a_model_as_one_more_expert_beats_the_better_of_both_in_each_step():
+    lines = list(simulate_model(islice(read_trace(RECORDING), 12), (0.8,), 3))
+    runs = all_runs(("sam", "model", "choose", "sam+model"), SpecConfig(), [8], [0], [0.1])
+    suffix, model, choose, both = (result["tokens_per_step"] for result in measure(lines, runs))
+    assert both > 1.05 * choose > 1.05 * max(suffix, model)
+    assert (
+        replay(lines, SpecConfig(num_speculative_tokens=8, history=0, min_survival=0.1)).tokens_per_step
+        == both
+    )
+    [short] = measure(lines, all_runs(("model",), SpecConfig(), [1], [0], [0.1]))
+    assert short["draft_tokens_per_step"] <= 1.0  # K is less than the model's
 
 
 @pytest.fixture
@@ -337,7 +378,7 @@ def step(suffix, rows, token_ids, levels, budget=4):
 @needs_arctic
 def test_the_cache_is_called_as_vllms_proposer_does(calls):
     suffix = Suffix("suffix_server", 4)
-    suffix.start(PROMPT, 2, [EARLIER])
+    suffix.start(group_of(2), [EARLIER])
     token_ids = [[1, 2, 3, 4, 5, -1], [1, 2, 3, 6, 7, 8]]
     step(suffix, [0, 1], token_ids, [4, 4])
     step(suffix, [1], token_ids, [6])
@@ -361,10 +402,10 @@ def drafts_after_a_match(method, k, lines_before=()):
     """What two tokens of EARLIER are followed by, after other lines."""
     suffix = Suffix(method, k)
     for response in lines_before:
-        suffix.start(PROMPT, 1, ())
+        suffix.start(group_of(1), ())
         step(suffix, [0], [[*PROMPT, *response]], [len(PROMPT) + len(response)])
         suffix.finish()
-    suffix.start(PROMPT, 1, ())
+    suffix.start(group_of(1), ())
     [draft] = step(suffix, [0], [[1, 2, 3, 5, 6]], [5])
     return draft
 

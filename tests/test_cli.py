@@ -168,7 +168,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
         (
             "drafters x --methods suffix",
             "rollout-spec bench drafters: --methods suffix: must be one of off, ngram, suffix_server, "
-            "suffix_server_tuned, sam, oracle",
+            "suffix_server_tuned, sam, oracle, model, choose, sam+model",
         ),
     ],
 )

@@ -31,7 +31,7 @@ def path(request, tmp_path):
 class Copier:
     """A drafter to count by hand with: what came after the last token where the row had it last."""
 
-    def start(self, prompt, num_rows, earlier):
+    def start(self, line, earlier):
         assert not len(earlier)
 
     def step(self, rows, token_ids, levels, max_draft_tokens):

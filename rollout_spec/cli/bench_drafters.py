@@ -11,12 +11,14 @@ from typing import Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
+    add_model_drafter_arguments,
     add_rollouts_arguments,
     add_spec_argument,
     installed,
     number,
     read,
     spec_options,
+    with_model,
 )
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 
@@ -42,8 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         metavar="M,M",
         help=f"by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
-        f"({','.join(METHODS)}, without what is not installed)",
+        f"({','.join(METHODS)}, without what is not installed); with a model also model alone, choose: the "
+        "better of it and sam in each step, and sam+model: the model as one more expert",
     )
+    add_model_drafter_arguments(drafters)
     drafters.add_argument(
         "--num-speculative-tokens",
         type=number(int, 1, MAX_SPECULATIVE_TOKENS),
@@ -66,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[SpecConfig.min_survival],
         metavar="P",
-        help="prices of sam",
+        help="prices of sam, choose and sam+model",
     )
     drafters.add_argument(
         "--equal-drafts",
@@ -96,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.measure.environment import environment
     from rollout_spec.report.tables import drafters_tables
 
-    methods = _methods(args.methods)
+    methods = _methods(args.methods, args.model_acceptance is not None)
     if args.equal_drafts and not set(methods) & set(SUFFIX):
         raise UserError(f"--equal-drafts: needs one of {', '.join(SUFFIX)} among the methods")
     config = SpecConfig.from_mapping(spec_options(args.spec, REFUSED))
@@ -122,16 +126,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _methods(named: str | None) -> list[str]:
-    """The methods asked for; by default those whose packages are installed."""
-    from rollout_spec.measure.drafters import require
+def _methods(named: str | None, has_model: bool) -> list[str]:
+    """The methods asked for; by default those that are installed, and a model's if there is one."""
+    from rollout_spec.measure.drafters import OF_MODELS, require
 
     if not named:
-        return installed("bench drafters", METHODS, require)
+        return installed("bench drafters", METHODS, require) + (list(OF_MODELS) if has_model else [])
     methods = named.split(",")
     for method in methods:
-        if method not in METHODS:
-            raise UserError(f"--methods {method}: must be one of {', '.join(METHODS)}")
+        if method not in METHODS + OF_MODELS:
+            raise UserError(f"--methods {method}: must be one of {', '.join(METHODS + OF_MODELS)}")
     return methods
 
 
@@ -140,9 +144,19 @@ def _of_trace(
 ) -> dict[str, list[dict[str, Any]]]:
     from rollout_spec.cli.progress import tracked
     from rollout_spec.measure.drafter_costs import check, measure_costs
-    from rollout_spec.measure.drafters import SUFFIX, all_runs, at_equal_drafts, measure, over_baselines
+    from rollout_spec.measure.drafters import (
+        OF_MODELS,
+        SUFFIX,
+        all_runs,
+        at_equal_drafts,
+        measure,
+        over_baselines,
+    )
 
-    lines = list(islice(read(args, [trace]), args.limit_groups))
+    lines = list(with_model(args, islice(read(args, [trace]), args.limit_groups)))
+    for method in (method for method in methods if method in OF_MODELS):
+        if not all(line.proposals for line in lines):
+            raise UserError(f"--methods {method}: {trace} has no model's drafts: give --model-acceptance")
     if not args.no_cost:
         check(lines)
     runs = all_runs(methods, config, args.num_speculative_tokens, args.history, args.min_survival)

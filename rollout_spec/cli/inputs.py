@@ -8,11 +8,11 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 
 if TYPE_CHECKING:
     from rollout_spec.measure.roofline import Roofline
@@ -71,6 +71,34 @@ def read(args: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Rollout]:
         if role not in NAMES:
             raise UserError(f"--columns {role}={name}: must be {', '.join(f'{role}=NAME' for role in NAMES)}")
     return read_rollouts(paths, args.tokenizer, columns)
+
+
+def add_model_drafter_arguments(group: argparse._ActionsContainer) -> None:
+    """Add `--model-acceptance` and `--model-tokens`, which `with_model` takes."""
+    group.add_argument(
+        "--model-acceptance", metavar="A,A,...",
+        help="simulate a model that drafts beside the index: how often its first, second, ... token is right "
+        "where those before it are; the last goes on",
+    )  # fmt: skip
+    group.add_argument(
+        "--model-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), default=3, metavar="N",
+        help="that this model drafts in a step",
+    )  # fmt: skip
+
+
+def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[Rollout]:
+    """The rollouts with the drafts of the simulated model, or as they are."""
+    if args.model_acceptance is None:
+        return lines
+    from rollout_spec.measure.model_drafts import simulate_model
+
+    try:
+        acceptance = [float(part) for part in args.model_acceptance.split(",")]
+    except ValueError:
+        acceptance = [-1.0]
+    if not all(0 <= share <= 1 for share in acceptance):
+        raise UserError(f"--model-acceptance {args.model_acceptance}: must be numbers from 0 to 1, by commas")
+    return simulate_model(lines, acceptance, args.model_tokens)
 
 
 def add_device_arguments(group: Any, model_group: Any = None) -> None:

@@ -14,12 +14,14 @@ from rollout_spec import __version__
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_device_arguments,
+    add_model_drafter_arguments,
     add_rollouts_arguments,
     add_spec_argument,
     number,
     read,
     roofline,
     spec_options,
+    with_model,
 )
 from rollout_spec.config import SpecConfig, UserError
 
@@ -43,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most draft tokens per row and step",
     )  # fmt: skip
     drafter.add_argument("--corpus", metavar="FILE", help="file of `corpus build` that is drafted from too")
+    add_model_drafter_arguments(drafter)
     add_spec_argument(drafter, "any other option of rollout.spec, for example history=0", REFUSED)
     engines = parser.add_argument_group("engines that these rollouts are for")
     engines.add_argument("--replicas", type=number(int, 1), default=1, metavar="N", help="engines")
@@ -82,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         dataclasses.replace(line, responses=line.responses[: args.max_responses])
         for line in islice(read(args, args.traces), args.limit_groups)
     ]
+    lines = list(with_model(args, lines))
     name = args.traces[0].name
     result = replay(tracked(lines, name), config)
     if not result.num_tokens:

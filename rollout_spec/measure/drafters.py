@@ -16,7 +16,7 @@ import numpy as np
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.measure.replay import IndexProposer, Proposer, ReplayResult, replay_line
+from rollout_spec.measure.replay import IndexProposer, LineProposals, Proposer, ReplayResult, replay_line
 from rollout_spec.trace import Rollout
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
@@ -30,6 +30,8 @@ SUFFIX: dict[str, dict[str, float]] = {  # but for depth and factor of the tuned
     for name, depth, factor in (("suffix_server", 24, 1.0), ("suffix_server_tuned", 64, 4.0))
 }
 NGRAM = (2, 5)
+OF_MODELS = ("model", "choose", "sam+model")
+PRICED = ("sam", "choose", "sam+model")
 NUM_HALVINGS = 8
 FIGURES = ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step")
 
@@ -109,10 +111,11 @@ class Suffix:
     def cache(self) -> Any:
         return self.proposer.suffix_cache
 
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
+        num_rows = len(line.responses)
         self._names = [str(self._num_requests + i) for i in range(num_rows)]
         self._num_requests += num_rows
-        self._num_prompt_tokens = np.full(num_rows, len(prompt), np.int32)
+        self._num_prompt_tokens = np.full(num_rows, len(line.prompt_token_ids), np.int32)
         self._levels = self._num_prompt_tokens.copy()
 
     def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
@@ -163,9 +166,10 @@ class Oracle(Proposer):
     def __init__(self, k: int) -> None:
         self._k = k
 
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
+    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
+        prompt = line.prompt_token_ids
         self._grams: set[tuple[int, ...]] = set()
-        self._levels = [len(prompt)] * num_rows
+        self._levels = [len(prompt)] * len(line.responses)
         for text in [prompt, *(np.concatenate([prompt, response]) for response in earlier)]:
             self._add(text.tolist(), 1)
 
@@ -190,6 +194,57 @@ class Oracle(Proposer):
         return drafts, numbers
 
 
+class Model(Proposer):
+    """The line's model alone: all that it drafts."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+
+    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
+        self._proposals = LineProposals(line, self._k)
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        tokens = self._proposals.at(rows, levels).tokens[rows]
+        numbers = np.logical_and.accumulate(tokens >= 0, axis=1).sum(axis=1)
+        return tokens, np.minimum(numbers, budgets).astype(np.int32)
+
+
+class Choose(IndexProposer):
+    """The draft of the suffix index or the model's: the one that gains more by expectation, less its price.
+
+    A token of the model is expected to be right as often as those as deep in a draft were, behind right ones.
+    """
+
+    def __init__(self, config: SpecConfig) -> None:
+        super().__init__(config)
+        self._model_alone = Model(config.num_speculative_tokens)
+        self._num_right = np.ones(config.num_speculative_tokens)
+        self._num_seen = 2 * self._num_right
+
+    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
+        super().start(line, earlier)
+        self._model_alone.start(line, earlier)
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        drafts, survivals, numbers = (each.copy() for each in self.propose(rows, token_ids, levels, budgets))
+        tokens, nums_of_model = self._model_alone.step(rows, token_ids, levels, budgets)
+        gains = np.cumprod(self._num_right / self._num_seen)[: tokens.shape[1]] - self.price
+        for i, most in enumerate(nums_of_model.tolist()):
+            worth = gains[:most][gains[:most] >= 0]
+            if worth.sum() > (survivals[i, : numbers[i]] - self.price).sum():
+                numbers[i] = len(worth)
+                drafts[i, : len(worth)] = tokens[i, : len(worth)]
+            self._learn(tokens[i, :most], token_ids[rows[i], levels[i] : levels[i] + most])
+        return drafts, numbers
+
+    def _learn(self, tokens: Int32Array, sampled: Int32Array) -> None:
+        for depth, is_right in enumerate(tokens == sampled):
+            self._num_seen[depth] += 1
+            self._num_right[depth] += is_right
+            if not is_right:
+                return
+
+
 def make_proposer(method: str, config: SpecConfig) -> Proposer:
     """The drafter of a method, with the options that it takes.
 
@@ -201,8 +256,12 @@ def make_proposer(method: str, config: SpecConfig) -> Proposer:
         return Suffix(method, k)
     if method == "ngram":
         return Ngram(k)
-    if method == "sam":
-        return IndexProposer(config)
+    if method in ("sam", "sam+model"):
+        return IndexProposer(config, mixes=method == "sam+model")
+    if method == "choose":
+        return Choose(config)
+    if method == "model":
+        return Model(k)
     return Oracle(k) if method == "oracle" else Off()
 
 
@@ -213,7 +272,7 @@ def all_runs(
     histories: Sequence[int],
     prices: Sequence[float],
 ) -> list[tuple[str, SpecConfig]]:
-    """Every combination for `measure`; only `sam` has a price, the others run once."""
+    """Every combination for `measure`; those that are not PRICED run once."""
     return [
         (
             method,
@@ -222,7 +281,7 @@ def all_runs(
         for history in histories
         for k in ks
         for method in methods
-        for price in (prices if method == "sam" else prices[:1])
+        for price in (prices if method in PRICED else prices[:1])
     ]
 
 
@@ -230,11 +289,12 @@ def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) ->
     """Replay a trace with every method and its options, line by line in turn.
 
     Args:
+        lines: for OF_MODELS with a model's drafts.
         runs: methods, each with its options. Of these `sam` takes those that `replay` takes, all take
             num_speculative_tokens and history, the responses of a line's group in lines before.
 
     Returns:
-        One result per run, in their order: FIGURES; min_survival, None but of `sam`; equal_drafts, None.
+        One result per run, in their order: FIGURES; min_survival, None but of PRICED; equal_drafts, None.
 
     Raises:
         MissingError: a method needs a package that is not installed.
@@ -258,7 +318,7 @@ def _result(method: str, config: SpecConfig, result: ReplayResult) -> dict[str, 
         "method": method,
         "num_speculative_tokens": config.num_speculative_tokens,
         "history": config.history,
-        "min_survival": config.min_survival if method == "sam" else None,
+        "min_survival": config.min_survival if method in PRICED else None,
         "equal_drafts": None,
         **{figure: getattr(result, figure) for figure in FIGURES},
     }

@@ -19,7 +19,7 @@ import numpy as np
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.backlog import Backlog
 from rollout_spec.drafting.history import History, group_key
-from rollout_spec.drafting.index import make_index
+from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.trace import Rollout
 
@@ -91,8 +91,8 @@ class ReplayResult:
 class Proposer(Protocol):
     """A drafter in a replay. The rollout of a line is start, one step per decode step, finish."""
 
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
-        """Begin a group of num_rows responses; `earlier` are responses to the same prompt."""
+    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
+        """Begin a line's responses; `earlier` are responses to the same prompt."""
         return
 
     def step(
@@ -114,28 +114,72 @@ class Proposer(Protocol):
         return
 
 
-class IndexProposer:
-    """The suffix index, one group a line, at the price `config.min_survival`."""
+class LineProposals:
+    """What a line's model drafts, by rows and levels.
 
-    def __init__(self, config: SpecConfig) -> None:
-        self.index, self._price = make_index(config), config.min_survival
+    Args:
+        most_tokens: of a draft that are used.
+    """
+
+    def __init__(self, line: Rollout, most_tokens: int) -> None:
+        self._prompt_len = len(line.prompt_token_ids)
+        longest = max(map(len, line.responses))
+        num_tokens = min(most_tokens, max(each.tokens.shape[1] for each in line.proposals))
+        shape = (len(line.responses), longest + 1, num_tokens)
+        self._tokens, self._log_odds = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+        for row, (tokens, log_odds) in enumerate(line.proposals[: shape[0]]):
+            there = slice(len(tokens)), slice(tokens.shape[1])
+            self._tokens[row][there] = tokens[:, :num_tokens]
+            self._log_odds[row][there] = log_odds[:, :num_tokens]
+
+    def at(self, rows: Int32Array, levels: Int32Array) -> ModelDrafts:
+        """Of all rows of the line, nothing in those that are not named; levels: [n], of the rows."""
+        num, _, num_tokens = self._tokens.shape
+        tokens, log_odds = np.full((num, num_tokens), -1, np.int32), np.zeros((num, num_tokens), np.float32)
+        tokens[rows] = self._tokens[rows, levels - self._prompt_len]
+        log_odds[rows] = self._log_odds[rows, levels - self._prompt_len]
+        return ModelDrafts(tokens, log_odds)
+
+
+class IndexProposer:
+    """The suffix index, one group a line, at the price `config.min_survival`.
+
+    Args:
+        mixes: take what a model drafts, where the line has it, as one more proposal.
+    """
+
+    def __init__(self, config: SpecConfig, *, mixes: bool = False) -> None:
+        self.index, self.price, self._mixes = make_index(config), config.min_survival, mixes
+        self.num_speculative_tokens = config.num_speculative_tokens
         self._group = -1
         self._sequences = np.empty(0, np.int32)
+        self._model: LineProposals | None = None
 
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
-        self._group = self.index.open_group(prompt)
+    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
+        self._group = self.index.open_group(line.prompt_token_ids)
         backlog = Backlog(self.index)
-        backlog.add(self._group, len(prompt), earlier)
+        backlog.add(self._group, len(line.prompt_token_ids), earlier)
         backlog.index(backlog.num_tokens)
-        sequences = [self.index.open_sequence(self._group) for _ in range(num_rows)]
+        sequences = [self.index.open_sequence(self._group) for _ in line.responses]
         self._sequences = np.array(sequences, np.int32)
+        has_model = self._mixes and line.proposals
+        self._model = LineProposals(line, self.num_speculative_tokens) if has_model else None
 
     def step(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
-        sequences = self._sequences[rows]
-        result = self.index.step(sequences, token_ids, rows, levels, max_draft_tokens, self._price)
+        result = self.propose(rows, token_ids, levels, max_draft_tokens)
         return result.draft_tokens, result.num_draft_tokens
+
+    def propose(
+        self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
+    ) -> StepResult:
+        """`step`, with the survivals."""
+        model = self._model.at(rows, levels) if self._model is not None else None
+        sequences = self._sequences[rows]
+        return self.index.step(
+            sequences, token_ids, rows, levels, max_draft_tokens, self.price, model_drafts=model
+        )
 
     def finish(self) -> None:
         for sequence in self._sequences:
@@ -155,12 +199,12 @@ def replay(
     Args:
         trace: the lines, in order; each is indexed afresh. With config.history the last so many responses of
             earlier lines with the same `group` are indexed first. What was learned of wording stays from line
-            to line.
+            to line. A line's model drafts too.
         config: batch_threshold does not apply, every step drafts.
     """
     result = ReplayResult()
     history = History(config.history, config.max_index_bytes)
-    with contextlib.closing(IndexProposer(config)) as proposer:
+    with contextlib.closing(IndexProposer(config, mixes=True)) as proposer:
         for line in trace:
             key = group_key(line.group)
             replay_line(proposer, line, history.get(key), config.num_speculative_tokens, result)
@@ -178,12 +222,12 @@ def replay_line(
 ) -> None:
     """Decode the responses of one line in lockstep; adds to the result."""
     n, prompt_len = len(line.responses), len(line.prompt_token_ids)
-    token_ids, ends = _token_matrix(line, num_speculative_tokens)
+    token_ids, ends = token_matrix(line, num_speculative_tokens)
     levels = np.minimum(prompt_len + 1, ends)
     result.num_groups += 1
     result.num_responses += n
     result.num_tokens += int((ends - prompt_len).sum())
-    proposer.start(line.prompt_token_ids, n, earlier)
+    proposer.start(line, earlier)
     rows = np.arange(n, dtype=np.int32)
     counts = np.zeros((n, 3), np.int64)
     is_running = levels < ends
@@ -208,7 +252,7 @@ def replay_line(
     proposer.finish()
 
 
-def _token_matrix(line: Rollout, num_speculative_tokens: int) -> tuple[Int32Array, Int32Array]:
+def token_matrix(line: Rollout, num_speculative_tokens: int) -> tuple[Int32Array, Int32Array]:
     """The rows of a line, [n, L], and how many tokens each has, [n]."""
     prompt_len = len(line.prompt_token_ids)
     lengths = np.array([len(response) for response in line.responses], np.int32)
