@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -237,22 +239,36 @@ def test_a_request_that_goes_on_after_a_clear_is_indexed_anew() -> None:
     assert batch.step([[11]])[0][:1] == [12]
 
 
-def test_the_time_across_a_clear_is_no_steps() -> None:
-    """Requests come and go all the time, so that any step's time counts but this one's."""
+def seconds_of_steps(num: int, is_new: Callable[[int], bool], cleared: int = -1) -> list[float | None]:
+    """What the gate hears of steps of an eighth of a second: one row, at some of them a new one."""
     now, seconds = 0.0, []
     drafter = Drafter(SpecConfig(batch_threshold="auto"), clock=lambda: now)
     begin = drafter._gate.begin
     drafter._gate.begin = lambda step, counters: (seconds.append(step.seconds), begin(step, counters))[1]
-    text = np.array([[*PROMPT, 10]], np.int32)
-    for i in range(102):
+    text, name = np.array([[*PROMPT, 10]], np.int32), ""
+    for i in range(num):
         now += 0.125
-        if i == 100:
+        if i == cleared:
             drafter.clear()
             now += 60.0
-        drafter.add(str(i), PROMPT, 64)
-        drafter.step([str(i)], [1], text, np.array([text.shape[1]], np.int32))
-        drafter.remove(str(i))
-    assert seconds[-3:] == [0.125, None, 0.125]
+        if is_new(i):
+            if name in drafter.request_ids:
+                drafter.remove(name)
+            name = str(i)
+            drafter.add(name, PROMPT, 64)
+        drafter.step([name], [1], text, np.array([text.shape[1]], np.int32))
+    return seconds
+
+
+def test_the_time_across_a_clear_is_no_steps() -> None:
+    """Requests come and go all the time, so that any step's time counts but this one's."""
+    assert seconds_of_steps(102, lambda i: True, cleared=100)[-3:] == [0.125, None, 0.125]
+
+
+@pytest.mark.parametrize(("period", "all_count"), [(3, False), (5, True)])
+def test_steps_with_new_rows_count_where_less_than_a_quarter_is_without(period: int, all_count: bool) -> None:
+    seconds = seconds_of_steps(60 * period, lambda i: i % period < period - 1)[-2 * period :]
+    assert seconds == 2 * [*[0.125 if all_count else None] * (period - 1), 0.125]
 
 
 def test_a_full_index_gives_up_idle_groups_first() -> None:
