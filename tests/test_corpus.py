@@ -242,6 +242,29 @@ def test_a_right_checksum_of_wrong_content_costs_drafts_only(path, field, value)
             assert ((drafted >= 0) & (drafted < 400)).all()
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "drafted"),
+    [("token", 8, 8), ("token", 31, 9), ("token", 2**32 - 2, 9), ("count", 2, 9)],
+)
+def test_what_is_wrong_about_a_continuation_leaves_the_groups_own(tmp_path, field, value, drafted):
+    """The last one of the corpus is wrong; a sibling goes on with 9 behind the 7, another group with 30."""
+    path = save_corpus(tmp_path / "corpus.sam", [range(1, 9)])
+    content = np.frombuffer(path.read_bytes(), np.uint32, offset=CONTENT_OFFSET).copy()
+    states, transitions = content[4:44].reshape(10, 4), content[44:].reshape(15, 2)
+    assert states[8].tolist() == [8, 0, 1, 15] and transitions[14].tolist() == [8, 8]
+    if field == "token":
+        transitions[14, 0] = value
+    else:
+        states[8, 2] = value
+    with_right_checksum(path, content.tobytes())
+    with SuffixIndex(num_speculative_tokens=1, corpus=open_corpus(path)) as index:
+        group, other = (index.open_group(int32()) for _ in range(2))
+        for handle, text in ((group, [7, 9]), (other, [7, 30]), (group, range(1, 8))):
+            sequence = int32(index.open_sequence(handle))
+            result = index.step(sequence, int32(*text)[None], int32(0), int32(len(text)), int32(1))
+        assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == [drafted]
+
+
 def test_bytes_that_are_no_corpus_are_refused(path):
     whole = open_corpus(path)
     for num_bytes in (0, 8, 16, 31, 4096):
