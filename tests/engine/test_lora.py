@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 from tests.engine.conftest import close, new_engine, proposer_of
+from tests.engine.test_requests import assert_same, result
 
 KEY = "rollout_spec_key"
 OFF = {"rollout_spec": {"method": "off", "verify": "coupled"}}
@@ -32,36 +33,38 @@ def make_adapter(folder: pathlib.Path, seed: int) -> str:
     return str(folder)
 
 
-def run(llm: Any, requests: Requests) -> list[list[int]]:
-    """The tokens of each request: its prompt, and what `add_request` takes besides."""
+def run(llm: Any, requests: Requests) -> list[dict[str, Any]]:
+    """What each request gets: its prompt, and what `add_request` takes besides."""
     from vllm import SamplingParams
 
-    engine, tokens = llm.llm_engine, dict[str, list[int]]()
+    engine, results = llm.llm_engine, dict[str, dict[str, Any]]()
     for i, (prompt, others) in enumerate(requests):
         params = SamplingParams(
-            temperature=0.8, max_tokens=40, ignore_eos=True, detokenize=False, extra_args={KEY: i % 3}
+            temperature=0.8, max_tokens=40, ignore_eos=True, logprobs=1, extra_args={KEY: i % 3}
         )
         engine.add_request(str(i), prompt, params, **others)
     while engine.has_unfinished_requests():
-        tokens |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
-    return [tokens[str(i)] for i in range(len(requests))]
+        results |= {output.request_id: result(output.outputs[0]) for output in engine.step()}
+    return [results[str(i)] for i in range(len(requests))]
 
 
 def same_with_drafts(model: str, requests: Requests, **arguments: Any) -> list[list[int]]:
-    """What the requests get; the second time drafts come from what the first gave."""
+    """The tokens that the requests get; the second time drafts come from what the first gave."""
     found, num_accepted = [], 0
     for spec, config in ((None, {"additional_config": OFF}), ({"history": 8}, {})):
-        llm = new_engine(model, spec, **config, **arguments)
+        llm = new_engine(model, spec, model=model, **config, **arguments)
         found += [run(llm, requests) for _ in range(2)]
         if spec is not None:
             num_accepted = proposer_of(llm).take_counters().num_accepted_tokens
         close([llm])
-    assert all(tokens == found[0] for tokens in found)
+    for results in found[1:]:
+        for one, other in zip(results, found[0], strict=True):
+            assert_same(one, other)
     assert num_accepted > 20 * len(requests)
-    return found[0]
+    return [one["tokens"] for one in found[0]]
 
 
-def test_two_adapters_and_none_in_one_batch(tiny_model: str, tmp_path_factory: Any) -> None:
+def test_two_adapters_and_none_in_one_batch(chat_model: str, tmp_path_factory: Any) -> None:
     from vllm.lora.request import LoRARequest
 
     adapters = [
@@ -72,24 +75,24 @@ def test_two_adapters_and_none_in_one_batch(tiny_model: str, tmp_path_factory: A
         for adapter in (None, *adapters)
         for _ in range(3)
     ]
-    tokens = same_with_drafts(tiny_model, requests, enable_lora=True, max_loras=2, max_lora_rank=8)
+    tokens = same_with_drafts(chat_model, requests, enable_lora=True, max_loras=2, max_lora_rank=8)
     # On CPUs vLLM gives a request without an adapter the last one's, so these are two policies or three.
     assert len({tuple(each) for each in tokens}) >= 6
 
 
-def test_prompts_of_embeddings(tiny_model: str) -> None:
+def test_prompts_of_embeddings(chat_model: str) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randn(12, 128, generator=generator) / 50 for _ in range(2)]
     requests: Requests = [({"prompt_embeds": prompts[i % 2]}, {}) for i in range(4)]
     requests += [({"prompt_token_ids": PROMPT}, {})] * 2
-    same_with_drafts(tiny_model, requests, enable_prompt_embeds=True)
+    same_with_drafts(chat_model, requests, enable_prompt_embeds=True)
 
 
-def test_priorities_and_preemption(tiny_model: str) -> None:
+def test_priorities_and_preemption(chat_model: str) -> None:
     requests: Requests = [({"prompt_token_ids": [*PROMPT, 9 + i]}, {"priority": -i}) for i in range(9)]
     same_with_drafts(
-        tiny_model, requests, scheduling_policy="priority", num_gpu_blocks_override=12, block_size=32,
+        chat_model, requests, scheduling_policy="priority", num_gpu_blocks_override=12, block_size=32,
         max_model_len=96, enable_prefix_caching=False,
     )  # fmt: skip
