@@ -94,6 +94,7 @@ def connect() -> None:
         end_at_stop_strings,
         refuse_requests,
     )
+    from rollout_spec.vllm.thinking_budget import mend_thinking_budget
 
     refuse_old_version()
     refuse_unknown_pair()
@@ -107,6 +108,7 @@ def connect() -> None:
         ("vllm.v1.engine.output_processor", end_at_stop_strings),
         ("vllm.v1.core.sched.scheduler", cut_drafts_at_reasoning_end),
         ("vllm.v1.worker.gpu_input_batch", mend_allowed_tokens),
+        ("vllm.v1.sample.thinking_budget_state", mend_thinking_budget),
         (RUNNER, give_runner_drafter),
     ):
         when_imported(module, functools.partial(_apply, apply))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout_spec.measure.certify_numerics import p_values
+from rollout_spec.vllm.thinking_budget import mend_thinking_budget
 from tests.engine.conftest import VOCAB_SIZE, proposer_of, token_ids
 
 FALSE_ALARM_RATE = 1e-5  # of one comparison
@@ -190,3 +192,20 @@ def test_allowed_tokens_leave_with_their_request(make_engine: Any, spec: dict[st
         assert mask.any(dim=1).tolist()[:3] == [False, True, False]
         batch.swap_states(0, 1)
     assert set(finish("few")["few"]) <= set(few)
+
+
+@pytest.mark.parametrize("budgets", [{0: 7}, {1: 7}, {0: 7, 1: 9}], ids=str)
+def test_a_thinking_budget_follows_its_request(budgets: dict[int, int]) -> None:
+    """Where two rows are swapped, and then one of them takes the place of another that has ended."""
+    from vllm.v1.sample import thinking_budget_state
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
+
+    mend_thinking_budget(thinking_budget_state)
+    marks = SimpleNamespace(reasoning_start_token_ids=[1], reasoning_end_token_ids=[2])
+    holder = thinking_budget_state.ThinkingBudgetStateHolder(marks, 4, 8, None, False)
+    holder._state.update(budgets)
+    swap, move = (0, 1, MoveDirectionality.SWAP), (1, 2, MoveDirectionality.UNIDIRECTIONAL)
+    holder.sync_batch(BatchUpdate(batch_size=4, removed=[], added=[], moved=[swap]))
+    assert holder._state == {1 - row: budget for row, budget in budgets.items()}
+    holder.sync_batch(BatchUpdate(batch_size=4, removed=[2], added=[], moved=[move]))
+    assert holder._state == {2 - 2 * row: budget for row, budget in budgets.items()}

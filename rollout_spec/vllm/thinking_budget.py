@@ -1,0 +1,48 @@
+"""thinking_token_budget in the row of another request: vLLM before 0.32 swaps what it counts wrongly."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+from rollout_spec.patches import Patch, guard_parameters, replace_function
+
+_PATCH = Patch(
+    name="vllm-thinking-budget",
+    reason="with drafts and without, a request gets the end of another's reasoning: where two rows are "
+    "swapped of which one has a budget, the budget stays in its row too",
+    upstream="vllm/v1/sample/thinking_budget_state.py, ThinkingBudgetStateHolder.sync_batch",
+    until="sync_batch takes both rows out before it swaps them (0.32 does)",
+)
+
+
+def mend_thinking_budget(module: Any) -> None:
+    """Let each budget follow its request, and no other.
+
+    Args:
+        module: `vllm.v1.sample.thinking_budget_state`.
+
+    Raises:
+        PatchError: its holder of budgets is not one that this was written for.
+    """
+    holder = module.ThinkingBudgetStateHolder
+    sync_batch = holder.sync_batch
+    if "state2 = self._state.pop(i2, None)" in inspect.getsource(sync_batch):
+        return
+    guard_parameters(_PATCH, holder, "sync_batch", ("self", "batch_update"))
+
+    @functools.wraps(sync_batch)
+    def sync_batch_and_swap(self: Any, batch_update: Any) -> None:
+        if not batch_update:
+            return
+        sync_batch(self, dataclasses.replace(batch_update, moved=()))
+        for row, other, direction in batch_update.moved:
+            state, swapped = self._state.pop(row, None), self._state.pop(other, None)
+            if state is not None:
+                self._state[other] = state
+            if swapped is not None and direction == module.MoveDirectionality.SWAP:
+                self._state[row] = swapped
+
+    replace_function(holder, "sync_batch", sync_batch_and_swap, patch=_PATCH)
