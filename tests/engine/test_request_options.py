@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,9 +13,9 @@ import pytest
 
 from docs.request_options import NO_EFFECT, REFUSED, REQUEST, SAME, SAMPLING, THINK, Option
 from rollout_spec.vllm.features import version
-from tests.engine.conftest import close, new_engine, proposer_of
+from rollout_spec.vllm.keys import GROUP_KEY, KEY
+from tests.engine.conftest import VOCAB_SIZE, close, new_engine, proposer_of
 
-KEY = "rollout_spec_key"
 PROMPT = "<abcabcabcab"
 SETTINGS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 30, "ignore_eos": True}
 SPEC = {"num_speculative_tokens": 8, "history": 8}
@@ -51,17 +52,19 @@ IDLE = {
 
 @pytest.fixture(scope="module")
 def engines(chat_model: str) -> Iterator[list[Any]]:
-    """Without drafts and with."""
-    arguments = {
-        "model": chat_model, "max_logprobs": -1, "max_num_seqs": 64,
-        "reasoning_config": dict(zip(("reasoning_start_str", "reasoning_end_str"), THINK, strict=True)),
-    }  # fmt: skip
-    made = [
-        new_engine(chat_model, None, additional_config=OFF, **arguments),
-        new_engine(chat_model, SPEC, **arguments),
-    ]
+    made = both_engines(chat_model, max_num_seqs=64)
     yield made
     close(made)
+
+
+def both_engines(model: str, **arguments: Any) -> list[Any]:
+    """Without drafts and with."""
+    marks = dict(zip(("reasoning_start_str", "reasoning_end_str"), THINK, strict=True))
+    arguments |= {"model": model, "max_logprobs": -1, "reasoning_config": marks}
+    return [
+        new_engine(model, None, additional_config=OFF, **arguments),
+        new_engine(model, SPEC, **arguments),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +134,11 @@ def joined(parts: list[Any], request: Request) -> dict[str, Any]:
 
 
 def values(logprobs: Any) -> list[dict[int, float]]:
-    return [{token: one.logprob for token, one in (row or {}).items()} for row in logprobs or ()]
+    """Without those of forbidden tokens: which of them fills a place is anybody's choice."""
+    return [
+        {token: one.logprob for token, one in (row or {}).items() if one.logprob > -np.inf}
+        for row in logprobs or ()
+    ]
 
 
 def assert_same(one: Any, other: Any, where: str) -> None:
@@ -206,3 +213,68 @@ def test_refused(engines: list[Any], text: str, option: Option, example: dict[st
     assert "\n" not in str(error.value)
     outputs = [output for _ in iter(drafting.has_unfinished_requests, False) for output in drafting.step()]
     assert outputs[-1].outputs[0].text == text
+
+
+NUM_MIXED, NUM_ALONE = 70, 6  # of each seed
+CHARACTERS = [chr(i) for i in range(33, 123)]  # no braces, which stand for parts of a text in stop strings
+MIXED = {case.values[0].name: case.values[0].examples for case in SERVED if case.values[0] in SAMPLING}
+
+
+def random_request(draw: random.Random) -> Request:
+    """A request with up to six options, each an example of the table or with values of its own.
+
+    There are few prompts and keys: texts begin alike, and drafts come from them.
+    """
+    examples: list[dict[str, Any]] = [
+        {"stop": [*draw.choices(CHARACTERS, k=2), "".join(draw.choices(CHARACTERS, k=2))]},
+        {"stop_token_ids": draw.sample(range(VOCAB_SIZE), 6)},
+        {"min_tokens": draw.randint(1, 12)},
+        {"frequency_penalty": -0.2},
+        {"top_k": draw.randint(1, 20), "top_p": draw.uniform(0.3, 1.0)},
+        {"bad_words": draw.choices(CHARACTERS, k=4)},
+        {"allowed_token_ids": draw.sample(range(3, VOCAB_SIZE), 100)},
+        {"structured_outputs": {"regex": draw.choice(["[a-z]+", "([0-9]{2}-){4,9}", "(ab|cd)+e"])}},
+        {"extra_args": {KEY: "grouped", GROUP_KEY: draw.choice(["a", "b"])}},
+        {"seed": draw.randrange(4), "extra_args": None},
+    ]
+    examples += map(draw.choice, MIXED.values())
+    asked: dict[str, Any] = {
+        "extra_args": {KEY: ["mixed", draw.randrange(4)]}, "temperature": draw.choice([0.0, 0.7, 1.0]),
+        "max_tokens": draw.randint(1, 40), "ignore_eos": draw.random() < 0.8,
+    }  # fmt: skip
+    for example in draw.sample(examples, draw.randint(0, 6)):
+        asked |= example
+    if "structured_outputs" in asked:  # together they may allow nothing
+        for name in ("allowed_token_ids", "bad_words", "thinking_token_budget"):
+            asked.pop(name, None)
+        asked["ignore_eos"] = False
+    if "n" in asked:  # vLLM refuses several greedy samples
+        asked["temperature"] = asked["temperature"] or 1.0
+    if not asked.get("detokenize", True):
+        asked.pop("stop", None)
+    asked["min_tokens"] = min(asked.get("min_tokens", 0), asked["max_tokens"])
+    text = "".join(draw.choices(CHARACTERS, k=28))
+    prompt = draw.choice([PROMPT, "123123", "hello"])
+    return Request(prompt, sampling(asked, text), {"priority": draw.randrange(3)})
+
+
+@pytest.fixture(scope="module")
+def mixing_engines(chat_model: str) -> Iterator[list[Any]]:
+    """Prompts come in chunks."""
+    made = both_engines(chat_model, scheduling_policy="priority", max_num_batched_tokens=24)
+    yield made
+    close(made)
+
+
+@pytest.mark.parametrize("seed", [31, 32, 33])
+def test_random_mixtures(mixing_engines: list[Any], seed: int) -> None:
+    """Requests of all kinds beside each other, and then some alone."""
+    draw = random.Random(seed)
+    requests = [random_request(draw) for _ in range(NUM_MIXED)]
+    plain, drafted = (run(llm, requests) for llm in mixing_engines)
+    counters = proposer_of(mixing_engines[1]).take_counters()
+    assert counters.num_accepted_tokens > 100
+    assert counters.num_failed_steps == counters.num_untracked_rows == 0
+    drafted += [run(mixing_engines[1], [request])[0] for request in requests[:NUM_ALONE]]
+    for i, found in enumerate(drafted):
+        assert_same(found, plain[i % NUM_MIXED], f"{requests[i % NUM_MIXED]}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import random
 import re
 import shutil
 from collections import defaultdict
@@ -16,7 +15,7 @@ import pytest
 
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY
 from rollout_spec.vllm.scheduler import UNCOUNTED_KEY
-from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, close, new_engine, proposer_of
+from tests.engine.conftest import EOS_TOKEN_ID, close, new_engine, proposer_of
 
 PROMPT = "abcabcabcabd"
 SPEC = {"num_speculative_tokens": 8}
@@ -306,84 +305,3 @@ def test_a_strange_word_costs_nobody_else_a_draft(engines: Any, free: str, word:
     assert sample["text"] == free
     assert counters.num_accepted_tokens > 0
     assert counters.num_failed_steps == 0
-
-
-NUM_MIXED, NUM_ALONE = 200, 16
-REGEXES = ["[a-z]+", "([0-9]{2}-){4,9}", "(ab|cd)+e"]
-CHARACTERS = [chr(i) for i in range(33, 127)]
-
-
-def random_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """A prompt and a request's options, of up to five kinds.
-
-    There are few prompts and keys: texts begin alike, and drafts come from them.
-    """
-    from vllm.sampling_params import StructuredOutputsParams
-
-    kinds: list[dict[str, Any]] = [
-        {"stop": [*draw.choices(CHARACTERS, k=2), "".join(draw.choices(CHARACTERS, k=2))]},
-        {"include_stop_str_in_output": True},
-        {"stop_token_ids": draw.sample(range(VOCAB_SIZE), 6)},
-        {"min_tokens": draw.randint(1, 12)},
-        {"ignore_eos": False},
-        {"presence_penalty": draw.choice([0.0, 0.7]), "frequency_penalty": draw.choice([-0.2, 0.4])},
-        {"repetition_penalty": 1.2},
-        {"top_k": draw.randint(1, 20)},
-        {"top_p": draw.uniform(0.3, 1.0)},
-        {"n": 2},
-        {"logprobs": draw.randint(0, 3)},
-        {"bad_words": draw.choices(CHARACTERS, k=4)},
-        {"allowed_token_ids": draw.sample(range(3, VOCAB_SIZE), 100)},
-        {"structured_outputs": StructuredOutputsParams(regex=draw.choice(REGEXES))},
-        {"extra_args": {GROUP_KEY: draw.choice(["a", "b"])}},
-        {"name": None, "seed": draw.randrange(4)},
-    ]  # fmt: skip
-    settings: dict[str, Any] = {
-        "name": ["mixed", draw.randrange(4)], "temperature": draw.choice([0.0, 0.7, 1.0]),
-        "max_tokens": draw.randint(1, 40),
-    }  # fmt: skip
-    for kind in draw.sample(kinds, draw.randint(0, 5)):
-        settings |= kind
-    if "structured_outputs" in settings:
-        settings.pop("allowed_token_ids", None)  # together they may allow nothing
-    if "n" in settings:  # vLLM refuses several greedy samples
-        settings["temperature"] = settings["temperature"] or 1.0
-    settings["min_tokens"] = min(settings.get("min_tokens", 0), settings["max_tokens"])
-    return draw.choice([PROMPT, "123123", "hello"]), settings
-
-
-def test_random_mixtures(chat_model: str) -> None:
-    """Requests of all kinds beside each other, with prompts in chunks, and then some alone."""
-    draw = random.Random(31)
-    requests = [random_request(draw) for _ in range(NUM_MIXED)]
-    priorities = [draw.randrange(3) for _ in requests]
-    prompts = [prompt for prompt, _ in requests]
-    engines = [
-        new_engine(
-            chat_model, spec, model=chat_model, scheduling_policy="priority", max_num_batched_tokens=24,
-            **OFF[spec is None],
-        )
-        for spec in (None, SPEC)
-    ]  # fmt: skip
-    plain, drafted = (
-        [
-            list(map(result, output.outputs))
-            for output in llm.generate(
-                prompts, [params(**settings) for _, settings in requests], use_tqdm=False, priority=priorities
-            )
-        ]
-        for llm in engines
-    )
-    counters = proposer_of(engines[1]).take_counters()
-    assert counters.num_accepted_tokens > 300
-    assert counters.num_failed_steps == counters.num_untracked_rows == 0
-    drafted += [
-        samples(engines[1], [params(**settings)], prompt)[0] for prompt, settings in requests[:NUM_ALONE]
-    ]
-    close(engines)
-    for i, (one, other) in enumerate(zip(drafted, plain + plain[:NUM_ALONE], strict=True)):
-        for sample, expected in zip(one, other, strict=True):
-            try:
-                assert_same(sample, expected)
-            except AssertionError as error:
-                raise AssertionError(f"{requests[i % NUM_MIXED]}: {error}") from None
