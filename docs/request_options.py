@@ -136,7 +136,7 @@ REQUEST = (
     _same("priority", note="with `scheduling_policy=priority`",
           test="test_lora.py::test_priorities_and_preemption"),
     _same("cache_salt", {"prompt": {"cache_salt": "a"}}),
-    _same("reasoning_ended", note="where a grammar begins behind the reasoning; a caller's own is not tested",
+    _same("reasoning_ended", note="where a grammar begins behind the reasoning; also a caller's own",
           test="test_requests.py::test_a_grammar_begins_where_reasoning_ends"),
     _same("reasoning_parser_kwargs", note="as `reasoning_ended`",
           test="test_requests.py::test_a_grammar_begins_where_reasoning_ends"),

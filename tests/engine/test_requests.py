@@ -252,9 +252,10 @@ def reasoning_model(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_a_grammar_begins_where_reasoning_ends(reasoning_model: str) -> None:
-    """The mark is inside drafts: they come from what the same keys give without a grammar."""
-    from vllm.sampling_params import StructuredOutputsParams
+    """The mark is inside drafts: they come from what the same keys give without a grammar.
 
+    Also where the caller says that the reasoning has ended, or that it has not.
+    """
     num, both = 12, []
     for spec in (None, SPEC):
         more = {"reasoning_parser": "deepseek_r1", **OFF[spec is None]}
@@ -262,25 +263,38 @@ def test_a_grammar_begins_where_reasoning_ends(reasoning_model: str) -> None:
         free = [
             one for [one] in samples(llm, [params(i, temperature=2.0, max_tokens=200) for i in range(num)])
         ]
-        answers = samples(
-            llm,
-            [
-                params(i, temperature=2.0, max_tokens=200, ignore_eos=False, skip_special_tokens=False,
-                       structured_outputs=StructuredOutputsParams(regex="[0-9]{5,30}"))
-                for i in range(num)
-            ],
-        )  # fmt: skip
-        both.append([one for [one] in answers])
+        both.append([answers(llm, num, ended) for ended in (None, False, True)])
         assert sum(END in one["tokens"] for one in free) >= num / 3
         if spec:
             assert proposer_of(llm).take_counters().num_accepted_tokens > 100
         close([llm])
     for plain, drafted in zip(*both, strict=True):
-        assert_same(drafted, plain)
-        tokens = drafted["tokens"]
-        if END in tokens:
-            answer = "".join(map(chr, tokens[tokens.index(END) + 1 :]))
-            assert re.fullmatch(f"[0-9]{{0,30}}{chr(EOS_TOKEN_ID)}?", answer)
+        for one, other in zip(drafted, plain, strict=True):
+            assert_same(one, other)
+    for ended, drafted in zip((None, False, True), both[1], strict=True):
+        for tokens in (one["tokens"] for one in drafted):
+            if ended or END in tokens:
+                answer = "".join(map(chr, tokens if ended else tokens[tokens.index(END) + 1 :]))
+                assert re.fullmatch(f"[0-9]{{0,30}}{chr(EOS_TOKEN_ID)}?", answer)
+
+
+def answers(llm: Any, num: int, reasoning_ended: bool | None) -> list[dict[str, Any]]:
+    """Of requests with a grammar behind the reasoning, and what their caller says of it."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    engine, found = llm.llm_engine, dict[str, dict[str, Any]]()
+    for i in range(num):
+        asked = params(
+            i, temperature=2.0, max_tokens=200, ignore_eos=False, skip_special_tokens=False,
+            structured_outputs=StructuredOutputsParams(regex="[0-9]{5,30}"),
+        )  # fmt: skip
+        prompt = {"type": "token", "prompt_token_ids": [*map(ord, PROMPT)]}
+        request = engine.input_processor.process_inputs(str(i), prompt, asked, ("generate",))
+        request.reasoning_ended = reasoning_ended
+        engine.add_request(str(i), request, asked)
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: result(output.outputs[0]) for output in engine.step()}
+    return [found[str(i)] for i in range(num)]
 
 
 STRANGE = {
