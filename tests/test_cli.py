@@ -27,6 +27,7 @@ from rollout_spec.vllm import features
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")
 TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
+RECORDING = str(Path(__file__).parent / "data" / "policy_trace.jsonl.gz")
 QWEN = str(Path(__file__).parents[1] / "recipes" / "models" / "qwen3_32b.json")
 
 
@@ -359,15 +360,47 @@ def test_simulate_compares_thresholds_on_clusters():
     one, two = json.loads(done.stdout)["results"]
     assert (one["replicas"], two["replicas"]) == (1, 2)
     assert [run["batch_threshold"] for run in one["runs"]] == ["off", 2, "auto"]
+    assert [run["drafter"] for run in one["runs"]] == ["off", "sam", "sam"]
     assert one["runs"][0]["makespan_s"] > two["runs"][0]["makespan_s"]
     assert max(run["speedup"] for run in one["runs"]) > 1.1
     shown = run("simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, "--tail-rows", 2)
-    assert f"{one['best_threshold']} *" in shown.stdout
+    assert "sam *" in shown.stdout
     speedup = max(run["speedup"] for run in one["runs"])
     first = f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_threshold="
     assert shown.stdout.startswith(first), shown.stdout
     shown = run("simulate", TRACE, "--step-times", "1:1,2:1000", "--limit-groups", 1)
     assert shown.stdout.startswith("Drafts would save no time here.\n"), "a second token costs too much"
+
+
+def test_simulate_says_whether_a_model_should_draft_too(capsys):
+    """With a roofline's head, whose pass is dear or cheap; and not without what a pass takes."""
+    options = [
+        "simulate",
+        str(RECORDING),
+        "--limit-groups",
+        "6",
+        "--batch-thresholds",
+        "auto",
+        "--model-acceptance",
+        "0.7",
+    ]
+    table = ["--step-times", "1:0.02,64:0.021,256:0.04"]
+    assert main([*options, *table]) == 2
+    assert "--model-pass-ms, what a pass takes" in capsys.readouterr().err
+    found = {}
+    for name, times in (
+        ("gpu", ["--model-config", str(QWEN), "--gpu", "h100"]),
+        ("dear", [*table, "--model-pass-ms", "50"]),
+    ):
+        assert main([*options, *times, "--json"]) == 0
+        [result] = json.loads(capsys.readouterr().out)["results"]
+        runs = {run["drafter"]: run["speedup"] for run in result["runs"]}
+        assert list(runs) == ["off", "sam", "model", "sam+model"]
+        found[name] = result["best_drafter"], runs
+    assert found["gpu"][0] == "sam+model" and found["dear"][0] == "sam"
+    assert found["gpu"][1]["sam+model"] > found["gpu"][1]["model"] > found["gpu"][1]["sam"] > 1.1
+    assert main([*options, "--model-config", str(QWEN), "--gpu", "h100"]) == 0
+    assert capsys.readouterr().out.startswith("The model's drafts and the index's together would make")
 
 
 def test_simulate_predicts_for_a_device_that_is_not_there():

@@ -15,6 +15,7 @@ from rollout_spec.drafting.gate import AutoGate
 from rollout_spec.measure.simulate import (
     Cluster,
     Engine,
+    ModelDrafter,
     assign,
     comes_back,
     copied,
@@ -24,7 +25,7 @@ from rollout_spec.measure.simulate import (
     simulate,
 )
 from rollout_spec.measure.step_times import StepTimes, StepTimesError
-from rollout_spec.trace import Rollout, read_trace
+from rollout_spec.trace import Proposals, Rollout, read_trace
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
@@ -94,6 +95,56 @@ class ContextTimes(StepTimes):
 def test_a_step_takes_what_its_context_does():
     run = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, ContextTimes(), 2, tail_rows=0)
     assert run.seconds == (5 + 5) + (6 + 6) + 7
+
+
+def right_model(response, num_tokens):
+    """The drafts of one that is always right."""
+    ahead = np.append(response, np.full(num_tokens, -1, np.int32))
+    tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
+    return Proposals(tokens, np.full(tokens.shape, 9, np.float32))
+
+
+def modelled(num_tokens=2):
+    """One request of 5 + 6 tokens that nothing but its model knows."""
+    [rollout] = noise(1, 1, 6)
+    proposals = [right_model(response, num_tokens) for response in rollout.responses]
+    prompt = rollout.prompt_token_ids[:5]
+    return requests_of([dataclasses.replace(rollout, prompt_token_ids=prompt, proposals=proposals)], None)
+
+
+PER_TOKEN = StepTimes.parse("1:1,10:10")
+PASS = StepTimes.parse("1:0.125")
+
+
+def test_a_model_alone_drafts_in_every_step_by_hand():
+    engine = Engine(OFF, PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
+    engine.rollout(modelled())
+    # The prompt and the row; then the row with two draft tokens, and with the one that there is room for.
+    assert engine.total.seconds == (5 + 1) + 3 + 2 + 3 * 2 * 0.125
+    assert (engine.total.num_steps, engine.total.num_draft_tokens, engine.total.num_accepted_tokens) == (
+        3,
+        3,
+        3,
+    )
+
+
+def test_a_model_beside_the_index_makes_its_first_pass_while_the_gate_is_closed():
+    closed = Engine(SpecConfig(batch_threshold=0), PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
+    closed.rollout(modelled())
+    assert closed.total.seconds == (5 + 6) + 6 * 0.125
+    assert (closed.total.num_steps, closed.total.num_draft_tokens) == (6, 0)
+    opened = Engine(SpecConfig(batch_threshold=1), PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
+    opened.rollout(modelled())
+    # The gate says in a step that it is open, and the model drafts in the next.
+    assert (opened.total.num_steps, opened.total.num_draft_tokens) == (4, 2)
+    assert opened.total.seconds == (5 + 1) + 1 + 3 + 1 + (1 + 3 * 2) * 0.125
+
+
+def test_copies_have_their_own_models_drafts():
+    [rollout] = noise(1, 1, 6)
+    rollout = dataclasses.replace(rollout, proposals=[right_model(rollout.responses[0], 2)])
+    for each in copied([rollout], 3):
+        assert (each.proposals[0].tokens == right_model(each.responses[0], 2).tokens).all()
 
 
 def test_a_full_cache_sends_the_newest_request_back_to_the_queue():

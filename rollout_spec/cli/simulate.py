@@ -12,12 +12,14 @@ from typing import Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_device_arguments,
+    add_model_drafter_arguments,
     add_rollouts_arguments,
     add_spec_argument,
     number,
     read,
     roofline,
     spec_options,
+    with_model,
 )
 from rollout_spec.config import ROUTINGS, SpecConfig, UserError, parse_threshold
 
@@ -120,6 +122,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="most draft tokens per row and step; of several the best is marked",
     )
+    add_model_drafter_arguments(drafter)
+    drafter.add_argument(
+        "--model-pass-ms",
+        type=number(float, 0.0),
+        metavar="MS",
+        help="of that model (with --model-config: of a head of one layer, by the roofline)",
+    )
     drafter.add_argument(
         "--fill-drafts",
         action="store_true",
@@ -149,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
     if spec.get("corpus"):
         check_corpus(spec["corpus"])
     lines = copied(list(itertools.islice(read(args, args.traces), args.limit_groups)), args.copies)
+    lines = list(with_model(args, lines))
     times = _times(args, max((len(r) for line in lines for r in line.responses), default=0))
     clusters = [
         Cluster(
@@ -165,7 +175,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.traces[0]}: no token in any response")
     if spec.get("history") and not comes_back(lines):
         raise UserError(f"--spec history: no group of {args.traces[0]} comes back in a later step")
-    results = [_simulate(lines, cluster, configs, times, args) for cluster in clusters]
+    model = _model(args, lines, times)
+    results = [_simulate(lines, cluster, configs, times, model, args) for cluster in clusters]
     if args.json:
         print(json.dumps({"spec": spec, "results": results}, indent=2, allow_nan=False))
     else:
@@ -191,6 +202,21 @@ def _times(args: argparse.Namespace, longest: int) -> Any:
     )
 
 
+def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
+    """The model whose drafts the lines have, if any."""
+    from rollout_spec.measure.simulate import ModelDrafter
+    from rollout_spec.measure.step_times import StepTimes
+
+    num_tokens = max((said.tokens.shape[1] for line in lines for said in line.proposals), default=0)
+    if not num_tokens:
+        return None
+    if args.model_pass_ms is not None:
+        return ModelDrafter(num_tokens, StepTimes([(1, max(args.model_pass_ms, 1e-6) / 1e3, 1)]))
+    if args.step_times is not None:
+        raise UserError("--model-acceptance: with --step-times it needs --model-pass-ms, what a pass takes")
+    return ModelDrafter(num_tokens, times.head)
+
+
 def _configs(args: argparse.Namespace, spec: dict[str, Any]) -> list[Any]:
     """Without drafts, then every threshold with every K."""
     configs = [SpecConfig(method="off")]
@@ -200,23 +226,27 @@ def _configs(args: argparse.Namespace, spec: dict[str, Any]) -> list[Any]:
     return configs
 
 
-def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """One cluster with each of the configurations, the first of which has no drafts."""
+def _simulate(
+    lines: Any, cluster: Any, configs: Any, times: Any, model: Any, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One cluster with each of the configurations, the first of which has no drafts; then with the model."""
     from rollout_spec.cli.progress import counted
     from rollout_spec.measure.simulate import simulate
 
     num_tokens = sum(len(response) for line in lines for response in line.responses[: cluster.group_size])
     runs = []
-    for config in configs:
+    for drafter, config in itertools.product((None, model) if model else (None,), configs):
         threshold = config.batch_threshold if config.enabled else "off"
-        title = f"{cluster.num_replicas} x {cluster.max_num_seqs} rows, {threshold}"
+        name = "+".join([*(["sam"] if config.enabled else []), *(["model"] if drafter else [])]) or "off"
+        title = f"{cluster.num_replicas} x {cluster.max_num_seqs} rows, {name} {threshold}"
         own = times
         if config.enabled and args.drafter_ms:
             own = dataclasses.replace(times, extra_s=args.drafter_ms / 1e3)
         with counted(title, num_tokens) as advance:
-            figures = simulate(lines, cluster, config, own, args.tail_rows, advance)
+            figures = simulate(lines, cluster, config, own, args.tail_rows, advance, drafter)
         k = config.num_speculative_tokens if config.enabled else None
-        runs.append({"batch_threshold": threshold, "num_speculative_tokens": k, **figures})
+        setting = {"drafter": name, "batch_threshold": threshold, "num_speculative_tokens": k}
+        runs.append({**setting, **figures})
     for figures in runs:
         figures["speedup"] = runs[0]["makespan_s"] / figures["makespan_s"]
     best = min(runs, key=lambda figures: figures["makespan_s"])
@@ -224,6 +254,7 @@ def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, args: argparse
         "replicas": cluster.num_replicas,
         "max_num_seqs": cluster.max_num_seqs,
         "group_size": cluster.group_size,
+        "best_drafter": best["drafter"],
         "best_threshold": best["batch_threshold"],
         "best_num_speculative_tokens": best["num_speculative_tokens"],
         "runs": runs,
@@ -237,9 +268,12 @@ def _headline(results: list[dict[str, Any]]) -> str:
     if high == "1.00":
         return "Drafts would save no time here."
     best = results[speedups.index(max(speedups))]
+    gain = f"would make these rollouts {low if low == high else f'{low} to {high}'} times as fast"
+    if best["best_drafter"] == "model":
+        return f"The model's drafts alone {gain}."
+    of = {"sam": "Drafts", "sam+model": "The model's drafts and the index's together"}
     return (
-        f"Drafts would make these rollouts {low if low == high else f'{low} to {high}'} times as fast, with "
-        f"batch_threshold={best['best_threshold']} and "
+        f"{of[best['best_drafter']]} {gain}, with batch_threshold={best['best_threshold']} and "
         f"num_speculative_tokens={best['best_num_speculative_tokens']}."
     )
 
@@ -251,6 +285,7 @@ def _print_table(title: str, results: list[dict[str, Any]]) -> None:
     columns = (
         "rows",
         "group",
+        "drafts",
         "threshold",
         "K",
         "makespan s",
@@ -259,16 +294,17 @@ def _print_table(title: str, results: list[dict[str, Any]]) -> None:
         "tokens/step",
         "acceptance",
     )
-    table = make_table(f"{title}: simulated rollouts, * threshold and K to choose", "engines", *columns)
+    table = make_table(f"{title}: simulated rollouts, * what to choose", "engines", *columns)
     for result in results:
-        best = (result["best_threshold"], result["best_num_speculative_tokens"])
+        best = min(result["runs"], key=lambda figures: figures["makespan_s"])
         for figures in result["runs"]:
-            threshold, k = figures["batch_threshold"], figures["num_speculative_tokens"]
+            k = figures["num_speculative_tokens"]
             table.add_row(
                 str(result["replicas"]),
                 str(result["max_num_seqs"]),
                 str(result["group_size"] or "all"),
-                f"{threshold} *" if (threshold, k) == best else f"{threshold}",
+                figures["drafter"] + (" *" if figures is best else ""),
+                "" if k is None else f"{figures['batch_threshold']}",
                 "" if k is None else f"{k}",
                 f"{figures['makespan_s']:,.1f}",
                 f"{figures['speedup']:.2f}",

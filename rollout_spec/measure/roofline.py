@@ -266,6 +266,12 @@ class Roofline:
         free = self.memory_share * self.device.memory_bytes - self._weight_bytes
         return free / self._kv_bytes_per_token / self.stretch
 
+    @property
+    def head(self) -> Roofline:
+        """One pass of a head that drafts for this model: a layer of its own kind, and its output layer."""
+        layer = dataclasses.replace(self.model, num_layers=1, num_dense_layers=0)
+        return dataclasses.replace(self, model=layer, extra_s=0.0)
+
     def seconds(
         self, num_tokens: int, drafted: bool, num_context: int = 0, num_tokens_of_others: int = 0
     ) -> float:

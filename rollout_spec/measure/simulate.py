@@ -21,9 +21,10 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.costs import Ranks
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import History
+from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.measure.step_times import Times
-from rollout_spec.trace import Rollout
+from rollout_spec.trace import Proposals, Rollout
 from rollout_spec.verl.homes import Homes
 
 MAX_IMBALANCE = 16  # as in `configs/rollout_spec_router/group.yaml`
@@ -35,6 +36,34 @@ class Request:
     group: str
     prompt_token_ids: Int32Array
     response: Int32Array
+    proposals: Proposals | None = None
+
+
+class ModelDrafter(NamedTuple):
+    """A model that drafts in an engine; what it says, the requests have.
+
+    It runs a pass over all tokens of every step, and one more over the rows for each further token of its
+    drafts; these it leaves out while the gate is closed.
+    """
+
+    num_tokens: int
+    times: Times
+    """Of a pass."""
+
+    def seconds(self, num_tokens: int, num_rows: int, num_context: int, num_passes: int) -> float:
+        first = self.times.seconds(num_tokens, False, num_context)
+        return first + (num_passes - 1) * self.times.seconds(num_rows, False, num_context)
+
+    def drafts(self, requests: Sequence[Request], nums_done: Int32Array) -> ModelDrafts:
+        """Of requests that have so many tokens of their response, [rows]; nothing where none is left."""
+        shape = (len(requests), self.num_tokens)
+        tokens, log_odds = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+        for row, (request, num_done) in enumerate(zip(requests, nums_done.tolist(), strict=True)):
+            if request.proposals is not None and num_done < len(request.proposals.tokens):
+                said = request.proposals.tokens[num_done, : self.num_tokens]
+                tokens[row, : len(said)] = said
+                log_odds[row, : len(said)] = request.proposals.log_odds[num_done, : self.num_tokens]
+        return ModelDrafts(tokens, log_odds)
 
 
 @dataclasses.dataclass
@@ -77,6 +106,10 @@ def copied(lines: Sequence[Rollout], num_copies: int) -> list[Rollout]:
             group=f"{line.group}.{i}" if i else line.group,
             prompt_token_ids=line.prompt_token_ids + np.int32(i * vocabulary),
             responses=[response + np.int32(i * vocabulary) for response in line.responses],
+            proposals=[
+                each._replace(tokens=np.where(each.tokens < 0, -1, each.tokens + np.int32(i * vocabulary)))
+                for each in line.proposals
+            ],
         )
         for i in range(num_copies)
         for line in lines
@@ -89,7 +122,13 @@ def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Reques
     A response without a token takes no step.
     """
     return [
-        Request(f"{i}.{j}", line.group, line.prompt_token_ids, response)
+        Request(
+            f"{i}.{j}",
+            line.group,
+            line.prompt_token_ids,
+            response,
+            line.proposals[j] if line.proposals else None,
+        )
         for i, line in enumerate(lines)
         for j, response in enumerate(line.responses[:group_size])
         if len(response)
@@ -126,7 +165,8 @@ class Engine:
     is prefilled again when it comes back, as in vLLM.
 
     Args:
-        config: of the drafter; method off: no drafts.
+        config: of the drafter; method off: none, and all that the model drafts is verified.
+        model: that drafts too.
         tail_rows: the tail is the time with at most so many requests running.
         kv_tokens: that the KV cache holds.
         fills_drafts: up to K in every row, as `Drafter` does it.
@@ -140,13 +180,16 @@ class Engine:
         tail_rows: int,
         kv_tokens: float = math.inf,
         fills_drafts: bool = False,
+        model: ModelDrafter | None = None,
     ) -> None:
         self.total = EngineRun()
         """Of all rollouts so far."""
         self.drafter: Drafter | None = None
         if config.enabled:
             self.drafter = Drafter(config, clock=lambda: self.total.seconds, fills=fills_drafts)
-        self.times = times
+            if model is not None:
+                model = model._replace(num_tokens=min(model.num_tokens, config.num_speculative_tokens))
+        self.times, self._model = times, model
         self._max_num_seqs, self._tail_rows, self._kv_tokens = max_num_seqs, tail_rows, kv_tokens
         self._queue: deque[tuple[Request, int]] = deque()  # with the tokens of its response that it has
         self._running: list[Request] = []
@@ -206,6 +249,19 @@ class Engine:
         num_tokens += self._num_verified
         return Load(num_tokens, self._num_context, any(self._drafts))
 
+    def seconds(self, load: Load, num_tokens_of_others: int) -> float:
+        """Of the step that began, where the other ranks bring so many tokens."""
+        seconds = self.times.seconds(load.num_tokens, load.drafted, load.num_context, num_tokens_of_others)
+        if self._model is None:
+            return seconds
+        passes = self._model.num_tokens if self._model_drafts_now else 1
+        return seconds + self._model.seconds(load.num_tokens, len(self._running), load.num_context, passes)
+
+    @property
+    def _model_drafts_now(self) -> bool:
+        """Whether it makes its further passes."""
+        return self._model is not None and (self.drafter is None or self.drafter.next_step_waits)
+
     def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
         """The step that began took this long, of all `ranks`; returns the tokens it gave."""
         result = self.total
@@ -218,13 +274,29 @@ class Engine:
         num_gained = sum(nums_new)
         result.num_tokens += num_gained
         self._levels[:num_running] += np.array(nums_new, np.int32)
-        self._drafts = [[] for _ in self._running]
-        if self.drafter is not None:
-            names = [request.name for request in self._running]
-            self._drafts = self.drafter.step(names, nums_new, self._token_ids, self._levels, ranks)
+        self._drafts = self._draft(nums_new, ranks)
         for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
             self._remove(int(row))
         return num_gained
+
+    def _draft(self, nums_new: list[int], ranks: Ranks | None) -> list[list[int]]:
+        """Behind what every row has now."""
+        model = None
+        if self._model is not None and self._model_drafts_now:
+            prompts = np.array([len(request.prompt_token_ids) for request in self._running], np.int32)
+            model = self._model.drafts(self._running, self._levels[: len(prompts)] - prompts)
+        if self.drafter is not None:
+            names = [request.name for request in self._running]
+            return self.drafter.step(
+                names, nums_new, self._token_ids, self._levels, ranks, model_drafts=model
+            )
+        if model is None:
+            return [[] for _ in self._running]
+        rooms = self._ends[: len(self._running)] - self._levels[: len(self._running)] - 1
+        return [
+            [token for token in tokens[: max(0, room)] if token >= 0]
+            for tokens, room in zip(model.tokens.tolist(), rooms.tolist(), strict=True)
+        ]
 
     @property
     def _num_context(self) -> int:
@@ -305,8 +377,7 @@ def step_together(ranks: Sequence[Engine]) -> int:
     loads = [rank.begin_step() for rank in ranks]
     total = sum(load.num_tokens for load in loads)
     seconds = max(
-        rank.times.seconds(load.num_tokens, load.drafted, load.num_context, total - load.num_tokens)
-        for rank, load in zip(ranks, loads, strict=True)
+        rank.seconds(load, total - load.num_tokens) for rank, load in zip(ranks, loads, strict=True)
     )
     known = None
     if len(ranks) > 1:  # what vLLM tells each of them
@@ -370,6 +441,7 @@ def simulate(
     times: Times,
     tail_rows: int,
     on_tokens: Callable[[int], None] | None = None,
+    model: ModelDrafter | None = None,
 ) -> dict[str, Any]:
     """The rollouts of a trace on a cluster, one after the other; each takes as long as its slowest replica.
 
@@ -384,7 +456,15 @@ def simulate(
     """
     replicas = [
         [
-            Engine(config, times, cluster.max_num_seqs, tail_rows, cluster.kv_tokens, cluster.fills_drafts)
+            Engine(
+                config,
+                times,
+                cluster.max_num_seqs,
+                tail_rows,
+                cluster.kv_tokens,
+                cluster.fills_drafts,
+                model,
+            )
             for _ in range(cluster.num_ranks)
         ]
         for _ in range(cluster.num_replicas)
