@@ -17,7 +17,7 @@ from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import InvalidArgument
-from rollout_spec.measure.native import synthetic_text
+from rollout_spec.measure.index_costs import synthetic_text
 
 PROMPT = np.array([1, 2, 3, 4], np.int32)
 

@@ -69,13 +69,15 @@ def test_a_tool_agent_of_several_turns_and_two_samples_in_validations(
 
 
 def test_lora_adapters_a_critic_and_one_sample_a_prompt(policy: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """The weight sync brings the adapters, not the weights."""
+    """The weight sync brings adapters, not weights: an engine without them has other probabilities."""
     steps = train(
         tmp_path,
         policy,
         "actor_rollout_ref.model.lora_rank=8",
         "actor_rollout_ref.model.lora_alpha=16",
         "actor_rollout_ref.rollout.load_format=safetensors",
+        "actor_rollout_ref.rollout.calculate_log_probs=true",
+        "actor_rollout_ref.actor.optim.lr=0.1",
         "algorithm.adv_estimator=gae",
         "actor_rollout_ref.rollout.n=1",
         f"critic.model.path={policy}",
@@ -84,6 +86,7 @@ def test_lora_adapters_a_critic_and_one_sample_a_prompt(policy: pathlib.Path, tm
     for metrics in steps:
         assert metrics["critic/vf_loss"] > 0
         assert metrics["rollout/spec_generated_tokens"] <= NUM_PROMPTS * LENGTH
+        assert metrics["training/rollout_probs_diff_mean"] < 0.05
 
 
 def test_prompts_with_images(tmp_path: pathlib.Path) -> None:

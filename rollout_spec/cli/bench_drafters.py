@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     # Of vLLM's methods: the answer is on standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    from rollout_spec.cli.tables import make_console
+    from rollout_spec.cli.console import make_console
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.measure.drafters import SUFFIX
     from rollout_spec.measure.environment import environment

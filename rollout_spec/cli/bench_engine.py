@@ -84,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
-    from rollout_spec.cli.tables import make_console
     from rollout_spec.measure.engine import make_record, rollouts
     from rollout_spec.report.rollouts import tables, write_rollouts
 

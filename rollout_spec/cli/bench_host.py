@@ -87,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
-    from rollout_spec.cli.tables import make_console
     from rollout_spec.measure.host import make_record, measure, rollout_of
     from rollout_spec.report.tables import host_table
     from rollout_spec.trace import read_trace

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.measure.native import measure
+    from rollout_spec.measure.index_costs import measure
 
     record = measure(args.trace, args.repeats)
     rendered = json.dumps(record, indent=2)
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(record: dict[str, Any]) -> None:
-    from rollout_spec.cli.tables import make_console
+    from rollout_spec.cli.console import make_console
     from rollout_spec.report.tables import make_table
 
     step, whole, targets = record["step"], record["whole_steps"], record["targets"]

@@ -135,7 +135,7 @@ def _score(rows: list[dict[str, Any]]) -> Callable[[int, str], dict[str, float]]
 
 
 def _show(record: dict[str, Any], args: argparse.Namespace) -> None:
-    from rollout_spec.cli.tables import make_console, print_tables
+    from rollout_spec.cli.console import make_console, print_tables
     from rollout_spec.report.certificate import sentences, tables, write_certificate
 
     if args.output:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.tables import print_comparison
+    from rollout_spec.cli.console import print_comparison
     from rollout_spec.report.page import write_report
     from rollout_spec.report.publish import publish
     from rollout_spec.report.responses import first_step_agreement

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.tables import print_values
+    from rollout_spec.cli.console import print_values
     from rollout_spec.drafting.native import OutOfMemory
 
     if args.output.is_dir() or not args.output.parent.is_dir():

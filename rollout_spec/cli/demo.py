@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import print_comparison
     from rollout_spec.cli.progress import ConsoleWatcher
-    from rollout_spec.cli.tables import print_comparison
     from rollout_spec.demo.runner import RunFailedError, run_demo
     from rollout_spec.report.page import write_report
 

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 def _print(checks: list[dict[str, str]]) -> None:
     from rich.text import Text
 
-    from rollout_spec.cli.tables import make_console
+    from rollout_spec.cli.console import make_console
     from rollout_spec.measure.diagnosis import FAIL, OK, WARN
 
     colours = {OK: "green", WARN: "yellow", FAIL: "bold red"}

@@ -150,7 +150,7 @@ def _longest(model: Path) -> int:
 
 
 def _print(record: dict[str, Any], paths: dict[str, Path]) -> None:
-    from rollout_spec.cli.tables import make_console, print_tables
+    from rollout_spec.cli.console import make_console, print_tables
     from rollout_spec.report.check import tables
 
     console = make_console()

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(record: dict[str, Any], title: str) -> None:
-    from rollout_spec.cli.tables import make_console, print_tables, print_values
+    from rollout_spec.cli.console import make_console, print_tables, print_values
     from rollout_spec.report.outlook import headline, sentences, tables
 
     console = make_console()

