@@ -6,6 +6,7 @@ It knows neither torch nor vLLM: a step is arrays of row numbers and token level
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import compress
@@ -47,10 +48,10 @@ class _Rows:
         chosen = kept[self.numbers]
         return _Rows(self.numbers[chosen], self.sequences[chosen], self._last_levels[chosen])
 
-    def set_levels(self, levels: Int32Array, may_draft: bool) -> None:
-        """Take over the levels of this step, int32 [>= rows of the matrix]."""
+    def set_levels(self, levels: Int32Array, is_open: bool) -> None:
+        """Take over the levels of this step, int32 [>= rows of the matrix]; is_open: of the gate."""
         np.take(levels, self.numbers, out=self.levels)
-        if may_draft:
+        if is_open:
             np.subtract(self._last_levels, self.levels, out=self.max_draft_tokens)
             np.maximum(self.max_draft_tokens, 0, out=self.max_draft_tokens)
         else:
@@ -296,28 +297,27 @@ class Drafter:
         Returns:
             These rows, and the result unless there are none.
         """
-        num_failed = 0
         while True:
             assert self._rows is not None
             rows = self._rows if decoding is None else self._rows.among(decoding)
             if not len(rows):
                 return rows.numbers, None
             rows.set_levels(levels, price is not None)
+            step = functools.partial(
+                self.index.step,
+                rows.sequences,
+                token_ids,
+                rows.numbers,
+                rows.levels,
+                rows.max_draft_tokens,
+                price or 0.0,
+                MAX_TOKENS_AT_ONCE,
+                model_drafts,
+            )
             try:
-                return rows.numbers, self.index.step(
-                    rows.sequences,
-                    token_ids,
-                    rows.numbers,
-                    rows.levels,
-                    rows.max_draft_tokens,
-                    price or 0.0,
-                    MAX_TOKENS_AT_ONCE,
-                    model_drafts,
-                )
+                return rows.numbers, self._groups.with_room(step)
             except NativeError as error:
-                if not self._groups.make_room(error, num_failed):
-                    self._untrack_row(rows.numbers[self._groups.left_out(error, rows.levels)])
-                num_failed += 1
+                self._untrack_row(rows.numbers[self._groups.left_out(error, rows.levels)])
 
     def _untrack_row(self, row: int) -> None:
         self._untrack(self._requests[self._row_ids[row]])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,6 +30,7 @@ _BACKLOG_SHARE = 0.875  # of the byte budget: beyond it no group gets more than 
 _BYTES_PER_TOKEN = 64  # about, of the index
 
 _Key = tuple[str, Hashable]  # what identifies a group, and its value
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass
@@ -51,7 +53,7 @@ class Member:
 class Groups:
     """The groups and sequences of an index within its byte budget, and the history they begin with.
 
-    What a full index gives up is decided here alone, by `make_room` and then `left_out`; the history of a
+    What a full index gives up is decided here alone, by `with_room` and then `left_out`; the history of a
     group that opens gives way to all else.
     """
 
@@ -113,24 +115,32 @@ class Groups:
         """Index what one step may of the prompts that are long and of the responses of the history."""
         num_tokens = _BACKLOG_TOKENS + num_rows * _BACKLOG_TOKENS_PER_ROW
         try:
-            num_tokens = self._backlog.index_prompts(num_tokens)
-        except NativeError as error:
-            if not self.make_room(error):
-                self._backlog.drop_prompt()
-            return  # the next step goes on
+            num_tokens = self.with_room(lambda: self._backlog.index_prompts(num_tokens))
+        except NativeError:
+            self._backlog.drop_prompt()
+            return
         with contextlib.suppress(NativeError):
             self._backlog.index(num_tokens)
 
-    def make_room(self, error: NativeError, num_failed: int = 0) -> bool:
-        """Whether what has raised this error can be tried again: idle groups were closed, the one that has
-        been idle longest first.
+    def with_room(self, call: Callable[[], _Result]) -> _Result:
+        """What the call on the index returns. While the index is full it is tried again with fewer idle
+        groups: those that have been idle longest go. A try costs as much as a step, so each time twice as
+        many do.
 
-        num_failed: attempts before. Each costs as much as a step, so each time twice as many groups go.
+        Raises:
+            NativeError: the call's, where nothing is idle, or it wants no room.
         """
-        return isinstance(error, (BudgetExceeded, OutOfMemory)) and self._close_idle(1 << num_failed)
+        num_closed = 1
+        while True:
+            try:
+                return call()
+            except (BudgetExceeded, OutOfMemory):
+                if not self._close_idle(num_closed):
+                    raise
+            num_closed *= 2
 
     def left_out(self, error: NativeError, levels: Int32Array) -> int:
-        """Which of the rows, at these levels, goes where `make_room` finds nothing: the one that the error
+        """Which of the rows, at these levels, goes where `with_room` finds none: the one that the error
         names; the longest where all together are too much.
 
         Raises:
@@ -142,7 +152,7 @@ class Groups:
 
     def _open_group(self, key: _Key, prompt: Int32Array) -> _Group:
         num_indexed = min(len(prompt), MAX_TOKENS_AT_ONCE)
-        handle = self._open_handle(prompt, num_indexed)
+        handle = self.with_room(lambda: self._index.open_group(prompt, num_indexed))
         kind, name = key
         history_key = group_key(name) if kind == "group" else prompt_key(prompt)
         self._groups[key] = group = _Group(handle, prompt.copy(), history_key)
@@ -151,16 +161,6 @@ class Groups:
             self._backlog.add_prompt(handle, group.prompt)
         self._index_later(group, self._history.get(history_key))
         return group
-
-    def _open_handle(self, prompt: Int32Array, num_indexed: int) -> int:
-        num_failed = 0
-        while True:
-            try:
-                return self._index.open_group(prompt, num_indexed)
-            except NativeError as error:
-                if not self.make_room(error, num_failed):
-                    raise
-                num_failed += 1
 
     def _index_later(self, group: _Group, responses: Sequence[Int32Array]) -> None:
         # A full index does without them rather than without what is generated here.
