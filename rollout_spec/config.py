@@ -61,6 +61,13 @@ class SpecConfig:
         1,
         MAX_SPECULATIVE_TOKENS,
     )
+    model_tokens: int = _option(
+        3,
+        "most draft tokens of a model per row and step, where vLLM has one that drafts beside the text",
+        "the model's later tokens are often right (more), or its passes cost much (fewer)",
+        1,
+        MAX_SPECULATIVE_TOKENS,
+    )
     min_survival: float = _option(
         0.2,  # benchmarks/record/gate.md compares it with others, at step times of two CPU cores and of a GPU
         "end a draft where its estimated survival falls below this; unused with batch_threshold=auto",

@@ -123,6 +123,31 @@ METRICS = (
     ),
     Metric("num_guard_stops", "Pauses that the guard began.", "As for `share_off_guard`."),
     Metric(
+        "num_model_passes",
+        "Passes of a model that drafts beside the text.",
+        "Nothing: it is context.",
+    ),
+    Metric(
+        "num_model_passes_left_out",
+        "Passes that the model was spared because the gate was closed.",
+        "Nothing: high in full batches.",
+    ),
+    Metric(
+        "model_share",
+        "Share of draft tokens that are the model's: as far as it drafts the same.",
+        "Nothing: it is context.",
+    ),
+    Metric(
+        "model_acceptance_rate",
+        "Accepted tokens per draft token of the model's.",
+        "Falling: the head is stale. Train it too, or go without it.",
+    ),
+    Metric(
+        "text_acceptance_rate",
+        "Accepted tokens per draft token of the others, which are the text's.",
+        "As for `acceptance_rate`.",
+    ),
+    Metric(
         "load_imbalance",
         "Tokens of the busiest rollout engine over the mean, where there are several.",
         "High with `routing=group`: take more prompts, a smaller `max_imbalance`, or `routing=verl`.",
@@ -154,6 +179,11 @@ class EngineCounters(_Counters):
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
     sum_min_survival: float = 0.0  # the least survival that is drafted, over the steps with drafting on
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
+    # Of a model that drafts beside the text; its tokens are those of a draft that begins as its own does
+    num_model_passes: int = 0
+    num_model_passes_left_out: int = 0
+    num_model_draft_tokens: int = 0
+    num_model_accepted_tokens: int = 0
     # Steps without drafts, by what decided so
     num_steps_off_threshold: int = 0  # more rows than batch_threshold
     num_steps_off_cost: int = 0  # no draft paid for its cost
@@ -265,7 +295,22 @@ def _engine_metrics(engine: EngineCounters) -> dict[str, float]:
         num_steps_off = getattr(engine, f"num_steps_off_{reason}")
         values |= _ratio(f"share_off_{reason}", num_steps_off, engine.num_steps)
     values["num_guard_stops"] = engine.num_guard_stops
-    return values
+    return values | _model_metrics(engine)
+
+
+def _model_metrics(engine: EngineCounters) -> dict[str, float]:
+    """What each source gave, where a model drafts beside the text."""
+    if not engine.num_model_passes:
+        return {}
+    drafted, accepted = engine.num_model_draft_tokens, engine.num_model_accepted_tokens
+    values: dict[str, float] = {
+        "num_model_passes": engine.num_model_passes,
+        "num_model_passes_left_out": engine.num_model_passes_left_out,
+    }
+    values |= _ratio("model_share", drafted, engine.num_draft_tokens)
+    values |= _ratio("model_acceptance_rate", accepted, drafted)
+    others = engine.num_draft_tokens - drafted
+    return values | _ratio("text_acceptance_rate", engine.num_accepted_tokens - accepted, others)
 
 
 def _ratio(name: str, numerator: float, denominator: float) -> dict[str, float]:

@@ -31,12 +31,15 @@ OF_VERL = {PREFIX + "accept_rate", PREFIX + "accept_length"}
 
 def logged() -> set[str]:
     report = RolloutReport(
-        EngineCounters(num_steps=2, num_steps_on=1, gate_seconds=1.0, gate_expected_seconds=1.0),
+        EngineCounters(
+            num_steps=2, num_steps_on=1, gate_seconds=1.0, gate_expected_seconds=1.0,
+            num_draft_tokens=2, num_model_passes=1, num_model_draft_tokens=1,
+        ),
         [RequestCounters(9, 4, 3, 6, 2)],
         9,
         rollout_seconds=1.0,
         versions=[0],
-    )
+    )  # fmt: skip
     return set(rollout_metrics([report, report]))
 
 

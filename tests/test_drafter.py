@@ -128,12 +128,21 @@ def test_drafts_that_come_too_late_say_whether_the_next_step_waits(batch_thresho
     assert batch.drafter.next_step_waits
 
 
-def test_a_closed_gate_waits_for_nothing() -> None:
-    batch = make(batch_threshold=0)
+@pytest.mark.parametrize("has_model", [False, True])
+def test_a_closed_gate_waits_for_nothing(has_model: bool) -> None:
+    batch = Batch(Drafter(SpecConfig(batch_threshold=0), has_model=has_model))
     batch.add("a")
     for token in [10, 11] * 8:
         batch.step([[token]], in_time=False)
         assert not batch.drafter.next_step_waits
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_an_open_gate_waits_for_a_model_where_the_text_gives_nothing(has_model: bool) -> None:
+    batch = Batch(Drafter(SpecConfig(batch_threshold=8), has_model=has_model))
+    batch.add("a")
+    batch.step([[90]], in_time=False)
+    assert batch.drafter.next_step_waits == has_model
 
 
 def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:

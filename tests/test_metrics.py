@@ -77,6 +77,17 @@ def test_an_engines_line_by_hand() -> None:
     )
 
 
+def test_what_a_model_and_the_text_gave_by_hand() -> None:
+    engine = EngineCounters(
+        num_draft_tokens=50, num_accepted_tokens=20, num_model_passes=60, num_model_passes_left_out=30,
+        num_model_draft_tokens=40, num_model_accepted_tokens=18,
+    )  # fmt: skip
+    assert engine_summary(engine) == (
+        "acceptance_rate 0.4, num_guard_stops 0, num_model_passes 60, num_model_passes_left_out 30, "
+        "model_share 0.8, model_acceptance_rate 0.45, text_acceptance_rate 0.2"
+    )
+
+
 def test_the_reference_run_reports_its_rollout_only() -> None:
     report = RolloutReport(engine=None, requests=[], num_generated_tokens=7, rollout_seconds=1.0)
     assert rollout_metrics([report]) == {

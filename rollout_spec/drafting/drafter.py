@@ -75,13 +75,19 @@ class Drafter:
         clock: seconds, of which the gate learns what a step takes.
         fills: fill the drafts of a step up to `config.num_speculative_tokens` in every decoding row, for
             engines whose other steps have no graph. What fills them is verified, and seldom right.
+        has_model: whether a model drafts too, for the steps that wait for drafts.
     """
 
     def __init__(
-        self, config: SpecConfig, clock: Callable[[], float] = time.perf_counter, fills: bool = False
+        self,
+        config: SpecConfig,
+        clock: Callable[[], float] = time.perf_counter,
+        fills: bool = False,
+        has_model: bool = False,
     ) -> None:
         self.counters = EngineCounters()
         self._fill_to = config.num_speculative_tokens if fills else 0
+        self._has_model = has_model
         self._gate = make_gate(config, self._fill_to)
         self._clock = clock
         self._last_end: float | None = None  # when the last step ended
@@ -193,7 +199,8 @@ class Drafter:
         self.counters.num_untracked_rows += ended_step.num_rows - len(rows)
         chosen = self._choose(proposed, price) if price is not None else None
         would_draft = chosen is not None and bool(chosen.any())
-        self.next_step_waits = is_open if in_time else would_draft
+        # A model has something for every step.
+        self.next_step_waits = is_open if in_time or self._has_model else would_draft
         if not in_time:
             self._gate.discard()
         drafts = self._leading(chosen) if chosen is not None and in_time else []

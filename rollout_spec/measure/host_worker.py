@@ -36,11 +36,11 @@ class Ours:
         self.seconds = 0.0
         self._time(RowSampling, "_rows")
         if v2:
-            from rollout_spec.vllm.runner_v2 import SuffixSpeculator
+            from rollout_spec.vllm.host_drafts import HostDrafts
             from rollout_spec.vllm.sampler_v2 import _KeyedRequests
 
             for owner, name in (
-                (SuffixSpeculator, "_add_requests"), (SuffixSpeculator, "propose"), (_KeyedRequests, "add")
+                (HostDrafts, "_add_requests"), (HostDrafts, "take"), (_KeyedRequests, "add")
             ):  # fmt: skip
                 self._time(owner, name)
 

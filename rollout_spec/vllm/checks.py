@@ -76,8 +76,13 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         )
     if config.coupled:
         refuse_uncoupled(vllm_config.additional_config or {})
+    if has_model_drafter(vllm_config) and config.enabled and not config.coupled:
+        raise ConfigError(
+            f"speculative_config.method={speculative.method} with rollout_spec: its drafts share the target's"
+            " noise, which rollout.spec.verify=standard does not have"
+        )
     if has_model_drafter(vllm_config) and config.coupled:
-        refuse_beside_model(vllm_config)
+        _refuse_beside_model(vllm_config)
     elif config.coupled and speculative is not None and not config.enabled:
         raise ConfigError(
             f"speculative_config.method={speculative.method}: rollout.spec.verify=coupled goes with our "
@@ -105,7 +110,7 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         raise ConfigError("generation_config.min_p: vLLM refuses min_p together with speculative decoding")
 
 
-def refuse_beside_model(vllm_config: VllmConfig) -> None:
+def _refuse_beside_model(vllm_config: VllmConfig) -> None:
     """Raise for what a model drafter of vLLM's cannot be combined with under coupled verification.
 
     Raises:

@@ -31,6 +31,16 @@ def has_model_drafter(vllm_config: VllmConfig) -> bool:
     return speculative is not None and speculative.method in MODEL_METHODS
 
 
+def is_hybrid(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM's own model drafter and ours draft together."""
+    options = (vllm_config.additional_config or {}).get(OPTIONS_KEY)
+    return has_model_drafter(vllm_config) and options is not None and options.get("method") != "off"
+
+
+def has_our_drafter(vllm_config: VllmConfig) -> bool:
+    return names_our_drafter(vllm_config) or is_hybrid(vllm_config)
+
+
 def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     """The options of an engine; None where neither the drafter nor an option is asked for.
 
@@ -39,13 +49,14 @@ def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     """
     options = (vllm_config.additional_config or {}).get(OPTIONS_KEY)
     speculative = vllm_config.speculative_config
-    if not names_our_drafter(vllm_config):
+    if not has_our_drafter(vllm_config):
         if options is None:
             return None
         config = SpecConfig.from_mapping(options)
         if config.enabled:
             raise ConfigError(
-                f"rollout.spec.method={config.method} without a speculative_config that names the drafter"
+                f"rollout.spec.method={config.method} without a speculative_config that names the drafter, "
+                f"or one of the methods {', '.join(MODEL_METHODS)}"
             )
         return config
     options = dict(options or {})

@@ -10,7 +10,13 @@ from pydantic import ValidationError
 
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import Patch, PatchError, record, replace_function, when_imported
-from rollout_spec.vllm.options import OPTIONS_KEY, PROPOSER, engine_options, names_our_drafter
+from rollout_spec.vllm.options import (
+    OPTIONS_KEY,
+    PROPOSER,
+    engine_options,
+    has_our_drafter,
+    names_our_drafter,
+)
 
 TAKE_ABORTED = "rollout_spec_take_aborted"  # a method of vLLM's EngineCore, for its client's utility calls
 
@@ -139,7 +145,7 @@ def _bind_proposers() -> None:
         config = engine_options(vllm_config)
         if config is not None:
             refuse_unsupported(vllm_config, config)
-        if names_our_drafter(vllm_config) and vllm_config.use_v2_model_runner:
+        if has_our_drafter(vllm_config) and vllm_config.use_v2_model_runner:
             from rollout_spec.vllm import runner_v2
 
             runner_v2.teach_speculator()
@@ -237,12 +243,12 @@ def _schedule_ahead() -> None:
 
     @functools.wraps(complete)
     def complete_and_schedule_ahead(self: Any) -> None:
-        if not names_our_drafter(self):
+        if not has_our_drafter(self):
             complete(self)
             return
         from rollout_spec.vllm.scheduler import schedule_ahead
 
-        asked, self.scheduler_config.async_scheduling = self.scheduler_config.async_scheduling, None
+        asked, self.scheduler_config.async_scheduling = self.scheduler_config.async_scheduling, False
         complete(self)
         schedule_ahead(self, asked)
 

@@ -18,7 +18,7 @@ from rollout_spec.metrics import EngineCounters, engine_summary
 from rollout_spec.vllm.graphs import fills_drafts
 from rollout_spec.vllm.keys import names_of
 from rollout_spec.vllm.lock_step import LockStep
-from rollout_spec.vllm.options import engine_options
+from rollout_spec.vllm.options import engine_options, is_hybrid
 
 LOG_EVERY = 1000  # engine steps in which rows decoded
 MAX_MESSAGE_BYTES = 1 << 31  # between an engine and its server; msgpack's limit is twice that
@@ -44,7 +44,9 @@ class SuffixProposer:
         self.is_used = drafts_are_used(vllm_config.parallel_config)
         self._drafter: Drafter | None = None
         if self.is_used:
-            self._drafter = Drafter(self.config, fills=fills_drafts(vllm_config))
+            self._drafter = Drafter(
+                self.config, fills=fills_drafts(vllm_config), has_model=is_hybrid(vllm_config)
+            )
         self._lock_step = LockStep()
         self._runner: Any = None
         # Takes in what has been sampled and is still on its way; with model runner V2 that is a step or two.
@@ -52,6 +54,7 @@ class SuffixProposer:
         self._warned: set[str] = set()
         # Not taken yet, and no longer the drafter's: of steps that failed, or were logged.
         self._counters = EngineCounters()
+        self._model_lengths: dict[str, int] = {}  # how many tokens of a request's draft are the model's
 
     def bind(self, runner: Any) -> None:
         """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
@@ -122,6 +125,7 @@ class SuffixProposer:
                 drafts = self._drafter.step(
                     request_ids, nums_new_tokens, token_ids, levels, ranks, ended, in_time, model_drafts
                 )
+                self._count_model(self._drafter.counters, request_ids, nums_new_tokens, drafts, model_drafts)
                 self._log(self._drafter, nums_new_tokens)
                 return drafts
             except NativeError as error:  # the index is as it was before the step
@@ -132,6 +136,33 @@ class SuffixProposer:
                 self._warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
         self._counters.num_failed_steps += 1
         return [[] for _ in nums_new_tokens]
+
+    def note_passes(self, num: int, num_left_out: int) -> None:
+        """A model has drafted beside the text, in so many passes."""
+        if self._drafter is not None:
+            self._drafter.counters.num_model_passes += num
+            self._drafter.counters.num_model_passes_left_out += num_left_out
+
+    def _count_model(
+        self,
+        counters: EngineCounters,
+        request_ids: list[str],
+        nums_new_tokens: list[int],
+        drafts: list[list[int]],
+        model_drafts: ModelDrafts | None,
+    ) -> None:
+        """Count what was accepted of the model's tokens in the last drafts, and what is theirs in these."""
+        last, self._model_lengths = self._model_lengths, {}
+        if last:
+            for request_id, num_new in zip(request_ids, nums_new_tokens, strict=True):
+                counters.num_model_accepted_tokens += min(max(num_new - 1, 0), last.get(request_id, 0))
+        if model_drafts is None:
+            return
+        for request_id, draft, proposed in zip(
+            request_ids, drafts, model_drafts.tokens.tolist(), strict=True
+        ):
+            self._model_lengths[request_id] = _num_alike(draft, proposed)
+        counters.num_model_draft_tokens += sum(self._model_lengths.values())
 
     def take_counters(self, *, waits: bool = True) -> EngineCounters:
         """The counts since the last call; with `waits` also those of steps whose tokens are on their way."""
@@ -250,6 +281,12 @@ class SuffixProposer:
         logger.exception(
             "rollout_spec: %s. This is said once; the metric spec_num_failed_steps counts on.", message
         )
+
+
+def _num_alike(draft: list[int], proposed: list[int]) -> int:
+    """With how many equal tokens both begin."""
+    pairs = enumerate(zip(draft, proposed, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(draft), len(proposed)))
 
 
 def drafts_are_used(parallel: ParallelConfig) -> bool:

@@ -50,10 +50,10 @@ def refuse_requests(input_processor: Any) -> None:
 
     @functools.wraps(process_inputs)
     def process_supported_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from rollout_spec.vllm.options import names_our_drafter
+        from rollout_spec.vllm.options import has_our_drafter
 
         request = process_inputs(self, *args, **kwargs)
-        reason = refusal(request) if names_our_drafter(self.vllm_config) else None
+        reason = refusal(request) if has_our_drafter(self.vllm_config) else None
         if reason is not None:
             raise ValueError(f"rollout_spec: not supported together with drafts: {reason}")
         return request

@@ -9,12 +9,11 @@ from typing import Any
 
 import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 from rollout_spec.vllm.features import version
-from tests.engine.conftest import close, engine_settings
-from tests.engine.interpreted_runner import given
+from tests.engine.interpreted_runner import REQUESTS, late, run
 
 NUM_MODEL_TOKENS = 3
-PROMPTS = [[1, *[5, 9] * 5, 7 + i] for i in range(4)]
-TEMPERATURES = (0.0, 0.7, 1.0, 1.0)
+REQUESTS["one"] = {"temperature": 1.0, "max_tokens": 40}
+NAMES = (*REQUESTS,)
 
 
 def main(models: str, output: str) -> None:
@@ -23,53 +22,33 @@ def main(models: str, output: str) -> None:
     same = target, {"method": "draft_model", "model": folders["copy"]}
     if version() != "0.32.0":  # the first whose V2 has draft models
         same = folders["bigrams"], {"method": "eagle", "model": folders["bigrams-eagle"]}
-    result = {"plain": run(target, None), "model": run(target, eagle), "same": run(*same)}
+    # For two requests of at most 64 tokens, drafts included; the first block is vLLM's.
+    few_blocks = {"block_size": 32, "num_gpu_blocks_override": 5, "max_model_len": 80, "max_num_seqs": 4}
+    two_grow = ("sampled", "one", "greedy")
+    # vLLM's own drafts of a request with a grammar need a device's stream.
+    without_grammar = tuple(name for name in NAMES if name != "grammar")
+    plain = run(target, None, names=NAMES)
+    stop = late(plain["requests"]["sampled"]["text"])
+    result = {
+        "plain": plain,
+        "model": alone(target, eagle, names=without_grammar),
+        "same": alone(*same, names=("unnamed", "greedy", "one")),
+        "both": both(target, eagle, {}, stop, names=NAMES),
+        "preempted": both(
+            target, eagle, {"batch_threshold": 1}, names=two_grow, async_scheduling=True, **few_blocks
+        ),
+    }
     pathlib.Path(output).write_text(json.dumps(result))
 
 
-def run(model: str, drafter: dict[str, Any] | None, **arguments: Any) -> dict[str, Any]:
-    """What an engine gives with coupled verification.
-
-    Args:
-        model: its folder.
-        drafter: of vLLM's `speculative_config`; None for an engine without.
-        arguments: vLLM's.
-    """
-    from vllm import LLM
-
-    settings = engine_settings(model) | {"max_model_len": 128, "max_num_seqs": 4, "disable_log_stats": False}
-    settings["additional_config"] = {"rollout_spec": {"method": "off"}}
-    if drafter is not None:
-        settings["speculative_config"] = drafter | {"num_speculative_tokens": NUM_MODEL_TOKENS}
-    llm = LLM(**settings | arguments)
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    assert type(runner).__module__ == "vllm.v1.worker.cpu.model_runner", type(runner)
-    found = {"requests": serve(llm), "counted": counted(llm)}
-    close([llm])
-    return found
+def alone(model: str, drafter: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A model's drafts without ours, verified as with them."""
+    return run(model, None, speculative_config=drafter | {"num_speculative_tokens": NUM_MODEL_TOKENS}, **more)
 
 
-def serve(llm: Any) -> list[dict[str, Any]]:
-    from vllm import SamplingParams
-
-    params = [
-        SamplingParams(
-            temperature=temperature, max_tokens=20, ignore_eos=True, detokenize=False, logprobs=1,
-            extra_args={"rollout_spec_key": ["model", row]},
-        )
-        for row, temperature in enumerate(TEMPERATURES)
-    ]  # fmt: skip
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-    return [given(output) for output in outputs]
-
-
-def counted(llm: Any) -> dict[str, Any]:
-    """vLLM's own counts of drafts and accepted tokens."""
-    return {
-        metric.name.removeprefix("vllm:spec_decode_num_"): getattr(metric, "value", None)
-        for metric in llm.get_metrics()
-        if metric.name.startswith("vllm:spec_decode_num_")
-    }
+def both(model: str, drafter: dict[str, Any], spec: dict[str, Any], *others: Any, **more: Any) -> Any:
+    spec = {"model_tokens": NUM_MODEL_TOKENS} | spec
+    return run(model, spec, *others, speculative_config=drafter | {"num_speculative_tokens": 8}, **more)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
     And how many steps were in flight to the drafter when the sync came, and behind it. Four are aborted, and
     late: so the gate has closed.
     """
-    engine, arrivals, tokens = llm.llm_engine, runner.speculator._arrivals, []
+    engine, arrivals, tokens = llm.llm_engine, runner.draft_tokens_handler._arrivals, []
     aborted = [f"aborted {i}" for i in range(4)]
     for each in aborted:
         engine.add_request(each, TEXT, sampling(name))
@@ -211,7 +211,7 @@ def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:
     """What the scheduler decides from now on, step by step."""
     from vllm.v1.request import RequestStatus
 
-    batch = getattr(runner.speculator, "_batch", None)
+    batch = getattr(runner.draft_tokens_handler, "_batch", None)
     schedule, update, steps = scheduler.schedule, scheduler.update_draft_token_ids, []
 
     def schedule_and_note(*args: Any, **kwargs: Any) -> Any:

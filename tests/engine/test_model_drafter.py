@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import shutil
 from typing import Any
@@ -13,13 +14,13 @@ from rollout_spec.config import ConfigError
 from rollout_spec.vllm import plugin
 from rollout_spec.vllm.checks import check_options, runner_v2_misfit
 from rollout_spec.vllm.features import version
-from tests.engine.conftest import engine_settings, make_tiny
+from tests.engine.conftest import engine_settings
 from tests.engine.test_runner_v2 import interpreted
 
 pytestmark = pytest.mark.skipif(
     version() == "0.23.0" and runner_v2_misfit() is not None, reason="V2 of 0.23 is not ours"
 )
-HIDDEN_SIZE = 128
+HIDDEN_SIZE, NUM_MODEL_TOKENS = 128, 3
 
 
 def make_head(target: pathlib.Path, folder: pathlib.Path, reads: str) -> None:
@@ -44,11 +45,10 @@ def make_head(target: pathlib.Path, folder: pathlib.Path, reads: str) -> None:
 
 
 def make_bigrams(folder: pathlib.Path) -> None:
-    """A model whose layers do nothing, so that the last token alone decides: a head can be the same model."""
+    """Let a model's layers do nothing, so that its last token decides: a head can then be the same model."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    make_tiny("Llama", folder)
     weights = load_file(folder / "model.safetensors")
     for name, value in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -59,10 +59,10 @@ def make_bigrams(folder: pathlib.Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def heads(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def heads(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     models = tmp_path_factory.mktemp("heads")
-    for name in ("target", "copy"):
-        shutil.copytree(tiny_model, models / name)
+    for name in ("target", "copy", "bigrams"):
+        shutil.copytree(chat_model, models / name)
     make_bigrams(models / "bigrams")
     make_head(models / "target", models / "eagle", reads="state")
     make_head(models / "bigrams", models / "bigrams-eagle", reads="token")
@@ -75,29 +75,67 @@ def results(heads: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return interpreted("tests.engine.interpreted_model", str(heads), path)
 
 
-def assert_same(found: dict[str, Any], plain: dict[str, Any]) -> None:
-    for one, expected in zip(found["requests"], plain["requests"], strict=True):
-        assert (one["tokens"], one["end"]) == (expected["tokens"], expected["end"])
-        for row, other in zip(one["logprobs"], expected["logprobs"], strict=True):
-            assert row == pytest.approx(other, abs=2e-4)
+@pytest.mark.parametrize("engine", ["model", "both", "preempted"])
+def test_a_models_drafts_change_nothing(results: dict[str, Any], engine: str) -> None:
+    for name, found in results[engine]["requests"].items():
+        expected = results["plain"]["requests"][name]
+        for part in ("tokens", "text", "end"):
+            assert found[part] == expected[part], (name, part)
+        for row, plain in zip(found["logprobs"], expected["logprobs"], strict=True):
+            assert row == pytest.approx(plain, abs=2e-4), name
 
 
-def test_a_models_drafts_change_nothing(results: dict[str, Any]) -> None:
-    assert_same(results["model"], results["plain"])
-    counted = results["model"]["counted"]
-    assert 0 < counted["accepted_tokens"] < counted["draft_tokens"]
+def test_a_model_alone_saves_steps(results: dict[str, Any]) -> None:
+    assert len(results["model"]["steps"]) < 0.8 * len(results["plain"]["steps"])
 
 
 def test_the_target_as_its_own_drafter_is_accepted_whole(results: dict[str, Any]) -> None:
-    """Its drafts share the target's noise, at every temperature."""
-    counted = results["same"]["counted"]
-    assert counted["accepted_tokens"] == counted["draft_tokens"] > 40
+    """Its drafts share the target's noise, at every temperature; what cuts or penalizes, it does not know."""
+    most = max(len(one["tokens"]) for one in results["same"]["requests"].values())
+    assert len(results["same"]["steps"]) == 1 + math.ceil((most - 1) / (1 + NUM_MODEL_TOKENS))
+
+
+@pytest.mark.parametrize("engine", ["both", "preempted"])
+def test_both_sources_draft(results: dict[str, Any], engine: str) -> None:
+    counters, steps = results[engine]["counters"], results[engine]["steps"]
+    of_model, of_text = (
+        [counters[f"num_{which}{kind}_tokens"] for kind in ("draft", "accepted")] for which in ("model_", "")
+    )
+    assert 0 < of_model[1] < of_model[0] < of_text[0], "the model's are among all"
+    assert of_model[1] < of_text[1] < of_text[0]
+    assert counters["num_failed_steps"] == counters["num_untracked_rows"] == 0
+    assert any(step["preempted"] for step in steps) == (engine == "preempted")
+    num_passes = counters["num_model_passes"] + counters["num_model_passes_left_out"]
+    assert num_passes == NUM_MODEL_TOKENS * len(steps)
+
+
+def test_passes_are_left_out_where_the_gate_is_closed(results: dict[str, Any]) -> None:
+    """And then taken again: the tests above say that what was left out does no harm."""
+    assert results["both"]["counters"]["num_model_passes_left_out"] == 0
+    steps = results["preempted"]["steps"]
+    num_closed = results["preempted"]["counters"]["num_model_passes_left_out"] / (NUM_MODEL_TOKENS - 1)
+    assert 4 < num_closed < len(steps) - 4
+
+
+def test_a_row_ends_where_it_must(results: dict[str, Any]) -> None:
+    """With drafts it comes to its most tokens, a stop string, and a weight sync that interrupts it."""
+    found, sampled = results["both"], results["plain"]["requests"]["sampled"]
+    assert found["interrupted"] == sampled["tokens"]
+    stop, stopped = found["stop"], found["stopped"]
+    assert stopped["end"] == ["stop", stop]
+    assert stopped["text"] == sampled["text"].partition(stop)[0]
+    assert stopped["tokens"] == sampled["tokens"][: len(stopped["tokens"])]
+    assert found["counters_behind"]["num_failed_steps"] == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
         ({}, None),
+        (
+            {"spec": {"verify": "standard"}},
+            "its drafts share the target's noise, which rollout.spec.verify=standard does not have",
+        ),
         ({"enable_lora": True}, "enable_lora: a draft's token has no adapter of its own"),
         ({"runner": "V1"}, "this engine does not have vLLM's model runner V2"),
     ],
@@ -108,10 +146,12 @@ def test_what_does_not_go_with_a_model_is_refused_by_name(
     from vllm.engine.arg_utils import EngineArgs
 
     plugin.register()
+    arguments = dict(arguments)
     if arguments.pop("runner", None) is None:
         monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    spec = arguments.pop("spec", {})
     settings = engine_settings(str(heads / "target")) | arguments
-    settings["additional_config"] = {"rollout_spec": {"method": "off"}}
+    settings["additional_config"] = {"rollout_spec": spec}
     settings["speculative_config"] = {
         "method": "eagle", "model": str(heads / "eagle"), "num_speculative_tokens": 3,
     }  # fmt: skip
