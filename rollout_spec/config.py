@@ -11,6 +11,7 @@ METHODS = ("sam", "off")
 VERIFY = ("coupled", "standard")
 ROUTINGS = ("group", "verl")
 MAX_SPECULATIVE_TOKENS = 64
+MAX_ON_NPUS = 15  # vllm-ascend's attention takes 16 tokens of a request in a step with drafts
 AUTO = "auto"  # of batch_threshold
 
 

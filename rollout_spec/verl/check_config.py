@@ -22,6 +22,7 @@ from rollout_spec.verl import launch
 from rollout_spec.verl.launch import config_file
 from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER, speculative_config
 from rollout_spec.vllm.features import refuse_old_version, v2_architectures, version
+from rollout_spec.vllm.options import refuse_long_drafts
 
 REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
@@ -100,6 +101,8 @@ def check_config(config: DictConfig) -> SpecConfig:
     _check_routing(config, spec)
     _check_engine(config, spec)
     if spec.enabled:
+        if _is_for_npus(config):
+            refuse_long_drafts(spec)
         _check_drafting(config)
     return spec
 

@@ -12,7 +12,12 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus, open_corpus
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import refuse_uncoupled
-from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
+from rollout_spec.vllm.options import (
+    MODEL_METHODS,
+    engine_options,
+    has_model_drafter,
+    refuse_long_drafts,
+)
 
 _MISFIT = "rollout_spec's drafter here, which costs asynchronous scheduling ({})"
 
@@ -90,6 +95,8 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         )
     if not config.enabled:
         return
+    if current_platform.is_out_of_tree():
+        refuse_long_drafts(config)
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):  # from 0.24 on
         raise ConfigError(
             "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; "

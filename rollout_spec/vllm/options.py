@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import MAX_ON_NPUS, ConfigError, SpecConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,3 +70,16 @@ def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     if not config.enabled:
         raise ConfigError("rollout.spec.method=off together with a speculative_config that names the drafter")
     return config
+
+
+def refuse_long_drafts(config: SpecConfig) -> None:
+    """Raise for drafts with which an engine on an NPU ends in an assertion of its attention.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if config.num_speculative_tokens > MAX_ON_NPUS:
+        raise ConfigError(
+            f"rollout.spec.num_speculative_tokens={config.num_speculative_tokens}: "
+            f"must be at most {MAX_ON_NPUS} with vllm-ascend"
+        )

@@ -61,15 +61,20 @@ def worker_of(runner: Any) -> Any:
 
 
 def test_verls_quick_start_composes_with_our_option() -> None:
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", [*QUICK_START, "+rollout.spec=sam"])
-    check(config)
-    assert config.trainer.device == "npu"
+    ours = ["+rollout.spec=sam", "rollout.spec.num_speculative_tokens=15"]
     asynchronous = "+actor_rollout_ref.rollout.engine_kwargs.vllm.async_scheduling=True"
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", [*QUICK_START, "+rollout.spec=sam", asynchronous])
+        config, longest, ahead = (
+            compose("ppo_trainer", [*QUICK_START, *more]) for more in (ours, ours[:1], [*ours, asynchronous])
+        )
+    check(config)
+    assert config.trainer.device == "npu"
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.spec\.num_speculative_tokens=16: must be at most 15 [^\n]*$"
+    ):
+        check(longest)
     with pytest.raises(ConfigError, match="model runner V1 for this model"):
-        check(config)
+        check(ahead)
 
 
 @pytest.mark.parametrize("size", ["qwen3_32b", "qwen3_235b"])
