@@ -187,7 +187,7 @@ $(SUFFIX): $(INSTALLED)
 
 # Beside the environments, for none of them is to have it: what vllm-ascend asks for is not installable without an
 # NPU's libraries. Without its kernels it is plain Python.
-ASCEND_PLUGINS := ascend,ascend_kv_connector,ascend_model_loader,ascend_service_profiling,rollout_spec
+ASCEND_PLUGINS := ascend,ascend_kv_connector,ascend_model_loader,ascend_service_profiling,rollout_spec,torch_npu_stub
 $(ASCEND)/%/.installed: | $(UV)
 	$(UV) venv --quiet --clear --python $(TOOLS)/bin/python $(ASCEND)/$*/build
 	$(UV) pip install --quiet --python $(ASCEND)/$*/build setuptools==77.0.3 setuptools-scm==8.3.1 cmake wheel

