@@ -266,19 +266,32 @@ def test_another_release_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make_config(tmp_path, None)
 
 
-def test_a_runner_that_has_changed_is_named_and_one_with_the_method_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class NPUModelRunner:
-        def _get_drafter(self) -> None: ...
-        def propose_draft_token_ids(self, scheduler_output: Any) -> None: ...
+class RunnerThatHandsOnMore:
+    def _get_drafter(self) -> None: ...
+    def propose_draft_token_ids(self, scheduler_output: Any) -> None: ...
 
-    module, before = SimpleNamespace(NPUModelRunner=NPUModelRunner), dict(vars(NPUModelRunner))
-    with pytest.raises(PatchError, match=r"propose_draft_token_ids takes self, scheduler_output"):
+
+class RunnerThatAsksForADevice:
+    def _get_drafter(self, device: Any) -> None: ...
+    def propose_draft_token_ids(self, valid_sampled_token_ids: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("runner", "message"),
+    [
+        (RunnerThatHandsOnMore, r"propose_draft_token_ids takes self, scheduler_output"),
+        (RunnerThatAsksForADevice, r"signature of \S+_get_drafter is \(self, device"),
+    ],
+)
+def test_a_runner_that_has_changed_is_named_and_one_with_the_method_left_alone(
+    runner: type, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, before = SimpleNamespace(NPUModelRunner=runner), dict(vars(runner))
+    with pytest.raises(PatchError, match=message):
         ascend.give_runner_drafter(module)
     monkeypatch.setattr(ascend, "has_custom_class", lambda: True)
     ascend.give_runner_drafter(module)
-    assert dict(vars(NPUModelRunner)) == before
+    assert dict(vars(runner)) == before
 
 
 # By the draft tokens of each of eight rows: which graph a step has.
