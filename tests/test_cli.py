@@ -404,7 +404,7 @@ def test_simulate_says_whether_a_model_should_draft_too(capsys):
 
 
 def test_simulate_predicts_for_a_device_that_is_not_there():
-    options = ["--model-config", QWEN, "--gpu", "h100", "--tp", 8, "--group-size", 4, "--limit-groups", 2]
+    options = ["--model-config", QWEN, "--gpu", "h100", "--group-size", 4, "--limit-groups", 2]
     thresholds = ["--batch-thresholds", 8, "auto", "--num-speculative-tokens", 3, 16]
     done = run("simulate", TRACE, *options, *thresholds, "--json")
     (result,) = json.loads(done.stdout)["results"]
@@ -416,17 +416,17 @@ def test_simulate_predicts_for_a_device_that_is_not_there():
     assert best["speedup"] > 1.1
 
     def makespans(*more):
-        done = run("simulate", TRACE, *options, "--batch-thresholds", 8, *more, "--json")
+        done = run("simulate", TRACE, *options, "--batch-thresholds", 1, *more, "--json")
         return [r["makespan_s"] for r in json.loads(done.stdout)["results"][0]["runs"]]
 
     plain, drafted = makespans()
-    # Twenty times the context costs more than twenty times the steps; a tax is the drafter's alone.
+    # Twenty times the context costs more than twenty times the steps; the host's time is the drafter's alone.
     longest = max(
         len(response) for line in itertools.islice(read_trace(TRACE), 2) for response in line.responses[:4]
     )
     assert makespans("--longest-response", 20 * longest)[0] > 20.05 * plain
-    taxed = makespans("--drafter-ms", 5)
-    assert taxed[0] == plain and taxed[1] > 1.2 * drafted
+    on_v1 = makespans("--runner", "v1")
+    assert on_v1[0] == plain and on_v1[1] > 1.02 * drafted
     both = makespans("--copies", 2)
     assert plain < both[0] < 1.5 * plain
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollout_spec.measure.roofline import (
     DEVICES,
     Device,
+    Host,
     Model,
     Roofline,
     RooflineError,
@@ -145,11 +146,21 @@ def test_tensor_parallel_devices_share_the_weights_and_pay_for_two_all_reduces_a
 
 def test_the_floor_and_the_stretch():
     slow = dataclasses.replace(BARE, launch_s=0.5)
-    plain, floored = Roofline(DENSE, BARE), Roofline(DENSE, slow, extra_s=0.25)
-    assert floored.seconds(3, False) - plain.seconds(3, False) == pytest.approx(2 * 0.5 + 0.25)
+    plain, floored = Roofline(DENSE, BARE), Roofline(DENSE, slow)
+    assert floored.seconds(3, False) - plain.seconds(3, False) == pytest.approx(2 * 0.5)
     stretched = Roofline(DENSE, BARE, stretch=3.0)
     assert stretched.seconds(3, False, 500) == pytest.approx(3 * plain.seconds(3, False, 1500))
     assert stretched.kv_tokens == pytest.approx(plain.kv_tokens / 3)
+
+
+def test_a_step_waits_for_the_host_where_something_drafts():
+    plain, hosted = Roofline(DENSE, BARE), Roofline(DENSE, BARE, host=Host(0.25, 0.5, 1.0, 2.0), stretch=3.0)
+    of_host = [
+        hosted.seconds(9, drafted, 0, 0, 4) - 3 * plain.seconds(9, drafted, 0, 0, 4)
+        for drafted in (False, True)
+    ]
+    assert of_host == pytest.approx([3 * 2.25, 3 * 9.0])
+    assert hosted.without_drafter.seconds(9, False, 0, 0, 4) == pytest.approx(3 * plain.seconds(9, False))
 
 
 def test_as_many_experts_are_read_as_tokens_routed_at_random_touch():

@@ -88,7 +88,7 @@ class ContextTimes(StepTimes):
     def __init__(self):
         super().__init__([(1, 1, 1)])
 
-    def seconds(self, num_tokens, drafted, num_context=0, num_tokens_of_others=0):
+    def seconds(self, num_tokens, drafted, num_context=0, num_tokens_of_others=0, num_rows=0):
         return num_context + 1000 * num_tokens_of_others
 
 

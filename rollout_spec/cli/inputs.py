@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.config import MAX_ON_NPUS, MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 
 if TYPE_CHECKING:
-    from rollout_spec.measure.roofline import Roofline
+    from rollout_spec.measure.roofline import Host, Roofline
     from rollout_spec.trace import Rollout
 
 # Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
@@ -111,6 +111,22 @@ def add_device_arguments(group: Any, model_group: Any = None) -> None:
     group.add_argument(
         "--tp", type=number(int, 1), metavar="N", help="tensor-parallel devices of an engine (1)"
     )
+
+
+def add_runner_argument(group: argparse._ActionsContainer) -> None:
+    """Add `--runner`, which `host` reads."""
+    group.add_argument(
+        "--runner", choices=("v1", "v2"),
+        help="vLLM's model runner: on v2 steps with drafts wait for the host, on v1 all of an engine that "
+        "drafts (v2)",
+    )  # fmt: skip
+
+
+def host(args: argparse.Namespace) -> Host:
+    """What the device waits for where something drafts."""
+    from rollout_spec.measure.roofline import HOSTS
+
+    return HOSTS[args.runner or "v2"]
 
 
 def roofline(args: argparse.Namespace, **further: Any) -> Roofline:

@@ -16,7 +16,9 @@ from rollout_spec.cli.inputs import (
     add_device_arguments,
     add_model_drafter_arguments,
     add_rollouts_arguments,
+    add_runner_argument,
     add_spec_argument,
+    host,
     number,
     read,
     roofline,
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests that one runs at a time; verl's and this default",
     )  # fmt: skip
     add_device_arguments(engines)
+    add_runner_argument(engines)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output", type=Path, metavar="DIR", help="write a page with pictures, replay.html, and replay.json"
@@ -73,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     config = SpecConfig.from_mapping(_options(args))
     if config.corpus:
         check_corpus(config.corpus)
-    times = roofline(args) if args.model_config or args.gpu or args.tp else None
+    predicts = args.model_config or args.gpu or args.tp or args.runner
+    times = roofline(args, host=host(args)) if predicts else None
     cluster = Cluster(
         args.replicas,
         args.max_num_seqs,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
@@ -14,7 +13,9 @@ from rollout_spec.cli.inputs import (
     add_device_arguments,
     add_model_drafter_arguments,
     add_rollouts_arguments,
+    add_runner_argument,
     add_spec_argument,
+    host,
     number,
     read,
     roofline,
@@ -38,7 +39,7 @@ OF_ROOFLINE = (
     "expert_parallel",
     "gpu_memory_utilization",
     "longest_response",
-    "drafter_ms",
+    "runner",
 )
 
 
@@ -83,12 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="as if the longest response had so many tokens: all texts are longer by the same factor",
     )
-    times.add_argument(
-        "--drafter-ms",
-        type=number(float, 0.0),
-        metavar="MS",
-        help="added to every step of an engine with a drafter, which may not schedule ahead (0)",
-    )
+    add_runner_argument(times)
     cluster = parser.add_argument_group("cluster; of several values every combination is simulated")
     cluster.add_argument("--replicas", type=positive, nargs="+", default=[1], metavar="N", help="engines")
     cluster.add_argument(
@@ -197,6 +193,7 @@ def _times(args: argparse.Namespace, longest: int) -> Any:
         args,
         data_parallel=args.dp or 1,
         expert_parallel=args.expert_parallel,
+        host=host(args),
         memory_share=args.gpu_memory_utilization or 0.9,
         stretch=args.longest_response / longest if args.longest_response and longest else 1.0,
     )
@@ -239,11 +236,8 @@ def _simulate(
         threshold = config.batch_threshold if config.enabled else "off"
         name = "+".join([*(["sam"] if config.enabled else []), *(["model"] if drafter else [])]) or "off"
         title = f"{cluster.num_replicas} x {cluster.max_num_seqs} rows, {name} {threshold}"
-        own = times
-        if config.enabled and args.drafter_ms:
-            own = dataclasses.replace(times, extra_s=args.drafter_ms / 1e3)
         with counted(title, num_tokens) as advance:
-            figures = simulate(lines, cluster, config, own, args.tail_rows, advance, drafter)
+            figures = simulate(lines, cluster, config, times, args.tail_rows, advance, drafter)
         k = config.num_speculative_tokens if config.enabled else None
         setting = {"drafter": name, "batch_threshold": threshold, "num_speculative_tokens": k}
         runs.append({**setting, **figures})

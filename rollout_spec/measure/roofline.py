@@ -73,6 +73,29 @@ DEVICES: Mapping[str, Device] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Host:
+    """Seconds of a step that the device waits for the host because of a drafter, and those of each row."""
+
+    plain_s: float
+    plain_row_s: float
+    drafted_s: float
+    drafted_row_s: float
+
+    def seconds(self, num_rows: int, drafted: bool) -> float:
+        if drafted:
+            return self.drafted_s + num_rows * self.drafted_row_s
+        return self.plain_s + num_rows * self.plain_row_s
+
+
+# By vLLM's model runner: lines through what `bench host` measured at 1 to 256 rows, vLLM's part and the
+# drafter's (benchmarks/record/host.md). V2 schedules plain steps ahead, V1 none with a drafter.
+HOSTS: Mapping[str, Host] = {
+    "v1": Host(0.7e-3, 13e-6, 1.2e-3, 21e-6),
+    "v2": Host(0.0, 0.0, 1.2e-3, 26e-6),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
     """The shape of a decoder with grouped-query attention, dense or a mixture of experts."""
 
@@ -229,7 +252,7 @@ class Roofline:
         tensor_parallel: devices of a rank.
         data_parallel: ranks that step together and spread the experts over all their devices.
         expert_parallel: a device has whole experts, not a slice of each; always with several ranks.
-        extra_s: further seconds of every step.
+        host: what steps wait for; None: they are scheduled ahead, as without a drafter.
         stretch: a recorded step stands for so many, with a context so many times as long.
 
     Raises:
@@ -242,7 +265,7 @@ class Roofline:
     data_parallel: int = 1
     expert_parallel: bool = False
     memory_share: float = 0.9
-    extra_s: float = 0.0
+    host: Host | None = None
     stretch: float = 1.0
 
     def __post_init__(self) -> None:
@@ -273,15 +296,21 @@ class Roofline:
         return dataclasses.replace(self, model=layer, extra_s=0.0)
 
     def seconds(
-        self, num_tokens: int, drafted: bool, num_context: int = 0, num_tokens_of_others: int = 0
+        self,
+        num_tokens: int,
+        drafted: bool,
+        num_context: int = 0,
+        num_tokens_of_others: int = 0,
+        num_rows: int = 0,
     ) -> float:
         """Of one step.
 
         Args:
             num_tokens: verified and prefilled tokens of this rank.
-            drafted: makes no difference here.
+            drafted: makes a difference to the host only.
             num_context: tokens in all rows of this rank.
             num_tokens_of_others: that the other data-parallel ranks bring to the experts.
+            num_rows: that the host has work with.
         """
         device, model = self.device, self.model
         seconds = self._shared_seconds(num_tokens)
@@ -290,8 +319,14 @@ class Roofline:
         read_bytes += LOGIT_PASSES * _LOGIT_BYTES * num_tokens * model.vocab_size
         seconds += read_bytes / (MEMORY_EFFICIENCY * device.bytes_per_s)
         seconds += self._collective_seconds(num_tokens)
-        seconds += model.num_layers * device.launch_s + self.extra_s
+        seconds += model.num_layers * device.launch_s
+        if self.host is not None:
+            seconds += self.host.seconds(num_rows, drafted)
         return self.stretch * seconds
+
+    @property
+    def without_drafter(self) -> Roofline:
+        return dataclasses.replace(self, host=None)
 
     @property
     def _num_devices(self) -> int:

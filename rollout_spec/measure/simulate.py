@@ -154,6 +154,7 @@ class Load(NamedTuple):
 
     num_tokens: int
     num_context: int
+    num_rows: int
     drafted: bool
 
 
@@ -247,15 +248,17 @@ class Engine:
         num_tokens, self._num_interrupted_tokens = self._num_interrupted_tokens, 0
         num_tokens += 0 if self._preempt() else self._admit()
         num_tokens += self._num_verified
-        return Load(num_tokens, self._num_context, any(self._drafts))
+        return Load(num_tokens, self._num_context, len(self._running), any(self._drafts))
 
     def seconds(self, load: Load, num_tokens_of_others: int) -> float:
         """Of the step that began, where the other ranks bring so many tokens."""
-        seconds = self.times.seconds(load.num_tokens, load.drafted, load.num_context, num_tokens_of_others)
+        seconds = self.times.seconds(
+            load.num_tokens, load.drafted, load.num_context, num_tokens_of_others, load.num_rows
+        )
         if self._model is None:
             return seconds
         passes = self._model.num_tokens if self._model_drafts_now else 1
-        return seconds + self._model.seconds(load.num_tokens, len(self._running), load.num_context, passes)
+        return seconds + self._model.seconds(load.num_tokens, load.num_rows, load.num_context, passes)
 
     @property
     def _model_drafts_now(self) -> bool:
@@ -454,6 +457,7 @@ def simulate(
 
     The trace must have a response with a token in it.
     """
+    times = times if config.enabled else times.without_drafter
     replicas = [
         [
             Engine(

@@ -20,14 +20,24 @@ class Times(Protocol):
     """What an engine's steps take."""
 
     def seconds(
-        self, num_tokens: int, drafted: bool, num_context: int = 0, num_tokens_of_others: int = 0
+        self,
+        num_tokens: int,
+        drafted: bool,
+        num_context: int = 0,
+        num_tokens_of_others: int = 0,
+        num_rows: int = 0,
     ) -> float:
         """Of a step that verifies and prefills num_tokens, with or without drafts among them.
 
         Args:
             num_context: tokens in all rows of the step.
             num_tokens_of_others: tokens of the other data-parallel ranks' steps, which run together with it.
+            num_rows: requests in the step.
         """
+
+    @property
+    def without_drafter(self) -> Times:
+        """Of the same engine where nothing drafts."""
 
 
 class StepTimesError(UserError):
@@ -80,9 +90,11 @@ class StepTimes:
             raise StepTimesError(f"{path}: no step_times of `rollout-spec bench engine`: {error!r}") from None
         return cls(curves[False], curves[True])
 
-    def seconds(
-        self, num_tokens: int, drafted: bool, num_context: int = 0, num_tokens_of_others: int = 0
-    ) -> float:
+    @property
+    def without_drafter(self) -> StepTimes:
+        return self
+
+    def seconds(self, num_tokens: int, drafted: bool, *_: int, **__: int) -> float:
         at, seconds = self._drafted if drafted else self._plain
         if num_tokens <= at[-1] or len(at) == 1:
             return float(np.interp(num_tokens, at, seconds))
