@@ -213,6 +213,20 @@ def test_what_is_named_must_be_installed(without_arctic_inference, capsys):
     assert "arctic-inference==0.1.1" in line
 
 
+@pytest.mark.slow
+def test_suffix_gpu_drafts_from_what_has_ended_and_sees_nothing_ahead():
+    """A second group says what the first has said: drafts stop where its text was new, nowhere before."""
+    text = np.arange(10, dtype=np.int32)
+    line = Rollout("g", None, np.array([200], np.int32), [text])
+    first, second = (
+        {figure: result[figure] for figure in ("tokens_per_step", "draft_tokens_per_step")}
+        for lines in ([line], [line, line])
+        for result in measure(lines, [("suffix_gpu", SpecConfig(num_speculative_tokens=4))])
+    )
+    assert first == {"tokens_per_step": 1.0, "draft_tokens_per_step": 0.0}
+    assert second["tokens_per_step"] > 1.3
+
+
 def test_a_trace_too_short_for_costs_is_one_line(tmp_path, capsys):
     trace = tmp_path / "short.jsonl"
     trace.write_text(json.dumps({"group": "g", "prompt_token_ids": [1], "responses": [[1, 2, 3]]}) + "\n")
