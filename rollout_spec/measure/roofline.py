@@ -293,7 +293,7 @@ class Roofline:
     def head(self) -> Roofline:
         """One pass of a head that drafts for this model: a layer of its own kind, and its output layer."""
         layer = dataclasses.replace(self.model, num_layers=1, num_dense_layers=0)
-        return dataclasses.replace(self, model=layer, extra_s=0.0)
+        return dataclasses.replace(self, model=layer, host=None)
 
     def seconds(
         self,

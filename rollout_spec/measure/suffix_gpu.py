@@ -11,6 +11,7 @@ from suffix_gpu import SuffixGPUDrafter
 
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.measure.replay import Proposer
+from rollout_spec.trace import Rollout
 
 
 class SuffixGPU(Proposer):
@@ -27,8 +28,9 @@ class SuffixGPU(Proposer):
         self._drafter = SuffixGPUDrafter(k, device="cpu", enable_global=True, **options)
         self._num_requests = 0
 
-    def start(self, prompt: Int32Array, num_rows: int, earlier: Sequence[Int32Array]) -> None:
-        self._first, self._num_prompt_tokens = self._num_requests, len(prompt)
+    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
+        num_rows = len(line.responses)
+        self._first, self._num_prompt_tokens = self._num_requests, len(line.prompt_token_ids)
         self._num_requests += num_rows
         self._levels = np.zeros(num_rows, np.int32)
         self._tokens = torch.empty(0)
