@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -39,8 +40,11 @@ print("inspected")
 """
 
 
-def run(*command: object, cwd: Path) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+def run(*command: object, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -97,13 +101,20 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == expected
 
 
-def test_it_installs_and_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """An environment without us."""
     home = tmp_path / "venv"
     venv.create(home, system_site_packages=False, with_pip=False)
-    python = home / "bin" / "python"
     site = next(home.glob("lib/python3.*/site-packages"))
     # Last on the path: the dependencies come from here, rollout_spec from its own installation.
     (site / "dependencies.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    return home
+
+
+def test_it_installs_and_works_outside_the_checkout(wheel: Path, home: Path, tmp_path: Path) -> None:
+    python = home / "bin" / "python"
+    site = next(home.glob("lib/python3.*/site-packages"))
     pip = (
         sys.executable,
         "-m",
@@ -128,3 +139,44 @@ def test_installing_never_replaces_the_users_engine(wheel: Path) -> None:
     assert {"numpy", "cffi", "rich"} <= names
     assert not names & set(FORBIDDEN)
     assert metadata["License-Expression"] == "Apache-2.0"
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_image_install_it(home: Path, tmp_path: Path) -> None:
+    """The Dockerfile's own, on a plain file system in the place of verl's image."""
+    steps = [line.split(maxsplit=1) for line in (ROOT / "Dockerfile").read_text().splitlines() if line]
+    assert {name for name, _ in steps} == {"#", "ARG", "FROM", "COPY", "RUN"}
+    for name, rest in steps:
+        here = rest.replace("/opt", f"{tmp_path}/opt")
+        if name == "COPY":
+            *sources, target = here.split()
+            Path(target).mkdir(parents=True, exist_ok=True)
+            run(
+                "cp",
+                "-r",
+                *(f"{each}/." if Path(ROOT, each).is_dir() else each for each in sources),
+                target,
+                cwd=ROOT,
+            )
+        elif name == "RUN":
+            run(
+                "bash", "-ec", here, cwd=tmp_path, PATH=f"{home}/bin:{os.environ['PATH']}",
+                PIP_NO_INDEX="1", PIP_NO_BUILD_ISOLATION="0",
+            )  # fmt: skip
+    assert list(home.glob("lib/python3.*/site-packages/rollout_spec/drafting/_native.abi3.so"))
+
+
+def test_uv_run_keeps_what_was_installed_beside_a_lock(wheel: Path, tmp_path: Path) -> None:
+    """As docs/getting-started/verl.md has it."""
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "pyproject.toml").write_text(
+        '[project]\nname = "trainer"\nversion = "1"\nrequires-python = ">=3.11"\n'
+    )
+    uv = Path(sys.executable).with_name("uv")
+    there = {"UV_OFFLINE": "1", "VIRTUAL_ENV": str(project / ".venv")}
+    run(uv, "sync", "--python", sys.executable, cwd=project, **there)
+    run(uv, "pip", "install", "--no-deps", wheel, cwd=project, **there)
+    code = "import importlib.metadata as m; print([p.value for p in m.entry_points(group='verl.plugins')])"
+    shown = run(uv, "run", "--frozen", "python", "-c", code, cwd=project, **there)
+    assert shown.strip() == "['rollout_spec.verl.entry_point']"
