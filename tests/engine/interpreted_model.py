@@ -12,7 +12,7 @@ from rollout_spec.vllm.features import version
 from tests.engine.interpreted_runner import REQUESTS, late, run
 
 NUM_MODEL_TOKENS = 3
-REQUESTS["one"] = {"temperature": 1.0, "max_tokens": 40}
+REQUESTS |= {"one": {"temperature": 1.0, "max_tokens": 40}, "short": {"max_tokens": 12}}
 NAMES = (*REQUESTS,)
 
 
@@ -33,6 +33,12 @@ def main(models: str, output: str) -> None:
         "plain": plain,
         "model": alone(target, eagle, names=without_grammar),
         "same": alone(*same, names=("unnamed", "greedy", "one")),
+        "reopened": both(
+            *same,
+            {"batch_threshold": 2, "min_survival": 0.0},
+            names=("short", "sampled", "one"),
+            async_scheduling=True,
+        ),
         "both": both(target, eagle, {}, stop, names=NAMES),
         "preempted": both(
             target, eagle, {"batch_threshold": 1}, names=two_grow, async_scheduling=True, **few_blocks
