@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import ConfigError
-from rollout_spec.vllm import OPTIONS_KEY, PROPOSER
+from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm import proposer as proposer_module
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
 from rollout_spec.vllm.proposer import SuffixProposer
@@ -27,9 +27,7 @@ Value = types.SimpleNamespace
 def vllm_config(options: dict[str, Any], **parallel: Any) -> Value:
     return Value(
         additional_config={OPTIONS_KEY: {"batch_threshold": NUM_ROWS, **options}},
-        speculative_config=Value(
-            model=PROPOSER, num_speculative_tokens=K, num_speculative_tokens_per_batch_size=None
-        ),
+        speculative_config=Value(**speculative_config(K), num_speculative_tokens_per_batch_size=None),
         parallel_config=Value(
             **{"data_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0,
                "distributed_executor_backend": "uni"} | parallel
