@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.envs import disable_envs_cache
 
 from rollout_spec.cli import gpu_check, main
 from rollout_spec.measure import engine_worker
-from tests.engine.conftest import chat_model, environment_of_engines, tiny_model  # noqa: F401
+from tests.engine.conftest import chat_model, own_environment, tiny_model  # noqa: F401
 
 REQUESTS = [{"prompt": i % 2, "max_tokens": 40, "name": [0, i]} for i in range(6)]
 PROMPTS = [[1, *[5, 9] * 6, 7 + i] for i in range(2)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment_of_engines() -> Iterator[None]:
+    with own_environment():
+        yield
+    disable_envs_cache()  # with which an engine has begun: other tests set variables
 
 
 def test_an_engine_gives_the_same_tokens_with_drafts(tiny_model: str) -> None:  # noqa: F811
