@@ -21,8 +21,11 @@ TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py"
 # What takes longest goes first, so that at the end no process works on while the others have nothing to do.
 FIRST = [
     f"test_{name}.py"
-    for name in ("parallel", "certify", "plain_vllm", "gpu_check", "bench", "runner_v2", "full_determinism")
-]
+    for name in (
+        "parallel", "certify", "plain_vllm", "gpu_check", "bench", "runner_v2", "model_drafter",
+        "full_determinism",
+    )
+]  # fmt: skip
 
 
 def pytest_configure() -> None:
