@@ -399,6 +399,21 @@ def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
     assert "no such platform; run `rollout-spec doctor`" in capsys.readouterr().err
 
 
+def test_a_command_that_runs_the_legacy_trainer_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As recipe.dapo.main_dapo does, which leaves trainer.use_v1=True."""
+    monkeypatch.setattr(launch, "failure", None)
+    monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo_v0", None)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        CheckConfig().on_job_start(OmegaConf.create({}))
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "rollout_spec: this command runs verl.trainer.main_ppo_v0, not verl.trainer.main_ppo: "
+    )
+    assert error.count("\n") == 1 and launch.V1_ONLY in error
+
+
 @pytest.mark.slow
 def test_a_driver_without_accelerator_or_engine_passes_a_run_that_has_both() -> None:
     """The driver of a GPU cluster may be a machine with neither."""

@@ -27,6 +27,7 @@ from rollout_spec.vllm.options import refuse_long_drafts
 REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
 MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
+_LEGACY = "verl.trainer.main_ppo_v0"  # which verl's own command imports after this check only
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _VARIABLES = "ray_kwargs.ray_init.runtime_env.env_vars"
@@ -51,6 +52,8 @@ class CheckConfig(Callback):
         with one_line_errors():
             if launch.failure is not None:
                 raise ConfigError(f"{launch.failure}; run `rollout-spec doctor`")
+            if _LEGACY in sys.modules:  # whatever trainer.use_v1 says
+                raise ConfigError(f"this command runs {_LEGACY}, not verl.trainer.main_ppo: {launch.V1_ONLY}")
             os.environ[launch.ASKED_VARIABLE] = check_config(config).method
 
 
