@@ -1,18 +1,19 @@
 """verl's own example scripts with `+rollout.spec=sam`: do they compose, and what do our checks say?
 
-    python benchmarks/verl_examples.py CHECKOUT [--all]
+    python benchmarks/verl_examples.py CHECKOUT [--all] [--recipes CHECKOUT]
 
 CHECKOUT is the verl that is installed. Every script under its `examples/` runs in a copy, with a stub for
 whatever launches or downloads: it notes its arguments and does nothing. A script that knows `INFER_BACKEND`
 or `DEVICE` also runs with sglang, and for NPUs. What a stub was called with is composed as verl's entry point
 does it, and made into verl's own classes, first as it is and then with our option and our check. Nothing is
-launched.
+launched. With a checkout of verl-recipe: the same for its scripts that launch DAPO's trainer.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -30,8 +31,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from rollout_spec.config import ConfigError
-from rollout_spec.verl.check_config import CheckConfig, check_config
+from rollout_spec.verl.check_config import CheckConfig
 
 VARIANTS = ({}, {"INFER_BACKEND": "sglang"}, {"DEVICE": "npu"})
 STUBBED = (
@@ -48,6 +48,7 @@ GIVEN = {
     **dict.fromkeys(("MODEL_PATH", "LORA_ADAPTER_PATH", "DATA_ROOT", "HDFS_ROOT", "RAY_DATA_HOME"), "given"),
     "BASH_FUNC_ulimit%%": "() { :; }",
 }
+MAIN, DAPO = "verl.trainer.main_ppo", "recipe.dapo.main_dapo"
 OPTION = "+rollout.spec=sam"
 PASSES = "passes"
 
@@ -56,12 +57,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--all", action="store_true", help="name every launch, not only the counts")
+    parser.add_argument("--recipes", type=Path, help="a checkout of verl-recipe, whose scripts run")
     arguments = parser.parse_args()
     if not (arguments.checkout / "examples").is_dir():
         parser.error(f"{arguments.checkout}: no checkout of verl (no examples/)")
     counts: Counter[str] = Counter()
-    for name, call in launches(arguments.checkout.resolve()):
-        outcome = outcome_of(call)
+    for name, call in launches(arguments.checkout.resolve(), arguments.recipes):
+        outcome = outcome_of(call, arguments.recipes)
         counts[outcome] += 1
         if arguments.all:
             print(f"{name}: {outcome}", flush=True)
@@ -70,13 +72,17 @@ def main() -> None:
         print(f"| {count} | {outcome} |")
 
 
-def launches(checkout: Path) -> Iterator[tuple[str, list[str]]]:
-    """A name of each call of a launcher, and its arguments."""
+def launches(checkout: Path, recipes: Path | None = None) -> Iterator[tuple[str, list[str]]]:
+    """A name of each call of a launcher, and its arguments; of recipes, those of DAPO."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "verl"
         shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"), symlinks=True)
-        for script in sorted(copy.glob("examples/**/*.sh")):
-            for variant in VARIANTS:
+        scripts = sorted(copy.glob("examples/**/*.sh"))
+        if recipes is not None:
+            shutil.copytree(recipes, copy / "recipe", dirs_exist_ok=True)
+            scripts = [each for each in sorted(copy.glob("recipe/**/*.sh")) if DAPO in each.read_text()]
+        for script in scripts:
+            for variant in VARIANTS if recipes is None else VARIANTS[:1]:
                 if all(name in script.read_text() for name in variant):
                     words = [
                         str(script.relative_to(copy)),
@@ -103,39 +109,45 @@ def calls_of(script: Path, copy: Path, folder: Path, variant: dict[str, str]) ->
     return [call for call in calls if "-m" in call] or [[]]
 
 
-def outcome_of(call: list[str]) -> str:
+def outcome_of(call: list[str], recipes: Path | None = None) -> str:
     """What comes of a launch with our option, in words that are the same for the same reason."""
     module = call[call.index("-m") + 1] if "-m" in call else None
-    if module != "verl.trainer.main_ppo":
-        return f"no launch of `verl.trainer.main_ppo`: {module or 'no call of a module'}"
+    if module not in (MAIN, DAPO):
+        return f"no launch of `{MAIN}`: {module or 'no call of a module'}"
     overrides = call[call.index("-m") + 2 :]
+    folder, name = Path(verl.__file__).parent / "trainer", "ppo_trainer"
+    if module == DAPO:
+        assert recipes is not None
+        overrides.append(f"hydra.searchpath=[file://{folder}/config]")
+        folder, name = recipes.resolve() / "dapo", "dapo_trainer"
+        importlib.import_module("verl.trainer.main_ppo_v0")  # as the module does
     try:
-        to_verls_classes(composed(overrides))
+        to_verls_classes(composed(overrides, folder, name))
     except Exception as error:
         return f"verl refuses it without us: {reason_of(error)}"
+    said = io.StringIO()
     try:
-        config = composed([*overrides, OPTION])
-        with contextlib.redirect_stderr(io.StringIO()):
+        config = composed([*overrides, OPTION], folder, name)
+        with contextlib.redirect_stderr(said):
             CheckConfig().on_run_start(config)
-        check_config(config)
+            CheckConfig().on_job_start(config)
         to_verls_classes(config)
-    except ConfigError as error:
-        key, _, reason = str(error).partition(": ")
+    except SystemExit:
+        key, _, reason = said.getvalue().splitlines()[-1].removeprefix("rollout_spec: ").partition(": ")
         return f"refused: `{key.split('.')[-1]}`: {reason}"
     except Exception as error:
         return f"fails with us alone: {reason_of(error)}"
     return PASSES
 
 
-def composed(arguments: list[str]) -> Any:
-    """verl's configuration with the arguments of `python -m verl.trainer.main_ppo`."""
+def composed(arguments: list[str], folder: Path, name: str) -> Any:
+    """The configuration with these arguments, of a command in the folder that has this one by default."""
     parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
     parser.add_argument("--config-path", "-cp", default="config")
-    parser.add_argument("--config-name", "-cn", default="ppo_trainer")
+    parser.add_argument("--config-name", "-cn", default=name)
     options, overrides = parser.parse_known_args(arguments)
-    folder = Path(verl.__file__).parent / "trainer" / options.config_path
-    with initialize_config_dir(str(folder.resolve()), version_base=None):
-        return compose(options.config_name, overrides)
+    with initialize_config_dir(str((folder / options.config_path).resolve()), version_base=None):
+        return compose(options.config_name.removesuffix(".yaml"), overrides)
 
 
 def to_verls_classes(config: Any) -> None:
