@@ -27,7 +27,7 @@ from rollout_spec.measure.step_times import Times
 from rollout_spec.trace import Proposals, Rollout
 from rollout_spec.verl.homes import Homes
 
-MAX_IMBALANCE = 16  # as in `configs/rollout_spec_router/group.yaml`
+MAX_IMBALANCE = 8  # as in `configs/rollout_spec_router/group.yaml`
 
 
 @dataclasses.dataclass(frozen=True)
