@@ -12,6 +12,7 @@ import pytest
 from rollout_spec.cli import main
 from rollout_spec.measure.host import Cell, HostError, Plan, make_record, requests_of, rollout_of, split
 from rollout_spec.measure.host_device import Clock, Event, Recording, verified
+from rollout_spec.report.headlines import host_headline
 from rollout_spec.report.tables import host_table
 from rollout_spec.trace import Rollout, to_line
 
@@ -164,6 +165,9 @@ def test_a_record_sets_methods_beside_the_first_and_splits_the_host() -> None:
     assert [row[1] for row in shown] == [
         "2", "20 ms", "sam", "40.0", "0.800", "200", "2.000", "3.00", "1.00", "6.0", "0.50"
     ]  # fmt: skip
+    assert host_headline(record) == "Times the steps per second of off: sam 0.80 to 0.80."
+    alone = record | {"plan": {"methods": ["off"]}}
+    assert host_headline(alone) == "off takes 3.00 ms of the host for a step."
 
 
 @pytest.mark.parametrize(

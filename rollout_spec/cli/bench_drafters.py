@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.measure.drafters import SUFFIX
     from rollout_spec.measure.environment import environment
+    from rollout_spec.report.headlines import drafters_headline
     from rollout_spec.report.tables import drafters_tables
 
     methods = _methods(args.methods, args.model_acceptance is not None)
@@ -123,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
         return 0
     console = make_console()
+    console.print(drafters_headline(record), highlight=False)
     for table in drafters_tables(record):
         console.print(table)
     return 0

@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
     from rollout_spec.measure.engine import make_record, rollouts
+    from rollout_spec.report.headlines import engine_headline
     from rollout_spec.report.rollouts import tables, write_rollouts
 
     plan = _plan(args)
@@ -100,8 +101,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(record, indent=2, allow_nan=False))
         return 0
+    console = make_console()
+    console.print(engine_headline(record), highlight=False)
     for table in tables(record):
-        make_console().print(table)
+        console.print(table)
     return 0
 
 

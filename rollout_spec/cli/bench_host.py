@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
     from rollout_spec.measure.host import make_record, measure, rollout_of
+    from rollout_spec.report.headlines import host_headline
     from rollout_spec.report.tables import host_table
     from rollout_spec.trace import read_trace
 
@@ -104,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(record, indent=2, allow_nan=False))
         return 0
-    make_console().print(host_table(record))
+    console = make_console()
+    console.print(host_headline(record), highlight=False)
+    console.print(host_table(record))
     return 0
 
 

@@ -144,7 +144,7 @@ def _show(record: dict[str, Any], args: argparse.Namespace) -> None:
         print(json.dumps(record, indent=2, allow_nan=False))
         return
     console = make_console()
-    console.print(record["verdict"], style="bold")
+    console.print(f"With drafts and without: {record['verdict']}.", style="bold", highlight=False)
     print_tables(console, tables(record))
     for sentence in sentences(record):
         console.print(sentence, highlight=False)
