@@ -322,8 +322,14 @@ def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
             ["--methods", "off,sam+model"],
             "--methods sam+model: TRACE has no model's drafts: give --model-acc",
         ),
-        (["--model-acceptance", "0.8,1.1"], "--model-acceptance 0.8,1.1: must be numbers from 0 to 1"),
-        (["--model-acceptance", "0.8;0.7"], "--model-acceptance 0.8;0.7: must be numbers from 0 to 1"),
+        (
+            ["--methods", "off", "--model-acceptance", "0.8,1.1"],
+            "--model-acceptance 0.8,1.1: must be numbers from 0 to 1",
+        ),
+        (
+            ["--methods", "off", "--model-acceptance", "0.8;0.7"],
+            "--model-acceptance 0.8;0.7: must be numbers from 0 to 1",
+        ),
         (["--methods", "magic"], "--methods magic: must be one of off, ngram"),
         (
             ["--num-speculative-tokens", "65"],

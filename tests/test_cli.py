@@ -373,33 +373,22 @@ def test_simulate_compares_thresholds_on_clusters():
 
 
 def test_simulate_says_whether_a_model_should_draft_too(capsys):
-    """With a roofline's head, whose pass is dear or cheap; and not without what a pass takes."""
-    options = [
-        "simulate",
-        str(RECORDING),
-        "--limit-groups",
-        "6",
-        "--batch-thresholds",
-        "auto",
-        "--model-acceptance",
-        "0.7",
-    ]
+    """Where its passes are cheap, and not where they are dear; and not without what a pass takes."""
+    options = ["simulate", RECORDING, "--limit-groups", "6", "--batch-thresholds", "64"]
+    options += ["--model-acceptance", "0.7"]
     table = ["--step-times", "1:0.02,64:0.021,256:0.04"]
     assert main([*options, *table]) == 2
     assert "--model-pass-ms, what a pass takes" in capsys.readouterr().err
     found = {}
-    for name, times in (
-        ("gpu", ["--model-config", str(QWEN), "--gpu", "h100"]),
-        ("dear", [*table, "--model-pass-ms", "50"]),
-    ):
-        assert main([*options, *times, "--json"]) == 0
+    times = {"cheap": [*table, "--model-pass-ms", "1"], "dear": [*table, "--model-pass-ms", "50"]}
+    for name, given in (times | {"head": ["--model-config", QWEN, "--gpu", "h100"]}).items():
+        assert main([*options, *given, "--json"]) == 0
         [result] = json.loads(capsys.readouterr().out)["results"]
-        runs = {run["drafter"]: run["speedup"] for run in result["runs"]}
-        assert list(runs) == ["off", "sam", "model", "sam+model"]
-        found[name] = result["best_drafter"], runs
-    assert found["gpu"][0] == "sam+model" and found["dear"][0] == "sam"
-    assert found["gpu"][1]["sam+model"] > found["gpu"][1]["model"] > found["gpu"][1]["sam"] > 1.1
-    assert main([*options, "--model-config", str(QWEN), "--gpu", "h100"]) == 0
+        found[name] = result["best_drafter"], {run["drafter"]: run["speedup"] for run in result["runs"]}
+        assert list(found[name][1]) == ["off", "sam", "model", "sam+model"]
+    assert (found["cheap"][0], found["dear"][0]) == ("sam+model", "sam")
+    assert found["head"][1]["model"] > 1.1, "of one layer"
+    assert main([*options, *times["cheap"]]) == 0
     assert capsys.readouterr().out.startswith("The model's drafts and the index's together would make")
 
 
