@@ -56,7 +56,7 @@ class SpecConfig:
         "you need vLLM's own random generators",
     )
     num_speculative_tokens: int = _option(
-        16,
+        MAX_ON_NPUS,  # so that `+rollout.spec=sam` is enough there too
         "most draft tokens per row and step",
         "text repeats in long runs (more), or memory for CUDA graphs is short (fewer)",
         1,

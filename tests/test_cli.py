@@ -169,7 +169,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
         (
             "drafters x --methods suffix",
             "rollout-spec bench drafters: --methods suffix: must be one of off, ngram, suffix_server, "
-            "suffix_server_tuned, sam, oracle, model, choose, sam+model",
+            "suffix_server_tuned, sam, oracle, suffix_gpu, model, choose, sam+model",
         ),
     ],
 )
@@ -363,7 +363,10 @@ def test_simulate_compares_thresholds_on_clusters():
     assert [run["drafter"] for run in one["runs"]] == ["off", "sam", "sam"]
     assert one["runs"][0]["makespan_s"] > two["runs"][0]["makespan_s"]
     assert max(run["speedup"] for run in one["runs"]) > 1.1
-    shown = run("simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, "--tail-rows", 2)
+    # As wide as a file: pytest-xdist tells its workers the width of a terminal.
+    shown = run(
+        "simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, "--tail-rows", 2, COLUMNS="200"
+    )
     assert "sam *" in shown.stdout
     speedup = max(run["speedup"] for run in one["runs"])
     first = f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_threshold="

@@ -13,13 +13,12 @@ from rollout_spec.cli.inputs import (
     add_model_argument,
     default_dtype,
     device_arguments,
-    longest_draft,
     model_folder,
     number,
     prompt_rows,
     tokenized,
 )
-from rollout_spec.config import UserError
+from rollout_spec.config import SpecConfig, UserError
 
 if TYPE_CHECKING:
     from rollout_spec.measure.gpu_check import Plan
@@ -119,19 +118,18 @@ def _plan(args: argparse.Namespace, methods: list[str]) -> Plan:
         prompts=prompts, group_size=size["group_size"], median_tokens=size["median_tokens"], sigma=SIGMA,
         max_tokens=min(size["max_tokens"], longest - max(map(len, prompts))), temperature=0.7, seed=SEED,
     )  # fmt: skip
-    spec = {"num_speculative_tokens": longest_draft()}
     serving = {"max_num_seqs": size["max_num_seqs"], **on_device}
     if args.eager:
         serving["enforce_eager"] = True
     rollouts = engine.Plan(
-        load=load, methods=methods, model=model, dtype=dtype, spec=spec, repeats=args.repeats,
+        load=load, methods=methods, model=model, dtype=dtype, spec={}, repeats=args.repeats,
         tail_threshold=size["tail_threshold"],
         engine=serving | {"max_model_len": max(map(len, prompts)) + load.max_tokens},
     )  # fmt: skip
     certified = min(size["certified_tokens"], load.max_tokens)
     certify = {
         "model": model, "prompts": prompts[:4], "temperatures": [1.0],
-        "nums_speculative_tokens": [spec["num_speculative_tokens"]], "batch_thresholds": [64],
+        "nums_speculative_tokens": [SpecConfig.num_speculative_tokens], "batch_thresholds": [64],
         "group_sizes": [4], "max_tokens": certified, "top_k": 0, "top_p": 1.0, "seed": SEED, "dtype": dtype,
         "tolerance": None, "distribution_samples": 0, "engine": rollouts.engine,
     }  # fmt: skip

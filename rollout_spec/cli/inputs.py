@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.config import MAX_ON_NPUS, MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 
 if TYPE_CHECKING:
     from rollout_spec.measure.roofline import Host, Roofline
@@ -233,17 +233,6 @@ def device_arguments() -> dict[str, Any]:
     import torch
 
     return {} if torch.accelerator.is_available() else dict(_CPU)
-
-
-def longest_draft() -> int:
-    """The default of `num_speculative_tokens`, or as many as the engine of this machine takes."""
-    import torch
-
-    return (
-        MAX_ON_NPUS
-        if hasattr(torch, "npu") and torch.npu.is_available()
-        else SpecConfig.num_speculative_tokens
-    )
 
 
 def default_dtype() -> str:

@@ -31,7 +31,7 @@ def test_an_engine_gives_the_same_tokens_with_drafts(tiny_model: str) -> None:  
         "model": tiny_model, "dtype": "float32", "seed": 0, "natural_ends": False, "prompts": PROMPTS,
         "requests": REQUESTS, "temperature": 0.3, "num_speculative_tokens": None,
         "engine": {"max_num_seqs": 8, "max_model_len": 256, "enforce_eager": True},
-        "spec": {"num_speculative_tokens": 15, "history": 0},
+        "spec": {"history": 0},
     }  # fmt: skip
     plain, drafted = (engine_worker.run(job | {"method": method}) for method in ("off:coupled", "sam:64"))
     assert drafted["responses"] == plain["responses"]

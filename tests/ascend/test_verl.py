@@ -61,11 +61,12 @@ def worker_of(runner: Any) -> Any:
 
 
 def test_verls_quick_start_composes_with_our_option() -> None:
-    ours = ["+rollout.spec=sam", "rollout.spec.num_speculative_tokens=15"]
+    ours = ["+rollout.spec=sam"]
+    long = [*ours, "rollout.spec.num_speculative_tokens=16"]
     asynchronous = "+actor_rollout_ref.rollout.engine_kwargs.vllm.async_scheduling=True"
     with initialize_config_module("verl.trainer.config", version_base=None):
         config, longest, ahead = (
-            compose("ppo_trainer", [*QUICK_START, *more]) for more in (ours, ours[:1], [*ours, asynchronous])
+            compose("ppo_trainer", [*QUICK_START, *more]) for more in (ours, long, [*ours, asynchronous])
         )
     check(config)
     assert config.trainer.device == "npu"
