@@ -186,7 +186,7 @@ def test_the_distribution_is_plain_vllms(make_engine: Any) -> None:
         ({"additional_config": {"rollout_spec": {}}}, r"rollout\.spec\.method=sam without"),
         (
             OFF | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "our drafter or none",
+            "goes with our drafter",
         ),
     ],
 )
