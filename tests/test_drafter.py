@@ -145,6 +145,35 @@ def test_an_open_gate_waits_for_a_model_where_the_text_gives_nothing(has_model: 
     assert batch.drafter.next_step_waits == has_model
 
 
+def test_a_model_drafts_again_once_it_pays_though_the_text_does_not() -> None:
+    """An engine that schedules ahead: while the gate is closed there are no drafts of the model to weigh."""
+    now, dear = 0.0, 9.0
+    drafter = Drafter(SpecConfig(), lambda: now, has_model=True)
+    batch = Batch(drafter, num_rows=1, length=4096)
+    batch.add("a", max_level=4096)
+    text = np.random.default_rng(0).integers(10, 20, 4096).tolist()  # of it the index proposes what is wrong
+    num_accepted = 0
+
+    def share_drafted(num_steps: int) -> float:
+        nonlocal now, num_accepted
+        num_drafted = 0
+        for _ in range(num_steps):
+            done, waits = int(batch.levels[0]), drafter.next_step_waits
+            end = done + 1 + num_accepted
+            model = [text[end : end + 2]] if waits else None
+            [draft] = batch.step([text[done:end]], in_time=waits, model=model)
+            num_accepted = sum(token == true for token, true in zip(draft, text[end:], strict=False))
+            now += 1.0 + dear * bool(draft)
+            num_drafted += bool(draft)
+        return num_drafted / num_steps
+
+    share_drafted(200)
+    assert share_drafted(100) < 0.1
+    dear = 0.0
+    share_drafted(400)
+    assert share_drafted(100) > 0.8
+
+
 def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
     class Recorder:
         weighs_costs = True

@@ -64,9 +64,9 @@ def simulate_engine(requests, config, times, max_num_seqs, tail_rows):
     return engine.total
 
 
-def started(requests, times, max_num_seqs):
+def started(requests, times, max_num_seqs, model=None):
     """An engine with the automatic gate, at work."""
-    engine = Engine(SpecConfig(batch_threshold="auto"), times, max_num_seqs, max_num_seqs)
+    engine = Engine(SpecConfig(batch_threshold="auto"), times, max_num_seqs, max_num_seqs, model=model)
     engine.enqueue(requests)
     return engine
 
@@ -104,9 +104,9 @@ def right_model(response, num_tokens):
     return Proposals(tokens, np.full(tokens.shape, 9, np.float32))
 
 
-def modelled(num_tokens=2):
+def modelled(num_tokens=2, length=6):
     """One request of 5 + 6 tokens that nothing but its model knows."""
-    [rollout] = noise(1, 1, 6)
+    [rollout] = noise(1, 1, length)
     proposals = [right_model(response, num_tokens) for response in rollout.responses]
     prompt = rollout.prompt_token_ids[:5]
     return requests_of([dataclasses.replace(rollout, prompt_token_ids=prompt, proposals=proposals)], None)
@@ -378,10 +378,13 @@ class DelayedTimes(StepTimes):
 class Delayed:
     """An engine whose steps with drafts can be made slower."""
 
-    def __init__(self):
+    def __init__(self, has_model=False):
         self.times = DelayedTimes.parse("1:0.05,64:0.06")
         requests = requests_of([line("0", 10, *[6000] * 4)], None)
-        self.engine = started(requests, self.times, 4)
+        model = None
+        if has_model:
+            requests, model = modelled(length=6000), ModelDrafter(2, StepTimes.parse("1:0.001"))
+        self.engine = started(requests, self.times, 4, model)
         self.counters = self.engine.drafter.counters
 
     def drafts_of(self, num_steps):
@@ -400,6 +403,17 @@ def test_drafting_stops_within_200_steps_where_it_has_become_slow_and_comes_back
     delayed.times.delay = 0.0
     delayed.drafts_of(800)
     assert delayed.drafts_of(200) > 300
+
+
+def test_a_model_drafts_again_where_it_has_been_slow_and_the_text_has_nothing():
+    delayed = Delayed(has_model=True)
+    assert delayed.drafts_of(200) > 150
+    delayed.times.delay = 1.0
+    delayed.drafts_of(300)
+    assert delayed.drafts_of(200) < 20
+    delayed.times.delay = 0.0
+    delayed.drafts_of(800)
+    assert delayed.drafts_of(200) > 150
 
 
 def test_the_guard_alone_stops_drafting_within_200_steps(monkeypatch):

@@ -197,7 +197,9 @@ class Drafter:
         self.counters.num_steps += 1
         self.counters.num_row_steps += ended_step.num_rows
         self.counters.num_untracked_rows += ended_step.num_rows - len(rows)
-        chosen = self._choose(proposed, price) if price is not None else None
+        # A model has drafted nothing for a step that did not wait: the text alone would say that none pays.
+        weighed = proposed if in_time or not self._has_model else None
+        chosen = self._choose(weighed, price) if price is not None else None
         would_draft = chosen is not None and bool(chosen.any())
         # A model has something for every step.
         self.next_step_waits = is_open if in_time or self._has_model else would_draft
@@ -214,7 +216,7 @@ class Drafter:
         return drafts
 
     def _choose(self, proposed: StepResult | None, price: float) -> Int32Array | None:
-        """How much of each row's draft the open gate takes, int32 [rows]; None where no row has a place."""
+        """How much of each row's draft the open gate takes, int32 [rows]; None where none is weighed."""
         chosen, was_refused = None, False
         if proposed is not None:
             chosen = self._gate.choose(proposed.survivals, proposed.num_draft_tokens, self.counters)

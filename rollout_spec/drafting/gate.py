@@ -112,6 +112,7 @@ class AutoGate:
         self._least_verified = MIN_PRICE  # the least survival in the latest budget
         self._steps_since_draft = 0
         self._num_refused = 0  # steps in a row in which no draft paid
+        self._looks = False  # a closed gate, until drafts have been weighed
 
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         measured = self._costs.learn(step, self._choice, counters)
@@ -134,7 +135,9 @@ class AutoGate:
         if self._num_refused >= HYSTERESIS_STEPS:
             # Closed. What made drafts dear may be over: forget it by and by, and look.
             self._costs.doubt_drafts(1.0 / FORGET_STEPS)
-            if self._steps_since_draft % EXPLORE_EVERY:
+            if self._steps_since_draft % EXPLORE_EVERY == 0:
+                self._looks = True
+            if not self._looks:
                 counters.num_steps_off_cost += 1
                 return None
         return max(MIN_PRICE, self._least_verified / 2)
@@ -149,6 +152,7 @@ class AutoGate:
             self._guard.learn_plain(seconds / plain_seconds)
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
+        self._looks = False
         if not numbers.any():
             self._fill_empty()
             return numbers

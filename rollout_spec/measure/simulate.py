@@ -187,7 +187,9 @@ class Engine:
         """Of all rollouts so far."""
         self.drafter: Drafter | None = None
         if config.enabled:
-            self.drafter = Drafter(config, clock=lambda: self.total.seconds, fills=fills_drafts)
+            self.drafter = Drafter(
+                config, lambda: self.total.seconds, fills=fills_drafts, has_model=model is not None
+            )
             if model is not None:
                 model = model._replace(num_tokens=min(model.num_tokens, config.num_speculative_tokens))
         self.times, self._model = times, model
@@ -290,8 +292,10 @@ class Engine:
             model = self._model.drafts(self._running, self._levels[: len(prompts)] - prompts)
         if self.drafter is not None:
             names = [request.name for request in self._running]
+            # A step for which the model does not draft has begun already: there are no drafts of the text.
+            in_time = self._model is None or model is not None
             return self.drafter.step(
-                names, nums_new, self._token_ids, self._levels, ranks, model_drafts=model
+                names, nums_new, self._token_ids, self._levels, ranks, None, in_time, model
             )
         if model is None:
             return [[] for _ in self._running]
