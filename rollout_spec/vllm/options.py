@@ -41,6 +41,13 @@ def has_our_drafter(vllm_config: VllmConfig) -> bool:
     return names_our_drafter(vllm_config) or is_hybrid(vllm_config)
 
 
+def guards_requests(vllm_config: VllmConfig) -> bool:
+    """Whether an engine with options of ours has drafts, whoever drafts."""
+    options = (vllm_config.additional_config or {}).get(OPTIONS_KEY)
+    has_ours = options is not None or names_our_drafter(vllm_config)
+    return has_ours and vllm_config.speculative_config is not None
+
+
 def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     """The options of an engine; None where neither the drafter nor an option is asked for.
 

@@ -34,13 +34,38 @@ _REASONING = Patch(
 _SEES_REASONING_END = ("trim_reasoning_for_advance", "accept_tokens")
 
 
-def refusal(request: Any) -> str | None:
-    """Why an engine with our drafter does not take this EngineCoreRequest of vLLM's; None where it does."""
+def refusal(vllm_config: Any, request: Any) -> str | None:
+    """Why an engine with drafts does not take this EngineCoreRequest of vLLM's; None where it does."""
+    from rollout_spec.vllm.options import guards_requests
+
+    if not guards_requests(vllm_config):
+        return None
     if request.resumable:
         return "streaming input (resumable): vLLM takes what comes behind a stop for a part of the turn"
     if getattr(request.sampling_params, "logprob_token_ids", None):
         return "logprob_token_ids: vLLM has no log-probabilities of them at a draft's tokens"
+    if getattr(request.sampling_params, "structured_outputs", None) and _overlooks_reasoning_end(vllm_config):
+        return "a grammar behind reasoning: vLLM's own drafts go on where the reasoning ends"
     return None
+
+
+def _overlooks_reasoning_end(vllm_config: Any) -> bool:
+    """Whether a draft of vLLM's own goes past the end of reasoning.
+
+    Where it schedules ahead it verifies what the workers hold, whatever the scheduler cuts.
+    """
+    from rollout_spec.vllm.options import has_our_drafter
+
+    if has_our_drafter(vllm_config) or not vllm_config.scheduler_config.async_scheduling:
+        return False  # `cut_drafts_at_reasoning_end`
+    outputs = vllm_config.structured_outputs_config
+    return bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning and not _sees_reasoning_end()
+
+
+def _sees_reasoning_end() -> bool:
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    return any(hasattr(StructuredOutputManager, name) for name in _SEES_REASONING_END)
 
 
 def refuse_requests(input_processor: Any) -> None:
@@ -50,10 +75,8 @@ def refuse_requests(input_processor: Any) -> None:
 
     @functools.wraps(process_inputs)
     def process_supported_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from rollout_spec.vllm.options import has_our_drafter
-
         request = process_inputs(self, *args, **kwargs)
-        reason = refusal(request) if has_our_drafter(self.vllm_config) else None
+        reason = refusal(self.vllm_config, request)
         if reason is not None:
             raise ValueError(f"rollout_spec: not supported together with drafts: {reason}")
         return request
@@ -112,9 +135,7 @@ def one_by_one(output: Any) -> list[Any]:
 
 def cut_drafts_at_reasoning_end(scheduler: Any) -> None:
     """Cut a draft before the token that ends the reasoning: it comes last in its step, as without drafts."""
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    if any(hasattr(StructuredOutputManager, name) for name in _SEES_REASONING_END):
+    if _sees_reasoning_end():
         return
     owner = scheduler.Scheduler
     guard_parameters(_REASONING, owner, "update_draft_token_ids", ("self", "draft_token_ids"))

@@ -137,6 +137,46 @@ def test_a_row_ends_where_it_must(results: dict[str, Any]) -> None:
     assert found["counters_behind"]["num_failed_steps"] == 0
 
 
+def test_requests_are_guarded_where_a_model_drafts_alone(
+    heads: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    plugin.register()
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    settings = settings_of(heads, {"method": "off"}) | {"skip_tokenizer_init": False}
+    config = EngineArgs(**settings).create_engine_config()
+    config.structured_outputs_config.reasoning_parser = "deepseek_r1"
+    config.scheduler_config.async_scheduling = True
+    processor = InputProcessor(config)
+
+    def process(resumable: bool = False, **asked: Any) -> Any:
+        prompt = {"type": "token", "prompt_token_ids": [65]}
+        params = SamplingParams(**asked)
+        return processor.process_inputs("1", prompt, params, ("generate",), resumable=resumable)
+
+    assert process().prompt_token_ids == [65]
+    with pytest.raises(ValueError, match=r"^rollout_spec: [^\n]*resumable"):
+        process(resumable=True)
+    with pytest.raises(ValueError, match=r"^rollout_spec: [^\n]*logprob_token_ids"):
+        process(logprob_token_ids=[65])
+    grammar = {"structured_outputs": StructuredOutputsParams(regex="[0-9]+")}
+    if version() in ("0.23.0", "0.24.0"):  # later ones look for the end of reasoning inside a draft
+        with pytest.raises(ValueError, match=r"^rollout_spec: [^\n]*a grammar behind reasoning[^\n]*$"):
+            process(**grammar)
+    config.scheduler_config.async_scheduling = False
+    assert process(**grammar).sampling_params.structured_outputs
+
+
+def settings_of(heads: pathlib.Path, spec: dict[str, Any]) -> dict[str, Any]:
+    return engine_settings(str(heads / "target")) | {
+        "additional_config": {"rollout_spec": spec},
+        "speculative_config": {"method": "eagle", "model": str(heads / "eagle"), "num_speculative_tokens": 3},
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
@@ -159,11 +199,7 @@ def test_what_does_not_go_with_a_model_is_refused_by_name(
     if arguments.pop("runner", None) is None:
         monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     spec = arguments.pop("spec", {})
-    settings = engine_settings(str(heads / "target")) | arguments
-    settings["additional_config"] = {"rollout_spec": spec}
-    settings["speculative_config"] = {
-        "method": "eagle", "model": str(heads / "eagle"), "num_speculative_tokens": 3,
-    }  # fmt: skip
+    settings = settings_of(heads, spec) | arguments
     if refusal is None:
         config = EngineArgs(**settings).create_engine_config()
         # vLLM itself refuses it of many heads.
