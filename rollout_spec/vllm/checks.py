@@ -75,18 +75,20 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         ConfigError: naming the setting.
     """
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    if config.coupled and vllm_config.use_v2_model_runner and runner_v2_misfit() is not None:
+    has_model = has_model_drafter(vllm_config)
+    misfits_v2 = vllm_config.use_v2_model_runner and runner_v2_misfit() is not None
+    if config.coupled and misfits_v2 and not has_model:
         raise ConfigError(
             "rollout.spec.verify=coupled needs vLLM's model runner V1 here: set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if config.coupled:
         refuse_uncoupled(vllm_config.additional_config or {})
-    if has_model_drafter(vllm_config) and config.enabled and not config.coupled:
+    if has_model and config.enabled and not config.coupled:
         raise ConfigError(
             f"speculative_config.method={speculative.method} with rollout_spec: its drafts share the target's"
             " noise, which rollout.spec.verify=standard does not have"
         )
-    if has_model_drafter(vllm_config) and config.coupled:
+    if has_model and config.coupled:
         _refuse_beside_model(vllm_config)
     elif config.coupled and speculative is not None and not config.enabled:
         raise ConfigError(
@@ -136,6 +138,7 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
         ),
         (vllm_config.lora_config is not None, "enable_lora: a draft's token has no adapter of its own"),
         (not vllm_config.use_v2_model_runner, "this engine does not have vLLM's model runner V2"),
+        (runner_v2_misfit() is not None, f"vLLM's model runner V2 does not fit {runner_v2_misfit()}"),
     ):
         if is_so:
             raise ConfigError(f"speculative_config.method={speculative.method} with rollout_spec: {reason}")

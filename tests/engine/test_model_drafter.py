@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout_spec.config import ConfigError
-from rollout_spec.vllm import plugin
+from rollout_spec.vllm import checks, plugin
 from rollout_spec.vllm.checks import check_options, runner_v2_misfit
 from rollout_spec.vllm.features import version
 from tests.engine.conftest import engine_settings
@@ -201,12 +201,27 @@ def test_what_does_not_go_with_a_model_is_refused_by_name(
     spec = arguments.pop("spec", {})
     settings = settings_of(heads, spec) | arguments
     if refusal is None:
-        config = EngineArgs(**settings).create_engine_config()
-        # vLLM itself refuses it of many heads.
-        config.parallel_config.pipeline_parallel_size, refusal = 2, "pipeline_parallel_size must be 1"
-        with pytest.raises(ConfigError, match=refusal):
-            check_options(config)
+        EngineArgs(**settings).create_engine_config()
         return
     message = f"^speculative_config.method=eagle with rollout_spec: {refusal}$"
     with pytest.raises(ConfigError, match=message):
         EngineArgs(**settings).create_engine_config()
+
+
+def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
+    heads: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin.register()
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    config = EngineArgs(**settings_of(heads, {})).create_engine_config()
+    for owner, name, value, refusal in (
+        (config.parallel_config, "pipeline_parallel_size", 2, "pipeline_parallel_size must be 1"),
+        (checks, "runner_v2_misfit", lambda: "it (has changed)", r"V2 does not fit it \(has changed\)$"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value, raising=False)
+            with pytest.raises(ConfigError, match=f"^speculative_config.method=eagle [^\\n]*: .*{refusal}"):
+                check_options(config)
+    check_options(config)
