@@ -129,6 +129,18 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
     for is_so, reason in (
         (current_platform.is_out_of_tree(), "this platform has a model runner of its own"),
         (speculative.parallel_drafting, "parallel drafting has no order to draw its tokens in"),
+        (
+            getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
+            "enable_adaptive_verification reads a confidence that drafts with shared noise do not leave",
+        ),
+        (
+            speculative.use_local_argmax_reduction,
+            "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn",
+        ),
+        (
+            speculative.rejection_sample_method != "standard",
+            "rejection_sample_method must be standard: verify=coupled has a way of its own",
+        ),
         (_uses(speculative, "use_gemma4_mtp"), "Gemma 4's drafter shares the target's KV cache"),
         (_uses(speculative, "use_multi_module_mtp"), "an MTP head of several modules is not supported"),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),

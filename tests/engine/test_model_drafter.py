@@ -216,8 +216,12 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
     plugin.register()
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     config = EngineArgs(**settings_of(heads, {})).create_engine_config()
+    speculative = config.speculative_config
     for owner, name, value, refusal in (
         (config.parallel_config, "pipeline_parallel_size", 2, "pipeline_parallel_size must be 1"),
+        (speculative, "enable_adaptive_verification", True, "enable_adaptive_verification"),
+        (speculative, "use_local_argmax_reduction", True, "use_local_argmax_reduction"),
+        (speculative, "rejection_sample_method", "synthetic", "rejection_sample_method must be standard"),
         (checks, "runner_v2_misfit", lambda: "it (has changed)", r"V2 does not fit it \(has changed\)$"),
     ):
         with monkeypatch.context() as patch:
