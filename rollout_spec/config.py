@@ -64,7 +64,7 @@ class SpecConfig:
     )
     model_tokens: int = _option(
         3,
-        "most draft tokens of a model per row and step, where vLLM has one that drafts beside the text",
+        "with vLLM alone: most draft tokens of a model per row and step, where one drafts beside the text",
         "the model's later tokens are often right (more), or its passes cost much (fewer)",
         1,
         MAX_SPECULATIVE_TOKENS,

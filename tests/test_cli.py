@@ -138,6 +138,10 @@ def test_version():
             ["simulate", TRACE, "--step-times", "1:0.1", "--spec", "history=8", "--limit-groups", "2"],
             f"--spec history: no group of {TRACE} comes back in a later step",
         ),
+        *(
+            ([*command, "--spec", "model_tokens=1"], "--spec model_tokens=1: --model-tokens sets it")
+            for command in (["replay", TRACE], ["simulate", TRACE, "--step-times", "1:0.1"])
+        ),
         (["replay", TRACE, "--history", "0"], "--history: use --spec history=0"),
         (["replay", TRACE, "--history=0"], "--history: use --spec history=0"),
         (["replay", TRACE, "--batch-threshold", "8"], "--batch-threshold: replay drafts in every step"),
@@ -165,6 +169,12 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
             "rollout-spec bench drafters: --max-index-mb: use --spec max_index_mb=4",
         ),
         ("engine --history 0", "rollout-spec bench engine: --history: use --spec history=0"),
+        (
+            "drafters x --methods sam --spec model_tokens=1",
+            "rollout-spec bench drafters: --spec model_tokens=1: --model-tokens sets it",
+        ),
+        ("engine --model-tokens 1", "rollout-spec bench engine: --model-tokens: no model drafts here"),
+        ("host x --model-tokens 1", "rollout-spec bench host: --model-tokens: no model drafts here"),
         ("native --depth", "rollout-spec bench native: unrecognized arguments: --depth"),
         (
             "drafters x --methods suffix",

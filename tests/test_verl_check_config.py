@@ -127,6 +127,7 @@ def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(
 
 CONFLICTS = {
     "rollout.spec.num_speculative_tokens=0": r"rollout\.spec\.num_speculative_tokens=0: must be between 1",
+    "rollout.spec.model_tokens=2": "model_tokens=2: verl has no model that drafts yet",
     "+rollout.spec.colour=red": r"rollout\.spec\.colour: unknown field",
     "rollout.spec.min_survival=auto": "min_survival='auto': must be of type float",
     f"{ENGINE}.speculative_config.method=ngram": "'method': 'ngram'.*: rollout.spec sets it",

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 HELP = "whole rollouts in real engines: without drafts, with vLLM's drafters, with ours"
 METHODS = ("off", "ngram", "suffix", "sam")
-REFUSED = {"num_speculative_tokens": "--num-speculative-tokens sets it"}
+REFUSED = {  # as --spec, and why
+    "num_speculative_tokens": "--num-speculative-tokens sets it",
+    "model_tokens": "no model drafts here",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 HELP = "what vLLM's and the drafter's host work costs a step, on a device made of time: no GPU is needed"
 METHODS = ("off", "sam:0", "sam:1024", "off/v1", "off:sync/v1", "sam:0/v1", "sam:1024/v1", "suffix")
-REFUSED = {"num_speculative_tokens": "--num-speculative-tokens sets it"}
+REFUSED = {  # as --spec, and why
+    "num_speculative_tokens": "--num-speculative-tokens sets it",
+    "model_tokens": "no model drafts here",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,7 @@ HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "replay drafts in every step"),
     "num_speculative_tokens": "--num-speculative-tokens sets it",
+    "model_tokens": "--model-tokens sets it",
 }
 
 

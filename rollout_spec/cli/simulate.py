@@ -29,6 +29,7 @@ REFUSED = {  # as --spec, and why
     "method": "off and sam are both simulated",
     "verify": "tokens are recorded ones",
     "num_speculative_tokens": "--num-speculative-tokens sets it",
+    "model_tokens": "--model-tokens sets it",
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "--routing sets it",
 }

@@ -98,6 +98,8 @@ def check_config(config: DictConfig) -> SpecConfig:
             "(VERL_USE_EXTERNAL_PLUGINS)? Run `rollout-spec doctor`."
         )
     spec = SpecConfig.from_mapping(options)
+    if spec.model_tokens != SpecConfig.model_tokens:
+        raise ConfigError(f"rollout.spec.model_tokens={spec.model_tokens}: verl has no model that drafts yet")
     refuse_old_version()
     _check_trainer(config, spec)
     _check_replay_buffer(config)
