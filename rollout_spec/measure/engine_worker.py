@@ -25,7 +25,7 @@ from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm.checks import runner_v2_misfit
 from rollout_spec.vllm.keys import KEY
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.proposer import proposer_of
 
 # vLLM asks for all three and has a default for none. 8 draft tokens, as in earlier records: what sam drafts
 # by default is no measure for ngram, which drafts that many in every step.
@@ -39,8 +39,9 @@ class Watch:
     def __init__(self, engine: Any) -> None:
         core = engine.engine_core.engine_core  # the engine is in this process
         runner = core.model_executor.driver_worker.worker.model_runner
-        self._drafter: Any = getattr(runner, "drafter", None)
-        self._is_ours = isinstance(self._drafter, SuffixProposer)
+        ours = proposer_of(runner)
+        self._is_ours = ours is not None
+        self._drafter: Any = ours or getattr(runner, "drafter", None)
         if self._drafter is not None:
             name = "step" if self._is_ours else "propose"  # what both model runners call
             setattr(self._drafter, name, self._timed(getattr(self._drafter, name)))

@@ -198,6 +198,18 @@ def race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     return best_token(block, _token_scores(logits, block, top, drawn))
 
 
+def log_odds(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """ln(p / (1 - p)) of each row's token: float32 [n], infinite where it is certain.
+
+    Args:
+        logits: [n, vocab_size].
+        tokens: int64 [n].
+    """
+    logits = logits.float()
+    log_p = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)
+    return log_p - torch.log(-torch.expm1(log_p))
+
+
 def _block_masses(logits: torch.Tensor, wanted: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     """The sums of exp(logit - the row's largest) of the blocks that are wanted, of others 0.
 

@@ -49,8 +49,12 @@ def row_seeds(keys: npt.ArrayLike, positions: npt.ArrayLike) -> torch.Tensor:
         keys: int64 [n], not negative (`make_key`).
         positions: int64 [n], not negative: the token's place in its sequence, prompt included.
     """
-    numbers = torch.from_numpy(np.asarray(positions, np.int64)) + 1
-    return splitmix(torch.from_numpy(np.asarray(keys, np.int64)), numbers)
+    return seeds_at(*(torch.from_numpy(np.asarray(each, np.int64)) for each in (keys, positions)))
+
+
+def seeds_at(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`row_seeds` of int64 tensors on any device, for positions that the host does not know yet."""
+    return splitmix(keys, positions + 1)
 
 
 def exponential(seeds: torch.Tensor, num: int, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,7 @@ from rollout_spec.verl.windows import Windows, is_validation
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.cores import EngineCores
 from rollout_spec.vllm.keys import KEY
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
 logger = init_logger(f"vllm.{__name__}")
@@ -57,8 +57,8 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
 
     def rollout_spec_call(self, method: str, *args: Any) -> Any:
         """What the drafter's method returns; None where there is no drafter, or its drafts are not used."""
-        drafter = getattr(getattr(self, "model_runner", None), "drafter", None)
-        if not isinstance(drafter, SuffixProposer) or not drafter.is_used:
+        drafter = proposer_of(getattr(self, "model_runner", None))
+        if drafter is None or not drafter.is_used:
             return None
         result = getattr(drafter, method)(*args)
         return result.to_dict() if isinstance(result, EngineCounters) else result

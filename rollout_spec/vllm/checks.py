@@ -126,6 +126,8 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
         ConfigError: naming the setting.
     """
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    uses_v2 = vllm_config.use_v2_model_runner
+    misfit_v2 = runner_v2_misfit() if uses_v2 else None
     for is_so, reason in (
         (current_platform.is_out_of_tree(), "this platform has a model runner of its own"),
         (speculative.parallel_drafting, "parallel drafting has no order to draw its tokens in"),
@@ -142,6 +144,11 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
             "rejection_sample_method must be standard: verify=coupled has a way of its own",
         ),
         (_uses(speculative, "use_gemma4_mtp"), "Gemma 4's drafter shares the target's KV cache"),
+        (_uses(speculative, "use_step3p5_mtp"), "Step 3.5's drafter has a layer for each token"),
+        (
+            getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
+            "use_heterogeneous_vocab: the noise is of the target's tokens",
+        ),
         (_uses(speculative, "use_multi_module_mtp"), "an MTP head of several modules is not supported"),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),
         (
@@ -149,12 +156,22 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
             "the data-parallel ranks of experts would not run the same passes of the drafter",
         ),
         (vllm_config.lora_config is not None, "enable_lora: a draft's token has no adapter of its own"),
-        (not vllm_config.use_v2_model_runner, "this engine does not have vLLM's model runner V2"),
-        (runner_v2_misfit() is not None, f"vLLM's model runner V2 does not fit {runner_v2_misfit()}"),
+        (
+            misfit_v2 is not None,
+            f"vLLM's model runner V2 does not fit {misfit_v2}; set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
+            not uses_v2 and vllm_config.scheduler_config.async_scheduling,
+            "async_scheduling must be False with vLLM's model runner V1",
+        ),
+        (
+            not uses_v2 and speculative.disable_padded_drafter_batch,
+            "disable_padded_drafter_batch must be False",
+        ),
     ):
         if is_so:
             raise ConfigError(f"speculative_config.method={speculative.method} with rollout_spec: {reason}")
-    _check_speculator()
+    _check_model_drafter(uses_v2)
 
 
 def _uses(speculative: Any, name: str) -> bool:
@@ -163,7 +180,12 @@ def _uses(speculative: Any, name: str) -> bool:
     return ask is not None and bool(ask())
 
 
-def _check_speculator() -> None:
-    from rollout_spec.vllm.model_drafter import check_speculator
+def _check_model_drafter(uses_v2: bool) -> None:
+    if uses_v2:
+        from rollout_spec.vllm.model_drafter import check_speculator
 
-    check_speculator()
+        check_speculator()
+    else:
+        from rollout_spec.vllm.model_drafter_v1 import check_drafter
+
+        check_drafter()

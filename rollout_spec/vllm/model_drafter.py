@@ -14,9 +14,10 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.patches import Patch, guard_parameters, record
+from rollout_spec.verification import coupled
 from rollout_spec.vllm import versions_v2
 from rollout_spec.vllm.host_drafts import HostDrafts
-from rollout_spec.vllm.options import engine_options
+from rollout_spec.vllm.options import num_model_tokens
 
 SHARED_NOISE = Patch(
     name="vllm-v2-shared-noise",
@@ -46,11 +47,9 @@ def check_speculator() -> None:
 
 def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
     """A configuration for vLLM's speculator, which drafts fewer tokens than a row may have."""
-    config = engine_options(vllm_config)
-    assert config is not None
     its_own = copy.copy(vllm_config)
     its_own.speculative_config = speculative = copy.copy(vllm_config.speculative_config)
-    speculative.num_speculative_tokens = min(config.model_tokens, config.num_speculative_tokens)
+    speculative.num_speculative_tokens = num_model_tokens(vllm_config)
     speculative.draft_sample_method = "greedy"  # so that it keeps no logits, which nobody reads
     return its_own
 
@@ -71,18 +70,13 @@ def share_noise(speculator: DraftModelSpeculator, log_odds: torch.Tensor | None 
         logits = speculator.model.compute_logits(hidden_states)
         tokens = versions_v2.draw_as_target(speculator, logits, positions, idx_mapping, temperature, seeds)
         if log_odds is not None:
-            log_odds[: len(tokens)].index_copy_(1, draft_step.view(1), _log_odds(logits, tokens))
+            log_odds[: len(tokens)].index_copy_(
+                1, draft_step.view(1), coupled.log_odds(logits, tokens).unsqueeze(1)
+            )
         return tokens
 
     speculator.sample_draft = sample_draft
     record(SHARED_NOISE)
-
-
-def _log_odds(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """float32 [num_rows, 1], infinite where a token is certain."""
-    logits = logits.float()
-    log_p = logits.gather(1, tokens.view(-1, 1)) - logits.logsumexp(1, keepdim=True)
-    return log_p - torch.log(-torch.expm1(log_p))
 
 
 def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:

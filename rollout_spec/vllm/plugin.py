@@ -14,6 +14,7 @@ from rollout_spec.vllm.options import (
     OPTIONS_KEY,
     PROPOSER,
     engine_options,
+    has_model_drafter,
     has_our_drafter,
     names_our_drafter,
 )
@@ -161,7 +162,7 @@ def _bind(worker: Any) -> None:
     from vllm.platforms import current_platform
 
     from rollout_spec.vllm.graphs import capture_plain_steps
-    from rollout_spec.vllm.proposer import SuffixProposer
+    from rollout_spec.vllm.proposer import proposer_of
     from rollout_spec.vllm.sampler import RowSampling
 
     runner = getattr(worker, "model_runner", None)
@@ -175,12 +176,18 @@ def _bind(worker: Any) -> None:
 
         runner_v2.bind(runner, config)
         return
-    proposer = getattr(runner, "drafter", None)
-    if isinstance(proposer, SuffixProposer):
-        proposer.bind(runner)
-        if not current_platform.is_out_of_tree():
-            capture_plain_steps(runner)
-    RowSampling(runner, config.coupled).install()
+    rows = RowSampling(runner, config.coupled)
+    rows.install()
+    if config.coupled and has_model_drafter(worker.vllm_config):
+        from rollout_spec.vllm.model_drafter_v1 import bind_model_drafter
+
+        bind_model_drafter(runner, rows)
+    proposer = proposer_of(runner)
+    if proposer is None:
+        return
+    proposer.bind(runner)
+    if not current_platform.is_out_of_tree():
+        capture_plain_steps(runner)
 
 
 def _check_configurations() -> None:

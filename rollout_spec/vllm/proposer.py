@@ -21,6 +21,7 @@ from rollout_spec.vllm.lock_step import LockStep
 from rollout_spec.vllm.options import engine_options, is_hybrid
 
 LOG_EVERY = 1000  # engine steps in which rows decoded
+BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of a runner V1 whose drafter is a model's
 MAX_MESSAGE_BYTES = 1 << 31  # between an engine and its server; msgpack's limit is twice that
 
 logger = init_logger(f"vllm.{__name__}")
@@ -42,10 +43,11 @@ class SuffixProposer:
         assert config is not None, "vLLM builds this class only where its configuration names it"
         self.config = config
         self.is_used = drafts_are_used(vllm_config.parallel_config)
+        self._is_beside_model = is_hybrid(vllm_config)
         self._drafter: Drafter | None = None
         if self.is_used:
             self._drafter = Drafter(
-                self.config, fills=fills_drafts(vllm_config), has_model=is_hybrid(vllm_config)
+                self.config, fills=fills_drafts(vllm_config), has_model=self._is_beside_model
             )
         self._lock_step = LockStep()
         self._runner: Any = None
@@ -62,9 +64,10 @@ class SuffixProposer:
         if self.is_used and runner.parallel_config.data_parallel_size > 1:
             self._lock_step.watch()
         # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
-        # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
-        # its own end.
-        runner.effective_drafter_max_model_len = 1 << 31
+        # within K tokens of this length, which protects models that take shorter texts than the target.
+        # Ours stops each row at its own end.
+        if not self._is_beside_model or runner.effective_drafter_max_model_len >= runner.max_model_len:
+            runner.effective_drafter_max_model_len = 1 << 31
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is no model to load; the last moment before serving to see that the plugin has run."""
@@ -287,6 +290,12 @@ def _num_alike(draft: list[int], proposed: list[int]) -> int:
     """With how many equal tokens both begin."""
     pairs = enumerate(zip(draft, proposed, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(draft), len(proposed)))
+
+
+def proposer_of(runner: Any) -> SuffixProposer | None:
+    """The proposer of a model runner; on V1 a model that drafts has the place of `drafter`."""
+    found = getattr(runner, BESIDE_MODEL, getattr(runner, "drafter", None))
+    return found if isinstance(found, SuffixProposer) else None
 
 
 def drafts_are_used(parallel: ParallelConfig) -> bool:

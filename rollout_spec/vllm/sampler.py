@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.sample import rejection_sampler
@@ -26,6 +27,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from rollout_spec.patches import Patch, guard_parameters, misfit, record, replace_function
 from rollout_spec.verification import coupled, noise
+from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.ascend import MODULE as ASCEND
 from rollout_spec.vllm.keys import RequestKeys
 from rollout_spec.vllm.logprobs import KEPT_LOGPROBS, PARAMETERS, kept_logprobs
@@ -54,9 +56,17 @@ _NO_DRAFTS = Patch(
     upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._sample",
     until="a step without draft tokens is a plain step, as in 0.29",
 )
+SHARED_NOISE = Patch(
+    name="vllm-shared-noise",
+    reason="vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted "
+    "than tokens drawn with the target's noise, which coupled verification allows; used by engines with "
+    "rollout.spec.verify=coupled and a model drafter only",
+    upstream="vllm/v1/spec_decode/llm_base_proposer.py, SpecDecodeBaseProposer._sample_draft_tokens",
+    until="vLLM verifies with the tokens that a plain step would have drawn",
+)
 # What an engine's processes apply to themselves; _KEYED, _COUPLED and KEPT_LOGPROBS with
 # rollout.spec.verify=coupled only.
-ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS, _NO_DRAFTS)
+ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS, _NO_DRAFTS, SHARED_NOISE)
 
 # What hooks and our top-k-top-p sampler take vLLM's calls to pass on.
 _PARAMETERS = {
@@ -134,6 +144,17 @@ class RowSampling:
         sampler.register_forward_pre_hook(self._before_plain_step, with_kwargs=True)
         record(_KEYED)
         logger.info("rollout_spec: the noise of every token is keyed by its request and its position")
+
+    def seeds_behind(self, nums_tokens: torch.Tensor) -> torch.Tensor:
+        """The seeds of each row's noise so many tokens behind what the batch has: int64 [num_rows].
+
+        Args:
+            nums_tokens: int64 [num_rows], on the device. The step's tokens have been sampled.
+        """
+        levels = self._runner.input_batch.num_tokens_no_spec[: len(nums_tokens)].astype(np.int64)
+        known = np.stack([np.array(self._row_keys, np.int64), levels])
+        keys, positions = sent(known, nums_tokens.device)
+        return noise.seeds_at(keys, positions + nums_tokens)
 
     def _before_verification(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

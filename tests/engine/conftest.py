@@ -195,8 +195,19 @@ num_closed = 0
 
 
 def proposer_of(llm: Any) -> Any:
+    from rollout_spec.vllm import proposer
+
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    return worker.model_runner.drafter
+    return proposer.proposer_of(worker.model_runner)
+
+
+def assert_same_requests(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """What `interpreted_runner.serve` gave of an engine is what it gave of another, which may have more."""
+    for name, one in found.items():
+        for part in ("tokens", "text", "end"):
+            assert one[part] == expected[name][part], (name, part)
+        for row, plain in zip(one["logprobs"], expected[name]["logprobs"], strict=True):
+            assert row == pytest.approx(plain, abs=2e-4), name
 
 
 def token_ids(outputs: list[Any]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Run as a program, as `interpreted_runner`: a model drafts on V2, alone and beside the suffix drafts."""
+"""A model drafts, alone and beside the suffix drafts; run as a program, as `interpreted_runner`, on V2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import pathlib
 import sys
 from typing import Any
 
-import tests.engine.interpreted_triton  # noqa: F401 (before all others)
+if __name__ == "__main__":
+    import tests.engine.interpreted_triton  # noqa: F401 (before all others)
+
 from rollout_spec.vllm.features import version
 from tests.engine.interpreted_runner import REQUESTS, late, run
 
@@ -17,10 +19,15 @@ NAMES = (*REQUESTS,)
 
 
 def main(models: str, output: str) -> None:
-    folders = {path.name: str(path) for path in pathlib.Path(models).iterdir()}
+    pathlib.Path(output).write_text(json.dumps(served(pathlib.Path(models), async_scheduling=True)))
+
+
+def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
+    """What the engines give; `ahead` are vLLM's arguments for those that are to schedule so."""
+    folders = {path.name: str(path) for path in models.iterdir()}
     target, eagle = folders["target"], {"method": "eagle", "model": folders["eagle"]}
     same = target, {"method": "draft_model", "model": folders["copy"]}
-    if version() != "0.32.0":  # the first whose V2 has draft models
+    if ahead and version() != "0.32.0":  # the first whose V2 has draft models
         same = folders["bigrams"], {"method": "eagle", "model": folders["bigrams-eagle"]}
     # For two requests of at most 64 tokens, drafts included; the first block is vLLM's.
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 5, "max_model_len": 80, "max_num_seqs": 4}
@@ -29,7 +36,7 @@ def main(models: str, output: str) -> None:
     without_grammar = tuple(name for name in NAMES if name != "grammar")
     plain = run(target, None, names=NAMES)
     stop = late(plain["requests"]["sampled"]["text"])
-    result = {
+    return {
         "plain": plain,
         "model": alone(target, eagle, names=without_grammar),
         "same": alone(*same, names=("unnamed", "greedy", "one")),
@@ -37,14 +44,11 @@ def main(models: str, output: str) -> None:
             *same,
             {"batch_threshold": 2, "min_survival": 0.0},
             names=("short", "sampled", "one"),
-            async_scheduling=True,
+            **ahead,
         ),
         "both": both(target, eagle, {}, stop, names=NAMES),
-        "preempted": both(
-            target, eagle, {"batch_threshold": 1}, names=two_grow, async_scheduling=True, **few_blocks
-        ),
+        "preempted": both(target, eagle, {"batch_threshold": 1}, names=two_grow, **ahead, **few_blocks),
     }
-    pathlib.Path(output).write_text(json.dumps(result))
 
 
 def alone(model: str, drafter: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -12,9 +12,12 @@ import sys
 import tempfile
 from typing import Any
 
-import tests.engine.interpreted_triton  # noqa: F401 (before all others)
+if __name__ == "__main__":
+    import tests.engine.interpreted_triton  # noqa: F401 (before all others)
+
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.features import v2_architectures
+from rollout_spec.vllm.proposer import proposer_of
 from tests.engine.conftest import close, engine_settings
 from tests.engine.test_graphs import ALL_DRAFTS, DRAFTS, GRAPHS, PLAIN
 from tests.engine.test_vision import tokens
@@ -102,24 +105,26 @@ def run(
     llm = LLM(**settings | sizes | ({} if spec is not None else OFF) | arguments)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
-    assert type(runner).__module__ == "vllm.v1.worker.cpu.model_runner", type(runner)
     found: dict[str, Any] = {
+        "model_runner": type(runner).__module__,
         "steps": noted_steps(core.scheduler, runner),
         "requests": serve(llm, names, prompts or [TEXT] * len(names)),
     }
     found["steps"] = found["steps"].copy()
-    if spec is not None:
-        found["counters"] = runner.drafter.take_counters().to_dict()
+    drafter = proposer_of(runner)
+    if drafter is not None:
+        found["counters"] = drafter.take_counters().to_dict()
         found["refusal"] = refusal(llm)
     if stop is not None:
         found["stop"] = stop
         found |= interrupted(llm, "sampled", runner)
-        found["history"] = history(runner.drafter)
-        runner.drafter.take_counters()
+        found["history"] = history(drafter)
+        drafter.take_counters()
         found["stopped"] = given(llm.generate(TEXT, sampling("sampled", stop=[stop]), use_tqdm=False)[0])
-        found["counters_behind"] = runner.drafter.take_counters().to_dict()
-    found["decode_query_len"] = runner.decode_query_len
-    found["graphs"] = {mode: graphs(runner.cudagraph_manager, mode) for mode in GRAPHS}
+        found["counters_behind"] = drafter.take_counters().to_dict()
+    if hasattr(runner, "cudagraph_manager"):  # V2
+        found["decode_query_len"] = runner.decode_query_len
+        found["graphs"] = {mode: graphs(runner.cudagraph_manager, mode) for mode in GRAPHS}
     close([llm])
     return found
 
@@ -165,7 +170,8 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
     And how many steps were in flight to the drafter when the sync came, and behind it. Four are aborted, and
     late: so the gate has closed.
     """
-    engine, arrivals, tokens = llm.llm_engine, runner.draft_tokens_handler._arrivals, []
+    engine, tokens = llm.llm_engine, []
+    arrivals = getattr(getattr(runner, "draft_tokens_handler", None), "_arrivals", ())  # V1 has none
     aborted = [f"aborted {i}" for i in range(4)]
     for each in aborted:
         engine.add_request(each, TEXT, sampling(name))
@@ -174,7 +180,7 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
             tokens = list(output.outputs[0].token_ids)
     engine.abort_request(aborted, internal=False)
     in_flight = [len(arrivals)]
-    runner.drafter.drop_texts(aborted)
+    proposer_of(runner).drop_texts(aborted)
     in_flight.append(len(arrivals))
     prompt = {"prompt_token_ids": PROMPT + tokens}
     [output] = llm.generate([prompt], [sampling(name, len(tokens))], use_tqdm=False)
@@ -211,7 +217,7 @@ def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:
     """What the scheduler decides from now on, step by step."""
     from vllm.v1.request import RequestStatus
 
-    batch = getattr(runner.draft_tokens_handler, "_batch", None)
+    batch = getattr(getattr(runner, "draft_tokens_handler", None), "_batch", None)
     schedule, update, steps = scheduler.schedule, scheduler.update_draft_token_ids, []
 
     def schedule_and_note(*args: Any, **kwargs: Any) -> Any:

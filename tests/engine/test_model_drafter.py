@@ -1,4 +1,4 @@
-"""A model drafts on model runner V2: vLLM's own speculators on the CPU, their Triton kernels interpreted."""
+"""A model drafts on both model runners: vLLM's own drafters on the CPU; on V2 their Triton is interpreted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from rollout_spec.config import ConfigError
+from rollout_spec.patches import PatchError
 from rollout_spec.vllm import checks, plugin
 from rollout_spec.vllm.checks import check_options, runner_v2_misfit
 from rollout_spec.vllm.features import version
-from tests.engine.conftest import engine_settings
+from tests.engine.conftest import assert_same_requests, engine_settings
+from tests.engine.interpreted_model import served
 from tests.engine.test_runner_v2 import interpreted
 
 pytestmark = pytest.mark.skipif(
@@ -69,20 +71,20 @@ def heads(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.
     return models
 
 
-@pytest.fixture(scope="module")
-def results(heads: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("model_drafter") / "results.json"
-    return interpreted("tests.engine.interpreted_model", str(heads), path)
+@pytest.fixture(scope="module", params=["V1", "V2"])
+def results(request: pytest.FixtureRequest, heads: pathlib.Path) -> dict[str, Any]:
+    if request.param == "V1":
+        found = json.loads(json.dumps(served(heads)))
+    else:
+        found = interpreted("tests.engine.interpreted_model", str(heads), heads / "results.json")
+    where = {"V1": "vllm.v1.worker.cpu_model_runner", "V2": "vllm.v1.worker.cpu.model_runner"}[request.param]
+    assert {engine["model_runner"] for engine in found.values()} == {where}
+    return found
 
 
 @pytest.mark.parametrize("engine", ["model", "both", "preempted"])
 def test_a_models_drafts_change_nothing(results: dict[str, Any], engine: str) -> None:
-    for name, found in results[engine]["requests"].items():
-        expected = results["plain"]["requests"][name]
-        for part in ("tokens", "text", "end"):
-            assert found[part] == expected[part], (name, part)
-        for row, plain in zip(found["logprobs"], expected["logprobs"], strict=True):
-            assert row == pytest.approx(plain, abs=2e-4), name
+    assert_same_requests(results[engine]["requests"], results["plain"]["requests"])
 
 
 def test_a_model_alone_saves_steps(results: dict[str, Any]) -> None:
@@ -177,6 +179,14 @@ def settings_of(heads: pathlib.Path, spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(params=["V1", "V2"])
+def with_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where vLLM has Triton, it takes V2 for the target."""
+    plugin.register()
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", request.param == "V2")
+    return request.param
+
+
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
@@ -186,22 +196,18 @@ def settings_of(heads: pathlib.Path, spec: dict[str, Any]) -> dict[str, Any]:
             "its drafts share the target's noise, which rollout.spec.verify=standard does not have",
         ),
         ({"enable_lora": True}, "enable_lora: a draft's token has no adapter of its own"),
-        ({"runner": "V1"}, "this engine does not have vLLM's model runner V2"),
     ],
 )
 def test_what_does_not_go_with_a_model_is_refused_by_name(
-    arguments: dict[str, Any], refusal: str | None, heads: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Any], refusal: str | None, heads: pathlib.Path, with_runner: str
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    plugin.register()
     arguments = dict(arguments)
-    if arguments.pop("runner", None) is None:
-        monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    spec = arguments.pop("spec", {})
-    settings = settings_of(heads, spec) | arguments
+    settings = settings_of(heads, arguments.pop("spec", {})) | arguments
     if refusal is None:
-        EngineArgs(**settings).create_engine_config()
+        config = EngineArgs(**settings).create_engine_config()
+        assert config.use_v2_model_runner == (with_runner == "V2")
         return
     message = f"^speculative_config.method=eagle with rollout_spec: {refusal}$"
     with pytest.raises(ConfigError, match=message):
@@ -209,23 +215,38 @@ def test_what_does_not_go_with_a_model_is_refused_by_name(
 
 
 def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
-    heads: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    heads: pathlib.Path, with_runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    plugin.register()
-    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     config = EngineArgs(**settings_of(heads, {})).create_engine_config()
     speculative = config.speculative_config
+    of_runner: dict[str, tuple[tuple[Any, str, Any, str], ...]] = {
+        "V1": (
+            (config.scheduler_config, "async_scheduling", True, "async_scheduling must be False with"),
+            (speculative, "disable_padded_drafter_batch", True, "disable_padded_drafter_batch"),
+        ),
+        "V2": (
+            (checks, "runner_v2_misfit", lambda: "it (is new)", r"V2 does not fit it \(is new\); set VLLM_U"),
+        ),
+    }
     for owner, name, value, refusal in (
         (config.parallel_config, "pipeline_parallel_size", 2, "pipeline_parallel_size must be 1"),
         (speculative, "enable_adaptive_verification", True, "enable_adaptive_verification"),
+        (speculative, "use_heterogeneous_vocab", True, "use_heterogeneous_vocab"),
         (speculative, "use_local_argmax_reduction", True, "use_local_argmax_reduction"),
         (speculative, "rejection_sample_method", "synthetic", "rejection_sample_method must be standard"),
-        (checks, "runner_v2_misfit", lambda: "it (has changed)", r"V2 does not fit it \(has changed\)$"),
+        *of_runner[with_runner],
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value, raising=False)
             with pytest.raises(ConfigError, match=f"^speculative_config.method=eagle [^\\n]*: .*{refusal}"):
                 check_options(config)
     check_options(config)
+    monkeypatch.setattr(SpecDecodeBaseProposer, "_sample_draft_tokens", lambda self, logits: logits)
+    if with_runner == "V1":
+        with pytest.raises(
+            PatchError, match=r"SpecDecodeBaseProposer\._sample_draft_tokens takes self, logits\."
+        ):
+            check_options(config)

@@ -15,7 +15,7 @@ import pytest
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import runner_v2_misfit
 from rollout_spec.vllm.features import v2_architectures, version
-from tests.engine.conftest import engine_settings
+from tests.engine.conftest import assert_same_requests, engine_settings
 from tests.engine.test_graphs import GRAPHS
 
 pytestmark = pytest.mark.skipif(
@@ -136,12 +136,7 @@ def test_a_request_gets_what_it_asks_for(results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_drafts_change_nothing(results: dict[str, Any], engine: str) -> None:
-    for name, found in results[engine]["requests"].items():
-        expected = results["plain"]["requests"][name]
-        for part in ("tokens", "text", "end"):
-            assert found[part] == expected[part], (name, part)
-        for row, plain in zip(found["logprobs"], expected["logprobs"], strict=True):
-            assert row == pytest.approx(plain, abs=2e-4), name
+    assert_same_requests(results[engine]["requests"], results["plain"]["requests"])
 
 
 @pytest.mark.skipif(v2_architectures() is not None, reason="vLLM 0.24 has V1 for models that take images")
