@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -82,6 +83,18 @@ def test_the_sdist_holds_what_can_be_built_and_run(built: Path, tmp_path: Path) 
         "setup.cfg",
     }
     run("make", "-s", "-C", "native", "lint", f"BUILD={tmp_path / 'build'}", cwd=sdist)
+
+
+def test_no_link_of_the_packages_page_leads_nowhere(wheel: Path) -> None:
+    """The page shows the README away from the repository's other files."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        page = Parser().parsestr(archive.read(metadata).decode()).get_payload()
+    links = re.findall(r"\[([^]]*)\]\(([^)]*)\)", page)
+    assert ("verl", "https://github.com/verl-project/verl") in links
+    assert all(target.startswith("https:") for _, target in links)
+    assert "(`docs/results.md`)" in page
+    assert "+rollout.spec=sam" in page
 
 
 def test_the_wheel_uses_the_stable_abi_of_3_11(wheel: Path) -> None:
