@@ -48,6 +48,11 @@ def bind_model_drafter(runner: Any, rows: RowSampling) -> None:
         return
     proposer = SuffixProposer(runner.vllm_config)
     setattr(runner, BESIDE_MODEL, proposer)
+    longest = runner.effective_drafter_max_model_len
+    proposer.bind(runner)
+    if longest < runner.max_model_len:  # beyond, the model would read positions that it does not have
+        runner.effective_drafter_max_model_len = longest
+    proposer.load_model()
     ModelDrafter(runner, rows, proposer)
 
 

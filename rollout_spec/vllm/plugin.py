@@ -185,7 +185,8 @@ def _bind(worker: Any) -> None:
     proposer = proposer_of(runner)
     if proposer is None:
         return
-    proposer.bind(runner)
+    if proposer is runner.drafter:
+        proposer.bind(runner)
     if not current_platform.is_out_of_tree():
         capture_plain_steps(runner)
 

@@ -43,11 +43,10 @@ class SuffixProposer:
         assert config is not None, "vLLM builds this class only where its configuration names it"
         self.config = config
         self.is_used = drafts_are_used(vllm_config.parallel_config)
-        self._is_beside_model = is_hybrid(vllm_config)
         self._drafter: Drafter | None = None
         if self.is_used:
             self._drafter = Drafter(
-                self.config, fills=fills_drafts(vllm_config), has_model=self._is_beside_model
+                self.config, fills=fills_drafts(vllm_config), has_model=is_hybrid(vllm_config)
             )
         self._lock_step = LockStep()
         self._runner: Any = None
@@ -64,10 +63,9 @@ class SuffixProposer:
         if self.is_used and runner.parallel_config.data_parallel_size > 1:
             self._lock_step.watch()
         # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
-        # within K tokens of this length, which protects models that take shorter texts than the target.
-        # Ours stops each row at its own end.
-        if not self._is_beside_model or runner.effective_drafter_max_model_len >= runner.max_model_len:
-            runner.effective_drafter_max_model_len = 1 << 31
+        # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
+        # its own end.
+        runner.effective_drafter_max_model_len = 1 << 31
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is no model to load; the last moment before serving to see that the plugin has run."""
