@@ -133,6 +133,11 @@ METRICS = (
         "Nothing: high in full batches.",
     ),
     Metric(
+        "model_ms",
+        "Time of a step that the host spends on the model's passes; a GPU's own time is not in it.",
+        "Nothing: it is context.",
+    ),
+    Metric(
         "model_share",
         "Share of draft tokens that are the model's: as far as it drafts the same.",
         "Nothing: it is context.",
@@ -182,6 +187,7 @@ class EngineCounters(_Counters):
     # Of a model that drafts beside the text; its tokens are those of a draft that begins as its own does
     num_model_passes: int = 0
     num_model_passes_left_out: int = 0
+    model_seconds: float = 0.0  # of the host; a GPU's passes may end later
     num_model_draft_tokens: int = 0
     num_model_accepted_tokens: int = 0
     # Steps without drafts, by what decided so
@@ -307,6 +313,7 @@ def _model_metrics(engine: EngineCounters) -> dict[str, float]:
         "num_model_passes": engine.num_model_passes,
         "num_model_passes_left_out": engine.num_model_passes_left_out,
     }
+    values |= _ratio("model_ms", engine.model_seconds * 1e3, engine.num_steps)
     values |= _ratio("model_share", drafted, engine.num_draft_tokens)
     values |= _ratio("model_acceptance_rate", accepted, drafted)
     others = engine.num_draft_tokens - drafted

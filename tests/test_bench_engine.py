@@ -15,7 +15,7 @@ import pytest
 from rollout_spec.cli import main
 from rollout_spec.cli.inputs import default_dtype, device_arguments
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.measure.engine import Load, Method, random_prompts
+from rollout_spec.measure.engine import Load, Method, model_drafter, random_prompts
 from rollout_spec.measure.timeline import Timeline, measure, step_times, summarise
 from rollout_spec.report.headlines import engine_headline
 
@@ -149,7 +149,11 @@ def test_methods_pass_their_threshold_on():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--methods", "off,magic"], "method 'magic': must be off, off:coupled, ngram, suffix, sam or"),
+        (["--methods", "off,magic"], "method 'magic': must be off, off:coupled, ngram, suffix, model, sam"),
+        (["--methods", "sam,model"], "--methods sam,model: model needs --model-drafter"),
+        (["--model-drafter", "eagle:head"], "--model-drafter eagle:head: must be METHOD:MODEL:NUMBER"),
+        (["--model-drafter", "ngram:head:3"], "--model-drafter ngram:head:3: must be METHOD:MODEL:NUMBER"),
+        (["--record-proposals"], "--record-proposals: needs --model-drafter and --output"),
         (["--methods", "off,off"], "--methods off,off: a method is named twice"),
         (["--repeats", "0"], "--repeats: 0 must be at least 1"),
         (["--num-speculative-tokens", "65"], "num_speculative_tokens=65: must be between 1 and 64"),
@@ -205,6 +209,21 @@ def test_each_method_drafts_its_own_number_of_tokens_unless_one_is_given(capsys:
     assert main(["bench", "engine", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"ngram {NGRAM['num_speculative_tokens']}, suffix what vLLM takes, sam {own}" in shown
+
+
+def test_a_model_drafts_alone_or_beside_the_text():
+    from rollout_spec.measure.engine_worker import _method_arguments
+
+    given = {"method": "eagle3", "model": "path/to:head", "num_speculative_tokens": 3}
+    assert model_drafter("eagle3:path/to:head:3") == given
+    assert model_drafter("mtp::1") == {"method": "mtp", "num_speculative_tokens": 1}
+    job = {"spec": {"history": 2}, "num_speculative_tokens": None, "model_drafter": given}
+    alone, both = (_method_arguments(job | {"method": method}) for method in ("model", "sam+model:4"))
+    assert alone["speculative_config"] == given
+    assert alone["additional_config"]["rollout_spec"] == {"method": "off", "verify": "coupled"}
+    assert both["speculative_config"] == given | {"num_speculative_tokens": SpecConfig.num_speculative_tokens}
+    options = {"history": 2, "batch_threshold": 4, "model_tokens": 3}
+    assert both["additional_config"]["rollout_spec"] == options
 
 
 def test_a_record_holds_every_option_of_ours_and_nothing_of_others():

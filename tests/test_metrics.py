@@ -79,11 +79,14 @@ def test_an_engines_line_by_hand() -> None:
 
 def test_what_a_model_and_the_text_gave_by_hand() -> None:
     engine = EngineCounters(
+        num_steps=30, model_seconds=0.06,
         num_draft_tokens=50, num_accepted_tokens=20, num_model_passes=60, num_model_passes_left_out=30,
         num_model_draft_tokens=40, num_model_accepted_tokens=18,
     )  # fmt: skip
     assert engine_summary(engine) == (
-        "acceptance_rate 0.4, num_guard_stops 0, num_model_passes 60, num_model_passes_left_out 30, "
+        "acceptance_rate 0.4, share_on 0, draft_ms 0, share_off_threshold 0, share_off_cost 0, "
+        "share_off_guard 0, share_off_probe 0, num_guard_stops 0, num_model_passes 60, "
+        "num_model_passes_left_out 30, model_ms 2, "
         "model_share 0.8, model_acceptance_rate 0.45, text_acceptance_rate 0.2"
     )
 

@@ -31,7 +31,7 @@ HELP = "whole rollouts in real engines: without drafts, with vLLM's drafters, wi
 METHODS = ("off", "ngram", "suffix", "sam")
 REFUSED = {  # as --spec, and why
     "num_speculative_tokens": "--num-speculative-tokens sets it",
-    "model_tokens": "no model drafts here",
+    "model_tokens": "--model-drafter sets it",
 }
 
 
@@ -64,7 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compared.add_argument(
         "--methods", metavar="M,M",
         help="off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
-        f"sam:auto; each is compared with the first ({','.join(METHODS)}, without what is not installed)",
+        "sam:auto; model and sam+model, of --model-drafter; "
+        f"each is compared with the first ({','.join(METHODS)}, without what is not installed)",
+    )  # fmt: skip
+    compared.add_argument(
+        "--model-drafter", metavar="METHOD:MODEL:N",
+        help="a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head",
     )  # fmt: skip
     add_num_speculative_tokens(compared)
     add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
@@ -80,6 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="DIR",
         help="write engine.json, timelines.json, engine.png and rollouts-*.jsonl there",
     )  # fmt: skip
+    output.add_argument(
+        "--record-proposals", action="store_true",
+        help="one more rollout, for bench drafters: proposals.jsonl, what the model drafts behind each token",
+    )  # fmt: skip
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_example(
         parser, "rollout-spec bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
@@ -89,9 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
-    from rollout_spec.measure.engine import make_record, rollouts
+    from rollout_spec.measure.engine import make_record, recorded, rollouts
     from rollout_spec.report.headlines import engine_headline
-    from rollout_spec.report.rollouts import tables, write_rollouts
+    from rollout_spec.report.rollouts import tables, write_proposals, write_rollouts
 
     plan = _plan(args)
     with output_folder(args.output) as folder:
@@ -101,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
             record["load"] |= {"kind": args.load, "prompts": args.prompts and str(args.prompts)}
             if args.output:
                 write_rollouts(record, served, plan.load.prompts, folder)
+        if args.record_proposals:
+            write_proposals(recorded(plan, folder), plan.load.prompts, plan.load.group_size, folder)
     if args.json:
         print(json.dumps(record, indent=2, allow_nan=False))
         return 0
@@ -112,14 +123,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from rollout_spec.measure.engine import Load, Plan, random_prompts
+    from rollout_spec.measure.engine import Load, Plan, model_drafter, random_prompts
 
     if args.prompts and args.load == "random":
         raise UserError("--prompts: --load random makes prompts of its own")
+    if args.record_proposals and not (args.model_drafter and args.output):
+        raise UserError("--record-proposals: needs --model-drafter and --output")
     spec = spec_options(args.spec, REFUSED)
     if args.num_speculative_tokens is not None:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
-    methods = _methods(args.methods, spec)
+    drafter = model_drafter(args.model_drafter) if args.model_drafter else None
+    methods = _methods(args.methods, spec, drafter is not None)
     # Before the model is made, which takes longer.
     rows = prompt_rows("--prompts", args.prompts, args.num_prompts, args.seed, "bench")
     dtype = args.dtype or default_dtype()
@@ -139,19 +153,21 @@ def _plan(args: argparse.Namespace) -> Plan:
     engine = {"max_num_seqs": args.max_num_seqs, "max_model_len": longest} | device_arguments()
     return Plan(
         load=load, methods=methods, model=model, dtype=dtype, engine=engine, spec=spec,
-        num_speculative_tokens=args.num_speculative_tokens, repeats=args.repeats,
+        num_speculative_tokens=args.num_speculative_tokens, model_drafter=drafter, repeats=args.repeats,
         tail_threshold=args.tail_threshold,
     )  # fmt: skip
 
 
-def _methods(given: str | None, spec: dict[str, Any]) -> list[str]:
+def _methods(given: str | None, spec: dict[str, Any], has_model: bool = False) -> list[str]:
     from rollout_spec.measure.engine import Method, require
 
     labels = given.split(",") if given else installed("bench engine", METHODS, require)
     if len(set(labels)) < len(labels):
         raise UserError(f"--methods {given}: a method is named twice")
     for method in map(Method, labels):
-        if method.name == "sam":
+        if method.has_model and not has_model:
+            raise UserError(f"--methods {given}: {method.label} needs --model-drafter")
+        if method.is_ours:
             method.options(spec)
         require(method.name)
     return labels

@@ -22,6 +22,7 @@ from rollout_spec.measure.drafters import require_arctic_inference
 from rollout_spec.measure.environment import environment
 from rollout_spec.measure.timeline import Timeline, measure, step_times, summarise
 from rollout_spec.processes import last_error, started
+from rollout_spec.vllm.options import MODEL_METHODS
 
 MIN_RESPONSE_TOKENS = 8
 RANDOM_PROMPT_TOKENS = 64
@@ -44,7 +45,8 @@ class Method:
     """One competitor.
 
     `off` is plain vLLM, `off:coupled` the same with the noise of verify=coupled, `ngram` and `suffix` are
-    vLLM's own drafters, `sam` is ours, `sam:N` and `sam:auto` ours with that `batch_threshold`.
+    vLLM's own drafters, `sam` is ours, `sam:N` and `sam:auto` ours with that `batch_threshold`. `model` is a
+    model's drafts with verify=coupled, `sam+model`, which takes thresholds too, ours beside it.
 
     Raises:
         ConfigError: there is no such method, or it takes no such variant.
@@ -53,11 +55,12 @@ class Method:
     label: str
 
     def __post_init__(self) -> None:
-        if self.label in ("off", "off:coupled", "ngram", "suffix"):
+        if self.label in ("off", "off:coupled", "ngram", "suffix", "model"):
             return
-        if self.name != "sam":
+        if not self.is_ours:
             raise ConfigError(
-                f"method {self.label!r}: must be off, off:coupled, ngram, suffix, sam or sam:THRESHOLD"
+                f"method {self.label!r}: must be off, off:coupled, ngram, suffix, model, sam, sam+model, "
+                "sam:THRESHOLD or sam+model:THRESHOLD"
             )
         self.options({})
 
@@ -65,14 +68,39 @@ class Method:
     def name(self) -> str:
         return self.label.partition(":")[0]
 
+    @property
+    def is_ours(self) -> bool:
+        return self.name in ("sam", "sam+model")
+
+    @property
+    def has_model(self) -> bool:
+        return self.name in ("model", "sam+model")
+
     def options(self, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of `rollout.spec` for `sam`: those given, and the method's threshold."""
+        """The fields of `rollout.spec` for ours: those given, and the method's threshold."""
         _, _, threshold = self.label.partition(":")
         options = dict(spec)
         if threshold:
             options["batch_threshold"] = parse_threshold(threshold)
         SpecConfig.from_mapping(options)
         return options
+
+
+def model_drafter(text: str) -> dict[str, Any]:
+    """vLLM's `speculative_config` of METHOD:MODEL:NUMBER; without MODEL, of the policy's own head.
+
+    Raises:
+        UserError: it is no such text.
+    """
+    (method, _, rest), (_, _, given) = text.partition(":"), text.rpartition(":")
+    model = rest.removesuffix(given).removesuffix(":")
+    if method not in MODEL_METHODS or not given.isascii() or not given.isdigit() or not int(given):
+        raise UserError(
+            f"--model-drafter {text}: must be METHOD:MODEL:NUMBER, METHOD one of {', '.join(MODEL_METHODS)}, "
+            "NUMBER the tokens that it drafts"
+        )
+    found: dict[str, Any] = {"method": method, "num_speculative_tokens": int(given)}
+    return found | ({"model": model} if model else {})
 
 
 def require(method: str) -> None:
@@ -142,13 +170,14 @@ class Plan:
     engine: Mapping[str, Any]  # further arguments of vLLM's
     spec: Mapping[str, Any]  # fields of `rollout.spec` for sam
     num_speculative_tokens: int | None = None  # None: each method's default
+    model_drafter: Mapping[str, Any] | None = None  # of `model_drafter`, for the methods that have one
     repeats: int = 3
     tail_threshold: int = 8  # the tail comes behind the last step with more running requests
 
     def job(self, repeat: int, method: str) -> dict[str, Any]:
         """What `engine_worker.run` takes."""
         load = self.load
-        names = ("model", "dtype", "engine", "spec", "num_speculative_tokens")
+        names = ("model", "dtype", "engine", "spec", "num_speculative_tokens", "model_drafter")
         return {name: getattr(self, name) for name in names} | {
             "method": method, "seed": load.seed + repeat, "prompts": load.prompts,
             "requests": load.requests(repeat), "temperature": load.temperature,
@@ -185,6 +214,16 @@ def rollouts(
         served[method].append(result)
         if all(len(done) > repeat for done in served.values()):
             yield served
+
+
+def recorded(plan: Plan, folder: Path) -> dict[str, Any]:
+    """The first repeat's `responses`, each token with what the model drafts behind it (`proposals`).
+
+    Raises:
+        EngineError: the engine has failed.
+    """
+    method = f"sam+model:{plan.engine['max_num_seqs']}"  # whose gate is always open
+    return answer(WORKER, plan.job(0, method) | {"records": True}, method, folder)
 
 
 def answer(
@@ -252,6 +291,7 @@ def make_record(plan: Plan, served: Served) -> dict[str, Any]:
             "tail_threshold": plan.tail_threshold,
         },
         "num_speculative_tokens": plan.num_speculative_tokens,
+        "model_drafter": plan.model_drafter,
         "spec": plan.spec,
         "results": summarise(runs),
         "step_times": step_times(comparable),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,13 +20,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.measure.engine import Method, reply
 from rollout_spec.measure.timeline import Timeline
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm.checks import runner_v2_misfit
 from rollout_spec.vllm.keys import KEY
-from rollout_spec.vllm.proposer import proposer_of
+from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
 
 # vLLM asks for all three and has a default for none. 8 draft tokens, as in earlier records: what sam drafts
 # by default is no measure for ngram, which drafts that many in every step.
@@ -77,6 +79,10 @@ class Watch:
         )
         self._last, self._is_on = now, False
 
+    def record_proposals(self, num_tokens: int) -> ProposalRecorder:
+        """From now on, of an engine with `sam+model`."""
+        return ProposalRecorder(self._drafter, num_tokens)
+
     def log(self) -> None:
         """vLLM asks every few seconds."""
 
@@ -103,6 +109,39 @@ class Watch:
         return taken
 
 
+class ProposalRecorder:
+    """Notes what a model drafts; nothing of it is verified, so that it drafts behind every token."""
+
+    def __init__(self, proposer: SuffixProposer, num_tokens: int) -> None:
+        self._proposer, self._step, self._num_tokens = proposer, proposer.step, num_tokens
+        self._said: defaultdict[str, dict[int, tuple[list[int], list[float]]]] = defaultdict(dict)
+        setattr(proposer, "step", self.step)  # noqa: B010 (a method)
+
+    def step(
+        self, nums_new_tokens: list[int], levels: Any, token_ids: Any, ended: float | None = None,
+        in_time: bool = True, model_drafts: ModelDrafts | None = None,
+    ) -> list[list[int]]:  # fmt: skip
+        """`SuffixProposer.step`."""
+        self._step(nums_new_tokens, levels, token_ids, ended, in_time, model_drafts)
+        runner = self._proposer._runner
+        if model_drafts is not None:
+            for row, request_id in enumerate(runner.input_batch.req_ids):
+                if nums_new_tokens[row]:
+                    place = int(levels[row]) - len(runner.requests[request_id].prompt_token_ids)
+                    said = model_drafts.tokens[row].tolist(), model_drafts.log_odds[row].tolist()
+                    self._said[request_id.rpartition("-")[0] or request_id][place] = said
+        return [[] for _ in nums_new_tokens]
+
+    def proposals(self, responses: list[list[int]]) -> list[dict[str, Any]]:
+        """Of each response the fields of `trace.Proposals`; nothing behind the prompt, where none drafts."""
+        nothing = [-1] * self._num_tokens, [0.0] * self._num_tokens
+        found = []
+        for i, response in enumerate(responses):
+            rows = [self._said[str(i)].get(place, nothing) for place in range(len(response))]
+            found.append({"tokens": [row[0] for row in rows], "log_odds": [row[1] for row in rows]})
+        return found
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Serve a job.
 
@@ -111,16 +150,21 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         timeline, draft_cpu_s (CPU seconds of the drafter), counters (our drafter's), responses, and settings,
-        what the engine really runs with; `options`: all of rollout.spec for sam.
+        what the engine really runs with; `options`: all of rollout.spec for sam. Where job["records"] is
+        true also proposals, of each response.
     """
     engine = make_engine(job)
     watch = Watch(engine)
     serve(engine, *_warm_up(engine))
     prompts, params = _requests(job)
+    recorder = (
+        watch.record_proposals(job["model_drafter"]["num_speculative_tokens"]) if job.get("records") else None
+    )
     watch.start()
     responses = serve(engine, prompts, params)
     watch.take_counters()
-    return {
+    proposals = {"proposals": recorder.proposals(responses)} if recorder else {}
+    return proposals | {
         "timeline": dataclasses.asdict(watch.timeline),
         "draft_cpu_s": watch.draft_cpu_s,
         "counters": watch.counters.to_dict(),
@@ -149,13 +193,20 @@ def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
     method = Method(job["method"])
     if method.label == "off":
         return {}
+    coupled = {"additional_config": {OPTIONS_KEY: {"method": "off", "verify": "coupled"}}}
     if method.name == "off":
-        return {"additional_config": {OPTIONS_KEY: {"method": "off", "verify": "coupled"}}}
-    if method.name == "sam":
+        return coupled
+    if method.name == "model":
+        return coupled | {"speculative_config": dict(job["model_drafter"])}
+    if method.is_ours:
         options = method.options(job["spec"])
         k = SpecConfig(**options).num_speculative_tokens
-        return {"speculative_config": speculative_config(k), "additional_config": {OPTIONS_KEY: options}}
-    speculative: dict[str, Any] = {"method": method.name} | (NGRAM if method.name == "ngram" else {})
+        speculative = speculative_config(k)
+        if method.has_model:
+            options["model_tokens"] = job["model_drafter"]["num_speculative_tokens"]
+            speculative = job["model_drafter"] | {"num_speculative_tokens": k}
+        return {"speculative_config": speculative, "additional_config": {OPTIONS_KEY: options}}
+    speculative = {"method": method.name} | (NGRAM if method.name == "ngram" else {})
     if job["num_speculative_tokens"] is not None:  # else vLLM's default for `suffix`
         speculative["num_speculative_tokens"] = job["num_speculative_tokens"]
     return {"speculative_config": speculative}

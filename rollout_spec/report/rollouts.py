@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from rollout_spec.report.plots import plot_rollouts
 from rollout_spec.report.tables import make_table
-from rollout_spec.trace import to_line, trace_file
+from rollout_spec.trace import Proposals, to_line, trace_file
 
 _FIGURES = {  # of the table: what is shown of a result, and how
     "seconds": ("makespan_s", "{:.1f}"),
@@ -48,6 +49,21 @@ def write_rollouts(
             for i, prompt in enumerate(prompts)
         ]
         trace_file(folder, repeat).write_text("".join(lines))
+
+
+def write_proposals(
+    recorded: Mapping[str, Any], prompts: Sequence[Sequence[int]], group_size: int, folder: Path
+) -> None:
+    """proposals.jsonl, a trace of what `measure.engine.recorded` gave, siblings next to each other."""
+    lines = []
+    for i, prompt in enumerate(prompts):
+        siblings = slice(i * group_size, (i + 1) * group_size)
+        proposals = [
+            Proposals(np.array(each["tokens"], np.int32), np.array(each["log_odds"], np.float32))
+            for each in recorded["proposals"][siblings]
+        ]
+        lines.append(to_line(str(i), None, prompt, recorded["responses"][siblings], proposals=proposals))
+    (folder / "proposals.jsonl").write_text("".join(lines))
 
 
 def tables(record: Mapping[str, Any]) -> list[Table]:

@@ -6,6 +6,7 @@ and are handed to the proposer of the suffix drafts, if the engine has one.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -118,9 +119,11 @@ class ModelDrafter(SharedNoise):
         return [[] for _ in super().propose(*args, **kwargs)]
 
     def _propose_fewer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        num = self._num_tokens if self._drafts_now else 0
-        self._proposer.note_passes(max(num, 1), self._num_tokens - max(num, 1))
-        return self._propose_model(*args, **kwargs | {"num_speculative_tokens": num})
+        num, begin = self._num_tokens if self._drafts_now else 0, time.perf_counter()
+        drafts = self._propose_model(*args, **kwargs | {"num_speculative_tokens": num})
+        num = max(num, 1)  # the first pass, for no token
+        self._proposer.note_passes(num, self._num_tokens - num, time.perf_counter() - begin)
+        return drafts
 
     def _sample_and_draft(self, *args: Any, **kwargs: Any) -> Any:
         """The runner's `sample_tokens`; behind it tokens and model's drafts are on the host."""

@@ -138,11 +138,13 @@ class SuffixProposer:
         self._counters.num_failed_steps += 1
         return [[] for _ in nums_new_tokens]
 
-    def note_passes(self, num: int, num_left_out: int) -> None:
-        """A model has drafted beside the text, in so many passes."""
+    def note_passes(self, num: int, num_left_out: int, seconds: float) -> None:
+        """A model has drafted beside the text, in so many passes, for which the host has taken so long."""
         if self._drafter is not None:
-            self._drafter.counters.num_model_passes += num
-            self._drafter.counters.num_model_passes_left_out += num_left_out
+            counters = self._drafter.counters
+            counters.num_model_passes += num
+            counters.num_model_passes_left_out += num_left_out
+            counters.model_seconds += seconds
 
     def _count_model(
         self,

@@ -5,12 +5,48 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollout_spec.drafting.gate import HYSTERESIS_STEPS
 from rollout_spec.measure.engine import Load, random_prompts
-from rollout_spec.trace import trace_file
+from rollout_spec.trace import read_trace, trace_file
 from tests.engine.conftest import VOCAB_SIZE
+
+
+def test_what_a_model_drafts_behind_every_token_is_recorded(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the policy as its own drafter: the tokens that come, but for the first place, which has no pass."""
+    from rollout_spec.measure import engine, engine_worker
+    from rollout_spec.report.rollouts import write_proposals
+
+    settings = {
+        "max_num_seqs": 4,
+        "max_model_len": 128,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    load = Load([[1, *[5, 9] * 14, 7], [1, 8, 4]], group_size=2, median_tokens=16, max_tokens=24)
+    plan = engine.Plan(
+        load=load, methods=["model"], model=tiny_model, dtype="float32", engine=settings, spec={"history": 0},
+        model_drafter={"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 3},
+    )  # fmt: skip
+    monkeypatch.setattr(engine, "answer", lambda worker, job, name, folder: engine_worker.run(job))
+    recorded = engine.recorded(plan, tmp_path)
+    write_proposals(recorded, load.prompts, load.group_size, tmp_path)
+    lines = list(read_trace(tmp_path / "proposals.jsonl"))
+    assert [len(line.responses) for line in lines] == [2, 2]
+    for line in lines:
+        for response, said in zip(line.responses, line.proposals, strict=True):
+            assert said.tokens[0].tolist() == [-1, -1, -1]
+            for place in range(1, len(response)):
+                coming = response[place : place + 3].tolist()
+                assert said.tokens[place, : len(coming)].tolist() == coming
+            assert np.isfinite(said.log_odds).all() and (said.log_odds[1:] != 0).all()
+    counters = recorded["counters"]
+    assert counters["num_model_passes"] == 3 * counters["num_steps"] > 0 and counters["model_seconds"] > 0
+
 
 METHODS = ["off", "sam:4", "ngram"]
 LOAD = {"group_size": 4, "median_tokens": 24.0, "max_tokens": 64}
