@@ -270,6 +270,12 @@ def behind_by_hand(logits: torch.Tensor, drawn: np.ndarray, token_ids: torch.Ten
     return np.array(behind)
 
 
+def test_log_odds_by_hand() -> None:
+    logits = torch.tensor([[0.75, 0.25, 0.0], [0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]).log() + 3
+    found = coupled.log_odds(logits, torch.tensor([1, 0, 0])).tolist()
+    assert found == [pytest.approx(-math.log(3), abs=1e-6), pytest.approx(0, abs=1e-6), math.inf]
+
+
 def test_the_noise_is_that_of_its_definition() -> None:
     keys, positions = torch.arange(500) * 2**54, torch.arange(500)
     drawn = noise.exponential(noise.row_seeds(keys, positions), 99, CPU)
