@@ -134,7 +134,7 @@ METRICS = (
     ),
     Metric(
         "model_ms",
-        "Time of a step that the host spends on the model's passes; a GPU's own time is not in it.",
+        "Milliseconds of the host per engine step in the model's passes, without the GPU's own.",
         "Nothing: it is context.",
     ),
     Metric(
