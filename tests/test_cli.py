@@ -171,7 +171,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
             "drafters x --methods sam --spec model_tokens=1",
             "rollout-spec bench drafters: --spec model_tokens=1: --model-tokens sets it",
         ),
-        ("engine --model-tokens 1", "rollout-spec bench engine: --model-tokens: no model drafts here"),
+        ("engine --model-tokens 1", "rollout-spec bench engine: --model-tokens: --model-drafter sets it"),
         ("host x --model-tokens 1", "rollout-spec bench host: --model-tokens: no model drafts here"),
         ("native --depth", "rollout-spec bench native: unrecognized arguments: --depth"),
         (
