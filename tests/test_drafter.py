@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +18,7 @@ from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import InvalidArgument
+from rollout_spec.drafting.passes import Passes
 from rollout_spec.measure.index_costs import synthetic_text
 
 PROMPT = np.array([1, 2, 3, 4], np.int32)
@@ -128,27 +130,27 @@ def test_drafts_that_come_too_late_say_whether_the_next_step_waits(batch_thresho
     assert batch.drafter.next_step_waits
 
 
-@pytest.mark.parametrize("has_model", [False, True])
-def test_a_closed_gate_waits_for_nothing(has_model: bool) -> None:
-    batch = Batch(Drafter(SpecConfig(batch_threshold=0), has_model=has_model))
+@pytest.mark.parametrize("model_tokens", [0, 3])
+def test_a_closed_gate_waits_for_nothing(model_tokens: int) -> None:
+    batch = Batch(Drafter(SpecConfig(batch_threshold=0), model_tokens=model_tokens))
     batch.add("a")
     for token in [10, 11] * 8:
         batch.step([[token]], in_time=False)
         assert not batch.drafter.next_step_waits
 
 
-@pytest.mark.parametrize("has_model", [False, True])
-def test_an_open_gate_waits_for_a_model_where_the_text_gives_nothing(has_model: bool) -> None:
-    batch = Batch(Drafter(SpecConfig(batch_threshold=8), has_model=has_model))
+@pytest.mark.parametrize("model_tokens", [0, 3])
+def test_an_open_gate_waits_for_a_model_where_the_text_gives_nothing(model_tokens: int) -> None:
+    batch = Batch(Drafter(SpecConfig(batch_threshold=8), model_tokens=model_tokens))
     batch.add("a")
     batch.step([[90]], in_time=False)
-    assert batch.drafter.next_step_waits == has_model
+    assert batch.drafter.next_step_waits == bool(model_tokens)
 
 
 def test_a_model_drafts_again_once_it_pays_though_the_text_does_not() -> None:
     """An engine that schedules ahead: while the gate is closed there are no drafts of the model to weigh."""
     now, dear = 0.0, 9.0
-    drafter = Drafter(SpecConfig(), lambda: now, has_model=True)
+    drafter = Drafter(SpecConfig(), lambda: now, model_tokens=2)
     batch = Batch(drafter, num_rows=1, length=4096)
     batch.add("a", max_level=4096)
     text = np.random.default_rng(0).integers(10, 20, 4096).tolist()  # of it the index proposes what is wrong
@@ -172,6 +174,25 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not() -> None:
     dear = 0.0
     share_drafted(400)
     assert share_drafted(100) > 0.8
+
+
+def test_drafts_that_are_made_twice_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First with a token less of the model, which shows what that token brings: it changes nothing."""
+    text = np.random.default_rng(0).integers(10, 14, 200).tolist()
+    monkeypatch.setattr(Passes, "choose", lambda self, tokens_per_row: None)
+
+    def drafts(weighs: bool) -> list[list[list[int]]]:
+        monkeypatch.setattr(Passes, "weighs", lambda self, num: weighs)
+        ticks = itertools.count()
+        batch = Batch(Drafter(SpecConfig(), lambda: next(ticks), model_tokens=2), num_rows=2, length=256)
+        for name in "ab":
+            batch.add(name, max_level=256)
+        model = [[text[i + 1], 99] for i in range(190)]
+        return [batch.step([[text[i]], [text[i // 2]]], model=[model[i], model[i]]) for i in range(190)]
+
+    once = drafts(False)
+    assert drafts(True) == once
+    assert sum(map(len, itertools.chain(*once))) > 100
 
 
 def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:

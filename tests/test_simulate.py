@@ -12,6 +12,7 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.costs import PROBE_EVERY
 from rollout_spec.drafting.gate import AutoGate
+from rollout_spec.measure.model_drafts import NO_TOKEN
 from rollout_spec.measure.simulate import (
     Cluster,
     Engine,
@@ -414,6 +415,23 @@ def test_a_model_drafts_again_where_it_has_been_slow_and_the_text_has_nothing():
     delayed.times.delay = 0.0
     delayed.drafts_of(800)
     assert delayed.drafts_of(200) > 150
+
+
+@pytest.mark.parametrize(("num_right", "num_passes"), [(3, 3), (1, 1), (0, 1)])
+def test_a_models_passes_run_as_far_as_it_is_right(num_right, num_passes):
+    """A head that is wrong costs its first pass, and tries."""
+    [request] = requests_of([line("0", 10, 3000)], None)
+    proposals = right_model(request.response, 3)
+    tokens = proposals.tokens.copy()
+    tokens[:, num_right:] = NO_TOKEN
+    request = dataclasses.replace(request, proposals=proposals._replace(tokens=tokens))
+    model = ModelDrafter(3, StepTimes.parse("1:0.01"))
+    engine = started([request], StepTimes.parse("1:0.05,64:0.06"), 1, model)
+    taken = []
+    for _ in range(450):
+        taken.append(max(1, engine._model_tokens))
+        engine.step()
+    assert abs(sum(taken[300:]) - 150 * num_passes) < 20
 
 
 def test_the_guard_alone_stops_drafting_within_200_steps(monkeypatch):

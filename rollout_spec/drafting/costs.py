@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rollout_spec.drafting.passes import Passes
 from rollout_spec.drafting.step_cost import ENOUGH, MAX_SLOWNESS, StepCost
 from rollout_spec.metrics import EngineCounters
 
@@ -42,6 +43,8 @@ class Step(NamedTuple):
     """How long it took; None where it cannot be compared: other rows than before, or a prefill among them."""
     ranks: Ranks | None = None
     """None: the engine core steps by itself."""
+    num_passes: int = 0
+    """Tokens that a model has drafted in it for every row."""
 
 
 class Choice(NamedTuple):
@@ -66,6 +69,8 @@ class Measured(NamedTuple):
 class Costs:
     """Seconds of plain steps and of steps with drafts, apart: engines run them through different code.
 
+    Both hold a model's passes. What one of them takes `passes` learns.
+
     What a draft promises is corrected by what came true. Ranks that step together take as long as the one
     that verifies most. Each decides by itself, as if the others did as it does. All go without drafts in the
     same steps: what a rank alone would take for a plain step would hold the drafts of the others, so that
@@ -75,8 +80,8 @@ class Costs:
         fill_to: draft tokens of every row in a step with drafts, where they are filled up; else 0.
     """
 
-    def __init__(self, fill_to: int = 0) -> None:
-        self._fill_to = fill_to
+    def __init__(self, fill_to: int, passes: Passes) -> None:
+        self._fill_to, self._passes = fill_to, passes
         self._plain, self._drafted = StepCost(), StepCost()
         self._num_plain = self._steps_since_plain = self._steps_since_explored = 0
         self._nums_tried = Counter[int]()  # by numbers of tokens
@@ -112,7 +117,10 @@ class Costs:
     @property
     def plain_seconds(self) -> float:
         """Seconds of a plain step."""
-        return float(self._plain.seconds(self.most_rows, self.step.num_context))
+        return self._plain_seconds(self.step.num_rows, self.step.num_context)
+
+    def _plain_seconds(self, num_rows: int, num_context: int) -> float:
+        return float(self._plain.seconds(self._most_rows(num_rows), num_context))
 
     def num_verified(self, num_draft_tokens: int) -> int:
         """Draft tokens that a step verifies for so many that are drafted."""
@@ -177,6 +185,9 @@ class Costs:
             return self._learn_plain(num_tokens, last.num_context, step.seconds)
         if self._drafted.was_cold(num_tokens):
             return None
+        if step.num_passes:
+            plain = self._plain_seconds(step.num_rows, last.num_context)
+            self._passes.learn_share(step.num_passes, (step.seconds - choice.expected_seconds) / plain)
         measured = None
         if choice.num_tokens:
             measured = self._learn_gain(last, num_tokens, step, choice, counters)
@@ -206,8 +217,7 @@ class Costs:
                 self.drafted_seconds(np.array([num_tokens - num_rows]))[0]
             )
         seconds = min(seconds, MAX_SLOWNESS * choice.expected_seconds)
-        plain = float(self._plain.seconds(self._most_rows(num_rows), last.num_context))
-        seconds_per_token = plain / num_rows
+        seconds_per_token = self._plain_seconds(num_rows, last.num_context) / num_rows
         plain_seconds = seconds_per_token * step.num_new_tokens
         counters.gate_seconds += seconds
         counters.gate_plain_seconds += plain_seconds

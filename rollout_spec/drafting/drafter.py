@@ -75,7 +75,7 @@ class Drafter:
         clock: seconds, of which the gate learns what a step takes.
         fills: fill the drafts of a step up to `config.num_speculative_tokens` in every decoding row, for
             engines whose other steps have no graph. What fills them is verified, and seldom right.
-        has_model: whether a model drafts too, for the steps that wait for drafts.
+        model_tokens: most tokens of a model that drafts too, for the steps that wait for drafts; 0: none.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Drafter:
         config: SpecConfig,
         clock: Callable[[], float] = time.perf_counter,
         fills: bool = False,
-        has_model: bool = False,
+        model_tokens: int = 0,
     ) -> None:
         self.counters = EngineCounters()
         self._fill_to = config.num_speculative_tokens if fills else 0
-        self._has_model = has_model
-        self._gate = make_gate(config, self._fill_to)
+        self._has_model = model_tokens > 0
+        self._gate = make_gate(config, self._fill_to, model_tokens)
         self._clock = clock
         self._last_end: float | None = None  # when the last step ended
         self._all_decoded = False  # whether all rows of it did
@@ -100,6 +100,16 @@ class Drafter:
         self._requests: dict[str, _Request] = {}
         self._row_ids: list[str] = []  # the rows of the last step
         self._rows: _Rows | None = None  # of these that have a place in the index; None: to be mapped anew
+
+    @property
+    def model_tokens(self) -> int:
+        """How many tokens a model is to draft in the next step, if that waits for drafts; at least 1.
+
+        Whatever runs the model reads this, and `next_step_waits`, behind every `step`. In a step that does
+        not wait the model takes its first pass only. Where ranks share a model all take the same passes: the
+        scheduler tells them.
+        """
+        return self._gate.model_tokens
 
     @property
     def request_ids(self) -> Collection[str]:
@@ -167,9 +177,11 @@ class Drafter:
             ranks: of the step that has ended, where data-parallel ranks step together.
             ended: when it ended, by the clock; by default now.
             in_time: False where the next step has begun already: nothing is drafted then.
-            model_drafts: what a model drafts behind the tokens that each row has now, row for row.
+            model_drafts: what a model drafts behind the tokens that each row has now, row for row, with as
+                many columns as it has taken passes in the step that has ended; None: just the first.
 
-        `next_step_waits` then says whether the step behind is to wait for its drafts.
+        `next_step_waits` then says whether the step behind is to wait for its drafts, and `model_tokens` how
+        many tokens a model is to draft in it.
 
         Returns:
             The draft tokens of each row, most often empty.
@@ -186,13 +198,17 @@ class Drafter:
             )
         if len(levels) < len(request_ids):
             raise InvalidArgument(f"levels: has {len(levels)} entries, request_ids has {len(request_ids)}")
-        ended_step = self._ended_step(request_ids, nums_new_tokens, levels, ranks, ended)
+        ended_step = self._ended_step(request_ids, nums_new_tokens, levels, ranks, ended, model_drafts)
         self._groups.index_backlog(len(request_ids))
         if ended_step.num_rows == 0:
             return [[] for _ in request_ids]
         price = self._gate.begin(ended_step, self.counters)
         is_open = price is not None
         decoding = None if ended_step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
+        if is_open and model_drafts is not None and self._gate.compares(ended_step.num_passes):
+            _, fewer = self._step_index(decoding, token_ids, levels, price, model_drafts.without_last())
+            if fewer is not None:
+                self._gate.note_fewer(fewer.survivals, fewer.num_draft_tokens)
         rows, proposed = self._step_index(decoding, token_ids, levels, price, model_drafts)
         self.counters.num_steps += 1
         self.counters.num_row_steps += ended_step.num_rows
@@ -242,6 +258,7 @@ class Drafter:
         levels: Int32Array,
         ranks: Ranks | None,
         ended: float | None,
+        model_drafts: ModelDrafts | None,
     ) -> Step:
         has_no_new_rows = self._map_rows(request_ids)
         num_rows = len(nums_new_tokens) - nums_new_tokens.count(0)
@@ -257,7 +274,8 @@ class Drafter:
             seconds = now - self._last_end
         self._last_end, self._all_decoded = now, all_decode
         context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
-        return Step(num_rows, context, sum(nums_new_tokens), seconds, ranks)
+        num_passes = 0 if model_drafts is None else model_drafts.tokens.shape[1]
+        return Step(num_rows, context, sum(nums_new_tokens), seconds, ranks, num_passes)
 
     def _map_rows(self, request_ids: Sequence[str]) -> bool:
         """Whether all were rows of the step before, of which some may have ended; called once a step."""

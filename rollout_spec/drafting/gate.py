@@ -14,6 +14,7 @@ import numpy.typing as npt
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.costs import EXPLORE_EVERY, NOTHING, Choice, Costs, Step
 from rollout_spec.drafting.guard import Guard
+from rollout_spec.drafting.passes import Passes
 from rollout_spec.metrics import EngineCounters
 
 # Steps in a row that must agree before a gate opens or closes: a single arrival must not flip it.
@@ -33,8 +34,18 @@ class Gate(Protocol):
     fills: bool
     """Whether the step is one with drafts also for rows that have none, where drafts are filled up."""
 
+    @property
+    def model_tokens(self) -> int:
+        """How many tokens a model drafts in the next step that waits for them."""
+
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         """The least survival at which a token is drafted now; None: draft nothing."""
+
+    def compares(self, model_tokens: int) -> bool:
+        """Whether drafts beside so many tokens of a model are first to be made beside one fewer."""
+
+    def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
+        """These are that, as of `choose`, which follows."""
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         """How much of each draft to verify.
@@ -51,11 +62,11 @@ class Gate(Protocol):
         """What was chosen is not verified: the step that runs is a plain one."""
 
 
-def make_gate(config: SpecConfig, fill_to: int = 0) -> Gate:
-    """The gate that the options of `rollout.spec` describe; fill_to as of `Costs`."""
+def make_gate(config: SpecConfig, fill_to: int = 0, model_tokens: int = 0) -> Gate:
+    """The gate that the options describe; fill_to as of `Costs`, model_tokens: most of a model's draft."""
     if isinstance(config.batch_threshold, str):
-        return AutoGate(fill_to)
-    return FixedGate(config.batch_threshold, config.min_survival)
+        return AutoGate(fill_to, model_tokens)
+    return FixedGate(config.batch_threshold, config.min_survival, model_tokens)
 
 
 class FixedGate:
@@ -64,12 +75,14 @@ class FixedGate:
     Args:
         batch_threshold: draft while at most this many requests decode; 0 never drafts.
         min_survival: the price, always.
+        model_tokens: that a model drafts, always.
     """
 
     weighs_costs = fills = False
 
-    def __init__(self, batch_threshold: int, min_survival: float) -> None:
+    def __init__(self, batch_threshold: int, min_survival: float, model_tokens: int = 0) -> None:
         self._batch_threshold, self._price = batch_threshold, min_survival
+        self.model_tokens = model_tokens
         self._is_open: bool | None = None
         self._num_against = 0
 
@@ -83,6 +96,12 @@ class FixedGate:
             return self._price
         counters.num_steps_off_threshold += 1
         return None
+
+    def compares(self, model_tokens: int) -> bool:
+        return False
+
+    def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
+        pass
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         return numbers
@@ -101,18 +120,25 @@ class AutoGate:
     Args:
         fill_to: as of `Costs`. Then a step with drafts takes what it takes, however few they are: it has them
             all, or is a plain one.
+        model_tokens: most tokens of a model's draft; it chooses how many pay.
     """
 
     weighs_costs, fills = True, False
 
-    def __init__(self, fill_to: int = 0) -> None:
-        self._costs, self._guard = Costs(fill_to), Guard()
+    def __init__(self, fill_to: int = 0, model_tokens: int = 0) -> None:
+        self._passes = Passes(model_tokens)
+        self._costs, self._guard = Costs(fill_to, self._passes), Guard()
         self._is_filled = fill_to > 0
         self._choice = NOTHING  # of the step now running
         self._least_verified = MIN_PRICE  # the least survival in the latest budget
         self._steps_since_draft = 0
         self._num_refused = 0  # steps in a row in which no draft paid
         self._looks = False  # a closed gate, until drafts have been weighed
+        self._gain_of_fewer: float | None = None  # with a token less of the model, in tokens
+
+    @property
+    def model_tokens(self) -> int:
+        return self._passes.num
 
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         measured = self._costs.learn(step, self._choice, counters)
@@ -151,14 +177,21 @@ class AutoGate:
         else:
             self._guard.learn_plain(seconds / plain_seconds)
 
+    def compares(self, model_tokens: int) -> bool:
+        return self._passes.weighs(model_tokens)
+
+    def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
+        self._gain_of_fewer = self._best_budget(_sorted(survivals, numbers))[1]
+
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         self._looks = False
-        if not numbers.any():
+        sorted_survivals = _sorted(survivals, numbers)
+        budget, gain = self._best_budget(sorted_survivals)
+        if self._costs.step.num_passes:
+            self._judge_passes(gain)
+        if not len(sorted_survivals):
             self._fill_empty()
             return numbers
-        is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
-        sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)
-        budget = self._best_budget(sorted_survivals * self._costs.calibration)
         num = self._costs.explored(budget, len(sorted_survivals))
         if num == 0:
             self._num_refused += 1
@@ -167,7 +200,8 @@ class AutoGate:
             return np.zeros_like(numbers)
         self._num_refused = 0
         self._least_verified = float(sorted_survivals[num - 1])
-        chosen = ((survivals >= np.float32(self._least_verified)) & is_draft).sum(axis=1).astype(np.int32)
+        is_chosen = (survivals >= np.float32(self._least_verified)) & _is_draft(survivals, numbers)
+        chosen = is_chosen.sum(axis=1).astype(np.int32)
         num = int(chosen.sum())
         expected = float(self._costs.drafted_seconds(np.array([num]))[0])
         self._choice = Choice(self._costs.num_verified(num), float(sorted_survivals[:num].sum()), expected)
@@ -185,9 +219,32 @@ class AutoGate:
     def discard(self) -> None:
         self._choice, self.fills = NOTHING, False
 
-    def _best_budget(self, survivals: npt.NDArray[np.float64]) -> int:
-        """How many draft tokens to verify; survivals of all rows' draft tokens, the largest first."""
+    def _best_budget(self, survivals: npt.NDArray[np.float64]) -> tuple[int, float]:
+        """How many draft tokens to verify, and the tokens that they gain above what their time would give.
+
+        survivals: of all rows' draft tokens, the largest first.
+        """
+        if not len(survivals):
+            return 0, 0.0
         costs, plain = self._costs.drafted_seconds(1 + np.arange(len(survivals))), self._costs.plain_seconds
-        net_gains = np.cumsum(survivals) - self._costs.gain * self._costs.most_rows / plain * (costs - plain)
+        tokens = self._costs.gain * self._costs.most_rows  # that the time of a plain step gives
+        net_gains = np.cumsum(survivals * self._costs.calibration) - tokens / plain * (costs - plain)
         best = int(np.argmax(net_gains))
-        return best + 1 if net_gains[best] > 0.0 else 0
+        return (best + 1, float(net_gains[best])) if net_gains[best] > 0.0 else (0, 0.0)
+
+    def _judge_passes(self, gain: float) -> None:
+        """A model's drafts and the text's gain so many tokens."""
+        if self._gain_of_fewer is not None:
+            more = (gain - self._gain_of_fewer) / self._costs.step.num_rows
+            self._passes.learn_gain(self._costs.step.num_passes, more)
+        self._gain_of_fewer = None
+        self._passes.choose(self._costs.gain)
+
+
+def _is_draft(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.bool_]:
+    return np.arange(survivals.shape[1]) < numbers[:, None]
+
+
+def _sorted(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.float64]:
+    """Of all draft tokens, the largest first."""
+    return np.sort(survivals[_is_draft(survivals, numbers)])[::-1].astype(float)

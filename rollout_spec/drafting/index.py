@@ -41,6 +41,10 @@ class ModelDrafts(NamedTuple):
     """[R, m]: ln(p / (1 - p)) of each token's probability p by the model itself; where that is not a number,
     the model is least sure."""
 
+    def without_last(self) -> ModelDrafts:
+        """With a token less in every row."""
+        return ModelDrafts(self.tokens[:, :-1], self.log_odds[:, :-1])
+
     def of_rows(self, rows: Int32Array, most_tokens: int) -> tuple[Int32Array, Int32Array]:
         """The tokens and confidences, both int32 [n, m], of these rows of the matrix.
 

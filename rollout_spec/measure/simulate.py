@@ -43,7 +43,7 @@ class ModelDrafter(NamedTuple):
     """A model that drafts in an engine; what it says, the requests have.
 
     It runs a pass over all tokens of every step, and one more over the rows for each further token of its
-    drafts; these it leaves out while the gate is closed.
+    drafts; these it leaves out while the gate is closed, and where they do not pay.
     """
 
     num_tokens: int
@@ -54,15 +54,15 @@ class ModelDrafter(NamedTuple):
         first = self.times.seconds(num_tokens, False, num_context)
         return first + (num_passes - 1) * self.times.seconds(num_rows, False, num_context)
 
-    def drafts(self, requests: Sequence[Request], nums_done: Int32Array) -> ModelDrafts:
+    def drafts(self, requests: Sequence[Request], nums_done: Int32Array, num_tokens: int) -> ModelDrafts:
         """Of requests that have so many tokens of their response, [rows]; nothing where none is left."""
-        shape = (len(requests), self.num_tokens)
+        shape = (len(requests), num_tokens)
         tokens, log_odds = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
         for row, (request, num_done) in enumerate(zip(requests, nums_done.tolist(), strict=True)):
             if request.proposals is not None and num_done < len(request.proposals.tokens):
-                said = request.proposals.tokens[num_done, : self.num_tokens]
+                said = request.proposals.tokens[num_done, :num_tokens]
                 tokens[row, : len(said)] = said
-                log_odds[row, : len(said)] = request.proposals.log_odds[num_done, : self.num_tokens]
+                log_odds[row, : len(said)] = request.proposals.log_odds[num_done, :num_tokens]
         return ModelDrafts(tokens, log_odds)
 
 
@@ -188,10 +188,11 @@ class Engine:
         self.drafter: Drafter | None = None
         if config.enabled:
             self.drafter = Drafter(
-                config, lambda: self.total.seconds, fills=fills_drafts, has_model=model is not None
+                config,
+                lambda: self.total.seconds,
+                fills=fills_drafts,
+                model_tokens=min(model.num_tokens, config.num_speculative_tokens) if model else 0,
             )
-            if model is not None:
-                model = model._replace(num_tokens=min(model.num_tokens, config.num_speculative_tokens))
         self.times, self._model = times, model
         self._max_num_seqs, self._tail_rows, self._kv_tokens = max_num_seqs, tail_rows, kv_tokens
         self._queue: deque[tuple[Request, int]] = deque()  # with the tokens of its response that it has
@@ -259,13 +260,17 @@ class Engine:
         )
         if self._model is None:
             return seconds
-        passes = self._model.num_tokens if self._model_drafts_now else 1
+        passes = max(1, self._model_tokens)
         return seconds + self._model.seconds(load.num_tokens, load.num_rows, load.num_context, passes)
 
     @property
-    def _model_drafts_now(self) -> bool:
-        """Whether it makes its further passes."""
-        return self._model is not None and (self.drafter is None or self.drafter.next_step_waits)
+    def _model_tokens(self) -> int:
+        """That the model drafts in this step."""
+        if self._model is None:
+            return 0
+        if self.drafter is None:
+            return self._model.num_tokens
+        return self.drafter.model_tokens if self.drafter.next_step_waits else 0
 
     def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
         """The step that began took this long, of all `ranks`; returns the tokens it gave."""
@@ -287,9 +292,10 @@ class Engine:
     def _draft(self, nums_new: list[int], ranks: Ranks | None) -> list[list[int]]:
         """Behind what every row has now."""
         model = None
-        if self._model is not None and self._model_drafts_now:
+        if self._model is not None and self._model_tokens:
             prompts = np.array([len(request.prompt_token_ids) for request in self._running], np.int32)
-            model = self._model.drafts(self._running, self._levels[: len(prompts)] - prompts)
+            nums_done = self._levels[: len(prompts)] - prompts
+            model = self._model.drafts(self._running, nums_done, self._model_tokens)
         if self.drafter is not None:
             names = [request.name for request in self._running]
             # A step for which the model does not draft has begun already: there are no drafts of the text.

@@ -18,7 +18,7 @@ from rollout_spec.metrics import EngineCounters, engine_summary
 from rollout_spec.vllm.graphs import fills_drafts
 from rollout_spec.vllm.keys import names_of
 from rollout_spec.vllm.lock_step import LockStep
-from rollout_spec.vllm.options import engine_options, is_hybrid
+from rollout_spec.vllm.options import engine_options, is_hybrid, num_model_tokens
 
 LOG_EVERY = 1000  # engine steps in which rows decoded
 BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of a runner V1 whose drafter is a model's
@@ -46,7 +46,9 @@ class SuffixProposer:
         self._drafter: Drafter | None = None
         if self.is_used:
             self._drafter = Drafter(
-                self.config, fills=fills_drafts(vllm_config), has_model=is_hybrid(vllm_config)
+                self.config,
+                fills=fills_drafts(vllm_config),
+                model_tokens=num_model_tokens(vllm_config) if is_hybrid(vllm_config) else 0,
             )
         self._lock_step = LockStep()
         self._runner: Any = None
