@@ -22,6 +22,7 @@ from rollout_spec.metrics import (
     RolloutReport,
     rollout_metrics,
 )
+from rollout_spec.verl.model_drafter import OPTION
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -72,7 +73,7 @@ def test_the_metrics_and_options_that_are_named_exist(page):
     metrics = set(re.findall(r"rollout/spec_[a-z_]+", text)) - {PREFIX}
     assert metrics <= logged() | OF_VERL, metrics - logged()
     options = set(re.findall(r"rollout\.spec\.([a-z_]+)", text))
-    assert options <= {field.name for field in dataclasses.fields(SpecConfig)}, options
+    assert options <= {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}, options
 
 
 def messages() -> list[str]:

@@ -257,6 +257,17 @@ def test_an_abort_that_pauses_nothing_ends_no_window(
     assert server._windows.is_untouched is not arguments.get("abort_only", False)
 
 
+@pytest.mark.parametrize(("drafter", "level"), [("custom_class", 2), (None, 2), ("eagle3", 1)])
+def test_an_engine_that_sleeps_keeps_a_head_that_no_sync_brings(
+    drafter: str | None, level: int, server_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_of, "lora_as_adapter", False, raising=False)
+    server = server_of("sam")
+    speculative = None if drafter is None else {"method": drafter}
+    OmegaConf.update(server.config, "engine_kwargs.vllm.speculative_config", speculative)
+    assert server._resolve_sleep_level() == level
+
+
 @pytest.mark.parametrize("method", ["off", "sam"])
 def test_a_response_is_recorded_once_whatever_interrupts_it(
     method: str, tmp_path: pathlib.Path, server_of: Any, monkeypatch: pytest.MonkeyPatch

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 import json
 import pathlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -37,18 +41,19 @@ def test_the_group_is_a_mapping_and_reaches_the_engine() -> None:
 
 
 def test_the_yaml_holds_every_field_with_its_default() -> None:
-    assert OmegaConf.to_container(composed("+rollout.spec=sam").rollout.spec) == SpecConfig().to_dict()
+    expected = SpecConfig().to_dict() | {"model_drafter": None}
+    assert OmegaConf.to_container(composed("+rollout.spec=sam").rollout.spec) == expected
 
 
 def test_off_asks_for_no_drafter_and_takes_the_same_overrides() -> None:
     config = composed("+rollout.spec=off")
     plain = SpecConfig(method="off", verify="standard", routing="verl")
     assert check_config(config) == plain
-    assert OmegaConf.to_container(config.rollout.spec) == plain.to_dict()
+    assert OmegaConf.to_container(config.rollout.spec) == plain.to_dict() | {"model_drafter": None}
     overrides = ("rollout.spec.num_speculative_tokens=4", "rollout.spec.routing=group")
     config = composed("+rollout.spec=off", *overrides)
     assert check_config(config).routing == "group"
-    assert "speculative_config" not in config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config is None
 
 
 DEVICES = "trainer.n_gpus_per_node"
@@ -127,10 +132,10 @@ def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(
 
 CONFLICTS = {
     "rollout.spec.num_speculative_tokens=0": r"rollout\.spec\.num_speculative_tokens=0: must be between 1",
-    "rollout.spec.model_tokens=2": "model_tokens=2: verl has no model that drafts yet",
+    "rollout.spec.model_tokens=2": r"set num_speculative_tokens of rollout\.spec\.model_drafter or of .*mtp",
     "+rollout.spec.colour=red": r"rollout\.spec\.colour: unknown field",
     "rollout.spec.min_survival=auto": "min_survival='auto': must be of type float",
-    f"{ENGINE}.speculative_config.method=ngram": "'method': 'ngram'.*: rollout.spec sets it",
+    f"+{ENGINE}.speculative_config.method=ngram": "'method': 'ngram'.*: rollout.spec sets it",
     f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "batch_threshold instead",
     f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",
     f"+{ENGINE}.logits_processors=[my.Processor]": "logits_processors",
@@ -307,12 +312,147 @@ def test_verls_experimental_trainers_are_refused_for_separate_async(
         check_config(config)
 
 
-def test_mtp_is_refused() -> None:
-    config = composed("+rollout.spec=sam")
-    OmegaConf.update(config, "actor_rollout_ref.model.mtp.enable", True)
-    OmegaConf.update(config, "actor_rollout_ref.model.mtp.enable_rollout", True)
-    with pytest.raises(ConfigError, match="MTP drafts already"):
+OWN = "actor_rollout_ref.model.mtp"
+MTP = {f"{OWN}.enable": True, f"{OWN}.enable_rollout": True, f"{OWN}.num_speculative_tokens": 2}
+MEGATRON = "model_engine=megatron"
+LOADED = {"actor_rollout_ref.rollout.load_format": "auto"}
+
+
+@pytest.fixture
+def head(tmp_path: pathlib.Path) -> dict[str, Any]:
+    """A head of the user's own."""
+    (tmp_path / "config.json").write_text("{}")
+    return {"method": "eagle3", "model": str(tmp_path)}
+
+
+composed_once = functools.cache(composed)
+
+
+def changed(groups: Sequence[str], *values: dict[str, Any], drafter: Any = None) -> Any:
+    """A composition of these groups with other values."""
+    config = copy.deepcopy(composed_once(*groups))
+    for key, value in itertools.chain(*(each.items() for each in values)):
+        OmegaConf.update(config, key, value)
+    config.rollout.spec.model_drafter = drafter
+    return config
+
+
+SAM, OFF = ["+rollout.spec=sam"], ["+rollout.spec=off", MEGATRON]
+SAM_MEGATRON = [*SAM, MEGATRON]
+
+
+def told_to_vllm(config: Any) -> tuple[dict[str, Any] | None, int]:
+    """The `speculative_config` of a configuration that passes, as verl completes it, and `model_tokens`."""
+    from verl.workers.rollout.vllm_rollout.utils import build_mtp_speculative_config
+
+    spec = check_config(config)
+    OmegaConf.resolve(config)  # as verl's trainer does
+    rollout = OmegaConf.to_container(config.actor_rollout_ref.rollout)
+    engine, mtp = rollout["engine_kwargs"]["vllm"], rollout["mtp"]
+    assert SpecConfig.from_mapping(engine["additional_config"]["rollout_spec"]) == spec
+    speculative = engine["speculative_config"]
+    if mtp["enable"] and mtp["enable_rollout"]:
+        speculative = build_mtp_speculative_config(mtp["method"], mtp["num_speculative_tokens"], speculative)
+    return speculative, spec.model_tokens
+
+
+def test_mtp_drafts_beside_the_text_as_verl_configures_it() -> None:
+    both = {"method": "mtp", "num_speculative_tokens": 15}
+    assert told_to_vllm(changed(SAM_MEGATRON, MTP)) == (both, 2)
+    alone = {"method": "mtp", "num_speculative_tokens": 2}
+    assert told_to_vllm(changed(OFF, MTP)) == (alone, SpecConfig.model_tokens)
+    only_trained = changed(SAM_MEGATRON, {f"{OWN}.enable": True})
+    assert told_to_vllm(only_trained) == (speculative_config(15), SpecConfig.model_tokens)
+
+
+def test_a_model_of_the_users_own_drafts_beside_the_text(head: dict[str, Any]) -> None:
+    asked = head | {"num_speculative_tokens": 4}
+    assert told_to_vllm(changed(SAM, LOADED, drafter=asked)) == ({**head, "num_speculative_tokens": 15}, 4)
+    assert told_to_vllm(changed(SAM, LOADED, drafter=head))[1] == SpecConfig.model_tokens
+    assert told_to_vllm(changed(OFF, LOADED, drafter=asked))[0] == asked
+
+
+def test_it_is_an_override_of_one_word(head: dict[str, Any]) -> None:
+    asked = f"rollout.spec.model_drafter={{method: eagle3, model: {head['model']}}}"
+    check_overrides([asked])
+    assert composed(*SAM, asked).rollout.spec.model_drafter == head
+
+
+def test_who_drafts_untrained_is_warned_once(
+    head: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """verl trains MTP heads with Megatron only, where it is asked to."""
+    is_trained = {f"{OWN}.enable_train": True}
+    for config, num_lines in (
+        (changed(SAM_MEGATRON, MTP, is_trained), 0),
+        (changed(SAM_MEGATRON, MTP), 1),
+        (changed(SAM, MTP, is_trained, LOADED), 1),
+        (changed(SAM_MEGATRON, LOADED, drafter=head), 1),
+        (changed(OFF, MTP), 0),
+    ):
         check_config(config)
+        said = capsys.readouterr().err
+        assert said.count("\n") == said.count("this drafter is not trained") == num_lines
+
+
+@pytest.mark.parametrize(
+    ("asked", "refusal"),
+    [
+        ({"method": "ngram"}, r"model_drafter\.method=ngram: must be one of mtp, eagle, eagle3, draft_model"),
+        ({"num_speculative_tokens": 16}, r"num_speculative_tokens=16: must be between 1 and 15"),
+        ({"num_speculative_tokens": "many"}, r"num_speculative_tokens=many: must be between 1 and 15"),
+        ({"model": "head"}, r"model_drafter\.model=head: must be the absolute path of a folder"),
+        ({"model": "/nowhere"}, r"model_drafter\.model=/nowhere: must be the absolute path of a folder"),
+        ({"colour": "red"}, r"model_drafter=.*must have the keys method, model, num_speculative_tokens"),
+    ],
+)
+def test_a_drafter_that_vllm_could_not_load_is_refused(
+    asked: dict[str, Any], refusal: str, head: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=refusal):
+        check_config(changed(SAM, LOADED, drafter=head | asked))
+
+
+@pytest.mark.parametrize(
+    ("values", "refusal"),
+    [
+        ({"rollout.spec.verify": "standard"}, "its drafts share the target's noise"),
+        ({"trainer.device": "npu"}, "vllm-ascend has a model runner of its own"),
+        ({"actor_rollout_ref.model.lora_rank": 8}, "LoRA: a draft's token has no adapter"),
+        ({"actor_rollout_ref.model.lora.rank": 8}, "LoRA: a draft's token has no adapter"),
+        (MTP, "has a model draft already"),
+        ({"actor_rollout_ref.rollout.load_format": "dummy"}, r"load_format=dummy: no weight sync .*set auto"),
+    ],
+)
+def test_what_does_not_go_with_a_model_that_drafts_is_refused(
+    values: dict[str, Any], refusal: str, head: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=refusal):
+        check_config(changed(SAM, LOADED, values, drafter=head))
+
+
+def test_where_an_engine_would_refuse_a_model_that_drafts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 8}')
+    path = {"actor_rollout_ref.model.path": str(tmp_path)}
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    coupled = {"rollout.spec.verify": "coupled"}
+    with pytest.raises(ConfigError, match=r"set .*async_scheduling=False: vLLM .* model runner V1"):
+        check_config(changed(OFF, MTP, path, coupled))
+    for config in (changed(OFF, MTP, path), changed(SAM_MEGATRON, MTP, path)):
+        check_config(config)
+    with pytest.raises(ConfigError, match="data-parallel ranks of experts would not run the same passes"):
+        check_config(changed(SAM_MEGATRON, MTP, path, {"actor_rollout_ref.rollout.data_parallel_size": 2}))
+
+
+def test_an_mtp_head_that_no_sync_brings_is_not_drawn_at_random() -> None:
+    with pytest.raises(ConfigError, match=r"load_format=dummy: no weight sync"):
+        check_config(changed(SAM, MTP))
+    with pytest.raises(ConfigError, match=r"mtp\.method=eagle: must be mtp"):
+        check_config(changed(SAM_MEGATRON, MTP, {f"{OWN}.method": "eagle"}))
+    lora = "actor_rollout_ref.model.lora"
+    check_config(changed(SAM_MEGATRON, MTP, {f"{lora}.rank": 8, f"{lora}.merge": True}))
 
 
 def test_off_with_another_drafter_is_refused() -> None:

@@ -20,7 +20,15 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus
 from rollout_spec.verl import launch
 from rollout_spec.verl.launch import config_file
-from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER, speculative_config
+from rollout_spec.verl.model_drafter import (
+    MTP,
+    OPTION,
+    asked_drafter,
+    check_drafter,
+    engine_drafter,
+    engine_options,
+)
+from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
 from rollout_spec.vllm.features import refuse_old_version, v2_architectures, version
 from rollout_spec.vllm.options import refuse_long_drafts
 
@@ -75,7 +83,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: the name is unknown.
     """
-    known = {field.name for field in dataclasses.fields(SpecConfig)}
+    known = {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}
     for argument in arguments:
         override = re.match(r"\+{0,2}rollout\.spec\.([^.=@]+)=(.*)", argument)
         if override and override[1] not in known:
@@ -97,9 +105,10 @@ def check_config(config: DictConfig) -> SpecConfig:
             f"rollout.spec={options!r}: not a configuration group. Is rollout-spec's plugin for verl loaded "
             "(VERL_USE_EXTERNAL_PLUGINS)? Run `rollout-spec doctor`."
         )
-    spec = SpecConfig.from_mapping(options)
-    if spec.model_tokens != SpecConfig.model_tokens:
-        raise ConfigError(f"rollout.spec.model_tokens={spec.model_tokens}: verl has no model that drafts yet")
+    mtp = _value(config, MTP)
+    SpecConfig.from_mapping({name: value for name, value in options.items() if name != OPTION})
+    check_drafter(options, mtp)
+    spec = SpecConfig.from_mapping(engine_options(options, mtp))
     refuse_old_version()
     _check_trainer(config, spec)
     _check_replay_buffer(config)
@@ -109,6 +118,8 @@ def check_config(config: DictConfig) -> SpecConfig:
         if _is_for_npus(config):
             refuse_long_drafts(spec)
         _check_drafting(config)
+    if asked_drafter(options, mtp):
+        _check_model_drafter(config, spec)
     return spec
 
 
@@ -144,14 +155,12 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
     options = _value(config, f"{_ENGINE}.additional_config.{OPTIONS_KEY}")
     if options is None or SpecConfig.from_mapping(options) != spec:
         raise ConfigError(f"{_ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
-    key = f"{_ENGINE}.speculative_config"
-    if not spec.enabled:
-        _require(config, key, (None,), "remove it, rollout.spec=off is the run without drafts")
-        return
-    schedule = "num_speculative_tokens_per_batch_size"
+    key, schedule = f"{_ENGINE}.speculative_config", "num_speculative_tokens_per_batch_size"
     if schedule in (_value(config, key) or {}):
         raise ConfigError(f"{key}.{schedule}: use rollout.spec.batch_threshold instead")
-    _require(config, key, (speculative_config(spec.num_speculative_tokens),), _OURS)
+    drafter = engine_drafter(_value(config, "rollout.spec"), _value(config, MTP))
+    off = f"remove it, rollout.spec=off is the run without drafts, or with those of {OPTION}"
+    _require(config, key, (drafter,), _OURS if spec.enabled else off)
 
 
 def _check_drafting(config: DictConfig) -> None:
@@ -174,9 +183,6 @@ def _check_drafting(config: DictConfig) -> None:
     for name in ("override_generation_config", "generation_config"):
         if _entry(config, f"{_ENGINE}.{name}", "min_p"):
             raise ConfigError(f"{_ENGINE}.{name}.min_p: vLLM refuses min_p {with_drafts}")
-    if _value(config, "actor_rollout_ref.model.mtp.enable"):
-        mtp = "actor_rollout_ref.model.mtp.enable_rollout"
-        _require(config, mtp, (None, False), "MTP drafts already, use one or the other")
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     _require(config, f"{_ROLLOUT}.disaggregation.enabled", (None, False), blind)
     if _value(config, f"{_ROLLOUT}.checkpoint_engine.backend") == "delta_sharded":
@@ -189,26 +195,80 @@ def _check_drafting(config: DictConfig) -> None:
         check_corpus(corpus)
 
 
+def _check_model_drafter(config: DictConfig, spec: SpecConfig) -> None:
+    own = _value(config, f"rollout.spec.{OPTION}")
+    name = f"rollout.spec.{OPTION}" if own else f"{MTP}.enable_rollout"
+    if spec.enabled or spec.coupled:
+        _refuse_beside_model(config, spec, name)
+    if not own and not spec.enabled:
+        return  # verl's own run
+    trains_heads = _value(config, "actor_rollout_ref.actor.strategy") == "megatron"
+    load_format = _value(config, f"{_ROLLOUT}.load_format")
+    if (own or not trains_heads) and "dummy" in load_format:
+        raise ConfigError(
+            f"{_ROLLOUT}.load_format={load_format}: no weight sync brings the drafter's weights, so it would "
+            "draft with random ones; set auto"
+        )
+    if own or not trains_heads or not _value(config, f"{MTP}.enable_train"):
+        print(
+            f"rollout_spec: {name}: this drafter is not trained, so it is right less often as the policy "
+            "changes: see rollout/spec_model_acceptance_rate",
+            file=sys.stderr,
+        )
+
+
+def _refuse_beside_model(config: DictConfig, spec: SpecConfig, name: str) -> None:
+    """What an engine with a model that drafts refuses too, as its own vllm/checks.py says."""
+    for is_so, reason in (
+        (
+            not spec.coupled,
+            "its drafts share the target's noise, which rollout.spec.verify=standard does not have",
+        ),
+        (_is_for_npus(config), "vllm-ascend has a model runner of its own"),
+        (_has_adapters(config), "LoRA: a draft's token has no adapter of its own"),
+        (_has_ranks_of_experts(config), "data-parallel ranks of experts would not run the same passes of it"),
+        (
+            not spec.enabled
+            and _has_v1(config)
+            and _value(config, f"{_ENGINE}.async_scheduling") is not False,
+            f"set {_ENGINE}.async_scheduling=False: vLLM {version()} has model runner V1 for this model",
+        ),
+    ):
+        if is_so:
+            raise ConfigError(f"{name}: {reason}")
+
+
 def _has_v1(config: DictConfig) -> bool:
     """Whether vLLM takes model runner V1; its engine says so where the model cannot be looked at."""
     if asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
         return asked == "0"
-    if _is_for_npus(config) or _value(config, "actor_rollout_ref.model.lora_rank"):
+    if _is_for_npus(config) or _has_adapters(config) or _has_ranks_of_experts(config):
         return True  # as `runner_v2_misfits` says
+    fields, with_v2 = _model_fields(config), v2_architectures()
+    return bool(fields) and with_v2 is not None and with_v2.isdisjoint(fields.get("architectures") or ())
+
+
+def _has_adapters(config: DictConfig) -> bool:
+    """Whether the engine has them: verl merges them into the weights where it is asked to."""
+    model = _value(config, "actor_rollout_ref.model")
+    lora = model.get("lora") or {}
+    return not lora.get("merge") and bool(lora.get("rank") or model.get("lora_rank"))
+
+
+def _has_ranks_of_experts(config: DictConfig) -> bool:
+    num_ranks = _value(config, f"{_ROLLOUT}.data_parallel_size") or 1
+    return num_ranks > 1 and any(map(_model_fields(config).get, _NUM_EXPERTS))
+
+
+def _model_fields(config: DictConfig) -> dict[str, Any]:
+    """The policy's config.json; nothing where it cannot be looked at."""
     from transformers import PretrainedConfig
 
+    path = os.path.expanduser(str(_value(config, "actor_rollout_ref.model.path")))
     try:
-        fields, _ = PretrainedConfig.get_config_dict(
-            os.path.expanduser(str(_value(config, "actor_rollout_ref.model.path")))
-        )
+        return PretrainedConfig.get_config_dict(path)[0] or {}
     except (OSError, ValueError):
-        fields = {}
-    if not fields:
-        return False
-    if (_value(config, f"{_ROLLOUT}.data_parallel_size") or 1) > 1 and any(map(fields.get, _NUM_EXPERTS)):
-        return True  # as `runner_v2_misfits` says
-    with_v2 = v2_architectures()
-    return with_v2 is not None and with_v2.isdisjoint(fields.get("architectures") or ())
+        return {}
 
 
 def _is_for_npus(config: DictConfig) -> bool:

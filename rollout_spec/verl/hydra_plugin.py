@@ -1,8 +1,9 @@
-"""Puts this package's configuration groups on Hydra's search path, and lets them name its files."""
+"""Puts this package's configuration groups on Hydra's search path, and resolves their `${rollout_spec.*}`."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
@@ -10,12 +11,24 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from rollout_spec.verl.launch import CONFIGS, config_file
+from rollout_spec.verl.model_drafter import engine_drafter, engine_options
 
 
 def install() -> None:
     """Safe to call again."""
     Plugins.instance().register(RolloutSpecSearchPath)
-    OmegaConf.register_new_resolver("rollout_spec.file", config_file, replace=True)
+    for name, resolve in (("file", config_file), ("options", _options), ("drafter", _drafter)):
+        OmegaConf.register_new_resolver(f"rollout_spec.{name}", resolve, replace=True)
+
+
+# OmegaConf keeps its own kinds of mappings only.
+def _options(*asked: Any) -> Any:
+    return OmegaConf.create(engine_options(*asked))
+
+
+def _drafter(*asked: Any) -> Any:
+    drafter = engine_drafter(*asked)
+    return drafter and OmegaConf.create(drafter)
 
 
 class RolloutSpecSearchPath(SearchPathPlugin):

@@ -25,6 +25,7 @@ from rollout_spec.verl.windows import Windows, is_validation
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.cores import EngineCores
 from rollout_spec.vllm.keys import KEY
+from rollout_spec.vllm.options import MODEL_METHODS
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
@@ -63,6 +64,17 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
         result = getattr(drafter, method)(*args)
         return result.to_dict() if isinstance(result, EngineCounters) else result
 
+    def _get_drafter_model(self) -> Any:
+        """The MTP head that a weight sync loads into. verl and its helpers look where V1's runner has it."""
+        runner = self.model_runner
+        config, speculator = runner.vllm_config, getattr(runner, "speculator", None)
+        if config.speculative_config.model != config.model_config.model:
+            return None  # a head of the user's own: no sync has its weights
+        if speculator is not None:
+            runner.drafter = getattr(runner, "drafter", speculator)
+            runner.drafter.model = speculator.model
+        return super()._get_drafter_model()
+
 
 class SpecHttpServer(vLLMHttpServer):
     """verl's rollout server. Generation is upstream's; around it the rollout is counted and recorded."""
@@ -77,6 +89,7 @@ class SpecHttpServer(vLLMHttpServer):
         self._history = ServerHistory(self._drafters, lambda: self._windows.is_quiet)
         self._recorder = Recorder(self.replica_rank)
         self._num_unnamed = 0
+        self._warned_missing_spec_decode_stats = spec.enabled  # verl's warning: `_take_counters` gives them
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
@@ -181,6 +194,12 @@ class SpecHttpServer(vLLMHttpServer):
     async def pack_history(self) -> bytes | None:
         """As `ServerHistory.pack`."""
         return await self._history.pack()
+
+    def _resolve_sleep_level(self) -> int:
+        """A deeper sleep would lose the weights of a head of the user's own, which no sync brings."""
+        engine_kwargs = (self.config.get("engine_kwargs") or {}).get("vllm") or {}
+        drafter = engine_kwargs.get("speculative_config") or {}
+        return 1 if drafter.get("method") in MODEL_METHODS else super()._resolve_sleep_level()
 
     def _get_worker_extension_cls(self) -> str:
         return f"{__name__}.{SpecWorkerExtension.__name__}"

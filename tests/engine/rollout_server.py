@@ -24,7 +24,9 @@ def server_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def init(self: Any, engine: Any, spec: dict[str, Any], full_determinism: bool = False) -> None:
         options = {"vllm": {"additional_config": {"rollout_spec": spec}}}
-        config = {"engine_kwargs": options, "seed": 0, "max_model_len": 512, "mtp": None}
+        # Where MTP drafts, verl logs the drafts' metrics.
+        mtp = {"enable": True, "enable_rollout": True}
+        config = {"engine_kwargs": options, "seed": 0, "max_model_len": 512, "mtp": mtp}
         config |= {"full_determinism": full_determinism, "enable_rollout_routing_replay": False}
         self.config, self.model_config = OmegaConf.create(config), SimpleNamespace(processor=None, lora={})
         self.engine, self.replica_rank, self.node_rank, self.global_steps = engine, 3, 0, None

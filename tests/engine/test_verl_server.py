@@ -55,6 +55,21 @@ def test_a_server_reports_its_rollout_when_a_weight_sync_has_ended_it(make_serve
     assert asyncio.run(server.take_rollout_report()) == RolloutReport()
 
 
+def test_verl_logs_the_drafts_that_it_looks_for_where_mtp_drafts(
+    make_server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would take them from a field that no vLLM has."""
+    from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
+
+    server = make_server({})
+    params = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    fields = asyncio.run(server.generate(PROMPTS[0], params, "id")).extra_fields
+    given = [[fields[f"spec_num_{name}"]] for name in ("draft_tokens", "accepted_tokens", "verify_steps")]
+    metrics = compute_spec_decode_metrics(*given)
+    assert 0 < metrics["rollout/spec_accept_rate"] <= 1 < metrics["rollout/spec_accept_length"]
+    assert "request_spec_decode_stats" not in caplog.text
+
+
 def test_the_turns_of_a_trajectory_and_of_its_siblings_are_one_group(make_server: Any) -> None:
     server = make_server({})
     proposer = proposer_of(server.engine.llm)
