@@ -42,6 +42,9 @@ def write_run(folder, seconds, tokens, drafting=False, responses=(), training=20
                 SPEC + "num_drafts": 10,
                 SPEC + "num_draft_tokens": 40 * step,
                 SPEC + "num_accepted_tokens": 20,
+                SPEC + "model_share": 0.25,
+                SPEC + "model_acceptance_rate": 0.6 / step,
+                SPEC + "text_acceptance_rate": 0.4,
             }
         lines.append(json.dumps({"step": step, "data": data}))
     # Validation logs under the same step, without rollout times.
@@ -112,6 +115,9 @@ def test_totals_weigh_each_step_by_what_it_decoded(comparison):
     assert tokens_per_step.on.value == pytest.approx(4000 / (500 + 450 + 300))
     assert acceptance_rate.on.value == pytest.approx(60 / (40 + 80 + 120))
     assert comparison.on.total("num_drafts") == 30
+    of_model, of_text = (comparison.measures[f"{source}_acceptance_rate"] for source in ("model", "text"))
+    assert of_model.on.value == pytest.approx((6 + 6 + 6) / (10 + 20 + 30))
+    assert of_text.on.value == pytest.approx(0.4) and math.isnan(of_model.off.value)
     assert tokens_per_step.off.value == 1.0
     assert math.isnan(acceptance_rate.off.value)
     assert (comparison.off.looping_share, comparison.on.looping_share) == (0.5, 0.25)

@@ -47,6 +47,8 @@ MEASURES = (
     Measure("tokens_per_second", "Generated tokens per second", "", "generated_tokens", "rollout_seconds"),
     Measure("tokens_per_step", "Tokens per step", "", "generated_tokens", "decode_steps"),
     Measure("acceptance_rate", "Acceptance rate", "%", "num_accepted_tokens", "num_draft_tokens", False),
+    Measure("model_acceptance_rate", "Acceptance, model's", "%", "model_accepted", "model_drafted", False),
+    Measure("text_acceptance_rate", "Acceptance, text's", "%", "text_accepted", "text_drafted", False),
     Measure("reward", "Reward", "", "reward", is_ratio=False),
     Measure("response_length", "Response length", "tokens", "response_length"),
     Measure("entropy", "Entropy", "nats", "entropy", is_ratio=False),
@@ -76,6 +78,9 @@ class Step:
     num_interrupted: float = 0.0  # requests that a weight sync interrupted
     update_ms: float = math.nan  # verl's old_log_prob and update_actor
     trained_tokens: float = math.nan  # that these had, prompts included
+    model_share: float = math.nan  # of the draft tokens, where a model drafts beside the text
+    model_acceptance_rate: float = math.nan
+    text_acceptance_rate: float = math.nan
 
     @property
     def decode_steps(self) -> float:
@@ -84,6 +89,22 @@ class Step:
     @property
     def acceptance_rate(self) -> float:
         return ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+    @property
+    def model_drafted(self) -> float:
+        return self.model_share * self.num_draft_tokens
+
+    @property
+    def model_accepted(self) -> float:
+        return self.model_acceptance_rate * self.model_drafted
+
+    @property
+    def text_drafted(self) -> float:
+        return self.num_draft_tokens - self.model_drafted
+
+    @property
+    def text_accepted(self) -> float:
+        return self.text_acceptance_rate * self.text_drafted
 
     @property
     def tokens_per_second(self) -> float:
@@ -291,6 +312,9 @@ def _step(step: int, data: Mapping[str, Any], source: str) -> Step:
         num_interrupted=spec("num_interrupted"),
         update_ms=1e3 * (number("timing_s/old_log_prob", 0.0) + number("timing_s/update_actor")),
         trained_tokens=number("perf/total_num_tokens"),
+        model_share=number(PREFIX + "model_share"),
+        model_acceptance_rate=number(PREFIX + "model_acceptance_rate"),
+        text_acceptance_rate=number(PREFIX + "text_acceptance_rate"),
     )
 
 
