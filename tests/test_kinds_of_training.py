@@ -103,6 +103,20 @@ def test_prompts_with_images(tmp_path: pathlib.Path) -> None:
     assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
 
 
+def test_a_model_of_ones_own_drafts_beside_the_text(policy: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """It is the policy of the first step, and no weight sync makes it that of the second."""
+    first, second = train(
+        tmp_path,
+        policy,
+        f"rollout.spec.model_drafter={{method: draft_model, model: {policy}}}",
+        "actor_rollout_ref.rollout.load_format=auto",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+    )
+    rates = [step["rollout/spec_model_acceptance_rate"] for step in (first, second)]
+    assert rates[0] > 0.9 > rates[1]
+    assert (tmp_path / "train.log").read_text().count("this drafter is not trained") == 1
+
+
 # For each process of a training: before it uses vLLM, Triton interprets its kernels.
 INTERPRETED = """
 from rollout_spec.patches import when_imported

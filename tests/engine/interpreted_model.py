@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ if __name__ == "__main__":
     import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 
 from rollout_spec.vllm.features import version
+from tests.engine.interpreted_heads import heads
 from tests.engine.interpreted_runner import REQUESTS, late, run
 
 NUM_MODEL_TOKENS = 3
@@ -19,6 +21,7 @@ NAMES = (*REQUESTS,)
 
 
 def main(models: str, output: str) -> None:
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # vLLM 0.24 has V1 for MiMo
     pathlib.Path(output).write_text(json.dumps(served(pathlib.Path(models), async_scheduling=True)))
 
 
@@ -48,7 +51,7 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
         ),
         "both": both(target, eagle, {}, stop, names=NAMES),
         "preempted": both(target, eagle, {"batch_threshold": 1}, names=two_grow, **ahead, **few_blocks),
-    }
+    } | heads(folders, NUM_MODEL_TOKENS)
 
 
 def alone(model: str, drafter: dict[str, Any], **more: Any) -> dict[str, Any]:

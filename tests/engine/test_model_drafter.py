@@ -18,6 +18,7 @@ from rollout_spec.vllm.features import version
 from tests.engine.conftest import assert_same_requests, engine_settings
 from tests.engine.interpreted_model import served
 from tests.engine.test_runner_v2 import interpreted
+from tests.engine.tiny_heads import DRAFT_TOKENS, make_eagle3, make_even, make_mtp
 
 pytestmark = pytest.mark.skipif(
     version() == "0.23.0" and runner_v2_misfit() is not None, reason="V2 of 0.23 is not ours"
@@ -68,6 +69,12 @@ def heads(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.
     make_bigrams(models / "bigrams")
     make_head(models / "target", models / "eagle", reads="state")
     make_head(models / "bigrams", models / "bigrams-eagle", reads="token")
+    make_mtp(models / "mtp", chat_model)
+    make_eagle3(models / "target", models / "eagle3")
+    for name in ("target", "eagle3"):
+        even = models / f"even-{name}".removesuffix("-target")
+        shutil.copytree(models / name, even)
+        make_even(even)
     return models
 
 
@@ -137,6 +144,45 @@ def test_a_row_ends_where_it_must(results: dict[str, Any]) -> None:
     assert stopped["text"] == sampled["text"].partition(stop)[0]
     assert stopped["tokens"] == sampled["tokens"][: len(stopped["tokens"])]
     assert found["counters_behind"]["num_failed_steps"] == 0
+
+
+@pytest.mark.parametrize(("engine", "plain"), [("mtp", "plain mtp"), ("eagle3", "plain")])
+def test_other_heads_change_nothing(results: dict[str, Any], engine: str, plain: str) -> None:
+    for found in results[engine].get("heads", {"": results[engine]}).values():
+        assert_same_requests(found["requests"], results[plain]["requests"])
+        assert found["counters"]["num_model_draft_tokens"] > 10
+        assert found["counters"]["num_failed_steps"] == 0
+
+
+def test_a_weight_sync_reaches_the_policys_own_head_and_no_other(results: dict[str, Any]) -> None:
+    """The right head is the target, so it is accepted whole, at temperatures of 0, 0.7 and 1."""
+    heads = results["mtp"]["heads"]
+    if "right" not in heads:
+        pytest.skip("no verl beside this vLLM")
+    counters = {name: found["counters"] for name, found in heads.items()}
+    drafted, accepted = (
+        {name: counts[f"num_model_{kind}_tokens"] for name, counts in counters.items()}
+        for kind in ("draft", "accepted")
+    )
+    assert accepted["wrong"] < 0.9 * drafted["wrong"]
+    for name in ("right", "kept"):
+        assert accepted[name] == drafted[name] > 20, name
+
+
+def test_a_head_with_a_vocabulary_of_its_own_draws_with_the_noise_of_its_tokens(
+    results: dict[str, Any],
+) -> None:
+    """All tokens are equally likely: the head draws the target's wherever it has it."""
+    tokens, num_steps = results["even"]["requests"]["one"]["tokens"], 1
+    assert 10 < sum(token in DRAFT_TOKENS for token in tokens) < 30
+    place = 1
+    while place < len(tokens):
+        num_right = next(
+            (i for i, token in enumerate(tokens[place:][:NUM_MODEL_TOKENS]) if token not in DRAFT_TOKENS),
+            NUM_MODEL_TOKENS,
+        )
+        place, num_steps = place + num_right + 1, num_steps + 1
+    assert len(results["even"]["steps"]) == num_steps
 
 
 def test_requests_are_guarded_where_a_model_drafts_alone(

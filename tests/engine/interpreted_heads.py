@@ -1,0 +1,60 @@
+"""For `interpreted_model`: MTP, EAGLE-3 with a vocabulary of its own, and a weight sync of verl's."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from typing import Any
+
+from rollout_spec.vllm.proposer import proposer_of
+from tests.engine.conftest import close, engine_settings
+from tests.engine.interpreted_runner import TEXT, run, serve
+from tests.engine.rollout_server import EXTENSION
+
+NAMES = ("greedy", "sampled", "one")
+MTP = {"method": "mtp", "num_speculative_tokens": 8}
+
+
+def heads(folders: dict[str, str], num_model_tokens: int) -> dict[str, Any]:
+    """What engines with these heads give."""
+    spec = {"model_tokens": num_model_tokens}
+    eagle3 = {"method": "eagle3", "model": folders["eagle3"], "num_speculative_tokens": 8}
+    even = eagle3 | {"model": folders["even-eagle3"], "num_speculative_tokens": num_model_tokens}
+    return {
+        "plain mtp": run(folders["mtp"], None, names=NAMES),
+        "mtp": synced(folders, spec),
+        "eagle3": run(folders["target"], spec, names=NAMES, speculative_config=eagle3),
+        "even": run(folders["even"], None, names=("one",), speculative_config=even),
+    }
+
+
+def synced(folders: dict[str, str], spec: dict[str, Any]) -> dict[str, Any]:
+    """The requests with a wrong head, with the right one, and with that of another model, which stays."""
+    from vllm import LLM
+
+    has_verl = importlib.util.find_spec("verl") is not None
+    settings = engine_settings(folders["mtp"], spec) | {"max_model_len": 256, "skip_tokenizer_init": False}
+    settings["speculative_config"] = MTP
+    llm = LLM(**settings, **({"worker_extension_cls": EXTENSION} if has_verl else {}))
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    runner = worker.model_runner
+
+    def served() -> dict[str, Any]:
+        requests = serve(llm, NAMES, [TEXT] * len(NAMES))
+        return {"requests": requests, "counters": proposer_of(runner).take_counters().to_dict()}
+
+    found = {"wrong": served()}
+    if has_verl:
+        from safetensors.torch import load_file
+
+        wrong, right = pathlib.Path(folders["mtp"], "model.safetensors"), folders["right.safetensors"]
+        # In two buckets, as verl sends them.
+        weights = list(load_file(right).items())
+        for bucket in (weights[:9], weights[9:]):
+            worker._update_weights(bucket, peft_config=None, base_sync_done=True)
+        found["right"] = served()
+        runner.vllm_config.speculative_config.model = "another"
+        worker._update_weights(list(load_file(wrong).items()), peft_config=None, base_sync_done=True)
+        found["kept"] = served()
+    close([llm])
+    return {"model_runner": type(runner).__module__, "heads": found}

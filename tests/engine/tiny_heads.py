@@ -1,0 +1,87 @@
+"""Tiny MTP and EAGLE-3 heads, in the form in which vLLM's loaders take those that are published."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+from tests.engine.conftest import VOCAB_SIZE
+
+HIDDEN_SIZE = 128
+DRAFT_TOKENS = range(0, VOCAB_SIZE, 2)  # of a head with a vocabulary of its own
+
+
+def make_mtp(folder: pathlib.Path, chat_model: str) -> None:
+    """A MiMo whose last token decides, and whose MTP head is wrong; `right.safetensors` has the right one."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(chat_model, folder)
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=4096, bos_token_id=1,
+        eos_token_id=2, num_nextn_predict_layers=1,
+    )  # fmt: skip
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    mimo = config.to_dict() | {"architectures": ["MiMoForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(mimo))
+    path, layer = folder / "model.safetensors", "model.layers.1."
+    weights = load_file(path)
+    weights["lm_head.weight"] *= 12  # a peaked distribution, as a trained model's is
+    weights["model.embed_tokens.weight"].sign_()  # so that a norm leaves it as it is
+    for name, value in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.zero_()
+    head = {name.removeprefix(layer): value for name, value in weights.items() if name.startswith(layer)}
+    head |= {f"{name}_layernorm.weight": torch.ones(HIDDEN_SIZE) for name in ("token", "hidden", "final")}
+    zero, one = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE), torch.eye(HIDDEN_SIZE)
+    for file, reads_state, reads_token in ((path, one, zero), (folder / "right.safetensors", zero, one)):
+        head["input_proj.weight"] = torch.cat([reads_state, reads_token], 1)
+        named = {f"model.mtp_layers.0.{name}": value.clone() for name, value in head.items()}
+        save_file(weights | named, file, {"format": "pt"})
+    (folder / "right.safetensors").rename(folder.parent / "right.safetensors")  # vLLM loads all of a folder
+
+
+def make_eagle3(target: pathlib.Path, folder: pathlib.Path) -> None:
+    """A head of DRAFT_TOKENS: a target's last layer behind what comes out of it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((target / "config.json").read_text())
+    weights, layer = load_file(target / "model.safetensors"), "model.layers.1."
+    zero, one = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE), torch.eye(HIDDEN_SIZE)
+    tokens = torch.tensor(DRAFT_TOKENS)
+    head: dict[str, Any] = {
+        "fc.weight": torch.cat([zero, zero, one], 1),
+        "norm.weight": weights["model.norm.weight"].clone(),
+        "lm_head.weight": weights["lm_head.weight"][tokens].clone(),
+        "midlayer.hidden_norm.weight": torch.ones(HIDDEN_SIZE),
+        "d2t": tokens - torch.arange(len(tokens)),
+    }
+    for name, value in weights.items():
+        if name.startswith(layer):
+            # Attention reads the token's embedding, and behind it the state.
+            reads_two = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+            head["midlayer." + name.removeprefix(layer)] = (
+                torch.cat([value, value], 1) if reads_two else value
+            )
+    folder.mkdir()
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+        "draft_vocab_size": len(DRAFT_TOKENS), "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | own))
+    save_file(head, folder / "model.safetensors")
+
+
+def make_even(folder: pathlib.Path) -> None:
+    """Let a model, or a head, take every token that it has for equally likely."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"].zero_()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
