@@ -135,7 +135,7 @@ CONFLICTS = {
     "rollout.spec.model_tokens=2": r"set num_speculative_tokens of rollout\.spec\.model_drafter or of .*mtp",
     "+rollout.spec.colour=red": r"rollout\.spec\.colour: unknown field",
     "rollout.spec.min_survival=auto": "min_survival='auto': must be of type float",
-    f"+{ENGINE}.speculative_config.method=ngram": "'method': 'ngram'.*: rollout.spec sets it",
+    f"++{ENGINE}.speculative_config.method=ngram": "'method': 'ngram'.*: rollout.spec sets it",
     f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "batch_threshold instead",
     f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",
     f"+{ENGINE}.logits_processors=[my.Processor]": "logits_processors",
