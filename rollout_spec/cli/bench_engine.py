@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_model_argument,
+    add_model_drafter,
     add_num_speculative_tokens,
     add_spec_argument,
     default_dtype,
@@ -67,10 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sam:auto; model and sam+model, of --model-drafter; "
         f"each is compared with the first ({','.join(METHODS)}, without what is not installed)",
     )  # fmt: skip
-    compared.add_argument(
-        "--model-drafter", metavar="METHOD:MODEL:N",
-        help="a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head",
-    )  # fmt: skip
+    add_model_drafter(compared)
     add_num_speculative_tokens(compared)
     add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
     compared.add_argument("--repeats", type=count, default=3, metavar="N", help="rollouts of each method")

@@ -13,6 +13,7 @@ from typing import Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_model_argument,
+    add_model_drafter,
     device_arguments,
     model_folder,
     number,
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--group-sizes", count, [4], "responses to each prompt"),
     ):
         drafting.add_argument(name, type=kind, nargs="+", default=default, metavar="N", help=help_)
+    add_model_drafter(drafting)
 
     judging = parser.add_argument_group("judging")
     judging.add_argument(
@@ -78,9 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.measure.engine import model_drafter
+
     rows = prompt_rows("--train-file", args.train_file, args.num_prompts, args.seed, "certify")
     for k, threshold in itertools.product(args.num_speculative_tokens, args.batch_thresholds):
         SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)
+    drafter = model_drafter(args.model_drafter) if args.model_drafter else None
     model = model_folder(args.model, "float32")  # the engine casts it
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
@@ -104,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
             "max_model_len": MAX_PROMPT_TOKENS + args.max_tokens,
             **device_arguments(),
         },
+        model_drafter=drafter,
         **{name: getattr(args, name) for name in same},
     )
     with counted("certifying", plan.num_engines) as advance:

@@ -217,6 +217,14 @@ def add_model_argument(group: Any) -> None:
     group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (SmolLM2-135M)")
 
 
+def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
+    """`--model-drafter`: a text for `measure.engine.model_drafter`."""
+    parser.add_argument(
+        "--model-drafter", metavar="METHOD:MODEL:N",
+        help="a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head",
+    )  # fmt: skip
+
+
 def model_folder(model: Path | None, dtype: str) -> str:
     """`--model`, a Hugging Face folder; the demo's, made where it is missing, for None."""
     if model is None:

@@ -35,9 +35,10 @@ from rollout_spec.measure.certify_numerics import (
     p_values,
     rounding,
 )
+from rollout_spec.measure.engine import drafting_arguments
 from rollout_spec.measure.environment import environment
 from rollout_spec.metrics import RequestCounters
-from rollout_spec.vllm import OPTIONS_KEY, speculative_config
+from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.features import counting_arguments, request_counters
 from rollout_spec.vllm.keys import KEY, key_of_name
 
@@ -69,6 +70,7 @@ class Plan:
     tolerance: float | None  # None: by the dtype
     distribution_samples: int
     engine: dict[str, Any]  # further arguments of vLLM's
+    model_drafter: Mapping[str, Any] | None = None  # of `measure.engine.model_drafter`; for verify=coupled
 
     @property
     def fixed_tolerance(self) -> float | None:
@@ -168,11 +170,14 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
     settings: dict[str, Any] = {
         "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,
         "max_logprobs": -1,
-        "additional_config": {OPTIONS_KEY: {"verify": verify, **(options or {"method": "off"})}},
+        "additional_config": {OPTIONS_KEY: {"verify": verify, "method": "off"}},
     }  # fmt: skip
     settings |= counting_arguments(options is not None)
     if options is not None:
-        settings["speculative_config"] = speculative_config(options["num_speculative_tokens"])
+        drafter = plan.model_drafter if verify == "coupled" else None
+        settings |= drafting_arguments({"verify": verify, **options}, drafter)
+        if drafter is not None:
+            settings["async_scheduling"] = False  # which model runner V1 needs beside a model
     llm = LLM(**settings | plan.engine | more)
     try:
         yield llm

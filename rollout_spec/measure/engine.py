@@ -22,6 +22,7 @@ from rollout_spec.measure.drafters import require_arctic_inference
 from rollout_spec.measure.environment import environment
 from rollout_spec.measure.timeline import Timeline, measure, step_times, summarise
 from rollout_spec.processes import last_error, started
+from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm.options import MODEL_METHODS
 
 MIN_RESPONSE_TOKENS = 8
@@ -101,6 +102,19 @@ def model_drafter(text: str) -> dict[str, Any]:
         )
     found: dict[str, Any] = {"method": method, "num_speculative_tokens": int(given)}
     return found | ({"model": model} if model else {})
+
+
+def drafting_arguments(
+    options: Mapping[str, Any], drafter: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """vLLM's arguments for fields of `rollout.spec`; with a drafter of `model_drafter`, beside that model."""
+    num_speculative_tokens = SpecConfig(**options).num_speculative_tokens
+    if drafter is None:
+        speculative, options = speculative_config(num_speculative_tokens), dict(options)
+    else:
+        speculative = {**drafter, "num_speculative_tokens": num_speculative_tokens}
+        options = {**options, "model_tokens": drafter["num_speculative_tokens"]}
+    return {"speculative_config": speculative, "additional_config": {OPTIONS_KEY: options}}
 
 
 def require(method: str) -> None:

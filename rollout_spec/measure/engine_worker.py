@@ -21,10 +21,10 @@ from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.index import ModelDrafts
-from rollout_spec.measure.engine import Method, reply
+from rollout_spec.measure.engine import Method, drafting_arguments, reply
 from rollout_spec.measure.timeline import Timeline
 from rollout_spec.metrics import EngineCounters
-from rollout_spec.vllm import OPTIONS_KEY, speculative_config
+from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.checks import runner_v2_misfit
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
@@ -199,14 +199,9 @@ def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
     if method.name == "model":
         return coupled | {"speculative_config": dict(job["model_drafter"])}
     if method.is_ours:
-        options = method.options(job["spec"])
-        k = SpecConfig(**options).num_speculative_tokens
-        speculative = speculative_config(k)
-        if method.has_model:
-            options["model_tokens"] = job["model_drafter"]["num_speculative_tokens"]
-            speculative = job["model_drafter"] | {"num_speculative_tokens": k}
-        return {"speculative_config": speculative, "additional_config": {OPTIONS_KEY: options}}
-    speculative = {"method": method.name} | (NGRAM if method.name == "ngram" else {})
+        drafter = job["model_drafter"] if method.has_model else None
+        return drafting_arguments(method.options(job["spec"]), drafter)
+    speculative: dict[str, Any] = {"method": method.name} | (NGRAM if method.name == "ngram" else {})
     if job["num_speculative_tokens"] is not None:  # else vLLM's default for `suffix`
         speculative["num_speculative_tokens"] = job["num_speculative_tokens"]
     return {"speculative_config": speculative}
