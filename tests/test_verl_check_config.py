@@ -217,7 +217,7 @@ def test_the_driver_knows_the_model_runner_of_a_model_of_the_hub(
     if kind == "ranks of experts":
         sizes = {"data_parallel_size": 4, "tensor_model_parallel_size": 2, "expert_parallel_size": 8}
         options += [f"actor_rollout_ref.rollout.{name}={size}" for name, size in sizes.items()]
-    if kind in ("dense by V2", "experts"):
+    if kind in ("dense by V2", "experts", "ranks of experts"):
         check_config(composed("+rollout.spec=sam", *options))
     else:
         with pytest.raises(ConfigError, match="has model runner V1"):

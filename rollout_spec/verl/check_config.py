@@ -242,7 +242,7 @@ def _has_v1(config: DictConfig) -> bool:
     """Whether vLLM takes model runner V1; its engine says so where the model cannot be looked at."""
     if asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
         return asked == "0"
-    if _is_for_npus(config) or _has_adapters(config) or _has_ranks_of_experts(config):
+    if _is_for_npus(config) or _has_adapters(config):
         return True  # as `runner_v2_misfits` says
     fields, with_v2 = _model_fields(config), v2_architectures()
     return bool(fields) and with_v2 is not None and with_v2.isdisjoint(fields.get("architectures") or ())

@@ -61,8 +61,6 @@ def runner_v2_misfits(vllm_config: VllmConfig) -> list[str]:
     misfit = runner_v2_misfit()
     if misfit is not None:
         return [misfit]
-    if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
-        return [_MISFIT.format("its gate would not see what the experts' other data-parallel ranks verify")]
     if vllm_config.lora_config is not None:
         return [_MISFIT.format("vLLM knows one LoRA adapter a request there, and not one a draft token")]
     return []

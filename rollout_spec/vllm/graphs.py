@@ -8,6 +8,7 @@ for plain steps; steps with drafts have piecewise ones. On NPUs it stays as it i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -35,19 +36,26 @@ def capture_plain_steps(runner: Any) -> None:
 
 
 def capture_plain_steps_v2(runner: Any) -> None:
-    """Do so in a runner V2, whose `decode_query_len` has other uses when the cache is there."""
-    _say_what_has_none(runner)
-    initialize_kv_cache = runner.initialize_kv_cache
+    """Do so in a runner V2, whose `decode_query_len` has other uses when the cache is there.
 
-    @functools.wraps(initialize_kv_cache)
-    def initialize_for_plain_steps(*args: Any, **kwargs: Any) -> None:
+    The dummy batch of a data-parallel rank without requests is a plain step too: else it would be of K + 1
+    tokens, and no rank's plain step would have a full graph beside it.
+    """
+    _say_what_has_none(runner)
+    for name in ("initialize_kv_cache", "_dummy_run"):
+        setattr(runner, name, _for_plain_steps(runner, getattr(runner, name)))
+
+
+def _for_plain_steps(runner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call_for_plain_steps(*args: Any, **kwargs: Any) -> Any:
         decode_query_len, runner.decode_query_len = runner.decode_query_len, 1
         try:
-            initialize_kv_cache(*args, **kwargs)
+            return method(*args, **kwargs)
         finally:
             runner.decode_query_len = decode_query_len
 
-    runner.initialize_kv_cache = initialize_for_plain_steps
+    return call_for_plain_steps
 
 
 def _say_what_has_none(runner: Any) -> None:

@@ -21,6 +21,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
 
+from rollout_spec.drafting.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.scheduler import AHEAD_KEY, DRAFTS_KEY, Ahead
@@ -118,10 +119,10 @@ class HostBatch:
 
 
 class _Arrival:
-    """A step's tokens on their way to the host."""
+    """A step's tokens on their way to the host, and what the step's ranks knew of each other."""
 
-    def __init__(self, request_ids: list[str], *on_device: torch.Tensor) -> None:
-        self.request_ids = request_ids
+    def __init__(self, request_ids: list[str], ranks: Ranks | None, *on_device: torch.Tensor) -> None:
+        self.request_ids, self.ranks = request_ids, ranks
         self._on_device = on_device  # theirs until they have been copied
         self._on_host = [async_copy_to_np(each) for each in on_device]
         self._event = torch.cuda.Event(blocking=True)
@@ -216,7 +217,7 @@ class HostDrafts:
         if not self.proposer.is_used:
             return self.nothing(input_batch)
         assert self._sampled_tokens is not None
-        arriving = self._sampled_tokens, num_sampled, *model_drafts
+        arriving = self.proposer.lock_step.ranks, self._sampled_tokens, num_sampled, *model_drafts
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._arrivals.append(_Arrival(input_batch.req_ids, *arriving))
@@ -237,7 +238,13 @@ class HostDrafts:
             nums_new = self._batch.extend(arrival.request_ids, tokens, nums)
             model_drafts = self._batch.place(arrival.request_ids, nums, *drafted) if drafted else None
             drafts = self.proposer.step(
-                nums_new, self._batch.levels, self._batch.tokens, arrival.ended, in_time, model_drafts
+                nums_new,
+                self._batch.levels,
+                self._batch.tokens,
+                arrival.ranks,
+                arrival.ended,
+                in_time,
+                model_drafts,
             )
             self._drafts = DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)
 

@@ -63,6 +63,13 @@ _ABORTED = Patch(
     upstream="vllm/v1/engine/core.py, EngineCore",
     until="the output of an aborted request has kv_transfer_params",
 )
+_WAIT = Patch(
+    name="vllm-wait-and-schedule",
+    reason="an engine core that runs ahead waits for a step's tokens in a call that runs nothing. Behind "
+    "it the core sleeps 1 ms, and a data-parallel rank of experts runs a dummy batch, with all others",
+    upstream="vllm/v1/engine/core.py, EngineCore.step_with_batch_queue",
+    until="a scheduler can say that it waits for a step's tokens",
+)
 
 
 # Why this vLLM is not supported. vLLM loads the plugin for engines that have nothing to do with us too.
@@ -111,6 +118,7 @@ def connect() -> None:
     _number_samples()
     for module, apply in (
         ("vllm.v1.engine.core", _give_aborted_counts),
+        ("vllm.v1.engine.core", _wait_and_schedule),
         ("vllm.v1.engine.input_processor", refuse_requests),
         ("vllm.v1.engine.output_processor", end_at_stop_strings),
         ("vllm.v1.core.sched.scheduler", cut_drafts_at_reasoning_end),
@@ -274,6 +282,23 @@ def _give_aborted_counts(core: Any) -> None:
 
     setattr(core.EngineCore, TAKE_ABORTED, take_aborted)
     record(_ABORTED)
+
+
+def _wait_and_schedule(core: Any) -> None:
+    """Let an engine core whose scheduler waits take a step's tokens and schedule the next one in one call."""
+    name = "step_with_batch_queue"
+    step: Any = getattr(core.EngineCore, name, None)
+
+    @functools.wraps(step)
+    def wait_and_step(self: Any) -> tuple[Any, bool]:
+        waits = bool(self.batch_queue) and getattr(self.scheduler, "waits", False)
+        outputs, has_run = step(self)
+        if waits and not has_run and self.scheduler.has_unfinished_requests():
+            _, has_run = step(self)  # what it has scheduled is in the queue
+        return outputs, has_run
+
+    signature = "(self) -> tuple[dict[int, vllm.v1.engine.EngineCoreOutputs] | None, bool]"
+    replace_function(core.EngineCore, name, wait_and_step, patch=_WAIT, expected_signature=signature)
 
 
 def _number_samples() -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 
+from rollout_spec.drafting.costs import Ranks
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import HistoryError
 from rollout_spec.drafting.index import ModelDrafts
@@ -50,7 +51,7 @@ class SuffixProposer:
                 fills=fills_drafts(vllm_config),
                 model_tokens=num_model_tokens(vllm_config) if is_hybrid(vllm_config) else 0,
             )
-        self._lock_step = LockStep()
+        self.lock_step = LockStep(vllm_config.use_v2_model_runner)
         self._runner: Any = None
         # Takes in what has been sampled and is still on its way; with model runner V2 that is a step or two.
         self.receive: Callable[[], None] = lambda: None
@@ -63,7 +64,7 @@ class SuffixProposer:
         """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
         self._runner = runner
         if self.is_used and runner.parallel_config.data_parallel_size > 1:
-            self._lock_step.watch()
+            self.lock_step.watch()
         # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
         # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
         # its own end.
@@ -101,7 +102,8 @@ class SuffixProposer:
         Returns:
             The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
         """
-        return self.step(list(map(len, sampled_token_ids)), num_tokens_no_spec, token_ids_cpu)
+        nums_new_tokens, ranks = list(map(len, sampled_token_ids)), self.lock_step.ranks
+        return self.step(nums_new_tokens, num_tokens_no_spec, token_ids_cpu, ranks)
 
     @property
     def next_step_waits(self) -> bool:
@@ -113,6 +115,7 @@ class SuffixProposer:
         nums_new_tokens: list[int],
         levels: npt.NDArray[np.int32],
         token_ids: npt.NDArray[np.int32],
+        ranks: Ranks | None = None,
         ended: float | None = None,
         in_time: bool = True,
         model_drafts: ModelDrafts | None = None,
@@ -124,7 +127,6 @@ class SuffixProposer:
             try:
                 self._add_and_remove(self._drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
-                ranks = self._lock_step.ranks
                 drafts = self._drafter.step(
                     request_ids, nums_new_tokens, token_ids, levels, ranks, ended, in_time, model_drafts
                 )

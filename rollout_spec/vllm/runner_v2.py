@@ -17,6 +17,7 @@ from rollout_spec.patches import Patch, guard_parameters, replace_function
 from rollout_spec.vllm import sampler_v2, versions_v2
 from rollout_spec.vllm.graphs import capture_plain_steps_v2
 from rollout_spec.vllm.host_drafts import HostDrafts
+from rollout_spec.vllm.lock_step import V2_NAME
 from rollout_spec.vllm.model_drafter import SHARED_NOISE, draft_beside, for_the_model, share_noise
 from rollout_spec.vllm.options import is_hybrid, names_our_drafter
 
@@ -32,6 +33,7 @@ ENGINE_PATCHES = (_SPECULATOR, sampler_v2.COUPLED, SHARED_NOISE)  # what engines
 # Of what is called or replaced here, the parameters that are counted on.
 _PARAMETERS: tuple[versions_v2.Parameters, ...] = (
     (model_runner, "init_speculator", (("vllm_config", "device"),)),
+    (model_runner, V2_NAME, (("cudagraph_manager", "num_reqs", "num_tokens"),)),
     (model_runner.GPUModelRunner, "add_requests", (("self", "scheduler_output"),)),
     (model_runner.GPUModelRunner, "postprocess_sampled",
      (("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),)),

@@ -9,7 +9,6 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
@@ -109,20 +108,23 @@ class AheadScheduler(_Counting, AsyncScheduler):
 
     While the drafter's gate is closed it schedules ahead, as without a drafter. While it is open each step
     waits for the tokens and drafts of the one before. What says so comes with a step's output, in DRAFTS_KEY.
+
+    Attributes:
+        waits: whether the next step's tokens are waited for before another one is scheduled.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_in_flight = 0
-        self._waits = False
+        self.waits = False
+
+    def has_requests(self) -> bool:
+        """False also while a step's tokens are waited for: an engine core takes them then."""
+        return not (self.waits and self._num_in_flight) and super().has_requests()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        told, state = Ahead(self._num_in_flight, self._waits), self.pause_state
-        if self._waits and self._num_in_flight:
-            # An empty step, which tells the workers who has ended.
-            self.set_pause_state(PauseState.PAUSED_ALL)
+        told = Ahead(self._num_in_flight, self.waits)
         output = super().schedule(*args, **kwargs)
-        self.set_pause_state(state)
         setattr(output, AHEAD_KEY, told)
         self._num_in_flight += output.total_num_scheduled_tokens > 0
         return output
@@ -137,7 +139,7 @@ class AheadScheduler(_Counting, AsyncScheduler):
         if scheduler_output.total_num_scheduled_tokens > 0:
             self._num_in_flight -= 1
             drafts: DraftTokenIds | None = getattr(model_runner_output, DRAFTS_KEY, None)
-            self._waits = drafts is not None
+            self.waits = drafts is not None
             if drafts is not None and not self._num_in_flight:
                 self.update_draft_token_ids(drafts)
         return outputs

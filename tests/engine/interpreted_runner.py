@@ -108,9 +108,10 @@ def run(
     found: dict[str, Any] = {
         "model_runner": type(runner).__module__,
         "steps": noted_steps(core.scheduler, runner),
+        "calls": noted_calls(core),
         "requests": serve(llm, names, prompts or [TEXT] * len(names)),
     }
-    found["steps"] = found["steps"].copy()
+    found["steps"], found["calls"] = found["steps"].copy(), "".join(found["calls"])
     drafter = proposer_of(runner)
     if drafter is not None:
         found["counters"] = drafter.take_counters().to_dict()
@@ -211,6 +212,19 @@ def graphs(manager: Any, mode: str) -> list[str]:
         num_asked = len(inspect.signature(manager.dispatch).parameters)  # 0.24 does without the longest row
         found.append(manager.dispatch(*asked[:num_asked]).cg_mode.name)
     return found
+
+
+def noted_calls(core: Any) -> list[str]:
+    """Whether each call of an engine core's step from now on has run one."""
+    step, calls = core.step_fn, []
+
+    def step_and_note() -> Any:
+        outputs, has_run = step()
+        calls.append("ran " if has_run else "idle ")
+        return outputs, has_run
+
+    core.step_fn = step_and_note
+    return calls
 
 
 def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:

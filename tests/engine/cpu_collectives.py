@@ -1,0 +1,43 @@
+"""Two collectives that vLLM's CPU engine lacks: a mixture of experts on data-parallel ranks needs them.
+
+It gathers and scatters rows, which vLLM 0.24 cannot do on the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+
+def all_gatherv(
+    self: CpuCommunicator,
+    input_: torch.Tensor | list[torch.Tensor],
+    dim: int = 0,
+    sizes: list[int] | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """The rows of all ranks, of which rank i has sizes[i]."""
+    assert dim == 0
+    if isinstance(input_, list):
+        return [all_gatherv(self, each, dim, sizes) for each in input_]
+    sizes = sizes or [len(input_)] * self.world_size
+    padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+    padded[: len(input_)] = input_
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=self.device_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def reduce_scatterv(
+    self: CpuCommunicator, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+) -> torch.Tensor:
+    """This rank's rows of the sum over all ranks, of which rank i gets sizes[i]."""
+    assert dim == 0
+    sizes = sizes or [len(input_) // self.world_size] * self.world_size
+    total = input_.clone()
+    dist.all_reduce(total, group=self.device_group)
+    return total.split(sizes)[self.rank_in_group]
+
+
+CpuCommunicator.all_gatherv = all_gatherv
+CpuCommunicator.reduce_scatterv = reduce_scatterv

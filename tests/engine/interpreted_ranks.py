@@ -1,0 +1,112 @@
+"""Run as a program: two data-parallel ranks of a mixture of experts on vLLM's model runner V2, on the CPU.
+
+What they gave is written as JSON to the file that the second argument names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import sys
+from typing import Any
+
+import tests.engine.interpreted_triton  # noqa: F401 (before all others)
+from rollout_spec.patches import when_imported
+from tests.engine.conftest import close, engine_settings, token_ids
+from tests.engine.interpreted_runner import OFF, PROMPT
+
+# How many tokens each rank's requests get: the first rank's gate is closed while it has three of them.
+NUMS_TOKENS = {0: (12, 18, 26), 1: (20,)}
+REQUESTS = [(rank, num_tokens) for rank, nums in NUMS_TOKENS.items() for num_tokens in nums]
+
+
+class Extension:
+    """A look inside a worker; `note_passes` says what its passes are."""
+
+    def found(self) -> dict[str, Any]:
+        drafter = self.model_runner.drafter
+        return {
+            "passes": "".join(self.passes),
+            "ranks": drafter.lock_step.ranks,
+            "counters": drafter.take_counters().to_dict(),
+        }
+
+
+def note_passes(cpu_worker: Any) -> None:
+    """Let a worker note its passes: s for a step with requests, d for a dummy batch."""
+    import tests.engine.cpu_collectives  # noqa: F401
+
+    worker = cpu_worker.CPUWorker
+    worker.passes = ()
+    for name, letter in (("execute_model", "s"), ("execute_dummy_batch", "d")):
+        setattr(worker, name, noting(getattr(worker, name), letter))
+
+
+def noting(method: Any, letter: str) -> Any:
+    def note(self: Any, *args: Any) -> Any:
+        if not args or args[0].total_num_scheduled_tokens:
+            self.passes = (*self.passes, letter)
+        return method(self, *args)
+
+    return note
+
+
+when_imported("vllm.v1.worker.cpu_worker", note_passes)  # in the processes of the ranks, which import this
+
+
+def sampling(i: int) -> Any:
+    from vllm import SamplingParams
+
+    key = {"rollout_spec_key": ["V2", i]}
+    return SamplingParams(temperature=0.7, max_tokens=REQUESTS[i][1], ignore_eos=True, extra_args=key)
+
+
+def plain(model: str) -> list[list[int]]:
+    """What the requests get from one engine core without drafts."""
+    from vllm import LLM
+
+    llm = LLM(**engine_settings(model) | OFF)
+    prompts = [{"prompt_token_ids": PROMPT}] * len(REQUESTS)
+    outputs = llm.generate(prompts, [*map(sampling, range(len(REQUESTS)))], use_tqdm=False)
+    close([llm])
+    return token_ids(outputs)
+
+
+async def ranks(model: str) -> dict[str, Any]:
+    """What they get from two ranks with drafts, and what each rank did."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rollout_spec.vllm.cores import EngineCores
+
+    settings = engine_settings(model, {"batch_threshold": 2})
+    settings |= {"data_parallel_size": 2, "async_scheduling": True, "distributed_executor_backend": "uni"}
+    settings["worker_extension_cls"] = "tests.engine.interpreted_ranks.Extension"
+    config = AsyncEngineArgs(**settings).create_engine_config()
+    assert config.use_v2_model_runner
+    engine = AsyncLLM.from_vllm_config(config)
+
+    async def respond(i: int) -> list[int]:
+        prompt, rank = {"prompt_token_ids": PROMPT}, REQUESTS[i][0]
+        async for output in engine.generate(prompt, sampling(i), f"{i}", data_parallel_rank=rank):
+            [sample] = output.outputs
+        return list(sample.token_ids)
+
+    try:
+        responses = await asyncio.gather(*map(respond, range(len(REQUESTS))))
+        cores, found = EngineCores(engine), []
+        while len({len(one["passes"]) for one in found}) != 1:  # until the ranks rest
+            found = [(await cores.call_workers(core, "found"))[0] for core in range(2)]
+        return {"requests": responses, "found": found}
+    finally:
+        engine.shutdown()
+
+
+def main(model: str, output: str) -> None:
+    result = {"plain": plain(model), "ranks": asyncio.run(ranks(model))}
+    pathlib.Path(output).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
