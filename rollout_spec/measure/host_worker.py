@@ -138,7 +138,7 @@ def _measure(
     def serve(num_steps: int | None) -> Iterator[Any]:
         """What each of as many steps gave; None: of all."""
         while num_steps != 0:
-            if not core.scheduler.has_requests():
+            if not core.scheduler.has_unfinished_requests():
                 if num_steps is None:
                     return
                 raise HostError("bench host: more tokens a step than requests were made for")

@@ -24,13 +24,14 @@ REQUESTS = [(rank, num_tokens) for rank, nums in NUMS_TOKENS.items() for num_tok
 class Extension:
     """A look inside a worker; `note_passes` says what its passes are."""
 
-    def found(self) -> dict[str, Any]:
-        drafter = self.model_runner.drafter
-        return {
-            "passes": "".join(self.passes),
-            "ranks": drafter.lock_step.ranks,
-            "counters": drafter.take_counters().to_dict(),
-        }
+    def noted_passes(self) -> str:
+        return "".join(self.passes)
+
+    def last_step_of_the_ranks(self) -> tuple[int, int]:
+        return self.model_runner.drafter.lock_step.ranks
+
+    def counters(self) -> dict[str, Any]:
+        return self.model_runner.drafter.take_counters().to_dict()
 
 
 def note_passes(cpu_worker: Any) -> None:
@@ -38,6 +39,8 @@ def note_passes(cpu_worker: Any) -> None:
     import tests.engine.cpu_collectives  # noqa: F401
 
     worker = cpu_worker.CPUWorker
+    if hasattr(worker, "passes"):  # of this module as the process's program
+        return
     worker.passes = ()
     for name, letter in (("execute_model", "s"), ("execute_dummy_batch", "d")):
         setattr(worker, name, noting(getattr(worker, name), letter))
@@ -95,10 +98,16 @@ async def ranks(model: str) -> dict[str, Any]:
 
     try:
         responses = await asyncio.gather(*map(respond, range(len(REQUESTS))))
-        cores, found = EngineCores(engine), []
-        while len({len(one["passes"]) for one in found}) != 1:  # until the ranks rest
-            found = [(await cores.call_workers(core, "found"))[0] for core in range(2)]
-        return {"requests": responses, "found": found}
+        cores = EngineCores(engine)
+
+        async def ask(method: str) -> list[Any]:
+            return [(await cores.call_workers(core, method))[0] for core in range(2)]
+
+        passes = ["", "s"]
+        while len(passes[0]) != len(passes[1]):  # until the ranks rest
+            passes = await ask("noted_passes")
+        last_step, counters = await ask("last_step_of_the_ranks"), await ask("counters")
+        return {"requests": responses, "passes": passes, "last_step": last_step, "counters": counters}
     finally:
         engine.shutdown()
 
