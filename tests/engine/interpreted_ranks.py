@@ -17,7 +17,7 @@ from tests.engine.conftest import close, engine_settings, token_ids
 from tests.engine.interpreted_runner import OFF, PROMPT
 
 # How many tokens each rank's requests get: the first rank's gate is closed while it has three of them.
-NUMS_TOKENS = {0: (12, 18, 26), 1: (20,)}
+NUMS_TOKENS = {0: (24, 36, 48), 1: (40,)}
 REQUESTS = [(rank, num_tokens) for rank, nums in NUMS_TOKENS.items() for num_tokens in nums]
 
 
