@@ -293,8 +293,8 @@ def _wait_and_schedule(core: Any) -> None:
     def wait_and_step(self: Any) -> tuple[Any, bool]:
         waits = bool(self.batch_queue) and getattr(self.scheduler, "waits", False)
         outputs, has_run = step(self)
-        if waits and not has_run and self.scheduler.has_unfinished_requests():
-            _, has_run = step(self)  # what it has scheduled is in the queue
+        if waits and not has_run and not self.batch_queue and self.scheduler.has_unfinished_requests():
+            _, has_run = step(self)  # it gives nothing yet: the queue has room for what it schedules
         return outputs, has_run
 
     signature = "(self) -> tuple[dict[int, vllm.v1.engine.EngineCoreOutputs] | None, bool]"
