@@ -9,7 +9,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollout_spec.config import ConfigError
-from rollout_spec.patches import Patch, PatchError, record, replace_function, when_imported
+from rollout_spec.patches import (
+    Patch,
+    PatchError,
+    guard_parameters,
+    record,
+    replace_function,
+    when_imported,
+)
 from rollout_spec.vllm.options import (
     OPTIONS_KEY,
     PROPOSER,
@@ -287,6 +294,7 @@ def _give_aborted_counts(core: Any) -> None:
 def _wait_and_schedule(core: Any) -> None:
     """Let an engine core whose scheduler waits take a step's tokens and schedule the next one in one call."""
     name = "step_with_batch_queue"
+    guard_parameters(_WAIT, core.EngineCore, name, ("self",))
     step: Any = getattr(core.EngineCore, name, None)
 
     @functools.wraps(step)
@@ -297,8 +305,7 @@ def _wait_and_schedule(core: Any) -> None:
             _, has_run = step(self)  # it gives nothing yet: the queue has room for what it schedules
         return outputs, has_run
 
-    signature = "(self) -> tuple[dict[int, vllm.v1.engine.EngineCoreOutputs] | None, bool]"
-    replace_function(core.EngineCore, name, wait_and_step, patch=_WAIT, expected_signature=signature)
+    replace_function(core.EngineCore, name, wait_and_step, patch=_WAIT)
 
 
 def _number_samples() -> None:
