@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.measure.engine import Method, drafting_arguments, reply
 from rollout_spec.measure.timeline import Timeline
@@ -119,10 +120,10 @@ class ProposalRecorder:
 
     def step(
         self, nums_new_tokens: list[int], levels: Any, token_ids: Any, ended: float | None = None,
-        in_time: bool = True, model_drafts: ModelDrafts | None = None,
+        in_time: bool = True, model_drafts: ModelDrafts | None = None, ranks: Ranks | None = None,
     ) -> list[list[int]]:  # fmt: skip
         """`SuffixProposer.step`."""
-        self._step(nums_new_tokens, levels, token_ids, ended, in_time, model_drafts)
+        self._step(nums_new_tokens, levels, token_ids, ended, in_time, model_drafts, ranks)
         runner = self._proposer._runner
         if model_drafts is not None:
             for row, request_id in enumerate(runner.input_batch.req_ids):

@@ -241,10 +241,10 @@ class HostDrafts:
                 nums_new,
                 self._batch.levels,
                 self._batch.tokens,
-                arrival.ranks,
                 arrival.ended,
                 in_time,
                 model_drafts,
+                arrival.ranks,
             )
             self._drafts = DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)
 

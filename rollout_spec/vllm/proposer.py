@@ -103,7 +103,7 @@ class SuffixProposer:
             The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
         """
         nums_new_tokens, ranks = list(map(len, sampled_token_ids)), self.lock_step.ranks
-        return self.step(nums_new_tokens, num_tokens_no_spec, token_ids_cpu, ranks)
+        return self.step(nums_new_tokens, num_tokens_no_spec, token_ids_cpu, ranks=ranks)
 
     @property
     def next_step_waits(self) -> bool:
@@ -115,10 +115,10 @@ class SuffixProposer:
         nums_new_tokens: list[int],
         levels: npt.NDArray[np.int32],
         token_ids: npt.NDArray[np.int32],
-        ranks: Ranks | None = None,
         ended: float | None = None,
         in_time: bool = True,
         model_drafts: ModelDrafts | None = None,
+        ranks: Ranks | None = None,
     ) -> list[list[int]]:
         """`propose`, with the number of tokens that each row got; what comes behind is as of `Drafter`."""
         if not self.is_used:
