@@ -64,8 +64,9 @@ class SpecConfig:
     )
     model_tokens: int = _option(
         3,
-        "with vLLM alone: most draft tokens of a model per row and step, where one drafts beside the text",
-        "the model's later tokens are often right (more), or its passes cost much (fewer)",
+        "with vLLM alone: most draft tokens of a model per row and step, where one drafts beside the text; "
+        "with batch_threshold=auto as many as pay",
+        "more than 3 of the model's tokens are often right (more)",
         1,
         MAX_SPECULATIVE_TOKENS,
     )

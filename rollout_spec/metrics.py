@@ -129,8 +129,8 @@ METRICS = (
     ),
     Metric(
         "num_model_passes_left_out",
-        "Passes that the model was spared because the gate was closed.",
-        "Nothing: high in full batches.",
+        "Passes of the model left out: the gate was closed, or they did not pay.",
+        "High in the tail: the model is seldom right.",
     ),
     Metric(
         "model_ms",

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
 
 from rollout_spec.drafting.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
+from rollout_spec.vllm.options import num_model_tokens
 from rollout_spec.vllm.proposer import SuffixProposer
-from rollout_spec.vllm.scheduler import AHEAD_KEY, DRAFTS_KEY, Ahead
+from rollout_spec.vllm.scheduler import AHEAD_KEY, DRAFTS_KEY, MODEL_TOKENS_KEY, Ahead
 
 
 class HostBatch:
@@ -147,11 +148,13 @@ class HostDrafts:
 
     Attributes:
         waits: whether the scheduler waits for the drafts of the step that runs. All workers are told so.
+        model_tokens: how many a model is to draft then, at most; which they are told too.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.proposer = SuffixProposer(vllm_config)
         self.waits = True
+        self.model_tokens = num_model_tokens(vllm_config)
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._no_drafts = torch.zeros(
@@ -182,6 +185,9 @@ class HostDrafts:
         ahead = getattr(scheduler_output, AHEAD_KEY, Ahead(0, True))  # vLLM's own schedulers wait
         self._receive(ahead.num_in_flight, in_time=False)
         self.waits = ahead.waits
+        told = getattr(scheduler_output, MODEL_TOKENS_KEY, None)
+        if told is not None:
+            self.model_tokens = told
         batch.remove(scheduler_output.finished_req_ids)
         batch.suspend(scheduler_output.preempted_req_ids or ())
         for request in scheduler_output.scheduled_new_reqs:
@@ -249,11 +255,14 @@ class HostDrafts:
             self._drafts = DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)
 
     def _telling(self, sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a step's output say what was drafted, and when the step had ended."""
+        """Let a step's output say what was drafted, what is to be next, and when the step had ended."""
 
         @functools.wraps(sample_tokens)
         def sample_and_tell(*args: Any, **kwargs: Any) -> Any:
             output = sample_tokens(*args, **kwargs)
+            said = output.model_runner_output if isinstance(output, AsyncOutput) else output
+            if isinstance(said, ModelRunnerOutput):
+                setattr(said, MODEL_TOKENS_KEY, self.proposer.model_tokens)
             if not isinstance(output, AsyncOutput):
                 return output
             if self.proposer.next_step_waits:

@@ -84,7 +84,7 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
     """Hand a speculator's drafts to the host; once in its life.
 
     Its first pass is that of every step, which keeps its KV cache complete. The others are left out where
-    the scheduler does not wait for drafts: it tells all ranks so, which must run the same passes.
+    the scheduler does not wait for drafts, or they do not pay: it tells all ranks, which must run the same.
     """
     num_tokens, propose = speculator.num_speculative_steps, speculator.propose
     log_odds = torch.zeros(speculator.max_num_reqs, num_tokens, device=speculator.device)
@@ -94,7 +94,7 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
         others.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return propose(input_batch, *given, dummy_run=True, **others)
-        num = num_tokens if host.waits else 1
+        num = max(1, host.model_tokens) if host.waits else 1
         speculator.num_speculative_steps, begin = num, time.perf_counter()
         try:
             drafts = propose(input_batch, *given, **others)

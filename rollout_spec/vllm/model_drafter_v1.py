@@ -22,6 +22,7 @@ from rollout_spec.verification.blocks import argmax
 from rollout_spec.vllm.options import is_hybrid, num_model_tokens
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer
 from rollout_spec.vllm.sampler import SHARED_NOISE, RowSampling
+from rollout_spec.vllm.scheduler import MODEL_TOKENS_KEY
 
 _PARAMETERS = (
     (SpecDecodeBaseProposer, "_sample_draft_tokens", ("self", "hidden_states", "sampling_metadata")),
@@ -99,29 +100,30 @@ class ModelDrafter(SharedNoise):
     """A model's drafts beside those of a `SuffixProposer`, which has the last word.
 
     The first pass is that of every step, which keeps the model's KV cache complete. The others are left out
-    while the gate is closed; not with tensor parallelism, as the other ranks do not know the gate.
+    while the gate is closed, and where they do not pay: the scheduler tells all ranks.
     """
 
     def __init__(self, runner: Any, rows: RowSampling, proposer: SuffixProposer) -> None:
         super().__init__(runner, rows)
         self._proposer = proposer
         self._num_tokens = num_model_tokens(runner.vllm_config)
-        self._always_drafts = runner.parallel_config.tensor_parallel_size > 1
-        self._drafts_now = True  # in this step
+        self._num_now = self._num_tokens  # in this step; 0: the first pass drafts nothing
         self._drafts: DraftTokenIds | None = None
         self._propose_model, self._sample_tokens = runner.drafter.propose, runner.sample_tokens
         runner.drafter.propose = self._propose_fewer
         runner.sample_tokens = self._sample_and_draft
         runner.take_draft_token_ids = lambda: self._drafts
 
-    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+    def propose(self, scheduler_output: Any, *others: Any) -> list[list[int]]:
         """Nothing, for the scheduler: it gets what `take_draft_token_ids` gives."""
-        return [[] for _ in super().propose(*args, **kwargs)]
+        told = getattr(scheduler_output, MODEL_TOKENS_KEY, None)
+        self._num_now = self._num_tokens if told is None else told
+        return [[] for _ in super().propose(scheduler_output, *others)]
 
     def _propose_fewer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        num, begin = self._num_tokens if self._drafts_now else 0, time.perf_counter()
-        drafts = self._propose_model(*args, **kwargs | {"num_speculative_tokens": num})
-        num = max(num, 1)  # the first pass, for no token
+        begin = time.perf_counter()
+        drafts = self._propose_model(*args, **kwargs | {"num_speculative_tokens": self._num_now})
+        num = max(self._num_now, 1)  # the first pass, for no token
         self._proposer.note_passes(num, self._num_tokens - num, time.perf_counter() - begin)
         return drafts
 
@@ -132,8 +134,7 @@ class ModelDrafter(SharedNoise):
         if getattr(output, "req_ids", None):
             nums = list(map(len, output.sampled_token_ids))
             self._drafts = DraftTokenIds(list(output.req_ids), self._step(nums))
-            if any(nums):
-                self._drafts_now = self._always_drafts or self._proposer.next_step_waits
+            setattr(output, MODEL_TOKENS_KEY, self._proposer.model_tokens)
         return output
 
     def _step(self, nums_new_tokens: list[int]) -> list[list[int]]:
@@ -143,6 +144,6 @@ class ModelDrafter(SharedNoise):
             tokens, log_odds = (torch.stack(each, 1).cpu().numpy() for each in zip(*self._drawn, strict=True))
             drafts = ModelDrafts(tokens.astype(np.int32), log_odds.astype(np.float32))
         return self._proposer.step(
-            nums_new_tokens, batch.num_tokens_no_spec, batch.token_ids_cpu, in_time=self._drafts_now,
+            nums_new_tokens, batch.num_tokens_no_spec, batch.token_ids_cpu, in_time=self._num_now > 0,
             model_drafts=drafts,
         )  # fmt: skip

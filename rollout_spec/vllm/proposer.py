@@ -110,6 +110,13 @@ class SuffixProposer:
         """Whether the next step is to wait for drafts."""
         return self._drafter is not None and self._drafter.next_step_waits
 
+    @property
+    def model_tokens(self) -> int:
+        """How many tokens a model is to draft in the next step; 0 where it does not wait for drafts."""
+        if self._drafter is None or not self._drafter.next_step_waits:
+            return 0
+        return self._drafter.model_tokens
+
     def step(
         self,
         nums_new_tokens: list[int],

@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from rollout_spec.config import ConfigError
 from rollout_spec.metrics import RequestCounters
-from rollout_spec.vllm.options import SCHEDULER
+from rollout_spec.vllm.options import SCHEDULER, is_hybrid
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -27,6 +27,8 @@ UNCOUNTED_KEY = "rollout_spec_uncounted"  # in `SamplingParams.extra_args`: it i
 AHEAD_SCHEDULER = "rollout_spec.vllm.scheduler.AheadScheduler"
 AHEAD_KEY = "rollout_spec_ahead"  # an attribute of a `SchedulerOutput`
 DRAFTS_KEY = "rollout_spec_drafts"  # of a `ModelRunnerOutput`: DraftTokenIds, if the next step waits for them
+# Of a `ModelRunnerOutput`, and of the next `SchedulerOutput`: how many tokens a model drafts in that step
+MODEL_TOKENS_KEY = "rollout_spec_model_tokens"
 
 
 class _Counting(Scheduler):
@@ -38,6 +40,8 @@ class _Counting(Scheduler):
     That dict is the one free-form field of a RequestOutput. What vLLM counts from 0.29 on
     (`features.counts_drafts`) lacks what verl's servers need besides: steps without a draft, and the requests
     that were aborted.
+
+    Of a model that drafts it tells all workers what the one with the drafter has chosen (MODEL_TOKENS_KEY).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,6 +50,16 @@ class _Counting(Scheduler):
         self._aborted = RequestCounters()
         # Not data_parallel_rank: the engine cores of a dense model all have rank 0 of 1.
         self._core = self.parallel_config.data_parallel_index
+        self._model_tokens: int | None = None
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        setattr(output, MODEL_TOKENS_KEY, self._model_tokens)
+        return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        self._model_tokens = getattr(model_runner_output, MODEL_TOKENS_KEY, self._model_tokens)
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(  # type: ignore[no-untyped-def]
         self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
@@ -164,6 +178,8 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     elif not Executor.get_class(vllm_config).supports_async_scheduling():
         backend = vllm_config.parallel_config.distributed_executor_backend
         reason = f"distributed_executor_backend={backend!r} does not support it"
+    if is_hybrid(vllm_config) and scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = SCHEDULER  # vLLM's own would not tell the workers what a model is to draft
     wanted = not current_platform.is_cpu() if asked is None else asked  # vLLM does not by itself on CPUs
     if not wanted:
         return

@@ -6,23 +6,47 @@ import json
 import os
 import pathlib
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":
     import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 
+from rollout_spec.drafting import passes
+from rollout_spec.vllm import host_drafts
 from rollout_spec.vllm.features import version
+from rollout_spec.vllm.proposer import SuffixProposer
 from tests.engine.interpreted_heads import heads
 from tests.engine.interpreted_runner import REQUESTS, late, run
 
 NUM_MODEL_TOKENS = 3
 REQUESTS |= {"one": {"temperature": 1.0, "max_tokens": 40}, "short": {"max_tokens": 12}}
 NAMES = (*REQUESTS,)
+AUTO = {"batch_threshold": "auto"}  # where time is virtual
 
 
 def main(models: str, output: str) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # vLLM 0.24 has V1 for MiMo
-    pathlib.Path(output).write_text(json.dumps(served(pathlib.Path(models), async_scheduling=True)))
+    take_virtual_time()
+    found = served(pathlib.Path(models), async_scheduling=True)
+    wrong = {"method": "eagle", "model": f"{models}/bigrams-eagle"}
+    found["wrong"] = both(f"{models}/target", wrong, AUTO, names=("greedy", "sampled", "one"))
+    pathlib.Path(output).write_text(json.dumps(found))
+
+
+def take_virtual_time() -> None:
+    """A step takes ten seconds, and one for each pass of a model; passes are soon judged, and tried often."""
+    now, note_passes = 0.0, SuffixProposer.note_passes
+
+    def note_and_go_on(self: SuffixProposer, num: int, *others: Any) -> None:
+        nonlocal now
+        now += 10.0 + num
+        note_passes(self, num, *others)
+
+    SuffixProposer.note_passes = note_and_go_on  # type: ignore[method-assign]
+    host_drafts.time = SimpleNamespace(perf_counter=lambda: now)  # type: ignore[attr-defined]
+    passes.ENOUGH = passes.TRY_EVERY = passes.WEIGH_EVERY = 2
+    passes.RETRY_EVERY = 8
 
 
 def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
@@ -49,7 +73,7 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
             names=("short", "sampled", "one"),
             **ahead,
         ),
-        "both": both(target, eagle, {}, stop, names=NAMES),
+        "both": both(target, eagle, AUTO if ahead else {}, stop, names=NAMES),
         "preempted": both(target, eagle, {"batch_threshold": 1}, names=two_grow, **ahead, **few_blocks),
     } | heads(folders, NUM_MODEL_TOKENS)
 
