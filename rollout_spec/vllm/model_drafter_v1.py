@@ -129,7 +129,8 @@ class ModelDrafter(SharedNoise):
 
     def _sample_and_draft(self, *args: Any, **kwargs: Any) -> Any:
         """The runner's `sample_tokens`; behind it tokens and model's drafts are on the host."""
-        self._drawn, self._drafts = [], None
+        # Where a row is too long for the model, vLLM does not ask it; the text drafts alone then.
+        self._drawn, self._drafts, self._num_now = [], None, self._num_tokens
         output = self._sample_tokens(*args, **kwargs)
         if getattr(output, "req_ids", None):
             nums = list(map(len, output.sampled_token_ids))
