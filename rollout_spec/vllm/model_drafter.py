@@ -7,6 +7,7 @@ often as two distributions that share their noise agree, which is near the most 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from typing import Any
 
@@ -14,19 +15,16 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.patches import Patch, guard_parameters, record
+from rollout_spec.patches import guard_parameters, record
 from rollout_spec.verification import coupled
-from rollout_spec.vllm import versions_v2
+from rollout_spec.vllm import sampler, versions_v2
 from rollout_spec.vllm.host_drafts import HostDrafts
 from rollout_spec.vllm.options import num_model_tokens
 
-SHARED_NOISE = Patch(
+SHARED_NOISE = dataclasses.replace(
+    sampler.SHARED_NOISE,
     name="vllm-v2-shared-noise",
-    reason="vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted "
-    "than tokens drawn with the target's noise, which coupled verification allows; used by engines with "
-    "rollout.spec.verify=coupled and a model drafter only",
     upstream="vllm/v1/worker/gpu/spec_decode/speculator.py, DraftModelSpeculator.sample_draft",
-    until="vLLM verifies with the tokens that a plain step would have drawn",
 )
 _PROPOSE = (
     "self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states",
@@ -89,6 +87,7 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
     num_tokens, propose = speculator.num_speculative_steps, speculator.propose
     log_odds = torch.zeros(speculator.max_num_reqs, num_tokens, device=speculator.device)
     share_noise(speculator, log_odds)
+    versions_v2.draft_pass_by_pass(speculator)
 
     def propose_and_take(input_batch: Any, *given: Any, dummy_run: bool = False, **others: Any) -> Any:
         others.pop("num_speculative_tokens", None)  # the engine's

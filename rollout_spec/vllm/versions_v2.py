@@ -20,6 +20,9 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 # A function's owner, its name, and its first parameters in each version.
 Parameters = tuple[Any, str, tuple[tuple[str, ...], ...]]
 
+# Attributes of a speculator (vLLM 0.29, 0.32) that choose one CUDA graph for all passes behind the first.
+_FUSES = ("_configure_fused_multi_step_decode", "_configure_decode_metadata_update")
+
 ADD_REQUEST: Parameters = (
     Sampler,
     "add_request",
@@ -148,3 +151,10 @@ class _Verifier(RejectionSampler):
             sampled_token_ids=sampled, logprobs_tensors=logprobs, num_nans=num_nans, num_sampled=num_sampled,
             num_rejected=num_rejected,
         )  # fmt: skip
+
+
+def draft_pass_by_pass(speculator: DraftModelSpeculator) -> None:
+    """Let a speculator run its passes one by one: a graph of all of them could leave none out."""
+    for name in _FUSES:
+        if hasattr(speculator, name):
+            setattr(speculator, name, lambda: None)
