@@ -95,6 +95,13 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         )
     if not config.enabled:
         return
+    parallel = vllm_config.parallel_config
+    launcher = parallel.distributed_executor_backend == "external_launcher"
+    if launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == "auto":
+        raise ConfigError(
+            "rollout.spec.batch_threshold=auto: must be a number with distributed_executor_backend="
+            "external_launcher, where each tensor-parallel rank would choose by its own clock"
+        )
     if current_platform.is_out_of_tree():
         refuse_long_drafts(config)
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):  # from 0.24 on
@@ -161,6 +168,10 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
         (
             not uses_v2 and vllm_config.scheduler_config.async_scheduling,
             "async_scheduling must be False with vLLM's model runner V1",
+        ),
+        (
+            uses_v2 and speculative.draft_model_config.max_model_len < vllm_config.model_config.max_model_len,
+            "its positions are fewer than max_model_len: lower that, or set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
         (
             not uses_v2 and speculative.disable_padded_drafter_batch,

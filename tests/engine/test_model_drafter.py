@@ -285,6 +285,7 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
         ),
         "V2": (
             (checks, "runner_v2_misfit", lambda: "it (is new)", r"V2 does not fit it \(is new\); set VLLM_U"),
+            (speculative.draft_model_config, "max_model_len", 9, "its positions are fewer than max_model_len"),
         ),
     }
     for owner, name, value, refusal in (

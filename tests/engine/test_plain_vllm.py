@@ -214,6 +214,11 @@ SPECULATIVE = speculative_config(8)
         ({}, {"method": "off"}, r"rollout\.spec\.method=off together with"),
         ({"override_generation_config": {"min_p": 0.1}}, {}, r"generation_config\.min_p"),
         ({"logits_processors": ["json.JSONDecoder"]}, {}, r"logits_processors"),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            {"batch_threshold": "auto"},
+            r"batch_threshold=auto: must be a number with",
+        ),
         ({"async_scheduling": True}, {}, r"^async_scheduling: needs vLLM's model runner V2[^\n]*\Z"),
         (
             {"speculative_config": SPECULATIVE | {"num_speculative_tokens_per_batch_size": [[1, 64, 8]]}},
