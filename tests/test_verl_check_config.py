@@ -444,6 +444,15 @@ def test_where_an_engine_would_refuse_a_model_that_drafts(
         check_config(config)
     with pytest.raises(ConfigError, match="data-parallel ranks of experts would not run the same passes"):
         check_config(changed(SAM_MEGATRON, MTP, path, {"actor_rollout_ref.rollout.data_parallel_size": 2}))
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    with pytest.raises(ConfigError, match="MTP head of this model takes no weight sync in parts"):
+        check_config(changed(SAM_MEGATRON, MTP, path))
+
+
+def test_off_with_a_drafter_of_ones_own_is_refused_what_verl_refuses(head: dict[str, Any]) -> None:
+    backend = {"actor_rollout_ref.rollout.checkpoint_engine.backend": "delta_sharded"}
+    with pytest.raises(ConfigError, match="delta weight transfer refuses any"):
+        check_config(changed(OFF, LOADED, backend, drafter=head))
 
 
 def test_an_mtp_head_that_no_sync_brings_is_not_drawn_at_random() -> None:

@@ -41,6 +41,9 @@ _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _VARIABLES = "ray_kwargs.ray_init.runtime_env.env_vars"
 _ROUTER = f"{_ROLLOUT}.router_config_path"
 _OURS = "rollout.spec sets it, leave it alone"
+_WITH_DRAFTS = "together with speculative decoding"
+# Of models whose MTP head refuses weights that come without its own, as verl's buckets do.
+_WHOLE_HEADS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a mixture's configuration
 
 
@@ -118,6 +121,8 @@ def check_config(config: DictConfig) -> SpecConfig:
         if _is_for_npus(config):
             refuse_long_drafts(spec)
         _check_drafting(config)
+    if spec.enabled or options.get(OPTION):
+        _check_speculating(config)
     if asked_drafter(options, mtp):
         _check_model_drafter(config, spec)
     return spec
@@ -166,12 +171,11 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
 def _check_drafting(config: DictConfig) -> None:
     """What goes without drafts and not with them."""
     _require(config, f"{_ENGINE}.scheduler_cls", (SCHEDULER,), _OURS)
-    with_drafts = "together with speculative decoding"
     if _value(config, f"{_ENGINE}.async_scheduling") and _has_v1(config):
         only_v1 = (
             f"vLLM {version()} has model runner V1 for this model, which does not schedule asynchronously"
         )
-        _require(config, f"{_ENGINE}.async_scheduling", (None, False), f"{only_v1} {with_drafts}")
+        _require(config, f"{_ENGINE}.async_scheduling", (None, False), f"{only_v1} {_WITH_DRAFTS}")
     mode = _entry(config, f"{_ENGINE}.compilation_config", "cudagraph_mode")
     if mode == "FULL_DECODE_ONLY" and not _is_for_npus(config):  # there, drafts are filled up
         print(
@@ -179,25 +183,31 @@ def _check_drafting(config: DictConfig) -> None:
             "run without CUDA graphs; take FULL_AND_PIECEWISE",
             file=sys.stderr,
         )
-    _require(config, f"{_ENGINE}.logits_processors", (None, []), f"vLLM runs none {with_drafts}")
-    for name in ("override_generation_config", "generation_config"):
-        if _entry(config, f"{_ENGINE}.{name}", "min_p"):
-            raise ConfigError(f"{_ENGINE}.{name}.min_p: vLLM refuses min_p {with_drafts}")
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     _require(config, f"{_ROLLOUT}.disaggregation.enabled", (None, False), blind)
-    if _value(config, f"{_ROLLOUT}.checkpoint_engine.backend") == "delta_sharded":
-        raise ConfigError(
-            f"{_ROLLOUT}.checkpoint_engine.backend=delta_sharded: verl's delta weight transfer refuses any "
-            "speculative_config"
-        )
     _require(config, f"{_ROLLOUT}.pipeline_model_parallel_size", (None, 1), "must be 1 with rollout.spec")
     if corpus := _value(config, "rollout.spec.corpus"):
         check_corpus(corpus)
 
 
+def _check_speculating(config: DictConfig) -> None:
+    """What verl and vLLM refuse with any `speculative_config`."""
+    _require(config, f"{_ENGINE}.logits_processors", (None, []), f"vLLM runs none {_WITH_DRAFTS}")
+    for name in ("override_generation_config", "generation_config"):
+        if _entry(config, f"{_ENGINE}.{name}", "min_p"):
+            raise ConfigError(f"{_ENGINE}.{name}.min_p: vLLM refuses min_p {_WITH_DRAFTS}")
+    if _value(config, f"{_ROLLOUT}.checkpoint_engine.backend") == "delta_sharded":
+        raise ConfigError(
+            f"{_ROLLOUT}.checkpoint_engine.backend=delta_sharded: verl's delta weight transfer refuses any "
+            "speculative_config"
+        )
+
+
 def _check_model_drafter(config: DictConfig, spec: SpecConfig) -> None:
     own = _value(config, f"rollout.spec.{OPTION}")
     name = f"rollout.spec.{OPTION}" if own else f"{MTP}.enable_rollout"
+    if not own and _model_fields(config).get("model_type") in _WHOLE_HEADS:
+        raise ConfigError(f"{name}: vLLM's MTP head of this model takes no weight sync in parts")
     if spec.enabled or spec.coupled:
         _refuse_beside_model(config, spec, name)
     if not own and not spec.enabled:
@@ -212,7 +222,7 @@ def _check_model_drafter(config: DictConfig, spec: SpecConfig) -> None:
     if own or not trains_heads or not _value(config, f"{MTP}.enable_train"):
         print(
             f"rollout_spec: {name}: this drafter is not trained, so it is right less often as the policy "
-            "changes: see rollout/spec_model_acceptance_rate",
+            "changes" + (": see rollout/spec_model_acceptance_rate" if spec.enabled else ""),
             file=sys.stderr,
         )
 
