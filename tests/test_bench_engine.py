@@ -14,7 +14,7 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.cli.inputs import default_dtype, device_arguments
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import ConfigError, SpecConfig, UserError
 from rollout_spec.measure.engine import Load, Method, model_drafter, random_prompts
 from rollout_spec.measure.timeline import Timeline, measure, step_times, summarise
 from rollout_spec.report.headlines import engine_headline
@@ -217,6 +217,9 @@ def test_a_model_drafts_alone_or_beside_the_text():
     given = {"method": "eagle3", "model": "path/to:head", "num_speculative_tokens": 3}
     assert model_drafter("eagle3:path/to:head:3") == given
     assert model_drafter("mtp::1") == {"method": "mtp", "num_speculative_tokens": 1}
+    for wrong in ("eagle3::3", "eagle3:33", "eagle3:head:65", "mtp::0", "ngram::3"):
+        with pytest.raises(UserError, match=r"must be METHOD:MODEL:NUMBER"):
+            model_drafter(wrong)
     job = {"spec": {"history": 2}, "num_speculative_tokens": None, "model_drafter": given}
     alone, both = (_method_arguments(job | {"method": method}) for method in ("model", "sam+model:4"))
     assert alone["speculative_config"] == given

@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from rollout_spec.measure.engine import Load, Plan, model_drafter, random_prompts
+    from rollout_spec.measure.engine import Load, Method, Plan, model_drafter, random_prompts
 
     if args.prompts and args.load == "random":
         raise UserError("--prompts: --load random makes prompts of its own")
@@ -132,6 +132,8 @@ def _plan(args: argparse.Namespace) -> Plan:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
     drafter = model_drafter(args.model_drafter) if args.model_drafter else None
     methods = _methods(args.methods, spec, drafter is not None)
+    if drafter and not (args.record_proposals or any(Method(each).has_model for each in methods)):
+        raise UserError("--model-drafter: no method uses it: name model or sam+model in --methods")
     # Before the model is made, which takes longer.
     rows = prompt_rows("--prompts", args.prompts, args.num_prompts, args.seed, "bench")
     dtype = args.dtype or default_dtype()

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.config import ConfigError, SpecConfig, UserError, parse_threshold
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS, ConfigError, SpecConfig, UserError, parse_threshold
 from rollout_spec.measure.drafters import require_arctic_inference
 from rollout_spec.measure.environment import environment
 from rollout_spec.measure.timeline import Timeline, measure, step_times, summarise
@@ -95,10 +95,11 @@ def model_drafter(text: str) -> dict[str, Any]:
     """
     (method, _, rest), (_, _, given) = text.partition(":"), text.rpartition(":")
     model = rest.removesuffix(given).removesuffix(":")
-    if method not in MODEL_METHODS or not given.isascii() or not given.isdigit() or not int(given):
+    is_number = given.isascii() and given.isdigit() and 1 <= int(given) <= MAX_SPECULATIVE_TOKENS
+    if method not in MODEL_METHODS or not is_number or not (model or method == "mtp"):
         raise UserError(
             f"--model-drafter {text}: must be METHOD:MODEL:NUMBER, METHOD one of {', '.join(MODEL_METHODS)}, "
-            "NUMBER the tokens that it drafts"
+            f"MODEL a folder, but for mtp, NUMBER the tokens that it drafts, 1 to {MAX_SPECULATIVE_TOKENS}"
         )
     found: dict[str, Any] = {"method": method, "num_speculative_tokens": int(given)}
     return found | ({"model": model} if model else {})
