@@ -176,8 +176,6 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
     if options is not None:
         drafter = plan.model_drafter if verify == "coupled" else None
         settings |= drafting_arguments({"verify": verify, **options}, drafter)
-        if drafter is not None:
-            settings["async_scheduling"] = False  # which model runner V1 needs beside a model
     llm = LLM(**settings | plan.engine | more)
     try:
         yield llm
