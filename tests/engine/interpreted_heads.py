@@ -1,13 +1,20 @@
-"""For `interpreted_model`: MTP, EAGLE-3 with a vocabulary of its own, and a weight sync of verl's."""
+"""MTP, EAGLE-3 with a vocabulary of its own, and a weight sync of verl's; as `interpreted_model`, on V2."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import pathlib
+import sys
 from typing import Any
+
+if __name__ == "__main__":
+    import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 
 from rollout_spec.vllm.proposer import proposer_of
 from tests.engine.conftest import close, engine_settings
+from tests.engine.interpreted_model import NUM_MODEL_TOKENS
 from tests.engine.interpreted_runner import TEXT, run, serve
 from tests.engine.rollout_server import EXTENSION
 
@@ -15,12 +22,19 @@ NAMES = ("greedy", "sampled", "one")
 MTP = {"method": "mtp", "num_speculative_tokens": 8}
 
 
-def heads(folders: dict[str, str], num_model_tokens: int) -> dict[str, Any]:
+def main(models: str, output: str) -> None:
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # vLLM 0.24 has V1 for MiMo
+    pathlib.Path(output).write_text(json.dumps(served_heads(pathlib.Path(models))))
+
+
+def served_heads(models: pathlib.Path) -> dict[str, Any]:
     """What engines with these heads give."""
-    spec = {"model_tokens": num_model_tokens}
+    folders = {path.name: str(path) for path in models.iterdir()}
+    spec = {"model_tokens": NUM_MODEL_TOKENS}
     eagle3 = {"method": "eagle3", "model": folders["eagle3"], "num_speculative_tokens": 8}
-    even = eagle3 | {"model": folders["even-eagle3"], "num_speculative_tokens": num_model_tokens}
+    even = eagle3 | {"model": folders["even-eagle3"], "num_speculative_tokens": NUM_MODEL_TOKENS}
     return {
+        "plain": run(folders["target"], None, names=NAMES),
         "plain mtp": run(folders["mtp"], None, names=NAMES),
         "mtp": synced(folders, spec),
         "eagle3": run(folders["target"], spec, names=NAMES, speculative_config=eagle3),
@@ -58,3 +72,7 @@ def synced(folders: dict[str, str], spec: dict[str, Any]) -> dict[str, Any]:
         found["kept"] = served()
     close([llm])
     return {"model_runner": type(runner).__module__, "heads": found}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import sys
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from rollout_spec.drafting import passes
 from rollout_spec.vllm import host_drafts
 from rollout_spec.vllm.features import version
 from rollout_spec.vllm.proposer import SuffixProposer
-from tests.engine.interpreted_heads import heads
 from tests.engine.interpreted_runner import REQUESTS, late, run
 
 NUM_MODEL_TOKENS = 3
@@ -26,7 +24,6 @@ AUTO = {"batch_threshold": "auto"}  # where time is virtual
 
 
 def main(models: str, output: str) -> None:
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # vLLM 0.24 has V1 for MiMo
     take_virtual_time()
     found = served(pathlib.Path(models), async_scheduling=True)
     wrong = {"method": "eagle", "model": f"{models}/bigrams-eagle"}
@@ -75,7 +72,7 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
         ),
         "both": both(target, eagle, AUTO if ahead else {}, stop, names=NAMES),
         "preempted": both(target, eagle, {"batch_threshold": 1}, names=two_grow, **ahead, **few_blocks),
-    } | heads(folders, NUM_MODEL_TOKENS)
+    }
 
 
 def alone(model: str, drafter: dict[str, Any], **more: Any) -> dict[str, Any]:

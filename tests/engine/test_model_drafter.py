@@ -16,6 +16,7 @@ from rollout_spec.vllm import checks, plugin
 from rollout_spec.vllm.checks import check_options, runner_v2_misfit
 from rollout_spec.vllm.features import version
 from tests.engine.conftest import assert_same_requests, engine_settings
+from tests.engine.interpreted_heads import served_heads
 from tests.engine.interpreted_model import served
 from tests.engine.test_runner_v2 import interpreted
 from tests.engine.tiny_heads import DRAFT_TOKENS, make_eagle3, make_even, make_mtp
@@ -84,7 +85,20 @@ def results(request: pytest.FixtureRequest, heads: pathlib.Path) -> dict[str, An
         found = json.loads(json.dumps(served(heads)))
     else:
         found = interpreted("tests.engine.interpreted_model", str(heads), heads / "results.json")
-    where = {"V1": "vllm.v1.worker.cpu_model_runner", "V2": "vllm.v1.worker.cpu.model_runner"}[request.param]
+    return checked(found, request.param)
+
+
+@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.long)])
+def results_of_heads(request: pytest.FixtureRequest, heads: pathlib.Path) -> dict[str, Any]:
+    if request.param == "V1":
+        found = json.loads(json.dumps(served_heads(heads)))
+    else:
+        found = interpreted("tests.engine.interpreted_heads", str(heads), heads / "results.json")
+    return checked(found, request.param)
+
+
+def checked(found: dict[str, Any], runner: str) -> dict[str, Any]:
+    where = {"V1": "vllm.v1.worker.cpu_model_runner", "V2": "vllm.v1.worker.cpu.model_runner"}[runner]
     assert {engine["model_runner"] for engine in found.values()} == {where}
     return found
 
@@ -157,16 +171,17 @@ def test_a_row_ends_where_it_must(results: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("engine", "plain"), [("mtp", "plain mtp"), ("eagle3", "plain")])
-def test_other_heads_change_nothing(results: dict[str, Any], engine: str, plain: str) -> None:
+def test_other_heads_change_nothing(results_of_heads: dict[str, Any], engine: str, plain: str) -> None:
+    results = results_of_heads
     for found in results[engine].get("heads", {"": results[engine]}).values():
         assert_same_requests(found["requests"], results[plain]["requests"])
         assert found["counters"]["num_model_draft_tokens"] > 10
         assert found["counters"]["num_failed_steps"] == 0
 
 
-def test_a_weight_sync_reaches_the_policys_own_head_and_no_other(results: dict[str, Any]) -> None:
+def test_a_weight_sync_reaches_the_policys_own_head_and_no_other(results_of_heads: dict[str, Any]) -> None:
     """The right head is the target, so it is accepted whole, at temperatures of 0, 0.7 and 1."""
-    heads = results["mtp"]["heads"]
+    heads = results_of_heads["mtp"]["heads"]
     if "right" not in heads:
         pytest.skip("no verl beside this vLLM")
     counters = {name: found["counters"] for name, found in heads.items()}
@@ -180,10 +195,11 @@ def test_a_weight_sync_reaches_the_policys_own_head_and_no_other(results: dict[s
 
 
 def test_a_head_with_a_vocabulary_of_its_own_draws_with_the_noise_of_its_tokens(
-    results: dict[str, Any],
+    results_of_heads: dict[str, Any],
 ) -> None:
     """All tokens are equally likely: the head draws the target's wherever it has it."""
-    tokens, num_steps = results["even"]["requests"]["one"]["tokens"], 1
+    even, num_steps = results_of_heads["even"], 1
+    tokens = even["requests"]["one"]["tokens"]
     assert 10 < sum(token in DRAFT_TOKENS for token in tokens) < 30
     place = 1
     while place < len(tokens):
@@ -192,7 +208,7 @@ def test_a_head_with_a_vocabulary_of_its_own_draws_with_the_noise_of_its_tokens(
             NUM_MODEL_TOKENS,
         )
         place, num_steps = place + num_right + 1, num_steps + 1
-    assert len(results["even"]["steps"]) == num_steps
+    assert len(even["steps"]) == num_steps
 
 
 def test_requests_are_guarded_where_a_model_drafts_alone(
@@ -285,7 +301,12 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
         ),
         "V2": (
             (checks, "runner_v2_misfit", lambda: "it (is new)", r"V2 does not fit it \(is new\); set VLLM_U"),
-            (speculative.draft_model_config, "max_model_len", 9, "its positions are fewer than max_model_len"),
+            (
+                speculative.draft_model_config,
+                "max_model_len",
+                9,
+                "its positions are fewer than max_model_len",
+            ),
         ),
     }
     for owner, name, value, refusal in (

@@ -17,6 +17,7 @@ from rollout_spec.vllm.features import version
 from tests.engine.conftest import make_tiny, token_ids
 
 pytestmark = pytest.mark.skipif(version() != "0.24.0", reason="the script serves one vLLM")
+
 PROMPTS = [[65 + i, 70, 75 + i] for i in range(8)]
 
 
