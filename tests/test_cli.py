@@ -57,10 +57,6 @@ def test_version():
         (["compare", "/nowhere", "/nowhere"], "/nowhere: no such file"),
         (["demo", "--output", __file__], f"{__file__}: File exists"),
         (["demo", "--output", f"{__file__}/demo"], f"{__file__}/demo: Not a directory"),
-        (
-            ["bench", "engine", "--methods", "off,sam", "--model-drafter", "draft_model:small:3"],
-            "--model-drafter: no method uses it: name model or sam+model in --methods",
-        ),
         (["certify", "--train-file", "/nowhere"], "--train-file /nowhere: no such file"),
         (["certify", "--train-file", __file__], f"--train-file {__file__}: cannot be read as parquet"),
         (["certify", "--top-k", "-5"], "--top-k: -5 must be at least 0"),
@@ -177,6 +173,11 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
         ),
         ("engine --model-tokens 1", "rollout-spec bench engine: --model-tokens: --model-drafter sets it"),
         ("host x --model-tokens 1", "rollout-spec bench host: --model-tokens: no model drafts here"),
+        (
+            "engine --methods off,sam --model-drafter draft_model:small:3",
+            "rollout-spec bench engine: --model-drafter: no method uses it: name model or sam+model in "
+            "--methods",
+        ),
         ("native --depth", "rollout-spec bench native: unrecognized arguments: --depth"),
         (
             "drafters x --methods suffix",
