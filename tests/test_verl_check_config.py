@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -447,6 +448,27 @@ def test_where_an_engine_would_refuse_a_model_that_drafts(
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     with pytest.raises(ConfigError, match="MTP head of this model takes no weight sync in parts"):
         check_config(changed(SAM_MEGATRON, MTP, path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_recurrent"),
+    [
+        ({"text_config": {"linear_num_value_heads": 32}, "num_experts": 8}, True),
+        ({"mamba_d_state": 128, "layer_types": ["mamba", "attention"]}, True),
+        ({"mamba_d_state": 128, "layer_types": ["attention", "attention"]}, False),
+        ({"linear_attn_config": None}, False),
+    ],
+)
+def test_a_model_with_a_recurrent_state_has_no_drafts_of_ours(
+    fields: dict[str, Any], is_recurrent: bool, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    path = {"actor_rollout_ref.model.path": str(tmp_path)}
+    for config in (changed(OFF, MTP, path), changed(OFF, path)):
+        check_config(config)
+    refusal = pytest.raises(ConfigError, match=r"^rollout\.spec=sam: [^\n]* recurrent model [^\n]*$")
+    with refusal if is_recurrent else contextlib.nullcontext():
+        check_config(changed(SAM, path))
 
 
 def test_off_with_a_drafter_of_ones_own_is_refused_what_verl_refuses(head: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from rollout_spec.verl.model_drafter import (
 )
 from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
 from rollout_spec.vllm.features import refuse_old_version, v2_architectures, version
-from rollout_spec.vllm.options import refuse_long_drafts
+from rollout_spec.vllm.options import RECURRENT, refuse_long_drafts
 
 REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
@@ -45,6 +45,14 @@ _WITH_DRAFTS = "together with speculative decoding"
 # Of models whose MTP head refuses weights that come without its own, as verl's buckets do.
 _WHOLE_HEADS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a mixture's configuration
+_STATES = (  # of a recurrent model's
+    "linear_num_value_heads",  # Qwen3-Next, Qwen3.5, OLMo hybrid
+    "mamba_d_state",  # Bamba, Falcon-H1, Granite, Jamba, Zamba2
+    "ssm_state_size",  # Nemotron-H
+    "state_size",  # Mamba
+    "conv_L_cache",  # LFM2
+    "linear_attn_config",  # Kimi Linear
+)
 
 
 class CheckConfig(Callback):
@@ -170,6 +178,8 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
 
 def _check_drafting(config: DictConfig) -> None:
     """What goes without drafts and not with them."""
+    if _has_recurrent_state(config):
+        raise ConfigError(f"rollout.spec=sam: {RECURRENT}")
     _require(config, f"{_ENGINE}.scheduler_cls", (SCHEDULER,), _OURS)
     if _value(config, f"{_ENGINE}.async_scheduling") and _has_v1(config):
         only_v1 = (
@@ -268,6 +278,13 @@ def _has_adapters(config: DictConfig) -> bool:
 def _has_ranks_of_experts(config: DictConfig) -> bool:
     num_ranks = _value(config, f"{_ROLLOUT}.data_parallel_size") or 1
     return num_ranks > 1 and any(map(_model_fields(config).get, _NUM_EXPERTS))
+
+
+def _has_recurrent_state(config: DictConfig) -> bool:
+    fields = _model_fields(config)
+    fields = fields.get("text_config") or fields
+    only_attends = set(fields.get("layer_types") or ()) == {"attention"}  # as the smallest Granite
+    return not only_attends and any(map(fields.get, _STATES))
 
 
 def _model_fields(config: DictConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import refuse_uncoupled
 from rollout_spec.vllm.options import (
     MODEL_METHODS,
+    RECURRENT,
     engine_options,
     has_model_drafter,
     refuse_long_drafts,
@@ -95,6 +96,8 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         )
     if not config.enabled:
         return
+    if model.is_hybrid or model.is_attention_free:
+        raise ConfigError(f"rollout.spec.method={config.method}: {RECURRENT}")
     parallel = vllm_config.parallel_config
     launcher = parallel.distributed_executor_backend == "external_launcher"
     if launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == "auto":

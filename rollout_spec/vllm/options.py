@@ -14,6 +14,11 @@ PROPOSER = "rollout_spec.vllm.SuffixProposer"
 # Of vLLM's `speculative_config`: a model drafts token by token.
 MODEL_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
 SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
+# A step leaves the state in the slot of its last accepted draft; one without drafts reads the first slot.
+RECURRENT = (
+    "in a step without drafts vLLM reads an old state of a recurrent model (linear attention, Mamba, short "
+    "convolutions), so its tokens would be wrong (github.com/vllm-project/vllm/issues/39273); run it with off"
+)
 
 
 def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import pytest
 from rollout_spec.patches import Patch, replace_function
 from rollout_spec.vllm import speculative_config
 from rollout_spec.vllm.features import version
-from tests.engine.conftest import close
+from tests.engine.conftest import close, engine_settings
 from tests.text import save_corpus
 
 # The gate of the examples measures time: on some machines a short text is over before it opens.
@@ -282,6 +282,17 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(
     monkeypatch.setattr("rollout_spec.vllm.checks.runner_v2_misfit", lambda: "it has changed")
     with pytest.raises(ValueError, match=r"verify=coupled needs .* set VLLM_USE_V2_MODEL_RUNNER=0"):
         make_engine(additional_config={"rollout_spec": {"method": "off", "verify": "coupled"}})
+
+
+def test_a_model_with_a_recurrent_state_has_no_drafts_of_ours(tmp_path: pathlib.Path) -> None:
+    import transformers
+    from vllm.engine.arg_utils import EngineArgs
+
+    transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).save_pretrained(tmp_path)
+    off = {"additional_config": {"rollout_spec": {"method": "off", "verify": "coupled"}}}
+    EngineArgs(**engine_settings(str(tmp_path)) | off).create_engine_config()
+    with pytest.raises(ValueError, match=r"^rollout\.spec\.method=sam: .* recurrent model [^\n]*$"):
+        EngineArgs(**engine_settings(str(tmp_path), spec())).create_engine_config()
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(
