@@ -111,6 +111,7 @@ def test_the_verdict_on_rollouts_has_every_ratio_with_its_interval() -> None:
         result("sam:0", ratio(0.98, 0.96, 1.0)),
         result("sam", ratio(1.3, 1.2, 1.4), suffix=ratio(1.1, 1.0, 1.2)),
         result("suffix", ratio(1.2)),
+        result("sam+model", ratio(1.5), sam=ratio(1.15), model=ratio(1.25)),
     ]
     record = NOTHING | {"rollouts": {"results": results, "load": {"repeats": 2}}, "parts": []}
     assert verdict(record) == [
@@ -118,6 +119,10 @@ def test_the_verdict_on_rollouts_has_every_ratio_with_its_interval() -> None:
         "rollout_spec: 1.30 (1.20 to 1.40) times the tokens per second of off; 2.00 (1.50 to 2.50) in the "
         "tail.",
         "suffix: 1.20 times the tokens per second of off; 2.00 (1.50 to 2.50) in the tail.",
+        "rollout_spec with the model: 1.50 times the tokens per second of off; 2.00 (1.50 to 2.50) in the "
+        "tail.",
         "rollout_spec over suffix: 1.10 (1.00 to 1.20).",
+        "rollout_spec with the model over rollout_spec: 1.15.",
+        "rollout_spec with the model over the model's drafts: 1.25.",
         "With less than three repeats no interval says much: give it more --minutes.",
     ]

@@ -17,6 +17,7 @@ from rollout_spec.cli.inputs import (
     device_arguments,
     installed,
     model_folder,
+    needed_model_drafter,
     number,
     output_folder,
     prompt_rows,
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from rollout_spec.measure.engine import Load, Method, Plan, model_drafter, random_prompts
+    from rollout_spec.measure.engine import Load, Plan, random_prompts
 
     if args.prompts and args.load == "random":
         raise UserError("--prompts: --load random makes prompts of its own")
@@ -130,10 +131,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     spec = spec_options(args.spec, REFUSED)
     if args.num_speculative_tokens is not None:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
-    drafter = model_drafter(args.model_drafter) if args.model_drafter else None
-    methods = _methods(args.methods, spec, drafter is not None)
-    if drafter and not (args.record_proposals or any(Method(each).has_model for each in methods)):
-        raise UserError("--model-drafter: no method uses it: name model or sam+model in --methods")
+    methods = _methods(args.methods, spec)
+    drafter = needed_model_drafter(args.model_drafter, methods, args.record_proposals)
     # Before the model is made, which takes longer.
     rows = prompt_rows("--prompts", args.prompts, args.num_prompts, args.seed, "bench")
     dtype = args.dtype or default_dtype()
@@ -158,15 +157,13 @@ def _plan(args: argparse.Namespace) -> Plan:
     )  # fmt: skip
 
 
-def _methods(given: str | None, spec: dict[str, Any], has_model: bool = False) -> list[str]:
+def _methods(given: str | None, spec: dict[str, Any]) -> list[str]:
     from rollout_spec.measure.engine import Method, require
 
     labels = given.split(",") if given else installed("bench engine", METHODS, require)
     if len(set(labels)) < len(labels):
         raise UserError(f"--methods {given}: a method is named twice")
     for method in map(Method, labels):
-        if method.has_model and not has_model:
-            raise UserError(f"--methods {given}: {method.label} needs --model-drafter")
         if method.is_ours:
             method.options(spec)
         require(method.name)

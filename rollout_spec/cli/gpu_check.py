@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_model_argument,
+    add_model_drafter,
     default_dtype,
     device_arguments,
     model_folder,
+    needed_model_drafter,
     number,
     prompt_rows,
     tokenized,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 HELP = "all that a machine with a GPU can say of drafting in 15 minutes, as one file to send to us"
 METHODS = "off,sam:0,sam,suffix,ngram"
+OF_MODEL = ",model,sam+model"
 OUTPUT = Path("outputs/gpu-check")
 # What is served: for an accelerator, and for a CPU.
 SIZES: dict[bool, dict[str, Any]] = {
@@ -52,9 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for all of it; what there is no time for is named",
     )  # fmt: skip
     served.add_argument(
-        "--methods", default=METHODS, metavar="M,M",
-        help="of the rollouts, as in `bench engine`; sam:0 is our drafter with the gate closed",
+        "--methods", metavar="M,M",
+        help="of the rollouts, as in `bench engine`; sam:0 is our drafter with the gate closed "
+        f"({METHODS}; with --model-drafter {OF_MODEL} too)",
     )  # fmt: skip
+    add_model_drafter(served)
     served.add_argument(
         "--repeats", type=number(int, 1), default=5, metavar="N", help="rollouts of each method, at most"
     )
@@ -75,16 +80,18 @@ def run(args: argparse.Namespace) -> int:
 
     for package in ("jinja2", "matplotlib"):  # not at the end of all minutes
         importlib.import_module(package)
-    methods = _methods(args.methods)
+    methods = _methods(args.methods or METHODS + (OF_MODEL if args.model_drafter else ""))
+    drafter = needed_model_drafter(args.model_drafter, methods)
     args.output.mkdir(parents=True, exist_ok=True)
-    plan = _plan(args, methods)
+    plan = _plan(args, methods, drafter)
     with timed("gpu-check", plan.seconds) as show:
         record = Check(plan, args.output, show).run()
     record["plan"] = {
         "model": str(args.model or "SmolLM2-135M-Instruct"),
         "dtype": plan.rollouts.dtype,
         "minutes": args.minutes,
-        "methods": args.methods,
+        "methods": ",".join(methods),
+        "model_drafter": args.model_drafter,
     }
     record["verdict"] = verdict(record)
     paths = write_check(record, args.output)
@@ -104,7 +111,7 @@ def _methods(given: str) -> list[str]:
     return methods
 
 
-def _plan(args: argparse.Namespace, methods: list[str]) -> Plan:
+def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] | None) -> Plan:
     from rollout_spec.measure import engine
     from rollout_spec.measure.gpu_check import Plan
 
@@ -122,8 +129,8 @@ def _plan(args: argparse.Namespace, methods: list[str]) -> Plan:
     if args.eager:
         serving["enforce_eager"] = True
     rollouts = engine.Plan(
-        load=load, methods=methods, model=model, dtype=dtype, spec={}, repeats=args.repeats,
-        tail_threshold=size["tail_threshold"],
+        load=load, methods=methods, model=model, dtype=dtype, spec={}, model_drafter=drafter,
+        repeats=args.repeats, tail_threshold=size["tail_threshold"],
         engine=serving | {"max_model_len": max(map(len, prompts)) + load.max_tokens},
     )  # fmt: skip
     certified = min(size["certified_tokens"], load.max_tokens)
@@ -131,7 +138,7 @@ def _plan(args: argparse.Namespace, methods: list[str]) -> Plan:
         "model": model, "prompts": prompts[:4], "temperatures": [1.0],
         "nums_speculative_tokens": [SpecConfig.num_speculative_tokens], "batch_thresholds": [64],
         "group_sizes": [4], "max_tokens": certified, "top_k": 0, "top_p": 1.0, "seed": SEED, "dtype": dtype,
-        "tolerance": None, "distribution_samples": 0, "engine": rollouts.engine,
+        "tolerance": None, "distribution_samples": 0, "engine": rollouts.engine, "model_drafter": drafter,
     }  # fmt: skip
     contexts = [one for one in size["contexts"] if one + ROOM <= longest] or [longest // 2]
     steps = {

@@ -225,6 +225,28 @@ def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
+def needed_model_drafter(
+    text: str | None, labels: Sequence[str], records: bool = False
+) -> dict[str, Any] | None:
+    """`--model-drafter` for `--methods`, as `measure.engine.model_drafter` reads it.
+
+    Args:
+        records: it drafts, whatever the methods are.
+
+    Raises:
+        UserError: it is no drafter; a method needs one; nothing uses it.
+    """
+    from rollout_spec.measure.engine import Method, model_drafter
+
+    drafter = model_drafter(text) if text else None
+    using = [label for label in labels if Method(label).has_model]
+    if using and drafter is None:
+        raise UserError(f"--methods {','.join(labels)}: {using[0]} needs --model-drafter")
+    if drafter and not (using or records):
+        raise UserError("--model-drafter: no method uses it: name model or sam+model in --methods")
+    return drafter
+
+
 def model_folder(model: Path | None, dtype: str) -> str:
     """`--model`, a Hugging Face folder; the demo's, made where it is missing, for None."""
     if model is None:

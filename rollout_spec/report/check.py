@@ -11,6 +11,8 @@ from rollout_spec.report.certificate import render, where
 from rollout_spec.report.certificate import sentences as of_certificate
 
 FILES = {"json": "gpu-check.json", "html": "index.html"}
+NAMES = {"sam": "rollout_spec", "model": "the model's drafts", "sam+model": "rollout_spec with the model"}
+RIVALS = {"sam": ("suffix", "ngram"), "sam+model": ("sam", "model")}
 GROWTH = 1.25  # of a step's time, up to which its tokens are called cheap
 Rows = list[list[str]]
 
@@ -62,16 +64,16 @@ def _rollouts(record: Mapping[str, Any]) -> Iterator[str]:
             yield f"Enabled, with the gate closed: {whole} times the tokens per second of {first}."
         else:
             yield f"{_name(method)}: {whole} times the tokens per second of {first}; {tail} in the tail."
-    for method in [one for one in others if one == "sam"]:
+    for method in [one for one in others if one in RIVALS]:
         over = results[method]["tokens_per_s_over"]
-        for other in [one for one in ("suffix", "ngram") if one in over]:
-            yield f"{_name(method)} over {other}: {_ratio(over[other])}."
+        for other in [one for one in RIVALS[method] if one in over]:
+            yield f"{_name(method)} over {_name(other)}: {_ratio(over[other])}."
     if record["rollouts"]["load"]["repeats"] < 3:
         yield "With less than three repeats no interval says much: give it more --minutes."
 
 
 def _name(method: str) -> str:
-    return "rollout_spec" if method == "sam" else method
+    return NAMES.get(method, method)
 
 
 def _ratio(ratio: Mapping[str, Any]) -> str:

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-METHODS = ["off", "sam"]
+METHODS = ["off", "sam+model"]
 
 
 def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rollout_spec.cli import main
 
     options = ["--minutes", "60", "--repeats", "1", "--methods", ",".join(METHODS), "--output", str(tmp_path)]
-    assert main(["gpu-check", "--model", chat_model, *options, "--json"]) == 0
+    drafter = ["--model-drafter", f"draft_model:{chat_model}:2"]  # the policy itself
+    assert main(["gpu-check", "--model", chat_model, *options, *drafter, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads((tmp_path / "gpu-check.json").read_text())
     assert {part["part"]: part["status"] for part in record["parts"]} == dict.fromkeys(
@@ -24,6 +25,9 @@ def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.C
     results = record["rollouts"]["results"]
     assert [result["method"] for result in results] == METHODS
     assert results[0]["tokens_per_step"] == 1.0 < results[1]["tokens_per_step"]
+    assert results[1]["repeats"][0]["counters"]["num_model_accepted_tokens"] > 0
+    assert record["plan"]["model_drafter"] == drafter[1]
+    assert record["certify"]["plan"]["model_drafter"]["num_speculative_tokens"] == 2
 
     steps = {(row["context"], row["num_rows"], row["num_drafts"]): row for row in record["steps"]["steps"]}
     assert len(steps) == 2 * 3 * 3 and record["steps"]["skipped"] == []
