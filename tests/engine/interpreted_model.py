@@ -25,10 +25,7 @@ AUTO = {"batch_threshold": "auto"}  # where time is virtual
 
 def main(models: str, output: str) -> None:
     take_virtual_time()
-    found = served(pathlib.Path(models), async_scheduling=True)
-    wrong = {"method": "eagle", "model": f"{models}/bigrams-eagle"}
-    found["wrong"] = both(f"{models}/target", wrong, AUTO, names=("greedy", "sampled", "one"))
-    pathlib.Path(output).write_text(json.dumps(found))
+    pathlib.Path(output).write_text(json.dumps(served(pathlib.Path(models), async_scheduling=True)))
 
 
 def take_virtual_time() -> None:
@@ -50,6 +47,7 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
     """What the engines give; `ahead` are vLLM's arguments for those that are to schedule so."""
     folders = {path.name: str(path) for path in models.iterdir()}
     target, eagle = folders["target"], {"method": "eagle", "model": folders["eagle"]}
+    wrong, gate = eagle | {"model": folders["bigrams-eagle"]}, AUTO if ahead else {}
     same = target, {"method": "draft_model", "model": folders["copy"]}
     if ahead and version() != "0.32.0":  # the first whose V2 has draft models
         same = folders["bigrams"], {"method": "eagle", "model": folders["bigrams-eagle"]}
@@ -70,8 +68,9 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
             names=("short", "sampled", "one"),
             **ahead,
         ),
-        "both": both(target, eagle, AUTO if ahead else {}, stop, names=NAMES),
+        "both": both(target, eagle, gate, stop, names=NAMES),
         "preempted": both(target, eagle, {"batch_threshold": 1}, names=two_grow, **ahead, **few_blocks),
+        "wrong": both(target, wrong, gate, names=("greedy", "sampled", "one")),
     }
 
 
