@@ -4,6 +4,8 @@
 
 RECORDINGS holds the files that TEXTS names. Prints the table of docs/when-it-pays.md and draws its picture.
 Each figure is `simulate`'s: one engine, step times of the roofline with the host's, the drafter's defaults.
+What a further token costs is the least certain part of the roofline, so each is predicted again with products
+that take twice as long.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class Gain(NamedTuple):
     rows: int
     times_off: dict[str, float]
     """Of the rollout's speed without drafts, by model runner."""
+    dear: float
+    """On V2, where matrix products take twice as long."""
 
 
 def rollout_of(lines: Sequence[Rollout], rows: int) -> list[Rollout]:
@@ -84,14 +88,17 @@ def gains(recordings: Path) -> Iterator[Gain]:
             )
             for runner, host in HOSTS.items()
         }  # fmt: skip
-        cluster = Cluster(1, rows, None, by_group=True, kv_tokens=times["v2"].kv_tokens)
-        plain = simulate(lines, cluster, off, times["v2"], TAIL_ROWS)["makespan_s"]
-        drafted = {
-            runner: simulate(lines, cluster, on, each, TAIL_ROWS)["makespan_s"]
-            for runner, each in times.items()
-        }
-        speeds = {runner: plain / seconds for runner, seconds in drafted.items()}
-        yield Gain(policy.name, device, text, rows, speeds)
+        v2 = times["v2"]
+        dear = dataclasses.replace(v2.device, flops_per_s=v2.device.flops_per_s / 2)
+        cluster = Cluster(1, rows, None, by_group=True, kv_tokens=v2.kv_tokens)
+
+        def seconds(config: SpecConfig, times: Roofline, lines=lines, cluster=cluster) -> float:
+            return simulate(lines, cluster, config, times, TAIL_ROWS)["makespan_s"]
+
+        plain = seconds(off, v2)
+        speeds = {runner: plain / seconds(on, each) for runner, each in times.items()}
+        slow = dataclasses.replace(v2, device=dear)
+        yield Gain(policy.name, device, text, rows, speeds, seconds(off, slow) / seconds(on, slow))
 
 
 def table(found: Sequence[Gain]) -> str:
@@ -104,6 +111,22 @@ def table(found: Sequence[Gain]) -> str:
     return "\n".join(lines)
 
 
+def ranges(found: Sequence[Gain]) -> str:
+    """Markdown: by how much dear products change the gain on V2, from the least to the most."""
+    lines = [f"| policy | {' | '.join(map(str, ROWS))} |", "|---" * (1 + len(ROWS)) + "|"]
+    for policy in POLICIES:
+        cells = []
+        for rows in ROWS:
+            changes = [
+                100 * (gain.dear / gain.times_off["v2"] - 1)
+                for gain in found
+                if (gain.policy, gain.rows) == (policy.name, rows)
+            ]
+            cells.append(f"{min(changes):+.0f} to {max(changes):+.0f} %")
+        lines.append(f"| {policy.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def draw(found: Sequence[Gain], path: Path) -> None:
     figure = Figure(figsize=(11, 5), layout="constrained")
     panels = figure.subplots(2, len(TEXTS), sharex=True, sharey=True)
@@ -112,7 +135,9 @@ def draw(found: Sequence[Gain], path: Path) -> None:
             for policy in POLICIES:
                 cells = [gain for gain in found if gain[:3] == (policy.name, device, text)]
                 speeds = [cell.times_off["v2"] for cell in cells]
-                panel.plot(ROWS, speeds, marker="o", ms=3, label=policy.name)
+                (line,) = panel.plot(ROWS, speeds, marker="o", ms=3, label=policy.name)
+                dear = [cell.dear for cell in cells]
+                panel.fill_between(ROWS, speeds, dear, color=line.get_color(), alpha=0.15, lw=0)
             panel.axhline(1.0, color="grey", lw=0.8)
             panel.set_xscale("log")
             panel.set_xticks(ROWS, [f"{rows}" for rows in ROWS])
@@ -133,7 +158,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the picture, a PNG")
     args = parser.parse_args()
     found = list(gains(args.recordings))
-    print(table(found))
+    print(table(found), ranges(found), sep="\n\n")
     draw(found, args.output)
 
 
