@@ -156,7 +156,9 @@ CONFLICTS = {
 }
 
 
-@pytest.mark.parametrize("override", [key for key in CONFLICTS if key.startswith("trainer.")])
+@pytest.mark.parametrize(
+    "override", [key for key in CONFLICTS if key.startswith("trainer.") or "pipe" in key]
+)
 def test_the_reference_run_needs_such_a_trainer_too(override: str) -> None:
     with pytest.raises(ConfigError, match=CONFLICTS[override]):
         check_config(composed("+rollout.spec=off", override))

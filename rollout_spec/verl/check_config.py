@@ -139,6 +139,7 @@ def check_config(config: DictConfig) -> SpecConfig:
 def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     """What is measured, with drafts and without, needs a trainer with verl's hooks for it."""
     _require(config, f"{_ROLLOUT}.name", ("vllm",), "rollout.spec needs vllm")
+    _require(config, f"{_ROLLOUT}.pipeline_model_parallel_size", (None, 1), "must be 1 with rollout.spec")
     # Sections that fully_async and one_step_off have and ppo_trainer has not.
     for section in ("async_training", "rollout.nnodes"):
         if _value(config, section) is not None:
@@ -195,7 +196,6 @@ def _check_drafting(config: DictConfig) -> None:
         )
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     _require(config, f"{_ROLLOUT}.disaggregation.enabled", (None, False), blind)
-    _require(config, f"{_ROLLOUT}.pipeline_model_parallel_size", (None, 1), "must be 1 with rollout.spec")
     if corpus := _value(config, "rollout.spec.corpus"):
         check_corpus(corpus)
 
