@@ -437,7 +437,7 @@ def test_what_does_not_go_with_a_model_that_drafts_is_refused(
 def test_where_an_engine_would_refuse_a_model_that_drafts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 8}')
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     path = {"actor_rollout_ref.model.path": str(tmp_path)}
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     coupled = {"rollout.spec.verify": "coupled"}
@@ -445,8 +445,12 @@ def test_where_an_engine_would_refuse_a_model_that_drafts(
         check_config(changed(OFF, MTP, path, coupled))
     for config in (changed(OFF, MTP, path), changed(SAM_MEGATRON, MTP, path)):
         check_config(config)
-    with pytest.raises(ConfigError, match="data-parallel ranks of experts would not run the same passes"):
-        check_config(changed(SAM_MEGATRON, MTP, path, {"actor_rollout_ref.rollout.data_parallel_size": 2}))
+    ranks = {"actor_rollout_ref.rollout.data_parallel_size": 2}
+    check_config(changed(SAM_MEGATRON, MTP, path, ranks))
+    for fields in ({"num_experts": 8}, {"text_config": {"num_experts": 8}}):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        with pytest.raises(ConfigError, match="data-parallel ranks of experts would not run the same passes"):
+            check_config(changed(SAM_MEGATRON, MTP, path, ranks))
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     with pytest.raises(ConfigError, match="MTP head of this model takes no weight sync in parts"):
         check_config(changed(SAM_MEGATRON, MTP, path))

@@ -44,7 +44,8 @@ _OURS = "rollout.spec sets it, leave it alone"
 _WITH_DRAFTS = "together with speculative decoding"
 # Of models whose MTP head refuses weights that come without its own, as verl's buckets do.
 _WHOLE_HEADS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a mixture's configuration
+# Of a mixture's configuration.
+_NUM_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _STATES = (  # of a recurrent model's
     "linear_num_value_heads",  # Qwen3-Next, Qwen3.5, OLMo hybrid
     "mamba_d_state",  # Bamba, Falcon-H1, Granite, Jamba, Zamba2
@@ -277,25 +278,32 @@ def _has_adapters(config: DictConfig) -> bool:
 
 def _has_ranks_of_experts(config: DictConfig) -> bool:
     num_ranks = _value(config, f"{_ROLLOUT}.data_parallel_size") or 1
-    return num_ranks > 1 and any(map(_model_fields(config).get, _NUM_EXPERTS))
+    return num_ranks > 1 and any(map(_of_text(_model_fields(config)).get, _NUM_EXPERTS))
 
 
 def _has_recurrent_state(config: DictConfig) -> bool:
-    fields = _model_fields(config)
-    fields = fields.get("text_config") or fields
+    fields = _of_text(_model_fields(config))
     only_attends = set(fields.get("layer_types") or ()) == {"attention"}  # as the smallest Granite
     return not only_attends and any(map(fields.get, _STATES))
 
 
 def _model_fields(config: DictConfig) -> dict[str, Any]:
     """The policy's config.json; nothing where it cannot be looked at."""
+    return _fields(str(_value(config, "actor_rollout_ref.model.path")))
+
+
+def _fields(model: str) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
-    path = os.path.expanduser(str(_value(config, "actor_rollout_ref.model.path")))
     try:
-        return PretrainedConfig.get_config_dict(path)[0] or {}
+        return PretrainedConfig.get_config_dict(os.path.expanduser(model))[0] or {}
     except (OSError, ValueError):
         return {}
+
+
+def _of_text(fields: dict[str, Any]) -> dict[str, Any]:
+    """Of a model that also sees, the part that reads text."""
+    return fields.get("text_config") or fields
 
 
 def _is_for_npus(config: DictConfig) -> bool:
