@@ -452,8 +452,10 @@ def test_where_an_engine_would_refuse_a_model_that_drafts(
         with pytest.raises(ConfigError, match="data-parallel ranks of experts would not run the same passes"):
             check_config(changed(SAM_MEGATRON, MTP, path, ranks))
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
-    with pytest.raises(ConfigError, match="MTP head of this model takes no weight sync in parts"):
-        check_config(changed(SAM_MEGATRON, MTP, path))
+    for config in (changed(SAM_MEGATRON, MTP, path), changed(OFF, MTP, path, coupled)):
+        with pytest.raises(ConfigError, match="MTP head of this model takes no weight sync in parts"):
+            check_config(config)
+    check_config(changed(OFF, MTP, path))  # verl's own run
 
 
 @pytest.mark.parametrize(
@@ -484,8 +486,12 @@ def test_off_with_a_drafter_of_ones_own_is_refused_what_verl_refuses(head: dict[
 
 
 def test_an_mtp_head_that_no_sync_brings_is_not_drawn_at_random() -> None:
-    with pytest.raises(ConfigError, match=r"load_format=dummy: no weight sync"):
-        check_config(changed(SAM, MTP))
+    reference = changed(
+        OFF, MTP, {"rollout.spec.verify": "coupled", "actor_rollout_ref.actor.strategy": "fsdp2"}
+    )
+    for config in (changed(SAM, MTP), reference):
+        with pytest.raises(ConfigError, match=r"load_format=dummy: no weight sync"):
+            check_config(config)
     with pytest.raises(ConfigError, match=r"mtp\.method=eagle: must be mtp"):
         check_config(changed(SAM_MEGATRON, MTP, {f"{OWN}.method": "eagle"}))
     lora = "actor_rollout_ref.model.lora"

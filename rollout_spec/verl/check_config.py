@@ -217,12 +217,13 @@ def _check_speculating(config: DictConfig) -> None:
 def _check_model_drafter(config: DictConfig, spec: SpecConfig) -> None:
     own = _value(config, f"rollout.spec.{OPTION}")
     name = f"rollout.spec.{OPTION}" if own else f"{MTP}.enable_rollout"
+    is_ours = spec.enabled or spec.coupled
+    if not own and not is_ours:
+        return  # verl's own run
     if not own and _model_fields(config).get("model_type") in _WHOLE_HEADS:
         raise ConfigError(f"{name}: vLLM's MTP head of this model takes no weight sync in parts")
-    if spec.enabled or spec.coupled:
+    if is_ours:
         _refuse_beside_model(config, spec, name)
-    if not own and not spec.enabled:
-        return  # verl's own run
     trains_heads = _value(config, "actor_rollout_ref.actor.strategy") == "megatron"
     load_format = _value(config, f"{_ROLLOUT}.load_format")
     if (own or not trains_heads) and "dummy" in load_format:
