@@ -173,8 +173,8 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
             "async_scheduling must be False with vLLM's model runner V1",
         ),
         (
-            uses_v2 and speculative.draft_model_config.max_model_len < vllm_config.model_config.max_model_len,
-            "its positions are fewer than max_model_len: lower that, or set VLLM_USE_V2_MODEL_RUNNER=0",
+            speculative.draft_model_config.max_model_len < vllm_config.model_config.max_model_len,
+            "its positions are fewer than max_model_len: lower that",
         ),
         (
             not uses_v2 and speculative.disable_padded_drafter_batch,

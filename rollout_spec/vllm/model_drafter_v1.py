@@ -50,10 +50,7 @@ def bind_model_drafter(runner: Any, rows: RowSampling) -> None:
         return
     proposer = SuffixProposer(runner.vllm_config)
     setattr(runner, BESIDE_MODEL, proposer)
-    longest = runner.effective_drafter_max_model_len
     proposer.bind(runner)
-    if longest < runner.max_model_len:  # beyond, the model would read positions that it does not have
-        runner.effective_drafter_max_model_len = longest
     proposer.load_model()
     ModelDrafter(runner, rows, proposer)
 
@@ -129,8 +126,7 @@ class ModelDrafter(SharedNoise):
 
     def _sample_and_draft(self, *args: Any, **kwargs: Any) -> Any:
         """The runner's `sample_tokens`; behind it tokens and model's drafts are on the host."""
-        # Where a row is too long for the model, vLLM does not ask it; the text drafts alone then.
-        self._drawn, self._drafts, self._num_now = [], None, self._num_tokens
+        self._drawn, self._drafts = [], None
         output = self._sample_tokens(*args, **kwargs)
         if getattr(output, "req_ids", None):
             nums = list(map(len, output.sampled_token_ids))

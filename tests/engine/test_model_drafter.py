@@ -302,12 +302,6 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
         ),
         "V2": (
             (checks, "runner_v2_misfit", lambda: "it (is new)", r"V2 does not fit it \(is new\); set VLLM_U"),
-            (
-                speculative.draft_model_config,
-                "max_model_len",
-                9,
-                "its positions are fewer than max_model_len",
-            ),
         ),
     }
     for owner, name, value, refusal in (
@@ -316,6 +310,7 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
         (speculative, "use_heterogeneous_vocab", True, "use_heterogeneous_vocab"),
         (speculative, "use_local_argmax_reduction", True, "use_local_argmax_reduction"),
         (speculative, "rejection_sample_method", "synthetic", "rejection_sample_method must be standard"),
+        (speculative.draft_model_config, "max_model_len", 9, "its positions are fewer than max_model_len"),
         *of_runner[with_runner],
     ):
         with monkeypatch.context() as patch:
