@@ -13,6 +13,7 @@ from rollout_spec.patches import (
     Patch,
     PatchError,
     guard_parameters,
+    misfit,
     record,
     replace_function,
     when_imported,
@@ -302,7 +303,9 @@ def _wait_and_schedule(core: Any) -> None:
         waits = bool(self.batch_queue) and getattr(self.scheduler, "waits", False)
         outputs, has_run = step(self)
         if waits and not has_run and not self.batch_queue and self.scheduler.has_unfinished_requests():
-            _, has_run = step(self)  # it gives nothing yet: the queue has room for what it schedules
+            later, has_run = step(self)
+            if later is not None:
+                raise misfit(_WAIT, "a step gives tokens though the queue has room for what it schedules")
         return outputs, has_run
 
     replace_function(core.EngineCore, name, wait_and_step, patch=_WAIT)
