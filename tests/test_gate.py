@@ -9,6 +9,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.costs import PROBE_EVERY, Ranks, Step
 from rollout_spec.drafting.gate import HYSTERESIS_STEPS, AutoGate, FixedGate, make_gate
 from rollout_spec.drafting.guard import GUARD_STEPS, GUARD_WINDOW, MIN_PAUSE, Guard
+from rollout_spec.drafting.passes import Passes
 from rollout_spec.drafting.step_cost import ENOUGH
 from rollout_spec.metrics import EngineCounters
 
@@ -347,3 +348,18 @@ def test_nothing_is_filled_up_with_nothing_where_that_takes_longer():
     machine = FilledMachine([0.9, 0.9, 0.9], lambda drafted: 0.12 if drafted else 0.1, share_proposed=0.5)
     machine.steps(300)
     assert 0.3 < np.mean(machine.steps(1000)) < 0.6
+
+
+def test_a_comparison_that_ends_before_its_choice_says_nothing_of_the_next_step(monkeypatch):
+    learned, counters = [], EngineCounters()
+    monkeypatch.setattr(Passes, "learn_gain", lambda self, *gain: learned.append(gain))
+    gate, step = AutoGate(model_tokens=2), Step(NUM_ROWS, 100, NUM_ROWS, 0.1, num_passes=2)
+    draft = np.full((NUM_ROWS, 2), 0.5, np.float32), np.full(NUM_ROWS, 2, np.int32)
+    for is_weighed, is_chosen in ((True, True), (True, False), (False, True)):
+        while gate.begin(step, counters) is None:
+            pass
+        if is_weighed:
+            gate.note_fewer(*draft)
+        if is_chosen:
+            gate.choose(*draft, counters)
+    assert len(learned) == 1

@@ -144,7 +144,7 @@ class AutoGate:
         measured = self._costs.learn(step, self._choice, counters)
         if measured is not None:
             self._judge(*measured)
-        self._choice, self.fills = NOTHING, False
+        self._choice, self.fills, self._gain_of_fewer = NOTHING, False, None
         self._steps_since_draft += 1
         num_stops = counters.num_guard_stops
         is_blocked = self._guard.blocks(step.num_rows, counters)
@@ -237,7 +237,6 @@ class AutoGate:
         if self._gain_of_fewer is not None:
             more = (gain - self._gain_of_fewer) / self._costs.step.num_rows
             self._passes.learn_gain(self._costs.step.num_passes, more)
-        self._gain_of_fewer = None
         self._passes.choose(self._costs.gain)
 
 
