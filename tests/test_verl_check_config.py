@@ -335,7 +335,7 @@ def changed(groups: Sequence[str], *values: dict[str, Any], drafter: Any = None)
     """A composition of these groups with other values."""
     config = copy.deepcopy(composed_once(*groups))
     for key, value in itertools.chain(*(each.items() for each in values)):
-        OmegaConf.update(config, key, value)
+        OmegaConf.update(config, key, value, force_add=key.startswith(ENGINE))
     config.rollout.spec.model_drafter = drafter
     return config
 
@@ -477,6 +477,27 @@ def test_a_model_with_a_recurrent_state_has_no_drafts_of_ours(
     refusal = pytest.raises(ConfigError, match=r"^rollout\.spec=sam: [^\n]* recurrent model [^\n]*$")
     with refusal if is_recurrent else contextlib.nullcontext():
         check_config(changed(SAM, path))
+
+
+@pytest.mark.parametrize(("vllm", "has_v1"), [("0.24.0", True), ("0.29.0", True), ("0.32.0", False)])
+def test_beside_a_small_model_the_driver_knows_the_model_runner(
+    vllm: str, has_v1: bool, head: dict[str, Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3 alone has V2 in all of them."""
+    monkeypatch.setattr("rollout_spec.vllm.features.version", lambda: vllm)
+    if vllm != "0.24.0":
+        monkeypatch.delattr("vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", raising=False)
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    path = {"actor_rollout_ref.model.path": str(tmp_path)}
+    ahead, coupled = {f"{ENGINE}.async_scheduling": True}, {"rollout.spec.verify": "coupled"}
+    small = head | {"method": "draft_model"}
+    both = changed(SAM, LOADED, path, ahead, drafter=small), "does not schedule asynchronously"
+    alone = changed(OFF, LOADED, path, ahead, coupled, drafter=small), "set .*async_scheduling=False"
+    for config, refusal in (both, alone):
+        with pytest.raises(ConfigError, match=refusal) if has_v1 else contextlib.nullcontext():
+            check_config(config)
+    check_config(changed(SAM, LOADED, path, ahead, drafter=head))
+    check_config(changed(OFF, LOADED, path, coupled, drafter=small))  # vLLM 0.24 switches it off
 
 
 def test_off_with_a_drafter_of_ones_own_is_refused_what_verl_refuses(head: dict[str, Any]) -> None:

@@ -29,7 +29,12 @@ from rollout_spec.verl.model_drafter import (
     engine_options,
 )
 from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
-from rollout_spec.vllm.features import refuse_old_version, v2_architectures, version
+from rollout_spec.vllm.features import (
+    refuse_old_version,
+    v2_architectures,
+    v2_has_draft_models,
+    version,
+)
 from rollout_spec.vllm.options import RECURRENT, refuse_long_drafts
 
 REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
@@ -241,6 +246,8 @@ def _check_model_drafter(config: DictConfig, spec: SpecConfig) -> None:
 
 def _refuse_beside_model(config: DictConfig, spec: SpecConfig, name: str) -> None:
     """What an engine with a model that drafts refuses too, as its own vllm/checks.py says."""
+    # Beside a small model vLLM 0.24 switches it off by itself, beside a head not.
+    synchronous = (None, False) if _drafts_by_small_model(config) else (False,)
     for is_so, reason in (
         (
             not spec.coupled,
@@ -251,8 +258,8 @@ def _refuse_beside_model(config: DictConfig, spec: SpecConfig, name: str) -> Non
         (_has_ranks_of_experts(config), "data-parallel ranks of experts would not run the same passes of it"),
         (
             not spec.enabled
-            and _has_v1(config)
-            and _value(config, f"{_ENGINE}.async_scheduling") is not False,
+            and _value(config, f"{_ENGINE}.async_scheduling") not in synchronous
+            and _has_v1(config),
             f"set {_ENGINE}.async_scheduling=False: vLLM {version()} has model runner V1 for this model",
         ),
     ):
@@ -266,8 +273,14 @@ def _has_v1(config: DictConfig) -> bool:
         return asked == "0"
     if _is_for_npus(config) or _has_adapters(config):
         return True  # as `runner_v2_misfits` says
+    if _drafts_by_small_model(config) and not v2_has_draft_models():
+        return True
     fields, with_v2 = _model_fields(config), v2_architectures()
     return bool(fields) and with_v2 is not None and with_v2.isdisjoint(fields.get("architectures") or ())
+
+
+def _drafts_by_small_model(config: DictConfig) -> bool:
+    return bool(_value(config, f"rollout.spec.{OPTION}.method") == "draft_model")
 
 
 def _has_adapters(config: DictConfig) -> bool:
