@@ -500,6 +500,49 @@ def test_beside_a_small_model_the_driver_knows_the_model_runner(
     check_config(changed(OFF, LOADED, path, coupled, drafter=small))  # vLLM 0.24 switches it off
 
 
+def write_model(folder: pathlib.Path, name: str, **fields: Any) -> str:
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "config.json").write_text(json.dumps(fields))
+    return str(folder / name)
+
+
+LLAMA3, YARN = ({"rope_type": kind, "factor": 8.0} for kind in ("llama3", "yarn"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"max_position_embeddings": 2048}, r"its 2048 positions are fewer than .*max_model_len=4096"),
+        ({"max_position_embeddings": 2048, "rope_scaling": LLAMA3}, "its 2048 positions are fewer"),
+        ({"text_config": {"max_position_embeddings": 8}}, "its 8 positions are fewer"),
+        ({"max_position_embeddings": 4096}, None),
+        ({"max_position_embeddings": 2048, "rope_scaling": YARN}, None),
+        ({"vocab_size": 10}, None),  # a head has a map
+    ],
+)
+def test_a_head_with_fewer_positions_than_the_rollout_is_refused(
+    fields: dict[str, Any], refusal: str | None, tmp_path: pathlib.Path
+) -> None:
+    policy = write_model(tmp_path, "policy", max_position_embeddings=4096, vocab_size=20)
+    head = {"method": "eagle3", "model": write_model(tmp_path, "head", **fields)}
+    path = {"actor_rollout_ref.model.path": policy}
+    with pytest.raises(ConfigError, match=refusal) if refusal else contextlib.nullcontext():
+        check_config(changed(SAM, LOADED, path, drafter=head))
+    shorter = {"actor_rollout_ref.rollout.max_model_len": 8}
+    check_config(changed(SAM, LOADED, path, shorter, drafter=head))
+    check_config(changed(OFF, LOADED, path, drafter=head))  # vLLM's own drafts
+
+
+def test_a_small_model_has_the_policys_vocabulary(tmp_path: pathlib.Path) -> None:
+    policy = write_model(tmp_path, "policy", text_config={"vocab_size": 20})
+    path = {"actor_rollout_ref.model.path": policy}
+    for size, groups in itertools.product((20, 10), (SAM, OFF)):
+        small = {"method": "draft_model", "model": write_model(tmp_path, "small", vocab_size=size)}
+        refusal = pytest.raises(ConfigError, match="its vocabulary is of 10 tokens, the policy's of 20")
+        with refusal if size == 10 else contextlib.nullcontext():
+            check_config(changed(groups, LOADED, path, drafter=small))
+
+
 def test_off_with_a_drafter_of_ones_own_is_refused_what_verl_refuses(head: dict[str, Any]) -> None:
     backend = {"actor_rollout_ref.rollout.checkpoint_engine.backend": "delta_sharded"}
     with pytest.raises(ConfigError, match="delta weight transfer refuses any"):

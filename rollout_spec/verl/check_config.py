@@ -229,6 +229,8 @@ def _check_model_drafter(config: DictConfig, spec: SpecConfig) -> None:
         raise ConfigError(f"{name}: vLLM's MTP head of this model takes no weight sync in parts")
     if is_ours:
         _refuse_beside_model(config, spec, name)
+    if own:
+        _check_sizes(config, own, name, needs_positions=is_ours)
     trains_heads = _value(config, "actor_rollout_ref.actor.strategy") == "megatron"
     load_format = _value(config, f"{_ROLLOUT}.load_format")
     if (own or not trains_heads) and "dummy" in load_format:
@@ -265,6 +267,27 @@ def _refuse_beside_model(config: DictConfig, spec: SpecConfig, name: str) -> Non
     ):
         if is_so:
             raise ConfigError(f"{name}: {reason}")
+
+
+def _check_sizes(config: DictConfig, own: Mapping[str, Any], name: str, needs_positions: bool) -> None:
+    """See that a model of the user's own fits the policy; engines say so of what cannot be looked at."""
+    drafter, policy = _of_text(_fields(str(own["model"]))), _of_text(_model_fields(config))
+    sizes = [fields.get("vocab_size") for fields in (drafter, policy)]
+    if own["method"] == "draft_model" and None not in sizes and sizes[0] != sizes[1]:
+        raise ConfigError(f"{name}: its vocabulary is of {sizes[0]} tokens, the policy's of {sizes[1]}")
+    num, most = _num_positions(drafter), _value(config, f"{_ROLLOUT}.max_model_len")
+    most = most or policy.get("max_position_embeddings")  # as verl has it
+    if needs_positions and num and most and num < most:
+        raise ConfigError(
+            f"{name}: its {num} positions are fewer than {_ROLLOUT}.max_model_len={most}: lower that"
+        )
+
+
+def _num_positions(fields: Mapping[str, Any]) -> int | None:
+    """As vLLM reads them; None where it reads more than this does."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    is_scaled = "factor" in rope and rope.get("rope_type", rope.get("type")) != "llama3"
+    return None if is_scaled else fields.get("model_max_length") or fields.get("max_position_embeddings")
 
 
 def _has_v1(config: DictConfig) -> bool:
