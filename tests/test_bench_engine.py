@@ -153,6 +153,11 @@ def test_methods_pass_their_threshold_on():
         (["--methods", "sam,model"], "--methods sam,model: model needs --model-drafter"),
         (["--model-drafter", "eagle:head"], "--model-drafter eagle:head: must be METHOD:MODEL:NUMBER"),
         (["--model-drafter", "ngram:head:3"], "--model-drafter ngram:head:3: must be METHOD:MODEL:NUMBER"),
+        (["--methods", "model", "--model-drafter", "mtp::16", "--model", "nowhere"], "drafts, 1 to 15"),
+        (
+            ["--num-speculative-tokens", "4", "--model-drafter", "mtp::5", "--model", "nowhere"],
+            "drafts, 1 to 4",
+        ),
         (["--record-proposals"], "--record-proposals: needs --model-drafter and --output"),
         (["--methods", "off,off"], "--methods off,off: a method is named twice"),
         (["--repeats", "0"], "--repeats: 0 must be at least 1"),
@@ -211,15 +216,22 @@ def test_each_method_drafts_its_own_number_of_tokens_unless_one_is_given(capsys:
     assert f"ngram {NGRAM['num_speculative_tokens']}, suffix what vLLM takes, sam {own}" in shown
 
 
-def test_a_model_drafts_alone_or_beside_the_text():
+def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
     from rollout_spec.measure.engine_worker import _method_arguments
 
-    given = {"method": "eagle3", "model": "path/to:head", "num_speculative_tokens": 3}
-    assert model_drafter("eagle3:path/to:head:3") == given
-    assert model_drafter("mtp::1") == {"method": "mtp", "num_speculative_tokens": 1}
-    for wrong in ("eagle3::3", "eagle3:33", "eagle3:head:65", "mtp::0", "ngram::3"):
-        with pytest.raises(UserError, match=r"must be METHOD:MODEL:NUMBER"):
-            model_drafter(wrong)
+    head = tmp_path / "to:head"
+    head.mkdir()
+    (head / "config.json").write_text("{}")
+    given = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    assert model_drafter(f"eagle3:{head}:3", 3) == given
+    assert model_drafter("mtp::1", 3) == {"method": "mtp", "num_speculative_tokens": 1}
+    for wrong in ("eagle3::3", "eagle3:33", f"eagle3:{head}:4", "mtp::0", "ngram::3"):
+        with pytest.raises(
+            UserError, match=r"must be METHOD:MODEL:NUMBER, .* NUMBER .* 1 to 3, a row's most"
+        ):
+            model_drafter(wrong, 3)
+    with pytest.raises(UserError, match=r"no Hugging Face folder \(config.json is missing\)"):
+        model_drafter(f"eagle3:{tmp_path}:3", 3)
     job = {"spec": {"history": 2}, "num_speculative_tokens": None, "model_drafter": given}
     alone, both = (_method_arguments(job | {"method": method}) for method in ("model", "sam+model:4"))
     assert alone["speculative_config"] == given

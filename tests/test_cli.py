@@ -74,6 +74,14 @@ def test_version():
             "rollout.spec.num_speculative_tokens=65: must be between 1 and 64",
         ),
         (["certify", "--model", "/nowhere"], "--model /nowhere: no Hugging Face folder"),
+        (
+            ["certify", "--num-speculative-tokens", "8", "4", "--model-drafter", "mtp::5", "--model", "x"],
+            "NUMBER the tokens that it drafts, 1 to 4",
+        ),
+        (
+            ["gpu-check", "--model-drafter", "mtp::16", "--model", "x"],
+            "NUMBER the tokens that it drafts, 1 to 15",
+        ),
         (["gpu-check", "--model", "/nowhere"], "--model /nowhere: no Hugging Face folder"),
         (["gpu-check", "--minutes", "0"], "--minutes: 0 must be at least 1 and at most 1,440"),
         (["gpu-check", "--repeats", "0"], "--repeats: 0 must be at least 1"),
@@ -174,7 +182,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
         ("engine --model-tokens 1", "rollout-spec bench engine: --model-tokens: --model-drafter sets it"),
         ("host x --model-tokens 1", "rollout-spec bench host: --model-tokens: no model drafts here"),
         (
-            "engine --methods off,sam --model-drafter draft_model:small:3",
+            "engine --methods off,sam --model-drafter mtp::3",
             "rollout-spec bench engine: --model-drafter: no method uses it: name model or sam+model in "
             "--methods",
         ),

@@ -24,7 +24,7 @@ from rollout_spec.cli.inputs import (
     spec_options,
     tokenized,
 )
-from rollout_spec.config import UserError
+from rollout_spec.config import SpecConfig, UserError
 
 if TYPE_CHECKING:
     from rollout_spec.measure.engine import Plan
@@ -132,7 +132,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.num_speculative_tokens is not None:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
     methods = _methods(args.methods, spec)
-    drafter = needed_model_drafter(args.model_drafter, methods, args.record_proposals)
+    most = spec.get("num_speculative_tokens", SpecConfig.num_speculative_tokens)
+    drafter = needed_model_drafter(args.model_drafter, methods, most, args.record_proposals)
     # Before the model is made, which takes longer.
     rows = prompt_rows("--prompts", args.prompts, args.num_prompts, args.seed, "bench")
     dtype = args.dtype or default_dtype()

@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     rows = prompt_rows("--train-file", args.train_file, args.num_prompts, args.seed, "certify")
     for k, threshold in itertools.product(args.num_speculative_tokens, args.batch_thresholds):
         SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)
-    drafter = model_drafter(args.model_drafter) if args.model_drafter else None
+    most = min(args.num_speculative_tokens)
+    drafter = model_drafter(args.model_drafter, most) if args.model_drafter else None
     model = model_folder(args.model, "float32")  # the engine casts it
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)

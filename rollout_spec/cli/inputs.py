@@ -226,11 +226,12 @@ def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
 
 
 def needed_model_drafter(
-    text: str | None, labels: Sequence[str], records: bool = False
+    text: str | None, labels: Sequence[str], most: int, records: bool = False
 ) -> dict[str, Any] | None:
     """`--model-drafter` for `--methods`, as `measure.engine.model_drafter` reads it.
 
     Args:
+        most: draft tokens of a row.
         records: it drafts, whatever the methods are.
 
     Raises:
@@ -238,7 +239,7 @@ def needed_model_drafter(
     """
     from rollout_spec.measure.engine import Method, model_drafter
 
-    drafter = model_drafter(text) if text else None
+    drafter = model_drafter(text, most) if text else None
     using = [label for label in labels if Method(label).has_model]
     if using and drafter is None:
         raise UserError(f"--methods {','.join(labels)}: {using[0]} needs --model-drafter")

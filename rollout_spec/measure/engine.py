@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.config import MAX_SPECULATIVE_TOKENS, ConfigError, SpecConfig, UserError, parse_threshold
+from rollout_spec.config import ConfigError, SpecConfig, UserError, parse_threshold
 from rollout_spec.measure.drafters import require_arctic_inference
 from rollout_spec.measure.environment import environment
 from rollout_spec.measure.timeline import Timeline, measure, step_times, summarise
@@ -87,20 +87,25 @@ class Method:
         return options
 
 
-def model_drafter(text: str) -> dict[str, Any]:
+def model_drafter(text: str, most: int) -> dict[str, Any]:
     """vLLM's `speculative_config` of METHOD:MODEL:NUMBER; without MODEL, of the policy's own head.
 
+    Args:
+        most: draft tokens of a row.
+
     Raises:
-        UserError: it is no such text.
+        UserError: it is no such text, or MODEL is no model.
     """
     (method, _, rest), (_, _, given) = text.partition(":"), text.rpartition(":")
     model = rest.removesuffix(given).removesuffix(":")
-    is_number = given.isascii() and given.isdigit() and 1 <= int(given) <= MAX_SPECULATIVE_TOKENS
+    is_number = given.isascii() and given.isdigit() and 1 <= int(given) <= most
     if method not in MODEL_METHODS or not is_number or not (model or method == "mtp"):
         raise UserError(
             f"--model-drafter {text}: must be METHOD:MODEL:NUMBER, METHOD one of {', '.join(MODEL_METHODS)}, "
-            f"MODEL a folder, but for mtp, NUMBER the tokens that it drafts, 1 to {MAX_SPECULATIVE_TOKENS}"
+            f"MODEL a folder, but for mtp, NUMBER the tokens that it drafts, 1 to {most}, a row's most"
         )
+    if model and not (Path(model) / "config.json").is_file():
+        raise UserError(f"--model-drafter {text}: no Hugging Face folder (config.json is missing)")
     found: dict[str, Any] = {"method": method, "num_speculative_tokens": int(given)}
     return found | ({"model": model} if model else {})
 
