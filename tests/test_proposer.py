@@ -16,6 +16,7 @@ from rollout_spec.config import ConfigError
 from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm import proposer as proposer_module
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
+from rollout_spec.vllm.lock_step import most_tokens
 from rollout_spec.vllm.proposer import SuffixProposer
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
@@ -36,6 +37,7 @@ def vllm_config(options: dict[str, Any], **parallel: Any) -> Value:
             logits_processors=None, get_diff_sampling_param=dict, get_vocab_size=lambda: 1000, is_moe=False
         ),
         use_v2_model_runner=False,
+        compilation_config=Value(cudagraph_capture_sizes=[]),
     )  # fmt: skip
 
 
@@ -419,3 +421,10 @@ def test_an_engine_without_the_plugin_does_not_serve() -> None:
 def test_contradicting_options_end_the_engine_before_it_serves() -> None:
     with pytest.raises(ConfigError, match="num_speculative_tokens=5 differs from"):
         SuffixProposer(vllm_config({"num_speculative_tokens": 5}))
+
+
+@pytest.mark.parametrize(
+    ("num_own", "num_padded", "most"), [(9, 16, 9), (9, 24, 24), (25, 25, 25), (25, 31, 31)]
+)
+def test_what_fills_a_ranks_graph_is_not_verified(num_own: int, num_padded: int, most: int) -> None:
+    assert most_tokens(num_own, num_padded, graphs=[24, 16, 8]) == most

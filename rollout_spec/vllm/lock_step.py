@@ -6,7 +6,11 @@ Before every forward pass vLLM tells each rank how many tokens every rank has in
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Iterable
 from typing import Any
+
+from vllm.config import VllmConfig
 
 from rollout_spec.drafting.costs import Ranks
 from rollout_spec.patches import Patch, replace_function
@@ -34,10 +38,10 @@ class LockStep:
         ranks: of the last step; None where it is not known, as with a platform's own model runner.
     """
 
-    def __init__(self, is_v2: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         self.ranks: Ranks | None = None
         self._num_steps = 0
-        self._is_v2 = is_v2
+        self._is_v2, self._compilation = vllm_config.use_v2_model_runner, vllm_config.compilation_config
 
     def watch(self) -> None:
         """Look at what vLLM tells this process's worker.
@@ -48,11 +52,11 @@ class LockStep:
         if self._is_v2:  # `runner_v2.check_runner` knows its parameters
             from vllm.v1.worker.gpu import model_runner as module
 
-            name, signature = V2_NAME, None
+            name, own, signature = V2_NAME, "num_tokens", None
         else:
             from vllm.v1.worker import gpu_model_runner as module
 
-            name, signature = "coordinate_batch_across_dp", _SIGNATURE
+            name, own, signature = "coordinate_batch_across_dp", "num_tokens_unpadded", _SIGNATURE
         coordinate: Any = getattr(module, name, None)
 
         @functools.wraps(coordinate)
@@ -61,8 +65,22 @@ class LockStep:
             agreed = result[1]
             if agreed is not None:  # else no rank has a token
                 nums_tokens = getattr(agreed, "num_tokens_across_dp", agreed)  # V2's, from vLLM 0.29 on
+                num_own = inspect.signature(coordinate).bind(*args, **kwargs).arguments[own]
                 self._num_steps += 1
-                self.ranks = Ranks(self._num_steps, int(nums_tokens.max()))
+                graphs = self._compilation.cudagraph_capture_sizes or ()
+                self.ranks = Ranks(self._num_steps, most_tokens(num_own, int(nums_tokens.max()), graphs))
             return result
 
         replace_function(module, name, coordinate_and_look, patch=_WATCH, expected_signature=signature)
+
+
+def most_tokens(num_own: int, num_padded: int, graphs: Iterable[int]) -> int:
+    """Tokens of the rank with most, of which vLLM says how many fill that rank's graph.
+
+    Args:
+        num_own: tokens of this rank. It counts for the fullest where its own graph is as large.
+        num_padded: tokens of the rank with most, with what fills its graph up.
+        graphs: the sizes that graphs have.
+    """
+    own_graph = min((size for size in graphs if size >= num_own), default=num_own)
+    return num_padded if num_padded > own_graph else num_own

@@ -51,7 +51,7 @@ class SuffixProposer:
                 fills=fills_drafts(vllm_config),
                 model_tokens=num_model_tokens(vllm_config) if is_hybrid(vllm_config) else 0,
             )
-        self.lock_step = LockStep(vllm_config.use_v2_model_runner)
+        self.lock_step = LockStep(vllm_config)
         self._runner: Any = None
         # Takes in what has been sampled and is still on its way; with model runner V2 that is a step or two.
         self.receive: Callable[[], None] = lambda: None
