@@ -74,7 +74,7 @@ class SharedNoise:
 
     def propose(self, scheduler_output: Any, sampled_token_ids: torch.Tensor, *others: Any) -> Any:
         """The runner's, before it knows what the step has sampled: int [num_rows, K + 1], -1 for nothing."""
-        self._nums_sampled = (sampled_token_ids >= 0).sum(1)
+        self._keys, self._ends = self._rows.keys_and_ends((sampled_token_ids >= 0).sum(1))
         self._drawn = []
         return self._propose(scheduler_output, sampled_token_ids, *others)
 
@@ -86,7 +86,7 @@ class SharedNoise:
         if not sampling.all_greedy:
             is_sampled = sampling.temperature > 0
             scaled = logits / torch.where(is_sampled, sampling.temperature, 1.0).unsqueeze(1)
-            seeds = self._rows.seeds_behind(self._nums_sampled + len(self._drawn))
+            seeds = noise.seeds_at(self._keys, self._ends + len(self._drawn))
             drawn = noise.exponential(seeds, coupled.num_drawn(logits.shape[1]), logits.device)
             tokens = torch.where(is_sampled, coupled.race(scaled, drawn), tokens)
         self._drawn.append((tokens, coupled.log_odds(logits, tokens)))
@@ -115,7 +115,7 @@ class ModelDrafter(SharedNoise):
         """Nothing, for the scheduler: it gets what `take_draft_token_ids` gives."""
         told = getattr(scheduler_output, MODEL_TOKENS_KEY, None)
         self._num_now = self._num_tokens if told is None else told
-        return [[] for _ in super().propose(scheduler_output, *others)]
+        return [[] for _ in range(len(super().propose(scheduler_output, *others)))]
 
     def _propose_fewer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         begin = time.perf_counter()

@@ -145,16 +145,16 @@ class RowSampling:
         record(_KEYED)
         logger.info("rollout_spec: the noise of every token is keyed by its request and its position")
 
-    def seeds_behind(self, nums_tokens: torch.Tensor) -> torch.Tensor:
-        """The seeds of each row's noise so many tokens behind what the batch has: int64 [num_rows].
+    def keys_and_ends(self, nums_sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's key, and the position behind the tokens that it has: int64 [num_rows], on the device.
 
         Args:
-            nums_tokens: int64 [num_rows], on the device. The step's tokens have been sampled.
+            nums_sampled: int64 [num_rows], on the device: of these tokens, those that the batch lacks.
         """
-        levels = self._runner.input_batch.num_tokens_no_spec[: len(nums_tokens)].astype(np.int64)
+        levels = self._runner.input_batch.num_tokens_no_spec[: len(nums_sampled)].astype(np.int64)
         known = np.stack([np.array(self._row_keys, np.int64), levels])
-        keys, positions = sent(known, nums_tokens.device)
-        return noise.seeds_at(keys, positions + nums_tokens)
+        keys, positions = sent(known, nums_sampled.device)
+        return keys, positions + nums_sampled
 
     def _before_verification(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
