@@ -31,6 +31,8 @@ FIRST = [
 def pytest_configure() -> None:
     # vLLM's CPU engine compiles a function of its sampler in every process: 10 to 20 s for nothing.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # A check of verl's configuration looks for the policy, and would wait for a hub out of reach.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Two processes of as many threads as there are cores would wait for one another.
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -26,7 +26,6 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # oneDNN keeps code for every number of rows, 1,024 times: that would look like a leak of the drafter's.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "HF_HUB_OFFLINE": "1",
 }
 
 VOCAB_SIZE = 128
