@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import pathlib
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 if __name__ == "__main__":
     import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 
 from rollout_spec.drafting import passes
-from rollout_spec.vllm import host_drafts
+from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.vllm import host_drafts, proposer
 from rollout_spec.vllm.features import version
 from rollout_spec.vllm.proposer import SuffixProposer
 from tests.engine.interpreted_runner import REQUESTS, late, run
@@ -20,15 +26,18 @@ from tests.engine.interpreted_runner import REQUESTS, late, run
 NUM_MODEL_TOKENS = 3
 REQUESTS |= {"one": {"temperature": 1.0, "max_tokens": 40}, "short": {"max_tokens": 12}}
 NAMES = (*REQUESTS,)
+REQUESTS |= {"long": {"max_tokens": 160}}  # not interpreted, for the time that takes
 AUTO = {"batch_threshold": "auto"}  # where time is virtual
 
 
 def main(models: str, output: str) -> None:
-    take_virtual_time()
-    pathlib.Path(output).write_text(json.dumps(served(pathlib.Path(models), async_scheduling=True)))
+    with virtual_time():
+        found = served(pathlib.Path(models), async_scheduling=True)
+    pathlib.Path(output).write_text(json.dumps(found))
 
 
-def take_virtual_time() -> None:
+@contextlib.contextmanager
+def virtual_time() -> Iterator[None]:
     """A step takes ten seconds, and one for each pass of a model; passes are soon judged, and tried often."""
     now, note_passes = 0.0, SuffixProposer.note_passes
 
@@ -37,10 +46,16 @@ def take_virtual_time() -> None:
         now += 10.0 + num
         note_passes(self, num, *others)
 
-    SuffixProposer.note_passes = note_and_go_on  # type: ignore[method-assign]
-    host_drafts.time = SimpleNamespace(perf_counter=lambda: now)  # type: ignore[attr-defined]
-    passes.ENOUGH = passes.TRY_EVERY = passes.WEIGH_EVERY = 2
-    passes.RETRY_EVERY = 8
+    def clock() -> float:
+        return now
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SuffixProposer, "note_passes", note_and_go_on)
+        patch.setattr(host_drafts, "time", SimpleNamespace(perf_counter=clock))  # of V2
+        patch.setattr(proposer, "Drafter", functools.partial(Drafter, clock=clock))  # of V1
+        for name, steps in (("ENOUGH", 2), ("TRY_EVERY", 2), ("WEIGH_EVERY", 2), ("RETRY_EVERY", 8)):
+            patch.setattr(passes, name, steps)
+        yield
 
 
 def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
@@ -48,6 +63,7 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
     folders = {path.name: str(path) for path in models.iterdir()}
     target, eagle = folders["target"], {"method": "eagle", "model": folders["eagle"]}
     wrong, gate = eagle | {"model": folders["bigrams-eagle"]}, AUTO if ahead else {}
+    of_v1 = () if ahead else ("long",)
     same = target, {"method": "draft_model", "model": folders["copy"]}
     if ahead and version() != "0.32.0":  # the first whose V2 has draft models
         same = folders["bigrams"], {"method": "eagle", "model": folders["bigrams-eagle"]}
@@ -56,8 +72,10 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
     two_grow = ("sampled", "one", "greedy")
     # vLLM's own drafts of a request with a grammar need a device's stream.
     without_grammar = tuple(name for name in NAMES if name != "grammar")
-    plain = run(target, None, names=NAMES)
+    plain = run(target, None, names=NAMES + of_v1)
     stop = late(plain["requests"]["sampled"]["text"])
+    with virtual_time():
+        wrong_beside_text = both(target, wrong, AUTO, names=("greedy", "sampled", "one", *of_v1))
     return {
         "plain": plain,
         "model": alone(target, eagle, names=without_grammar),
@@ -70,7 +88,7 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
         ),
         "both": both(target, eagle, gate, stop, names=NAMES),
         "preempted": both(target, eagle, {"batch_threshold": 1}, names=two_grow, **ahead, **few_blocks),
-        "wrong": both(target, wrong, gate, names=("greedy", "sampled", "one")),
+        "wrong": wrong_beside_text,
     }
 
 

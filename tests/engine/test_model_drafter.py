@@ -147,17 +147,9 @@ def test_passes_are_left_out_where_the_gate_is_closed(results: dict[str, Any]) -
 
 
 def test_passes_are_left_out_where_they_do_not_pay(results: dict[str, Any]) -> None:
-    """A wrong head's, in time made of passes: it keeps its first one, and a try now and then.
-
-    On V1 time is not made of passes. There the gate has a number, and leaves none out.
-    """
+    """A wrong head's, in time made of passes: it keeps its first one, and a try now and then."""
     counters, steps = results["wrong"]["counters"], results["wrong"]["steps"]
-    if results["wrong"]["model_runner"] == "vllm.v1.worker.cpu_model_runner":
-        assert counters["num_model_passes"] > 2 * len(steps)
-        assert counters["num_model_passes_left_out"] == 0
-        return
-    assert counters["num_model_passes"] < 1.9 * len(steps)  # all would be 2.6 times
-    assert results["both"]["counters"]["num_model_passes_left_out"] > 0
+    assert len(steps) < counters["num_model_passes"] < 1.9 * len(steps)  # all would be 2.6 times or more
 
 
 def test_a_row_ends_where_it_must(results: dict[str, Any]) -> None:
