@@ -180,7 +180,7 @@ def test_bad_options_are_one_line(options: list[str], message: str, capsys: pyte
 
 @pytest.mark.parametrize("has_accelerator", [True, False])
 def test_plain_vllm_decides_where_there_is_an_accelerator(
-    has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
+    has_accelerator: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """CUDA graphs and asynchronous scheduling are its defaults; a CPU gets a small engine without graphs."""
     import torch
@@ -189,9 +189,9 @@ def test_plain_vllm_decides_where_there_is_an_accelerator(
     from rollout_spec.measure.engine_worker import _method_arguments
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
-    default = EngineArgs(model="model")
+    default = EngineArgs(model=str(tmp_path))
     assert not default.enforce_eager and default.async_scheduling is not False
-    made = EngineArgs(model="model", **device_arguments(), **_method_arguments({"method": "off"}))
+    made = EngineArgs(model=str(tmp_path), **device_arguments(), **_method_arguments({"method": "off"}))
     assert (made == default) == has_accelerator
     assert made.enforce_eager != has_accelerator
     assert default_dtype() == ("bfloat16" if has_accelerator else "float32")
