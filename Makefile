@@ -92,13 +92,18 @@ SUFFIX := $(VENV)/.suffix-$(ENGINE)
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
 SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
 
-.PHONY: help demo test test-fast test-long test-ascend ascend-packages check format asan bench mutants docs dev packages lock lock-check cuda-imports clean
+.PHONY: help demo recording test test-fast test-long test-ascend ascend-packages check format asan bench mutants docs dev packages lock lock-check cuda-imports clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARGS=--quick)
 	$(BIN)/rollout-spec demo $(DEMO_ARGS)
+
+recording: dev ## the same, recorded as text: docs/demo.cast
+	$(UV) tool run asciinema==2.4.0 rec --overwrite --cols 100 --rows 40 --idle-time-limit 1 \
+		--command "COLUMNS=100 $(BIN)/rollout-spec demo $(DEMO_ARGS) 2>&1 | cat" docs/demo.cast
+	sed -i 's|$(CURDIR)/||g' docs/demo.cast
 
 ifneq ($(VERL),)
 test: dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tomllib
 import xml.etree.ElementTree as ElementTree
@@ -48,6 +49,16 @@ def test_what_comes_from_the_code_is_up_to_date():
     stale = [page.name for page in PAGES if renewed(page.read_text()) != page.read_text()]
     assert not stale, "run: python -m docs.generate"
     assert sum(len(PART.findall(page.read_text())) for page in PAGES) >= 12
+
+
+def test_the_recording_is_of_a_demo_that_ended():
+    head, *events = map(json.loads, (DOCS / "demo.cast").read_text().splitlines())
+    assert head["version"] == 2
+    times = [time for time, _, _ in events]
+    assert times == sorted(times)
+    text = "".join(text for _, _, text in events)
+    assert "tokens per second (95% interval" in text and "charts: outputs/demo" in text
+    assert not re.search(r"/(work|root|home|tmp)/", text), "paths of one machine"
 
 
 @pytest.mark.parametrize("option", [*SAMPLING, *REQUEST], ids=lambda option: option.name)
