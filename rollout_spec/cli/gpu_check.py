@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument(
         "--methods", metavar="M,M",
         help="of the rollouts, as in `bench engine`; sam:0 is our drafter with the gate closed "
-        f"({METHODS}; with --model-drafter {OF_MODEL} too)",
+        f"({METHODS}; with --model-drafter also {OF_MODEL[1:]})",
     )  # fmt: skip
     add_model_drafter(served)
     served.add_argument(
