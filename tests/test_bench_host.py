@@ -10,8 +10,17 @@ import numpy as np
 import pytest
 
 from rollout_spec.cli import main
-from rollout_spec.measure.host import Cell, HostError, Plan, make_record, requests_of, rollout_of, split
-from rollout_spec.measure.host_device import Clock, Event, Recording, verified
+from rollout_spec.measure.host import (
+    Cell,
+    HostError,
+    Plan,
+    has_ngram_on_v2,
+    make_record,
+    requests_of,
+    rollout_of,
+    split,
+)
+from rollout_spec.measure.host_device import Clock, Event, Recording, ngram_drafts, verified
 from rollout_spec.report.headlines import host_headline
 from rollout_spec.report.tables import host_table
 from rollout_spec.trace import Rollout, to_line
@@ -88,6 +97,7 @@ def test_what_a_real_kernel_takes_is_no_work_of_the_host(cpu: Cpu, clock: Clock)
         ("off:sync/v1", ("off:sync", False)),
         ("sam:0", ("sam:0", True)),
         ("suffix", ("suffix", False)),
+        ("ngram", ("ngram", has_ngram_on_v2())),
     ],
 )
 def test_a_method_has_the_model_runner_that_it_has_on_a_gpu(label: str, found: tuple[str, bool]) -> None:
@@ -102,11 +112,33 @@ def test_drafts_are_accepted_as_far_as_they_are_the_recorded_tokens() -> None:
 
 
 def test_a_row_goes_on_where_its_response_is() -> None:
-    recording = Recording("2.", [np.array(text, np.int32) for text in ([1, 2, 3], [4, 5], [6, 7, 8, 9])])
+    prompt, *responses = (np.array(text, np.int32) for text in ([0], [1, 2, 3], [4, 5], [6, 7, 8, 9]))
+    recording = Recording("2.", [(prompt, response) for response in responses])
     rows = ["2.2-0123abcd", "2.0-4567abcd"]
     assert recording.after(rows, np.array([1, 0]), 2).tolist() == [[7, 8], [1, 2]]
     assert recording.after(rows, np.array([3, 2]), 1).tolist() == [[9], [3]]
     assert recording.after(rows[:1], np.array([3]), 3).shape == (1, 3)  # beyond the end vLLM cuts
+    assert recording.text(rows[0], 2).tolist() == [0, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "drafts"),
+    [
+        ([1, 2, 3, 9, 8, 1, 2, 3], [9, 8, 1]),
+        ([7, 2, 3, 9, 1, 2, 3, 8, 2, 3], [8, 2, 3]),  # the latest of the places
+        ([1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3], [9, 7, 2]),  # a longer one before it
+        (
+            [1, 2, 3, 4, 5, 6, 9, 8, 7, 3, 4, 5, 6, 5, 5, 1, 2, 3, 4, 5, 6],
+            [5, 5, 1],
+        ),  # of four tokens, no more
+        ([5, 5, 5, 5], [5, 5, 5]),
+        ([1, 2, 1, 2], [1, 2, 2]),  # as far as there are tokens
+        ([4, 2, 3, 2], [2, 2, 2]),
+        ([1], [1, 1, 1]),
+    ],
+)
+def test_ngram_drafts_what_was_behind_the_end_of_a_text(text: list[int], drafts: list[int]) -> None:
+    assert ngram_drafts(np.array(text, np.int32), 2, 4, 3) == drafts
 
 
 def line(step: int | None, *responses: list[int]) -> Rollout:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,14 @@ def split(label: str) -> tuple[str, bool]:
     name = label.removesuffix(V1)
     if name != SYNC and Method(name).label == "off:coupled":
         raise ConfigError(f"method {label!r}: bench host times {SYNC} in its place")
-    return name, name == label and name not in ("ngram", "suffix")
+    return name, name == label and name != "suffix" and (name != "ngram" or has_ngram_on_v2())
+
+
+def has_ngram_on_v2() -> bool:
+    """Whether the installed vLLM drafts by n-grams on model runner V2, as 0.32 does. Does not import it."""
+    vllm = find_spec("vllm")
+    folders = (vllm and vllm.submodule_search_locations) or ()
+    return any(Path(folder, "v1/worker/gpu/spec_decode/ngram").is_dir() for folder in folders)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +110,7 @@ class Plan:
         method, v2 = split(method)
         if method == SYNC:
             method, engine["async_scheduling"] = "off", False
-        elif v2:
+        elif v2 and method != "ngram":  # vLLM schedules ahead of that only as ngram_gpu
             engine["async_scheduling"] = True  # which the drafter does not ask for by itself on CPUs
         return {
             "method": method, "v2": v2, "model": model, "dtype": "bfloat16", "seed": 0, "natural_ends": False,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from vllm.platforms import current_platform
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
@@ -92,29 +93,37 @@ class Recording:
     """The texts of a cell's requests, by the names that they were added with.
 
     Args:
-        responses: int32 vectors; request i is named `prefix` and i.
+        requests: prompt and response, int32 vectors; request i is named `prefix` and i.
     """
 
-    def __init__(self, prefix: str, responses: Sequence[npt.NDArray[np.int32]]) -> None:
-        self._prefix = prefix
+    def __init__(
+        self, prefix: str, requests: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]
+    ) -> None:
+        self._prefix, self._requests = prefix, requests
+        responses = [response for _, response in requests]
         self._tokens = np.concatenate(responses)
         self._begins = np.cumsum([0, *map(len, responses)])
-        self._known: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
 
     def after(
         self, request_ids: Sequence[str], levels: npt.NDArray[Any], width: int
     ) -> npt.NDArray[np.int32]:
         """int32 [rows, width]: what comes behind the first levels[i] tokens of each row's response."""
-        begins = np.array([self._begin(request_id) for request_id in request_ids])
+        begins = self._begins[[self._number(request_id) for request_id in request_ids]]
         places = (begins + levels)[:, None] + np.arange(width)
         return self._tokens[np.minimum(places, len(self._tokens) - 1)]  # beyond an end vLLM cuts them off
 
-    def _begin(self, request_id: str) -> int:
+    def text(self, request_id: str, level: int) -> npt.NDArray[np.int32]:
+        """A request's prompt, and the first `level` tokens of its response."""
+        prompt, response = self._requests[self._number(request_id)]
+        return np.concatenate([prompt, response[:level]])
+
+    def _number(self, request_id: str) -> int:
         """vLLM adds a dash and eight characters to a name."""
-        if request_id not in self._known:
+        if request_id not in self._numbers:
             number = request_id.removeprefix(self._prefix).rpartition("-")[0]
-            self._known[request_id] = int(self._begins[int(number)])
-        return self._known[request_id]
+            self._numbers[request_id] = int(number)
+        return self._numbers[request_id]
 
 
 def verified(
@@ -136,6 +145,26 @@ def verified(
     proposed[drafted] = drafts
     num_accepted = np.cumprod(proposed == recorded, axis=1).sum(axis=1)
     return np.where(columns <= num_accepted[:, None], recorded, np.int32(PLACEHOLDER_TOKEN_ID))
+
+
+def ngram_drafts(text: npt.NDArray[np.int32], least: int, most: int, num_drafts: int) -> list[int]:
+    """As vLLM's NgramGPUSpeculator: what is behind the latest of the longest earlier places of a text's end.
+
+    Args:
+        least, most: tokens of the end that a place has to share.
+
+    Returns:
+        As many draft tokens as asked for: where there are no more, the last token again.
+    """
+    found = text[:0]
+    for num in range(most, least - 1, -1):
+        if len(text) <= num:
+            continue
+        places = np.flatnonzero((sliding_window_view(text[:-1], num) == text[-num:]).all(axis=1))
+        if len(places):
+            found = text[places[-1] + num :][:num_drafts]
+            break
+    return found.tolist() + [int(text[-1])] * (num_drafts - len(found))
 
 
 class Device:

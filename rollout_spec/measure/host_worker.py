@@ -125,7 +125,7 @@ def _measure(
     num_steps = job["steps"] and job["warm_up_steps"] + job["steps"]
     requests = requests_of(lines, number, cell.rows, num_steps, job["max_tokens"], job["vocab_size"])
     prefix = f"{number}."
-    device.recording = Recording(prefix, [response for _, response in requests])
+    device.recording = Recording(prefix, requests)
     device.times = cell.times()
     ours.forget_costs()
     for i, (prompt, response) in enumerate(requests):

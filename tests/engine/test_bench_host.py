@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from vllm.platforms import current_platform
 
-from rollout_spec.measure.host import CPU
+from rollout_spec.measure.host import CPU, has_ngram_on_v2
 from rollout_spec.trace import to_line
 
 METHODS = ["off/v1", "off:sync/v1", "sam:0/v1", "sam:8/v1"]
-V2 = ["off", "sam:0", "sam:8"]
+V2 = ["off", "sam:0", "sam:8", *(["ngram"] if has_ngram_on_v2() else [])]
 SECONDS = 0.004
 
 
@@ -35,7 +35,8 @@ def test_a_device_made_of_time(
     v2 = methods == V2
     engines = [record["engines"][method] for method in methods]
     assert {engine["model_runner"] for engine in engines} == {"V2" if v2 else "V1"}
-    assert [engine["async_scheduling"] for engine in engines] == [i == 0 or v2 for i in range(len(methods))]
+    ahead = [method == methods[0] or (v2 and method != "ngram") for method in methods]
+    assert [engine["async_scheduling"] for engine in engines] == ahead
 
     results = {(row["rows"], row["step"], row["method"]): row for row in record["results"]}
     assert len(results) == 2 * (1 + len(more)) * len(methods)
@@ -53,8 +54,10 @@ def test_a_device_made_of_time(
                 waited = 1 - run["num_ahead"] / run["num_steps"]
                 assert waited == 1 or (v2 and waited > 0.5)
                 assert run["seconds"] >= at_least + waited * run["host_s"] / 2
-        if not method.startswith("sam:8"):
+        if not method.startswith(("sam:8", "ngram")):
             assert run["num_tokens"] == 24 * rows and run["num_draft_tokens"] == 0
             continue
         assert run["num_accepted_tokens"] > 12 * rows
-        assert run["num_tokens"] == run["num_accepted_tokens"] + 24 * rows
+        # Drafts of ngram go on behind the end of a response, where nothing more is given.
+        beyond = run["num_accepted_tokens"] + 24 * rows - run["num_tokens"]
+        assert beyond == 0 or (method == "ngram" and 0 < beyond <= 8 * rows)
