@@ -69,7 +69,7 @@ ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	life_cycle requests sampling coupled counters interruptions policy plain_vllm graphs schedule_ahead \
 	runner_v2 request_options vision lora)
 # What needs verl, and no training.
-VERL_TESTS := $(patsubst %,tests/%.py,$(addprefix test_verl_,adapter check_config client cpu examples history ranks router) \
+VERL_TESTS := $(patsubst %,tests/%.py,$(addprefix test_verl_,adapter check_config check_drafter client cpu examples history ranks router) \
 	test_recipes test_checkpoint_engine engine/test_verl_server)
 # What takes all memory.
 ALONE := tests/test_training.py
