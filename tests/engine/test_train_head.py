@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.train_head import Head, acceptance, kept, read_texts, train
+from benchmarks.train_head import NUM_PASSES, Head, Text, acceptance, kept, read_texts, train
 from rollout_spec.trace import Rollout
 from rollout_spec.verification.coupled import keyed_sample
 from rollout_spec.vllm.features import version
@@ -74,8 +75,30 @@ def assert_drafts_are_the_heads(
     assert num_accepted > 6
 
 
+def test_acceptance_is_of_drafts_that_were_right_so_far() -> None:
+    """A head is the policy, in the second pass in every second row, in the third in every third."""
+    generator = torch.Generator().manual_seed(0)
+    last = 2 * torch.randn(18, 50, generator=generator)
+    last[:, 0] = -99.0  # a token that the head does not have
+    drawn = torch.randint(1, 50, (18,), generator=generator)
+
+    class SometimesRight(SimpleNamespace):
+        def __call__(self, *_: Any) -> Iterator[torch.Tensor]:
+            for k in range(NUM_PASSES):
+                is_right = torch.arange(len(last)) % (k + 1) == 0
+                yield torch.where(is_right[:, None], 1, -99)[None] * last.roll(-k - 1, 0)
+
+    head = SometimesRight(lm_head=lambda states: states[..., 1:], draft_ids=torch.arange(1, 50))
+    policy = SimpleNamespace(lm_head=lambda states: states)
+    for temperature, response in ((0.0, last.argmax(-1)), (0.7, drawn)):
+        text = Text(response.roll(1), 4, last, last)  # drafts begin in rows 3 to 13
+        _, *found = acceptance(head, policy, [text], temperature).tolist()
+        assert found == [pytest.approx([1, 5 / 11, 2 / 5], abs=0.01)] * 2
+
+
 def test_acceptance_with_shared_noise_is_what_coupled_verification_gives() -> None:
-    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0)) * 3
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0)) * torch.tensor([[2.0], [1.0]])
+    logits[1] += logits[0]  # a head that is right now and then
     target, draft = ((each / 0.7).expand(20_000, -1) for each in logits)
     keys, positions = torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64)
     drawn, drafted = (keyed_sample(each, keys, positions) for each in (target, draft))
