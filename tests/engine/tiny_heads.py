@@ -21,10 +21,12 @@ def make_mtp(folder: pathlib.Path, chat_model: str) -> None:
 
     shutil.copytree(chat_model, folder)
     torch.manual_seed(0)
+    tokens = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    of_chat_model = transformers.AutoConfig.from_pretrained(chat_model)
     config = transformers.Qwen2Config(
-        vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=4096, bos_token_id=1,
-        eos_token_id=2, num_nextn_predict_layers=1,
+        hidden_size=HIDDEN_SIZE, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=4096, num_nextn_predict_layers=1,
+        **{name: getattr(of_chat_model, name) for name in tokens},
     )  # fmt: skip
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
     mimo = config.to_dict() | {"architectures": ["MiMoForCausalLM"]}
