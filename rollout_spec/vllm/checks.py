@@ -99,6 +99,11 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     if model.is_hybrid or model.is_attention_free:
         raise ConfigError(f"rollout.spec.method={config.method}: {RECURRENT}")
     parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with rollout.spec.method="
+            f"{config.method}, whose drafts reach one stage only"
+        )
     launcher = parallel.distributed_executor_backend == "external_launcher"
     if launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == "auto":
         raise ConfigError(

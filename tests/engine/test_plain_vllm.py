@@ -219,6 +219,11 @@ SPECULATIVE = speculative_config(8)
             {"batch_threshold": "auto"},
             r"batch_threshold=auto: must be a number with",
         ),
+        (
+            {"pipeline_parallel_size": 2},
+            {},
+            r"pipeline_parallel_size=2: must be 1 with rollout\.spec\.method",
+        ),
         ({"async_scheduling": True}, {}, r"^async_scheduling: needs vLLM's model runner V2[^\n]*\Z"),
         (
             {"speculative_config": SPECULATIVE | {"num_speculative_tokens_per_batch_size": [[1, 64, 8]]}},
