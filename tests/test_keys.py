@@ -17,6 +17,7 @@ from rollout_spec.vllm.keys import (
     RequestKeys,
     RequestNames,
     key_of_name,
+    keys_of,
     names_of,
     with_numbered_key,
 )
@@ -95,6 +96,16 @@ def test_a_request_without_sampling_parameters_is_numbered() -> None:
     """Pooling requests have none."""
     assert RequestKeys(3).new_key(None) == make_key("arrival", 3, 1)
     assert RequestKeys(3).new_key(types.SimpleNamespace()) == make_key("arrival", 3, 1)
+
+
+def test_data_parallel_ranks_number_requests_apart() -> None:
+    """The first as an engine that has no other."""
+    found = []
+    for rank in range(3):
+        parallel = types.SimpleNamespace(data_parallel_index=rank)
+        runner = types.SimpleNamespace(model_config=types.SimpleNamespace(seed=3), parallel_config=parallel)
+        found.append(keys_of(runner).new_key(None))
+    assert len({*found}) == 3 and found[0] == RequestKeys(3).new_key(None)
 
 
 def test_each_of_n_samples_has_a_key_of_its_own() -> None:

@@ -87,10 +87,14 @@ def with_numbered_key(params: Any, index: int) -> Any:
 
 
 class RequestKeys:
-    """The noise keys of an engine's requests: of their names, their seeds, or the order of arrival."""
+    """The noise keys of an engine's requests: of their names, their seeds, or the order of arrival.
 
-    def __init__(self, engine_seed: int) -> None:
-        self._engine_seed = engine_seed
+    Args:
+        engine: what tells engines apart that count arrivals.
+    """
+
+    def __init__(self, *engine: int) -> None:
+        self._engine = engine
         self._num_unnamed = 0
         self._keys: dict[str, int] = {}
 
@@ -116,4 +120,10 @@ class RequestKeys:
         if getattr(params, "seed", None) is not None:
             return make_key("seed", params.seed)
         self._num_unnamed += 1
-        return make_key("arrival", self._engine_seed, self._num_unnamed)
+        return make_key("arrival", *self._engine, self._num_unnamed)
+
+
+def keys_of(runner: Any) -> RequestKeys:
+    """The keys of a model runner's requests: by arrival each data-parallel rank but the first has its own."""
+    rank: int = runner.parallel_config.data_parallel_index
+    return RequestKeys(runner.model_config.seed, *([rank] if rank else []))

@@ -29,7 +29,7 @@ from rollout_spec.patches import Patch, guard_parameters, misfit, record, replac
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.ascend import MODULE as ASCEND
-from rollout_spec.vllm.keys import RequestKeys
+from rollout_spec.vllm.keys import keys_of
 from rollout_spec.vllm.logprobs import KEPT_LOGPROBS, PARAMETERS, kept_logprobs
 from rollout_spec.vllm.min_tokens import MIN_TOKENS, counting_drafts
 
@@ -110,7 +110,7 @@ class RowSampling:
     def __init__(self, runner: Any, is_coupled: bool) -> None:
         self._runner = runner
         self._is_coupled = is_coupled
-        self._keys = RequestKeys(runner.model_config.seed)
+        self._keys = keys_of(runner)
         self._request_ids: list[str] = []
         self._row_keys: list[int] = []
 
