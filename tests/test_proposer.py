@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import ConfigError
+from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm import proposer as proposer_module
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
@@ -31,6 +32,7 @@ def vllm_config(options: dict[str, Any], **parallel: Any) -> Value:
         speculative_config=Value(**speculative_config(K), num_speculative_tokens_per_batch_size=None),
         parallel_config=Value(
             **{"data_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0,
+               "pipeline_parallel_size": 1,
                "distributed_executor_backend": "uni"} | parallel
         ),
         model_config=Value(
@@ -289,6 +291,22 @@ def test_what_is_on_its_way_is_received_first() -> None:
         getattr(engine.proposer, name)()
     engine.proposer.take_counters(waits=False)
     assert received == ["take_counters", "drop_texts", "take_history", "pack_history"]
+
+
+def test_what_a_warm_up_has_left_is_forgotten() -> None:
+    engine = Engine(history=4)
+    engine.add("warm-up")
+    for _ in range(9):
+        engine.step()
+    engine.finish("warm-up")
+    engine.step()
+    engine.proposer.start_afresh()
+    assert engine.proposer.take_counters() == EngineCounters()
+    assert engine.index.stats().num_groups == 0
+    assert engine.proposer.pack_history() == Engine(history=4).proposer.pack_history()
+    engine.add("a")
+    engine.step()
+    assert engine.proposer.take_counters().num_steps == 1
 
 
 def test_a_failing_step_costs_its_drafts_and_is_said_once(said: list[str]) -> None:

@@ -37,10 +37,10 @@ class Ours:
         self._time(RowSampling, "_rows")
         if v2:
             from rollout_spec.vllm.host_drafts import HostDrafts
-            from rollout_spec.vllm.sampler_v2 import _KeyedRequests
+            from rollout_spec.vllm.sampler_v2 import KeyedRequests
 
             for owner, name in (
-                (HostDrafts, "_add_requests"), (HostDrafts, "take"), (_KeyedRequests, "add")
+                (HostDrafts, "_add_requests"), (HostDrafts, "take"), (KeyedRequests, "add")
             ):  # fmt: skip
                 self._time(owner, name)
 

@@ -130,6 +130,11 @@ class _Arrival:
         self._event.record()
         self.ended: float | None = None  # when the host first knew that the step had ended
 
+    def forget(self, request_id: str) -> None:
+        """What that request has got is not its own any more."""
+        if request_id in self.request_ids:
+            self.request_ids = [each if each != request_id else "" for each in self.request_ids]
+
     def note_end(self) -> None:
         if self.ended is None:
             self.ended = time.perf_counter()
@@ -192,6 +197,9 @@ class HostDrafts:
         batch.suspend(scheduler_output.preempted_req_ids or ())
         for request in scheduler_output.scheduled_new_reqs:
             batch.add(request)
+            # One that was preempted and is back at once: its scheduler drops what is on its way to it.
+            for arrival in self._arrivals:
+                arrival.forget(request.req_id)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         known = [request_id for request_id in drafts if request_id in states.req_id_to_index]
         if not known:
@@ -240,19 +248,28 @@ class HostDrafts:
         """Index the tokens of all steps but the latest few, and draft."""
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
-            tokens, nums, *drafted = arrival.wait()
-            nums_new = self._batch.extend(arrival.request_ids, tokens, nums)
-            model_drafts = self._batch.place(arrival.request_ids, nums, *drafted) if drafted else None
-            drafts = self.proposer.step(
-                nums_new,
-                self._batch.levels,
-                self._batch.tokens,
-                arrival.ended,
-                in_time,
-                model_drafts,
-                arrival.ranks,
-            )
-            self._drafts = DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)
+            given = arrival.wait()
+            try:
+                self._drafts = self._draft(arrival, *given, in_time=in_time)
+            except Exception as error:
+                self.proposer.fail(error)
+                self._drafts = DraftTokenIds([], [])
+
+    def _draft(
+        self, arrival: _Arrival, tokens: Any, nums: Any, *drafted: Any, in_time: bool
+    ) -> DraftTokenIds:
+        nums_new = self._batch.extend(arrival.request_ids, tokens, nums)
+        model_drafts = self._batch.place(arrival.request_ids, nums, *drafted) if drafted else None
+        drafts = self.proposer.step(
+            nums_new,
+            self._batch.levels,
+            self._batch.tokens,
+            arrival.ended,
+            in_time,
+            model_drafts,
+            arrival.ranks,
+        )
+        return DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)
 
     def _telling(self, sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
         """Let a step's output say what was drafted, what is to be next, and when the step had ended."""

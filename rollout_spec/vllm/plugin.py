@@ -190,7 +190,7 @@ def _bind(worker: Any) -> None:
     if worker.vllm_config.use_v2_model_runner:
         from rollout_spec.vllm import runner_v2
 
-        runner_v2.bind(runner, config)
+        runner_v2.bind(worker, config)
         return
     rows = RowSampling(runner, config.coupled)
     rows.install()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -44,13 +45,13 @@ class SuffixProposer:
         assert config is not None, "vLLM builds this class only where its configuration names it"
         self.config = config
         self.is_used = drafts_are_used(vllm_config.parallel_config)
-        self._drafter: Drafter | None = None
-        if self.is_used:
-            self._drafter = Drafter(
-                self.config,
-                fills=fills_drafts(vllm_config),
-                model_tokens=num_model_tokens(vllm_config) if is_hybrid(vllm_config) else 0,
-            )
+        self._make_drafter = functools.partial(
+            Drafter,
+            config,
+            fills=fills_drafts(vllm_config),
+            model_tokens=num_model_tokens(vllm_config) if is_hybrid(vllm_config) else 0,
+        )
+        self._drafter: Drafter | None = self._make_drafter() if self.is_used else None
         self.lock_step = LockStep(vllm_config)
         self._runner: Any = None
         # Takes in what has been sampled and is still on its way; with model runner V2 that is a step or two.
@@ -80,6 +81,12 @@ class SuffixProposer:
             )
         if self.is_used:
             logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
+
+    def start_afresh(self) -> None:
+        """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
+        self.receive()
+        self._counters, self._model_lengths = EngineCounters(), {}
+        self._drafter = self._make_drafter() if self.is_used else None
 
     def dummy_run(self, *_: Any, **__: Any) -> None:
         """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""
@@ -143,11 +150,18 @@ class SuffixProposer:
             except NativeError as error:  # the index is as it was before the step
                 self._warn("step", f"this step goes without drafts: {error}")
             except Exception as error:
-                self._counters.add(self._drafter.take_counters())
-                self._drafter = None
-                self._warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
+                self.fail(error)
+                return [[] for _ in nums_new_tokens]
         self._counters.num_failed_steps += 1
         return [[] for _ in nums_new_tokens]
+
+    def fail(self, error: Exception) -> None:
+        """End drafting for the rest of the engine's life: generation goes on without."""
+        if self._drafter is not None:
+            self._counters.add(self._drafter.take_counters())
+            self._drafter = None
+        self._counters.num_failed_steps += 1
+        self._warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
     def note_passes(self, num: int, num_left_out: int, seconds: float) -> None:
         """A model has drafted beside the text, in so many passes, for which the host has taken so long."""

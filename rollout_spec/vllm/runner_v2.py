@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModel
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.patches import Patch, guard_parameters, replace_function
+from rollout_spec.patches import Patch, guard_parameters, record, replace_function
 from rollout_spec.vllm import sampler_v2, versions_v2
 from rollout_spec.vllm.graphs import capture_plain_steps_v2
 from rollout_spec.vllm.host_drafts import HostDrafts
@@ -28,7 +29,14 @@ _SPECULATOR = Patch(
     upstream="vllm/v1/worker/gpu/spec_decode/__init__.py, init_speculator",
     until="model runner V2 takes a custom_class, and gives it the requests of its rows",
 )
-ENGINE_PATCHES = (_SPECULATOR, sampler_v2.COUPLED, SHARED_NOISE)  # what engines apply to themselves
+_WARM_UP = Patch(
+    name="vllm-v2-warm-up",
+    reason="model runner V2 warms up with requests that look like a user's: the drafter would learn texts "
+    "and step times from them, and unnamed requests would have other keys with drafts than without",
+    upstream="vllm/v1/worker/gpu/warmup.py, warmup_kernels",
+    until="vLLM says which requests are its own",
+)
+ENGINE_PATCHES = (_SPECULATOR, _WARM_UP, sampler_v2.COUPLED, SHARED_NOISE)  # what engines apply to themselves
 
 # Of what is called or replaced here, the parameters that are counted on.
 _PARAMETERS: tuple[versions_v2.Parameters, ...] = (
@@ -77,12 +85,14 @@ def teach_speculator() -> None:
     replace_function(model_runner, "init_speculator", init_any_speculator, patch=_SPECULATOR)
 
 
-def bind(runner: Any, config: SpecConfig) -> None:
-    """Connect a runner with our drafter, if the engine has it, and key its noise; once in its life."""
+def bind(worker: Any, config: SpecConfig) -> None:
+    """Connect a worker with the drafter, if the engine has one, and key its noise; once in its life."""
     check_runner()
+    runner, host = worker.model_runner, None
     speculator = runner.speculator
     if isinstance(speculator, SuffixSpeculator):
-        speculator.host.bind(runner)
+        host = speculator.host
+        host.bind(runner)
         capture_plain_steps_v2(runner)
     elif is_hybrid(runner.vllm_config):
         host = HostDrafts(runner.vllm_config, runner.device)
@@ -92,8 +102,24 @@ def bind(runner: Any, config: SpecConfig) -> None:
         capture_plain_steps_v2(runner)
     elif config.coupled and isinstance(speculator, DraftModelSpeculator):
         share_noise(speculator)
+    forget = [] if host is None else [host.proposer.start_afresh]
     if config.coupled:
-        sampler_v2.couple(runner)
+        forget.append(sampler_v2.couple(runner).forget)
+    _forget_warm_up(worker, forget)
+
+
+def _forget_warm_up(worker: Any, forget: list[Callable[[], None]]) -> None:
+    warm_up = worker.compile_or_warm_up_model
+
+    @functools.wraps(warm_up)
+    def warm_up_and_forget() -> Any:
+        found = warm_up()
+        for each in forget:
+            each()
+        return found
+
+    worker.compile_or_warm_up_model = warm_up_and_forget
+    record(_WARM_UP)
 
 
 class SuffixSpeculator(BaseSpeculator):

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from rollout_spec.patches import Patch, guard_parameters, record
 from rollout_spec.vllm import versions_v2
-from rollout_spec.vllm.keys import RequestKeys
+from rollout_spec.vllm.keys import keys_of
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -48,12 +48,12 @@ def check_sampler() -> None:
         guard_parameters(COUPLED, owner, name, *accepted)
 
 
-def couple(runner: Any) -> None:
+def couple(runner: Any) -> KeyedRequests:
     """Let a runner draw with noise that is a function of the request's key and the position, drafts or not.
 
     It takes effect when the runner has loaded its model, which makes its samplers.
     """
-    load_model = runner.load_model
+    load_model, keyed = runner.load_model, KeyedRequests(runner)
 
     @functools.wraps(load_model)
     def load_and_couple(*args: Any, **kwargs: Any) -> None:
@@ -61,7 +61,6 @@ def couple(runner: Any) -> None:
         sampler, verifier = runner.sampler, runner.rejection_sampler
         if sampler is None:
             return  # another pipeline rank samples
-        keyed = _KeyedRequests(runner)
         sampler.add_request = functools.partial(keyed.add, sampler.add_request)
         runner.finish_requests = functools.partial(keyed.finish, runner.finish_requests)
         if verifier is not None:
@@ -72,19 +71,23 @@ def couple(runner: Any) -> None:
         logger.info("rollout_spec: the noise of every token is keyed by its request and its position")
 
     runner.load_model = load_and_couple
+    return keyed
 
 
-class _KeyedRequests:
+class KeyedRequests:
     """Gives each request its key for a seed; one that was preempted keeps it."""
 
     def __init__(self, runner: Any) -> None:
-        self._states = runner.req_states
-        self._keys = RequestKeys(runner.model_config.seed)
-        self._known: dict[str, int] = {}
+        self._runner = runner
+        self.forget()
+
+    def forget(self) -> None:
+        """The next request is the first one."""
+        self._keys, self._known = keys_of(self._runner), dict[str, int]()
 
     def add(self, add_request: Callable[..., None], req_idx: int, *others: Any) -> None:
         *prompt_len, sampling_params = others  # the length before vLLM 0.32
-        request_id = self._states.index_to_req_id[req_idx]
+        request_id = self._runner.req_states.index_to_req_id[req_idx]
         if request_id not in self._known:
             self._known[request_id] = self._keys.new_key(sampling_params)
         params = copy.copy(sampling_params)  # the scheduler's own

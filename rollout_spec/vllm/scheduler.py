@@ -143,6 +143,15 @@ class AheadScheduler(_Counting, AsyncScheduler):
         self._num_in_flight += output.total_num_scheduled_tokens > 0
         return output
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's. Of a request that it interrupts, 0.24 drops as many coming steps as it awaits tokens."""
+        done = super().reset_prefix_cache(*args, **kwargs)
+        for request in self.requests.values():
+            awaited = getattr(request, "async_tokens_to_discard", 0)
+            if awaited > self._num_in_flight:  # a step with drafts has several
+                request.async_tokens_to_discard = self._num_in_flight
+        return done
+
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
         for request_id in scheduler_output.num_scheduled_tokens:

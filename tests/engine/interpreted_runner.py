@@ -6,6 +6,7 @@ What the engines gave is written as JSON to the file that the second argument na
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import pathlib
 import sys
@@ -123,6 +124,13 @@ def run(
         drafter.take_counters()
         found["stopped"] = given(llm.generate(TEXT, sampling("sampled", stop=[stop]), use_tqdm=False)[0])
         found["counters_behind"] = drafter.take_counters().to_dict()
+        found |= reset(llm, FEW[1:])
+        found["reset_history"] = history(drafter)
+        drafter.take_counters()
+        if hasattr(runner, "draft_tokens_handler"):  # V2
+            runner.draft_tokens_handler._batch.extend = None
+        found["failing"] = serve(llm, ("sampled",), [TEXT])
+        found["num_failed_steps"] = drafter.take_counters().num_failed_steps
     if hasattr(runner, "cudagraph_manager"):  # V2
         found["decode_query_len"] = runner.decode_query_len
         found["graphs"] = {mode: graphs(runner.cudagraph_manager, mode) for mode in GRAPHS}
@@ -186,6 +194,23 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
     prompt = {"prompt_token_ids": PROMPT + tokens}
     [output] = llm.generate([prompt], [sampling(name, len(tokens))], use_tqdm=False)
     return {"interrupted": tokens + list(output.outputs[0].token_ids), "sync_in_flight": in_flight}
+
+
+def reset(llm: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Requests' tokens where their KV cache is dropped on their way, and the steps in flight then."""
+    engine, found, in_flight = llm.llm_engine, {}, []
+    for name in names:
+        engine.add_request(f"reset {name}", TEXT, sampling(name))
+    for number in itertools.count(1):
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id.removeprefix("reset ")] = list(output.outputs[0].token_ids)
+        if not engine.has_unfinished_requests():
+            break
+        if number % 2 == 0:
+            in_flight.append(len(engine.engine_core.engine_core.batch_queue or ()))
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+    return {"reset": found, "reset_in_flight": in_flight}
 
 
 def history(drafter: Any) -> list[list[int]]:

@@ -98,5 +98,20 @@ def hash_by_numpy(gumbel: Any) -> None:
         gumbel.murmur3_hash32 = murmur3
 
 
+def warm_up_as_on_gpus(cpu_worker: Any) -> None:
+    """With requests that vLLM makes up, as its worker for GPUs does."""
+    warm_up = cpu_worker.CPUWorker.compile_or_warm_up_model
+
+    def warm_up_with_requests(self: Any) -> Any:
+        if self.vllm_config.use_v2_model_runner:
+            from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+            warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
+        return warm_up(self)
+
+    cpu_worker.CPUWorker.compile_or_warm_up_model = warm_up_with_requests
+
+
+when_imported("vllm.v1.worker.cpu_worker", warm_up_as_on_gpus)
 when_imported("vllm.v1.sample.ops.topk_topp_sampler", cut_by_torch)
 when_imported("vllm.v1.worker.gpu.sample.gumbel", hash_by_numpy)

@@ -185,6 +185,23 @@ def test_every_token_is_indexed_once(results: dict[str, Any], engine: str) -> No
     assert 0 <= num_more <= 8 * sum(one["end"][0] == "stop" for one in requests)
 
 
+@pytest.mark.parametrize("engine", ["drafted", "ahead"])
+def test_requests_go_on_where_their_cache_is_dropped(results: dict[str, Any], engine: str) -> None:
+    """Nothing is lost or there twice of a step that was in flight, for the drafter neither."""
+    found = results[engine]
+    assert len(found["reset_in_flight"]) > 3 and any(found["reset_in_flight"]) == (engine == "ahead")
+    for name, tokens in found["reset"].items():
+        assert tokens == results["plain"]["requests"][name]["tokens"], name
+    assert sorted(found["reset"].values()) == sorted(found["reset_history"][-len(found["reset"]) :])
+
+
+@pytest.mark.parametrize("engine", ["drafted", "ahead"])
+def test_where_drafting_fails_generation_goes_on(results: dict[str, Any], engine: str) -> None:
+    found = results[engine]
+    assert found["failing"]["sampled"] == results["plain"]["requests"]["sampled"]
+    assert found["num_failed_steps"] > 8
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_draft_is_verified(results: dict[str, Any], engine: str) -> None:
     """But for those of rows that were preempted or have ended, and what a grammar does not allow."""
