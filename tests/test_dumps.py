@@ -127,6 +127,28 @@ def test_chats_are_siblings_by_their_first_messages(tmp_path, tokenizer):
     assert found([tmp_path], tokenizer) == [([1, P], [[A, *[unknown] * 4, B], [C], [B]])]
 
 
+CALLED = [0] * 4  # {"name": .., "arguments": ..}, unknown words
+
+
+@pytest.mark.parametrize(
+    ("more", "tokens"),
+    [
+        ({"reasoning": "b"}, [B, A]),
+        ({"reasoning_content": "b", "reasoning": "c"}, [B, A]),
+        ({"reasoning_content": None, "reasoning": "b"}, [B, A]),
+        ({"reasoning": {"effort": "high"}}, [A]),
+        ({"tool_calls": "b c"}, [A, B, C]),
+        ({"tool_calls": ["b", None, 3, ["c"]]}, [A, B]),
+        ({"tool_calls": 3}, [A]),
+        ({"tool_calls": {"name": "f", "arguments": {}}}, [A, *CALLED]),
+        ({"tool_calls": [{"function": "f"}]}, [A, *CALLED]),
+    ],
+)
+def test_what_a_message_has_beside_its_content(tmp_path, tokenizer, more, tokens):
+    (tmp_path / "x.jsonl").write_bytes(lines([{"messages": [asked("p"), said("a") | more]}]))
+    assert found([tmp_path], tokenizer) == [([1, P], [tokens])]
+
+
 def test_several_chats_in_a_column(tmp_path, tokenizer):
     """As TRL has conversations, and verifiers."""
     rows = [{"prompt": [asked("p")], "completion": [said("a"), asked("q"), said("b")]}]

@@ -272,8 +272,8 @@ def _prompt(value: Any) -> Text:
 
 def _text(value: Any) -> Text:
     if isinstance(value, dict) and _role(value):
-        content = value.get("content", value.get("value"))
-        parts = [value.get("reasoning_content"), content, *map(_call, value.get("tool_calls") or ())]
+        thought = value.get("reasoning_content") or value.get("reasoning")
+        parts = [thought, value.get("content", value.get("value")), *_calls(value.get("tool_calls"))]
         return "\n".join(str(text) for text in map(_text, parts) if text)
     if isinstance(value, dict):
         return _text(next((value[name] for name in _TEXT if value.get(name) is not None), None))
@@ -287,8 +287,13 @@ def _said(messages: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(str(_text(message)) for message in messages if _role(message) in _POLICY)
 
 
+def _calls(value: Any) -> list[str]:
+    calls = value if isinstance(value, list) else [value]
+    return [call if isinstance(call, str) else _call(call) for call in calls if isinstance(call, (dict, str))]
+
+
 def _call(call: Mapping[str, Any]) -> str:
-    function = call.get("function") or call
+    function = call["function"] if isinstance(call.get("function"), dict) else call
     arguments = function.get("arguments")
     arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return f'{{"name": "{function.get("name")}", "arguments": {arguments}}}'
