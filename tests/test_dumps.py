@@ -169,6 +169,25 @@ def test_batch_outputs_have_several_choices_and_no_prompt(tmp_path, tokenizer, c
     assert "x.jsonl: 1 of 3 rows have no response" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"response": None, "error": {"code": "batch_expired", "message": "a"}},
+        {"response": {"status_code": 400, "body": None}, "error": {"object": "error", "message": "a"}},
+        {"response": {"status_code": 200, "body": None}, "error": None},
+        {"response": {"status_code": 500, "body": {"message": "a"}}, "error": None},
+        {"response": {"body": {"error": {"message": "a"}}}, "error": None},
+        {"response": {"body": {"object": "error", "message": "a", "code": "b"}}, "error": None},
+    ],
+)
+def test_an_error_of_batch_outputs_is_no_response(tmp_path, tokenizer, caplog, answer):
+    body = {"choices": [choice("b")], "error": None}
+    rows = [{"custom_id": "x", "response": {"status_code": 200, "body": body}, "error": None}]
+    (tmp_path / "x.jsonl").write_bytes(lines([*rows, {"custom_id": "y"} | answer]))
+    assert found([tmp_path], tokenizer) == [([], [[B]])]
+    assert "x.jsonl: 1 of 2 rows have no response" in caplog.text
+
+
 def test_columns_are_named(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_bytes(lines(NAMED))
     columns = {"prompt": "row.ask", "response": "said"}

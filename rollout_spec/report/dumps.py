@@ -206,6 +206,8 @@ def _document(text: bytes, file: Path) -> Any:
 
 def _groups(value: Any, columns: Columns) -> Iterator[_Group]:
     """Of a row, or of all rows in a value."""
+    if isinstance(value, dict) and _is_refused(value):
+        return
     row = {"messages": value} if _is_chat(value) else value
     group = _parse(row, columns) if isinstance(row, dict) else None
     if group is not None:
@@ -213,6 +215,17 @@ def _groups(value: Any, columns: Columns) -> Iterator[_Group]:
     elif isinstance(value, (dict, list)) and not _is_chat(value):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _groups(inner, columns)
+
+
+def _is_refused(row: Mapping[str, Any]) -> bool:
+    """Whether a row of batch outputs is of a request that failed."""
+    answer = row.get("response") or {}
+    if "custom_id" not in row or not isinstance(answer, dict):
+        return False
+    body, status = answer.get("body", {}), answer.get("status_code")
+    if row.get("error") or body is None or (isinstance(status, int) and status >= 400):
+        return True
+    return isinstance(body, dict) and (bool(body.get("error")) or body.get("object") == "error")
 
 
 def _parse(row: Mapping[str, Any], columns: Columns) -> _Group | None:
