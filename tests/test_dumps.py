@@ -188,6 +188,13 @@ def test_an_error_of_batch_outputs_is_no_response(tmp_path, tokenizer, caplog, a
     assert "x.jsonl: 1 of 2 rows have no response" in caplog.text
 
 
+@pytest.mark.parametrize(("ids", "wanted"), [((0, 0), ["0"]), ((0, 1), ["0", "1"])])
+def test_a_group_may_be_zero(tmp_path, ids, wanted):
+    rows = [{"gid": gid, "prompt_ids": [p], "response_ids": [1]} for p, gid in enumerate(ids)]
+    (tmp_path / "x.jsonl").write_bytes(lines(rows))
+    assert [one.group for one in read_rollouts([tmp_path], columns={"group": "gid"})] == wanted
+
+
 def test_columns_are_named(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_bytes(lines(NAMED))
     columns = {"prompt": "row.ask", "response": "said"}
@@ -290,6 +297,7 @@ MISTAKES = [
         "--columns reply=said",
         "--columns reply=said: must be prompt=NAME, response=NAME, gro",
     ),
+    (lines(NAMED), "--columns prompt", "--columns prompt: must be prompt=NAME, response=NAME, gro"),
     (b'{"prompt_ids": [-1], "responses": [1]}', "", "x.jsonl[0]: -1 is not a token id"),
 ]
 

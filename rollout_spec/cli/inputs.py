@@ -66,10 +66,11 @@ def read(args: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Rollout]:
     """The rollouts of `add_rollouts_arguments`, or of some of its files."""
     from rollout_spec.report.dumps import NAMES, read_rollouts
 
-    columns = dict(pair.partition("=")[::2] for pair in (args.columns or "").split(",") if pair)
-    for role, name in columns.items():
-        if role not in NAMES:
-            raise UserError(f"--columns {role}={name}: must be {', '.join(f'{role}=NAME' for role in NAMES)}")
+    columns = {}
+    for pair in filter(None, (args.columns or "").split(",")):
+        role, sign, columns[role] = pair.partition("=")
+        if not sign or role not in NAMES:
+            raise UserError(f"--columns {pair}: must be {', '.join(f'{role}=NAME' for role in NAMES)}")
     return read_rollouts(paths, args.tokenizer, columns)
 
 

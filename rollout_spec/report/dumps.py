@@ -241,7 +241,8 @@ def _parse(row: Mapping[str, Any], columns: Columns) -> _Group | None:
         return None
     name = hashlib.sha256(repr(prompt or responses).encode(errors="replace")).hexdigest()[:16]
     if "group" in columns or not prompt:
-        name = str(_value(row, "group", columns) or name)
+        group = _value(row, "group", columns)
+        name = name if group in (None, "", []) else str(group)
     step = _value(row, "step", columns)
     # verl's uid, prompt_sample_output: prompts of one text may have other images.
     part = str(row["uid"]).rsplit("_", 2)[0] if "uid" in row and "input" in row else ""
