@@ -335,7 +335,7 @@ def test_a_stranger_needs_one_command(tmp_path, tokenizer, capsys):
 
 
 def test_a_folder_without_rollouts(tmp_path):
-    with pytest.raises(TraceError, match=r"no file in it ends with \.jsonl, \.json or \.parquet"):
+    with pytest.raises(TraceError, match=r"no file in it ends with \.jsonl, .*\.ndjson .* \.gz, \.bz2"):
         read_rollouts([tmp_path])
     (tmp_path / "config.json").write_text('{"seed": 1}')
     with pytest.raises(TraceError, match=r"config\.json: no response that is known among seed"):

@@ -129,7 +129,10 @@ def _files(path: Path) -> list[Path]:
         return [path]
     files = [file for file in path.rglob("*") if _FILES.search(file.name)]
     if not files:
-        raise NoRolloutsError(f"{path}: no file in it ends with .jsonl, .json or .parquet, or these and .gz")
+        raise NoRolloutsError(
+            f"{path}: no file in it ends with .jsonl, .json, .ndjson or .parquet, or with these and .gz, "
+            ".bz2, .xz or .zst"
+        )
     return sorted(files)
 
 
