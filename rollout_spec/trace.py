@@ -141,8 +141,8 @@ def parse_json(line: bytes, where: str) -> Any:
     """
     try:
         return json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:
-        if line.endswith(b"\n"):
+    except (ValueError, RecursionError) as error:
+        if line.endswith(b"\n") or isinstance(error, RecursionError):
             raise TraceError(f"{where}: not JSON: {error}") from error
         logger.warning("%s: the last line is cut off, it is left out", where)
         return None

@@ -6,6 +6,8 @@ import bz2
 import gzip
 import json
 import lzma
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -110,11 +112,51 @@ def test_parquet(tmp_path, tokenizer, form):
     assert found([tmp_path], tokenizer) == WANTED
 
 
+def test_a_parquet_file_with_damaged_pages(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "x.parquet"
+    parquet.write_table(arrow.Table.from_pylist(FORMS["verl"]), file)
+    content = file.read_bytes()
+    file.write_bytes(content[:4] + bytes(40) + content[44:])
+    with pytest.raises(TraceError, match=r"x\.parquet: "):
+        found([file])
+    parquet.write_table(arrow.table({"response": arrow.array([b"\xff"]).cast("string", safe=False)}), file)
+    with pytest.raises(TraceError, match=r"x\.parquet: 'utf-8' codec can't decode"):
+        found([file])
+
+
 def test_zstd(tmp_path, tokenizer):
     arrow = pytest.importorskip("pyarrow")
     packed = arrow.compress(lines(FORMS["verl"]), codec="zstd", asbytes=True)
     (tmp_path / "x.jsonl.zst").write_bytes(packed)
     assert found([tmp_path], tokenizer) == WANTED
+    (tmp_path / "x.jsonl.zst").write_bytes(packed[:-5])
+    with pytest.raises(TraceError, match=r"x\.jsonl\.zst: Truncated"):
+        found([tmp_path])
+
+
+@pytest.fixture
+def piped():
+    """The path of a pipe that holds a content."""
+    reader, writer = os.pipe()
+
+    def put(content):
+        with open(writer, "wb") as pipe:
+            pipe.write(content)
+        return Path(f"/dev/fd/{reader}")
+
+    yield put
+    os.close(reader)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_a_pipe(tokenizer, piped, pack):
+    assert found([piped(pack(VERL))], tokenizer) == WANTED
+
+
+def test_a_pipe_with_parquet(piped):
+    with pytest.raises(TraceError, match=r"/dev/fd/\d+: parquet cannot be read from a pipe$"):
+        found([piped(b"PAR1")])
 
 
 def test_chats_are_siblings_by_their_first_messages(tmp_path, tokenizer):
@@ -125,6 +167,13 @@ def test_chats_are_siblings_by_their_first_messages(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_bytes(lines([*chats, old]))
     unknown = WORDS.index("?")  # {"name":, "a",, "arguments":, "b"}
     assert found([tmp_path], tokenizer) == [([1, P], [[A, *[unknown] * 4, B], [C], [B]])]
+
+
+@pytest.mark.parametrize("row", [lambda chat: {"messages": chat}, list])
+def test_chats_one_a_line_and_nothing(tmp_path, tokenizer, row):
+    rows = [None, *(row([asked("p"), said(text)]) for text in ("a", "b")), None]
+    (tmp_path / "x.jsonl").write_bytes(lines(rows))
+    assert found([tmp_path], tokenizer) == [([1, P], [[A], [B]])]
 
 
 CALLED = [0] * 4  # {"name": .., "arguments": ..}, unknown words
@@ -272,6 +321,19 @@ MISTAKES = [
         "x.jsonl: no response that is known among a, b; wanted: ",
     ),
     (b"[1, 2]", "", "x.jsonl: no response that is known among [1, 2]; wanted: "),
+    (b"\xef\xbb\xbf", "", "x.jsonl: it has no rows; wanted: a recording"),
+    (b'{"a": "caf\xe9"}\n' + VERL, "", "x.jsonl:1: not JSON: 'utf-8' codec can't decode"),
+    (b'[\n"caf\xe9"]', "", "x.jsonl:2: not JSON: 'utf-8' codec can't decode"),
+    (b'{"a": 1' + b"0" * 5000 + b"}", "", "x.jsonl:1: not JSON: Exceeds the limit"),
+    (b"[" * 100_000, "", "x.jsonl:1: not JSON: maximum recursion"),
+    (b"[\n" + b"[" * 100_000, "", "x.jsonl: not JSON: maximum recursion"),
+    (VERL + b"[" * 100_000, "", "x.jsonl:4: not JSON: maximum recursion"),
+    (
+        VERL + b'{"messages": [{"from": "gpt", "value": ' + b"[" * 700 + b"]" * 700 + b"}]}",
+        "",
+        "x.jsonl:4: maximum recursion",
+    ),
+    (VERL + b'{"output": "a", "step": 1e400}', "", "x.jsonl:4: step: cannot convert float infinity"),
     (gzip.compress(VERL)[:40], "", "x.jsonl: Compressed file ended before"),
     (bz2.compress(VERL)[:9] + bytes(50), "", "x.jsonl: Invalid data stream"),
     (

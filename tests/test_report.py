@@ -318,6 +318,7 @@ def test_compare_takes_the_logger_file_itself_and_prints_json(runs, tmp_path, ca
         ('{"step": 1, "data": {"timing_s/gen": 3.0}}\n', "+rollout.spec=off"),
         ("not json\n", "metrics.jsonl:1: not a line"),
         ("[1, 2]\n", "metrics.jsonl:1: not a line"),
+        ('{"step": 1e400, "data": {}}\n', "metrics.jsonl:1: not a line"),
         ("", "no step has rollout/spec_rollout_seconds"),
         (
             LOGGED + '1.0, "rollout/spec_num_drafts": null}}\n',

@@ -7,6 +7,7 @@ or chats: the names of fields say which. Texts become tokens by the policy's tok
 from __future__ import annotations
 
 import bz2
+import codecs
 import dataclasses
 import gzip
 import hashlib
@@ -52,11 +53,11 @@ _TEXT = (
 )
 _FILES = re.compile(r"\.(jsonl?|ndjson|parquet)(\.(gz|bz2|xz|zst))?$")
 _DAMAGED = (EOFError, OSError, lzma.LZMAError, zlib.error)  # what decompressors raise
-_MAGIC: dict[bytes, Callable[[Path], Any]] = {
+_MAGIC: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zX": lzma.open,
-    b"\x28\xb5\x2f\xfd": lambda file: _zstd(file),
+    b"\x28\xb5\x2f\xfd": lambda opened: _zstd(opened),
 }
 _WANTED = (
     "wanted: a recording, verl's rollout_data_dir or validation_data_dir, or rows with a prompt and its "
@@ -137,17 +138,19 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(file: Path, columns: Columns) -> Iterator[Rollout | _Group]:
-    with file.open("rb") as opened:
-        magic = opened.read(4)
-    opener = next((opener for begin, opener in _MAGIC.items() if magic.startswith(begin)), None)
     first, num_rows, num_read = None, 0, 0
-    for row in _parquet(file) if magic == b"PAR1" else _json(file, opener or open):
+    for where, row in _rows(file):
         if isinstance(row, Rollout):
             yield row
             num_read += 1
             continue
         first = row if first is None else first
-        groups = list(_groups(row, columns))
+        try:
+            groups = list(_groups(row, columns))
+        except OverflowError as error:
+            raise TraceError(f"{where}: step: {error}") from error
+        except RecursionError as error:
+            raise TraceError(f"{where}: {error}") from error
         num_rows, num_read = num_rows + 1, num_read + bool(groups)
         yield from groups
     if not num_read:
@@ -158,53 +161,80 @@ def _read(file: Path, columns: Columns) -> Iterator[Rollout | _Group]:
         logger.warning("%s: %d of %d rows have no response", file, num_rows - num_read, num_rows)
 
 
-def _parquet(file: Path) -> Iterator[Any]:
-    import pyarrow.parquet
-
-    try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise TraceError(f"{file}: {error}") from error
-
-
-def _zstd(file: Path) -> IO[bytes]:
-    import pyarrow
-
-    return io.BytesIO(pyarrow.input_stream(str(file), compression="zstd").read())
-
-
-def _json(file: Path, opener: Callable[..., Any]) -> Iterator[Any]:
-    """The values of JSON lines, a recording's as `Rollout`s, or a document of several lines."""
-    with opener(file) if opener is not open else file.open("rb") as opened:
+def _rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """What is in a file, each with its place; `Rollout`s of a recording."""
+    with file.open("rb") as opened:  # once: a pipe cannot be read again
+        magic = opened.peek(4)[:4]
+        if magic == b"PAR1":
+            yield from _parquet(opened, file)
+            return
+        opener = next((opener for begin, opener in _MAGIC.items() if magic.startswith(begin)), None)
         try:
-            first = next((line for line in opened if line.strip()), b"")
-            lines = itertools.chain([first], opened)
-            try:
-                row = json.loads(first.decode("utf-8-sig"))
-            except ValueError:
-                row = None
-            if isinstance(row, dict) and {"group", "prompt_token_ids", "responses"} <= set(row):
-                yield from read_lines(lines, file)
-            elif isinstance(row, dict):
-                for number, line in enumerate(lines, start=1):
-                    if line.strip() and (value := parse_json(line, f"{file}:{number}")) is not None:
-                        yield value
-            elif text := b"".join(lines).strip():
-                yield _document(text, file)
+            yield from _json(opener(opened) if opener else opened, file)
         except _DAMAGED as error:
             raise TraceError(f"{file}: {error}") from error
 
 
+def _parquet(opened: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow.parquet
+
+    if not opened.seekable():
+        raise TraceError(f"{file}: parquet cannot be read from a pipe")
+    try:
+        for batch in pyarrow.parquet.ParquetFile(opened).iter_batches():
+            yield from ((str(file), row) for row in batch.to_pylist())
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a text that is not UTF-8
+        raise TraceError(f"{file}: {error}") from error
+
+
+def _zstd(opened: IO[bytes]) -> IO[bytes]:
+    import pyarrow
+
+    return io.BytesIO(pyarrow.CompressedInputStream(opened, "zstd").read())
+
+
+def _json(opened: Iterable[bytes], file: Path) -> Iterator[tuple[str, Any]]:
+    """The values of JSON lines, a recording's as `Rollout`s, or a document of several lines."""
+    opened = iter(opened)
+    first = next((line for line in opened if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
+    lines = itertools.chain([first], opened)
+    try:
+        row = json.loads(first.decode())
+    except json.JSONDecodeError:
+        if text := b"".join(lines).strip():
+            yield str(file), _document(text, file)
+        return
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(error, first.strip(), file) from error
+    if isinstance(row, dict) and {"group", "prompt_token_ids", "responses"} <= set(row):
+        yield from ((str(file), rollout) for rollout in read_lines(lines, file))
+        return
+    for number, line in enumerate(lines, start=1):
+        where = f"{file}:{number}"
+        if line.strip() and (value := parse_json(line, where)) is not None:
+            yield where, value
+
+
 def _document(text: bytes, file: Path) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig"))
-    except ValueError as error:
-        if isinstance(error, json.JSONDecodeError) and text[:1] in b"[{":
-            raise TraceError(f"{file}:{error.lineno}: not JSON: {error}") from error
-        raise NoRolloutsError(
+        return json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(error, text, file) from error
+
+
+def _unreadable(error: Exception, text: bytes, file: Path) -> TraceError:
+    """The error of a text that begins as JSON does, with its line where that is known."""
+    if text[:1] not in (b"[", b"{"):
+        return NoRolloutsError(
             f"{file}: it begins with {text[:20]!r}, which is neither JSON nor parquet; {_WANTED}"
-        ) from error
+        )
+    where = str(file) if b"\n" in text else f"{file}:1"
+    if isinstance(error, json.JSONDecodeError):
+        where = f"{file}:{error.lineno}"
+    if isinstance(error, UnicodeDecodeError):
+        line = text.count(b"\n", 0, error.start) + 1
+        where = f"{file}:{line}"
+    return TraceError(f"{where}: not JSON: {error}")
 
 
 def _groups(value: Any, columns: Columns) -> Iterator[_Group]:

@@ -134,7 +134,7 @@ def read_json_lines(file: Path, level: int = logging.WARNING) -> Iterator[Record
         try:
             record = json.loads(line)
             yield int(record["step"]), dict(record["data"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             raise RunError(f"{file}:{number}: not a line of verl's file logger") from None
 
 
