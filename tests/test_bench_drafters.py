@@ -306,12 +306,12 @@ def test_history_pays_within_a_budget_that_binds():
     assert free > bound > without + 0.9 * (free - without) and free > 1.4 * without
 
 
-def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
+@pytest.mark.parametrize("command", ["bench drafters --methods sam --no-cost", "replay"])
+def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys, command):
     response = np.random.default_rng(0).integers(0, 50_000, 30_000).tolist()
     line = {"group": "g", "prompt_token_ids": [1], "responses": [response]}
     (tmp_path / "long.jsonl").write_text(json.dumps(line) + "\n")
-    command = f"bench drafters {tmp_path}/long.jsonl --methods sam --spec max_index_mb=1 --no-cost"
-    assert main(command.split()) == 2
+    assert main([*command.split(), str(tmp_path / "long.jsonl"), "--spec", "max_index_mb=1"]) == 2
     assert "max_index_mb=1: a line needs more" in capsys.readouterr().err
 
 

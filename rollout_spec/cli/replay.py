@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.progress import counted, tracked
     from rollout_spec.drafting.corpus import check_corpus
+    from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.measure.outlook import outlook
     from rollout_spec.measure.replay import replay
     from rollout_spec.measure.simulate import Cluster
@@ -92,7 +93,10 @@ def run(args: argparse.Namespace) -> int:
     ]
     lines = list(with_model(args, lines))
     name = args.traces[0].name
-    result = replay(tracked(lines, name), config)
+    try:
+        result = replay(tracked(lines, name), config)
+    except BudgetExceeded as error:
+        raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
     if not result.num_tokens:
         raise UserError(f"{args.traces[0]}: no token in any response")
     with counted("predicting") as advance:
