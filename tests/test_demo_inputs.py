@@ -8,6 +8,8 @@ import json
 import pandas
 import pytest
 
+from rollout_spec.cli.inputs import prompt_rows
+from rollout_spec.config import UserError
 from rollout_spec.demo import data, model
 from rollout_spec.demo.reward import WEIGHTS, compute_score
 from rollout_spec.report.responses import is_looping
@@ -53,6 +55,18 @@ def test_make_data_writes_the_same_files_twice(tmp_path):
     assert len(frame) == 9
     assert frame["prompt"][0][0]["role"] == "user"
     assert len(pandas.read_parquet(val)) == 3
+    rows = prompt_rows("--prompts", train, 5, seed=1, split="train")
+    assert [list(row["prompt"]) for row in rows] == [row["prompt"] for row in data.make_rows(5, 1, "train")]
+
+
+@pytest.mark.parametrize("prompt", ["text", None, [], ["text"], [{"text": "x"}]])
+def test_prompts_of_a_file_must_be_chats(tmp_path, prompt):
+    file = tmp_path / "x.parquet"
+    pandas.DataFrame({"prompt": [prompt]}).to_parquet(file)
+    with pytest.raises(
+        UserError, match=r"^--prompts .*x\.parquet: row 1: prompt: must be a list of messages$"
+    ):
+        prompt_rows("--prompts", file, 1, seed=1, split="train")
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,17 @@ def prompt_rows(option: str, file: Path | None, num_rows: int, seed: int, split:
     rows = [{str(name): value for name, value in record.items()} for record in records]
     if not rows or "prompt" not in rows[0]:
         raise UserError(f"{option} {file}: no column `prompt`, or no row")
+    for number, row in enumerate(rows[:num_rows], start=1):
+        if not _is_chat(row["prompt"]):
+            raise UserError(f"{option} {file}: row {number}: prompt: must be a list of messages")
     return rows[:num_rows]
+
+
+def _is_chat(value: Any) -> bool:
+    """Whether a value of pandas is a list of messages."""
+    if not hasattr(value, "__len__") or isinstance(value, str):
+        return False
+    return len(value) > 0 and all(isinstance(message, dict) and "role" in message for message in value)
 
 
 def tokenized(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:
