@@ -12,7 +12,15 @@ import pytest
 from rollout_spec.cli import main
 from rollout_spec.cli.progress import ConsoleWatcher
 from rollout_spec.report.logs import RunError
-from rollout_spec.report.page import headline, sentences, summary_table, table_rows, write_report
+from rollout_spec.report.page import (
+    headline,
+    interval,
+    render_html,
+    sentences,
+    summary_table,
+    table_rows,
+    write_report,
+)
 from rollout_spec.report.responses import Agreement, first_step_agreement
 from rollout_spec.report.runs import MEASURES, compare, joined, read_run, read_steps
 
@@ -191,12 +199,29 @@ def test_a_machine_that_drifted_makes_the_ratio_untrusted(tmp_path, training):
     summary = comparison.to_dict()
     assert summary["drift"] == pytest.approx(training / 20.0)
     assert summary["corrected_speedup"] == pytest.approx(2.0 * training / 20.0)
-    said = sentences(comparison)[1]
-    assert f"took {training / 20.0:.2f}×" in said
+    first, second = sentences(comparison)[:2]
+    took = f"took {training / 20.0:.2f}×"
     if training == 20.9:
-        assert said.startswith("The machine was as fast for both")
-    else:
-        assert said.startswith("Do not trust this ratio") and f"{training / 10.0:.2f}×." in said
+        assert first.startswith("sam was faster: 2.00×") and not summary["has_drifted"]
+        assert headline(comparison) == "2.00×"
+        assert second.startswith("The machine was as fast for both") and took in second
+        return
+    corrected = f"{training / 10.0:.2f}×"
+    assert first.startswith("Do not trust this ratio") and took in first and f"{corrected}." in first
+    assert second.startswith("As measured, sam had 2.00× the generated tokens")
+    assert (comparison.verdict, summary["has_drifted"]) == ("unclear", True)
+    page = render_html(comparison, {}, {})
+    assert f"<h1>2.00× (corrected {corrected})</h1>" in page and '<header class="unclear">' in page
+    assert f"<title>rollout_spec: 2.00× (corrected {corrected}) rollout speed" in page
+    assert summary_table(comparison).title.startswith(f"2.00× (corrected {corrected}) tokens per second")
+
+
+def test_a_machine_that_drifted_corrects_no_ratio_that_is_not_there(tmp_path):
+    off = write_run(tmp_path / "off", [5.0, 10.0], [1000, 2000])
+    sam = write_run(tmp_path / "sam", [0.0, 0.0], [1000, 2000], True, training=22.0)
+    comparison = compare(read_run(off, "off"), read_run(sam, "sam"))
+    assert comparison.has_drifted and headline(comparison) == "–×"
+    assert "Corrected" not in sentences(comparison)[0] and interval(comparison) == "no interval"
 
 
 def test_training_beside_rollouts_and_training_not_logged_measure_no_machine(comparison):
@@ -259,7 +284,7 @@ def test_the_summary_has_the_documented_keys(report):
     summary = json.loads(report["json"].read_text())
     assert report["json"].name == "summary.json"
     assert set(summary) == {
-        *("off", "sam", "speedup", "speedup_ci95", "drift", "corrected_speedup"),
+        *("off", "sam", "speedup", "speedup_ci95", "drift", "has_drifted", "corrected_speedup"),
         *("first_step_agreement", "measures"),
     }
     assert summary["first_step_agreement"] is None, "these rollouts were recorded without names"

@@ -50,20 +50,23 @@ def shown(comparison: Comparison) -> list[Compared]:
 
 
 def headline(comparison: Comparison) -> str:
-    return f"{_number(comparison.speedup, 2)}×"
+    """The speedup; where the machine has drifted, the corrected one beside it."""
+    if not (comparison.has_drifted and math.isfinite(comparison.corrected_speedup)):
+        return _times(comparison.speedup)
+    return f"{_times(comparison.speedup)} (corrected {_times(comparison.corrected_speedup)})"
 
 
 def interval(comparison: Comparison) -> str:
     low, high = comparison.speedup_ci95
     if math.isnan(low):
-        return "one step gives no interval"
+        return "one step gives no interval" if len(comparison.on.steps) == 1 else "no interval"
     return f"95% interval {low:.2f} to {high:.2f}"
 
 
 def sentences(comparison: Comparison) -> list[str]:
     """What the numbers say, losses and doubts included."""
     off, on, of = comparison.off, comparison.on, comparison.measures
-    times = f"{headline(comparison)} the generated tokens per second of {off.name}"
+    times = f"{_times(comparison.speedup)} the generated tokens per second of {off.name}"
     num_steps = len(on.steps)
     over = f"({interval(comparison)}; {num_steps} step{'s' if num_steps > 1 else ''})"
     verdicts = {
@@ -71,9 +74,11 @@ def sentences(comparison: Comparison) -> list[str]:
         "slower": f"{on.name} was slower here: {times} {over}.",
         "unclear": f"No clear difference between {on.name} and {off.name}: {times} {over}.",
     }
+    first = [verdicts[comparison.verdict], *_drift(comparison)]
+    if comparison.has_drifted:
+        first = [*_drift(comparison), f"As measured, {on.name} had {times} {over}."]
     text = [
-        verdicts[comparison.verdict],
-        *_drift(comparison),
+        *first,
         f"Rollouts took {_work(off)} and {_work(on)}.",
         *(
             f"Steps that only {name} has are left out: {', '.join(map(str, steps))}."
@@ -138,10 +143,10 @@ def _drift(comparison: Comparison) -> list[str]:
     )
     if not comparison.has_drifted:
         return [f"The machine was as fast for both: {work[0].lower()}{work[1:]}."]
-    return [
-        f"Do not trust this ratio: the machine itself changed. {work}. "
-        f"Corrected by that, the ratio is {_number(comparison.corrected_speedup, 2)}×."
-    ]
+    said = f"Do not trust this ratio: the machine itself changed. {work}."
+    if math.isfinite(comparison.corrected_speedup):
+        said += f" Corrected by that, the ratio is {_times(comparison.corrected_speedup)}."
+    return [said]
 
 
 def _work(run: Run) -> str:
@@ -317,6 +322,10 @@ def _step_cells(off: Any, on: Any) -> list[str]:
         cells += [_percent(step.acceptance_rate), _number(step.reward, 3), _number(step.response_length, 1)]
         cells.append(_number(step.entropy, 3))
     return cells
+
+
+def _times(ratio: float) -> str:
+    return f"{_number(ratio, 2)}×"
 
 
 def _number(value: float, digits: int) -> str:

@@ -207,7 +207,9 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """faster, slower, or unclear where the interval holds 1 (or there is no interval)."""
+        """faster, slower, or unclear: the interval holds 1, there is none, or the machine has drifted."""
+        if self.has_drifted:
+            return "unclear"
         low, high = self.speedup_ci95
         if low > 1.0:
             return "faster"
@@ -223,6 +225,7 @@ class Comparison:
             "first_step_agreement": self.agreement and dataclasses.asdict(self.agreement),
             "speedup_ci95": plain(self.speedup_ci95),
             "drift": plain(self.drift),
+            "has_drifted": self.has_drifted,
             "corrected_speedup": plain(self.corrected_speedup),
             "measures": {name: compared.to_dict() for name, compared in self.measures.items()},
         }
