@@ -278,6 +278,7 @@ def test_only_common_steps_are_compared(runs, tmp_path):
     assert result.speedup == pytest.approx(1.0)
     assert all(math.isnan(bound) for bound in result.speedup_ci95)
     assert result.verdict == "unclear"
+    assert "One step gives no interval; train longer" in " ".join(sentences(result))
 
 
 def test_the_summary_has_the_documented_keys(report):
@@ -319,6 +320,7 @@ def test_a_loss_is_called_a_loss(runs):
     text = " ".join(sentences(slower))
     assert "was slower here" in text
     assert "drafted nothing" in text and "rollout/spec_share_off_cost" in text
+    assert "rollout/spec_share_off_threshold: take rollout.spec.batch_threshold=auto" in text
 
 
 def test_few_steps_and_looping_are_named(comparison):

@@ -96,7 +96,7 @@ def sentences(comparison: Comparison) -> list[str]:
         text.append(
             f"{on.name} drafted nothing, so this says nothing about drafting. "
             "High rollout/spec_share_off_cost: drafts cost more time than they save, as with many requests "
-            "at a time. High rollout/spec_share_off_threshold: raise rollout.spec.batch_threshold."
+            "at a time. High rollout/spec_share_off_threshold: take rollout.spec.batch_threshold=auto."
         )
     if not math.isnan(on.looping_share):
         text.append(
@@ -129,7 +129,10 @@ def sentences(comparison: Comparison) -> list[str]:
             "Their batch was there before the weights changed, so the step before counts its tokens."
         )
     if num_steps < 8:
-        text.append(f"An interval from {num_steps} steps is rough; train longer for a firm figure.")
+        few = (
+            f"An interval from {num_steps} steps is rough" if num_steps > 1 else "One step gives no interval"
+        )
+        text.append(f"{few}; train longer for a firm figure.")
     return text
 
 
