@@ -228,6 +228,17 @@ def test_suffix_gpu_drafts_from_what_has_ended_and_sees_nothing_ahead():
     assert second["tokens_per_step"] > 1.3
 
 
+@pytest.mark.parametrize("command", [["replay"], ["bench", "drafters", "--methods=off", "--no-cost"]])
+def test_a_trace_without_a_step_is_one_line(command, tmp_path, capsys):
+    trace = tmp_path / "short.jsonl"
+    trace.write_text(json.dumps({"group": "g", "prompt_token_ids": [1], "responses": [[1], [2]]}) + "\n")
+    assert main([*command, str(trace)]) == 2
+    assert (
+        f"{trace}: no second token in any response, so there is no step to draft in"
+        in capsys.readouterr().err
+    )
+
+
 def test_a_trace_too_short_for_costs_is_one_line(tmp_path, capsys):
     trace = tmp_path / "short.jsonl"
     trace.write_text(json.dumps({"group": "g", "prompt_token_ids": [1], "responses": [[1, 2, 3]]}) + "\n")

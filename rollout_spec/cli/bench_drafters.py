@@ -14,6 +14,7 @@ from rollout_spec.cli.inputs import (
     add_model_drafter_arguments,
     add_rollouts_arguments,
     add_spec_argument,
+    check_steps,
     installed,
     number,
     read,
@@ -158,6 +159,7 @@ def _of_trace(
     )
 
     lines = list(with_model(args, islice(read(args, [trace]), args.limit_groups)))
+    check_steps(lines, trace)
     for method in (method for method in methods if method in OF_MODELS):
         if not all(line.proposals for line in lines):
             raise UserError(f"--methods {method}: {trace} has no model's drafts: give --model-acceptance")

@@ -74,6 +74,15 @@ def read(args: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Rollout]:
     return read_rollouts(paths, args.tokenizer, columns)
 
 
+def check_steps(lines: Iterable[Rollout], trace: Path) -> None:
+    """Refuse rollouts without a step: the prefill gives the first token of a response."""
+    longest = max((len(response) for line in lines for response in line.responses), default=0)
+    if longest == 0:
+        raise UserError(f"{trace}: no token in any response")
+    if longest == 1:
+        raise UserError(f"{trace}: no second token in any response, so there is no step to draft in")
+
+
 def add_model_drafter_arguments(group: argparse._ActionsContainer) -> None:
     """Add `--model-acceptance` and `--model-tokens`, which `with_model` takes."""
     group.add_argument(

@@ -18,6 +18,7 @@ from rollout_spec.cli.inputs import (
     add_rollouts_arguments,
     add_runner_argument,
     add_spec_argument,
+    check_steps,
     host,
     number,
     read,
@@ -92,13 +93,12 @@ def run(args: argparse.Namespace) -> int:
         for line in islice(read(args, args.traces), args.limit_groups)
     ]
     lines = list(with_model(args, lines))
+    check_steps(lines, args.traces[0])
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)
     except BudgetExceeded as error:
         raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
-    if not result.num_tokens:
-        raise UserError(f"{args.traces[0]}: no token in any response")
     with counted("predicting") as advance:
         record = outlook(lines, result, config, cluster, times, advance)
     page = write_outlook(record, _facts(args, config), args.output) if args.output else None
