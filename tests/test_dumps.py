@@ -393,7 +393,7 @@ def test_a_stranger_needs_one_command(tmp_path, tokenizer, capsys):
     (dump / "1.jsonl").write_bytes(lines(rows))
     assert main(["replay", str(dump), "--tokenizer", str(tokenizer), "--output", str(output)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Drafts would give ") and f"page: {output / 'replay.html'}" in out
+    assert out.startswith("Drafts would change nothing: ") and f"page: {output / 'replay.html'}" in out
 
 
 def test_a_folder_without_rollouts(tmp_path):

@@ -81,9 +81,36 @@ def test_a_sentence_comes_first_and_says_losses(record):
     )
     found["predicted"]["on"]["makespan_s"] = 12.5
     assert headline(found).startswith("Drafts would be slower: ") and "0.80 times as fast" in headline(found)
+    found["predicted"]["on"]["makespan_s"] = 10.04
+    assert headline(found).startswith("Drafts would change nothing: ") and "1.00 times" in headline(found)
     found["predicted"] = None
     assert f"{found['tokens_per_step']:.2f} tokens per step" in headline(found)
     assert "--model-config" in " ".join(sentences(found))
+    found["tokens_per_step"] = 1.004
+    assert headline(found).startswith("Drafts would change nothing: ")
+
+
+@pytest.mark.parametrize(("options", "runner"), [([], "v2"), (["--runner", "v1"], "v1")])
+def test_a_prediction_names_the_runner_whose_host_it_has(options, runner, tmp_path, capsys):
+    file = tmp_path / "trace.jsonl"
+    file.write_text(to_line("a", 1, [1, 2], [[1, 2, 1, 2]]) + to_line("a", 2, [1, 2], [[3, 4]]))
+    command = ["replay", str(file), "--output", str(tmp_path), "--spec", "history=0", *options]
+    command += ["--model-config", str(QWEN), "--gpu", "h100"]
+    assert main(command) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"Predicted, not measured, with what drafting costs the host on vLLM's model runner {runner.upper()}"
+        in said
+    )
+    assert "Groups: 2, responses: 2." in said
+    assert f"<dt>model runner</dt><dd>{runner}</dd>" in (tmp_path / "replay.html").read_text()
+    assert main([*command, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    written = json.loads((tmp_path / "replay.json").read_text())
+    assert printed["runner"] == runner and printed["headline"].startswith("Drafts would ")
+    for record in (printed, written):
+        del record["native_us_per_row"]  # a time
+    assert printed == written
 
 
 @pytest.mark.parametrize(

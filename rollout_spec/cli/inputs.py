@@ -123,6 +123,9 @@ def add_device_arguments(group: Any, model_group: Any = None) -> None:
     )
 
 
+RUNNER = "v2"  # where --runner names none
+
+
 def add_runner_argument(group: argparse._ActionsContainer) -> None:
     """Add `--runner`, which `host` reads."""
     group.add_argument(
@@ -136,7 +139,7 @@ def host(args: argparse.Namespace) -> Host:
     """What the device waits for where something drafts."""
     from rollout_spec.measure.roofline import HOSTS
 
-    return HOSTS[args.runner or "v2"]
+    return HOSTS[args.runner or RUNNER]
 
 
 def roofline(args: argparse.Namespace, **further: Any) -> Roofline:

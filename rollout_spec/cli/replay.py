@@ -13,6 +13,7 @@ from typing import Any
 from rollout_spec import __version__
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
+    RUNNER,
     add_device_arguments,
     add_model_drafter_arguments,
     add_rollouts_arguments,
@@ -101,9 +102,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
     with counted("predicting") as advance:
         record = outlook(lines, result, config, cluster, times, advance)
+    record["runner"] = (args.runner or RUNNER) if times else None
+    record = {"headline": headline(record), **record}
     page = write_outlook(record, _facts(args, config), args.output) if args.output else None
     if args.json:
-        print(json.dumps({"headline": headline(record), **record}, indent=2, allow_nan=False))
+        print(json.dumps(record, indent=2, allow_nan=False))
         return 0
     corpus = f", corpus {config.corpus}" if config.corpus else ""
     _print(record, f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}")
@@ -114,10 +117,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(record: dict[str, Any], title: str) -> None:
     from rollout_spec.cli.console import make_console, print_tables, print_values
-    from rollout_spec.report.outlook import headline, sentences, tables
+    from rollout_spec.report.outlook import sentences, tables
 
     console = make_console()
-    for sentence in (headline(record), *sentences(record)):
+    for sentence in (record["headline"], *sentences(record)):
         console.print(sentence, highlight=False)
     print_values(title, {name: value for name, value in record.items() if isinstance(value, (int, float))})
     print_tables(console, tables(record))
@@ -133,6 +136,7 @@ def _facts(args: argparse.Namespace, config: SpecConfig) -> dict[str, str]:
         "corpus": config.corpus,
         "model": args.model_config,
         "device": f"{args.gpu}, tensor parallel {args.tp or 1}" if args.gpu else None,
+        "model runner": (args.runner or RUNNER) if args.gpu else None,
     }
     return {name: str(value) for name, value in facts.items() if value}
 

@@ -1,5 +1,5 @@
 """What drafts would give somebody's rollouts, as sentences, tables, a picture and a page; `record` is what
-`replay --json` prints."""
+`replay --json` prints, but that `headline` makes its headline."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ def headline(record: Mapping[str, Any]) -> str:
     """What a reader needs, in one sentence."""
     if record["predicted"] is not None:
         off, on = (record["predicted"][name]["makespan_s"] for name in ("off", "on"))
-        verb = "be slower" if on > off else "save time"
+        ratio = f"{off / on:.2f}"
+        verb = "change nothing" if ratio == "1.00" else "be slower" if on > off else "save time"
         return (
             f"Drafts would {verb}: these rollouts are predicted to take {on:,.1f}{_SECONDS} with them and "
-            f"{off:,.1f}{_SECONDS} without, {off / on:.2f} times as fast."
+            f"{off:,.1f}{_SECONDS} without, {ratio} times as fast."
         )
+    if f"{record['tokens_per_step']:.2f}" == "1.00":
+        return "Drafts would change nothing: a step of a response gives 1.00 tokens, as plain decoding does."
     return (
         f"Drafts would give {record['tokens_per_step']:.2f} tokens per step of a response, plain decoding "
         f"gives 1; {record['tail_share']:.0%} of an engine's steps are tail, where that saves most."
@@ -41,7 +44,7 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
         f"A step gives {record['tokens_per_step']:.2f} tokens, {record['tail_tokens_per_step']:.2f} where at "
         f"most a quarter of a prompt's responses still run; {record['acceptance_rate']:.0%} of the draft "
         "tokens are right.",
-        f"Prompts: {record['num_groups']:,}, responses: {record['num_responses']:,}.{_doubt(record)}",
+        f"Groups: {record['num_groups']:,}, responses: {record['num_responses']:,}.{_doubt(record)}",
         f"Half of the responses have at most {lengths['median']:,.0f} tokens, the longest tenth has "
         f"{lengths['longest_tenth']:,.0f} to {lengths['longest']:,}.",
         f"On {engines} with up to {batch['max_num_seqs']:,} requests at a time, {record['tail_share']:.0%} "
@@ -51,7 +54,8 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
         return [*text, "That says nothing of time: --model-config and --gpu predict it, with the gate."]
     return [
         *text,
-        "Predicted, not measured, and without what drafting costs the host: with the gate a step gives "
+        "Predicted, not measured, with what drafting costs the host on vLLM's model runner "
+        f"{record['runner'].upper()}: with the gate a step gives "
         f"{predicted['on']['tokens_per_step']:.2f} tokens; the tail takes "
         f"{predicted['off']['tail_share']:.0%} of the time without drafts.",
     ]
@@ -101,7 +105,7 @@ def write_outlook(record: Mapping[str, Any], facts: Mapping[str, str], folder: P
     page = folder / "replay.html"
     alt = "Tokens per step by training step and by length, running requests, predicted time"
     page.write_text(
-        render("replay", headline(record), sentences(record), tables(record), facts, picture, alt)
+        render("replay", record["headline"], sentences(record), tables(record), facts, picture, alt)
     )
     return page
 
