@@ -15,7 +15,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.measure.outlook import TAIL_ROWS, num_running, outlook
 from rollout_spec.measure.replay import replay
 from rollout_spec.measure.simulate import Cluster
-from rollout_spec.report.outlook import MAX_ROWS, headline, sentences, tables
+from rollout_spec.report.outlook import MAX_ROWS, _draw_steps, headline, sentences, tables
 from rollout_spec.trace import Rollout, to_line
 
 QWEN = Path(__file__).parents[1] / "recipes" / "models" / "qwen3_8b.json"
@@ -111,6 +111,15 @@ def test_a_prediction_names_the_runner_whose_host_it_has(options, runner, tmp_pa
     for record in (printed, written):
         del record["native_us_per_row"]  # a time
     assert printed == written
+
+
+def test_training_steps_are_whole_and_nothing_is_cut_off(record):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    _draw_steps(axes, record[0])
+    assert axes.get_ylim() == (0, 1.1 * max(row["tokens_per_step"] for row in record[0]["by_step"]))
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
 @pytest.mark.parametrize(

@@ -130,12 +130,14 @@ def draw(record: Mapping[str, Any]) -> bytes:
 
 
 def _draw_steps(axes: Any, record: Mapping[str, Any]) -> None:
-    rows = record["by_step"]
-    axes.plot(
-        [row["step"] for row in rows], [row["tokens_per_step"] for row in rows], color=_BLUE, marker="."
-    )
+    steps, values = zip(*((row["step"], row["tokens_per_step"]) for row in record["by_step"]), strict=True)
+    axes.plot(steps, values, color=_BLUE, marker=".")
     axes.axhline(1, color=_GREY, linewidth=0.8)
-    axes.set(title="Tokens per step, by training step (1: no drafts)", ylim=(0, None), xlabel="training step")
+    axes.set(
+        title="Tokens per step, by training step (1: no drafts)", xlabel="training step",
+        ylim=(0, 1.1 * max(1.0, *values)),
+    )  # fmt: skip
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _draw_lengths(axes: Any, record: Mapping[str, Any]) -> None:
