@@ -270,6 +270,8 @@ def test_ratios_are_a_table_below_the_figures(results):
     assert list(ratios.columns[-1].cells) == ["1.250 @ 0.750"] and figures.row_count == 1
     assert len(list(drafters_tables({"results": [sam | {"over": {}}], "costs": []}))) == 1
     found = [{"trace": "t", **result} for result in results]
+    oracle = [result for result in found if result["method"] == "oracle"]
+    assert drafters_headline({"results": oracle}).startswith("t, K = 4: oracle gives ")
     gains = [
         result["tokens_per_step"] for result in only(results, method="sam", history=results[0]["history"])
     ]

@@ -22,7 +22,7 @@ def drafters_headline(record: Mapping[str, Any]) -> str:
     found = ", ".join(
         f"{one['method']} gives {one['tokens_per_step']:.2f} tokens per step with "
         f"{one['draft_tokens_per_step']:.2f} draft tokens"
-        for one in best
+        for one in best or [first]
     )
     return f"{first['trace']}, K = {first['num_speculative_tokens']}: {found}."
 
