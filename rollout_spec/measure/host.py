@@ -129,7 +129,7 @@ def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
         if line.step == lines[0].step and len(line.prompt_token_ids)
     ][:limit]
     if not any(line.responses for line in found):
-        raise HostError("bench host: no token in any response of the trace")
+        raise HostError("no token in any response of the trace")
     return found
 
 
