@@ -343,6 +343,7 @@ def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys, comm
             ["--methods", "off", "--model-acceptance", "0.8;0.7"],
             "--model-acceptance 0.8;0.7: must be numbers from 0 to 1",
         ),
+        (["--methods", ""], "--methods : must be one of off, ngram"),
         (["--methods", "magic"], "--methods magic: must be one of off, ngram"),
         (
             ["--num-speculative-tokens", "65"],

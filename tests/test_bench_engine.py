@@ -149,6 +149,7 @@ def test_methods_pass_their_threshold_on():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--methods", "", "--model", "nowhere"], "method '': must be off, off:coupled"),
         (["--methods", "off,magic"], "method 'magic': must be off, off:coupled, ngram, suffix, model, sam"),
         (["--methods", "sam,model"], "--methods sam,model: model needs --model-drafter"),
         (["--model-drafter", "eagle:head"], "--model-drafter eagle:head: must be METHOD:MODEL:NUMBER"),

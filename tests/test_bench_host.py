@@ -211,6 +211,7 @@ def test_a_record_sets_methods_beside_the_first_and_splits_the_host() -> None:
         (["--rows", "8", "0"], "--rows: 0 must be at least 1"),
         (["--steps", "0"], "--steps: 0 must be at least 1"),
         (["--methods", "off,eagle"], "method 'eagle': must be"),
+        (["--methods", ""], "method '': must be"),
         (["--methods", "off,off:coupled"], "method 'off:coupled': bench host times off:sync"),
         (["--methods", "off/v2"], "method 'off/v2': must be"),
         (

@@ -85,6 +85,7 @@ def test_version():
         (["gpu-check", "--model", "/nowhere"], "--model /nowhere: no Hugging Face folder"),
         (["gpu-check", "--minutes", "0"], "--minutes: 0 must be at least 1 and at most 1,440"),
         (["gpu-check", "--repeats", "0"], "--repeats: 0 must be at least 1"),
+        (["gpu-check", "--methods", "", "--model", "/nowhere"], "method '': must be off, off:coupled"),
         (["gpu-check", "--methods", "sam"], "--methods sam: must begin with off and name no method twice"),
         (["gpu-check", "--methods", "off,eagle"], "method 'eagle': must be off, off:coupled, ngram, suffix"),
         (["gpu-check", "--output", __file__], f"{__file__}: File exists"),

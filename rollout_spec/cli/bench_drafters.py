@@ -135,7 +135,7 @@ def _methods(named: str | None, has_model: bool) -> list[str]:
     """The methods asked for; by default those that are installed, and a model's if there is one."""
     from rollout_spec.measure.drafters import OF_MODELS, require
 
-    if not named:
+    if named is None:
         return installed("bench drafters", METHODS, require) + (list(OF_MODELS) if has_model else [])
     methods = named.split(",")
     for method in methods:

@@ -161,7 +161,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 def _methods(given: str | None, spec: dict[str, Any]) -> list[str]:
     from rollout_spec.measure.engine import Method, require
 
-    labels = given.split(",") if given else installed("bench engine", METHODS, require)
+    labels = installed("bench engine", METHODS, require) if given is None else given.split(",")
     if len(set(labels)) < len(labels):
         raise UserError(f"--methods {given}: a method is named twice")
     for method in map(Method, labels):

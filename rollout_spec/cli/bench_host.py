@@ -151,7 +151,7 @@ def _methods(given: str | None, spec: dict[str, Any], cpu: bool) -> list[str]:
     from rollout_spec.measure.host import V1, split
 
     default = [label for label in METHODS if not (cpu and split(label)[1])]
-    labels = given.split(",") if given else installed("bench host", default, require)
+    labels = installed("bench host", default, require) if given is None else given.split(",")
     if len(set(labels)) < len(labels):
         raise UserError(f"--methods {given}: a method is named twice")
     for label in labels:

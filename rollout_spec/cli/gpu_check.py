@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
     for package in ("jinja2", "matplotlib"):  # not at the end of all minutes
         importlib.import_module(package)
-    methods = _methods(args.methods or METHODS + (OF_MODEL if args.model_drafter else ""))
+    default = METHODS + (OF_MODEL if args.model_drafter else "")
+    methods = _methods(default if args.methods is None else args.methods)
     drafter = needed_model_drafter(args.model_drafter, methods, SpecConfig.num_speculative_tokens)
     args.output.mkdir(parents=True, exist_ok=True)
     plan = _plan(args, methods, drafter)
