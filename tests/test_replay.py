@@ -190,6 +190,13 @@ def test_command_prints_a_table(path, capsys):
     assert "tokens per step" in out and f"K = {SpecConfig.num_speculative_tokens}, history 3" in out
 
 
+@pytest.mark.parametrize("command", [["replay"], ["simulate", "--step-times", "1:0.1"]])
+def test_a_files_name_is_no_markup(command, tmp_path, capsys):
+    trace = write_trace(tmp_path / "[seed=3]:cat:.jsonl", ([1, 2], [[1, 2, 3]]))
+    assert main([*command, str(trace)]) == 0
+    assert f"{trace.name}: " in capsys.readouterr().out
+
+
 def test_command_says_where_a_trace_is_broken(tmp_path, capsys):
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{\n")

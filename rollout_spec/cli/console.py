@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +20,13 @@ FILE_WIDTH = 120
 
 
 def make_console() -> Console:
-    """As wide as the terminal; a file has no width, and narrow columns would cut numbers."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=FILE_WIDTH)
+    """As wide as the terminal; a file has no width, and narrow columns would cut numbers.
+
+    Text stands as it is: names of files may look like rich's markup.
+    """
+    plain = functools.partial(Console, markup=False, emoji=False)
+    console = plain()
+    return console if console.is_terminal or "COLUMNS" in os.environ else plain(width=FILE_WIDTH)
 
 
 def print_values(title: str, values: Mapping[str, float]) -> None:
