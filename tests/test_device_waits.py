@@ -85,6 +85,7 @@ class Engine:
         runner = types.SimpleNamespace(
             sampler=self.sampler, rejection_sampler=self.verifier, device=DEVICE, requests=requests,
             model_config=types.SimpleNamespace(seed=0), input_batch=batch,
+            parallel_config=types.SimpleNamespace(data_parallel_index=0),
         )  # fmt: skip
         with self.accelerator:
             RowSampling(runner, is_coupled=True).install()

@@ -278,6 +278,7 @@ def test_vllm_ascends_plain_sampler_draws_with_keyed_noise(
     runner = types.SimpleNamespace(
         sampler=ascend_sampler, input_batch=batch, requests=live, device=torch.device("cpu"),
         model_config=types.SimpleNamespace(seed=0),
+        parallel_config=types.SimpleNamespace(data_parallel_index=0),
     )  # fmt: skip
     own = ascend_sampler.topk_topp_sampler
     RowSampling(runner, is_coupled=True).install()
