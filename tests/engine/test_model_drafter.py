@@ -149,7 +149,7 @@ def test_passes_are_left_out_where_the_gate_is_closed(results: dict[str, Any]) -
 def test_passes_are_left_out_where_they_do_not_pay(results: dict[str, Any]) -> None:
     """A wrong head's, in time made of passes: it keeps its first one, and a try now and then."""
     counters, steps = results["wrong"]["counters"], results["wrong"]["steps"]
-    assert len(steps) < counters["num_model_passes"] < 1.9 * len(steps)  # all would be 2.6 times or more
+    assert len(steps) < counters["num_model_passes"] < 2.4 * len(steps)  # all would be 2.6 times or more
 
 
 def test_a_row_ends_where_it_must(results: dict[str, Any]) -> None:
