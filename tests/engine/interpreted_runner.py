@@ -20,27 +20,30 @@ from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.features import v2_architectures
 from rollout_spec.vllm.proposer import proposer_of
 from tests.engine.conftest import close, engine_settings
-from tests.engine.test_graphs import ALL_DRAFTS, DRAFTS, GRAPHS, PLAIN
+from tests.engine.test_graphs import GRAPHS, STEPS
 from tests.engine.test_vision import tokens
 from tests.tiny_vl import make_image, make_tiny_vl
 
 PROMPT = [1, *[65, 66] * 14, 67]
 TEXT = "".join(map(chr, PROMPT))
 OFF = {"additional_config": {"rollout_spec": {"method": "off"}}}
-# What each request asks for. All are sampled but for one; their names are their keys but for one.
+# What each request asks for. All are sampled but for two; their names are their keys but for one.
 REQUESTS: dict[str, dict[str, Any]] = {
     "unnamed": {},
     "greedy": {"temperature": 0},
     "sampled": {"max_tokens": 40},
-    "penalties": {"frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.1},
-    "cut": {"temperature": 1.2, "top_k": 6, "top_p": 0.9},
+    "penalties": {
+        "temperature": 0, "frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.1
+    },
+    "top_k": {"temperature": 1.2, "top_k": 6, "logprobs": 6},
+    "top_p": {"temperature": 1.2, "top_p": 0.1, "logprobs": 6},
     "allowed": {"allowed_token_ids": list(range(40, 120, 2))},
     "grammar": {"regex": "([a-d][!-+]){7,9}", "ignore_eos": False},
     "logprobs": {"logprobs": 2},
     "min_tokens": {"stop_token_ids": list(range(64)), "min_tokens": 12},
     "stop_token": {"stop_token_ids": list(range(4, 39))},
 }
-FEW = ("unnamed", "greedy", "sampled", "penalties", "cut", "logprobs")
+FEW = ("unnamed", "greedy", "sampled", "penalties", "top_k", "logprobs")
 
 
 def main(model: str, output: str) -> None:
@@ -222,7 +225,7 @@ def history(drafter: Any) -> list[list[int]]:
 
 
 def graphs(manager: Any, mode: str) -> list[str]:
-    """The graph of each step of tests/engine/test_graphs.py, where CUDA's settings have `mode`."""
+    """The graphs of STEPS, where CUDA's settings have `mode`."""
     from vllm.config import CUDAGraphMode
 
     settings = manager.compilation_config
@@ -230,13 +233,15 @@ def graphs(manager: Any, mode: str) -> list[str]:
     manager._candidates.clear()
     manager.cudagraph_mode, manager._graphs_captured = CUDAGraphMode[mode], True
     manager._init_candidates()
-    found = []
-    for rows in (PLAIN, DRAFTS, ALL_DRAFTS):
+
+
+    def graph(rows: list[int]) -> str:
         uniform = rows[0] if len({*rows}) == 1 else None
         asked = (len(rows), sum(rows), uniform, 0, max(rows))
         num_asked = len(inspect.signature(manager.dispatch).parameters)  # 0.24 does without the longest row
-        found.append(manager.dispatch(*asked[:num_asked]).cg_mode.name)
-    return found
+        return manager.dispatch(*asked[:num_asked]).cg_mode.name
+
+    return [" ".join({graph(rows) for rows in steps}) for steps in STEPS]
 
 
 def noted_calls(core: Any) -> list[str]:

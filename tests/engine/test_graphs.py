@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 K = 8  # draft tokens
-PLAIN, DRAFTS, ALL_DRAFTS = [1] * 7, [1 + K, 1, 4], [1 + K] * 2  # how many tokens each row has
-# Of each of vLLM's modes, on both runners: a plain step, one with drafts, and one of longest drafts only.
+# How many tokens each row has: in plain steps of any size that is captured, in one with drafts, and in one of longest
+# drafts only.
+STEPS = [[[1] * num_rows for num_rows in range(1, 19)], [[1 + K, 1, 4]], [[1 + K] * 2]]
+# Of each of vLLM's modes, on both runners.
 GRAPHS = {
     "FULL_AND_PIECEWISE": ["FULL", "PIECEWISE", "PIECEWISE"],
     "FULL_DECODE_ONLY": ["FULL", "NONE", "NONE"],
@@ -24,8 +26,8 @@ def runner(make_engine: Callable) -> Any:
     return core.model_executor.driver_worker.worker.model_runner
 
 
-def graphs(runner: Any, *steps: list[int], mode: str = "FULL_AND_PIECEWISE") -> list[str]:
-    """The mode of each step's graph; a step is the number of tokens of each row."""
+def graphs(runner: Any, mode: str = "FULL_AND_PIECEWISE") -> list[str]:
+    """The graphs of STEPS."""
     from vllm.config import CUDAGraphMode
 
     settings, dispatcher = runner.vllm_config.compilation_config, runner.cudagraph_dispatcher
@@ -35,20 +37,19 @@ def graphs(runner: Any, *steps: list[int], mode: str = "FULL_AND_PIECEWISE") -> 
     sizes = [size for size in (1, 2, 4, 8, 9, 18, 27, 36) if size % query_len == 0]  # as vLLM adjusts them
     settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = sizes, 36
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode[mode], query_len)
-    found = []
-    for rows in steps:
+
+    def graph(rows: list[int]) -> str:
         is_uniform = runner._is_uniform_decode(max(rows), query_len, sum(rows), len(rows))
-        found.append(dispatcher.dispatch(sum(rows), is_uniform)[0].name)
-    return found
+        return dispatcher.dispatch(sum(rows), is_uniform)[0].name
+
+    return [" ".join({graph(rows) for rows in steps}) for steps in STEPS]
 
 
 def test_full_graphs_are_for_plain_steps(runner: Any) -> None:
-    steps = (PLAIN, DRAFTS, ALL_DRAFTS)
-    assert {mode: graphs(runner, *steps, mode=mode) for mode in GRAPHS} == GRAPHS
-    assert graphs(runner, [1]) == ["FULL"]
+    assert {mode: graphs(runner, mode) for mode in GRAPHS} == GRAPHS
     # What vLLM does by itself: only steps in which all rows have K draft tokens have one.
     runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1 + K
-    assert graphs(runner, *steps) == ["PIECEWISE", "PIECEWISE", "FULL"]
+    assert graphs(runner) == ["PIECEWISE", "PIECEWISE", "FULL"]
 
 
 def test_the_page_has_the_graphs() -> None:

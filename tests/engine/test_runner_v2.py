@@ -114,12 +114,21 @@ def results(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return interpreted("tests.engine.interpreted_runner", chat_model, path)
 
 
+def test_all_engines_have_v2(results: dict[str, Any]) -> None:
+    images = results.get("images", {})
+    engines = {name: found for name, found in results.items() if name != "images"}
+    for found in (*engines.values(), *images.values()):
+        assert found["model_runner"] == "vllm.v1.worker.gpu.model_runner"
+
+
 def test_a_request_gets_what_it_asks_for(results: dict[str, Any]) -> None:
     """Else to get the same would say nothing."""
     found = results["plain"]["requests"]
     assert set(found["allowed"]["tokens"]) <= {*range(40, 120, 2)}
     assert re.fullmatch("([a-d][!-+]){7,9}", found["grammar"]["text"])
     assert [len(row) >= 2 for row in found["logprobs"]["logprobs"]] == [True] * 24
+    for name in ("top_k", "top_p"):  # the token itself is one of those with the largest
+        assert [len(row) for row in found[name]["logprobs"]] == [6] * 24, name
     assert {name: one["end"][0] for name, one in found.items()} == {
         name: "stop" if name in ("grammar", "min_tokens", "stop_token") else "length" for name in found
     }
