@@ -2,7 +2,7 @@
 
     python benchmarks/when_it_pays.py RECORDINGS --output docs/images/when_it_pays.png
 
-RECORDINGS holds the files that TEXTS names. Prints the table of docs/when-it-pays.md and draws its picture.
+RECORDINGS holds the files that TEXTS names. Prints the tables of docs/when-it-pays.md and draws its picture.
 Each figure is `simulate`'s: one engine, step times of the roofline with the host's, the drafter's defaults.
 What a further token costs is the least certain part of the roofline, so each is predicted again with products
 that take twice as long.
@@ -122,9 +122,14 @@ def ranges(found: Sequence[Gain]) -> str:
                 for gain in found
                 if (gain.policy, gain.rows) == (policy.name, rows)
             ]
-            cells.append(f"{min(changes):+.0f} to {max(changes):+.0f} %")
+            cells.append(_span(changes))
         lines.append(f"| {policy.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _span(changes: Sequence[float]) -> str:
+    low, high = (f"{round(change):+d}" for change in (min(changes), max(changes)))
+    return (low if low == high else f"{low} to {high}").replace("+0", "0") + " %"
 
 
 def draw(found: Sequence[Gain], path: Path) -> None:
