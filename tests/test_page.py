@@ -1,4 +1,4 @@
-"""The report as a browser shows it: Debian's chromium, headless.
+"""The pages as a browser shows them: Debian's chromium, headless.
 
 Without chromium these tests are left out, unless ROLLOUT_SPEC_NEEDS_BROWSER is set, as .ci/run does:
 then they fail.
@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rollout_spec.cli import main
 from rollout_spec.report.page import COLOURS, write_report
 from rollout_spec.report.runs import MEASURES, Comparison, compare, read_run
+from rollout_spec.trace import to_line
 from tests.test_report import write_run
 
 WIDTH, HEIGHT = 1200, 3200
@@ -76,6 +78,16 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
 @pytest.fixture(scope="module")
 def page(comparison: Comparison, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(comparison, tmp_path_factory.mktemp("report"), {"Model": "a <small> one"})["html"]
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of `replay`; a step of 19 digits makes a table wider than a narrow window."""
+    folder = tmp_path_factory.mktemp("replayed")
+    trace = folder / "trace.jsonl"
+    trace.write_text("".join(to_line("a", step, [1, 2], [[1, 2] * 9, [3]]) for step in (1, 2**62)))
+    assert main(["replay", str(trace), "--output", str(folder)]) == 0
+    return folder / "replay.html"
 
 
 def browse(chromium: str, page: Path, folder: Path, *arguments: str, width: int = WIDTH) -> str:
@@ -145,6 +157,17 @@ def test_both_runs_are_drawn_in_every_chart(chromium: str, page: Path, tmp_path:
 
 def test_a_narrow_window_scrolls_tables_not_the_page(chromium: str, page: Path, tmp_path: Path) -> None:
     assert probe(chromium, page, tmp_path, width=NARROW)["overflow"] <= 0
+
+
+def test_the_page_of_replay_shows_its_picture_in_a_narrow_window(
+    chromium: str, replayed: Path, tmp_path: Path
+) -> None:
+    found = probe(chromium, replayed, tmp_path, width=NARROW)
+    (picture,) = found["charts"]
+    left, _, right, _ = picture["box"]
+    assert picture["complete"] and picture["width"] > 500 and right - left > 300, picture
+    assert picture["alt"].startswith("Tokens per step") and found["headline"].startswith("Drafts would ")
+    assert found["overflow"] <= 0
 
 
 def test_a_broken_chart_would_be_seen(chromium: str, page: Path, tmp_path: Path) -> None:
