@@ -48,6 +48,9 @@ def rows(speed: float) -> list[tuple[int, dict[str, float]]]:
             SPEC + "tokens_per_step": 1.5,
             SPEC + "num_draft_tokens": 40.0,
             SPEC + "num_accepted_tokens": 20.0,
+            "timing_s/gen": 40.0,
+            "timing_s/update_actor": 12.0,
+            "perf/total_num_tokens": 2000.0,
             "timing_s/step": 30.0,
             "critic/rewards/mean": 0.25 * step,
             "response_length/mean": 64.0,
@@ -186,7 +189,8 @@ def test_the_second_runs_summary_gets_table_and_charts(
         assert record.WhichOneof("record_type") != "history", "the run's history must stay as it is"
         for item in record.summary.update:
             items[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-    assert items["rollout_spec/speedup"] == pytest.approx(1.0)
+    figures = ("speedup", "drift", "corrected_speedup")
+    assert [items[f"rollout_spec/{name}"] for name in figures] == pytest.approx([1.0] * 3)
     table = json.loads((file.parent / "files" / items["rollout_spec/comparison"]["path"]).read_text())
     assert table["columns"] == ["", "off", "on", "Change"]
     assert [row[0] for row in table["data"]][:2] == ["Rollout time per step (s)", "Training step time (s)"]

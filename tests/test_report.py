@@ -21,6 +21,7 @@ from rollout_spec.report.page import (
     table_rows,
     write_report,
 )
+from rollout_spec.report.publish import figures
 from rollout_spec.report.responses import Agreement, first_step_agreement
 from rollout_spec.report.runs import MEASURES, compare, joined, read_run, read_steps
 
@@ -28,7 +29,7 @@ SPEC = "rollout/spec_"
 LOGGED = '{"step": 3, "data": {"rollout/spec_generated_tokens": 1, "rollout/spec_rollout_seconds": '
 
 
-def write_run(folder, seconds, tokens, drafting=False, responses=(), training=20.0):
+def write_run(folder, seconds, tokens, drafting=False, responses=(), training=20.0, waited=None):
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for step, (took, generated) in enumerate(zip(seconds, tokens, strict=True), 1):
@@ -38,7 +39,7 @@ def write_run(folder, seconds, tokens, drafting=False, responses=(), training=20
             "critic/rewards/mean": 0.1 * step,
             "response_length/mean": generated / 16,
             "actor/entropy": 1.0 - 0.1 * step,
-            "timing_s/gen": took + 1.0,
+            "timing_s/gen": took + 1.0 if waited is None else waited,
             "timing_s/old_log_prob": 0.25 * training,
             "timing_s/update_actor": 0.75 * training,
             "timing_s/step": took + training,
@@ -199,6 +200,8 @@ def test_a_machine_that_drifted_makes_the_ratio_untrusted(tmp_path, training):
     summary = comparison.to_dict()
     assert summary["drift"] == pytest.approx(training / 20.0)
     assert summary["corrected_speedup"] == pytest.approx(2.0 * training / 20.0)
+    published = [2.0, training / 20.0, 2.0 * training / 20.0]
+    assert list(figures(comparison).values()) == pytest.approx(published)
     first, second = sentences(comparison)[:2]
     took = f"took {training / 20.0:.2f}×"
     if training == 20.9:
@@ -235,6 +238,27 @@ def test_training_beside_rollouts_and_training_not_logged_measure_no_machine(com
     for each in (beside, unknown):
         assert each.to_dict()["drift"] is None and not each.has_drifted
         assert not any("drafts do not touch" in sentence for sentence in sentences(each))
+
+
+@pytest.mark.parametrize(("waited", "is_beside"), [(0.01, True), (4.7, True), (4.9, False)])
+def test_rollouts_that_the_trainer_does_not_wait_for_run_beside_it(tmp_path, waited, is_beside):
+    """As in verl's separate_async, where no request need be interrupted."""
+    off = write_run(tmp_path / "off", [10.0, 10.0], [1000, 1000])
+    sam = write_run(tmp_path / "sam", [5.0, 5.0], [1000, 1000], True, training=18.0, waited=waited)
+    comparison = compare(read_run(off, "off"), read_run(sam, "sam"))
+    assert (math.isnan(comparison.drift), comparison.has_drifted) == (is_beside, not is_beside)
+    assert comparison.verdict == ("faster" if is_beside else "unclear")
+
+
+@pytest.mark.parametrize("training", [(0.0, 20.0), (20.0, 0.0), (0.0, 0.0)])
+def test_training_that_takes_no_time_measures_no_machine(tmp_path, training):
+    off = write_run(tmp_path / "off", [10.0, 20.0], [1000, 2000], training=training[0])
+    sam = write_run(tmp_path / "sam", [5.0, 10.0], [1000, 2000], True, training=training[1])
+    comparison = compare(read_run(off, "off"), read_run(sam, "sam"))
+    summary = comparison.to_dict()
+    assert (summary["drift"], summary["corrected_speedup"], summary["has_drifted"]) == (None, None, False)
+    assert "inf" not in " ".join(sentences(comparison))
+    assert figures(comparison) == {"rollout_spec/speedup": pytest.approx(2.0)}
 
 
 def test_runs_of_several_pairs_are_compared_step_by_step(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from rollout_spec.report.logs import RunError
@@ -9,6 +10,13 @@ from rollout_spec.report.page import shown, table_columns, table_rows
 from rollout_spec.report.runs import Comparison
 
 PREFIX = "rollout_spec/"
+
+
+def figures(comparison: Comparison) -> dict[str, float]:
+    """What is published beside table and charts, by its name in the summary; nothing that is not known."""
+    names = ("speedup", "drift", "corrected_speedup")
+    found = {PREFIX + name: getattr(comparison, name) for name in names}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def publish(comparison: Comparison, charts: Path) -> str:
@@ -48,7 +56,7 @@ def publish(comparison: Comparison, charts: Path) -> str:
             ),
         )
         rows = [list(row) for row in table_rows(comparison)]
-        run.summary[PREFIX + "speedup"] = comparison.speedup
+        run.summary.update(figures(comparison))
         run.summary[PREFIX + "comparison"] = wandb.Table(columns=table_columns(comparison), data=rows)
         for name in (compared.measure.name for compared in shown(comparison)):
             run.summary[f"{PREFIX}charts/{name}"] = wandb.Image(str(charts / f"{name}.png"))

@@ -78,6 +78,7 @@ class Step:
     num_interrupted: float = 0.0  # requests that a weight sync interrupted
     update_ms: float = math.nan  # verl's old_log_prob and update_actor
     trained_tokens: float = math.nan  # that these had, prompts included
+    wait_seconds: float = math.nan  # the trainer's, for its rollouts
     model_share: float = math.nan  # of the draft tokens, where a model drafts beside the text
     model_acceptance_rate: float = math.nan
     text_acceptance_rate: float = math.nan
@@ -129,6 +130,13 @@ class Run:
 
     def total(self, name: str) -> float:
         return sum(self.column(name))
+
+    @property
+    def trains_beside_rollouts(self) -> bool:
+        """Whether rollouts were interrupted, or took clearly longer than the trainer waited for them."""
+        # Requests start a moment before the wait does; that much does not slow the training.
+        waited = (1.0 + MAX_DRIFT) * self.total("wait_seconds")
+        return self.total("num_interrupted") > 0 or self.total("rollout_seconds") > waited
 
     def to_dict(self) -> dict[str, Any]:
         amounts = ("step", "rollout_seconds", "step_seconds", "generated_tokens")
@@ -189,11 +197,12 @@ class Comparison:
     def drift(self) -> float:
         """How many times as long the machine took with `on` for what drafts do not touch: verl's training.
 
-        NaN where it was not logged, or where rollouts run beside the training, which then is no measure.
+        NaN where it was not logged, took no time, or ran beside the rollouts: it then is no measure.
         """
-        if any(run.total("num_interrupted") for run in (self.off, self.on)):
+        if self.off.trains_beside_rollouts or self.on.trains_beside_rollouts:
             return math.nan
-        return self.measures["training_ms"].change.value
+        drift = self.measures["training_ms"].change.value
+        return drift if 0.0 < drift < math.inf else math.nan
 
     @property
     def corrected_speedup(self) -> float:
@@ -315,6 +324,7 @@ def _step(step: int, data: Mapping[str, Any], source: str) -> Step:
         num_interrupted=spec("num_interrupted"),
         update_ms=1e3 * (number("timing_s/old_log_prob", 0.0) + number("timing_s/update_actor")),
         trained_tokens=number("perf/total_num_tokens"),
+        wait_seconds=number("timing_s/gen"),
         model_share=number(PREFIX + "model_share"),
         model_acceptance_rate=number(PREFIX + "model_acceptance_rate"),
         text_acceptance_rate=number(PREFIX + "text_acceptance_rate"),
