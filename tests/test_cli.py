@@ -18,7 +18,7 @@ import pytest
 
 from rollout_spec import __version__, processes
 from rollout_spec.cli import COMMANDS, build_parser, main
-from rollout_spec.cli.demo import TRAINERS
+from rollout_spec.cli.demo import TRAINERS, facts
 from rollout_spec.demo.runner import Plan, overrides, run_names
 from rollout_spec.measure import diagnosis
 from rollout_spec.trace import read_trace
@@ -368,6 +368,7 @@ def test_every_training_of_several_pairs_has_a_folder_and_a_name_of_its_own(tmp_
     given = overrides(plan, "sam-2", Path("/model"), Path("/train"))
     assert {"+rollout.spec=sam", "trainer.experiment_name=grpo-sam-2"} < set(given)
     assert f"hydra.run.dir={tmp_path / 'sam-2' / 'hydra'}" in given
+    assert facts(plan)["Trainings"] == "3 with each of off and sam, in turn"
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

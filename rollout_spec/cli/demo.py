@@ -110,6 +110,7 @@ def facts(plan: Plan) -> dict[str, str]:
         "Training data": str(plan.train_file or f"{num_prompts(plan)} generated problems, seed {plan.seed}"),
         "Recipe": plan.recipe,
         "Trainer": plan.trainer,
+        "Trainings": f"{plan.pairs} with each of off and sam, in turn",
         "Overrides": " ".join(plan.overrides) or "none",
         "Versions": ", ".join(f"{name} {package_version(name)}" for name in packages),
         "Machine": f"{platform.machine()}, {os.cpu_count()} cores",

@@ -71,9 +71,9 @@ def run_demo(plan: Plan, watcher: Watcher) -> Comparison:
     for pair in zip(*names.values(), strict=True):
         for name in pair:
             train(plan, name, model, train_file, watcher)
-    off, sam = (
-        joined(method, [read_run(plan.output / name, name) for name in names[method]]) for method in METHODS
-    )
+    runs = [[read_run(plan.output / name, name) for name in names[method]] for method in METHODS]
+    num_steps = max(run.steps[-1].step for each in runs for run in each)
+    off, sam = (joined(method, each, num_steps) for method, each in zip(METHODS, runs, strict=True))
     agreement = first_step_agreement(*(plan.output / method for method in METHODS))
     return compare(off, sam, agreement=agreement)
 

@@ -264,13 +264,15 @@ def read_run(path: str | Path, name: str) -> Run:
     return Run(name, steps, looping_share(Path(path)), log.wandb)
 
 
-def joined(name: str, runs: Sequence[Run]) -> Run:
-    """Runs of one method as one: the steps of the second are numbered on behind those of the first."""
-    steps: list[Step] = []
-    for run in runs:
-        last = steps[-1].step if steps else 0
-        steps += [dataclasses.replace(step, step=last + step.step) for step in run.steps]
-    return dataclasses.replace(runs[0], name=name, steps=tuple(steps))
+def joined(name: str, runs: Sequence[Run], num_steps: int) -> Run:
+    """Runs of one method as one: the steps of each are numbered on by `num_steps`, the most of any run."""
+    steps = [
+        dataclasses.replace(step, step=number * num_steps + step.step)
+        for number, run in enumerate(runs)
+        for step in run.steps
+    ]
+    looping = sum(run.looping_share for run in runs) / len(runs)
+    return dataclasses.replace(runs[0], name=name, steps=tuple(steps), looping_share=looping)
 
 
 def _is_whole(last: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> bool:
