@@ -270,6 +270,23 @@ def test_steps_and_prompts_of_a_verl_run(tmp_path, tokenizer):
     assert len({one.group for one in rollouts}) == 1, "the prompt comes back"
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["data.parquet/part-0.jsonl"],
+        ["1.jsonl", ".ipynb_checkpoints/1-checkpoint.jsonl"],
+        ["1.jsonl", ".1.jsonl"],
+    ],
+)
+def test_folders_with_the_name_of_a_file_and_hidden_files(tmp_path, tokenizer, files):
+    folder = tmp_path / ".cache"  # what is named may be hidden
+    for name in files:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(VERL)
+    assert found([folder], tokenizer) == WANTED
+
+
 def test_a_folder_may_hold_other_files(tmp_path, tokenizer, caplog):
     (tmp_path / "a.json").write_text('{"seed": 1}')
     (tmp_path / "b").mkdir()

@@ -125,10 +125,11 @@ def read_rollouts(
 
 
 def _files(path: Path) -> list[Path]:
-    """The path, or the files in the folder."""
+    """The path, or the files in the folder, hidden ones and those in hidden folders left out."""
     if not path.is_dir():
         return [path]
-    files = [file for file in path.rglob("*") if _FILES.search(file.name)]
+    files = [file for file in path.rglob("*") if _FILES.search(file.name) and file.is_file()]
+    files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
     if not files:
         raise NoRolloutsError(
             f"{path}: no file in it ends with .jsonl, .json, .ndjson or .parquet, or with these and .gz, "
