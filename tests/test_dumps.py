@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 from rollout_spec.cli import main
+from rollout_spec.config import UserError
 from rollout_spec.report.dumps import read_rollouts
 from rollout_spec.trace import TraceError, to_line
 
@@ -250,6 +251,9 @@ def test_columns_are_named(tmp_path, tokenizer):
     assert found([tmp_path], tokenizer, columns) == WANTED
     everything = list(read_rollouts([tmp_path], tokenizer, columns | {"step": "row.k", "group": "row.k"}))
     assert [(one.group, one.step) for one in everything] == [("3", 3), ("1", 1)]
+    (tmp_path / "y.jsonl").write_text('{"said": "a"}')
+    with pytest.raises(UserError, match=r"--columns prompt=row\.ask: a row has the fields said"):
+        read_rollouts([tmp_path], tokenizer, columns)
 
 
 def test_a_step_may_be_none_of_the_training(tmp_path, tokenizer):
@@ -293,6 +297,22 @@ def test_a_folder_may_hold_other_files(tmp_path, tokenizer, caplog):
     (tmp_path / "b" / "x.jsonl").write_bytes(lines(FORMS["verl"]))
     assert found([tmp_path], tokenizer) == WANTED
     assert "a.json: no response that is known among seed; wanted" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [VERL + b"{\n{}\n", bz2.compress(VERL)[:9] + bytes(50), b"PAR1nothing"],
+    ids=["JSON", "bzip2", "parquet"],
+)
+def test_of_a_folder_a_damaged_file_is_left_out(tmp_path, tokenizer, caplog, damaged):
+    (tmp_path / "x.jsonl").write_bytes(damaged)
+    (tmp_path / "y.jsonl").write_bytes(VERL)
+    assert found([tmp_path], tokenizer) == WANTED
+    assert f"left out: {tmp_path / 'x.jsonl'}:" in caplog.text
+    (tmp_path / "y.jsonl").write_text("{}")
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(TraceError, match=r"x\.jsonl:"):  # of all that is there, what went wrong
+        read_rollouts([tmp_path])
 
 
 def test_what_a_killed_run_has_cut_is_left_out(tmp_path, tokenizer, caplog):

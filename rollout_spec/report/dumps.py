@@ -25,6 +25,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from rollout_spec.config import UserError
 from rollout_spec.trace import Rollout, TraceError, parse_json, read_lines, token_ids
 
 Text = str | list[int]
@@ -95,7 +96,9 @@ def read_rollouts(
 
     Raises:
         OSError: a file cannot be opened.
-        TraceError: a file is damaged or of another form, no response has a token, or there is no tokenizer.
+        TraceError: a file is damaged or of another form, and not one of several of a folder; no response has
+            a token, or there is no tokenizer.
+        UserError: `columns` names a field that a row does not have.
     """
     files = [file for path in paths for file in _files(path)]
     found: list[Rollout | _Group] = []
@@ -103,18 +106,20 @@ def read_rollouts(
     refused = []
     for file in files:
         try:
-            for one in _read(file, columns or {}):
-                if isinstance(one, _Group):
-                    known = groups.setdefault((one.step, one.name, one.part), one)
-                    if known is not one:
-                        known.responses += one.responses
-                        continue
-                found.append(one)
-        except NoRolloutsError as error:
+            rows = list(_read(file, columns or {}))  # of a damaged file none
+        except TraceError as error:
             refused.append(error)
+            continue
+        for one in rows:
+            if isinstance(one, _Group):
+                known = groups.setdefault((one.step, one.name, one.part), one)
+                if known is not one:
+                    known.responses += one.responses
+                    continue
+            found.append(one)
     if refused and (not found or len(files) == len(paths)):
-        raise refused[0]
-    for reason in refused:  # a folder may hold other files too
+        raise min(refused, key=lambda error: isinstance(error, NoRolloutsError))  # damage says more
+    for reason in refused:  # a folder may hold other and damaged files too
         logger.warning("left out: %s", reason)
     if not any(len(response) for one in found for response in one.responses):
         raise NoRolloutsError(f"{paths[0]}: no token in any response")
@@ -292,7 +297,7 @@ def _value(row: Mapping[str, Any], role: str, columns: Columns) -> Any:
         if not isinstance(value, dict) or part not in value:
             if role == "response":
                 return None
-            raise TraceError(f"--columns {role}={columns[role]}: a row has the fields {', '.join(row)}")
+            raise UserError(f"--columns {role}={columns[role]}: a row has the fields {', '.join(row)}")
         value = value[part]
     return value
 
