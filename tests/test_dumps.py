@@ -322,6 +322,17 @@ def test_what_a_killed_run_has_cut_is_left_out(tmp_path, tokenizer, caplog):
     assert caplog.messages == [f"{file}:3: the last line is cut off, it is left out"]
 
 
+@pytest.mark.parametrize("form", ["verl", "a recording"])
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_of_a_compressed_file_that_was_cut_the_lines_before_count(tmp_path, tokenizer, caplog, form, pack):
+    file = tmp_path / "x.jsonl"
+    packed = pack(lines(FORMS[form]))
+    file.write_bytes(packed + packed[:12])
+    assert found([file], tokenizer) == WANTED
+    [message] = caplog.messages
+    assert f"{file}: Compressed file ended" in message and "what follows is left out" in message
+
+
 texts = st.lists(st.sampled_from(WORDS[1:]), min_size=1, max_size=4).map(" ".join)
 
 

@@ -176,9 +176,22 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
             return
         opener = next((opener for begin, opener in _MAGIC.items() if magic.startswith(begin)), None)
         try:
-            yield from _json(opener(opened) if opener else opened, file)
+            yield from _json(_until_cut(opener(opened), file) if opener else opened, file)
         except _DAMAGED as error:
             raise TraceError(f"{file}: {error}") from error
+
+
+def _until_cut(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
+    """The lines of a compressed file; where that ends too early, those before, if there are any."""
+    is_empty = True
+    try:
+        for line in lines:
+            yield line
+            is_empty = False
+    except EOFError as error:
+        if is_empty:
+            raise
+        logger.warning("%s: %s: what follows is left out", file, error)
 
 
 def _parquet(opened: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
