@@ -263,6 +263,14 @@ def test_a_step_may_be_none_of_the_training(tmp_path, tokenizer):
     assert found([tmp_path], tokenizer, {"step": ""}) == [([P], [[A], [A]])]
 
 
+@pytest.mark.parametrize(
+    ("step", "wanted"), [(3, 3), (3.0, 3), ("3", 3), ("last", None), ("9" * 5000, None), (None, None)]
+)
+def test_a_step_is_a_number_or_its_digits(tmp_path, step, wanted):
+    (tmp_path / "x.jsonl").write_bytes(lines([{"prompt_ids": [1], "response_ids": [2], "step": step}]))
+    assert [one.step for one in read_rollouts([tmp_path])] == [wanted]
+
+
 def test_steps_and_prompts_of_a_verl_run(tmp_path, tokenizer):
     """A file a step; verl 0.9.1 says in `uid` whose samples they are, which images may need."""
     for step in (10, 2):

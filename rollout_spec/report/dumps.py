@@ -295,11 +295,17 @@ def _parse(row: Mapping[str, Any], columns: Columns) -> _Group | None:
     if "group" in columns or not prompt:
         group = _value(row, "group", columns)
         name = name if group in (None, "", []) else str(group)
-    step = _value(row, "step", columns)
     # verl's uid, prompt_sample_output: prompts of one text may have other images.
     part = str(row["uid"]).rsplit("_", 2)[0] if "uid" in row and "input" in row else ""
-    step = int(step) if isinstance(step, (int, float)) and step == step else None
+    step = _step(_value(row, "step", columns))
     return _Group(step, name, part, prompt, responses)
+
+
+def _step(value: Any) -> int | None:
+    """None for what is no number, nor the digits of one."""
+    if isinstance(value, str) and re.fullmatch(r"\d{1,18}", value):
+        return int(value)
+    return int(value) if isinstance(value, (int, float)) and value == value else None
 
 
 def _value(row: Mapping[str, Any], role: str, columns: Columns) -> Any:
