@@ -180,16 +180,24 @@ def test_the_steps_of_the_image_install_it(home: Path, tmp_path: Path) -> None:
 
 
 def test_uv_run_keeps_what_was_installed_beside_a_lock(wheel: Path, tmp_path: Path) -> None:
-    """As docs/getting-started/verl.md has it."""
+    """The lines of docs/getting-started/verl.md, in a project with the extras that they name."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/getting-started/verl.md").read_text(), re.DOTALL)
+    [lines] = [block.replace("\\\n", "").splitlines() for block in blocks if "uv sync" in block]
+    sync, install, start = lines
+    launcher = start.partition(" python ")[0]
+    assert start.endswith(f'py_executable="{launcher}"')
     project = tmp_path / "project"
     project.mkdir()
     (project / "pyproject.toml").write_text(
         '[project]\nname = "trainer"\nversion = "1"\nrequires-python = ">=3.11"\n'
+        "[project.optional-dependencies]\nvllm = []\nfsdp = []\n"
     )
-    uv = Path(sys.executable).with_name("uv")
-    there = {"UV_OFFLINE": "1", "VIRTUAL_ENV": str(project / ".venv")}
-    run(uv, "sync", "--python", sys.executable, cwd=project, **there)
-    run(uv, "pip", "install", "--no-deps", wheel, cwd=project, **there)
+    scripts = Path(sys.executable).parent  # with uv
+    there = {"UV_OFFLINE": "1", "UV_PYTHON": sys.executable, "PATH": f"{scripts}:{os.environ['PATH']}"}
+    run("uv", "lock", cwd=project, **there)
+    ours = install.partition(" && ")[0].replace("PATH_TO_ROLLOUT_SPEC", str(wheel))  # rich is not here
+    assert ours.startswith("uv pip install --python .venv ")  # and not into this environment
+    run("bash", "-ec", f"{sync}\n{ours}", cwd=project, **there)
     code = "import importlib.metadata as m; print([p.value for p in m.entry_points(group='verl.plugins')])"
-    shown = run(uv, "run", "--frozen", "python", "-c", code, cwd=project, **there)
+    shown = run(*launcher.split(), "python", "-c", code, cwd=project, **there)
     assert shown.strip() == "['rollout_spec.verl.entry_point']"
