@@ -25,7 +25,7 @@ from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 
 HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
 METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam", "oracle")
-SLOW = ("suffix_gpu",)  # on a CPU: half a second a step
+SLOW = ("suffix_gpu",)  # on a CPU: tens of milliseconds a step
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
     **{
