@@ -222,7 +222,7 @@ class RequestCounters(_Counters):
 class RolloutReport:
     """What one rollout server has served of the training, under weights that it has no more."""
 
-    engine: EngineCounters | None = None  # None: the engine does not draft (rollout.spec off)
+    engine: EngineCounters | None = None  # None: the engine has no drafter of ours (rollout.spec off)
     requests: list[RequestCounters] = dataclasses.field(default_factory=list)  # of every finished request
     num_generated_tokens: int = 0  # of every request, counted where it was served
     rollout_seconds: float = 0.0  # wall time with at least one request in the engine
@@ -268,16 +268,19 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
     if len(reports) > 1:
         most = max(report.num_generated_tokens for report in reports)
         values |= _ratio("load_imbalance", most * len(reports), values["generated_tokens"])
-    if drafting:
+    if drafting or total.num_decode_steps:
         values |= {
             "num_drafts": total.num_drafts,
             "num_draft_tokens": total.num_draft_tokens,
             "num_accepted_tokens": total.num_accepted_tokens,
-            "num_failed_steps": engine.num_failed_steps,
-            "num_untracked_rows": engine.num_untracked_rows,
         }
         values |= _ratio("tokens_per_step", total.num_decoded_tokens, total.num_decode_steps)
         values |= _ratio("acceptance_rate", total.num_accepted_tokens, total.num_draft_tokens)
+    if drafting:
+        values |= {
+            "num_failed_steps": engine.num_failed_steps,
+            "num_untracked_rows": engine.num_untracked_rows,
+        }
         values |= _engine_metrics(engine)
     return {PREFIX + name: float(value) for name, value in values.items()}
 

@@ -100,6 +100,22 @@ def test_the_reference_run_reports_its_rollout_only() -> None:
     }
 
 
+def test_the_reference_run_of_a_model_that_drafts_reports_its_drafts() -> None:
+    counts, aborted = RequestCounters(30, 12, 10, 30, 18), RequestCounters(10, 8, 4, 10, 2)
+    metrics = rollout_metrics([RolloutReport(None, [counts], 42, 1.0, aborted), RolloutReport()])
+    assert metrics == {
+        "rollout/spec_rollout_seconds": 1.0,
+        "rollout/spec_generated_tokens": 42.0,
+        "rollout/spec_num_interrupted": 0.0,
+        "rollout/spec_load_imbalance": 2.0,
+        "rollout/spec_num_drafts": 14.0,
+        "rollout/spec_num_draft_tokens": 40.0,
+        "rollout/spec_num_accepted_tokens": 20.0,
+        "rollout/spec_tokens_per_step": 2.0,
+        "rollout/spec_acceptance_rate": 0.5,
+    }
+
+
 def test_what_a_server_served_in_two_windows_adds_up() -> None:
     counts = RequestCounters(6, 3, 2, 8, 3)
     total = RolloutReport()

@@ -19,6 +19,7 @@ from rollout_spec.config import ConfigError
 from rollout_spec.report.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, Rollout, read_trace, trace_file
 from rollout_spec.verl import launch
+from rollout_spec.vllm import SCHEDULER
 from tests.test_verl_check_config import composed
 
 
@@ -228,11 +229,12 @@ def test_a_run_that_records_nothing_keeps_nothing(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def server_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`server_of(method)`: our server around upstream's, which would need an engine."""
+    """`server_of(method, scheduler)`: our server around upstream's, which would need an engine."""
     from rollout_spec.verl import server as verl_server
 
-    def init(self: Any, method: str) -> None:
-        options = {"vllm": {"additional_config": {"rollout_spec": {"method": method}}}}
+    def init(self: Any, method: str, scheduler: str | None = None) -> None:
+        engine = {"additional_config": {"rollout_spec": {"method": method}}, "scheduler_cls": scheduler}
+        options = {"vllm": engine}
         self.config = OmegaConf.create({"engine_kwargs": options, "seed": 0})
         self.replica_rank, self.node_rank, self.global_steps = 0, 0, 1
 
@@ -266,6 +268,33 @@ def test_an_engine_that_sleeps_keeps_a_head_that_no_sync_brings(
     speculative = None if drafter is None else {"method": drafter}
     OmegaConf.update(server.config, "engine_kwargs.vllm.speculative_config", speculative)
     assert server._resolve_sleep_level() == level
+
+
+@pytest.mark.parametrize(("scheduler", "num_decoded"), [(None, 0), (SCHEDULER, 8 + 4)])
+def test_the_reference_run_counts_the_drafts_of_a_model(
+    scheduler: str | None, num_decoded: int, server_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that does not count is asked for nothing."""
+    counts = {"num_decoded_tokens": 8, "num_decode_steps": 4, "num_drafts": 3, "num_draft_tokens": 9}
+
+    async def generate(self: Any, *_: Any) -> Any:
+        self._windows.admit()
+        sent = {"kv_transfer_params": {"rollout_spec": dict(counts)}} if scheduler else {}
+        return SimpleNamespace(token_ids=[8] * 9, extra_fields=sent, stop_reason="completed")
+
+    async def take_aborted(method: str) -> dict[str, int]:
+        return {"num_decoded_tokens": 4, "num_decode_steps": 1}
+
+    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
+    server = server_of("off", scheduler)
+    if scheduler:
+        server.engine = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=take_aborted))
+    output = asyncio.run(server.generate([1, 2], {}, "one"))
+    asyncio.run(server._end_window())
+    report = asyncio.run(server.take_rollout_report())
+    assert (report.engine, report.num_generated_tokens) == (None, 9)
+    assert sum(one.num_decoded_tokens for one in (*report.requests, report.aborted)) == num_decoded
+    assert output.extra_fields.get("spec_num_draft_tokens") == (9 if scheduler else None)
 
 
 @pytest.mark.parametrize("method", ["off", "sam"])

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl.check_config import check_config, check_overrides
-from rollout_spec.vllm import speculative_config
+from rollout_spec.vllm import SCHEDULER, speculative_config
 from tests.test_verl_check_config import ENGINE, composed
 
 OWN = "actor_rollout_ref.model.mtp"
@@ -77,6 +77,24 @@ def test_a_model_of_the_users_own_drafts_beside_the_text(head: dict[str, Any]) -
     assert told_to_vllm(changed(SAM, LOADED, drafter=asked)) == ({**head, "num_speculative_tokens": 15}, 4)
     assert told_to_vllm(changed(SAM, LOADED, drafter=head))[1] == SpecConfig.model_tokens
     assert told_to_vllm(changed(OFF, LOADED, drafter=asked))[0] == asked
+
+
+def test_whatever_drafts_is_counted(head: dict[str, Any]) -> None:
+    key = f"{ENGINE}.scheduler_cls"
+    only_trained = changed(OFF, {f"{OWN}.enable": True})
+    for config, scheduler in (
+        (changed(OFF, MTP), SCHEDULER),
+        (changed(OFF, LOADED, drafter=head), SCHEDULER),
+        (changed(SAM_MEGATRON, MTP), SCHEDULER),
+        (only_trained, None),
+    ):
+        check_config(config)
+        assert OmegaConf.select(config, key) == scheduler
+    own = {key: "my.Scheduler"}
+    check_config(changed(OFF, own))
+    for config in (changed(OFF, MTP, own), changed(OFF, LOADED, own, drafter=head)):
+        with pytest.raises(ConfigError, match=r"scheduler_cls=my\.Scheduler: rollout\.spec sets it"):
+            check_config(config)
 
 
 def test_it_is_an_override_of_one_word(head: dict[str, Any]) -> None:

@@ -27,8 +27,9 @@ from rollout_spec.verl.model_drafter import (
     check_drafter,
     engine_drafter,
     engine_options,
+    engine_scheduler,
 )
-from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
+from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.features import (
     refuse_old_version,
     v2_architectures,
@@ -178,16 +179,18 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
     key, schedule = f"{_ENGINE}.speculative_config", "num_speculative_tokens_per_batch_size"
     if schedule in (_value(config, key) or {}):
         raise ConfigError(f"{key}.{schedule}: use rollout.spec.batch_threshold instead")
-    drafter = engine_drafter(_value(config, "rollout.spec"), _value(config, MTP))
+    asked = _value(config, "rollout.spec"), _value(config, MTP)
+    drafter, scheduler = engine_drafter(*asked), engine_scheduler(*asked)
     off = f"remove it, rollout.spec=off is the run without drafts, or with those of {OPTION}"
     _require(config, key, (drafter,), _OURS if spec.enabled else off)
+    if scheduler is not None:
+        _require(config, f"{_ENGINE}.scheduler_cls", (scheduler,), _OURS)
 
 
 def _check_drafting(config: DictConfig) -> None:
     """What goes without drafts and not with them."""
     if _has_recurrent_state(config):
         raise ConfigError(f"rollout.spec=sam: {RECURRENT}")
-    _require(config, f"{_ENGINE}.scheduler_cls", (SCHEDULER,), _OURS)
     if _value(config, f"{_ENGINE}.async_scheduling") and _has_v1(config):
         only_v1 = (
             f"vLLM {version()} has model runner V1 for this model, which does not schedule asynchronously"

@@ -11,13 +11,18 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from rollout_spec.verl.launch import CONFIGS, config_file
-from rollout_spec.verl.model_drafter import engine_drafter, engine_options
+from rollout_spec.verl.model_drafter import engine_drafter, engine_options, engine_scheduler
 
 
 def install() -> None:
     """Safe to call again."""
     Plugins.instance().register(RolloutSpecSearchPath)
-    for name, resolve in (("file", config_file), ("options", _options), ("drafter", _drafter)):
+    for name, resolve in (
+        ("file", config_file),
+        ("options", _options),
+        ("drafter", _drafter),
+        ("scheduler", engine_scheduler),
+    ):
         OmegaConf.register_new_resolver(f"rollout_spec.{name}", resolve, replace=True)
 
 

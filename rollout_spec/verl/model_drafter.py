@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.vllm import speculative_config
-from rollout_spec.vllm.options import MODEL_METHODS
+from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER
 
 OPTION = "model_drafter"
 _OWN = f"rollout.spec.{OPTION}"
@@ -52,6 +52,11 @@ def engine_drafter(spec: _Options, mtp: _Options | None) -> dict[str, Any] | Non
     if drafter is None:
         return speculative_config(num_speculative_tokens)
     return drafter | {"num_speculative_tokens": num_speculative_tokens}
+
+
+def engine_scheduler(spec: _Options, mtp: _Options | None) -> str | None:
+    """vLLM's `scheduler_cls`, which counts drafts; None leaves it to vLLM where nothing drafts."""
+    return SCHEDULER if spec["method"] != "off" or asked_drafter(spec, mtp) else None
 
 
 def check_drafter(spec: _Options, mtp: _Options | None) -> None:

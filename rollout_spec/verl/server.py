@@ -25,7 +25,7 @@ from rollout_spec.verl.windows import Windows, is_validation
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.cores import EngineCores
 from rollout_spec.vllm.keys import KEY
-from rollout_spec.vllm.options import MODEL_METHODS
+from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
@@ -38,9 +38,12 @@ HAS_GATE = not verl_is_older()
 
 def requested_spec(rollout_config: Any) -> SpecConfig | None:
     """The options that `rollout.spec` put into the engine's arguments; None where it is not used."""
-    engine_kwargs = (rollout_config.get("engine_kwargs") or {}).get("vllm") or {}
-    options = (engine_kwargs.get("additional_config") or {}).get(OPTIONS_KEY)
+    options = (_engine_kwargs(rollout_config).get("additional_config") or {}).get(OPTIONS_KEY)
     return None if options is None else SpecConfig.from_mapping(dict(options))
+
+
+def _engine_kwargs(rollout_config: Any) -> Any:
+    return (rollout_config.get("engine_kwargs") or {}).get("vllm") or {}
 
 
 class SpecReplica(vLLMReplica):
@@ -89,7 +92,8 @@ class SpecHttpServer(vLLMHttpServer):
         self._history = ServerHistory(self._drafters, lambda: self._windows.is_quiet)
         self._recorder = Recorder(self.replica_rank)
         self._num_unnamed = 0
-        self._warned_missing_spec_decode_stats = spec.enabled  # verl's warning: `_take_counters` gives them
+        self._counts = _engine_kwargs(self.config).get("scheduler_cls") == SCHEDULER
+        self._warned_missing_spec_decode_stats = self._counts  # verl's warning: `_take_counters` gives them
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
@@ -159,9 +163,8 @@ class SpecHttpServer(vLLMHttpServer):
         """No request is in flight, and the weights may change: a time to count, and to hand on texts."""
         if self._windows.is_untouched:
             return
-        engine, aborted = None, RequestCounters()
-        if self._spec.enabled:
-            engine, aborted = await self._drafters.take_counters(), await self._drafters.take_aborted()
+        engine = await self._drafters.take_counters() if self._spec.enabled else None
+        aborted = await self._drafters.take_aborted() if self._counts else RequestCounters()
         self._windows.end(self.global_steps, engine, aborted)
         self._recorder.flush(self.global_steps)
         await self._history.end_window()
@@ -197,8 +200,7 @@ class SpecHttpServer(vLLMHttpServer):
 
     def _resolve_sleep_level(self) -> int:
         """A deeper sleep would lose the weights of a head of the user's own, which no sync brings."""
-        engine_kwargs = (self.config.get("engine_kwargs") or {}).get("vllm") or {}
-        drafter = engine_kwargs.get("speculative_config") or {}
+        drafter = _engine_kwargs(self.config).get("speculative_config") or {}
         return 1 if drafter.get("method") in MODEL_METHODS else super()._resolve_sleep_level()
 
     def _get_worker_extension_cls(self) -> str:

@@ -32,10 +32,8 @@ def step_metrics(reports: list[RolloutReport]) -> dict[str, float]:
 
     metrics = rollout_metrics(reports) if reports else {}
     requests = [request for report in reports for request in report.requests]
-    if any(report.engine is not None for report in reports):
-        metrics |= compute_spec_decode_metrics(
-            [request.num_draft_tokens for request in requests],
-            [request.num_accepted_tokens for request in requests],
-            [request.num_drafts for request in requests],
-        )
-    return metrics
+    return metrics | compute_spec_decode_metrics(
+        [request.num_draft_tokens for request in requests],
+        [request.num_accepted_tokens for request in requests],
+        [request.num_drafts for request in requests],
+    )

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.config import MAX_ON_NPUS, ConfigError, SpecConfig
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 PROPOSER = "rollout_spec.vllm.SuffixProposer"
 # Of vLLM's `speculative_config`: a model drafts token by token.
 MODEL_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
 SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
+_ASYNC_SCHEDULER = "rollout_spec.vllm.scheduler.AsyncCountingScheduler"
 # A step leaves the state in the slot of its last accepted draft; one without drafts reads the first slot.
 RECURRENT = (
     "in a step without drafts vLLM reads an old state of a recurrent model (linear attention, Mamba, short "
@@ -89,6 +90,16 @@ def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     if not config.enabled:
         raise ConfigError("rollout.spec.method=off together with a speculative_config that names the drafter")
     return config
+
+
+def count_ahead(scheduler: SchedulerConfig) -> None:
+    """Have the steps of an engine counted as vLLM has decided to schedule them.
+
+    Args:
+        scheduler: changed in place where SCHEDULER is asked for and steps are scheduled asynchronously.
+    """
+    if scheduler.scheduler_cls == SCHEDULER and scheduler.async_scheduling:
+        scheduler.scheduler_cls = _ASYNC_SCHEDULER
 
 
 def refuse_long_drafts(config: SpecConfig) -> None:

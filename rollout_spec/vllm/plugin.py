@@ -21,6 +21,7 @@ from rollout_spec.patches import (
 from rollout_spec.vllm.options import (
     OPTIONS_KEY,
     PROPOSER,
+    count_ahead,
     engine_options,
     has_model_drafter,
     has_our_drafter,
@@ -53,7 +54,7 @@ _V2 = Patch(
 _AHEAD = Patch(
     name="vllm-schedule-ahead",
     reason="vLLM refuses asynchronous scheduling for every custom_class, so the device waits for the host "
-    "between two steps",
+    "between two steps; and it takes a scheduler_cls as it is, whether it schedules asynchronously or not",
     upstream="vllm/config/vllm.py, VllmConfig.__post_init__",
     until="vLLM schedules asynchronously with a custom_class",
 )
@@ -269,6 +270,7 @@ def _schedule_ahead() -> None:
     def complete_and_schedule_ahead(self: Any) -> None:
         if not has_our_drafter(self):
             complete(self)
+            count_ahead(self.scheduler_config)
             return
         from rollout_spec.vllm.scheduler import schedule_ahead
 

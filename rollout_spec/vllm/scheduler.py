@@ -108,6 +108,10 @@ class CountingScheduler(_Counting):
     """With synchronous scheduling."""
 
 
+class AsyncCountingScheduler(_Counting, AsyncScheduler):
+    """With asynchronous scheduling, of an engine without our drafter."""
+
+
 class Ahead(NamedTuple):
     """What an `AheadScheduler` tells the workers with a step."""
 

@@ -23,7 +23,7 @@ def server_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     from rollout_spec.verl import server as verl_server
 
     def init(self: Any, engine: Any, spec: dict[str, Any], full_determinism: bool = False) -> None:
-        options = {"vllm": {"additional_config": {"rollout_spec": spec}}}
+        options = {"vllm": {"scheduler_cls": SCHEDULER, "additional_config": {"rollout_spec": spec}}}
         # Where MTP drafts, verl logs the drafts' metrics.
         mtp = {"enable": True, "enable_rollout": True}
         config = {"engine_kwargs": options, "seed": 0, "max_model_len": 512, "mtp": mtp}

@@ -1,0 +1,32 @@
+"""Which scheduler counts the drafts of an engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout_spec.vllm import SCHEDULER, plugin
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("asked", [None, SCHEDULER, "vllm.v1.core.sched.scheduler.Scheduler"])
+def test_what_counts_schedules_as_vllm_has_decided(
+    asked: str | None, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import SchedulerConfig, VllmConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from rollout_spec.vllm.scheduler import AheadScheduler, CountingScheduler, _Counting
+
+    # That of CPUs switches asynchronous scheduling off.
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda *_: None))
+    plugin._schedule_ahead()
+    settings = SchedulerConfig.default_factory(scheduler_cls=asked, async_scheduling=is_asynchronous)
+    decided = VllmConfig(scheduler_config=settings).scheduler_config
+    assert decided.async_scheduling == is_asynchronous
+    if asked != SCHEDULER:
+        assert decided.scheduler_cls == asked
+        return
+    chosen = decided.get_scheduler_cls()
+    assert issubclass(chosen, _Counting) and not issubclass(chosen, AheadScheduler)
+    assert issubclass(chosen, AsyncScheduler) == is_asynchronous != (chosen is CountingScheduler)
