@@ -55,6 +55,10 @@ def write_run(folder, seconds, tokens, drafting=False, responses=(), training=20
                 SPEC + "model_share": 0.25,
                 SPEC + "model_acceptance_rate": 0.6 / step,
                 SPEC + "text_acceptance_rate": 0.4,
+                SPEC + "draft_ms": 0.1 * step,
+                SPEC + "model_ms": 1.5,
+                SPEC + "num_model_passes": 100 * step,
+                SPEC + "num_model_passes_left_out": 100,
             }
         lines.append(json.dumps({"step": step, "data": data}))
     # Validation logs under the same step, without rollout times.
@@ -128,6 +132,12 @@ def test_totals_weigh_each_step_by_what_it_decoded(comparison):
     of_model, of_text = (comparison.measures[f"{source}_acceptance_rate"] for source in ("model", "text"))
     assert of_model.on.value == pytest.approx((6 + 6 + 6) / (10 + 20 + 30))
     assert of_text.on.value == pytest.approx(0.4) and math.isnan(of_model.off.value)
+    of_sources = ("model_share", "draft_ms", "model_ms", "num_model_passes", "share_passes_left_out")
+    expected = (0.25, 0.2, 1.5, 200, 300 / (600 + 300))
+    assert [comparison.measures[name].on.value for name in of_sources] == pytest.approx(expected)
+    rows = {row[0]: row[2] for row in table_rows(comparison, intervals=False)}
+    assert rows["Draft tokens, model's share (%)"] == "25.0"
+    assert rows["Drafter, per engine step (ms)"] == "0.20"
     assert tokens_per_step.off.value == 1.0
     assert math.isnan(acceptance_rate.off.value)
     assert (comparison.off.looping_share, comparison.on.looping_share) == (0.5, 0.25)

@@ -185,7 +185,7 @@ def _label(measure: Measure) -> str:
     return measure.title + (f" ({measure.unit})" if measure.unit else "")
 
 
-_DIGITS = {"reward": 3, "entropy": 3, "tokens_per_step": 2, "training_ms": 3}
+_DIGITS = {"reward": 3, "entropy": 3, "tokens_per_step": 2, "training_ms": 3, "draft_ms": 2, "model_ms": 2}
 
 
 def _value(measure: Measure, estimate: Estimate) -> str:

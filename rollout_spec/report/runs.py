@@ -49,6 +49,11 @@ MEASURES = (
     Measure("acceptance_rate", "Acceptance rate", "%", "num_accepted_tokens", "num_draft_tokens", False),
     Measure("model_acceptance_rate", "Acceptance, model's", "%", "model_accepted", "model_drafted", False),
     Measure("text_acceptance_rate", "Acceptance, text's", "%", "text_accepted", "text_drafted", False),
+    Measure("model_share", "Draft tokens, model's share", "%", "model_drafted", "num_draft_tokens", False),
+    Measure("draft_ms", "Drafter, per engine step", "ms", "draft_ms"),
+    Measure("model_ms", "Model on the host, per engine step", "ms", "model_ms"),
+    Measure("num_model_passes", "Model's passes", "", "num_model_passes"),
+    Measure("share_passes_left_out", "Model's passes left out", "%", "num_left_out", "all_passes", False),
     Measure("reward", "Reward", "", "reward", is_ratio=False),
     Measure("response_length", "Response length", "tokens", "response_length"),
     Measure("entropy", "Entropy", "nats", "entropy", is_ratio=False),
@@ -82,6 +87,10 @@ class Step:
     model_share: float = math.nan  # of the draft tokens, where a model drafts beside the text
     model_acceptance_rate: float = math.nan
     text_acceptance_rate: float = math.nan
+    draft_ms: float = math.nan  # on the host, per engine step
+    model_ms: float = math.nan
+    num_model_passes: float = math.nan
+    num_left_out: float = math.nan
 
     @property
     def decode_steps(self) -> float:
@@ -106,6 +115,14 @@ class Step:
     @property
     def text_accepted(self) -> float:
         return self.text_acceptance_rate * self.text_drafted
+
+    @property
+    def all_passes(self) -> float:
+        return self.num_model_passes + self.num_left_out
+
+    @property
+    def share_passes_left_out(self) -> float:
+        return ratio(self.num_left_out, self.all_passes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -330,6 +347,10 @@ def _step(step: int, data: Mapping[str, Any], source: str) -> Step:
         model_share=number(PREFIX + "model_share"),
         model_acceptance_rate=number(PREFIX + "model_acceptance_rate"),
         text_acceptance_rate=number(PREFIX + "text_acceptance_rate"),
+        draft_ms=number(PREFIX + "draft_ms"),
+        model_ms=number(PREFIX + "model_ms"),
+        num_model_passes=number(PREFIX + "num_model_passes"),
+        num_left_out=number(PREFIX + "num_model_passes_left_out"),
     )
 
 
