@@ -113,6 +113,21 @@ def test_a_prediction_names_the_runner_whose_host_it_has(options, runner, tmp_pa
     assert printed == written
 
 
+def test_a_prediction_has_the_models_drafts(tmp_path, capsys):
+    """Of a text that the index knows nothing of."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text(to_line("a", 1, [0], [list(range(100, 140))]))
+    command = ["replay", str(file), "--model-config", str(QWEN), "--gpu", "h100", "--json"]
+    found = []
+    for more in ([], ["--model-acceptance", "1"], ["--model-acceptance", "0"]):
+        assert main([*command, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["predicted"])
+    without, right, wrong = found
+    assert without["off"] == right["off"] == wrong["off"]
+    assert without["on"]["tokens_per_step"] == 1.0 < right["on"]["tokens_per_step"]
+    assert wrong["on"]["makespan_s"] > without["on"]["makespan_s"], "of its passes"
+
+
 def test_training_steps_are_whole_and_nothing_is_cut_off(record):
     from matplotlib.figure import Figure
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.measure.outlook import outlook
     from rollout_spec.measure.replay import replay
-    from rollout_spec.measure.simulate import Cluster
+    from rollout_spec.measure.simulate import Cluster, model_of
     from rollout_spec.report.outlook import headline, write_outlook
 
     config = SpecConfig.from_mapping(_options(args))
@@ -95,13 +95,14 @@ def run(args: argparse.Namespace) -> int:
     ]
     lines = list(with_model(args, lines))
     check_steps(lines, args.traces[0])
+    model = model_of(lines, times.head) if times else None
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)
     except BudgetExceeded as error:
         raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
     with counted("predicting") as advance:
-        record = outlook(lines, result, config, cluster, times, advance)
+        record = outlook(lines, result, config, cluster, times, model, advance)
     record["runner"] = (args.runner or RUNNER) if times else None
     record = {"headline": headline(record), **record}
     page = write_outlook(record, _facts(args, config), args.output) if args.output else None

@@ -202,17 +202,16 @@ def _times(args: argparse.Namespace, longest: int) -> Any:
 
 def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
     """The model whose drafts the lines have, if any."""
-    from rollout_spec.measure.simulate import ModelDrafter
+    from rollout_spec.measure.simulate import model_of
     from rollout_spec.measure.step_times import StepTimes
 
-    num_tokens = max((said.tokens.shape[1] for line in lines for said in line.proposals), default=0)
-    if not num_tokens:
-        return None
+    of_pass: Any = getattr(times, "head", None)  # a table of step times has none
     if args.model_pass_ms is not None:
-        return ModelDrafter(num_tokens, StepTimes([(1, max(args.model_pass_ms, 1e-6) / 1e3, 1)]))
-    if args.step_times is not None:
+        of_pass = StepTimes([(1, max(args.model_pass_ms, 1e-6) / 1e3, 1)])
+    model = model_of(lines, of_pass)
+    if model and of_pass is None:
         raise UserError("--model-acceptance: with --step-times it needs --model-pass-ms, what a pass takes")
-    return ModelDrafter(num_tokens, times.head)
+    return model
 
 
 def _configs(args: argparse.Namespace, spec: dict[str, Any]) -> list[Any]:

@@ -12,7 +12,14 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.measure.replay import Replayed, ReplayResult
-from rollout_spec.measure.simulate import Cluster, assign, requests_of, rollouts_of, simulate
+from rollout_spec.measure.simulate import (
+    Cluster,
+    ModelDrafter,
+    assign,
+    requests_of,
+    rollouts_of,
+    simulate,
+)
 from rollout_spec.measure.step_times import Times
 from rollout_spec.trace import Rollout
 
@@ -26,6 +33,7 @@ def outlook(
     config: SpecConfig,
     cluster: Cluster,
     times: Times | None = None,
+    model: ModelDrafter | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Figures of a replay and of the engines' batches, as JSON has them.
@@ -34,6 +42,7 @@ def outlook(
         lines: what was replayed.
         config: of the drafter, with batch_threshold, which `predicted` heeds.
         times: of the engines' steps; without, nothing is predicted.
+        model: that drafts beside the index in `predicted`.
         on_tokens: called with the tokens of each simulated step.
 
     Returns:
@@ -48,8 +57,8 @@ def outlook(
     ]
     steps = np.concatenate(running)
     predicted = times and {
-        name: simulate(lines, cluster, one, times, TAIL_ROWS, on_tokens)
-        for name, one in (("off", SpecConfig(method="off")), ("on", config))
+        name: simulate(lines, cluster, one, times, TAIL_ROWS, on_tokens, drafter)
+        for name, one, drafter in (("off", SpecConfig(method="off"), None), ("on", config, model))
     }
     lengths = [response.num_tokens for response in result.responses]
     return {

@@ -81,6 +81,12 @@ class EngineRun:
     num_preemptions: int = 0
 
 
+def model_of(lines: Iterable[Rollout], times: Times) -> ModelDrafter | None:
+    """The model whose drafts the lines have; None where they have none. `times`: of one of its passes."""
+    num_tokens = max((said.tokens.shape[1] for line in lines for said in line.proposals), default=0)
+    return ModelDrafter(num_tokens, times) if num_tokens else None
+
+
 def rollouts_of(lines: Iterable[Rollout]) -> list[list[Rollout]]:
     """The lines of each training step, in the order of the trace; lines without a step are one rollout."""
     rollouts: dict[int | None, list[Rollout]] = {}
