@@ -27,6 +27,7 @@ COMMAND = (sys.executable, "-m", "rollout_spec.cli")
 TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
 RECORDING = str(Path(__file__).parent / "data" / "policy_trace.jsonl.gz")
 QWEN = str(Path(__file__).parents[1] / "recipes" / "models" / "qwen3_32b.json")
+EXPERTS = str(Path(__file__).parents[1] / "recipes" / "models" / "qwen3_235b.json")
 
 
 def run(*arguments: object, **env: str) -> subprocess.CompletedProcess:
@@ -148,6 +149,13 @@ def test_version():
         *(
             ([*command, "--spec", "model_tokens=1"], "--spec model_tokens=1: --model-tokens sets it")
             for command in (["replay", TRACE], ["simulate", TRACE, "--step-times", "1:0.1"])
+        ),
+        (
+            (
+                f"simulate {TRACE} --limit-groups 1 --model-acceptance 0.7 --model-config {EXPERTS}"
+                " --gpu h100 --tp 4 --dp 8"
+            ).split(),
+            "--dp 8: engines refuse a model that drafts on data-parallel ranks of experts",
         ),
         (["replay", TRACE, "--history", "0"], "--history: use --spec history=0"),
         (["replay", TRACE, "--history=0"], "--history: use --spec history=0"),

@@ -211,6 +211,10 @@ def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
     model = model_of(lines, of_pass)
     if model and of_pass is None:
         raise UserError("--model-acceptance: with --step-times it needs --model-pass-ms, what a pass takes")
+    if model and (args.dp or 1) > 1:
+        raise UserError(
+            f"--dp {args.dp}: engines refuse a model that drafts on data-parallel ranks of experts; use --tp"
+        )
     return model
 
 
