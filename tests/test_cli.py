@@ -150,6 +150,7 @@ def test_version():
             ([*command, "--spec", "model_tokens=1"], "--spec model_tokens=1: --model-tokens sets it")
             for command in (["replay", TRACE], ["simulate", TRACE, "--step-times", "1:0.1"])
         ),
+        (["replay", TRACE, "--model-tokens", "2"], "--model-tokens: belongs to --model-acceptance"),
         (
             (
                 f"simulate {TRACE} --limit-groups 1 --model-acceptance 0.7 --model-config {EXPERTS}"

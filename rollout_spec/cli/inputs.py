@@ -91,14 +91,16 @@ def add_model_drafter_arguments(group: argparse._ActionsContainer) -> None:
         "where those before it are; the last goes on",
     )  # fmt: skip
     group.add_argument(
-        "--model-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), default=3, metavar="N",
-        help="that this model drafts in a step",
+        "--model-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), metavar="N",
+        help=f"that this model drafts in a step ({SpecConfig.model_tokens})",
     )  # fmt: skip
 
 
 def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[Rollout]:
     """The rollouts with the drafts of the simulated model, or as they are."""
     if args.model_acceptance is None:
+        if args.model_tokens is not None:
+            raise UserError("--model-tokens: belongs to --model-acceptance, recorded drafts have their own")
         return lines
     from rollout_spec.measure.model_drafts import simulate_model
 
@@ -108,7 +110,7 @@ def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[R
         acceptance = [-1.0]
     if not all(0 <= share <= 1 for share in acceptance):
         raise UserError(f"--model-acceptance {args.model_acceptance}: must be numbers from 0 to 1, by commas")
-    return simulate_model(lines, acceptance, args.model_tokens)
+    return simulate_model(lines, acceptance, args.model_tokens or SpecConfig.model_tokens)
 
 
 def add_device_arguments(group: Any, model_group: Any = None) -> None:
