@@ -23,6 +23,9 @@ OWN = "actor_rollout_ref.model.mtp"
 MTP = {f"{OWN}.enable": True, f"{OWN}.enable_rollout": True, f"{OWN}.num_speculative_tokens": 2}
 MEGATRON = "model_engine=megatron"
 LOADED = {"actor_rollout_ref.rollout.load_format": "auto"}
+# The model alone, verified with our noise.
+COUPLED = {"rollout.spec.verify": "coupled", f"{ENGINE}.async_scheduling": False}
+SPECULATIVE = "vllm.config.SpeculativeConfig"
 
 
 @pytest.fixture
@@ -263,6 +266,47 @@ def test_a_small_model_has_the_policys_vocabulary(tmp_path: pathlib.Path) -> Non
         refusal = pytest.raises(ConfigError, match="its vocabulary is of 10 tokens, the policy's of 20")
         with refusal if size == 10 else contextlib.nullcontext():
             check_config(changed(groups, LOADED, path, drafter=small))
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"model_type": "gemma4_assistant"}, "Gemma 4's drafter shares the target's KV cache"),
+        ({"model_type": "step3p5"}, "Step 3.5's drafter has a layer for each token"),
+        ({"num_nextn_predict_layers": 2}, "an MTP head of several modules is not supported"),
+        ({"num_nextn_predict_layers": 1}, None),
+        ({"num_nextn_predict_layers": 3, "architectures": ["MiMoV2FlashForCausalLM"]}, None),
+    ],
+)
+def test_an_mtp_head_that_an_engine_would_refuse_is_refused_by_what_its_file_shows(
+    fields: dict[str, Any], refusal: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy's own head, and one of the user's own."""
+    monkeypatch.setattr(f"{SPECULATIVE}.use_multi_module_mtp", lambda self: True, raising=False)
+    model = write_model(tmp_path, "model", **fields)
+    path = {"actor_rollout_ref.model.path": model}
+    for config in (
+        changed(SAM_MEGATRON, MTP, path),
+        changed(OFF, MTP, path, COUPLED),
+        changed(SAM, LOADED, drafter={"method": "mtp", "model": model}),
+    ):
+        with pytest.raises(ConfigError, match=f": {refusal}$") if refusal else contextlib.nullcontext():
+            check_config(config)
+    check_config(changed(OFF, MTP, path))  # verl's own run
+
+
+def test_of_a_head_of_several_modules_the_first_may_draft(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone where one token is asked for, and where vLLM takes no other, as 0.24."""
+    path = {"actor_rollout_ref.model.path": write_model(tmp_path, "model", num_nextn_predict_layers=2)}
+    monkeypatch.delattr(f"{SPECULATIVE}.use_multi_module_mtp", raising=False)
+    check_config(changed(SAM_MEGATRON, MTP, path))
+    monkeypatch.setattr(f"{SPECULATIVE}.use_multi_module_mtp", lambda self: True, raising=False)
+    one = {f"{OWN}.num_speculative_tokens": 1}
+    check_config(changed(OFF, MTP, path, COUPLED, one))
+    with pytest.raises(ConfigError, match="an MTP head of several modules"):
+        check_config(changed(SAM_MEGATRON, MTP, path, one))  # the text asks for more
 
 
 def test_off_with_a_drafter_of_ones_own_is_refused_what_verl_refuses(head: dict[str, Any]) -> None:

@@ -31,12 +31,13 @@ from rollout_spec.verl.model_drafter import (
 )
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.features import (
+    drafts_by_modules,
     refuse_old_version,
     v2_architectures,
     v2_has_draft_models,
     version,
 )
-from rollout_spec.vllm.options import RECURRENT, refuse_long_drafts
+from rollout_spec.vllm.options import GEMMA4, MODULES, RECURRENT, STEP3P5, refuse_long_drafts
 
 REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
@@ -50,6 +51,12 @@ _OURS = "rollout.spec sets it, leave it alone"
 _WITH_DRAFTS = "together with speculative decoding"
 # Of models whose MTP head refuses weights that come without its own, as verl's buckets do.
 _WHOLE_HEADS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+_REFUSED_HEADS = {  # by their model_type
+    "gemma4_assistant": GEMMA4,
+    "gemma4_unified_assistant": GEMMA4,
+    "step3p5": STEP3P5,
+    "step3p7": STEP3P5,
+}
 # Of a mixture's configuration.
 _NUM_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _STATES = (  # of a recurrent model's
@@ -138,8 +145,8 @@ def check_config(config: DictConfig) -> SpecConfig:
         _check_drafting(config)
     if spec.enabled or options.get(OPTION):
         _check_speculating(config)
-    if asked_drafter(options, mtp):
-        _check_model_drafter(config, spec)
+    if drafter := asked_drafter(options, mtp):
+        _check_model_drafter(config, spec, drafter)
     return spec
 
 
@@ -222,7 +229,7 @@ def _check_speculating(config: DictConfig) -> None:
         )
 
 
-def _check_model_drafter(config: DictConfig, spec: SpecConfig) -> None:
+def _check_model_drafter(config: DictConfig, spec: SpecConfig, drafter: Mapping[str, Any]) -> None:
     own = _value(config, f"rollout.spec.{OPTION}")
     name = f"rollout.spec.{OPTION}" if own else f"{MTP}.enable_rollout"
     is_ours = spec.enabled or spec.coupled
@@ -232,6 +239,7 @@ def _check_model_drafter(config: DictConfig, spec: SpecConfig) -> None:
         raise ConfigError(f"{name}: vLLM's MTP head of this model takes no weight sync in parts")
     if is_ours:
         _refuse_beside_model(config, spec, name)
+        _refuse_head(config, spec, drafter, name)
     if own:
         _check_sizes(config, own, name, needs_positions=is_ours)
     trains_heads = _value(config, "actor_rollout_ref.actor.strategy") == "megatron"
@@ -270,6 +278,24 @@ def _refuse_beside_model(config: DictConfig, spec: SpecConfig, name: str) -> Non
     ):
         if is_so:
             raise ConfigError(f"{name}: {reason}")
+
+
+def _refuse_head(config: DictConfig, spec: SpecConfig, drafter: Mapping[str, Any], name: str) -> None:
+    """As above, what the config.json of an MTP head shows; engines say so of one that cannot be looked at."""
+    if drafter["method"] != "mtp":
+        return
+    head = _fields(str(drafter["model"])) if "model" in drafter else _model_fields(config)
+    num_tokens = spec.num_speculative_tokens if spec.enabled else drafter["num_speculative_tokens"]
+    has_modules = drafts_by_modules() and min(_num_modules(head), num_tokens) > 1
+    reason = _REFUSED_HEADS.get(head.get("model_type", ""), MODULES if has_modules else None)
+    if reason:
+        raise ConfigError(f"{name}: {reason}")
+
+
+def _num_modules(head: Mapping[str, Any]) -> int:
+    """As vLLM counts them: of a MiMo V2 it takes one."""
+    [architecture, *_] = head.get("architectures") or [""]
+    return 1 if architecture.startswith("MiMoV2") else head.get("num_nextn_predict_layers") or 1
 
 
 def _check_sizes(config: DictConfig, own: Mapping[str, Any], name: str, needs_positions: bool) -> None:

@@ -13,8 +13,11 @@ from rollout_spec.drafting.corpus import check_corpus, open_corpus
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import refuse_uncoupled
 from rollout_spec.vllm.options import (
+    GEMMA4,
     MODEL_METHODS,
+    MODULES,
     RECURRENT,
+    STEP3P5,
     engine_options,
     has_model_drafter,
     refuse_long_drafts,
@@ -156,13 +159,13 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
             speculative.rejection_sample_method != "standard",
             "rejection_sample_method must be standard: verify=coupled has a way of its own",
         ),
-        (_uses(speculative, "use_gemma4_mtp"), "Gemma 4's drafter shares the target's KV cache"),
-        (_uses(speculative, "use_step3p5_mtp"), "Step 3.5's drafter has a layer for each token"),
+        (_uses(speculative, "use_gemma4_mtp"), GEMMA4),
+        (_uses(speculative, "use_step3p5_mtp"), STEP3P5),
         (
             getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
             "use_heterogeneous_vocab: the noise is of the target's tokens",
         ),
-        (_uses(speculative, "use_multi_module_mtp"), "an MTP head of several modules is not supported"),
+        (_uses(speculative, "use_multi_module_mtp"), MODULES),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),
         (
             parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,

@@ -55,6 +55,13 @@ def v2_architectures() -> frozenset[str] | None:
     return getattr(vllm, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", None)
 
 
+def drafts_by_modules() -> bool:
+    """Whether vLLM takes each module of an MTP head that has several; 0.24 takes the first one only."""
+    from vllm.config import SpeculativeConfig
+
+    return hasattr(SpeculativeConfig, "use_multi_module_mtp")
+
+
 def v2_has_draft_models() -> bool:
     """Whether model runner V2 runs a small model that drafts: that of 0.32 does, that of 0.29 does not."""
     number = minor(version() or "")
