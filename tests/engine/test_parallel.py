@@ -14,7 +14,8 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.features import version
-from tests.engine.conftest import close, engine_settings, make_tiny, new_engine, proposer_of
+from tests.engine import test_coupled as coupled
+from tests.engine.conftest import close, engine_settings, make_tiny, new_engine, proposer_of, token_ids
 from tests.engine.rollout_server import EXTENSION
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 from tests.text import merged
@@ -243,3 +244,46 @@ def test_of_tensor_parallel_ranks_one_drafts(make_engine: Any) -> None:
     first, second = llm.collective_rpc("rollout_spec_call", args=("take_counters",))
     assert first["num_accepted_tokens"] > 0
     assert second is None
+
+
+@pytest.mark.long
+def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model: str, make_engine: Any) -> None:
+    """It is the target, so that it is always right; the scheduler tells both how many passes to take."""
+    sampling = [
+        coupled.params({"temperature": temperature}, i, length)
+        for i, (temperature, length) in enumerate(((0.0, 16), (0.7, 24), (1.0, 80), (1.0, 80)))
+    ]
+    plain = token_ids(coupled.generate(make_engine(**coupled.OFF), sampling, PROMPTS[:4]))
+    llm = make_engine(
+        {"batch_threshold": 2},
+        speculative_config={"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 8},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        worker_extension_cls=EXTENSION,
+    )
+    llm.collective_rpc(note_drawn)
+    assert token_ids(coupled.generate(llm, sampling, PROMPTS[:4])) == plain
+    first, second = llm.collective_rpc(drawn)
+    assert first == second
+    assert 2 in map(len, first), "the gate has opened for two rows"
+    counters, nothing = llm.collective_rpc("rollout_spec_call", args=("take_counters",))
+    assert counters["num_model_accepted_tokens"] == counters["num_model_draft_tokens"] > 20
+    assert counters["num_model_passes_left_out"] > 0
+    assert nothing is None
+
+
+def note_drawn(worker: Any) -> None:
+    """Let a rank keep what its model draws, pass by pass."""
+    runner = worker.model_runner
+    draw, runner.drawn = runner.drafter._sample_draft_tokens, []
+
+    def draw_and_keep(*args: Any) -> Any:
+        tokens, probabilities = draw(*args)
+        runner.drawn.append(tokens.tolist())
+        return tokens, probabilities
+
+    runner.drafter._sample_draft_tokens = draw_and_keep
+
+
+def drawn(worker: Any) -> list[list[int]]:
+    return worker.model_runner.drawn
