@@ -26,7 +26,7 @@ from tests.engine.interpreted_runner import REQUESTS, late, run
 NUM_MODEL_TOKENS = 3
 REQUESTS |= {"one": {"temperature": 1.0, "max_tokens": 40}, "short": {"max_tokens": 12}}
 NAMES = (*REQUESTS,)
-REQUESTS |= {"long": {"max_tokens": 160}}  # not interpreted, for the time that takes
+REQUESTS |= {"long": {"max_tokens": 96}}  # so that passes are learned long before its end
 AUTO = {"batch_threshold": "auto"}  # where time is virtual
 
 
@@ -37,13 +37,18 @@ def main(models: str, output: str) -> None:
 
 
 @contextlib.contextmanager
-def virtual_time() -> Iterator[None]:
-    """A step takes ten seconds, and one for each pass of a model; passes are soon judged, and tried often."""
+def virtual_time() -> Iterator[list[int]]:
+    """A step takes ten seconds, and one for each pass of a model; passes are soon judged, and tried often.
+
+    It gives the passes of each step, and of those with which vLLM warms up.
+    """
+    nums: list[int] = []
     now, note_passes = 0.0, SuffixProposer.note_passes
 
     def note_and_go_on(self: SuffixProposer, num: int, *others: Any) -> None:
         nonlocal now
         now += 10.0 + num
+        nums.append(num)
         note_passes(self, num, *others)
 
     def clock() -> float:
@@ -55,7 +60,7 @@ def virtual_time() -> Iterator[None]:
         patch.setattr(proposer, "Drafter", functools.partial(Drafter, clock=clock))  # of V1
         for name, steps in (("ENOUGH", 2), ("TRY_EVERY", 2), ("WEIGH_EVERY", 2), ("RETRY_EVERY", 8)):
             patch.setattr(passes, name, steps)
-        yield
+        yield nums
 
 
 def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
@@ -63,7 +68,6 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
     folders = {path.name: str(path) for path in models.iterdir()}
     target, eagle = folders["target"], {"method": "eagle", "model": folders["eagle"]}
     wrong, gate = eagle | {"model": folders["bigrams-eagle"]}, AUTO if ahead else {}
-    of_v1 = () if ahead else ("long",)
     same = target, {"method": "draft_model", "model": folders["copy"]}
     if ahead and version() != "0.32.0":  # the first whose V2 has draft models
         same = folders["bigrams"], {"method": "eagle", "model": folders["bigrams-eagle"]}
@@ -72,13 +76,14 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
     two_grow = ("sampled", "one", "greedy")
     # vLLM's own drafts of a request with a grammar need a device's stream.
     without_grammar = tuple(name for name in NAMES if name != "grammar")
-    plain = run(target, None, names=NAMES + of_v1)
+    plain = run(target, None, names=(*NAMES, "long"))
     stop = late(plain["requests"]["sampled"]["text"])
-    with virtual_time():
-        wrong_beside_text = both(target, wrong, AUTO, names=("greedy", "sampled", "one", *of_v1))
+    with virtual_time() as passes_of_wrong:
+        wrong_beside_text = both(target, wrong, AUTO, names=("greedy", "sampled", "one", "long"))
     return {
         "plain": plain,
-        "model": alone(target, eagle, names=without_grammar),
+        "model": alone(target, eagle, stop, names=without_grammar),
+        "model preempted": alone(target, eagle, names=two_grow, **few_blocks),
         "same": alone(*same, names=("unnamed", "greedy", "one")),
         "reopened": both(
             *same,
@@ -88,13 +93,14 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
         ),
         "both": both(target, eagle, gate, stop, names=NAMES),
         "preempted": both(target, eagle, {"batch_threshold": 1}, names=two_grow, **ahead, **few_blocks),
-        "wrong": wrong_beside_text,
+        "wrong": wrong_beside_text | {"passes": passes_of_wrong},
     }
 
 
-def alone(model: str, drafter: dict[str, Any], **more: Any) -> dict[str, Any]:
+def alone(model: str, drafter: dict[str, Any], *others: Any, **more: Any) -> dict[str, Any]:
     """A model's drafts without ours, verified as with them."""
-    return run(model, None, speculative_config=drafter | {"num_speculative_tokens": NUM_MODEL_TOKENS}, **more)
+    drafter = drafter | {"num_speculative_tokens": NUM_MODEL_TOKENS}
+    return run(model, None, *others, speculative_config=drafter, **more)
 
 
 def both(model: str, drafter: dict[str, Any], spec: dict[str, Any], *others: Any, **more: Any) -> Any:

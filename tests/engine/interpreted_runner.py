@@ -123,9 +123,11 @@ def run(
     if stop is not None:
         found["stop"] = stop
         found |= interrupted(llm, "sampled", runner)
-        found["history"] = history(drafter)
-        drafter.take_counters()
+        if drafter is not None:
+            found["history"] = history(drafter)
+            drafter.take_counters()
         found["stopped"] = given(llm.generate(TEXT, sampling("sampled", stop=[stop]), use_tqdm=False)[0])
+    if stop is not None and drafter is not None:
         found["counters_behind"] = drafter.take_counters().to_dict()
         found |= reset(llm, FEW[1:])
         found["reset_history"] = history(drafter)
@@ -192,7 +194,8 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
             tokens = list(output.outputs[0].token_ids)
     engine.abort_request(aborted, internal=False)
     in_flight = [len(arrivals)]
-    proposer_of(runner).drop_texts(aborted)
+    if (drafter := proposer_of(runner)) is not None:
+        drafter.drop_texts(aborted)
     in_flight.append(len(arrivals))
     prompt = {"prompt_token_ids": PROMPT + tokens}
     [output] = llm.generate([prompt], [sampling(name, len(tokens))], use_tqdm=False)

@@ -101,15 +101,18 @@ def on_runner(runner: str, serve: Callable[..., dict[str, Any]], heads: pathlib.
     return found
 
 
-@pytest.mark.parametrize("engine", ["model", "both", "preempted", "wrong"])
+@pytest.mark.parametrize("engine", ["model", "model preempted", "both", "preempted", "wrong"])
 def test_a_models_drafts_change_nothing(results: dict[str, Any], engine: str) -> None:
     assert_same_requests(results[engine]["requests"], results["plain"]["requests"])
 
 
-def test_a_model_alone_saves_steps(results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("engine", ["model", "model preempted"])
+def test_a_model_alone_saves_steps(results: dict[str, Any], engine: str) -> None:
     """Each step gives a row at least a token."""
-    num_tokens = sum(len(one["tokens"]) for one in results["model"]["requests"].values())
-    assert sum(step["rows"] for step in results["model"]["steps"]) < num_tokens
+    num_tokens = sum(len(one["tokens"]) for one in results[engine]["requests"].values())
+    steps = results[engine]["steps"]
+    assert sum(step["rows"] for step in steps) < num_tokens
+    assert any(step["preempted"] for step in steps) == (engine == "model preempted")
 
 
 def test_the_target_as_its_own_drafter_is_accepted_whole(results: dict[str, Any]) -> None:
@@ -148,19 +151,22 @@ def test_passes_are_left_out_where_the_gate_is_closed(results: dict[str, Any]) -
 
 def test_passes_are_left_out_where_they_do_not_pay(results: dict[str, Any]) -> None:
     """A wrong head's, in time made of passes: it keeps its first one, and a try now and then."""
-    counters, steps = results["wrong"]["counters"], results["wrong"]["steps"]
-    assert len(steps) < counters["num_model_passes"] < 2.4 * len(steps)  # all would be 2.6 times or more
+    num_late = len(results["wrong"]["steps"]) // 3  # behind the learning
+    num_passes = sum(results["wrong"]["passes"][-num_late:])
+    assert num_late < num_passes < 1.5 * num_late  # all would be 2 a step or more
 
 
-def test_a_row_ends_where_it_must(results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("engine", ["model", "both"])
+def test_a_row_ends_where_it_must(results: dict[str, Any], engine: str) -> None:
     """With drafts it comes to its most tokens, a stop string, and a weight sync that interrupts it."""
-    found, sampled = results["both"], results["plain"]["requests"]["sampled"]
+    found, sampled = results[engine], results["plain"]["requests"]["sampled"]
     assert found["interrupted"] == sampled["tokens"]
     stop, stopped = found["stop"], found["stopped"]
     assert stopped["end"] == ["stop", stop]
     assert stopped["text"] == sampled["text"].partition(stop)[0]
     assert stopped["tokens"] == sampled["tokens"][: len(stopped["tokens"])]
-    assert found["counters_behind"]["num_failed_steps"] == 0
+    if engine == "both":
+        assert found["counters_behind"]["num_failed_steps"] == 0
 
 
 @pytest.mark.parametrize(("engine", "plain"), [("mtp", "plain mtp"), ("eagle3", "plain")])
