@@ -36,7 +36,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "temperature": 0, "frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.1
     },
     "top_k": {"temperature": 1.2, "top_k": 6, "logprobs": 6},
-    "top_p": {"temperature": 1.2, "top_p": 0.1, "logprobs": 6},
+    "top_p": {"temperature": 1.2, "top_p": 0.5, "logprobs": 6},
     "allowed": {"allowed_token_ids": list(range(40, 120, 2))},
     "grammar": {"regex": "([a-d][!-+]){7,9}", "ignore_eos": False},
     "logprobs": {"logprobs": 2},
@@ -232,7 +232,7 @@ def graphs(manager: Any, mode: str) -> list[str]:
     from vllm.config import CUDAGraphMode
 
     settings = manager.compilation_config
-    settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = [1, 2, 4, 9, 18], 18
+    settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = [1, 2, 4, 9, 16, 18], 18
     manager._candidates.clear()
     manager.cudagraph_mode, manager._graphs_captured = CUDAGraphMode[mode], True
     manager._init_candidates()
