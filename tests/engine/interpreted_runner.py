@@ -31,7 +31,7 @@ OFF = {"additional_config": {"rollout_spec": {"method": "off"}}}
 REQUESTS: dict[str, dict[str, Any]] = {
     "unnamed": {},
     "greedy": {"temperature": 0},
-    "sampled": {"max_tokens": 40},
+    "sampled": {"max_tokens": 50},
     "penalties": {
         "temperature": 0, "frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.1
     },
