@@ -1,20 +1,19 @@
-"""thinking_token_budget in the row of another request: vLLM before 0.32 swaps what it counts wrongly."""
+"""thinking_token_budget in the row of another request: vLLM moves what it counts wrongly."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from typing import Any
 
 from rollout_spec.patches import Patch, guard_parameters, replace_function
 
 _PATCH = Patch(
     name="vllm-thinking-budget",
-    reason="with drafts and without, a request gets the end of another's reasoning: where two rows are "
-    "swapped of which one has a budget, the budget stays in its row too",
+    reason="with drafts and without, a request gets the end of another's reasoning: where it moves to the place "
+    "of one that has ended, whose budget stays there, or before 0.29 is swapped with one that has a budget",
     upstream="vllm/v1/sample/thinking_budget_state.py, ThinkingBudgetStateHolder.sync_batch",
-    until="sync_batch takes both rows out before it swaps them (0.32 does)",
+    until="sync_batch takes both rows' budgets out before it moves one, as vLLM's logits processors do",
 )
 
 
@@ -29,8 +28,6 @@ def mend_thinking_budget(module: Any) -> None:
     """
     holder = module.ThinkingBudgetStateHolder
     sync_batch = holder.sync_batch
-    if "state2 = self._state.pop(i2, None)" in inspect.getsource(sync_batch):
-        return
     guard_parameters(_PATCH, holder, "sync_batch", ("self", "batch_update"))
 
     @functools.wraps(sync_batch)
