@@ -33,7 +33,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled": {"max_tokens": 50},
     "penalties": {
-        "temperature": 0, "frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.1
+        "temperature": 0,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.2,
+        "repetition_penalty": 1.1,
     },
     "top_k": {"temperature": 1.2, "top_k": 6, "logprobs": 6},
     "top_p": {"temperature": 1.2, "top_p": 0.5, "logprobs": 6},
@@ -236,7 +239,6 @@ def graphs(manager: Any, mode: str) -> list[str]:
     manager._candidates.clear()
     manager.cudagraph_mode, manager._graphs_captured = CUDAGraphMode[mode], True
     manager._init_candidates()
-
 
     def graph(rows: list[int]) -> str:
         uniform = rows[0] if len({*rows}) == 1 else None

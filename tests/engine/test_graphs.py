@@ -34,7 +34,9 @@ def graphs(runner: Any, mode: str = "FULL_AND_PIECEWISE") -> list[str]:
     for keys in dispatcher.cudagraph_keys.values():
         keys.clear()
     query_len = runner.uniform_decode_query_len
-    sizes = [size for size in (1, 2, 4, 8, 9, 16, 18, 27, 36) if size % query_len == 0]  # as vLLM adjusts them
+    sizes = [
+        size for size in (1, 2, 4, 8, 9, 16, 18, 27, 36) if size % query_len == 0
+    ]  # as vLLM adjusts them
     settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = sizes, 36
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode[mode], query_len)
 
