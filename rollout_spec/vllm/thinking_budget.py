@@ -10,8 +10,8 @@ from rollout_spec.patches import Patch, guard_parameters, replace_function
 
 _PATCH = Patch(
     name="vllm-thinking-budget",
-    reason="with drafts and without, a request gets the end of another's reasoning: where it moves to "
-    "the place of one that has ended, whose budget stays there, or before 0.29 is swapped with one that has one",
+    reason="with drafts and without, a request gets the end of another's reasoning: where it takes the place "
+    "of one that has ended, whose budget stays there, or, before 0.29, is swapped with one that has a budget",
     upstream="vllm/v1/sample/thinking_budget_state.py, ThinkingBudgetStateHolder.sync_batch",
     until="sync_batch takes both rows' budgets out before it moves one, as vLLM's logits processors do",
 )
