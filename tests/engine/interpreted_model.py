@@ -26,7 +26,7 @@ from tests.engine.interpreted_runner import REQUESTS, late, run
 NUM_MODEL_TOKENS = 3
 REQUESTS |= {"one": {"temperature": 1.0, "max_tokens": 40}, "short": {"max_tokens": 12}}
 NAMES = (*REQUESTS,)
-REQUESTS |= {"long": {"max_tokens": 96}}  # so that passes are learned long before its end
+REQUESTS |= {"long": {"max_tokens": 160}}  # so that passes are learned long before its end
 AUTO = {"batch_threshold": "auto"}  # where time is virtual
 
 
