@@ -149,7 +149,7 @@ bench: dev ## time the native core
 	$(BIN)/rollout-spec bench native
 
 mutants: dev $(VENV)/mutants/.installed ## break the code in small ways: do tests see it? (MUTANTS="FILE ... native", MUTANT_JOBS=2)
-	$(BIN)/python benchmarks/mutants.py --jobs $(MUTANT_JOBS) $(MUTANTS)
+	$(BIN)/python lab/rollout_spec_lab/studies/mutants.py --jobs $(MUTANT_JOBS) $(MUTANTS)
 
 docs: $(VENV)/docs/.installed ## build the documentation into build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs --quiet build --strict

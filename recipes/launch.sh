@@ -42,8 +42,8 @@ prepare_demo() {
 import sys
 from pathlib import Path
 
-from rollout_spec.demo.data import make_data
-from rollout_spec.demo.model import make_model
+from rollout_spec_lab.demo.data import make_data
+from rollout_spec_lab.demo.model import make_model
 
 folder = Path(sys.argv[1])
 make_model(folder / "model")

@@ -71,7 +71,7 @@ class SpecConfig:
         MAX_SPECULATIVE_TOKENS,
     )
     min_survival: float = _option(
-        0.2,  # benchmarks/record/gate.md compares it with others, at step times of two CPU cores and of a GPU
+        0.2,  # lab/record/gate.md compares it with others, at step times of two CPU cores and of a GPU
         "end a draft where its estimated survival falls below this; unused with batch_threshold=auto",
         "you set `batch_threshold` to a number, and a verified token costs much (higher) or little (lower)",
         0.0,

@@ -16,8 +16,8 @@ import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-from rollout_spec.processes import descendants
-from rollout_spec.verl_cpu.checkpoint_engine import GlooCheckpointEngine
+from rollout_spec_lab.processes import descendants
+from rollout_spec_lab.verl_cpu.checkpoint_engine import GlooCheckpointEngine
 
 FAULT = "ROLLOUT_SPEC_TEST_FAULT"  # the environment variable that names it
 MARK = "The fault:"  # in the log

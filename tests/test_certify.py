@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency  # type: ignore[import-untyped]
 
-from rollout_spec.measure.certify_counts import (
+from rollout_spec.certify.counts import (
     CertifyError,
     Configuration,
     Pair,
@@ -17,7 +17,7 @@ from rollout_spec.measure.certify_counts import (
     untested,
     verdict,
 )
-from rollout_spec.measure.certify_numerics import (
+from rollout_spec.certify.numerics import (
     DISTRIBUTION_TOKENS,
     FALSE_ALARM_RATE,
     _chi_square,

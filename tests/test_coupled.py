@@ -134,7 +134,7 @@ def test_the_noise_is_uniform_and_independent() -> None:
 
 
 def test_the_stream_for_batteries_of_tests_is_the_noise() -> None:
-    script = Path(__file__).parents[1] / "benchmarks/noise.py"
+    script = Path(__file__).parents[1] / "lab/rollout_spec_lab/studies/noise.py"
     num = coupled.num_drawn(32_000)
     with subprocess.Popen([sys.executable, script, "9"], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

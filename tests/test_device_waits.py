@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rollout_spec import patches
-from rollout_spec.measure.gpu_check import WAITS
+from rollout_spec_lab.gpu_check.gpu_check import WAITS
 from rollout_spec.verification import blocks, coupled, noise, standard
 from rollout_spec.verification.transfers import fetched, sent
 from tests.accelerator import DEVICE, Accelerator

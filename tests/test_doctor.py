@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.measure import diagnosis
+from rollout_spec.certify import diagnosis
 from rollout_spec.vllm import features
 from tests.test_cli import run
 

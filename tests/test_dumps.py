@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 
 from rollout_spec.cli import main
 from rollout_spec.config import UserError
-from rollout_spec.report.dumps import read_rollouts
+from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import TraceError, to_line
 
 WORDS = ["?", "user", "p", "q", "a", "b", "c"]

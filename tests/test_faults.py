@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
-from rollout_spec.demo.data import make_data
-from rollout_spec.demo.runner import environment
-from rollout_spec.processes import descendants, last_error, started
-from rollout_spec.verl_cpu.workarounds import SYNC_TIMEOUT_S
+from rollout_spec_lab.demo.data import make_data
+from rollout_spec_lab.demo.runner import environment
+from rollout_spec_lab.processes import descendants, last_error, started
+from rollout_spec_lab.verl_cpu.workarounds import SYNC_TIMEOUT_S
 from tests import faults
 from tests.test_training import ROOT
 from tests.trainings import make_policy

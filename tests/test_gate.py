@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.costs import PROBE_EVERY, Ranks, Step
-from rollout_spec.drafting.gate import HYSTERESIS_STEPS, AutoGate, FixedGate, make_gate
-from rollout_spec.drafting.guard import GUARD_STEPS, GUARD_WINDOW, MIN_PAUSE, Guard
-from rollout_spec.drafting.passes import Passes
-from rollout_spec.drafting.step_cost import ENOUGH
+from rollout_spec.drafting.gate.costs import PROBE_EVERY, Ranks, Step
+from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS, AutoGate, FixedGate, make_gate
+from rollout_spec.drafting.gate.guard import GUARD_STEPS, GUARD_WINDOW, MIN_PAUSE, Guard
+from rollout_spec.drafting.gate.passes import Passes
+from rollout_spec.drafting.gate.step_cost import ENOUGH
 from rollout_spec.metrics import EngineCounters
 
 NUM_ROWS, K = 4, 8

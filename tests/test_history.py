@@ -18,7 +18,7 @@ from rollout_spec.drafting.history import (
 )
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded
-from rollout_spec.measure.replay import replay
+from rollout_spec.predict.replay import replay
 from rollout_spec.trace import Rollout
 from tests.text import int32
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_spec.drafting.passes import RETRY_EVERY, TRY_EVERY, Passes
+from rollout_spec.drafting.gate.passes import RETRY_EVERY, TRY_EVERY, Passes
 
 
 class Model:

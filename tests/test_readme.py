@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 RECIPES = sorted(ROOT.glob("recipes/*/README.md"))
-OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md", *sorted((ROOT / "benchmarks/record").glob("*.md"))]
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md", *sorted((ROOT / "lab/record").glob("*.md"))]
 
 # What is run elsewhere than as a line of .ci/run: a file, and the text in it that runs it.
 ELSEWHERE = {
     "rollout-spec bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 64 --step-ms 20": (
-        "tests/engine/test_bench_host.py",
+        "lab/tests/engine/test_bench_host.py",
         'main(["bench", "host", str(trace)',
     ),
     "rollout-spec replay rollout_data --tokenizer Qwen3-8B --output outputs/replay": (
@@ -31,11 +31,11 @@ ELSEWHERE = {
     "rollout-spec certify": ("tests/engine/test_certify.py", 'main(["certify", "--model", policy'),
     "rollout-spec bench native": ("tests/test_cli.py", 'run("bench", "native", "--json"'),
     "rollout-spec bench engine": (
-        "tests/engine/test_bench.py",
+        "lab/tests/engine/test_bench.py",
         'main(["bench", "engine", "--model", tiny_model',
     ),
     "rollout-spec gpu-check": (
-        "tests/engine/test_gpu_check.py",
+        "lab/tests/engine/test_gpu_check.py",
         'main(["gpu-check", "--model", chat_model',
     ),
     "make demo": (".ci/run", "make demo DEMO_ARGS=--quick"),

@@ -26,7 +26,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import load_extern_type
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.measure import roofline
+from rollout_spec.predict import roofline
 from rollout_spec.verl.check_config import MODES, CheckConfig, check_config
 from rollout_spec.verl.launch import verl_is_older
 from rollout_spec.verl.replay_buffer import BoundedReplayBuffer

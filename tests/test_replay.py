@@ -11,7 +11,7 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.config import SpecConfig
-from rollout_spec.measure.replay import ReplayResult, replay, replay_line
+from rollout_spec.predict.replay import ReplayResult, replay, replay_line
 from rollout_spec.trace import read_trace, to_line
 from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.cli.progress import ConsoleWatcher
-from rollout_spec.demo import runner
+from rollout_spec_lab.demo import runner
 from rollout_spec.report.logs import RunError
 from rollout_spec.report.page import (
     headline,

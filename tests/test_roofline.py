@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout_spec.measure.roofline import (
+from rollout_spec.predict.roofline import (
     DEVICES,
     Device,
     Host,
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/models/*.json"))}
 # No floor, links without latency: what is left are bytes and FLOPs.
 BARE = Device(1e12, 1e9, 1e12, 0.0, 1e8, 0.0, 1e7, 0.0)
-# What an engine gets of these, as benchmarks/record/roofline.md has it.
+# What an engine gets of these, as lab/record/roofline.md has it.
 FLOPS, BYTES_PER_S = 0.55e12, 0.85e9
 DENSE = Model(64, 2, 4, 2, 16, 128, 1000)
 SPARSE = dataclasses.replace(DENSE, num_experts=16, num_experts_per_token=2)
@@ -264,8 +264,8 @@ def test_a_layout_that_cannot_be(name, layout, message):
 
 
 def published():
-    """The pairs of benchmarks/roofline.py."""
-    spec = importlib.util.spec_from_file_location("roofline_benchmark", ROOT / "benchmarks/roofline.py")
+    """The pairs of lab/rollout_spec_lab/studies/roofline.py."""
+    spec = importlib.util.spec_from_file_location("roofline_benchmark", ROOT / "lab/rollout_spec_lab/studies/roofline.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

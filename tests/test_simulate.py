@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.costs import PROBE_EVERY
-from rollout_spec.drafting.gate import AutoGate
-from rollout_spec.measure.model_drafts import NO_TOKEN
-from rollout_spec.measure.simulate import (
+from rollout_spec.drafting.gate.costs import PROBE_EVERY
+from rollout_spec.drafting.gate.gate import AutoGate
+from rollout_spec.predict.model_drafts import NO_TOKEN
+from rollout_spec.predict.simulate import (
     Cluster,
     Engine,
     ModelDrafter,
@@ -25,7 +25,7 @@ from rollout_spec.measure.simulate import (
     rollouts_of,
     simulate,
 )
-from rollout_spec.measure.step_times import StepTimes, StepTimesError
+from rollout_spec.predict.step_times import StepTimes, StepTimesError
 from rollout_spec.trace import Proposals, Rollout, read_trace
 from tests.text import speak
 

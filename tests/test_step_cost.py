@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.drafting.step_cost import ENOUGH, KNOTS, StepCost
+from rollout_spec.drafting.gate.step_cost import ENOUGH, KNOTS, StepCost
 
 
 def learned(cost, nums_tokens, context=1000, repeats=100, noise=0.0):

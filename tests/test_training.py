@@ -14,11 +14,11 @@ from typing import NamedTuple
 import pytest
 
 from rollout_spec import trace
-from rollout_spec.demo.data import make_data
-from rollout_spec.demo.model import make_model
-from rollout_spec.demo.runner import METRICS_FILE, environment
+from rollout_spec_lab.demo.data import make_data
+from rollout_spec_lab.demo.model import make_model
+from rollout_spec_lab.demo.runner import METRICS_FILE, environment
 from rollout_spec.drafting.history import group_key, read_file
-from rollout_spec.processes import started
+from rollout_spec_lab.processes import started
 from rollout_spec.trace import Rollout, read_trace, trace_file
 from rollout_spec.verl.shared_history import FILE
 from tests.engine.conftest import close, new_engine, own_environment, token_ids
@@ -138,7 +138,7 @@ def test_siblings_are_served_by_one_engine(run: Run) -> None:
 def test_siblings_together_draft_better(run: Run) -> None:
     """On the text that the engines made, with its groups split and whole: there nothing is chance.
 
-    Between two steps of real sampling a difference of a few percent is; benchmarks/record/routing.md has it.
+    Between two steps of real sampling a difference of a few percent is; lab/record/routing.md has it.
     """
     half = NUM_SAMPLES // 2
     parts = [slice(half), slice(half, NUM_SAMPLES)]

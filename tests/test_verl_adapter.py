@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError
-from rollout_spec.report.dumps import read_rollouts
+from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, Rollout, read_trace, trace_file
 from rollout_spec.verl import launch
 from rollout_spec.vllm import SCHEDULER

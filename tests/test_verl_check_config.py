@@ -350,7 +350,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
 def test_a_broken_plugin_ends_a_run_that_asked_for_it() -> None:
     """verl would go on without the plugin, so what it raises must get past verl."""
     code = """
-from rollout_spec.verl_cpu import activation
+from rollout_spec_lab.verl_cpu import activation
 def fail(): raise RuntimeError("no such platform")
 activation.activate = fail
 import verl
@@ -374,7 +374,7 @@ def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
     def fail() -> None:
         raise RuntimeError("no such platform")
 
-    monkeypatch.setattr("rollout_spec.verl_cpu.activation.activate", fail)
+    monkeypatch.setattr("rollout_spec_lab.verl_cpu.activation.activate", fail)
     monkeypatch.setattr(launch, "failure", None)
     monkeypatch.setattr(sys, "argv", ["main_ppo", argument])
     monkeypatch.delenv(launch.ASKED_VARIABLE, raising=False)
@@ -428,7 +428,7 @@ from rollout_spec.verl.check_config import CheckConfig
 with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam"])
 assert config.trainer.device != "cpu" and PlatformRegistry.get("cpu") is None
-assert "rollout_spec.verl_cpu" not in sys.modules
+assert "rollout_spec_lab.verl_cpu" not in sys.modules
 CheckConfig().on_job_start(config)
 """
     done = run([sys.executable, "-c", code])

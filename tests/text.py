@@ -9,7 +9,7 @@ import numpy as np
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.corpus import CorpusBuilder
 from rollout_spec.drafting.history import History
-from rollout_spec.measure.replay import replay
+from rollout_spec.predict.replay import replay
 from rollout_spec.trace import Rollout
 
 

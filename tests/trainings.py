@@ -7,9 +7,9 @@ import json
 import pathlib
 import sys
 
-from rollout_spec.demo.data import make_data
-from rollout_spec.demo.model import make_model
-from rollout_spec.demo.runner import METRICS_FILE
+from rollout_spec_lab.demo.data import make_data
+from rollout_spec_lab.demo.model import make_model
+from rollout_spec_lab.demo.runner import METRICS_FILE
 from tests.test_training import execute
 from tests.tiny_vl import make_image
 

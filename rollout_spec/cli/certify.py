@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.measure.engine import model_drafter
+    from rollout_spec_lab.bench.engine import model_drafter
 
     rows = prompt_rows("--train-file", args.train_file, args.num_prompts, args.seed, "certify")
     for k, threshold in itertools.product(args.num_speculative_tokens, args.batch_thresholds):
@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the answer is on standard output
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from rollout_spec.cli.progress import counted
-    from rollout_spec.measure.certify import Plan, certify
-    from rollout_spec.measure.certify_counts import passed
+    from rollout_spec.certify.certify import Plan, certify
+    from rollout_spec.certify.counts import passed
 
     same = ("max_tokens", "top_k", "top_p", "seed", "dtype", "tolerance", "distribution_samples")
     plan = Plan(
@@ -130,8 +130,8 @@ def _distinct(values: list[Any]) -> list[Any]:
 
 def _score(rows: list[dict[str, Any]]) -> Callable[[int, str], dict[str, float]] | None:
     """The demo's reward and whether the answer is right; None for other tasks."""
-    from rollout_spec.demo.data import SOURCE
-    from rollout_spec.demo.reward import compute_score
+    from rollout_spec_lab.demo.data import SOURCE
+    from rollout_spec_lab.demo.reward import compute_score
 
     def score(prompt: int, text: str) -> dict[str, float]:
         row = rows[prompt]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 
 if TYPE_CHECKING:
-    from rollout_spec.measure.roofline import Host, Roofline
+    from rollout_spec.predict.roofline import Host, Roofline
     from rollout_spec.trace import Rollout
 
 # Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
@@ -64,7 +64,7 @@ def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
 
 def read(args: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Rollout]:
     """The rollouts of `add_rollouts_arguments`, or of some of its files."""
-    from rollout_spec.report.dumps import NAMES, read_rollouts
+    from rollout_spec.predict.dumps import NAMES, read_rollouts
 
     columns = {}
     for pair in filter(None, (args.columns or "").split(",")):
@@ -102,7 +102,7 @@ def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[R
         if args.model_tokens is not None:
             raise UserError("--model-tokens: belongs to --model-acceptance, recorded drafts have their own")
         return lines
-    from rollout_spec.measure.model_drafts import simulate_model
+    from rollout_spec.predict.model_drafts import simulate_model
 
     try:
         acceptance = [float(part) for part in args.model_acceptance.split(",")]
@@ -139,14 +139,14 @@ def add_runner_argument(group: argparse._ActionsContainer) -> None:
 
 def host(args: argparse.Namespace) -> Host:
     """What the device waits for where something drafts."""
-    from rollout_spec.measure.roofline import HOSTS
+    from rollout_spec.predict.roofline import HOSTS
 
     return HOSTS[args.runner or RUNNER]
 
 
 def roofline(args: argparse.Namespace, **further: Any) -> Roofline:
     """The step times of `add_device_arguments`; `further`: fields of a Roofline."""
-    from rollout_spec.measure.roofline import DEVICES, Model, Roofline
+    from rollout_spec.predict.roofline import DEVICES, Model, Roofline
 
     if args.model_config is None:
         raise UserError("--model-config: a prediction needs the policy's config.json")
@@ -202,7 +202,7 @@ def installed(command: str, methods: Sequence[str], require: Callable[[str], Non
     Args:
         require: raises MissingError for a method that needs something else.
     """
-    from rollout_spec.measure.drafters import MissingError
+    from rollout_spec_lab.bench.drafters import MissingError
 
     found: list[str] = []
     left_out: dict[str, list[str]] = {}
@@ -252,7 +252,7 @@ def needed_model_drafter(
     Raises:
         UserError: it is no drafter; a method needs one; nothing uses it.
     """
-    from rollout_spec.measure.engine import Method, model_drafter
+    from rollout_spec_lab.bench.engine import Method, model_drafter
 
     drafter = model_drafter(text, most) if text else None
     using = [label for label in labels if Method(label).has_model]
@@ -266,7 +266,7 @@ def needed_model_drafter(
 def model_folder(model: Path | None, dtype: str) -> str:
     """`--model`, a Hugging Face folder; the demo's, made where it is missing, for None."""
     if model is None:
-        from rollout_spec.demo.model import make_model
+        from rollout_spec_lab.demo.model import make_model
 
         return str(make_model(Path(f".cache/models/smollm2-{dtype}"), dtype=dtype))
     if not (model / "config.json").exists():
@@ -291,7 +291,7 @@ def default_dtype() -> str:
 def prompt_rows(option: str, file: Path | None, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
     """The first rows of the verl parquet file that `option` names; generated, as the demo's are, for None."""
     if file is None:
-        from rollout_spec.demo.data import make_rows
+        from rollout_spec_lab.demo.data import make_rows
 
         return make_rows(num_rows, seed, split)
     import pandas

@@ -10,7 +10,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 
-from rollout_spec.demo.runner import Watcher
+from rollout_spec_lab.demo.runner import Watcher
 from rollout_spec.report.runs import Step
 
 T = TypeVar("T")

@@ -72,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.progress import counted, tracked
     from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.drafting.native import BudgetExceeded
-    from rollout_spec.measure.outlook import outlook
-    from rollout_spec.measure.replay import replay
-    from rollout_spec.measure.simulate import Cluster, model_of
+    from rollout_spec.predict.outlook import outlook
+    from rollout_spec.predict.replay import replay
+    from rollout_spec.predict.simulate import Cluster, model_of
     from rollout_spec.report.outlook import headline, write_outlook
 
     config = SpecConfig.from_mapping(_options(args))

@@ -148,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.drafting.corpus import check_corpus
-    from rollout_spec.measure.simulate import Cluster, comes_back, copied, requests_of
+    from rollout_spec.predict.simulate import Cluster, comes_back, copied, requests_of
 
     spec = spec_options(args.spec, REFUSED)
     configs = _configs(args, spec)
@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _times(args: argparse.Namespace, longest: int) -> Any:
     """The step times; `longest`: tokens of the longest response."""
-    from rollout_spec.measure.step_times import StepTimes
+    from rollout_spec.predict.step_times import StepTimes
 
     if args.step_times is not None:
         given = [name for name in OF_ROOFLINE if getattr(args, name)]
@@ -202,8 +202,8 @@ def _times(args: argparse.Namespace, longest: int) -> Any:
 
 def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
     """The model whose drafts the lines have, if any."""
-    from rollout_spec.measure.simulate import model_of
-    from rollout_spec.measure.step_times import StepTimes
+    from rollout_spec.predict.simulate import model_of
+    from rollout_spec.predict.step_times import StepTimes
 
     of_pass: Any = getattr(times, "head", None)  # a table of step times has none
     if args.model_pass_ms is not None:
@@ -232,7 +232,7 @@ def _simulate(
 ) -> dict[str, Any]:
     """One cluster with each of the configurations, the first of which has no drafts; then with the model."""
     from rollout_spec.cli.progress import counted
-    from rollout_spec.measure.simulate import simulate
+    from rollout_spec.predict.simulate import simulate
 
     num_tokens = sum(len(response) for line in lines for response in line.responses[: cluster.group_size])
     runs = []

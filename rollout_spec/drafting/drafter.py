@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.costs import Ranks, Step
-from rollout_spec.drafting.gate import make_gate
+from rollout_spec.drafting.gate.costs import Ranks, Step
+from rollout_spec.drafting.gate.gate import make_gate
 from rollout_spec.drafting.groups import MAX_TOKENS_AT_ONCE, Groups, Member
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index

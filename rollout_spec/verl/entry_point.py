@@ -29,7 +29,7 @@ def _load() -> None:
 
     hydra_plugin.install()
     if launch.asks_for_cpu_platform():
-        from rollout_spec.verl_cpu import activation
+        from rollout_spec_lab.verl_cpu import activation
 
         activation.activate()
     when_imported("verl.workers.rollout.replica", _register_replica)

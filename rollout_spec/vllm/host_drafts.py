@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
 
-from rollout_spec.drafting.costs import Ranks
+from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.vllm.options import num_model_tokens
 from rollout_spec.vllm.proposer import SuffixProposer

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from rollout_spec.drafting.costs import Ranks
+from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.patches import Patch, replace_function
 
 _WATCH = Patch(

@@ -101,7 +101,7 @@ def chat_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str
 @pytest.fixture(scope="session")
 def policy() -> str:
     """The demo's pretrained policy in float32."""
-    from rollout_spec.demo.model import make_model
+    from rollout_spec_lab.demo.model import make_model
 
     return str(make_model(pathlib.Path(".cache/models/smollm2-float32"), dtype="float32"))
 

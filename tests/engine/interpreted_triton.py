@@ -11,7 +11,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-import rollout_spec.measure.triton_on_cpu
+import rollout_spec_lab.bench.triton_on_cpu
 
 import numpy as np
 import torch

@@ -19,7 +19,7 @@ SMALL = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
 
 
 def tiny_plan(model: str, **changes: Any) -> Any:
-    from rollout_spec.measure.certify import Plan
+    from rollout_spec.certify.certify import Plan
 
     prompts = [[5, 6, 7, 8 + i] * 4 for i in range(3)]
     settings = {
@@ -140,7 +140,7 @@ def test_near_ties_are_explained_and_log_probabilities_compared(
     """With drafts every logit is wrong by 0.003 at most, as numerics may have it, only more so."""
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
-    from rollout_spec.measure import certify as vllm_certify
+    from rollout_spec.certify import certify as vllm_certify
 
     engine, compute_logits = vllm_certify.engine, LlamaForCausalLM.compute_logits
     error = 0.003 * torch.sin(torch.arange(VOCAB_SIZE) * 1.7)
@@ -165,7 +165,7 @@ def test_near_ties_are_explained_and_log_probabilities_compared(
 
 
 def test_a_model_that_drafts_beside_the_text_is_certified(tiny_model: str, tmp_path: pathlib.Path) -> None:
-    from rollout_spec.measure.certify import certify
+    from rollout_spec.certify.certify import certify
 
     alike = make_tiny("Llama", tmp_path)
     drafter = {"method": "draft_model", "model": alike, "num_speculative_tokens": 2}
@@ -177,8 +177,8 @@ def test_a_model_that_drafts_beside_the_text_is_certified(tiny_model: str, tmp_p
 
 def test_a_wrong_distribution_is_not_certified(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Standard verification that accepts draft tokens too often: right tokens, wrong frequencies."""
-    from rollout_spec.measure.certify import certify
-    from rollout_spec.measure.certify_counts import passed
+    from rollout_spec.certify.certify import certify
+    from rollout_spec.certify.counts import passed
     from rollout_spec.verification import standard
 
     accepted = standard._accepted

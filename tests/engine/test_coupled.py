@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_spec.measure.certify_numerics import p_values
+from rollout_spec.certify.numerics import p_values
 from tests.engine.conftest import VOCAB_SIZE, proposer_of, token_ids
 
 KEY = "rollout_spec_key"  # what a user writes; importing it would import vllm too early
@@ -209,7 +209,7 @@ def test_doctor_fails_where_an_engine_patch_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, patch: str
 ) -> None:
     from rollout_spec.cli import main
-    from rollout_spec.measure import diagnosis
+    from rollout_spec.certify import diagnosis
 
     monkeypatch.setattr(diagnosis, "PROBES", [("engine patches", diagnosis._engine_patches)])
     assert main(["doctor"]) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_spec.measure.certify_numerics import p_values
+from rollout_spec.certify.numerics import p_values
 from rollout_spec.vllm.thinking_budget import mend_thinking_budget
 from tests.engine.conftest import VOCAB_SIZE, proposer_of, token_ids
 

@@ -1,0 +1,388 @@
+"""Drafters side by side on recorded rollouts: every method sees the same steps, in turn, in one run.
+
+The simulated verifier is that of `replay`: the responses of a line decode in lockstep, and a draft token is
+accepted exactly when it equals the recorded one. vLLM's `ngram` and `suffix` are driven through the
+code that its engine runs (vllm.v1.spec_decode; arctic_inference.suffix_decoding), `suffix_gpu` through its
+package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.drafting.history import History, group_key
+from rollout_spec.drafting.native import Int32Array
+from rollout_spec.predict.replay import IndexProposer, LineProposals, Proposer, ReplayResult, replay_line
+from rollout_spec.trace import Rollout
+
+SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
+SUFFIX: dict[str, dict[str, float]] = {  # but for depth and factor of the tuned one, vLLM's defaults
+    name: {
+        "max_tree_depth": depth,
+        "max_spec_factor": factor,
+        "min_token_prob": 0.1,
+        "max_cached_requests": 10_000,
+    }
+    for name, depth, factor in (("suffix_server", 24, 1.0), ("suffix_server_tuned", 64, 4.0))
+}
+SUFFIX_GPU_PACKAGE = "suffix-gpu==0.1.3"
+# Factor and price as vLLM's `suffix`; a delta that a CPU searches in milliseconds; the rest is its own.
+SUFFIX_GPU = {"max_spec_factor": 1.0, "min_token_prob": 0.1, "delta_capacity": 1 << 12}
+NGRAM = (2, 5)
+OF_MODELS = ("model", "choose", "sam+model")
+PRICED = ("sam", "choose", "sam+model")
+NUM_HALVINGS = 8
+FIGURES = ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step")
+
+
+class MissingError(UserError):
+    """A method needs a package that is not installed."""
+
+
+def require_arctic_inference() -> None:
+    """Raise MissingError where what vLLM's `suffix` runs on is not installed."""
+    try:
+        import arctic_inference.suffix_decoding  # noqa: F401
+    except ImportError as error:
+        raise MissingError(
+            f"vLLM's suffix needs {SUFFIX_PACKAGE}: pip install 'rollout-spec[bench]', or faster as "
+            f"docs/tools/bench.md describes ({error})"
+        ) from error
+
+
+def require(method: str) -> None:
+    """Import the packages that a method runs on.
+
+    Raises:
+        MissingError: one is not installed; the message says how it installs.
+    """
+    if method in SUFFIX:
+        require_arctic_inference()
+    if method == "suffix_gpu":
+        try:
+            import suffix_gpu  # noqa: F401
+        except ImportError as error:
+            raise MissingError(f"suffix_gpu: pip install {SUFFIX_GPU_PACKAGE} ({error})") from error
+    if method in SUFFIX or method == "ngram":
+        try:
+            import rollout_spec_lab.bench.vllm_drafters  # noqa: F401
+        except ImportError as error:
+            raise MissingError(
+                f"the methods ngram and suffix* are vLLM's, `pip install vllm==0.24.0` ({error})"
+            ) from error
+
+
+@dataclasses.dataclass
+class Batch:
+    """The rows of an engine's step; the names are those of vLLM's InputBatch."""
+
+    req_ids: list[str]
+    num_prompt_tokens: Int32Array
+    """[n]"""
+    token_ids_cpu: Int32Array
+    """[n, L]"""
+    num_tokens_no_spec: Int32Array
+    """[n], the tokens that each row has."""
+
+    def __post_init__(self) -> None:
+        self.req_id_to_index = {name: i for i, name in enumerate(self.req_ids)}
+
+
+class Off(Proposer):
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        return np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32)
+
+
+class Suffix:
+    """vLLM's `suffix` as a server runs it: its proposer, on one cache of ArcticInference for all lines.
+
+    That cache is its history: `start` needs no earlier responses.
+
+    Args:
+        method: of SUFFIX.
+        k: num_speculative_tokens.
+    """
+
+    def __init__(self, method: str, k: int) -> None:
+        require(method)
+        from rollout_spec_lab.bench.vllm_drafters import suffix_proposer
+
+        self._k = k
+        self._num_requests = 0
+        self.proposer = suffix_proposer(k, **SUFFIX[method])
+
+    @property
+    def cache(self) -> Any:
+        return self.proposer.suffix_cache
+
+    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
+        num_rows = len(line.responses)
+        self._names = [str(self._num_requests + i) for i in range(num_rows)]
+        self._num_requests += num_rows
+        self._num_prompt_tokens = np.full(num_rows, len(line.prompt_token_ids), np.int32)
+        self._levels = self._num_prompt_tokens.copy()
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        sampled: list[list[int]] = [[] for _ in self._names]  # an absent row: as one that prefills
+        for row, level in zip(rows, levels, strict=True):
+            sampled[row] = token_ids[row, self._levels[row] : level].tolist()
+            self._levels[row] = level
+        batch = Batch(self._names, self._num_prompt_tokens, token_ids, self._levels)
+        proposed = self.proposer.propose(self._k, batch, sampled)
+        drafts = np.zeros((len(rows), self._k), np.int32)
+        numbers = np.zeros(len(rows), np.int32)
+        for i, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+            draft = proposed[row][:budget]
+            numbers[i] = len(draft)
+            drafts[i, : len(draft)] = draft
+        return drafts, numbers
+
+    def finish(self) -> None:
+        none = np.empty(0, np.int32)
+        self.proposer.propose(self._k, Batch([], none, none[None], none), [])  # stops all requests
+
+
+class Ngram(Proposer):
+    """vLLM's `ngram` (prompt lookup), its numba code, for matches of 5 to 2 tokens."""
+
+    def __init__(self, k: int) -> None:
+        require("ngram")
+        from rollout_spec_lab.bench.vllm_drafters import batch_propose_numba
+
+        self._propose, self._k = batch_propose_numba, k
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        num_tokens = np.zeros(len(token_ids), np.int32)
+        num_tokens[rows] = levels
+        drafts = np.zeros((len(token_ids), self._k), np.int32)
+        numbers = np.zeros(len(token_ids), np.int32)
+        wanted = [int(row) for row, budget in zip(rows, budgets, strict=True) if budget]
+        if wanted:
+            longest = token_ids.shape[1]
+            self._propose(wanted, num_tokens, token_ids, *NGRAM, longest, self._k, drafts, numbers)
+        return drafts[rows], np.minimum(numbers[rows], budgets)
+
+
+class Oracle(Proposer):
+    """The bound: the longest continuation after the last token that the group's text holds, chosen knowing
+    what comes. `token_ids` must hold the whole responses, as the replay's does."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+
+    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
+        prompt = line.prompt_token_ids
+        self._grams: set[tuple[int, ...]] = set()
+        self._levels = [len(prompt)] * len(line.responses)
+        for text in [prompt, *(np.concatenate([prompt, response]) for response in earlier)]:
+            self._add(text.tolist(), 1)
+
+    def _add(self, text: list[int], first: int) -> None:
+        for end in range(first + 1, len(text) + 1):
+            for length in range(2, min(self._k + 1, end) + 1):
+                self._grams.add(tuple(text[end - length : end]))
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        for row, level in zip(rows.tolist(), levels.tolist(), strict=True):
+            begin = max(0, self._levels[row] - self._k - 1)
+            text = token_ids[row, begin:level].tolist()
+            self._add(text, self._levels[row] - begin)
+            self._levels[row] = level
+        drafts = np.zeros((len(rows), self._k), np.int32)
+        numbers = np.zeros(len(rows), np.int32)
+        for i, (row, level, budget) in enumerate(zip(rows, levels, budgets, strict=True)):
+            future = token_ids[row, level - 1 : level + min(self._k, int(budget))].tolist()
+            while numbers[i] + 1 < len(future) and tuple(future[: numbers[i] + 2]) in self._grams:
+                numbers[i] += 1
+            drafts[i, : numbers[i]] = future[1 : numbers[i] + 1]
+        return drafts, numbers
+
+
+class Model(Proposer):
+    """The line's model alone: all that it drafts."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+
+    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
+        self._proposals = LineProposals(line, self._k)
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        tokens = self._proposals.at(rows, levels).tokens[rows]
+        numbers = np.logical_and.accumulate(tokens >= 0, axis=1).sum(axis=1)
+        return tokens, np.minimum(numbers, budgets).astype(np.int32)
+
+
+class Choose(IndexProposer):
+    """The draft of the suffix index or the model's: the one that gains more by expectation, less its price.
+
+    A token of the model is expected to be right as often as those as deep in a draft were, behind right ones.
+    """
+
+    def __init__(self, config: SpecConfig) -> None:
+        super().__init__(config)
+        self._model_alone = Model(config.num_speculative_tokens)
+        self._num_right = np.ones(config.num_speculative_tokens)
+        self._num_seen = 2 * self._num_right
+
+    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
+        super().start(line, earlier)
+        self._model_alone.start(line, earlier)
+
+    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+        drafts, survivals, numbers = (each.copy() for each in self.propose(rows, token_ids, levels, budgets))
+        tokens, nums_of_model = self._model_alone.step(rows, token_ids, levels, budgets)
+        gains = np.cumprod(self._num_right / self._num_seen)[: tokens.shape[1]] - self.price
+        for i, most in enumerate(nums_of_model.tolist()):
+            worth = gains[:most][gains[:most] >= 0]
+            if worth.sum() > (survivals[i, : numbers[i]] - self.price).sum():
+                numbers[i] = len(worth)
+                drafts[i, : len(worth)] = tokens[i, : len(worth)]
+            self._learn(tokens[i, :most], token_ids[rows[i], levels[i] : levels[i] + most])
+        return drafts, numbers
+
+    def _learn(self, tokens: Int32Array, sampled: Int32Array) -> None:
+        for depth, is_right in enumerate(tokens == sampled):
+            self._num_seen[depth] += 1
+            self._num_right[depth] += is_right
+            if not is_right:
+                return
+
+
+def make_proposer(method: str, config: SpecConfig) -> Proposer:
+    """The drafter of a method, with the options that it takes.
+
+    Raises:
+        MissingError: the method needs a package that is not installed.
+    """
+    k = config.num_speculative_tokens
+    if method in SUFFIX:
+        return Suffix(method, k)
+    if method == "suffix_gpu":
+        require(method)
+        from rollout_spec_lab.bench.suffix_gpu import SuffixGPU
+
+        return SuffixGPU(k, **SUFFIX_GPU)
+    if method == "ngram":
+        return Ngram(k)
+    if method in ("sam", "sam+model"):
+        return IndexProposer(config, mixes=method == "sam+model")
+    if method == "choose":
+        return Choose(config)
+    if method == "model":
+        return Model(k)
+    return Oracle(k) if method == "oracle" else Off()
+
+
+def all_runs(
+    methods: Sequence[str],
+    config: SpecConfig,
+    ks: Sequence[int],
+    histories: Sequence[int],
+    prices: Sequence[float],
+) -> list[tuple[str, SpecConfig]]:
+    """Every combination for `measure`; those that are not PRICED run once."""
+    return [
+        (
+            method,
+            dataclasses.replace(config, num_speculative_tokens=k, history=history, min_survival=price),
+        )
+        for history in histories
+        for k in ks
+        for method in methods
+        for price in (prices if method in PRICED else prices[:1])
+    ]
+
+
+def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) -> list[dict[str, Any]]:
+    """Replay a trace with every method and its options, line by line in turn.
+
+    Args:
+        lines: for OF_MODELS with a model's drafts.
+        runs: methods, each with its options. Of these `sam` takes those that `replay` takes, all take
+            num_speculative_tokens and history, the responses of a line's group in lines before.
+
+    Returns:
+        One result per run, in their order: FIGURES; min_survival, None but of PRICED; equal_drafts, None.
+
+    Raises:
+        MissingError: a method needs a package that is not installed.
+    """
+    drafters = [make_proposer(method, config) for method, config in runs]
+    results = [ReplayResult() for _ in runs]
+    histories = {config.history: History(config.history, config.max_index_bytes) for _, config in runs}
+    for line in lines:
+        key = group_key(line.group)
+        for (_, config), drafter, result in zip(runs, drafters, results, strict=True):
+            earlier = histories[config.history].get(key)
+            replay_line(drafter, line, earlier, config.num_speculative_tokens, result)
+        for num_responses, history in histories.items():
+            for response in line.responses if num_responses else ():
+                history.add(key, response)
+    return [_result(*run, result) for run, result in zip(runs, results, strict=True)]
+
+
+def _result(method: str, config: SpecConfig, result: ReplayResult) -> dict[str, Any]:
+    return {
+        "method": method,
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "history": config.history,
+        "min_survival": config.min_survival if method in PRICED else None,
+        "equal_drafts": None,
+        **{figure: getattr(result, figure) for figure in FIGURES},
+    }
+
+
+def at_equal_drafts(lines: Sequence[Rollout], config: SpecConfig, baseline: dict[str, Any]) -> dict[str, Any]:
+    """The result of `sam` at about the least price at which it drafts no more than a baseline.
+
+    One price is not the same number of draft tokens in every text; at equal numbers drafters compare. The
+    price is chosen knowing the whole trace.
+
+    Args:
+        lines: of the trace.
+        config: options of `sam`, but for K and history, which are the baseline's.
+        baseline: a result of `measure`; the result has its method as equal_drafts.
+    """
+
+    def at(price: float) -> dict[str, Any]:
+        options = {name: baseline[name] for name in ("num_speculative_tokens", "history")}
+        [result] = measure(lines, [("sam", dataclasses.replace(config, min_survival=price, **options))])
+        return result | {"equal_drafts": baseline["method"]}
+
+    low, high, found = 0.0, 1.0, None  # square roots of prices, of which there are more near 0
+    for _ in range(NUM_HALVINGS):
+        root = (low + high) / 2
+        result = at(root**2)
+        if result["draft_tokens_per_step"] <= baseline["draft_tokens_per_step"]:
+            high, found = root, result
+        else:
+            low = root
+    return found or at(1.0)
+
+
+def over_baselines(
+    result: dict[str, Any], results: Sequence[dict[str, Any]]
+) -> dict[str, tuple[float, float]]:
+    """Tokens and draft tokens per step of a result over those of each of SUFFIX with the same K and history.
+
+    Args:
+        results: of one trace; a method that is not among them, or drafted nothing, has no ratios.
+    """
+    setting = ("num_speculative_tokens", "history")
+    same = [
+        other
+        for other in results
+        if other["method"] in SUFFIX
+        and all(other[name] == result[name] for name in setting)
+        and other["draft_tokens_per_step"]
+    ]
+    tokens, drafted = FIGURES[:2]
+    return {
+        other["method"]: (result[tokens] / other[tokens], result[drafted] / other[drafted]) for other in same
+    }

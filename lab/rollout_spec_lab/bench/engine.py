@@ -1,0 +1,318 @@
+"""Whole rollouts side by side: the load, the methods, and one engine after the other.
+
+Knows neither torch nor vLLM: `engine_worker` serves a rollout in a process of its own, and `timeline` reads
+what its steps say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.config import ConfigError, SpecConfig, UserError, parse_threshold
+from rollout_spec_lab.bench.drafters import require_arctic_inference
+from rollout_spec.certify.environment import environment
+from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
+from rollout_spec_lab.processes import last_error, started
+from rollout_spec.vllm import OPTIONS_KEY, speculative_config
+from rollout_spec.vllm.options import MODEL_METHODS
+
+MIN_RESPONSE_TOKENS = 8
+RANDOM_PROMPT_TOKENS = 64
+WORKER = "rollout_spec_lab.bench.engine_worker"
+
+Served = dict[str, list[dict[str, Any]]]
+"""By method what `engine_worker.run` gave of each repeat."""
+
+
+class EngineError(UserError):
+    """An engine has failed; the message holds its last error."""
+
+
+class TimeLimitError(EngineError):
+    """It has not ended in the time that it had."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One competitor.
+
+    `off` is plain vLLM, `off:coupled` the same with the noise of verify=coupled, `ngram` and `suffix` are
+    vLLM's own drafters, `sam` is ours, `sam:N` and `sam:auto` ours with that `batch_threshold`. `model` is a
+    model's drafts with verify=coupled, `sam+model`, which takes thresholds too, ours beside it.
+
+    Raises:
+        ConfigError: there is no such method, or it takes no such variant.
+    """
+
+    label: str
+
+    def __post_init__(self) -> None:
+        if self.label in ("off", "off:coupled", "ngram", "suffix", "model"):
+            return
+        if not self.is_ours:
+            raise ConfigError(
+                f"method {self.label!r}: must be off, off:coupled, ngram, suffix, model, sam, sam+model, "
+                "sam:THRESHOLD or sam+model:THRESHOLD"
+            )
+        self.options({})
+
+    @property
+    def name(self) -> str:
+        return self.label.partition(":")[0]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name in ("sam", "sam+model")
+
+    @property
+    def has_model(self) -> bool:
+        return self.name in ("model", "sam+model")
+
+    def options(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of `rollout.spec` for ours: those given, and the method's threshold."""
+        _, _, threshold = self.label.partition(":")
+        options = dict(spec)
+        if threshold:
+            options["batch_threshold"] = parse_threshold(threshold)
+        SpecConfig.from_mapping(options)
+        return options
+
+
+def model_drafter(text: str, most: int) -> dict[str, Any]:
+    """vLLM's `speculative_config` of METHOD:MODEL:NUMBER; without MODEL, of the policy's own head.
+
+    Args:
+        most: draft tokens of a row.
+
+    Raises:
+        UserError: it is no such text, or MODEL is no model.
+    """
+    (method, _, rest), (_, _, given) = text.partition(":"), text.rpartition(":")
+    model = rest.removesuffix(given).removesuffix(":")
+    is_number = given.isascii() and given.isdigit() and 1 <= int(given) <= most
+    if method not in MODEL_METHODS or not is_number or not (model or method == "mtp"):
+        raise UserError(
+            f"--model-drafter {text}: must be METHOD:MODEL:NUMBER, METHOD one of {', '.join(MODEL_METHODS)}, "
+            f"MODEL a folder, but for mtp, NUMBER the tokens that it drafts, 1 to {most}, a row's most"
+        )
+    if model and not (Path(model) / "config.json").is_file():
+        raise UserError(f"--model-drafter {text}: no Hugging Face folder (config.json is missing)")
+    found: dict[str, Any] = {"method": method, "num_speculative_tokens": int(given)}
+    return found | ({"model": model} if model else {})
+
+
+def drafting_arguments(
+    options: Mapping[str, Any], drafter: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """vLLM's arguments for fields of `rollout.spec`; with a drafter of `model_drafter`, beside that model."""
+    num_speculative_tokens = SpecConfig(**options).num_speculative_tokens
+    if drafter is None:
+        speculative, options = speculative_config(num_speculative_tokens), dict(options)
+    else:
+        speculative = {**drafter, "num_speculative_tokens": num_speculative_tokens}
+        options = {**options, "model_tokens": drafter["num_speculative_tokens"]}
+    return {"speculative_config": speculative, "additional_config": {OPTIONS_KEY: options}}
+
+
+def require(method: str) -> None:
+    """Raise MissingError where a method needs more than vLLM, and that is not installed."""
+    if method == "suffix":
+        require_arctic_inference()
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Requests shaped like GRPO's: groups of samples of one prompt, a few of them much longer than the rest.
+
+    Args:
+        prompts: token ids of each prompt.
+        group_size: samples of each prompt.
+        median_tokens, sigma: of the log-normal distribution that response lengths are drawn from. Every
+            request generates exactly its length, whatever the method: ends of text are ignored.
+        max_tokens: no response is longer.
+        natural_ends: responses end where the model ends them, or at `max_tokens`; the method changes lengths.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    group_size: int = 8
+    median_tokens: float = 96.0
+    sigma: float = 0.9
+    max_tokens: int = 512
+    natural_ends: bool = False
+    temperature: float = 1.0
+    seed: int = 0
+
+    def requests(self, repeat: int) -> list[dict[str, Any]]:
+        """The requests of one repeat, the same for every method, siblings next to each other.
+
+        Returns:
+            Of each: `prompt`, the number of its prompt; `max_tokens`; `name`, which keys its noise.
+        """
+        number = len(self.prompts) * self.group_size
+        lengths = np.full(number, self.max_tokens)
+        if not self.natural_ends:
+            rng = np.random.default_rng([self.seed, repeat])
+            drawn = self.median_tokens * np.exp(self.sigma * rng.standard_normal(number))
+            lengths = np.clip(drawn.astype(int), min(MIN_RESPONSE_TOKENS, self.max_tokens), self.max_tokens)
+        return [
+            {
+                "prompt": i // self.group_size,
+                "max_tokens": int(length),
+                "name": ["bench", self.seed, repeat, i // self.group_size, i % self.group_size],
+            }
+            for i, length in enumerate(lengths)
+        ]
+
+
+def random_prompts(number: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Prompts without any structure: token ids drawn alike from the whole vocabulary."""
+    rng = np.random.default_rng([seed, vocab_size])
+    return rng.integers(0, vocab_size, (number, RANDOM_PROMPT_TOKENS)).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is served, by which methods, in which engines."""
+
+    load: Load
+    methods: Sequence[str]  # labels of `Method`; the others are compared with the first
+    model: str
+    dtype: str
+    engine: Mapping[str, Any]  # further arguments of vLLM's
+    spec: Mapping[str, Any]  # fields of `rollout.spec` for sam
+    num_speculative_tokens: int | None = None  # None: each method's default
+    model_drafter: Mapping[str, Any] | None = None  # of `model_drafter`, for the methods that have one
+    repeats: int = 3
+    tail_threshold: int = 8  # the tail comes behind the last step with more running requests
+
+    def job(self, repeat: int, method: str) -> dict[str, Any]:
+        """What `engine_worker.run` takes."""
+        load = self.load
+        names = ("model", "dtype", "engine", "spec", "num_speculative_tokens", "model_drafter")
+        return {name: getattr(self, name) for name in names} | {
+            "method": method, "seed": load.seed + repeat, "prompts": load.prompts,
+            "requests": load.requests(repeat), "temperature": load.temperature,
+            "natural_ends": load.natural_ends,
+        }  # fmt: skip
+
+
+def rollouts(
+    plan: Plan, folder: Path, tracked: Callable[[list[Any]], Iterable[Any]] = iter
+) -> Iterator[Served]:
+    """Every method once a repeat, each time another one first; after each repeat, what was served so far.
+
+    Before that, the first method serves the first load once for nothing: the first rollout of a run
+    was found slow.
+
+    Args:
+        folder: where an engine's files lie while it runs, and stay if it fails.
+        tracked: shows progress through the rollouts.
+
+    Raises:
+        EngineError: an engine has failed.
+    """
+    methods = plan.methods
+    turns = [
+        (repeat, methods[(repeat + i) % len(methods)])
+        for repeat in range(plan.repeats)
+        for i in range(len(methods))
+    ]
+    served: Served = {method: [] for method in methods}
+    for i, (repeat, method) in enumerate(tracked([turns[0], *turns])):
+        result = answer(WORKER, plan.job(repeat, method), method, folder)
+        if i == 0:
+            continue
+        served[method].append(result)
+        if all(len(done) > repeat for done in served.values()):
+            yield served
+
+
+def recorded(plan: Plan, folder: Path) -> dict[str, Any]:
+    """The first repeat's `responses`, each token with what the model drafts behind it (`proposals`).
+
+    Raises:
+        EngineError: the engine has failed.
+    """
+    method = f"sam+model:{plan.engine['max_num_seqs']}"  # whose gate is always open
+    return answer(WORKER, plan.job(0, method) | {"records": True}, method, folder)
+
+
+def answer(
+    worker: str, job: Mapping[str, Any], name: str, folder: Path, seconds: float | None = None
+) -> dict[str, Any]:
+    """What `python -m WORKER JOB RESULT` says of a job, in a process of its own.
+
+    Args:
+        name: of the job, for messages.
+        seconds: that it may take; None: any.
+
+    Raises:
+        EngineError: it has failed; job and log stay in `folder`.
+        TimeLimitError: it has taken longer.
+    """
+    task, result, log = (folder / file for file in ("job.json", "result.json", "engine.log"))
+    task.write_text(json.dumps(job))
+    result.unlink(missing_ok=True)
+    env = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that its drafter can be watched
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+    with started([sys.executable, "-m", worker, str(task), str(result)], log, env) as process:
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeLimitError(f"{name}: not done after {seconds:.0f} s") from None
+    if code:
+        raise EngineError(f"{name}: its process ended with code {code}: {last_error(log)}")
+    found = json.loads(result.read_text())
+    for file in (task, result, log):
+        file.unlink()
+    return found
+
+
+def reply(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """What a worker does with the job of `answer`, whose files are on its command line."""
+    job, result = map(Path, sys.argv[1:])
+    result.write_text(json.dumps(run(json.loads(job.read_text()))))
+
+
+def make_record(plan: Plan, served: Served) -> dict[str, Any]:
+    """What `rollout-spec bench engine --json` prints, but for the names of the load."""
+    lines = {method: [Timeline(**one["timeline"]) for one in served[method]] for method in plan.methods}
+    runs: dict[str, list[dict[str, Any]]] = {
+        method: [
+            measure(line, plan.tail_threshold) | {name: one[name] for name in ("draft_cpu_s", "counters")}
+            for line, one in zip(lines[method], served[method], strict=True)
+        ]
+        for method in plan.methods
+    }
+    # vLLM's other drafters take time of their own in each step.
+    comparable = [line for method in plan.methods if Method(method).name in ("off", "sam")
+                  for line in lines[method]]  # fmt: skip
+    load = dataclasses.asdict(plan.load)
+    return {
+        "environment": environment(),
+        "engines": {method: served[method][0]["settings"] for method in plan.methods},
+        "load": load | {
+            "num_prompts": len(load.pop("prompts")),
+            "max_num_seqs": plan.engine["max_num_seqs"],
+            "dtype": plan.dtype,
+            "repeats": len(served[plan.methods[0]]),
+            "tail_threshold": plan.tail_threshold,
+        },
+        "num_speculative_tokens": plan.num_speculative_tokens,
+        "model_drafter": plan.model_drafter,
+        "spec": plan.spec,
+        "results": summarise(runs),
+        "step_times": step_times(comparable),
+    }  # fmt: skip

@@ -1,0 +1,269 @@
+"""One rollout in a fresh engine and process: `python -m rollout_spec_lab.bench.engine_worker JOB RESULT`.
+
+Every method is watched in the same way: by vLLM's own statistics of a step, one clock, and a clock around
+its drafter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.gate.costs import Ranks
+from rollout_spec.drafting.index import ModelDrafts
+from rollout_spec_lab.bench.engine import Method, drafting_arguments, reply
+from rollout_spec_lab.bench.timeline import Timeline
+from rollout_spec.metrics import EngineCounters
+from rollout_spec.vllm import OPTIONS_KEY
+from rollout_spec.vllm.checks import runner_v2_misfit
+from rollout_spec.vllm.keys import KEY
+from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
+
+# vLLM asks for all three and has a default for none. 8 draft tokens, as in earlier records: what sam drafts
+# by default is no measure for ngram, which drafts that many in every step.
+NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 8}
+WARM_UP_TOKENS = 8
+
+
+class Watch:
+    """The engine's only statistics logger, and the clock around its drafter."""
+
+    def __init__(self, engine: Any) -> None:
+        core = engine.engine_core.engine_core  # the engine is in this process
+        runner = core.model_executor.driver_worker.worker.model_runner
+        ours = proposer_of(runner)
+        self._is_ours = ours is not None
+        self._drafter: Any = ours or getattr(runner, "drafter", None)
+        if self._drafter is not None:
+            name = "step" if self._is_ours else "propose"  # what both model runners call
+            setattr(self._drafter, name, self._timed(getattr(self._drafter, name)))
+        # In place of vLLM's own loggers, which cost a step as much as a small model does.
+        engine.logger_manager.stat_loggers[:] = [self]
+        self.counters = EngineCounters()
+        self.start()
+
+    def start(self) -> None:
+        self.take_counters()
+        self.timeline = Timeline()
+        self.counters = EngineCounters()
+        self.draft_cpu_s = 0.0
+        self._is_on = False
+        self._last = time.perf_counter()
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """vLLM's StatLoggerBase: once for each step that gave a token."""
+        if iteration_stats is None:
+            return  # scheduled ahead, and nothing has come back
+        now = time.perf_counter()
+        drafts = scheduler_stats.spec_decoding_stats
+        counters = self.take_counters(waits=False)
+        self.timeline.add(
+            seconds=now - self._last,
+            num_running=scheduler_stats.num_running_reqs + len(iteration_stats.finished_requests),
+            num_rows=len(iteration_stats.inter_token_latencies_iter),
+            num_tokens=iteration_stats.num_generation_tokens,
+            num_prefills=len(iteration_stats.time_to_first_tokens_iter),
+            num_draft_tokens=drafts.num_draft_tokens if drafts else 0,
+            num_accepted_tokens=drafts.num_accepted_tokens if drafts else 0,
+            is_on=int(counters.num_steps_on > 0 or self._is_on),
+        )
+        self._last, self._is_on = now, False
+
+    def record_proposals(self, num_tokens: int) -> ProposalRecorder:
+        """From now on, of an engine with `sam+model`."""
+        return ProposalRecorder(self._drafter, num_tokens)
+
+    def log(self) -> None:
+        """vLLM asks every few seconds."""
+
+    def _timed(self, draft: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.thread_time()
+            drafts = draft(*args, **kwargs)
+            self.draft_cpu_s += time.thread_time() - begin
+            # Ours has a gate and says so itself; vLLM's draft in every step.
+            self._is_on = not self._is_ours
+            return drafts
+
+        return timed
+
+    def take_counters(self, *, waits: bool = True) -> EngineCounters:
+        """Of our drafter since the last call, which `counters` has as well; else zeros.
+
+        waits: also for the step that is in flight (`SuffixProposer.take_counters`).
+        """
+        if not self._is_ours:
+            return EngineCounters()
+        taken = self._drafter.take_counters(waits=waits)
+        self.counters.add(taken)
+        return taken
+
+
+class ProposalRecorder:
+    """Notes what a model drafts; nothing of it is verified, so that it drafts behind every token."""
+
+    def __init__(self, proposer: SuffixProposer, num_tokens: int) -> None:
+        self._proposer, self._step, self._num_tokens = proposer, proposer.step, num_tokens
+        self._said: defaultdict[str, dict[int, tuple[list[int], list[float]]]] = defaultdict(dict)
+        setattr(proposer, "step", self.step)  # noqa: B010 (a method)
+
+    def step(
+        self, nums_new_tokens: list[int], levels: Any, token_ids: Any, ended: float | None = None,
+        in_time: bool = True, model_drafts: ModelDrafts | None = None, ranks: Ranks | None = None,
+    ) -> list[list[int]]:  # fmt: skip
+        """`SuffixProposer.step`."""
+        self._step(nums_new_tokens, levels, token_ids, ended, in_time, model_drafts, ranks)
+        runner = self._proposer._runner
+        if model_drafts is not None:
+            for row, request_id in enumerate(runner.input_batch.req_ids):
+                if nums_new_tokens[row]:
+                    place = int(levels[row]) - len(runner.requests[request_id].prompt_token_ids)
+                    said = model_drafts.tokens[row].tolist(), model_drafts.log_odds[row].tolist()
+                    self._said[request_id.rpartition("-")[0] or request_id][place] = said
+        return [[] for _ in nums_new_tokens]
+
+    def proposals(self, responses: list[list[int]]) -> list[dict[str, Any]]:
+        """Of each response the fields of `trace.Proposals`; nothing behind the prompt, where none drafts."""
+        nothing = [-1] * self._num_tokens, [0.0] * self._num_tokens
+        found = []
+        for i, response in enumerate(responses):
+            rows = [self._said[str(i)].get(place, nothing) for place in range(len(response))]
+            found.append({"tokens": [row[0] for row in rows], "log_odds": [row[1] for row in rows]})
+        return found
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Serve a job.
+
+    Args:
+        job: of `engine.Plan.job`.
+
+    Returns:
+        timeline, draft_cpu_s (CPU seconds of the drafter), counters (our drafter's), responses, and settings,
+        what the engine really runs with; `options`: all of rollout.spec for sam. Where job["records"] is
+        true also proposals, of each response.
+    """
+    engine = make_engine(job)
+    watch = Watch(engine)
+    serve(engine, *_warm_up(engine))
+    prompts, params = _requests(job)
+    recorder = (
+        watch.record_proposals(job["model_drafter"]["num_speculative_tokens"]) if job.get("records") else None
+    )
+    watch.start()
+    responses = serve(engine, prompts, params)
+    watch.take_counters()
+    proposals = {"proposals": recorder.proposals(responses)} if recorder else {}
+    return proposals | {
+        "timeline": dataclasses.asdict(watch.timeline),
+        "draft_cpu_s": watch.draft_cpu_s,
+        "counters": watch.counters.to_dict(),
+        "responses": responses,
+        "settings": settings_of(engine.vllm_config),
+    }
+
+
+def make_engine(job: dict[str, Any]) -> Any:
+    """vLLM's engine, in this process, of a job's model and method."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if job["method"] == "off:coupled" and runner_v2_misfit() is not None:
+        # Else vLLM's own choice, which can be V2 where nothing drafts.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=job["model"], dtype=job["dtype"], seed=job["seed"],
+            skip_tokenizer_init=not job["natural_ends"], **job["engine"], **_method_arguments(job),
+        )
+    )  # fmt: skip
+
+
+def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
+    method = Method(job["method"])
+    if method.label == "off":
+        return {}
+    coupled = {"additional_config": {OPTIONS_KEY: {"method": "off", "verify": "coupled"}}}
+    if method.name == "off":
+        return coupled
+    if method.name == "model":
+        return coupled | {"speculative_config": dict(job["model_drafter"])}
+    if method.is_ours:
+        drafter = job["model_drafter"] if method.has_model else None
+        return drafting_arguments(method.options(job["spec"]), drafter)
+    speculative: dict[str, Any] = {"method": method.name} | (NGRAM if method.name == "ngram" else {})
+    if job["num_speculative_tokens"] is not None:  # else vLLM's default for `suffix`
+        speculative["num_speculative_tokens"] = job["num_speculative_tokens"]
+    return {"speculative_config": speculative}
+
+
+def _requests(job: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
+    params = [
+        SamplingParams(
+            temperature=job["temperature"], max_tokens=request["max_tokens"], detokenize=False,
+            ignore_eos=not job["natural_ends"], extra_args={KEY: request["name"]},
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        for request in job["requests"]
+    ]  # fmt: skip
+    return [job["prompts"][request["prompt"]] for request in job["requests"]], params
+
+
+def _warm_up(engine: Any) -> tuple[list[list[int]], list[Any]]:
+    """A full batch of random prompts: nothing to draft from, but every code path has run once."""
+    config = engine.vllm_config
+    rng = np.random.default_rng(config.model_config.seed)
+    shape = (config.scheduler_config.max_num_seqs, 2 * WARM_UP_TOKENS)
+    prompts = rng.integers(0, config.model_config.get_vocab_size(), shape).tolist()
+    params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
+    return prompts, [params] * len(prompts)
+
+
+def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:
+    """Serve requests; the responses, in their order."""
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, param)
+    responses: dict[int, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                responses[int(output.request_id)] = list(output.outputs[0].token_ids)
+    return [responses[i] for i in range(len(prompts))]
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """What an engine really runs with; `config` is vLLM's."""
+    speculative = config.speculative_config
+    return {
+        "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
+        "device": current_platform.get_device_name(),
+        "cuda_graphs": config.compilation_config.cudagraph_mode.name,
+        "model_runner": "V2" if config.use_v2_model_runner else "V1",
+        "async_scheduling": config.scheduler_config.async_scheduling,
+        "enforce_eager": config.model_config.enforce_eager,
+        "num_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "options": _options(config),
+    }
+
+
+def _options(config: Any) -> dict[str, Any] | None:
+    """Every option of our drafter, defaults too: a record must not change its meaning when defaults move."""
+    options = (config.additional_config or {}).get(OPTIONS_KEY, {"method": "off"})
+    found = SpecConfig.from_mapping(options)
+    return found.to_dict() if found.enabled else None
+
+
+if __name__ == "__main__":
+    reply(run)

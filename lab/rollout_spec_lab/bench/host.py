@@ -1,0 +1,244 @@
+"""What the host takes of an engine's step: the plan, its requests, and the methods beside each other.
+
+Knows neither torch nor vLLM: `host_worker` runs a method in a process of its own, on `host_device`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_spec.config import ConfigError, UserError
+from rollout_spec_lab.bench.engine import Method, answer
+from rollout_spec.certify.environment import environment
+from rollout_spec.predict.roofline import DEVICES, Model, Roofline
+from rollout_spec.predict.step_times import StepTimes, Times
+from rollout_spec.report.runs import paired, plain, ratio
+from rollout_spec.trace import Rollout
+
+WORKER = "rollout_spec_lab.bench.host_worker"
+WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
+V1 = "/v1"  # behind a method: on model runner V1
+SYNC = "off:sync"  # plain vLLM that schedules step by step
+CPU = "cpu"  # in the place of step times: the CPU runs the model
+VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's, at least
+MAX_NUM_BATCHED_TOKENS = 8192  # vLLM's own on a GPU of 80 GB
+KV_BYTES = 2 * 2 * 64 * 2  # of a token, see make_model: keys and values, layers, width, bfloat16
+# So many tokens a row and step are at hand: no method gives as many, and the batch stays full.
+_SPARE = 4
+_SHIFT = 7919  # of the token ids from one copy of the recording to the next
+
+Request = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]  # prompt and response
+
+
+class HostError(UserError):
+    """A measurement that is not one; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """So many rows decode on a device whose steps take what `step` says.
+
+    Attributes:
+        step: as `StepTimes.parse` takes it; CPU; or of a `Roofline`: config.json, device, tensor parallelism.
+    """
+
+    rows: int
+    step: str | tuple[str, str, int]
+    name: str
+
+    def times(self) -> Times | None:
+        """None: the CPU runs the model."""
+        if self.step == CPU:
+            return None
+        if isinstance(self.step, str):
+            return StepTimes.parse(self.step)
+        config, device, tensor_parallel = self.step
+        return Roofline(Model.read(Path(config)), DEVICES[device], tensor_parallel)
+
+
+def split(label: str) -> tuple[str, bool]:
+    """A label's method, and whether it has model runner V2: as on a GPU, unless the label says V1.
+
+    Raises:
+        ConfigError: `bench host` has no such method.
+    """
+    name = label.removesuffix(V1)
+    if name != SYNC and Method(name).label == "off:coupled":
+        raise ConfigError(f"method {label!r}: bench host times {SYNC} in its place")
+    return name, name == label and name != "suffix" and (name != "ngram" or has_ngram_on_v2())
+
+
+def has_ngram_on_v2() -> bool:
+    """Whether the installed vLLM drafts by n-grams on model runner V2, as 0.32 does. Does not import it."""
+    vllm = find_spec("vllm")
+    folders = (vllm and vllm.submodule_search_locations) or ()
+    return any(Path(folder, "v1/worker/gpu/spec_decode/ngram").is_dir() for folder in folders)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured: every method in every cell, `repeats` times."""
+
+    trace: Path
+    limit_groups: int | None
+    methods: Sequence[str]  # the others are compared with the first
+    cells: Sequence[Cell]
+    spec: Mapping[str, Any]
+    num_speculative_tokens: int | None  # None: each method's default
+    warm_up_steps: int
+    steps: int | None  # None: the rollout from its first step to its last
+    max_tokens: int  # no response is longer
+    repeats: int
+
+    def job(self, method: str, model: str, longest: int, vocab_size: int) -> dict[str, Any]:
+        """What `host_worker.run` takes; `longest`: tokens of a prompt and its response."""
+        rows = max(cell.rows for cell in self.cells)
+        engine: dict[str, Any] = {
+            "load_format": "dummy", "enforce_eager": True, "max_num_seqs": rows, "max_model_len": longest,
+            "max_num_batched_tokens": max(MAX_NUM_BATCHED_TOKENS, longest), "block_size": 32,
+            "kv_cache_memory_bytes": rows * (longest + 64) * KV_BYTES,
+        }  # fmt: skip
+        method, v2 = split(method)
+        if method == SYNC:
+            method, engine["async_scheduling"] = "off", False
+        elif v2 and method != "ngram":  # vLLM schedules ahead of that only as ngram_gpu
+            engine["async_scheduling"] = True  # which the drafter does not ask for by itself on CPUs
+        return {
+            "method": method, "v2": v2, "model": model, "dtype": "bfloat16", "seed": 0, "natural_ends": False,
+            "engine": engine, "spec": self.spec, "num_speculative_tokens": self.num_speculative_tokens,
+            "trace": str(self.trace), "limit_groups": self.limit_groups, "vocab_size": vocab_size,
+            "cells": [dataclasses.asdict(cell) for cell in self.cells], "max_tokens": self.max_tokens,
+            "warm_up_steps": self.warm_up_steps, "steps": self.steps,
+        }  # fmt: skip
+
+
+def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
+    """The lines of the first training step, which are one rollout, without responses that hold no token."""
+    found = [
+        dataclasses.replace(line, responses=[each for each in line.responses if len(each)])
+        for line in lines
+        if line.step == lines[0].step and len(line.prompt_token_ids)
+    ][:limit]
+    if not any(line.responses for line in found):
+        raise HostError("no token in any response of the trace")
+    return found
+
+
+def requests_of(
+    lines: Sequence[Rollout], number: int, rows: int, num_steps: int | None, max_tokens: int, vocab_size: int
+) -> list[Request]:
+    """Requests for a cell, more than its rows take in so many steps; siblings are next to each other.
+
+    The recording begins again where it ends. Each time and in each cell it has tokens of its own, so nothing
+    is known of them from before.
+
+    Args:
+        number: of the cell.
+        num_steps: None: the recording once.
+    """
+    found: list[Request] = []
+    num_tokens, copy = 0, 1000 * number
+    while not found or (num_steps is not None and num_tokens < rows * (num_steps * _SPARE + max_tokens)):
+        for line in lines:
+            for response in line.responses:
+                prompt, tokens = (
+                    ((text + np.int64(copy * _SHIFT)) % vocab_size).astype(np.int32)
+                    for text in (line.prompt_token_ids, response[:max_tokens])
+                )
+                found.append((prompt, tokens))
+                num_tokens += len(tokens)
+        copy += 1
+    return found
+
+
+def make_model(folder: Path, vocab_size: int, max_model_len: int) -> None:
+    """A model of two layers that nobody runs: vLLM makes up its weights."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab_size,
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1,
+        "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": max_model_len,
+        "tie_word_embeddings": True, "dtype": "bfloat16", "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def measure(
+    plan: Plan, lines: Sequence[Rollout], folder: Path, tracked: Callable[[list[Any]], Iterable[Any]] = iter
+) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """Every method once a repeat, each time another one first; after each repeat, what there is so far.
+
+    Raises:
+        EngineError: an engine has failed.
+    """
+    texts = [text for line in lines for text in (line.prompt_token_ids, *line.responses)]
+    vocab_size = max(VOCAB_SIZE, 1 + max(int(text.max()) for text in texts))
+    longest = max(
+        len(line.prompt_token_ids) + min(plan.max_tokens, len(response))
+        for line in lines
+        for response in line.responses
+    )
+    methods = plan.methods
+    turns = [(i, methods[(i + j) % len(methods)]) for i in range(plan.repeats) for j in range(len(methods))]
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+    with tempfile.TemporaryDirectory(prefix="rollout_spec_") as model:
+        make_model(Path(model), vocab_size, longest)
+        for repeat, method in tracked(turns):
+            job = plan.job(method, model, longest, vocab_size)
+            worker = WORKER_V2 if job["v2"] else WORKER
+            found[method].append(answer(worker, job, method, folder))
+            if all(len(done) > repeat for done in found.values()):
+                yield found
+
+
+def make_record(plan: Plan, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """What `rollout-spec bench host --json` prints."""
+    first = found[plan.methods[0]]
+    return {
+        "environment": environment(),
+        "engines": {method: found[method][0]["settings"] for method in plan.methods},
+        "plan": dataclasses.asdict(plan) | {"trace": plan.trace.name, "repeats": len(first)},
+        "results": [
+            {"rows": cell.rows, "step": cell.name, "method": method}
+            | _figures(*([each["cells"][i] for each in runs] for runs in (first, found[method])))
+            for i, cell in enumerate(plan.cells)
+            for method in plan.methods
+        ],
+    }
+
+
+def _figures(first: Sequence[Mapping[str, float]], mine: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Of one method and cell over all repeats; `first`: of the method that it is compared with."""
+
+    def per(amount: str, of: str) -> float | None:
+        return plain(ratio(*(sum(run[name] for run in mine) for name in (amount, of))))
+
+    def amounts(runs: Sequence[Mapping[str, float]], amount: str) -> npt.NDArray[np.float64]:
+        return np.array([[run[name] for run in runs] for name in (amount, "seconds")], float)
+
+    host_s, drafter_s = per("host_s", "num_steps"), per("drafter_s", "num_steps")
+    assert host_s is not None and drafter_s is not None
+    return {
+        "steps_per_s": per("num_steps", "seconds"),
+        "tokens_per_s": per("num_tokens", "seconds"),
+        "ratios": {
+            f"{name}_per_s": paired(amounts(first, f"num_{name}"), amounts(mine, f"num_{name}"))[2].to_dict()
+            for name in ("steps", "tokens")
+        },
+        "host_ms": 1e3 * host_s,
+        "vllm_ms": 1e3 * (host_s - drafter_s),
+        "drafter_ms": 1e3 * drafter_s,
+        "num_rows": float(np.mean([run["num_rows"] for run in mine])),
+        "draft_tokens_per_step": per("num_draft_tokens", "num_steps"),
+        "acceptance_rate": per("num_accepted_tokens", "num_draft_tokens"),
+        "repeats": [dict(run) for run in mine],
+    }

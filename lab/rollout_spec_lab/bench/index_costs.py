@@ -1,0 +1,235 @@
+"""Time and memory of the native index, seen from Python.
+
+Every time is the least of several runs of a step: on a shared machine the least is what the code costs.
+Without a trace the text is synthetic: tokens by Zipf's law, between runs of earlier text.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.index import SuffixIndex
+from rollout_spec.drafting.native import Float64Array, Int32Array, Int64Array
+from rollout_spec.certify.environment import environment
+from rollout_spec.predict.simulate import Engine, Request
+from rollout_spec.predict.step_times import StepTimes
+from rollout_spec.trace import TraceError, read_trace
+
+NUM_SPECULATIVE_TOKENS = 8
+SIZES = (2048, 32768, 131072)
+MIN_TOKENS = 1 << 14  # of a trace
+GROUP_SIZE = 8
+MAX_RESPONSE = 1024
+TARGETS = {
+    "us_per_token at 32768": 0.25,
+    "bytes_per_token at 32768": 75.0,
+    "step_ms": 1.0,
+    "whole_step_p99_over_median": 5.0,
+}
+
+
+def measure(trace: Path | None, repeats: int) -> dict[str, Any]:
+    """Everything, with what is needed to read the figures later."""
+    text = load_text(trace, 4 * max(SIZES))
+    return {
+        "text": trace.name if trace else "synthetic",
+        "environment": environment(),
+        "targets": TARGETS,
+        "sizes": measure_sizes(text, repeats),
+        "step": measure_step(text, repeats),
+        "whole_steps": measure_whole_steps(text, repeats),
+    }
+
+
+def synthetic_text(num_tokens: int, seed: int = 0) -> Int32Array:
+    """Text as repetitive as a chain of thought: about half of it copies runs of what came before."""
+    rng = np.random.default_rng(seed)
+    text = np.minimum(rng.zipf(1.3, num_tokens), 50_000).astype(np.int32)
+    at = 200
+    while at < num_tokens:
+        length = int(rng.integers(4, 24))
+        begin = int(rng.integers(0, at - length))
+        text[at : at + length] = text[begin : begin + length][: num_tokens - at]
+        at += length + int(rng.integers(4, 24))
+    return text
+
+
+def load_text(trace: Path | None, num_tokens: int) -> Int32Array:
+    """The first num_tokens tokens of the trace's responses, one after the other.
+
+    Raises:
+        TraceError: the trace cannot be read, or is too short to measure with.
+    """
+    if trace is None:
+        return synthetic_text(num_tokens)
+    responses = [response for rollout in read_trace(trace) for response in rollout.responses]
+    if sum(map(len, responses)) < MIN_TOKENS:
+        raise TraceError(f"{trace}: must have {MIN_TOKENS:,} response tokens")
+    return np.concatenate(responses)[:num_tokens]
+
+
+def measure_sizes(text: Int32Array, repeats: int) -> dict[str, Any]:
+    """Microseconds and bytes per token of texts of each size that `text` is long enough for.
+
+    us_per_token: every size indexes the same tokens, cut into texts of this size that stay in one index: what
+    is compared is the length of a text, not one text that fits the cache with one that does not.
+    bytes_per_token: the mean over indexes that hold one such text and nothing else.
+    """
+    sizes: dict[str, Any] = {}
+    longest = SIZES[-1] if len(text) >= SIZES[-1] else SIZES[0]
+    text = text[: len(text) // longest * longest]
+    for size in (size for size in SIZES if size <= longest):
+        texts = text.reshape(-1, size)
+        times = np.stack([index_texts(texts)[0] for _ in range(repeats)])
+        num_bytes = [index_texts(alone[None])[1] for alone in texts]
+        sizes[str(size)] = {
+            "us_per_token": float(times.min(axis=0).sum()) / 1e3 / text.size,
+            "bytes_per_token": float(np.mean(num_bytes)),
+        }
+    return sizes
+
+
+def index_texts(texts: Int32Array, chunk: int = 512) -> tuple[Int64Array, float]:
+    """Index texts, int32 [n, length], one after the other as groups of one index, `chunk` tokens a step.
+
+    Returns:
+        Nanoseconds of each step, [steps], and the bytes per token in the end.
+    """
+    zero = np.zeros(1, np.int32)
+    nanoseconds = []
+    with SuffixIndex(num_speculative_tokens=NUM_SPECULATIVE_TOKENS) as index:
+        for text in texts:
+            sequence = np.array([index.open_sequence(index.open_group(text[:0]))], np.int32)
+            for level in range(chunk, len(text) + 1, chunk):
+                levels = np.array([level], np.int32)
+                begin = time.perf_counter_ns()
+                index.step(sequence, text[None], zero, levels, zero)
+                nanoseconds.append(time.perf_counter_ns() - begin)
+        stats = index.stats()
+    return np.array(nanoseconds), stats.num_bytes / stats.num_tokens
+
+
+def measure_step(text: Int32Array, repeats: int, tokens_per_row: int = 2048) -> dict[str, Any]:
+    """A step for 256 rows, 32 groups of 8, one new token a row: the median of 64 such steps.
+
+    Every row is a passage of its own but for the end, which repeats a sibling's earlier text: so the index is
+    as large as such texts make it, and nearly every row drafts.
+    """
+    num_groups, num_steps = 32, 64
+    n = num_groups * GROUP_SIZE
+    token_ids = _repeating_rows(text, num_groups, tokens_per_row, num_steps)
+    rows, budgets = np.arange(n, dtype=np.int32), np.full(n, NUM_SPECULATIVE_TOKENS, np.int32)
+    seconds = np.empty((repeats, num_steps))
+    drafted = np.empty((num_steps, n))
+    for times in seconds:
+        with SuffixIndex(num_speculative_tokens=NUM_SPECULATIVE_TOKENS) as index:
+            groups = [index.open_group(token_ids[0, :0]) for _ in range(num_groups)]
+            sequences = np.array([index.open_sequence(groups[row // GROUP_SIZE]) for row in rows], np.int32)
+            for level in range(64, tokens_per_row + 1, 64):
+                index.step(sequences, token_ids, rows, np.full(n, level, np.int32), 0 * budgets)
+            for i in range(num_steps):
+                levels = np.full(n, tokens_per_row + i + 1, np.int32)
+                begin = time.perf_counter()
+                result = index.step(sequences, token_ids, rows, levels, budgets, SpecConfig.min_survival)
+                times[i] = time.perf_counter() - begin
+                drafted[i] = result.num_draft_tokens
+    return {
+        "step_ms": 1e3 * float(np.median(seconds.min(axis=0))),
+        "rows": n,
+        "draft_tokens_per_row": float(drafted.mean()),
+        "share_of_rows_drafting": float((drafted > 0).mean()),
+    }
+
+
+def _repeating_rows(text: Int32Array, num_groups: int, tokens_per_row: int, num_steps: int) -> Int32Array:
+    """[rows, tokens_per_row + num_steps]: rows whose last 32 + num_steps tokens repeat a sibling."""
+    rng = np.random.default_rng(0)
+    width, end = tokens_per_row + num_steps, 32 + num_steps
+    begins = rng.integers(0, len(text) - width, num_groups * GROUP_SIZE)
+    token_ids = np.stack([text[begin : begin + width] for begin in begins])
+    for siblings in token_ids.reshape(num_groups, GROUP_SIZE, width):
+        for row, begin in enumerate(rng.integers(0, tokens_per_row - 2 * end, GROUP_SIZE)):
+            siblings[row, -end:] = siblings[(row + 1) % GROUP_SIZE, begin : begin + end]
+    return token_ids
+
+
+class _Stopwatch:
+    """A drafter that counts the time spent in it."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.nanoseconds = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._drafter, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter_ns()
+            result = method(*args, **kwargs)
+            self.nanoseconds += time.perf_counter_ns() - begin
+            return result
+
+        return timed
+
+
+def make_requests(text: Int32Array, num_prompts: int) -> list[Request]:
+    """Groups of GROUP_SIZE siblings: passages of the same part of the text. Every prompt comes twice, with
+    all others in between."""
+    rng = np.random.default_rng(0)
+    width = 4 * MAX_RESPONSE
+    windows = rng.integers(0, len(text) - width, num_prompts)
+    return [
+        Request(f"{epoch}.{prompt}.{i}", str(prompt), text[begin : begin + 200], text[first : first + length])
+        for epoch in range(2)
+        for prompt, begin in enumerate(windows)
+        for i, (first, length) in enumerate(
+            zip(
+                begin + rng.integers(0, width - MAX_RESPONSE, GROUP_SIZE),
+                rng.integers(MAX_RESPONSE // 4, MAX_RESPONSE, GROUP_SIZE),
+                strict=True,
+            )
+        )
+    ]
+
+
+def measure_whole_steps(
+    text: Int32Array, repeats: int, num_rows: int = 64, max_index_mb: int = 8
+) -> dict[str, Any]:
+    """Steps of the whole drafter: requests that end and begin, groups evicted, history indexed.
+
+    Both budgets are below what there is to keep. The times of steps are each the least of `repeats` runs; the
+    first step is left out.
+    """
+    requests = make_requests(text, num_prompts=48)
+    runs = [_time_engine(requests, num_rows, max_index_mb) for _ in range(repeats)]
+    ms = np.array(runs).min(axis=0)[1:] / 1e6
+    median, p99 = np.median(ms), np.quantile(ms, 0.99)
+    return {
+        "rows": num_rows,
+        "num_steps": len(ms),
+        "median_ms": float(median),
+        "p99_ms": float(p99),
+        "max_ms": float(ms.max()),
+        "whole_step_p99_over_median": float(p99 / median),
+    }
+
+
+def _time_engine(requests: list[Request], num_rows: int, max_index_mb: int) -> Float64Array:
+    """Nanoseconds in the drafter of every step of an engine that serves the requests."""
+    config = SpecConfig(history=GROUP_SIZE, batch_threshold=num_rows, max_index_mb=max_index_mb)
+    engine = Engine(config, StepTimes([(1, 0.01, 1.0)]), num_rows, num_rows)
+    assert engine.drafter is not None
+    watch: Any = _Stopwatch(engine.drafter)
+    engine.drafter = watch
+    engine.enqueue(requests)
+    totals = [0]
+    while engine.num_waiting:  # so every row is taken
+        engine.step()
+        totals.append(watch.nanoseconds)
+    return np.diff(np.array(totals, float))

@@ -1,0 +1,178 @@
+"""`rollout-spec bench drafters`: every drafter on the same steps of recorded rollouts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.cli import add_example
+from rollout_spec.cli.inputs import (
+    add_model_drafter_arguments,
+    add_rollouts_arguments,
+    add_spec_argument,
+    check_steps,
+    installed,
+    number,
+    read,
+    spec_options,
+    with_model,
+)
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
+
+HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
+METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam", "oracle")
+SLOW = ("suffix_gpu",)  # on a CPU: tens of milliseconds a step
+REFUSED = {  # as --spec, and why
+    **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
+    **{
+        name: f"--{name.replace('_', '-')} sets it"
+        for name in ("num_speculative_tokens", "model_tokens", "history", "min_survival")
+    },
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    lines = parser.add_argument_group("lines of the trace")
+    add_rollouts_arguments(lines)
+    lines.add_argument(
+        "--limit-groups", type=number(int, 1), metavar="N", help="only the first N lines of each trace"
+    )
+    drafters = parser.add_argument_group("drafters; of several values every combination is replayed")
+    drafters.add_argument(
+        "--methods",
+        metavar="M,M",
+        help=f"by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
+        f"({','.join(METHODS)}, without what is not installed); {','.join(SLOW)}: slow, only where named; "
+        "with a model also model alone, choose: the better of it and sam in each step, and sam+model: the "
+        "model as one more expert",
+    )
+    add_model_drafter_arguments(drafters)
+    drafters.add_argument(
+        "--num-speculative-tokens",
+        type=number(int, 1, MAX_SPECULATIVE_TOKENS),
+        nargs="+",
+        default=list(dict.fromkeys((SpecConfig.num_speculative_tokens, 8))),
+        metavar="K",
+        help="most draft tokens per row and step",
+    )
+    drafters.add_argument(
+        "--history",
+        type=number(int, 0, 1 << 16),
+        nargs="+",
+        default=[SpecConfig.history],
+        metavar="N",
+        help="earlier responses of the prompt that a drafter has; suffix_server* has all in its cache",
+    )
+    drafters.add_argument(
+        "--min-survival",
+        type=number(float, 0, 1),
+        nargs="+",
+        default=[SpecConfig.min_survival],
+        metavar="P",
+        help="prices of sam, choose and sam+model",
+    )
+    drafters.add_argument(
+        "--equal-drafts",
+        action="store_true",
+        help="sam also at the prices, found by trial, at which it drafts as many tokens as each suffix*",
+    )
+    add_spec_argument(
+        drafters, "another option of rollout.spec for sam, for example max_index_mb=64", REFUSED
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--no-cost", action="store_true", help="do not time steps and indexing")
+    output.add_argument(
+        "--output", type=Path, metavar="DIR", help="write drafters.json and drafters.png there"
+    )
+    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    trace = "outputs/demo/off/rollouts/rollouts-0.jsonl"
+    add_example(parser, f"rollout-spec bench drafters {trace} --history 0 8 --equal-drafts --no-cost")
+
+
+def run(args: argparse.Namespace) -> int:
+    # Of vLLM's methods: the answer is on standard output.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    from rollout_spec.cli.console import make_console
+    from rollout_spec.drafting.native import BudgetExceeded
+    from rollout_spec_lab.bench.drafters import SUFFIX
+    from rollout_spec.certify.environment import environment
+    from rollout_spec.report.headlines import drafters_headline
+    from rollout_spec.report.tables import drafters_tables
+
+    methods = _methods(args.methods, args.model_acceptance is not None)
+    if args.equal_drafts and not set(methods) & set(SUFFIX):
+        raise UserError(f"--equal-drafts: needs one of {', '.join(SUFFIX)} among the methods")
+    config = SpecConfig.from_mapping(spec_options(args.spec, REFUSED))
+    record: dict[str, Any] = {"environment": environment(), "results": [], "costs": []}
+    try:
+        for trace in args.traces:
+            for kind, rows in _of_trace(args, trace, methods, config).items():
+                record[kind] += [{"trace": trace.name, **row} for row in rows]
+    except BudgetExceeded as error:
+        raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
+    if args.output:
+        from rollout_spec.report.plots import plot_drafters
+
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "drafters.json").write_text(json.dumps(record, indent=2) + "\n")
+        plot_drafters(record["results"], args.output / "drafters.png")
+    if args.json:
+        print(json.dumps(record, indent=2))
+        return 0
+    console = make_console()
+    console.print(drafters_headline(record), highlight=False)
+    for table in drafters_tables(record):
+        console.print(table)
+    return 0
+
+
+def _methods(named: str | None, has_model: bool) -> list[str]:
+    """The methods asked for; by default those that are installed, and a model's if there is one."""
+    from rollout_spec_lab.bench.drafters import OF_MODELS, require
+
+    if named is None:
+        return installed("bench drafters", METHODS, require) + (list(OF_MODELS) if has_model else [])
+    methods = named.split(",")
+    for method in methods:
+        if method not in METHODS + SLOW + OF_MODELS:
+            raise UserError(f"--methods {method}: must be one of {', '.join(METHODS + SLOW + OF_MODELS)}")
+    return methods
+
+
+def _of_trace(
+    args: argparse.Namespace, trace: Path, methods: list[str], config: SpecConfig
+) -> dict[str, list[dict[str, Any]]]:
+    from rollout_spec.cli.progress import tracked
+    from rollout_spec_lab.bench.drafter_costs import check, measure_costs
+    from rollout_spec_lab.bench.drafters import (
+        OF_MODELS,
+        SUFFIX,
+        all_runs,
+        at_equal_drafts,
+        measure,
+        over_baselines,
+    )
+
+    lines = list(with_model(args, islice(read(args, [trace]), args.limit_groups)))
+    check_steps(lines, trace)
+    for method in (method for method in methods if method in OF_MODELS):
+        if not all(line.proposals for line in lines):
+            raise UserError(f"--methods {method}: {trace} has no model's drafts: give --model-acceptance")
+    if not args.no_cost:
+        check(lines)
+    runs = all_runs(methods, config, args.num_speculative_tokens, args.history, args.min_survival)
+    results = measure(tracked(lines, trace.name), runs)
+    if args.equal_drafts:
+        baselines = [result for result in results if result["method"] in SUFFIX]
+        wanted = tracked(baselines, f"{trace.name}: equal drafts")
+        results += [at_equal_drafts(lines, config, baseline) for baseline in wanted]
+    for result in results:
+        result["over"] = over_baselines(result, results)
+    timed = [method for method in methods if method not in SLOW]
+    costs = [] if args.no_cost else measure_costs(lines, timed, runs[0][1])
+    return {"results": results, "costs": costs}

@@ -1,0 +1,171 @@
+"""`rollout-spec bench engine`: whole rollouts, every method in turn, each in a fresh engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout_spec.cli import add_example
+from rollout_spec.cli.inputs import (
+    add_model_argument,
+    add_model_drafter,
+    add_num_speculative_tokens,
+    add_spec_argument,
+    default_dtype,
+    device_arguments,
+    installed,
+    model_folder,
+    needed_model_drafter,
+    number,
+    output_folder,
+    prompt_rows,
+    spec_options,
+    tokenized,
+)
+from rollout_spec.config import SpecConfig, UserError
+
+if TYPE_CHECKING:
+    from rollout_spec_lab.bench.engine import Plan
+
+HELP = "whole rollouts in real engines: without drafts, with vLLM's drafters, with ours"
+METHODS = ("off", "ngram", "suffix", "sam")
+REFUSED = {  # as --spec, and why
+    "num_speculative_tokens": "--num-speculative-tokens sets it",
+    "model_tokens": "--model-drafter sets it",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    count = number(int, 1)
+    served = parser.add_argument_group("what is served")
+    add_model_argument(served)
+    served.add_argument("--dtype", help="of the model (bfloat16; float32 on a CPU)")
+    served.add_argument("--prompts", type=Path, metavar="FILE", help="verl's parquet (the demo's)")
+    served.add_argument(
+        "--load", choices=("grpo", "random"), default="grpo",
+        help="random: prompts of random tokens at temperature 1.5, so that nothing repeats",
+    )  # fmt: skip
+    served.add_argument("--num-prompts", type=count, default=6, metavar="N", help="the first N prompts")
+    served.add_argument("--group-size", type=count, default=8, metavar="N", help="responses to each")
+    served.add_argument("--max-num-seqs", type=count, default=16, metavar="N", help="requests at a time")
+    served.add_argument(
+        "--temperature", type=number(float, 0), metavar="T", help="(1.0; demo's prompts 0.7, random 1.5)"
+    )
+
+    lengths = parser.add_argument_group("response lengths", "Log-normal, and the same for every method.")
+    lengths.add_argument("--median-tokens", type=number(float, 1), default=80.0, metavar="N", help="median")
+    lengths.add_argument("--sigma", type=number(float, 0), default=0.9, help="of the logarithm")
+    lengths.add_argument("--max-tokens", type=count, default=512, metavar="N", help="no response is longer")
+    lengths.add_argument(
+        "--natural-ends", action="store_true", help="instead, the model ends a response, or --max-tokens"
+    )
+
+    compared = parser.add_argument_group("what is compared")
+    compared.add_argument(
+        "--methods", metavar="M,M",
+        help="off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
+        "sam:auto; model and sam+model, of --model-drafter; "
+        f"each is compared with the first ({','.join(METHODS)}, without what is not installed)",
+    )  # fmt: skip
+    add_model_drafter(compared)
+    add_num_speculative_tokens(compared)
+    add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
+    compared.add_argument("--repeats", type=count, default=3, metavar="N", help="rollouts of each method")
+    compared.add_argument("--seed", type=number(int, 0), default=0, help="of prompts, lengths and noise")
+    compared.add_argument(
+        "--tail-threshold", type=number(int, 0), default=8, metavar="N",
+        help="the tail is what comes after the last step with more running requests",
+    )  # fmt: skip
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output", type=Path, metavar="DIR",
+        help="write engine.json, timelines.json, engine.png and rollouts-*.jsonl there",
+    )  # fmt: skip
+    output.add_argument(
+        "--record-proposals", action="store_true",
+        help="one more rollout, for bench drafters: proposals.jsonl, what the model drafts behind each token",
+    )  # fmt: skip
+    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_example(
+        parser, "rollout-spec bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import make_console
+    from rollout_spec.cli.progress import tracked
+    from rollout_spec_lab.bench.engine import make_record, recorded, rollouts
+    from rollout_spec.report.headlines import engine_headline
+    from rollout_spec_lab.bench.rollouts import tables, write_proposals, write_rollouts
+
+    plan = _plan(args)
+    with output_folder(args.output) as folder:
+        # What is complete is kept, if the command is stopped early.
+        for served in rollouts(plan, folder, lambda turns: tracked(turns, "serving")):
+            record = make_record(plan, served)
+            record["load"] |= {"kind": args.load, "prompts": args.prompts and str(args.prompts)}
+            if args.output:
+                write_rollouts(record, served, plan.load.prompts, folder)
+        if args.record_proposals:
+            write_proposals(recorded(plan, folder), plan.load.prompts, plan.load.group_size, folder)
+    if args.json:
+        print(json.dumps(record, indent=2, allow_nan=False))
+        return 0
+    console = make_console()
+    console.print(engine_headline(record), highlight=False)
+    for table in tables(record):
+        console.print(table)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    from rollout_spec_lab.bench.engine import Load, Plan, random_prompts
+
+    if args.prompts and args.load == "random":
+        raise UserError("--prompts: --load random makes prompts of its own")
+    if args.record_proposals and not (args.model_drafter and args.output):
+        raise UserError("--record-proposals: needs --model-drafter and --output")
+    spec = spec_options(args.spec, REFUSED)
+    if args.num_speculative_tokens is not None:
+        spec["num_speculative_tokens"] = args.num_speculative_tokens
+    methods = _methods(args.methods, spec)
+    most = spec.get("num_speculative_tokens", SpecConfig.num_speculative_tokens)
+    drafter = needed_model_drafter(args.model_drafter, methods, most, args.record_proposals)
+    # Before the model is made, which takes longer.
+    rows = prompt_rows("--prompts", args.prompts, args.num_prompts, args.seed, "bench")
+    dtype = args.dtype or default_dtype()
+    model = model_folder(args.model, dtype)
+    temperature = 1.0 if args.prompts else 0.7
+    if args.load == "random":
+        vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+        prompts, temperature = random_prompts(args.num_prompts, vocab_size, args.seed), 1.5
+    else:
+        prompts = tokenized(model, rows)
+    load = Load(
+        prompts=prompts, group_size=args.group_size, median_tokens=args.median_tokens, sigma=args.sigma,
+        max_tokens=args.max_tokens, natural_ends=args.natural_ends, seed=args.seed,
+        temperature=temperature if args.temperature is None else args.temperature,
+    )  # fmt: skip
+    longest = max(map(len, prompts)) + args.max_tokens
+    engine = {"max_num_seqs": args.max_num_seqs, "max_model_len": longest} | device_arguments()
+    return Plan(
+        load=load, methods=methods, model=model, dtype=dtype, engine=engine, spec=spec,
+        num_speculative_tokens=args.num_speculative_tokens, model_drafter=drafter, repeats=args.repeats,
+        tail_threshold=args.tail_threshold,
+    )  # fmt: skip
+
+
+def _methods(given: str | None, spec: dict[str, Any]) -> list[str]:
+    from rollout_spec_lab.bench.engine import Method, require
+
+    labels = installed("bench engine", METHODS, require) if given is None else given.split(",")
+    if len(set(labels)) < len(labels):
+        raise UserError(f"--methods {given}: a method is named twice")
+    for method in map(Method, labels):
+        if method.is_ours:
+            method.options(spec)
+        require(method.name)
+    return labels

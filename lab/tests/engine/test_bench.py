@@ -1,0 +1,103 @@
+"""`bench engine` on real engines: lengths are the same for every method, what is reported has happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
+from rollout_spec_lab.bench.engine import Load, random_prompts
+from rollout_spec.trace import read_trace, trace_file
+from tests.engine.conftest import VOCAB_SIZE
+
+
+def test_what_a_model_drafts_behind_every_token_is_recorded(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the policy as its own drafter: the tokens that come, but for the first place, which has no pass."""
+    from rollout_spec_lab.bench import engine, engine_worker
+    from rollout_spec_lab.bench.rollouts import write_proposals
+
+    settings = {
+        "max_num_seqs": 4,
+        "max_model_len": 128,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    load = Load([[1, *[5, 9] * 14, 7], [1, 8, 4]], group_size=2, median_tokens=16, max_tokens=24)
+    plan = engine.Plan(
+        load=load, methods=["model"], model=tiny_model, dtype="float32", engine=settings, spec={"history": 0},
+        model_drafter={"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 3},
+    )  # fmt: skip
+    monkeypatch.setattr(engine, "answer", lambda worker, job, name, folder: engine_worker.run(job))
+    recorded = engine.recorded(plan, tmp_path)
+    write_proposals(recorded, load.prompts, load.group_size, tmp_path)
+    lines = list(read_trace(tmp_path / "proposals.jsonl"))
+    assert [len(line.responses) for line in lines] == [2, 2]
+    for line in lines:
+        for response, said in zip(line.responses, line.proposals, strict=True):
+            assert said.tokens[0].tolist() == [-1, -1, -1]
+            for place in range(1, len(response)):
+                coming = response[place : place + 3].tolist()
+                assert said.tokens[place, : len(coming)].tolist() == coming
+            assert np.isfinite(said.log_odds).all() and (said.log_odds[1:] != 0).all()
+    counters = recorded["counters"]
+    assert counters["num_model_passes"] == 3 * counters["num_steps"] > 0 and counters["model_seconds"] > 0
+
+
+METHODS = ["off", "sam:4", "ngram"]
+LOAD = {"group_size": 4, "median_tokens": 24.0, "max_tokens": 64}
+
+
+def test_rollouts_without_and_with_drafts(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rollout_spec.cli import main
+
+    options = ["--methods", ",".join(METHODS), "--load", "random", "--num-prompts", "3", "--group-size", "4"]
+    options += ["--max-num-seqs", "6", "--tail-threshold", "4", "--median-tokens", "24", "--max-tokens", "64"]
+    options += ["--repeats", "1", "--temperature", "0.3", "--dtype", "float32"]
+    assert (
+        main(["bench", "engine", "--model", tiny_model, *options, "--output", str(tmp_path), "--json"]) == 0
+    )
+    record = json.loads(capsys.readouterr().out)
+    assert record == json.loads((tmp_path / "engine.json").read_text())
+    timelines = json.loads((tmp_path / "timelines.json").read_text())
+    assert (tmp_path / "engine.png").stat().st_size > 10_000
+
+    requests = Load(random_prompts(3, VOCAB_SIZE, 0), **LOAD).requests(0)
+    expected = sum(request["max_tokens"] for request in requests)
+    assert [result["method"] for result in record["results"]] == METHODS
+    off, sam, ngram = record["results"]
+    for result in record["results"]:
+        [run] = result["repeats"]
+        assert run["num_tokens"] == run["front_tokens"] + run["tail_tokens"] == expected
+        assert run["num_decoded_tokens"] == expected - len(requests)
+        assert run["makespan_s"] == pytest.approx(expected / result["tokens_per_s"])
+        [line] = timelines[result["method"]]
+        assert max(line["num_running"]) == 6 and sum(line["num_prefills"]) == len(requests)
+    assert off["acceptance_rate"] is None and off["tokens_per_step"] == 1.0 and off["draft_cpu_s"] == 0
+    assert 0.05 < sam["acceptance_rate"] <= 1 and sam["tokens_per_step"] > 1
+    assert sam["makespan_s"] > sam["draft_cpu_s"] > 0
+    counters = sam["repeats"][0]["counters"]
+    assert counters["num_steps_off_threshold"] + counters["num_steps_on"] == counters["num_steps"] > 0
+    assert 0 < ngram["acceptance_rate"] < 1 and ngram["share_on"] > 0.5
+
+    # Drafts are verified one step after they were asked for, by at most 4 requests or a few steps longer.
+    [line] = timelines["sam:4"]
+    num_above = 0
+    for running, drafted in zip(line["num_running"], line["num_draft_tokens"], strict=True):
+        num_above = num_above + 1 if drafted and running > 4 else 0
+        assert num_above <= HYSTERESIS_STEPS
+    assert 0 < sam["share_on"] < 1
+    assert {row["drafted"] for row in record["step_times"]} == {False, True}
+    assert all(row["num_tokens"] > row["num_running"] for row in record["step_times"] if row["drafted"])
+
+    trace, table = str(trace_file(tmp_path, 0)), str(tmp_path / "engine.json")
+    assert main(["simulate", trace, "--step-times", table, "--max-num-seqs", "6", "--json"]) == 0
+    [simulated] = json.loads(capsys.readouterr().out)["results"]
+    assert simulated["runs"][0]["makespan_s"] > 0
+    assert not record["engines"]["off"]["async_scheduling"] or record["engines"]["off"]["device"] != "cpu"

@@ -1,0 +1,276 @@
+"""Whole rollouts: a long-tailed load, the same for all; a timeline is read right; methods are paired."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rollout_spec.cli import main
+from rollout_spec.cli.inputs import default_dtype, device_arguments
+from rollout_spec.config import ConfigError, SpecConfig, UserError
+from rollout_spec_lab.bench.engine import Load, Method, model_drafter, random_prompts
+from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
+from rollout_spec.report.headlines import engine_headline
+
+
+def timeline(steps: list[tuple[float, int, int, int, int, int, int]]) -> Timeline:
+    """Of (seconds, running, rows, tokens, draft tokens, accepted, on)."""
+    line = Timeline()
+    for seconds, running, rows, tokens, drafted, accepted, on in steps:
+        line.add(
+            seconds=seconds, num_running=running, num_rows=rows, num_tokens=tokens,
+            num_prefills=tokens - rows - accepted, num_draft_tokens=drafted, num_accepted_tokens=accepted,
+            is_on=on,
+        )  # fmt: skip
+    return line
+
+
+# Two prefills beside a decode, two steps of three, one of two with drafts, then few with and without.
+LINE = timeline(
+    [
+        (0.5, 3, 1, 3, 0, 0, 0),
+        (0.25, 3, 3, 3, 0, 0, 0),
+        (0.25, 1, 1, 1, 0, 0, 1),
+        (0.5, 3, 3, 3, 0, 0, 1),
+        (1.0, 2, 2, 5, 8, 3, 1),
+        (0.25, 1, 1, 2, 4, 1, 1),
+        (0.75, 2, 2, 2, 3, 0, 1),
+        (0.25, 1, 1, 1, 0, 0, 1),
+    ]
+)
+
+
+def test_the_tail_begins_behind_the_last_step_with_more_requests():
+    """One arrival late in the rollout is still the front phase."""
+    found = measure(LINE, threshold=2)
+    assert (found["front_s"], found["tail_s"], found["makespan_s"]) == (1.5, 2.25, 3.75)
+    assert (found["front_tokens"], found["tail_tokens"], found["num_tokens"]) == (10, 10, 20)
+    assert (found["num_row_steps"], found["num_decoded_tokens"]) == (14, 18)
+    assert (found["num_draft_tokens"], found["num_accepted_tokens"]) == (15, 4)
+    assert (found["num_steps"], found["num_steps_on"]) == (8, 6)
+    assert measure(LINE, threshold=3)["front_s"] == 0
+    assert measure(LINE, threshold=0)["tail_s"] == 0
+
+
+def run(front: tuple[float, int], tail: tuple[float, int], drafted: int = 0, accepted: int = 0) -> dict:
+    return {
+        "front_s": front[0], "front_tokens": front[1], "tail_s": tail[0], "tail_tokens": tail[1],
+        "makespan_s": front[0] + tail[0], "num_tokens": front[1] + tail[1], "num_row_steps": 10,
+        "num_decoded_tokens": 10 + accepted, "num_draft_tokens": drafted, "num_accepted_tokens": accepted,
+        "num_steps": 5, "num_steps_on": 5 * bool(drafted), "draft_cpu_s": 0.25,
+    }  # fmt: skip
+
+
+def test_methods_are_compared_repeat_by_repeat():
+    """A machine twice as slow in the second repeat: the ratios are the same, so the interval has no width."""
+    off = [run((2, 100), (2, 20)), run((4, 100), (4, 20))]
+    sam = [run((2, 80), (1, 40), 8, 4), run((4, 80), (2, 40), 8, 4)]
+    first, second = summarise({"off": off, "sam": sam})
+    assert first["ratios"]["tokens_per_s"] == {"value": 1.0, "ci95": [1.0, 1.0]}
+    assert (first["acceptance_rate"], first["share_on"]) == (None, 0.0)
+    assert second["makespan_s"] == 4.5
+    assert second["tail_tokens_per_s"] == pytest.approx(80 / 3)
+    assert second["ratios"]["tail_tokens_per_s"]["ci95"] == pytest.approx([4.0, 4.0])
+    assert second["ratios"]["front_tokens_per_s"]["value"] == pytest.approx(0.8)
+    assert (second["acceptance_rate"], second["tokens_per_step"], second["share_on"]) == (0.5, 1.4, 1.0)
+    assert engine_headline({"results": [first, second]}) == "Times the tokens per second of off: sam 1.33."
+    assert engine_headline({"results": [first]}) == "off gives 20 tokens per second."
+
+
+def test_every_method_is_compared_with_every_other_in_pairs():
+    """Rollouts of 120 tokens; the other's second repeat is as fast as the first method's."""
+    off = [run((2, 100), (2, 20)), run((4, 100), (4, 20))]
+    sam = [run((1, 100), (1, 20)), run((2, 100), (2, 20))]
+    other = [run((1, 100), (1, 20)), run((4, 100), (4, 20))]
+    results = {r["method"]: r["tokens_per_s_over"] for r in summarise({"off": off, "sam": sam, "x": other})}
+    assert results["sam"]["off"]["ci95"] == pytest.approx([2.0, 2.0])
+    assert results["sam"]["x"] == {"value": pytest.approx(10 / 6), "ci95": pytest.approx([1.0, 2.0])}
+    assert results["off"]["sam"]["value"] == pytest.approx(0.5)
+    assert results["sam"].keys() == {"off", "x"}
+
+
+def test_a_phase_that_never_was_has_no_rate():
+    [only] = summarise({"off": [run((0, 0), (2, 20)), run((0, 0), (4, 20))]})
+    assert only["front_tokens_per_s"] is None
+    assert only["ratios"]["front_tokens_per_s"] == {"value": None, "ci95": [None, None]}
+
+
+def test_step_times_leave_prefills_out_and_tell_drafted_steps():
+    rows = step_times([LINE])
+    assert rows == [
+        {"drafted": False, "num_tokens": 1, "seconds": 0.25, "num_running": 1.0, "num_steps": 2},
+        {"drafted": False, "num_tokens": 3, "seconds": 0.375, "num_running": 3.0, "num_steps": 2},
+        {"drafted": True, "num_tokens": 5, "seconds": 0.5, "num_running": 1.5, "num_steps": 2},
+        {"drafted": True, "num_tokens": 10, "seconds": 1.0, "num_running": 2.0, "num_steps": 1},
+    ]
+
+
+def test_lengths_are_long_tailed_and_the_same_for_every_method():
+    load = Load([[1], [2]], group_size=500, median_tokens=80, sigma=0.9, max_tokens=512)
+    lengths = np.array([request["max_tokens"] for request in load.requests(0)])
+    assert lengths.tolist() == [request["max_tokens"] for request in load.requests(0)]
+    assert lengths.tolist() != [request["max_tokens"] for request in load.requests(1)]
+    assert np.median(lengths) == pytest.approx(80, rel=0.1)
+    assert lengths.mean() > 1.3 * np.median(lengths)
+    assert lengths.min() >= 8 and lengths.max() == 512
+    names = {json.dumps(request["name"]) for repeat in (0, 1) for request in load.requests(repeat)}
+    assert len(names) == 2000
+    natural = Load([[1]], natural_ends=True, max_tokens=64).requests(0)
+    assert {request["max_tokens"] for request in natural} == {64}
+
+
+def test_random_prompts_have_no_structure():
+    prompts = random_prompts(4, 50_000, seed=1)
+    pairs = [pair for prompt in prompts for pair in pairwise(prompt)]
+    assert len(set(pairs)) == len(pairs) == 4 * 63
+    assert prompts == random_prompts(4, 50_000, seed=1) != random_prompts(4, 50_000, seed=2)
+
+
+def test_methods_pass_their_threshold_on():
+    assert Method("sam:16").options({"history": 2}) == {"history": 2, "batch_threshold": 16}
+    assert Method("sam").options({}) == {}
+    for label, message in (
+        ("magic", "method 'magic': must be off"),
+        ("off:8", "method 'off:8': must be off"),
+        ("ngram:8", "method 'ngram:8'"),
+        ("sam:many", "rollout.spec.batch_threshold='many'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Method(label)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "", "--model", "nowhere"], "method '': must be off, off:coupled"),
+        (["--methods", "off,magic"], "method 'magic': must be off, off:coupled, ngram, suffix, model, sam"),
+        (["--methods", "sam,model"], "--methods sam,model: model needs --model-drafter"),
+        (["--model-drafter", "eagle:head"], "--model-drafter eagle:head: must be METHOD:MODEL:NUMBER"),
+        (["--model-drafter", "ngram:head:3"], "--model-drafter ngram:head:3: must be METHOD:MODEL:NUMBER"),
+        (["--methods", "model", "--model-drafter", "mtp::16", "--model", "nowhere"], "drafts, 1 to 15"),
+        (
+            ["--num-speculative-tokens", "4", "--model-drafter", "mtp::5", "--model", "nowhere"],
+            "drafts, 1 to 4",
+        ),
+        (["--record-proposals"], "--record-proposals: needs --model-drafter and --output"),
+        (["--methods", "off,off"], "--methods off,off: a method is named twice"),
+        (["--repeats", "0"], "--repeats: 0 must be at least 1"),
+        (["--num-speculative-tokens", "65"], "num_speculative_tokens=65: must be between 1 and 64"),
+        (["--spec", "min_survival"], "--spec min_survival: must be NAME=VALUE"),
+        (["--spec", "depth=3"], "rollout.spec.depth: unknown field"),
+        (["--spec", "num_speculative_tokens=3"], "--spec num_speculative_tokens"),
+        (["--load", "random", "--prompts", "x.parquet"], "--prompts: --load random makes prompts of its own"),
+        (["--prompts", "nowhere"], "--prompts nowhere: no such file"),
+        (["--prompts", __file__, "--model", "nowhere"], f"--prompts {__file__}: cannot be read as parquet"),
+        (["--model", "nowhere"], "--model nowhere: no Hugging Face folder"),
+    ],
+)
+def test_bad_options_are_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    installed = ["--methods", "off,sam"]  # of the others a line more may say that they are not
+    assert main(["bench", "engine", *installed, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("has_accelerator", [True, False])
+def test_plain_vllm_decides_where_there_is_an_accelerator(
+    has_accelerator: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """CUDA graphs and asynchronous scheduling are its defaults; a CPU gets a small engine without graphs."""
+    import torch
+    from vllm import EngineArgs
+
+    from rollout_spec_lab.bench.engine_worker import _method_arguments
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
+    default = EngineArgs(model=str(tmp_path))
+    assert not default.enforce_eager and default.async_scheduling is not False
+    made = EngineArgs(model=str(tmp_path), **device_arguments(), **_method_arguments({"method": "off"}))
+    assert (made == default) == has_accelerator
+    assert made.enforce_eager != has_accelerator
+    assert default_dtype() == ("bfloat16" if has_accelerator else "float32")
+
+
+def test_each_method_drafts_its_own_number_of_tokens_unless_one_is_given(capsys: pytest.CaptureFixture[str]):
+    from rollout_spec_lab.bench.engine_worker import NGRAM, _method_arguments
+
+    def numbers(given: int | None, **spec: int) -> list[int | None]:
+        jobs = [
+            {"method": method, "spec": spec, "num_speculative_tokens": given}
+            for method in ("sam:auto", "ngram", "suffix")
+        ]
+        configs = [_method_arguments(job)["speculative_config"] for job in jobs]
+        return [config.get("num_speculative_tokens") for config in configs]
+
+    own = SpecConfig.num_speculative_tokens
+    assert numbers(None) == [own, NGRAM["num_speculative_tokens"], None]  # vLLM has a default for `suffix`
+    assert numbers(3, num_speculative_tokens=3) == [3, 3, 3]
+    assert main(["bench", "engine", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"ngram {NGRAM['num_speculative_tokens']}, suffix what vLLM takes, sam {own}" in shown
+
+
+def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
+    from rollout_spec_lab.bench.engine_worker import _method_arguments
+
+    head = tmp_path / "to:head"
+    head.mkdir()
+    (head / "config.json").write_text("{}")
+    given = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    assert model_drafter(f"eagle3:{head}:3", 3) == given
+    assert model_drafter("mtp::1", 3) == {"method": "mtp", "num_speculative_tokens": 1}
+    for wrong in ("eagle3::3", "eagle3:33", f"eagle3:{head}:4", "mtp::0", "ngram::3"):
+        with pytest.raises(
+            UserError, match=r"must be METHOD:MODEL:NUMBER, .* NUMBER .* 1 to 3, a row's most"
+        ):
+            model_drafter(wrong, 3)
+    with pytest.raises(UserError, match=r"no Hugging Face folder \(config.json is missing\)"):
+        model_drafter(f"eagle3:{tmp_path}:3", 3)
+    job = {"spec": {"history": 2}, "num_speculative_tokens": None, "model_drafter": given}
+    alone, both = (_method_arguments(job | {"method": method}) for method in ("model", "sam+model:4"))
+    assert alone["speculative_config"] == given
+    assert alone["additional_config"]["rollout_spec"] == {"method": "off", "verify": "coupled"}
+    assert both["speculative_config"] == given | {"num_speculative_tokens": SpecConfig.num_speculative_tokens}
+    options = {"history": 2, "batch_threshold": 4, "model_tokens": 3}
+    assert both["additional_config"]["rollout_spec"] == options
+
+
+def test_a_record_holds_every_option_of_ours_and_nothing_of_others():
+    from rollout_spec_lab.studies.simulate import config_of
+    from rollout_spec_lab.bench.engine_worker import _method_arguments, _options
+
+    def of(method: str) -> SpecConfig:
+        job = {"method": method, "spec": {"history": 2}, "num_speculative_tokens": None}
+        given = _method_arguments(job).get("additional_config", {})
+        record = {"engines": {method: {"options": _options(SimpleNamespace(additional_config=given))}}}
+        return config_of(method, json.loads(json.dumps(record)))
+
+    assert of("sam:16") == SpecConfig(history=2, batch_threshold=16)
+    assert not any(of(method).enabled for method in ("off", "off:coupled", "ngram"))
+
+
+@pytest.mark.parametrize("has_arctic", [True, False])
+def test_suffix_is_compared_where_it_is_installed(
+    has_arctic: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from rollout_spec_lab.cli.bench_engine import _methods
+
+    name = "arctic_inference.suffix_decoding"
+    monkeypatch.setitem(sys.modules, "arctic_inference", ModuleType("arctic_inference"))
+    monkeypatch.setitem(sys.modules, name, ModuleType(name) if has_arctic else None)
+    assert _methods(None, {}) == ["off", "ngram", *["suffix"] * has_arctic, "sam"]
+    assert ("rollout-spec bench engine: without suffix: " in capsys.readouterr().err) != has_arctic
+
+
+def test_the_plot_is_drawn(tmp_path: Path):
+    from rollout_spec.report.plots import plot_rollouts
+
+    plot_rollouts({"off": asdict(LINE), "sam": asdict(LINE)}, 2, tmp_path / "engine.png")
+    assert (tmp_path / "engine.png").stat().st_size > 10_000

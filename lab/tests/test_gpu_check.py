@@ -1,0 +1,130 @@
+"""`gpu-check` without its engines: what fails or has no time is named, and what its verdict says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_spec_lab.bench import engine
+
+from rollout_spec_lab.gpu_check import gpu_check
+from rollout_spec_lab.gpu_check.gpu_check import WAITS, Check, Plan, step_times
+from rollout_spec_lab.gpu_check.page import verdict
+
+METHODS = ["off", "sam", "suffix"]
+PARTS = [
+    "doctor",
+    "certify",
+    "steps",
+    "rollouts",
+    *(f"rollouts: {method}" for method in METHODS),
+    "thresholds",
+]
+NOTHING: dict[str, Any] = dict.fromkeys(("doctor", "certify", "steps", "rollouts", "thresholds"))
+
+
+def checked(folder: Path, seconds: float) -> dict[str, Any]:
+    load = engine.Load([[1, 2, 3]], 2)
+    rollouts = engine.Plan(load, METHODS, "/nowhere", "float32", {"max_num_seqs": 2}, {})
+    return Check(Plan(seconds, {}, {}, rollouts), folder).run()
+
+
+def test_what_fails_is_named_in_its_place_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (gpu_check, engine):
+        monkeypatch.setattr(module, "WORKER", "no.such.worker")
+    record = checked(tmp_path, 60.0)
+    assert [part["part"] for part in record["parts"]] == PARTS
+    assert {part["status"] for part in record["parts"][:-1]} == {"failed"}
+    missing = [part["part"] for part in record["parts"] if "No module named 'no'" in part["reason"]]
+    assert missing == [part for part in PARTS if part not in ("rollouts", "thresholds")]
+    assert NOTHING.items() <= record.items()
+    assert "rollouts: failed: nothing to compare with: off has not served." in verdict(record)
+
+
+def test_what_has_no_time_is_named(tmp_path: Path) -> None:
+    record = checked(tmp_path, 0.01)
+    assert [part["part"] for part in record["parts"]] == PARTS
+    assert {part["status"] for part in record["parts"]} == {"dropped"}
+    assert "rollouts: suffix: dropped: no time." in verdict(record)
+    assert NOTHING.items() <= record.items()
+
+
+def row(context: int, num_rows: int, num_drafts: int, seconds: float) -> dict[str, Any]:
+    return {
+        "context": context, "num_rows": num_rows, "num_drafts": num_drafts, "seconds": seconds, "num_steps": 4
+    }  # fmt: skip
+
+
+STEPS = [row(64, 1, 0, 0.010), row(64, 4, 0, 0.011), row(64, 1, 3, 0.012), row(64, 2, 1, 0.014)]
+STEPS += [row(64, 16, 7, 0.040), row(512, 1, 0, 0.020)]
+
+
+def test_step_times_are_of_the_shortest_context_and_of_one_mean_for_each_number_of_tokens() -> None:
+    found = {(one["drafted"], one["num_tokens"]): one["seconds"] for one in step_times(STEPS)}
+    assert found == {
+        (False, 1): 0.010,
+        (False, 4): 0.011,
+        (True, 4): pytest.approx(0.013),
+        (True, 128): 0.040,
+    }
+
+
+@pytest.mark.parametrize(
+    ("waits", "says"),
+    [
+        (None, "Waits in sampling: not counted on this device."),
+        (
+            {"plain": ["a:1"], "with drafts": ["a:1", "a:1", "b:2"]},
+            "Waits in sampling are as documented: plain 1 (documented: 1), with drafts 3 (documented: 3).",
+        ),
+        (
+            {"plain": ["a:1", "b:2"], "with drafts": ["a:1", "a:1", "b:2"]},
+            "Waits in sampling are not as documented: plain 2 (documented: 1), with drafts 3 (documented: "
+            "3).",
+        ),
+    ],
+)
+def test_the_verdict_on_steps(waits: dict[str, list[str]] | None, says: str) -> None:
+    record = NOTHING | {"steps": {"steps": STEPS, "waits": waits}, "waits_expected": WAITS, "parts": []}
+    assert verdict(record) == [
+        says,
+        "Rows of 64 tokens: a step takes 10.00 ms at least, up to 1.25 times that with 4 tokens, and 4.0 "
+        "times that with 128.",
+        "Rows of 512 tokens: a step takes 20.00 ms at least, up to 1.25 times that with 1 tokens, and 1.0 "
+        "times that with 1.",
+    ]
+
+
+def ratio(value: float, *interval: float) -> dict[str, Any]:
+    return {"value": value, "ci95": list(interval) or [None, None]}
+
+
+def test_the_verdict_on_rollouts_has_every_ratio_with_its_interval() -> None:
+    def result(method: str, whole: dict[str, Any], **over: Any) -> dict[str, Any]:
+        ratios = {"tokens_per_s": whole, "tail_tokens_per_s": ratio(2.0, 1.5, 2.5)}
+        return {"method": method, "ratios": ratios, "tokens_per_s_over": over}
+
+    results = [
+        result("off", ratio(1.0)),
+        result("sam:0", ratio(0.98, 0.96, 1.0)),
+        result("sam", ratio(1.3, 1.2, 1.4), suffix=ratio(1.1, 1.0, 1.2)),
+        result("suffix", ratio(1.2)),
+        result("sam+model", ratio(1.5), sam=ratio(1.15), model=ratio(1.25)),
+    ]
+    record = NOTHING | {"rollouts": {"results": results, "load": {"repeats": 2}}, "parts": []}
+    assert verdict(record) == [
+        "Enabled, with the gate closed: 0.98 (0.96 to 1.00) times the tokens per second of off.",
+        "rollout_spec: 1.30 (1.20 to 1.40) times the tokens per second of off; 2.00 (1.50 to 2.50) in the "
+        "tail.",
+        "suffix: 1.20 times the tokens per second of off; 2.00 (1.50 to 2.50) in the tail.",
+        "rollout_spec with the model: 1.50 times the tokens per second of off; 2.00 (1.50 to 2.50) in the "
+        "tail.",
+        "rollout_spec over suffix: 1.10 (1.00 to 1.20).",
+        "rollout_spec with the model over rollout_spec: 1.15.",
+        "rollout_spec with the model over the model's drafts: 1.25.",
+        "With less than three repeats no interval says much: give it more --minutes.",
+    ]

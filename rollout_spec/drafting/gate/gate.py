@@ -1,0 +1,249 @@
+"""When to draft, and how much: speculation pays in the long tail, when few requests are left running.
+
+A gate is asked twice in an engine step: `begin`, before anything is drafted, gives the price below which no
+token is proposed (None: no drafts in this step); `choose` then keeps the tokens that pay.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.gate.costs import EXPLORE_EVERY, NOTHING, Choice, Costs, Step
+from rollout_spec.drafting.gate.guard import Guard
+from rollout_spec.drafting.gate.passes import Passes
+from rollout_spec.metrics import EngineCounters
+
+# Steps in a row that must agree before a gate opens or closes: a single arrival must not flip it.
+HYSTERESIS_STEPS = 4
+
+# The automatic gate. Steps are engine steps.
+MIN_PRICE = 0.02  # a draft token less likely than this is never proposed
+FORGET_STEPS = 128  # without drafts, in which two thirds of the belief in what they cost are lost
+
+_Int32 = npt.NDArray[np.int32]
+_Float32 = npt.NDArray[np.float32]
+
+
+class Gate(Protocol):
+    weighs_costs: bool
+    """Whether it reads more of a step than its rows."""
+    fills: bool
+    """Whether the step is one with drafts also for rows that have none, where drafts are filled up."""
+
+    @property
+    def model_tokens(self) -> int:
+        """How many tokens a model drafts in the next step that waits for them."""
+
+    def begin(self, step: Step, counters: EngineCounters) -> float | None:
+        """The least survival at which a token is drafted now; None: draft nothing."""
+
+    def compares(self, model_tokens: int) -> bool:
+        """Whether drafts beside so many tokens of a model are first to be made beside one fewer."""
+
+    def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
+        """These are that, as of `choose`, which follows."""
+
+    def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
+        """How much of each draft to verify.
+
+        Args:
+            survivals: float32 [n, K], of the draft up to and with this token; falling along a row.
+            numbers: int32 [n], draft tokens of each row.
+
+        Returns:
+            int32 [n], at most `numbers`.
+        """
+
+    def discard(self) -> None:
+        """What was chosen is not verified: the step that runs is a plain one."""
+
+
+def make_gate(config: SpecConfig, fill_to: int = 0, model_tokens: int = 0) -> Gate:
+    """The gate that the options describe; fill_to as of `Costs`, model_tokens: most of a model's draft."""
+    if isinstance(config.batch_threshold, str):
+        return AutoGate(fill_to, model_tokens)
+    return FixedGate(config.batch_threshold, config.min_survival, model_tokens)
+
+
+class FixedGate:
+    """A fixed threshold on the number of decoding requests (the CANN recipe's rule), with hysteresis.
+
+    Args:
+        batch_threshold: draft while at most this many requests decode; 0 never drafts.
+        min_survival: the price, always.
+        model_tokens: that a model drafts, always.
+    """
+
+    weighs_costs = fills = False
+
+    def __init__(self, batch_threshold: int, min_survival: float, model_tokens: int = 0) -> None:
+        self._batch_threshold, self._price = batch_threshold, min_survival
+        self.model_tokens = model_tokens
+        self._is_open: bool | None = None
+        self._num_against = 0
+
+    def begin(self, step: Step, counters: EngineCounters) -> float | None:
+        says_open = step.num_rows <= self._batch_threshold
+        self._num_against = 0 if says_open == self._is_open else self._num_against + 1
+        if self._is_open is None or self._num_against >= HYSTERESIS_STEPS:
+            self._is_open, self._num_against = says_open, 0
+        self.fills = bool(self._is_open)
+        if self._is_open:
+            return self._price
+        counters.num_steps_off_threshold += 1
+        return None
+
+    def compares(self, model_tokens: int) -> bool:
+        return False
+
+    def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
+        pass
+
+    def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
+        return numbers
+
+    def discard(self) -> None:
+        pass
+
+
+class AutoGate:
+    """Drafts where the expected gain is more than the measured cost.
+
+    A draft token pays while its survival is more than what its time would give elsewhere: seconds of the
+    token x tokens per second. So a step's budget goes, over all rows, to the tokens most likely to be
+    accepted. What that takes and gives `Costs` learns; a guard stands beside this model.
+
+    Args:
+        fill_to: as of `Costs`. Then a step with drafts takes what it takes, however few they are: it has them
+            all, or is a plain one.
+        model_tokens: most tokens of a model's draft; it chooses how many pay.
+    """
+
+    weighs_costs, fills = True, False
+
+    def __init__(self, fill_to: int = 0, model_tokens: int = 0) -> None:
+        self._passes = Passes(model_tokens)
+        self._costs, self._guard = Costs(fill_to, self._passes), Guard()
+        self._is_filled = fill_to > 0
+        self._choice = NOTHING  # of the step now running
+        self._least_verified = MIN_PRICE  # the least survival in the latest budget
+        self._steps_since_draft = 0
+        self._num_refused = 0  # steps in a row in which no draft paid
+        self._looks = False  # a closed gate, until drafts have been weighed
+        self._gain_of_fewer: float | None = None  # with a token less of the model, in tokens
+
+    @property
+    def model_tokens(self) -> int:
+        return self._passes.num
+
+    def begin(self, step: Step, counters: EngineCounters) -> float | None:
+        measured = self._costs.learn(step, self._choice, counters)
+        if measured is not None:
+            self._judge(*measured)
+        self._choice, self.fills, self._gain_of_fewer = NOTHING, False, None
+        self._steps_since_draft += 1
+        num_stops = counters.num_guard_stops
+        is_blocked = self._guard.blocks(step.num_rows, counters)
+        if counters.num_guard_stops > num_stops:
+            # What made drafts dear may be over after the pause: forget what they cost, and try.
+            self._costs.doubt_drafts(1.0)
+            self._num_refused = 0
+        if is_blocked:
+            counters.num_steps_off_guard += 1
+            return None
+        if self._costs.is_probe:
+            counters.num_steps_off_probe += 1
+            return None
+        if self._num_refused >= HYSTERESIS_STEPS:
+            # Closed. What made drafts dear may be over: forget it by and by, and look.
+            self._costs.doubt_drafts(1.0 / FORGET_STEPS)
+            if self._steps_since_draft % EXPLORE_EVERY == 0:
+                self._looks = True
+            if not self._looks:
+                counters.num_steps_off_cost += 1
+                return None
+        return max(MIN_PRICE, self._least_verified / 2)
+
+    def _judge(self, drafted: bool, seconds: float, plain_seconds: float) -> None:
+        """A step took so long, and a plain one would have so long for the same tokens."""
+        if drafted:
+            # Where plain steps without graphs take twice as long, a window of them costs more than it tells.
+            if not self._is_filled or plain_seconds < 2 * seconds:
+                self._guard.learn_drafted(seconds, plain_seconds)
+        else:
+            self._guard.learn_plain(seconds / plain_seconds)
+
+    def compares(self, model_tokens: int) -> bool:
+        return self._passes.weighs(model_tokens)
+
+    def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
+        self._gain_of_fewer = self._best_budget(_sorted(survivals, numbers))[1]
+
+    def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
+        self._looks = False
+        sorted_survivals = _sorted(survivals, numbers)
+        budget, gain = self._best_budget(sorted_survivals)
+        if self._costs.step.num_passes:
+            self._judge_passes(gain)
+        if not len(sorted_survivals):
+            self._fill_empty()
+            return numbers
+        num = self._costs.explored(budget, len(sorted_survivals))
+        if num == 0:
+            self._num_refused += 1
+            counters.num_steps_off_cost += 1
+            self._least_verified = max(MIN_PRICE, self._least_verified / 2)
+            return np.zeros_like(numbers)
+        self._num_refused = 0
+        self._least_verified = float(sorted_survivals[num - 1])
+        is_chosen = (survivals >= np.float32(self._least_verified)) & _is_draft(survivals, numbers)
+        chosen = is_chosen.sum(axis=1).astype(np.int32)
+        num = int(chosen.sum())
+        expected = float(self._costs.drafted_seconds(np.array([num]))[0])
+        self._choice = Choice(self._costs.num_verified(num), float(sorted_survivals[:num].sum()), expected)
+        self._steps_since_draft, self.fills = 0, True
+        return chosen
+
+    def _fill_empty(self) -> None:
+        """Nothing is proposed: the step is one with drafts all the same where that takes no longer."""
+        if not self._is_filled:
+            return
+        expected = float(self._costs.drafted_seconds(np.array([0]))[0])
+        if expected <= self._costs.plain_seconds:
+            self._choice, self.fills = Choice(self._costs.num_verified(0), 0.0, expected), True
+
+    def discard(self) -> None:
+        self._choice, self.fills = NOTHING, False
+
+    def _best_budget(self, survivals: npt.NDArray[np.float64]) -> tuple[int, float]:
+        """How many draft tokens to verify, and the tokens that they gain above what their time would give.
+
+        survivals: of all rows' draft tokens, the largest first.
+        """
+        if not len(survivals):
+            return 0, 0.0
+        costs, plain = self._costs.drafted_seconds(1 + np.arange(len(survivals))), self._costs.plain_seconds
+        tokens = self._costs.gain * self._costs.most_rows  # that the time of a plain step gives
+        net_gains = np.cumsum(survivals * self._costs.calibration) - tokens / plain * (costs - plain)
+        best = int(np.argmax(net_gains))
+        return (best + 1, float(net_gains[best])) if net_gains[best] > 0.0 else (0, 0.0)
+
+    def _judge_passes(self, gain: float) -> None:
+        """A model's drafts and the text's gain so many tokens."""
+        if self._gain_of_fewer is not None:
+            more = (gain - self._gain_of_fewer) / self._costs.step.num_rows
+            self._passes.learn_gain(self._costs.step.num_passes, more)
+        self._passes.choose(self._costs.gain)
+
+
+def _is_draft(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.bool_]:
+    return np.arange(survivals.shape[1]) < numbers[:, None]
+
+
+def _sorted(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.float64]:
+    """Of all draft tokens, the largest first."""
+    return np.sort(survivals[_is_draft(survivals, numbers)])[::-1].astype(float)

@@ -1,0 +1,82 @@
+"""How many passes of a model's draft pay beside the text."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+TRY_EVERY = 16  # steps with drafts of the model, of which one has a pass more or fewer
+RETRY_EVERY = 64  # the same once enough is known
+WEIGH_EVERY = 8  # of them, one in which the last pass's token is weighed
+ENOUGH = 8  # measurements of what a pass takes, and of what its token brings, before it is judged
+MEMORY = 64  # measurements after which most is forgotten
+# Times its price, below which a pass that runs is left out, and above which one more is taken. Below 1:
+# survivals promise about half of what a model's last token brings (lab/record/hybrid.md).
+LEAST_WORTH, MOST_WORTH = 0.5, 0.7
+
+
+class Passes:
+    """Chooses how many passes a model takes: one for each token of its draft.
+
+    The first always runs, since it keeps the model's KV cache complete. A further one pays where what its
+    token brings to drafts is more than its time would give. What a pass takes shows in steps that have one
+    more or fewer than the step before. What its token brings shows where drafts are made twice, with and
+    without it: survivals say it long before accepted tokens could. Both are measured now and then.
+
+    Args:
+        most: tokens of the model's draft; 0: there is no model.
+
+    Attributes:
+        num: passes of the next step that waits for drafts.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = self._settled = self.num = most
+        self._steps_left = TRY_EVERY  # until the next try
+        self._share, self._shares = 0.0, deque[float](maxlen=MEMORY)  # of a plain step's time, for a pass
+        self._last = 0, 0.0  # passes of the last step with drafts, and its excess
+        self._gains, self._weights = np.zeros((2, most + 2))  # of the token of each pass, in tokens a row
+
+    def learn_share(self, num: int, excess: float) -> None:
+        """A step with drafts had so many passes, and took so much longer than it was to with one.
+
+        excess: as a share of a plain step's time, which grows and falls with the batch as a pass's does.
+        """
+        last_num, last_excess = self._last
+        if last_num and num != last_num:
+            self._shares.append((excess - last_excess) / (num - last_num))
+            self._share = float(np.median(self._shares))
+        self._last = num, excess
+
+    def weighs(self, num: int) -> bool:
+        """Whether drafts with so many tokens of the model are to be compared with those of one fewer."""
+        return num > 1 and (num > self._settled or self._steps_left % WEIGH_EVERY == 1)
+
+    def learn_gain(self, num: int, tokens_per_row: float) -> None:
+        """So much did drafts with so many tokens of the model promise above those with one fewer."""
+        self._weights[num] = min(self._weights[num] + 1.0, MEMORY)
+        self._gains[num] += (tokens_per_row - self._gains[num]) / self._weights[num]
+
+    def choose(self, tokens_per_row: float) -> None:
+        """The number for the next step, once in each for which the model has drafted.
+
+        tokens_per_row: what the time of a plain step would give otherwise.
+        """
+        if self._most < 2:
+            return
+        price, last, further = self._share * tokens_per_row, self._settled, self._settled + 1
+        if self._is_known(last) and self._gains[last] < LEAST_WORTH * price:
+            self._settled = last - 1
+        elif self._is_known(further) and self._gains[further] > MOST_WORTH * price:
+            self._settled = further
+        self.num = self._settled
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self.num += 1 if self._settled < self._most else -1
+            is_known = all(self._is_known(each) for each in (last, further) if 1 < each <= self._most)
+            self._steps_left = RETRY_EVERY if is_known else TRY_EVERY
+
+    def _is_known(self, num: int) -> bool:
+        """Whether the token of that pass, a further one, can be judged."""
+        return 1 < num <= self._most and self._weights[num] >= ENOUGH and len(self._shares) >= ENOUGH

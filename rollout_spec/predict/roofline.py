@@ -1,0 +1,400 @@
+"""Step times of an engine that one does not have, from its model's config.json and its device's datasheet.
+
+A step reads the weights and the KV cache, computes on its tokens, talks to its peers and launches its
+kernels: a roofline (Williams et al. 2009) for each kind of layer, and a floor. Matrix products take the
+hypotenuse of their memory time and their compute time, since near the ridge neither hides the other. A
+mixture of experts reads the experts that its tokens touch, under uniform routing; expert-parallel ranks wait
+for the one that has most of them. Attention reads the KV cache once a step, however many tokens are
+verified; its FLOPs stay below the ridge up to K = 16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from rollout_spec.config import UserError
+
+# Of the datasheet's bandwidth and FLOP/s, what an engine gets: calibrated on one pair, Qwen3-8B on an H100,
+# and checked on others (lab/record/roofline.md).
+MEMORY_EFFICIENCY = 0.85
+COMPUTE_EFFICIENCY = 0.55
+# Times that a sampler reads or writes the float32 logits: conversion, temperature, and a race in two passes.
+LOGIT_PASSES = 6
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_LOGIT_BYTES = 4
+
+
+class RooflineError(UserError):
+    """A model or a layout that cannot be modelled; the message names the field or the option."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a datasheet says of one device.
+
+    Links: bytes per second in one direction, and what a collective takes however short its message.
+    """
+
+    flops_per_s: float
+    """Dense, bfloat16."""
+    bytes_per_s: float
+    memory_bytes: float
+    launch_s: float
+    """Of each layer and step, that reading and computing do not hide."""
+    link_bytes_per_s: float
+    link_s: float
+    network_bytes_per_s: float
+    network_s: float
+    node_size: int = 8
+
+
+DEVICES: Mapping[str, Device] = {
+    # NVIDIA H100 SXM datasheet: 1,979 TFLOP/s with sparsity, 3.35 TB/s, 80 GB, NVLink 900 GB/s both ways; DGX
+    # H100: one 400 Gb/s port a GPU. Collectives of one token: vLLM's custom all-reduce, about 10 us; DeepEP's
+    # low-latency dispatch over InfiniBand, about 20 us. launch_s: calibrated with the efficiencies.
+    "h100": Device(989.4e12, 3.35e12, 80e9, 42e-6, 450e9, 10e-6, 50e9, 20e-6),
+    # NVIDIA H200 datasheet: an H100 with 4.8 TB/s and 141 GB.
+    "h200": Device(989.4e12, 4.8e12, 141e9, 42e-6, 450e9, 10e-6, 50e9, 20e-6),
+    # NVIDIA A100 80GB SXM datasheet: 312 TFLOP/s dense, 2,039 GB/s, NVLink 600 GB/s both ways; DGX A100: one
+    # 200 Gb/s port a GPU. launch_s: of Qwen3-1.7B, whose step is mostly that.
+    "a100": Device(312e12, 2.039e12, 80e9, 93e-6, 300e9, 10e-6, 25e9, 20e-6),
+    # Huawei publishes no datasheet. As the dies of the 910C: 376 TFLOP/s, 1.6 TB/s, 64 GB, 196 GB/s one way
+    # between devices and a 200 Gb/s port ("Serving LLMs on Huawei CloudMatrix384", arXiv 2506.12708).
+    # launch_s: of Qwen3-32B on four.
+    "910b": Device(376e12, 1.6e12, 64e9, 370e-6, 196e9, 15e-6, 25e9, 30e-6),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """Seconds of a step that the device waits for the host because of a drafter, and those of each row."""
+
+    plain_s: float
+    plain_row_s: float
+    drafted_s: float
+    drafted_row_s: float
+
+    def seconds(self, num_rows: int, drafted: bool) -> float:
+        if drafted:
+            return self.drafted_s + num_rows * self.drafted_row_s
+        return self.plain_s + num_rows * self.plain_row_s
+
+
+# By vLLM's model runner: lines through what `bench host` measured at 1 to 256 rows, vLLM's part and the
+# drafter's (lab/record/host.md). V2 schedules plain steps ahead, V1 none with a drafter.
+HOSTS: Mapping[str, Host] = {
+    "v1": Host(0.7e-3, 13e-6, 1.2e-3, 21e-6),
+    "v2": Host(0.0, 0.0, 1.2e-3, 26e-6),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The shape of a decoder with grouped-query attention, dense or a mixture of experts."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Of one expert, where there are experts."""
+    vocab_size: int
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    ties_embeddings: bool = False
+    bytes_per_value: int = 2
+    shared_expert_size: int = 0
+    """Width of the shared experts, together: what every token takes beside its own."""
+    num_dense_layers: int = 0
+    """Those without experts, where there are experts."""
+    dense_size: int = 0
+    """Width of these layers."""
+
+    @classmethod
+    def read(cls, path: str | Path) -> Model:
+        """From a Hugging Face config.json.
+
+        Raises:
+            OSError: the file cannot be opened.
+            RooflineError: a field is missing or wrong, or says that the model is of another kind.
+        """
+        try:
+            fields = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise RooflineError(f"{path}: not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise RooflineError(f"{path}: must be a JSON object")
+        try:
+            return cls._of(fields)
+        except RooflineError as error:
+            raise RooflineError(f"{path}: {error}") from None
+
+    @classmethod
+    def _of(cls, fields: dict[str, Any]) -> Model:
+        _refuse_other_kinds(fields)
+        experts = next((name for name in _NUM_EXPERTS if fields.get(name)), None)
+        hidden_size, num_heads = _whole(fields, "hidden_size"), _whole(fields, "num_attention_heads")
+        width = (
+            "moe_intermediate_size" if experts and "moe_intermediate_size" in fields else "intermediate_size"
+        )
+        num_dense_layers = _num_dense_layers(fields) if experts else 0
+        dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
+        if dtype not in _BYTES:
+            raise RooflineError(f"torch_dtype: {dtype!r} must be one of {', '.join(_BYTES)}")
+        model = cls(
+            hidden_size=hidden_size,
+            num_layers=_whole(fields, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=_whole(fields, "num_key_value_heads", num_heads),
+            head_dim=_whole(fields, "head_dim", hidden_size // num_heads),
+            intermediate_size=_whole(fields, width),
+            vocab_size=_whole(fields, "vocab_size"),
+            num_experts=_whole(fields, experts) if experts else 0,
+            num_experts_per_token=_whole(fields, "num_experts_per_tok") if experts else 0,
+            ties_embeddings=bool(fields.get("tie_word_embeddings")),
+            bytes_per_value=_BYTES[dtype],
+            shared_expert_size=_shared_expert_size(fields, width) if experts else 0,
+            num_dense_layers=num_dense_layers,
+            dense_size=_whole(fields, "intermediate_size") if num_dense_layers else 0,
+        )
+        if model.num_experts_per_token > model.num_experts:
+            raise RooflineError(f"num_experts_per_tok: must be at most {experts}, {model.num_experts}")
+        return model
+
+    @property
+    def num_expert_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
+    def expert_params(self) -> int:
+        """Of one expert in all layers that have experts."""
+        return self.num_expert_layers * 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def shared_params(self) -> int:
+        """That every token takes: attention, router, shared experts, dense layers and output."""
+        attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
+        expert_layer = self.num_experts + 3 * self.shared_expert_size
+        dense_layer = 3 * (self.dense_size or self.intermediate_size)
+        return self.hidden_size * (
+            self.num_layers * attention
+            + self.num_expert_layers * expert_layer
+            + (self.num_layers - self.num_expert_layers) * dense_layer
+            + self.vocab_size
+        )
+
+    @property
+    def num_params(self) -> int:
+        embeddings = 0 if self.ties_embeddings else self.vocab_size * self.hidden_size
+        return self.shared_params + self.num_experts * self.expert_params + embeddings
+
+
+def _refuse_other_kinds(fields: dict[str, Any]) -> None:
+    """What these formulas would get wrong, by the field that says so."""
+    harmless = {
+        "kv_lora_rank": False,
+        "quantization_config": False,
+        "layer_types": set(fields.get("layer_types") or ()) == {"full_attention"},
+        "sliding_window": fields.get("use_sliding_window") is False,
+        "full_attention_interval": fields.get("full_attention_interval") == 1,
+        "moe_layer_freq": fields.get("moe_layer_freq") == 1,
+    }
+    for name, is_harmless in harmless.items():
+        if fields.get(name) and not is_harmless:
+            raise RooflineError(f"{name}: such models are not modelled")
+    if all(fields.get(name) is None for name in _NUM_EXPERTS):
+        for name in (name for name, value in fields.items() if "expert" in name and value):
+            raise RooflineError(f"{name}: needs the number of experts, one of {', '.join(_NUM_EXPERTS)}")
+
+
+def _num_dense_layers(fields: dict[str, Any]) -> int:
+    """Of a mixture of experts: the first ones, listed ones, and all but every n-th."""
+    first, step = _whole(fields, "first_k_dense_replace", 0), _whole(fields, "decoder_sparse_step", 1)
+    listed = fields.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise RooflineError(f"mlp_only_layers: {listed!r} must be a list of layers")
+    layers = range(_whole(fields, "num_hidden_layers"))
+    return sum(i < first or i in listed or (i + 1) % step > 0 for i in layers)
+
+
+def _shared_expert_size(fields: dict[str, Any], width: str) -> int:
+    """Of all shared experts; where only their number is given, each is as wide as the others."""
+    number = next((name for name in ("n_shared_experts", "num_shared_experts") if fields.get(name)), None)
+    size = _whole(fields, "shared_expert_intermediate_size", 0)
+    return size or (_whole(fields, number) * _whole(fields, width) if number else 0)
+
+
+def _whole(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A field; a default of 0 allows 0."""
+    value = fields.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise RooflineError(f"{name}: is missing")
+    least = 0 if default == 0 else 1
+    if type(value) is not int or value < least:
+        raise RooflineError(f"{name}: {value!r} must be a whole number from {least}")
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Seconds of a step of one data-parallel rank.
+
+    Args:
+        tensor_parallel: devices of a rank.
+        data_parallel: ranks that step together and spread the experts over all their devices.
+        expert_parallel: a device has whole experts, not a slice of each; always with several ranks.
+        host: what steps wait for; None: they are scheduled ahead, as without a drafter.
+        stretch: a recorded step stands for so many, with a context so many times as long.
+
+    Raises:
+        RooflineError: the model has no such layout, or does not fit.
+    """
+
+    model: Model
+    device: Device
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: bool = False
+    memory_share: float = 0.9
+    host: Host | None = None
+    stretch: float = 1.0
+
+    def __post_init__(self) -> None:
+        model, tp = self.model, self.tensor_parallel
+        if model.num_heads % tp or max(model.num_kv_heads, tp) % min(model.num_kv_heads, tp):
+            heads = f"{model.num_heads} heads and {model.num_kv_heads} KV heads"
+            raise RooflineError(f"--tp {tp}: does not divide the model's {heads}")
+        if self.data_parallel > 1 and not model.num_experts:
+            raise RooflineError(
+                f"--dp {self.data_parallel}: a dense model's ranks do not wait for each other: use --replicas"
+            )
+        if self.kv_tokens < 1:
+            raise RooflineError(
+                f"--tp {tp} --dp {self.data_parallel}: {self._weight_bytes / 1e9:.0f} GB of weights a device "
+                f"do not fit into {self.memory_share:g} of its {self.device.memory_bytes / 1e9:.0f} GB"
+            )
+
+    @property
+    def kv_tokens(self) -> float:
+        """Recorded tokens that a rank's KV cache holds."""
+        free = self.memory_share * self.device.memory_bytes - self._weight_bytes
+        return free / self._kv_bytes_per_token / self.stretch
+
+    @property
+    def head(self) -> Roofline:
+        """One pass of a head that drafts for this model: a layer of its own kind, and its output layer."""
+        layer = dataclasses.replace(self.model, num_layers=1, num_dense_layers=0)
+        return dataclasses.replace(self, model=layer, host=None)
+
+    def seconds(
+        self,
+        num_tokens: int,
+        drafted: bool,
+        num_context: int = 0,
+        num_tokens_of_others: int = 0,
+        num_rows: int = 0,
+    ) -> float:
+        """Of one step.
+
+        Args:
+            num_tokens: verified and prefilled tokens of this rank.
+            drafted: makes a difference to the host only.
+            num_context: tokens in all rows of this rank.
+            num_tokens_of_others: that the other data-parallel ranks bring to the experts.
+            num_rows: that the host has work with.
+        """
+        device, model = self.device, self.model
+        seconds = self._shared_seconds(num_tokens)
+        seconds += self._expert_seconds(num_tokens + num_tokens_of_others)
+        read_bytes = self.stretch * num_context * self._kv_bytes_per_token
+        read_bytes += LOGIT_PASSES * _LOGIT_BYTES * num_tokens * model.vocab_size
+        seconds += read_bytes / (MEMORY_EFFICIENCY * device.bytes_per_s)
+        seconds += self._collective_seconds(num_tokens)
+        seconds += model.num_layers * device.launch_s
+        if self.host is not None:
+            seconds += self.host.seconds(num_rows, drafted)
+        return self.stretch * seconds
+
+    @property
+    def without_drafter(self) -> Roofline:
+        return dataclasses.replace(self, host=None)
+
+    @property
+    def _num_devices(self) -> int:
+        return self.tensor_parallel * self.data_parallel
+
+    @property
+    def _weight_bytes(self) -> float:
+        model = self.model
+        experts = model.num_experts * model.expert_params
+        per_device = (model.num_params - experts) / self.tensor_parallel + experts / self._num_devices
+        return per_device * model.bytes_per_value
+
+    @property
+    def _kv_bytes_per_token(self) -> float:
+        """On a device: with more devices than KV heads every head is there more than once."""
+        model = self.model
+        heads = max(1, model.num_kv_heads // self.tensor_parallel)
+        return 2 * model.num_layers * heads * model.head_dim * model.bytes_per_value
+
+    def _shared_seconds(self, num_tokens: int) -> float:
+        params = self.model.shared_params / self.tensor_parallel
+        return self._product_seconds(params, num_tokens * params)
+
+    def _expert_seconds(self, num_tokens: int) -> float:
+        """The experts, for the tokens of all ranks."""
+        model, num_devices = self.model, self._num_devices
+        if not model.num_experts:
+            return 0.0
+        touched = 1.0 - (1.0 - model.num_experts_per_token / model.num_experts) ** num_tokens
+        if self.expert_parallel or self.data_parallel > 1:
+            experts = _most(model.num_experts / num_devices, touched, num_devices)
+        else:
+            experts = touched * model.num_experts / num_devices
+        num_products = num_tokens * model.num_experts_per_token / num_devices
+        return self._product_seconds(experts * model.expert_params, num_products * model.expert_params)
+
+    def _product_seconds(self, params: float, products: float) -> float:
+        """Of matrix products that read so many parameters for so many multiplications on a device."""
+        device = self.device
+        memory = params * self.model.bytes_per_value / (MEMORY_EFFICIENCY * device.bytes_per_s)
+        compute = 2 * products / (COMPUTE_EFFICIENCY * device.flops_per_s)
+        return math.hypot(memory, compute)
+
+    def _collective_seconds(self, num_tokens: int) -> float:
+        """Two all-reduces a layer in a rank; between ranks, a token's way to its experts and back."""
+        model, tp = self.model, self.tensor_parallel
+        message = num_tokens * model.hidden_size * model.bytes_per_value
+        seconds = 0.0
+        if tp > 1:
+            latency, bandwidth = self._link(tp)
+            seconds += 2 * model.num_layers * (latency + 2 * (tp - 1) / tp * message / bandwidth)
+        if self.data_parallel > 1:
+            latency, bandwidth = self._link(self._num_devices)
+            sent = message * model.num_experts_per_token / tp
+            seconds += 2 * model.num_expert_layers * (latency + sent / bandwidth)
+        return seconds
+
+    def _link(self, num_devices: int) -> tuple[float, float]:
+        device = self.device
+        if num_devices <= device.node_size:
+            return device.link_s, device.link_bytes_per_s
+        return device.network_s, device.network_bytes_per_s
+
+
+def _most(num_experts: float, share: float, num_devices: int) -> float:
+    """Touched experts of the device that has most: of num_experts on each, a share is touched.
+
+    The expected maximum of normal variables, as Blom (1958) approximates it.
+    """
+    above = NormalDist().inv_cdf((num_devices - 0.375) / (num_devices + 0.25)) if num_devices > 1 else 0.0
+    return min(num_experts, num_experts * share + above * math.sqrt(num_experts * share * (1.0 - share)))
