@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from rollout_spec.report.tables import make_table
-
 if TYPE_CHECKING:
     from rollout_spec.report.runs import Comparison
 
@@ -27,6 +25,14 @@ def make_console() -> Console:
     plain = functools.partial(Console, markup=False, emoji=False)
     console = plain()
     return console if console.is_terminal or "COLUMNS" in os.environ else plain(width=FILE_WIDTH)
+
+
+def make_table(title: str, *columns: str, caption: str | None = None) -> Table:
+    """The first column to the left, figures to the right."""
+    table = Table(title=title, title_justify="left", caption=caption)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    return table
 
 
 def print_values(title: str, values: Mapping[str, float]) -> None:

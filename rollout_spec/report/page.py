@@ -172,7 +172,7 @@ def table_rows(comparison: Comparison, intervals: bool = True) -> list[list[str]
 
 def summary_table(comparison: Comparison) -> Table:
     """For a terminal: intervals of the changes only."""
-    from rollout_spec.report.tables import make_table
+    from rollout_spec.cli.console import make_table
 
     title = f"{headline(comparison)} tokens per second ({interval(comparison)})"
     table = make_table(title, *table_columns(comparison)[:-1], "change [95% interval]")

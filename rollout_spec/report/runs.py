@@ -281,17 +281,6 @@ def read_run(path: str | Path, name: str) -> Run:
     return Run(name, steps, looping_share(Path(path)), log.wandb)
 
 
-def joined(name: str, runs: Sequence[Run], num_steps: int) -> Run:
-    """Runs of one method as one: the steps of each are numbered on by `num_steps`, the most of any run."""
-    steps = [
-        dataclasses.replace(step, step=number * num_steps + step.step)
-        for number, run in enumerate(runs)
-        for step in run.steps
-    ]
-    looping = sum(run.looping_share for run in runs) / len(runs)
-    return dataclasses.replace(runs[0], name=name, steps=tuple(steps), looping_share=looping)
-
-
 def _is_whole(last: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> bool:
     """Whether every count of a step was logged: tensorboard gets them one by one."""
     num_tokens = last.get(PREFIX + "generated_tokens")
