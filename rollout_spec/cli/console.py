@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from rollout_spec.report.runs import Comparison
+    from rollout_spec.report.measures import Comparison
 
 FILE_WIDTH = 120
 
@@ -60,13 +60,14 @@ def print_tables(
 
 def print_comparison(comparison: Comparison, paths: Mapping[str, Any], as_json: bool) -> None:
     """What two runs say about each other, and where that lies."""
-    from rollout_spec.report.page import sentences, summary_table
+    from rollout_spec.report.comparison import headline, sentences, table_columns, table_rows
 
     if as_json:
         print(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
         return
     console = make_console()
-    console.print(summary_table(comparison))
+    columns = [*table_columns(comparison)[:-1], "change [95% interval]"]
+    print_tables(console, [(headline(comparison), columns, table_rows(comparison, intervals=False))])
     for sentence in sentences(comparison):
         console.print(sentence, highlight=False)
     for kind, path in paths.items():

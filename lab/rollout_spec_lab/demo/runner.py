@@ -14,8 +14,9 @@ from pathlib import Path
 
 from rollout_spec import trace
 from rollout_spec.report.logs import METRICS_FILE
+from rollout_spec.report.measures import Comparison, compare
 from rollout_spec.report.responses import first_step_agreement
-from rollout_spec.report.runs import Comparison, Run, Step, compare, read_run, read_steps
+from rollout_spec.report.runs import Run, Step, read_run, read_steps
 from rollout_spec_lab.processes import last_error, started
 
 METHODS = ("off", "sam")
