@@ -20,8 +20,8 @@ FILES = {"json": "summary.json", "png": "report.png", "html": "report.html"}
 MEASURED = {
     "rollout time": "From the first request of a training step to its last token, on the slowest server.",
     "speed": "Tokens per second and not seconds, because the runs write responses of different lengths.",
-    "intervals": "95 %, by a bootstrap over training steps. A step is drawn in both runs at once: its prompts "
-    "are the same.",
+    "intervals": "95 %, by a bootstrap over training steps. A step is drawn in both runs at once: its "
+    "prompts are the same.",
     "change": "The second run divided by the first (×), or minus the first (with a sign).",
     "training step time": "It includes the two seconds between verl's looks for finished rollouts.",
     "tokens per step": "Over every decode step of every response, steps without a draft included.",
