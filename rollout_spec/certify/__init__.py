@@ -1,4 +1,4 @@
-"""What a user checks before a training: that drafts change no token (`certify`), and that all fits (`doctor`).
+"""What a user checks before a training: drafts change no token (`certify`), and all fits (`doctor`).
 
 In: a model and prompts; or nothing but this machine. Out: a record with every difference and its explanation;
 or a list of checks with what to do.

@@ -1,9 +1,11 @@
 """The command `rollout-spec`, one thin module for each subcommand.
 
 In: arguments. Out: tables, JSON, files and an exit code; a mistake of the user's is one line.
-May import: `config`, `trace`, `drafting`, `predict`, `report`, `certify`, pyarrow, rich, torch, transformers.
+May import: `config`, `trace`, `drafting`, `predict`, `report`, `certify`, pyarrow, rich, torch,
+transformers. It computes nothing itself.
+
 A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code. It imports what is slow inside
-`run`, so that `--help` answers at once, and it computes nothing itself.
+`run`, so that `--help` answers at once.
 """
 
 from __future__ import annotations
