@@ -4,7 +4,7 @@ In: arguments. Out: tables, JSON, files and an exit code; a mistake of the user'
 May import: `config`, `trace`, `drafting`, `predict`, `report`, `certify`, pyarrow, rich, torch,
 transformers. It computes nothing itself.
 
-A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code. It imports what is slow inside
+A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code. It imports what is slow in
 `run`, so that `--help` answers at once.
 """
 
