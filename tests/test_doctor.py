@@ -98,8 +98,8 @@ def test_doctor_fails_on_a_native_module_of_another_version():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    [line] = done.stdout.splitlines()
-    assert line.startswith("fail  native module")
+    line, verdict = done.stdout.splitlines()
+    assert line.startswith("fail  native module") and verdict == "Drafting cannot work here: native module."
     assert "version 1 of its interface" in line
     assert "build it again" in line
 

@@ -41,3 +41,5 @@ def _print(checks: list[dict[str, str]]) -> None:
         # One line each, however long: for `grep`, and the terminal wraps by itself.
         status = Text(f"{check['status']:<4}  ", colours[check["status"]])
         console.print(status + Text(text), soft_wrap=True)
+    failed = [check["name"] for check in checks if check["status"] == FAIL]
+    console.print(f"Drafting cannot work here: {', '.join(failed)}." if failed else "Drafting can work here.")
