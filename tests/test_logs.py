@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from rollout_spec.cli import main
+from rollout_spec.report.comparison import sentences
 from rollout_spec.report.logs import RunError, read_log, wandb_messages
-from rollout_spec.report.page import sentences
-from rollout_spec.report.runs import compare, read_run
+from rollout_spec.report.measures import compare
+from rollout_spec.report.runs import read_run
 
 SPEC = "rollout/spec_"
 NUM_STEPS = 3
@@ -172,7 +173,7 @@ def test_a_folder_with_nothing_or_too_much_is_named(logged: dict[str, Path], tmp
         read_log(tmp_path / "binary.jsonl")
 
 
-def test_the_second_runs_summary_gets_table_and_charts(
+def test_the_second_runs_summary_gets_table_and_picture(
     logged: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     from wandb.proto import wandb_internal_pb2
@@ -194,8 +195,8 @@ def test_the_second_runs_summary_gets_table_and_charts(
     table = json.loads((file.parent / "files" / items["rollout_spec/comparison"]["path"]).read_text())
     assert table["columns"] == ["", "off", "on", "Change"]
     assert [row[0] for row in table["data"]][:2] == ["Rollout time per step (s)", "Training step time (s)"]
-    chart = file.parent / "files" / items["rollout_spec/charts/reward"]["path"]
-    assert chart.read_bytes() == (tmp_path / "out/charts/reward.png").read_bytes()
+    picture = file.parent / "files" / items["rollout_spec/charts"]["path"]
+    assert picture.read_bytes() == (tmp_path / "out/report.png").read_bytes()
 
 
 def test_a_run_that_wandb_does_not_know_takes_no_summary(
@@ -237,7 +238,6 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 READ = """
 import sys
 from rollout_spec.report.logs import RunError
-from rollout_spec.report.page import sentences
 from rollout_spec.report.runs import read_run
 
 try:

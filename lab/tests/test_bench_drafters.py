@@ -19,9 +19,6 @@ from rollout_spec.cli import main
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict.model_drafts import simulate_model
 from rollout_spec.predict.replay import replay
-from rollout_spec.report.headlines import drafters_headline
-from rollout_spec.report.plots import plot_drafters
-from rollout_spec.report.tables import FIGURES, drafters_tables
 from rollout_spec.trace import Rollout, read_trace
 from rollout_spec_lab.bench.drafter_costs import (
     NUM_STEPS,
@@ -36,6 +33,9 @@ from rollout_spec_lab.bench.drafter_costs import (
     time_steps,
 )
 from rollout_spec_lab.bench.drafters import Oracle, Suffix, all_runs, at_equal_drafts, measure, over_baselines
+from rollout_spec_lab.bench.headlines import drafters_headline
+from rollout_spec_lab.bench.plots import plot_drafters
+from rollout_spec_lab.bench.tables import FIGURES, drafters_tables
 from rollout_spec_lab.cli.bench_drafters import METHODS
 
 TRACE = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"

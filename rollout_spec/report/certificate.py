@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from importlib import resources
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from rollout_spec.report.page import render
 
 # Of each table: what a column shows, and how.
 _COUNTS = {
@@ -127,28 +127,3 @@ def where(environment: Mapping[str, Any]) -> dict[str, str]:
 def render_html(record: Mapping[str, Any]) -> str:
     """The page; everything it shows is inside it."""
     return render("certify", record["verdict"], sentences(record), tables(record), facts(record))
-
-
-def render(
-    command: str,
-    verdict: str,
-    sentences: Iterable[str],
-    tables: Iterable[tuple[str, list[str], list[list[str]]]],
-    facts: Mapping[str, str],
-    picture: bytes | None = None,
-    alt: str = "Running requests and drafting over one rollout, by method",
-) -> str:
-    """A command's record as a page: its verdict, what it found, and of what.
-
-    Args:
-        picture: a PNG.
-        alt: what it shows.
-    """
-    from jinja2 import Environment
-
-    template = resources.files("rollout_spec.report").joinpath("record.html.j2").read_text()
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
-    return page.render(
-        command=command, verdict=verdict, sentences=sentences, tables=tables, facts=facts, alt=alt,
-        picture=picture and base64.b64encode(picture).decode(),
-    )  # fmt: skip

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.report.certificate import render
+from rollout_spec.report.page import png, render
 
 MAX_ROWS = 12  # of a table
 MAX_SIBLINGS = 64  # more are hardly of one prompt
@@ -124,9 +123,7 @@ def draw(record: Mapping[str, Any]) -> bytes:
         axes.tick_params(labelsize=8, length=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.title.set_fontsize(9)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    return buffer.getvalue()
+    return png(figure, dpi=130)
 
 
 def _draw_steps(axes: Any, record: Mapping[str, Any]) -> None:

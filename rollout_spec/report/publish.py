@@ -1,25 +1,25 @@
-"""A comparison into wandb: a table and the charts, in the summary of the second run."""
+"""A comparison into wandb: figures, table and picture, in the summary of the second run."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+from rollout_spec.report.comparison import table_columns, table_rows
 from rollout_spec.report.logs import RunError
-from rollout_spec.report.page import shown, table_columns, table_rows
-from rollout_spec.report.runs import Comparison
+from rollout_spec.report.measures import Comparison
 
 PREFIX = "rollout_spec/"
 
 
 def figures(comparison: Comparison) -> dict[str, float]:
-    """What is published beside table and charts, by its name in the summary; nothing that is not known."""
+    """What is published beside table and picture, by its name in the summary; nothing that is not known."""
     names = ("speedup", "drift", "corrected_speedup")
     found = {PREFIX + name: getattr(comparison, name) for name in names}
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def publish(comparison: Comparison, charts: Path) -> str:
+def publish(comparison: Comparison, picture: Path) -> str:
     """Add the comparison to the summary of the second run, which its history does not notice.
 
     A run that was read offline is continued offline: a further folder in wandb's (WANDB_DIR) with the same
@@ -27,7 +27,7 @@ def publish(comparison: Comparison, charts: Path) -> str:
 
     Args:
         comparison: its second run must have been logged by wandb.
-        charts: the folder that `write_report` wrote them to.
+        picture: the PNG that `write_report` wrote.
 
     Returns:
         Where it went: the run's address, or the folder to sync.
@@ -58,8 +58,7 @@ def publish(comparison: Comparison, charts: Path) -> str:
         rows = [list(row) for row in table_rows(comparison)]
         run.summary.update(figures(comparison))
         run.summary[PREFIX + "comparison"] = wandb.Table(columns=table_columns(comparison), data=rows)
-        for name in (compared.measure.name for compared in shown(comparison)):
-            run.summary[f"{PREFIX}charts/{name}"] = wandb.Image(str(charts / f"{name}.png"))
+        run.summary[PREFIX + "charts"] = wandb.Image(str(picture))
         run.finish()
     except wandb.Error as error:
         raise RunError(f"--wandb: {error}") from error

@@ -1,6 +1,7 @@
 """The command `rollout-spec-lab`: demo, bench and gpu-check, one thin module each.
 
-It parses and reports errors as `rollout-spec` does.
+In: arguments. Out: tables, JSON, files and an exit code, as `rollout-spec` gives them.
+May import: rollout_spec, `bench`, `demo`, `gpu_check`, rich, torch. It imports what is slow inside `run`.
 """
 
 from __future__ import annotations

@@ -100,9 +100,9 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.certify.environment import environment
     from rollout_spec.cli.console import make_console
     from rollout_spec.drafting.native import BudgetExceeded
-    from rollout_spec.report.headlines import drafters_headline
-    from rollout_spec.report.tables import drafters_tables
     from rollout_spec_lab.bench.drafters import SUFFIX
+    from rollout_spec_lab.bench.headlines import drafters_headline
+    from rollout_spec_lab.bench.tables import drafters_tables
 
     methods = _methods(args.methods, args.model_acceptance is not None)
     if args.equal_drafts and not set(methods) & set(SUFFIX):
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     except BudgetExceeded as error:
         raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
     if args.output:
-        from rollout_spec.report.plots import plot_drafters
+        from rollout_spec_lab.bench.plots import plot_drafters
 
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "drafters.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import print_comparison
-    from rollout_spec.report.page import write_report
+    from rollout_spec.report.comparison import write_report
     from rollout_spec_lab.cli.progress import ConsoleWatcher
     from rollout_spec_lab.demo.runner import RunFailedError, run_demo
 

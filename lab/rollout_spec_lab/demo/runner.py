@@ -9,12 +9,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollout_spec import trace
 from rollout_spec.report.logs import METRICS_FILE
+from rollout_spec.report.measures import Comparison, compare
 from rollout_spec.report.responses import first_step_agreement
-from rollout_spec.report.runs import Comparison, Step, compare, joined, read_run, read_steps
+from rollout_spec.report.runs import Run, Step, read_run, read_steps
 from rollout_spec_lab.processes import last_error, started
 
 METHODS = ("off", "sam")
@@ -81,6 +83,17 @@ def run_demo(plan: Plan, watcher: Watcher) -> Comparison:
 def run_names(plan: Plan, method: str) -> list[str]:
     """Of the runs with a method, which are their folders too: sam, sam-2, sam-3."""
     return [method, *(f"{method}-{number}" for number in range(2, plan.pairs + 1))]
+
+
+def joined(name: str, runs: Sequence[Run], num_steps: int) -> Run:
+    """Runs of one method as one: the steps of each are numbered on by `num_steps`, the most of any run."""
+    steps = [
+        dataclasses.replace(step, step=number * num_steps + step.step)
+        for number, run in enumerate(runs)
+        for step in run.steps
+    ]
+    looping = sum(run.looping_share for run in runs) / len(runs)
+    return dataclasses.replace(runs[0], name=name, steps=tuple(steps), looping_share=looping)
 
 
 def prepare(plan: Plan, watcher: Watcher) -> tuple[Path, Path]:

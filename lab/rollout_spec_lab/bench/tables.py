@@ -1,4 +1,4 @@
-"""Tables of what was measured, for a terminal."""
+"""Tables of what `bench` measured, for a terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from rollout_spec.cli.console import make_table
+
 FIGURES = {
     "tokens/step": "tokens_per_step",
     "drafted/step": "draft_tokens_per_step",
@@ -15,14 +17,6 @@ FIGURES = {
     "tail": "tail_tokens_per_step",
 }
 SETTING = ("method", "P", "K", "history")
-
-
-def make_table(title: str, *columns: str, caption: str | None = None) -> Table:
-    """The first column to the left, figures to the right."""
-    table = Table(title=title, title_justify="left", caption=caption)
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
-    return table
 
 
 def drafters_tables(record: dict[str, Any]) -> Iterator[Table]:
