@@ -17,11 +17,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     Behind each pair both engines forget what they have kept, as they do behind a weight sync.
 
     Args:
-        job: of `engine.Plan.job`, but for its method and requests: `pairs`, the requests of each pair in turn;
-            `seconds`, after which no pair begins, and `least`, the number of pairs that are served anyway.
+        job: of `engine.Plan.job`, and `pairs`, the requests of each; `seconds`, after which no pair begins,
+            but for the first `least`.
 
     Returns:
-        pairs: of each pair what `engine_worker.rollout` gives, by method; settings: of the engine that drafts.
+        pairs: of each what `engine_worker.rollout` gives, by method; settings: of the engine that drafts.
     """
     engines = {method: make_engine(job | {"method": method}) for method in METHODS}
     watches = {method: Watch(engine) for method, engine in engines.items()}
@@ -43,7 +43,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def forget(engine: Any) -> None:
     """What a weight sync makes an engine forget: cached prefixes, and texts but for the history."""
     engine.reset_prefix_cache()
-    if proposer := proposer_of(engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner):
+    if proposer := proposer_of(
+        engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    ):
         proposer.drop_texts()
 
 
