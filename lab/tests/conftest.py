@@ -1,4 +1,6 @@
-"""Hooks and fixtures of the product's tests; so these can be run alone, too."""
+"""Hooks and fixtures of the product's tests, so that these can be run alone too; and its recordings."""
+
+from pathlib import Path
 
 from tests.conftest import (  # noqa: F401
     pytest_collection_modifyitems,
@@ -7,3 +9,5 @@ from tests.conftest import (  # noqa: F401
     small_disk,
     warnings_are_seen,
 )
+
+DATA = Path(__file__).parents[2] / "tests" / "data"
