@@ -12,12 +12,12 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from rollout_spec.cli import main
 from rollout_spec.cli.inputs import device_arguments
 from rollout_spec.config import ConfigError, SpecConfig, UserError
 from rollout_spec_lab.bench.engine import Load, Method, model_drafter, random_prompts
 from rollout_spec_lab.bench.headlines import engine_headline
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
+from rollout_spec_lab.cli import main
 from rollout_spec_lab.cli.inputs import default_dtype
 
 

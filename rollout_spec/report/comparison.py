@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,12 @@ def interval(comparison: Comparison) -> str:
     return f"95% interval {low:.2f} to {high:.2f}"
 
 
-def sentences(comparison: Comparison) -> list[str]:
-    """What the numbers say, losses and doubts included."""
+def sentences(comparison: Comparison, speed: Sequence[str] | None = None) -> list[str]:
+    """What the numbers say, losses and doubts included; `speed` in the place of what they say of it."""
     off, on = comparison.off, comparison.on
     text = [
         *comparison.warnings,
-        *_speed(comparison),
+        *(_speed(comparison) if speed is None else speed),
         f"Rollouts took {_work(off)} and {_work(on)}.",
         *(
             f"Steps that only {name} has are left out: {', '.join(map(str, steps))}."

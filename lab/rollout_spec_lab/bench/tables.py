@@ -61,16 +61,10 @@ def _ratios(trace: str, results: list[dict[str, Any]]) -> Table:
 
 def _costs(trace: str, costs: list[dict[str, Any]]) -> Table:
     first = costs[0]
-    sizes = [f"{int(size) >> 10} k" for size in first["bytes_per_token"]]
     columns = [f"us, {size} rows" for size in first["us_per_row"]]
-    columns += [f"{unit}, {size}" for unit in ("ns", "bytes") for size in sizes]
-    title = f"{trace}: a step per row, K = {first['num_speculative_tokens']}, and a token of an indexed text"
-    table = make_table(title, "method", *columns)
+    table = make_table(f"{trace}: a step per row, K = {first['num_speculative_tokens']}", "method", *columns)
     for cost in costs:
-        times = (f"{value:.2f}" for value in cost["us_per_row"].values())
-        indexed = (*cost["ns_per_indexed_token"].values(), *cost["bytes_per_token"].values())
-        cells = ("" if value is None else f"{value:.0f}" for value in indexed)
-        table.add_row(cost["method"], *times, *cells)
+        table.add_row(cost["method"], *(f"{value:.2f}" for value in cost["us_per_row"].values()))
     return table
 
 

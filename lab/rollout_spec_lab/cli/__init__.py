@@ -15,10 +15,7 @@ COMMANDS = ("demo", "bench", "gpu-check")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="rollout-spec-lab",
-        description="The demo, benchmarks and checks of rollout_spec.",
-    )
+    parser = Parser(prog="rollout-spec-lab", description="The demo, benchmarks and checks of rollout_spec.")
     add_commands(parser, "rollout_spec_lab.cli", COMMANDS)
     add_example(parser, "rollout-spec-lab demo --quick")
     return parser

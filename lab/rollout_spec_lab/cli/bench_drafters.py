@@ -25,7 +25,6 @@ from rollout_spec_lab.cli.inputs import installed
 
 HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
 METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam", "oracle")
-SLOW = ("suffix_gpu",)  # on a CPU: tens of milliseconds a step
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
     **{
@@ -45,10 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafters.add_argument(
         "--methods",
         metavar="M,M",
-        help=f"by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
-        f"({','.join(METHODS)}, without what is not installed); {','.join(SLOW)}: slow, only where named; "
-        "with a model also model alone, choose: the better of it and sam in each step, and sam+model: the "
-        "model as one more expert",
+        help="by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
+        f"({','.join(METHODS)}, without what is not installed); with a model also model alone, choose: the "
+        "better of it and sam in each step, and sam+model: the model as one more expert",
     )
     add_model_drafter_arguments(drafters)
     drafters.add_argument(
@@ -139,8 +137,8 @@ def _methods(named: str | None, has_model: bool) -> list[str]:
         return installed("bench drafters", METHODS, require) + (list(OF_MODELS) if has_model else [])
     methods = named.split(",")
     for method in methods:
-        if method not in METHODS + SLOW + OF_MODELS:
-            raise UserError(f"--methods {method}: must be one of {', '.join(METHODS + SLOW + OF_MODELS)}")
+        if method not in METHODS + OF_MODELS:
+            raise UserError(f"--methods {method}: must be one of {', '.join(METHODS + OF_MODELS)}")
     return methods
 
 
@@ -173,6 +171,5 @@ def _of_trace(
         results += [at_equal_drafts(lines, config, baseline) for baseline in wanted]
     for result in results:
         result["over"] = over_baselines(result, results)
-    timed = [method for method in methods if method not in SLOW]
-    costs = [] if args.no_cost else measure_costs(lines, timed, runs[0][1])
+    costs = [] if args.no_cost else measure_costs(lines, methods, runs[0][1])
     return {"results": results, "costs": costs}

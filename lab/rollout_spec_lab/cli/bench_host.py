@@ -84,8 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--output", type=Path, metavar="DIR", help="write host.json there")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(
-        parser,
-        "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 --step-ms 20",
+        parser, "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 --step-ms 20"
     )
 
 

@@ -59,6 +59,12 @@ class ConsoleWatcher(Watcher):
             )
         self._say(f"{self._run}: step {step.step}/{self._num_steps}: {served}, reward {step.reward:.3f}")
 
+    def turns_started(self, seconds: float) -> None:
+        self._run = "turns"
+        self._progress.stop_task(self._task)
+        self._task = self._progress.add_task("serving", run=self._run, total=None)
+        self._say(f"turns: the same requests with drafts off and on in turn, about {seconds:.0f} s of them")
+
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
