@@ -11,19 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.predict.engine import ModelDrafter
+from rollout_spec.predict.load import assign, requests_of, rollouts_of
 from rollout_spec.predict.replay import Replayed, ReplayResult
-from rollout_spec.predict.simulate import (
-    Cluster,
-    ModelDrafter,
-    assign,
-    requests_of,
-    rollouts_of,
-    simulate,
-)
+from rollout_spec.predict.simulate import TAIL_ROWS, Cluster, simulate
 from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import Rollout
 
-TAIL_ROWS = 8  # the tail: at most so many requests run
 SHORT = 16  # tokens: shorter responses are one class of lengths
 
 

@@ -21,7 +21,7 @@ from rollout_spec.drafting.backlog import Backlog
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.trace import Rollout
+from rollout_spec.trace import Proposals, Rollout
 
 
 class Replayed(NamedTuple):
@@ -114,31 +114,43 @@ class Proposer(Protocol):
         return
 
 
+def drafts_at(
+    proposals: Sequence[Proposals | None], nums_done: Iterable[int], num_tokens: int
+) -> ModelDrafts:
+    """What a model drafts in n rows.
+
+    Args:
+        proposals: [n], of each row's response.
+        nums_done: [n], how many tokens of the response exist; negative: the row gets no draft.
+        num_tokens: of a draft, at most.
+    """
+    shape = (len(proposals), num_tokens)
+    tokens, log_odds = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+    for row, (each, num_done) in enumerate(zip(proposals, nums_done, strict=True)):
+        if each is not None and 0 <= num_done < len(each.tokens):
+            drafted = each.tokens[num_done, :num_tokens]
+            tokens[row, : len(drafted)] = drafted
+            log_odds[row, : len(drafted)] = each.log_odds[num_done, :num_tokens]
+    return ModelDrafts(tokens, log_odds)
+
+
 class LineProposals:
-    """What a line's model drafts, by rows and levels.
+    """What a model drafts for the rows of a line.
 
     Args:
         most_tokens: of a draft that are used.
     """
 
     def __init__(self, line: Rollout, most_tokens: int) -> None:
-        self._prompt_len = len(line.prompt_token_ids)
-        longest = max(map(len, line.responses))
-        num_tokens = min(most_tokens, max(each.tokens.shape[1] for each in line.proposals))
-        shape = (len(line.responses), longest + 1, num_tokens)
-        self._tokens, self._log_odds = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-        for row, (tokens, log_odds) in enumerate(line.proposals[: shape[0]]):
-            there = slice(len(tokens)), slice(tokens.shape[1])
-            self._tokens[row][there] = tokens[:, :num_tokens]
-            self._log_odds[row][there] = log_odds[:, :num_tokens]
+        self._line = line
+        self._num_tokens = min(most_tokens, max(each.tokens.shape[1] for each in line.proposals))
 
     def at(self, rows: Int32Array, levels: Int32Array) -> ModelDrafts:
-        """Of all rows of the line, nothing in those that are not named; levels: [n], of the rows."""
-        num, _, num_tokens = self._tokens.shape
-        tokens, log_odds = np.full((num, num_tokens), -1, np.int32), np.zeros((num, num_tokens), np.float32)
-        tokens[rows] = self._tokens[rows, levels - self._prompt_len]
-        log_odds[rows] = self._log_odds[rows, levels - self._prompt_len]
-        return ModelDrafts(tokens, log_odds)
+        """For all rows of the line, nothing in rows that are not named; levels: [n], of the named ones."""
+        nums_done = np.full(len(self._line.responses), -1)
+        nums_done[rows] = levels - len(self._line.prompt_token_ids)
+        proposals = self._line.proposals[: len(nums_done)]
+        return drafts_at(proposals, nums_done.tolist(), self._num_tokens)
 
 
 class IndexProposer:

@@ -133,9 +133,21 @@ class Model:
         if not isinstance(fields, dict):
             raise RooflineError(f"{path}: must be a JSON object")
         try:
+            if isinstance(fields.get("text_config"), dict) and "hidden_size" not in fields:
+                return cls._of_nested(fields)
             return cls._of(fields)
         except RooflineError as error:
             raise RooflineError(f"{path}: {error}") from None
+
+    @classmethod
+    def _of_nested(cls, fields: dict[str, Any]) -> Model:
+        """The text model of a model that also reads images or audio, as Hugging Face nests its fields."""
+        if not fields.get("model_type"):
+            raise RooflineError("text_config: is read beside a model_type only, which is missing")
+        try:
+            return cls._of({**fields, **fields["text_config"]})
+        except RooflineError as error:
+            raise RooflineError(f"text_config: {error}") from None
 
     @classmethod
     def _of(cls, fields: dict[str, Any]) -> Model:
