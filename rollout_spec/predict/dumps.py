@@ -185,27 +185,14 @@ def _lines(opened: Any, file: Path) -> Iterator[bytes]:
         logger.warning("%s: %s: what follows is left out", file, error)
 
 
-def _no_json(begin: bytes, file: Path) -> NoRolloutsError:
-    return NoRolloutsError(
-        f"{file}: it begins with {begin[:_PEEKED]!r}, which is neither JSON nor parquet; {_WANTED}"
-    )
-
-
-def _too_long(what: str, file: Path) -> TraceError:
-    return TraceError(
-        f"{file}: {what} is longer than {MAX_JSON_BYTES >> 20} MiB: write JSON lines, a row in each"
-    )
-
-
-def _json(opened: Iterator[bytes], file: Path) -> Iterator[tuple[str, Any]]:
+def _json(lines: Iterator[bytes], file: Path) -> Iterator[tuple[str, Any]]:
     """The values of JSON lines, a recording's as `Rollout`s, or a document of several lines."""
-    first = next((line for line in opened if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
-    lines = itertools.chain([first], opened)
+    first = next((line for line in lines if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
+    lines = itertools.chain([first], lines)
     try:
         row = json.loads(first.decode())
     except json.JSONDecodeError:
-        if text := _joined(lines, file).strip():
-            yield str(file), _document(text, file)
+        yield from ((str(file), document) for document in _document(lines, file))
         return
     except (ValueError, RecursionError) as error:
         raise _unreadable(error, first.strip(), file) from error
@@ -218,33 +205,41 @@ def _json(opened: Iterator[bytes], file: Path) -> Iterator[tuple[str, Any]]:
             yield where, value
 
 
-def _joined(lines: Iterable[bytes], file: Path) -> bytes:
+def _document(lines: Iterable[bytes], file: Path) -> Iterator[Any]:
+    """The one value in all lines; none if they are empty."""
     text = bytearray()
     for line in lines:
         text += line
         if len(text) > MAX_JSON_BYTES:
             raise _too_long("its one JSON document", file)
-    return bytes(text)
-
-
-def _document(text: bytes, file: Path) -> Any:
+    text = text.strip()
     try:
-        return json.loads(text.decode())
+        if text:
+            yield json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise _unreadable(error, text, file) from error
 
 
-def _unreadable(error: Exception, text: bytes, file: Path) -> TraceError:
-    """The error of a text that begins as JSON does, with its line where that is known."""
+def _unreadable(error: Exception, text: bytes | bytearray, file: Path) -> TraceError:
+    """The error of a text that is no JSON, with its line where that is known."""
     if text[:1] not in (b"[", b"{"):
         return _no_json(text, file)
     where = str(file) if b"\n" in text else f"{file}:1"
     if isinstance(error, json.JSONDecodeError):
         where = f"{file}:{error.lineno}"
     if isinstance(error, UnicodeDecodeError):
-        line = text.count(b"\n", 0, error.start) + 1
-        where = f"{file}:{line}"
+        where = f"{file}:{1 + text[: error.start].count(10)}"
     return TraceError(f"{where}: not JSON: {error}")
+
+
+def _no_json(text: bytes | bytearray, file: Path) -> NoRolloutsError:
+    begin = bytes(text[:_PEEKED])
+    return NoRolloutsError(f"{file}: it begins with {begin!r}, which is neither JSON nor parquet; {_WANTED}")
+
+
+def _too_long(what: str, file: Path) -> TraceError:
+    limit = f"{MAX_JSON_BYTES >> 20} MiB"
+    return TraceError(f"{file}: {what} is longer than {limit}: write JSON lines, a row in each")
 
 
 class _Encoder:

@@ -30,10 +30,8 @@ class ModelDrafter(NamedTuple):
     The further passes are left out while the gate lets nothing be drafted, and where they do not pay.
     """
 
-    num_tokens: int
-    """Of a draft, at most."""
-    times: Times
-    """Of a pass."""
+    num_tokens: int  # of a draft, at most
+    times: Times  # of a pass
 
     def seconds(self, num_tokens: int, num_rows: int, num_context: int, num_passes: int) -> float:
         first = self.times.seconds(num_tokens, False, num_context)
@@ -45,8 +43,7 @@ class EngineRun:
     """What one engine did in all its rollouts."""
 
     seconds: float = 0.0
-    tail_seconds: float = 0.0
-    """Of these, with at most tail_rows requests running."""
+    tail_seconds: float = 0.0  # of these, with at most tail_rows requests running
     num_steps: int = 0
     num_row_steps: int = 0
     num_tokens: int = 0

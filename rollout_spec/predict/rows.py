@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -65,10 +66,8 @@ class Group:
     """A `trace.Rollout` before its texts are tokens."""
 
     step: int | None
-    name: str
-    """The prompt's: the same in every step."""
-    part: str
-    """Tells prompts of the same name in one step apart."""
+    name: str  # the prompt's: the same in every step
+    part: str  # tells prompts of the same name in one step apart
     prompt: Text
     responses: list[Text]
 
@@ -76,12 +75,9 @@ class Group:
 class _Answer(NamedTuple):
     """What a field holds, if it is the response."""
 
-    field: str
     responses: list[Text]
-    before: Sequence[Mapping[str, Any]] = ()
-    """Of a chat, the messages before the first answer."""
-    messages: Sequence[str] = ()
-    """Of a chat, the text of each answer."""
+    before: Sequence[Mapping[str, Any]] = ()  # of a chat, the messages before the first answer
+    messages: Sequence[str] = ()  # of a chat, the text of each answer
 
     def covers(self, other: _Answer) -> bool:
         own = [*self.responses, *self.messages]
@@ -131,19 +127,37 @@ def _parse(row: Mapping[str, Any], columns: Columns, where: str) -> Group | None
     """None for a row without a response."""
     form = next((roles for fields, roles in FORMS if fields <= row.keys()), None)
     named = {**dict.fromkeys(NAMES if form else (), ""), **(form or {}), **columns}
-    answer = _answer(row, named, where)
+    answer = _choose("response", _answers(row, named), _Answer.covers, where)
     if answer is None:
         return None
-    prompt = _prompt_of(row, named, answer, where)
+    is_chat = answer.before and "prompt" not in named
+    prompts = [("", _prompt(answer.before))] if is_chat else _prompts(row, named)
+    prompt = _choose("prompt", prompts, _contains, where) or ""
     name = hashlib.sha256(repr(prompt or answer.responses).encode(errors="replace")).hexdigest()[:16]
     if named.get("group") or not prompt:
-        group = _only("group", _values(row, "group", named), where)
-        name = name if group in _EMPTY else str(group)
+        group = _choose("group", _values(row, "group", named), operator.eq, where)
+        name = name if group is None else str(group)
     steps = [(field, _step(value)) for field, value in _values(row, "step", named)]
-    step = _only("step", [(field, step) for field, step in steps if step is not None], where)
+    step = _choose("step", [each for each in steps if each[1] is not None], operator.eq, where)
     # verl's uid, prompt_sample_output: prompts of one text may have other images.
     part = str(row["uid"]).rsplit("_", 2)[0] if form is FORMS[0][1] and "uid" in row else ""
     return Group(step, name, part, prompt, answer.responses)
+
+
+def _choose(
+    role: str, found: Sequence[tuple[str, T]], covers: Callable[[T, T], bool], where: str
+) -> T | None:
+    """Of fields and their values the first value that covers all others; None if there are none."""
+    for _, value in found:
+        if all(covers(value, other) for _, other in found):
+            return value
+    if not found:
+        return None
+    *most, last = (field for field, _ in found)
+    raise TraceError(
+        f"{where}: the {role} may be in {', '.join(most)} or {last}, which differ: "
+        f"--columns {role}=NAME tells in which"
+    )
 
 
 def _values(row: Mapping[str, Any], role: str, named: Columns) -> list[tuple[str, Any]]:
@@ -160,54 +174,47 @@ def _values(row: Mapping[str, Any], role: str, named: Columns) -> list[tuple[str
     return [(named[role], value)] if value not in _EMPTY else []
 
 
-def _only(role: str, values: Sequence[tuple[str, Any]], where: str) -> Any:
-    """The value that all fields have; None if there are none."""
-    chosen = _choose(role, values, lambda one, other: one[1] == other[1], lambda one: one[0], where)
-    return chosen and chosen[1]
-
-
-def _choose(
-    role: str,
-    candidates: Sequence[T],
-    covers: Callable[[T, T], bool],
-    field: Callable[[T], str],
-    where: str,
-) -> T | None:
-    """The first candidate that covers all others; None if there are none."""
-    for one in candidates:
-        if all(covers(one, other) for other in candidates):
-            return one
-    if not candidates:
-        return None
-    *most, last = map(field, candidates)
-    raise TraceError(
-        f"{where}: the {role} may be in {', '.join(most)} or {last}, which differ: "
-        f"--columns {role}=NAME tells in which"
-    )
-
-
-def _answer(row: Mapping[str, Any], named: Columns, where: str) -> _Answer | None:
+def _answers(row: Mapping[str, Any], named: Columns) -> list[tuple[str, _Answer]]:
     fields = _values(row, "response", named)
-    found = [answer for answer in (_answer_in(*field) for field in fields) if answer]
+    found = [(field, answer) for field, value in fields if (answer := _answer(field, value))]
     if "response" not in named:
-        chats = [answer for answer in (_answer_in(name, row.get(name)) for name in _CHATS) if answer]
+        chats = [(name, chat) for name in _CHATS if (chat := _answer(name, row.get(name)))]
         # One that goes on behind its last answer is a prompt with examples, if there is a response beside it.
-        found = [chat for chat in chats if not found or _role(row[chat.field][-1]) in _POLICY] + found
-    with_ids = [answer for answer in found if all(_is_ids(response) for response in answer.responses)]
-    return _choose("response", with_ids or found, _Answer.covers, lambda answer: answer.field, where)
+        found = [one for one in chats if not found or _role(row[one[0]][-1]) in _POLICY] + found
+    return [one for one in found if all(map(_is_ids, one[1].responses))] or found
 
 
-def _answer_in(field: str, value: Any) -> _Answer | None:
-    """What a field holds, if that is a response."""
+def _answer(field: str, value: Any) -> _Answer | None:
     if _is_chat(value) and (field in _CHATS or any(_role(message) not in _POLICY for message in value)):
         answers = [message for message in value if _role(message) in _POLICY]
         before = list(itertools.takewhile(lambda message: _role(message) not in _POLICY, value))
         texts = [str(_text(part)) for each in answers for part in (each, each.get("content"))]
-        return _Answer(field, [_said(answers)], before, texts) if answers else None
+        return _Answer([_said(answers)], before, texts) if answers else None
     if isinstance(value, list) and any(isinstance(one, dict) and _has_prompt(one) for one in value):
         return None  # rows of their own
     responses = _responses(value)
-    return _Answer(field, responses) if responses else None
+    return _Answer(responses) if responses else None
+
+
+def _prompts(row: Mapping[str, Any], named: Columns) -> list[tuple[str, Text]]:
+    found = [(field, _prompt(value)) for field, value in _values(row, "prompt", named)]
+    found = [one for one in found if one[1]]
+    if not found and "prompt" not in named:
+        found = [(name, _prompt(_before(row[name]))) for name in _CHATS if _is_chat(row.get(name))]
+    return [one for one in found if not isinstance(one[1], str)] or found
+
+
+def _before(chat: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The messages before the first answer; all, if the last message is none."""
+    if _role(chat[-1]) not in _POLICY:
+        return chat
+    return list(itertools.takewhile(lambda message: _role(message) not in _POLICY, chat))
+
+
+def _contains(whole: Text, part: Text) -> bool:
+    if isinstance(part, str) and isinstance(whole, str):
+        return part.strip() in whole
+    return part == whole
 
 
 def _responses(value: Any) -> list[Text]:
@@ -227,31 +234,6 @@ def _responses(value: Any) -> list[Text]:
     if _is_chat(value) and any(_role(message) not in _POLICY for message in value):
         return [_said(value)]
     return [text for one in value for text in _responses(one)] if isinstance(value, list) else []
-
-
-def _prompt_of(row: Mapping[str, Any], named: Columns, answer: _Answer, where: str) -> Text:
-    if "prompt" not in named and answer.before:
-        return _prompt(answer.before)
-    found = [(field, _prompt(value)) for field, value in _values(row, "prompt", named)]
-    found = [(field, prompt) for field, prompt in found if prompt]
-    if not found and "prompt" not in named:
-        found = [(name, _prompt(_before(row[name]))) for name in _CHATS if _is_chat(row.get(name))]
-    found = [one for one in found if not isinstance(one[1], str)] or found
-    chosen = _choose("prompt", found, lambda one, other: _within(other[1], one[1]), lambda one: one[0], where)
-    return chosen[1] if chosen else ""
-
-
-def _before(chat: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The messages before the first answer; all, if the last message is none."""
-    if _role(chat[-1]) not in _POLICY:
-        return chat
-    return list(itertools.takewhile(lambda message: _role(message) not in _POLICY, chat))
-
-
-def _within(part: Text, whole: Text) -> bool:
-    if isinstance(part, str) and isinstance(whole, str):
-        return part.strip() in whole
-    return part == whole
 
 
 def _prompt(value: Any) -> Text:

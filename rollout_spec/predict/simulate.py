@@ -24,18 +24,13 @@ TAIL_ROWS = 8
 class Cluster:
     num_replicas: int
     max_num_seqs: int
-    group_size: int | None = None
-    """The first responses of each line, None: all."""
-    by_group: bool = False
-    """Keep a group on one engine."""
-    num_ranks: int = 1
-    """Data-parallel ranks of a replica."""
-    kv_tokens: float = math.inf
-    """Tokens that the KV cache of a rank holds."""
+    group_size: int | None = None  # the first responses of each line, None: all
+    by_group: bool = False  # keep a group on one engine
+    num_ranks: int = 1  # data-parallel ranks of a replica
+    kv_tokens: float = math.inf  # tokens that the KV cache of a rank holds
     interrupt_every: int | None = None
     """Engine steps from one weight sync to the next within a rollout, None: there is none."""
-    fills_drafts: bool = False
-    """Draft up to K tokens in every row."""
+    fills_drafts: bool = False  # draft up to K tokens in every row
 
 
 def model_of(lines: Iterable[Rollout], times: Times) -> ModelDrafter | None:
