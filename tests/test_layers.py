@@ -1,7 +1,7 @@
 """A package imports what its docstring says ("May import: ..."), and nothing that stands above it.
 
-In that sentence names in backticks are packages and modules of the same distribution, the others are foreign. A
-package without such a sentence goes by its parent's.
+In that sentence names in backticks are packages and modules of the same distribution, the others are foreign.
+A package without such a sentence goes by its parent's.
 """
 
 from __future__ import annotations

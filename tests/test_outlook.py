@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rollout_spec.cli import main
 from rollout_spec.config import SpecConfig
-from rollout_spec.predict.outlook import TAIL_ROWS, num_running, outlook
+from rollout_spec.predict.outlook import num_running, outlook
 from rollout_spec.predict.replay import replay
-from rollout_spec.predict.simulate import Cluster
+from rollout_spec.predict.simulate import TAIL_ROWS, Cluster
 from rollout_spec.report.outlook import MAX_ROWS, _draw_steps, headline, sentences, tables
 from rollout_spec.trace import Rollout, to_line
 

@@ -139,7 +139,7 @@ def test_the_browser_shows_the_picture_with_both_runs_and_every_figure(
     # A panel for each measure that a run has; the second run has all of them.
     num_rows = -(-len(MEASURES) // NUM_COLUMNS)
     rows = [np.array_split(row, NUM_COLUMNS, axis=1) for row in np.array_split(pixels, num_rows)]
-    for panel in sum(rows, [])[: len(MEASURES)]:
+    for panel in [panel for row in rows for panel in row][: len(MEASURES)]:
         assert drawn(panel, COLOURS[1]) > 50
     assert drawn(pixels, COLOURS[0]) > 1000
 

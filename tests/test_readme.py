@@ -33,7 +33,7 @@ ELSEWHERE = {
         "tests/engine/test_certify.py",
         'main(["certify", "--model", policy',
     ),
-    "rollout-spec-lab bench native": ("tests/test_cli.py", 'run("bench", "native", "--json"'),
+    "rollout-spec-lab bench native": ("lab/tests/test_cli.py", 'run("bench", "native", "--json"'),
     "rollout-spec-lab bench engine": (
         "lab/tests/engine/test_bench.py",
         'main(["bench", "engine", "--model", tiny_model',

@@ -117,9 +117,9 @@ def test_a_single_token_needs_no_step(path):
 def test_lines_can_be_limited(path, capsys):
     line = ([1, 2], [[3, 4, 5, 6], [7, 8]])
     write_trace(path, line, line, line)
-    assert main(["replay", str(path), "--max-responses", "1", "--limit-groups", "2", "--json"]) == 0
+    assert main(["replay", str(path), "--limit-groups", "2", "--json"]) == 0
     limited = json.loads(capsys.readouterr().out)
-    assert [limited[name] for name in ("num_groups", "num_responses", "num_tokens")] == [2, 2, 8]
+    assert [limited[name] for name in ("num_groups", "num_responses", "num_tokens")] == [2, 4, 12]
 
 
 def slow_replay(lines, options, min_survival):

@@ -234,6 +234,26 @@ def test_a_config_that_cannot_be_read(changes, message, tmp_path):
     assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
 
 
+def test_a_config_that_nests_its_text_model_is_read_as_hugging_face_does(tmp_path):
+    shape = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2,
+             "head_dim": 64, "intermediate_size": 640, "vocab_size": 1000}  # fmt: skip
+    nested = AutoConfig.for_model("qwen3_vl", text_config=shape, tie_word_embeddings=True)
+    nested.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    text_config = json.loads(file.read_text())["text_config"]
+    (tmp_path / "flat.json").write_text(json.dumps(text_config))
+    flat = Model.read(tmp_path / "flat.json")
+    assert Model.read(file) == dataclasses.replace(flat, ties_embeddings=True), "said beside text_config"
+    for broken, message in (
+        ({"model_type": "x", "text_config": {}}, "text_config: hidden_size: is missing"),
+        ({"text_config": text_config}, "text_config: .*model_type"),
+        (json.loads(file.read_text()) | {"quantization_config": {"bits": 8}}, "quantization_config: such"),
+    ):
+        file.write_text(json.dumps(broken))
+        with pytest.raises(RooflineError, match=message):
+            Model.read(file)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '"config"'])
 def test_a_config_that_is_none(text, tmp_path):
     file = tmp_path / "config.json"

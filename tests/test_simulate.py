@@ -12,19 +12,10 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.costs import PROBE_EVERY
 from rollout_spec.drafting.gate.gate import AutoGate
+from rollout_spec.predict.engine import Engine, ModelDrafter
+from rollout_spec.predict.load import assign, comes_back, copied, requests_of, rollouts_of
 from rollout_spec.predict.model_drafts import NO_TOKEN
-from rollout_spec.predict.simulate import (
-    Cluster,
-    Engine,
-    ModelDrafter,
-    assign,
-    comes_back,
-    copied,
-    requests_of,
-    rollout,
-    rollouts_of,
-    simulate,
-)
+from rollout_spec.predict.simulate import Cluster, rollout, simulate
 from rollout_spec.predict.step_times import StepTimes, StepTimesError
 from rollout_spec.trace import Proposals, Rollout, read_trace
 from tests.text import speak
@@ -59,9 +50,13 @@ def noise(num_groups=4, group_size=8, length=150):
     ]  # fmt: skip
 
 
+def serve(engine, requests):
+    rollout([[engine]], [requests])
+
+
 def simulate_engine(requests, config, times, max_num_seqs, tail_rows):
     engine = Engine(config, times, max_num_seqs, tail_rows)
-    engine.rollout(requests)
+    serve(engine, requests)
     return engine.total
 
 
@@ -119,7 +114,7 @@ PASS = StepTimes.parse("1:0.125")
 
 def test_a_model_alone_drafts_in_every_step_by_hand():
     engine = Engine(OFF, PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
-    engine.rollout(modelled())
+    serve(engine, modelled())
     # The prompt and the row; then the row with two draft tokens, and with the one that there is room for.
     assert engine.total.seconds == (5 + 1) + 3 + 2 + 3 * 2 * 0.125
     assert (engine.total.num_steps, engine.total.num_draft_tokens, engine.total.num_accepted_tokens) == (
@@ -131,11 +126,11 @@ def test_a_model_alone_drafts_in_every_step_by_hand():
 
 def test_a_model_beside_the_index_makes_its_first_pass_while_the_gate_is_closed():
     closed = Engine(SpecConfig(batch_threshold=0), PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
-    closed.rollout(modelled())
+    serve(closed, modelled())
     assert closed.total.seconds == (5 + 6) + 6 * 0.125
     assert (closed.total.num_steps, closed.total.num_draft_tokens) == (6, 0)
     opened = Engine(SpecConfig(batch_threshold=1), PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
-    opened.rollout(modelled())
+    serve(opened, modelled())
     # The gate says in a step that it is open, and the model drafts in the next.
     assert (opened.total.num_steps, opened.total.num_draft_tokens) == (4, 2)
     assert opened.total.seconds == (5 + 1) + 1 + 3 + 1 + (1 + 3 * 2) * 0.125
@@ -152,7 +147,7 @@ def test_a_full_cache_sends_the_newest_request_back_to_the_queue():
     """Two rows of 5 tokens fit, with a token each, and of 6, but not of 7."""
     requests = requests_of([line("0", 5, 4, 3)], None)
     engine = Engine(OFF, StepTimes.parse("1:1,2:2,10:10"), 2, 0, kv_tokens=14)
-    engine.rollout(requests)
+    serve(engine, requests)
     # Alone the first row ends; the second comes back with 5 + 2 tokens, of which the prompt is cached.
     assert engine.total.seconds == (5 + 2) + 2 + 1 + 1 + (2 + 1)
     assert (engine.total.num_tokens, engine.total.num_preemptions, engine.num_waiting) == (7, 1, 0)
@@ -173,7 +168,7 @@ def test_the_newest_request_goes_back_wherever_its_row_is():
 
 def test_a_row_that_is_larger_than_the_cache_runs_alone():
     engine = Engine(OFF, FLAT, 4, 0, kv_tokens=3)
-    engine.rollout(requests_of([line("0", 5, 4, 3)], None))
+    serve(engine, requests_of([line("0", 5, 4, 3)], None))
     assert (engine.total.num_tokens, engine.total.num_steps) == (7, 7)
 
 
@@ -182,7 +177,7 @@ def test_requests_that_come_back_are_drafted_for_and_lose_nothing():
     num_tokens = sum(len(request.response) for request in requests)
     for threshold in (64, "auto"):
         engine = Engine(SpecConfig(batch_threshold=threshold), FLAT, 16, 8, kv_tokens=1500)
-        engine.rollout(requests)
+        serve(engine, requests)
         assert engine.total.num_tokens == num_tokens
         assert engine.total.num_preemptions > 10
         assert engine.total.num_accepted_tokens > 0.2 * num_tokens
@@ -192,7 +187,7 @@ def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     requests = requests_of([line("0", 5, 3, 1)], None)
     ranks = [Engine(OFF, ContextTimes(), 2, 0) for _ in range(2)]
     # The first step: each prefills its prompt of 5 and verifies a token. Then the first rank is alone.
-    assert rollout([ranks], [[requests[:1], requests[1:]]]) == (5 + 6000) + 1000 + 1000
+    assert rollout([ranks], [requests[:1], requests[1:]]) == (5 + 6000) + 1000 + 1000
     assert [rank.total.seconds for rank in ranks] == [8005.0, 8005.0]
     assert [rank.total.num_tokens for rank in ranks] == [3, 1]
 
@@ -266,7 +261,7 @@ def test_filled_drafts_are_all_verified_and_lose_no_token():
     config, lines = SpecConfig(batch_threshold=8, num_speculative_tokens=4), requests_of(rollouts(1), None)
     engines = [Engine(config, FLAT, 8, 8, fills_drafts=fills) for fills in (False, True)]
     for engine in engines:
-        engine.rollout(lines)
+        serve(engine, lines)
     plain, filled = (engine.total for engine in engines)
     assert filled.num_tokens == plain.num_tokens
     assert filled.num_draft_tokens % 4 == 0 < plain.num_draft_tokens % 4
@@ -460,7 +455,7 @@ def test_gain_is_told_as_it_was():
     requests = requests_of(rollouts(), None)
     off = simulate_engine(requests, OFF, STEPPED, 8, 8)
     engine = Engine(SpecConfig(batch_threshold="auto"), STEPPED, 8, 8)
-    engine.rollout(requests)
+    serve(engine, requests)
     on, counters = engine.total, engine.drafter.counters
     achieved = counters.gate_plain_seconds / counters.gate_seconds
     expected = counters.gate_expected_plain_seconds / counters.gate_expected_seconds
@@ -485,9 +480,17 @@ def test_step_times_are_read_from_text_and_from_the_bench(tmp_path):
     assert (times.seconds(7, False), times.seconds(7, True)) == (0.1, 0.3)
 
 
-@pytest.mark.parametrize("text", ["", "8", "8:x", "8:-1", "0:1", "8:inf", "nan:1", "8:1,nan:1", "inf:1"])
-def test_step_times_that_cannot_be(text):
-    with pytest.raises(StepTimesError, match="step times"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "neither a file nor tokens:seconds") for text in ("", "8", "8:x", "8:1,")),
+        *((text, "tokens from 1 and seconds from") for text in ("0:1", "nan:1", "8:1,nan:1", "inf:1")),
+        *((f"1:{s},2:1", "seconds from 1e-09 to 1e.06") for s in ("-1", "inf", "1e-300", "1e300")),
+        *((text, "8 tokens have more than one time") for text in ("8:1,8:2", "1:1,8:2,9:3,8:2")),
+    ],
+)
+def test_step_times_that_cannot_be(text, message):
+    with pytest.raises(StepTimesError, match=f"step times.*{message}"):
         StepTimes.parse(text)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import signal
@@ -17,6 +16,7 @@ from rollout_spec_lab import processes
 from rollout_spec_lab.cli import COMMANDS, build_parser, main
 from rollout_spec_lab.cli.demo import TRAINERS
 from rollout_spec_lab.demo.runner import Plan, overrides
+from tests.test_cli import check_parser, parsers
 
 COMMAND = (sys.executable, "-m", "rollout_spec_lab.cli")
 
@@ -65,7 +65,7 @@ DEMO, CHECK, BENCH = "rollout-spec-lab demo", "rollout-spec-lab gpu-check", "rol
         ("bench engine --history 0", f"{BENCH} engine: --history: use --spec history=0"),
         (
             "bench drafters x --methods sam --spec model_tokens=1",
-            f"{BENCH} drafters: --spec model_tokens=1: --model-tokens sets it",
+            f"{BENCH} drafters: --spec model_tokens=1: --model-acceptance sets it",
         ),
         ("bench engine --model-tokens 1", f"{BENCH} engine: --model-tokens: --model-drafter sets it"),
         ("bench host x --model-tokens 1", f"{BENCH} host: --model-tokens: no model drafts here"),
@@ -87,27 +87,12 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, says, capsys):
     assert error.startswith(says) and error.count("\n") == 1
 
 
-def parsers(parser, name="rollout-spec-lab"):
-    yield name, parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command, sub in action.choices.items():
-                yield from parsers(sub, f"{name} {command}")
-
-
-PARSERS = dict(parsers(build_parser()))
+PARSERS = dict(parsers(build_parser(), "rollout-spec-lab"))
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_every_command_has_groups_for_its_arguments_and_one_example(name):
-    positional, optional, *_ = PARSERS[name]._action_groups
-    outside = [a for group in (positional, optional) for a in group._group_actions]
-    known = (argparse._HelpAction, argparse._VersionAction, argparse._SubParsersAction)
-    assert all(isinstance(action, known) for action in outside), outside
-    if PARSERS[name].epilog:  # of `bench` its kinds have one each
-        title, command = PARSERS[name].epilog.splitlines()
-        assert title == "example:" and f"{command} ".startswith(f"  {name} ")
-        build_parser().parse_args(command.split()[1:])  # exits where it cannot
+    check_parser(name, PARSERS[name], build_parser())
 
 
 def test_a_missing_package_of_the_demos_model_is_one_line(monkeypatch, capsys):

@@ -23,9 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for page, picture and JSON",
     )
-    output.add_argument(
-        "--wandb", action="store_true", help="add table and picture to the summary of RUN_ON at wandb"
-    )
     output.add_argument("--json", action="store_true", help="print the comparison as JSON")
     add_example(parser, "rollout-spec compare outputs/demo/off outputs/demo/sam")
 
@@ -34,13 +31,11 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import print_comparison
     from rollout_spec.report.comparison import write_report
     from rollout_spec.report.measures import compare
-    from rollout_spec.report.publish import publish
     from rollout_spec.report.responses import first_step_agreement
     from rollout_spec.report.runs import read_run
 
     off, on = read_run(args.off, "off"), read_run(args.on, "on")
     comparison = compare(off, on, agreement=first_step_agreement(Path(args.off), Path(args.on)))
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
-    published = publish(comparison, paths["png"]) if args.wandb else ""
-    print_comparison(comparison, paths | ({"wandb": published} if published else {}), args.json)
+    print_comparison(comparison, paths, args.json)
     return 0

@@ -22,19 +22,17 @@ AGREEMENT = 0.4  # of the tokens that both have wrong, those that are the same
 NO_TOKEN = 2**31 - 1  # what a model says that is wrong, in no text; the next ones are below it
 
 
-def simulate_model(
-    lines: Iterable[Rollout], acceptance: Sequence[float], num_tokens: int
-) -> Iterator[Rollout]:
+def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Iterator[Rollout]:
     """The lines, each with a model's drafts, whatever they had before.
 
     What it says at one place depends on the place only: another drafter sees the same model.
 
     Args:
-        acceptance: how often a token is right, behind none, one, two, ... right ones; the last goes on.
-        num_tokens: of a draft.
+        acceptance: how often the first, second, ... token of a draft is right where those before it are.
+            There are as many tokens in a draft.
     """
     config = SpecConfig(num_speculative_tokens=1, min_survival=0.0)
-    rates = np.array([acceptance[min(depth, len(acceptance) - 1)] for depth in range(num_tokens)])
+    rates = np.array(acceptance)
     with contextlib.closing(IndexProposer(config)) as index:
         for line in lines:
             guesses = _guesses(index, line)

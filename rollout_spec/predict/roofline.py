@@ -42,12 +42,10 @@ class Device:
     Links: bytes per second in one direction, and what a collective takes however short its message.
     """
 
-    flops_per_s: float
-    """Dense, bfloat16."""
+    flops_per_s: float  # dense, bfloat16
     bytes_per_s: float
     memory_bytes: float
-    launch_s: float
-    """Of each layer and step, that reading and computing do not hide."""
+    launch_s: float  # of each layer and step, that reading and computing do not hide
     link_bytes_per_s: float
     link_s: float
     network_bytes_per_s: float
@@ -104,8 +102,7 @@ class Model:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
-    """Of one expert, where there are experts."""
+    intermediate_size: int  # of one expert, where there are experts
     vocab_size: int
     num_experts: int = 0
     num_experts_per_token: int = 0
@@ -113,10 +110,8 @@ class Model:
     bytes_per_value: int = 2
     shared_expert_size: int = 0
     """Width of the shared experts, together: what every token takes beside its own."""
-    num_dense_layers: int = 0
-    """Those without experts, where there are experts."""
-    dense_size: int = 0
-    """Width of these layers."""
+    num_dense_layers: int = 0  # those without experts, where there are experts
+    dense_size: int = 0  # width of these layers
 
     @classmethod
     def read(cls, path: str | Path) -> Model:
@@ -133,9 +128,21 @@ class Model:
         if not isinstance(fields, dict):
             raise RooflineError(f"{path}: must be a JSON object")
         try:
+            if isinstance(fields.get("text_config"), dict) and "hidden_size" not in fields:
+                return cls._of_nested(fields)
             return cls._of(fields)
         except RooflineError as error:
             raise RooflineError(f"{path}: {error}") from None
+
+    @classmethod
+    def _of_nested(cls, fields: dict[str, Any]) -> Model:
+        """The text model of a model that also reads images or audio, as Hugging Face nests its fields."""
+        if not fields.get("model_type"):
+            raise RooflineError("text_config: is read beside a model_type only, which is missing")
+        try:
+            return cls._of({**fields, **fields["text_config"]})
+        except RooflineError as error:
+            raise RooflineError(f"text_config: {error}") from None
 
     @classmethod
     def _of(cls, fields: dict[str, Any]) -> Model:

@@ -13,8 +13,7 @@ from rollout_spec.report.page import png, render
 from rollout_spec.report.runs import Run
 
 COLOURS = ("#8a94a3", "#1463d8")
-BARS = ("rollout_seconds", "step_seconds", "tokens_per_second")
-MAX_BARS = 40
+MAX_MARKERS = 40
 NUM_COLUMNS = 3  # of the picture
 FILES = {"json": "summary.json", "png": "report.png", "html": "report.html"}
 MEASURED = {
@@ -186,11 +185,25 @@ def table_columns(comparison: Comparison) -> list[str]:
 
 def table_rows(comparison: Comparison, intervals: bool = True) -> list[list[str]]:
     """Every measure, with or without the 95 % intervals of the runs' values; then the totals."""
-    value = _with_interval if intervals else _value
-    return [
-        [_label(of.measure), value(of.measure, of.off), value(of.measure, of.on), _change(of)]
-        for of in shown(comparison)
-    ] + _totals(comparison)
+    rows = []
+    for of in shown(comparison):
+        measure = of.measure
+        amount = f"{{:,.{_DIGITS.get(measure.name, 1)}f}}"
+        change = "{:.2f}" if measure.is_ratio else "{:+.3f}"
+        sides = (_estimate(side, amount, measure, intervals) for side in (of.off, of.on))
+        rows.append(
+            [_label(measure), *sides, _estimate(of.change, change, measure, sign="×" * measure.is_ratio)]
+        )
+    return rows + _totals(comparison)
+
+
+def _estimate(estimate: Estimate, shape: str, measure: Measure, interval: bool = True, sign: str = "") -> str:
+    """Without the unit, which the label names: 1.25× [1.10, 1.40], +0.012 [-0.003, +0.027]."""
+    if not math.isfinite(estimate.value):
+        return "–"
+    scale = 100.0 if measure.unit == "%" else 1.0
+    value, low, high = (shape.format(scale * bound) for bound in (estimate.value, *estimate.ci95))
+    return value + sign + (f" [{low}, {high}]" if interval and math.isfinite(estimate.ci95[0]) else "")
 
 
 def _label(measure: Measure) -> str:
@@ -198,33 +211,6 @@ def _label(measure: Measure) -> str:
 
 
 _DIGITS = {"reward": 3, "entropy": 3, "tokens_per_step": 2, "training_ms": 3, "draft_ms": 2}
-
-
-def _value(measure: Measure, estimate: Estimate) -> str:
-    """Without the unit, which the label names."""
-    return _scaled(measure, estimate.value)
-
-
-def _with_interval(measure: Measure, estimate: Estimate) -> str:
-    low, high = (_scaled(measure, bound) for bound in estimate.ci95)
-    return _value(measure, estimate) + (f" [{low}, {high}]" if low != "–" else "")
-
-
-def _scaled(measure: Measure, value: float) -> str:
-    scale = 100.0 if measure.unit == "%" else 1.0
-    return _number(scale * value, _DIGITS.get(measure.name, 1))
-
-
-def _change(compared: Compared) -> str:
-    """1.25× [1.10, 1.40] of a ratio, +0.012 [-0.003, +0.027] of a difference."""
-    change = compared.change
-    if not math.isfinite(change.value):
-        return "–"
-    scale = 100.0 if compared.measure.unit == "%" else 1.0
-    shape = "{:.2f}" if compared.measure.is_ratio else "{:+.3f}"
-    value, low, high = (shape.format(scale * bound) for bound in (change.value, *change.ci95))
-    sign = "×" if compared.measure.is_ratio else ""
-    return f"{value}{sign}" + (f" [{low}, {high}]" if math.isfinite(change.ci95[0]) else "")
 
 
 def _totals(comparison: Comparison) -> list[list[str]]:
@@ -262,14 +248,10 @@ def draw(comparison: Comparison) -> bytes:
 
 def _panel(axes: Any, comparison: Comparison, measure: Measure) -> None:
     scale = 100.0 if measure.unit == "%" else 1.0
-    for run, colour, shift in zip((comparison.off, comparison.on), COLOURS, (-0.2, 0.2), strict=True):
-        steps = run.column("step")
-        values = [scale * value for value in run.column(measure.name)]
-        if measure.name in BARS and len(steps) <= MAX_BARS:
-            axes.bar([step + shift for step in steps], values, width=0.38, color=colour, label=run.name)
-        elif any(math.isfinite(value) for value in values):
-            marker = "o" if len(steps) <= MAX_BARS else None
-            axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.8, label=run.name)
+    for run, colour in zip((comparison.off, comparison.on), COLOURS, strict=True):
+        steps, values = run.column("step"), [scale * value for value in run.column(measure.name)]
+        marker = "o" if len(steps) <= MAX_MARKERS else None
+        axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.8, label=run.name)
     axes.set_title(_label(measure), loc="left", fontsize=11)
     axes.set_xlabel("training step", fontsize=9, color="#555b66")
     axes.xaxis.get_major_locator().set_params(integer=True)

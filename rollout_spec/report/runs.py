@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.metrics import PREFIX
-from rollout_spec.report.logs import Record, RunError, WandbRun, read_json_lines, read_log
+from rollout_spec.report.logs import Record, RunError, read_json_lines, read_log
 from rollout_spec.report.responses import looping_share
 
 MAX_DRIFT = 0.05  # above it, a ratio of two runs says as much of the machine as of the drafts
@@ -105,7 +105,6 @@ class Run:
     name: str
     steps: tuple[Step, ...]
     looping_share: float = math.nan
-    wandb: WandbRun | None = None
     has_drafter: bool = False  # trained with +rollout.spec=sam, whether or not it drafted anything
 
     def column(self, name: str) -> list[float]:
@@ -157,7 +156,7 @@ def read_run(path: str | Path, name: str) -> Run:
     has_drafter = any(
         PREFIX + "num_failed_steps" in data for _, data in records
     )  # only a drafter counts them
-    return Run(name, steps, looping_share(Path(path)), log.wandb, has_drafter)
+    return Run(name, steps, looping_share(Path(path)), has_drafter)
 
 
 def _is_whole(last: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> bool:

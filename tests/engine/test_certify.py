@@ -41,20 +41,17 @@ def test_the_policys_rollouts_are_identical(policy: str, tmp_path: pathlib.Path)
     record = json.loads((tmp_path / "certificate.json").read_text())
     page = (tmp_path / "certificate.html").read_text()
     assert f"{record['tokens_identical']:,} of {record['tokens_compared']:,} tokens" in page
-    assert "its distribution was not tested (0 samples)" in page
     assert record["tokens_compared"] > 1000
     assert record["tokens_identical"] >= 0.99 * record["tokens_compared"]
     assert record["unexplained_differences"] == 0
     assert all(difference["logit_gap"] < 1e-4 for difference in record["differences"])
-    assert [one["temperature"] for one in record["temperatures"]] == [1.0, 0.6, 0.0]
-    for one in record["temperatures"]:
+    assert [one["temperature"] for one in record["configurations"]] == [1.0, 0.6, 0.0]
+    for one in record["configurations"]:
         assert 0 < one["num_rejected_tokens"] == one["num_draft_tokens"] - one["num_accepted_tokens"]
-        assert one["reference_tokens"] == one["tokens_compared"] > 250  # there is one configuration
+        assert one["tokens_compared"] > 250
     for name in ("tokens_compared", "num_drafts", "num_rejected_tokens"):
-        assert record[name] == sum(one[name] for one in record["temperatures"])
+        assert record[name] == sum(one[name] for one in record["configurations"])
     assert record["max_logprob_difference"] < 1e-3
-    for name in ("correct", "score"):
-        assert record["accuracy"]["off"][name] == pytest.approx(record["accuracy"]["on"][name], abs=0.05)
     assert record["plan"] | {"model": policy, "max_tokens": 80, "seed": 0} == record["plan"]
     assert {"rollout_spec", "torch", "python", "device", "cpu", "date"} <= set(record["environment"])
     assert record["environment"]["date"] in page and policy in page
@@ -87,7 +84,6 @@ def test_several_configurations_top_k_top_p_and_the_distribution_test(
     assert record["verdict"].startswith(f"certified in part: {len(tested)} of 8 configurations")
     assert len(record["untested"]) == 8 - len(tested)
     assert record["tokens_compared"] == sum(c["tokens_compared"] for c in tested)
-    assert record["tokens_compared"] > record["reference_tokens"]  # half of them in two configurations
     assert record["tokens_identical"] > 0.99 * record["tokens_compared"] > 450
     assert record["unexplained_differences"] == 0
     assert (record["plan"]["top_k"], record["plan"]["top_p"]) == (30, 0.9)

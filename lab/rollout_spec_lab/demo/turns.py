@@ -21,7 +21,8 @@ from rollout_spec.report.responses import Agreement, agreement
 from rollout_spec.report.runs import plain, ratio
 from rollout_spec_lab.bench.engine import Load, Plan, answer
 from rollout_spec_lab.bench.timeline import Timeline, measure
-from rollout_spec_lab.verl_cpu.activation import engine_environment, engine_is_cpu_build
+from rollout_spec_lab.verl_cpu.activation import engine_is_cpu_build
+from rollout_spec_lab.verl_cpu.environment import engine_environment
 
 WORKER = "rollout_spec_lab.demo.turns_worker"
 METHODS = ("off:coupled", "sam")  # plain vLLM with our random numbers: its tokens are those of `sam`
