@@ -12,9 +12,10 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from rollout_spec.certify.engine_arguments import model_drafter
 from rollout_spec.cli.inputs import device_arguments
 from rollout_spec.config import ConfigError, SpecConfig, UserError
-from rollout_spec_lab.bench.engine import Load, Method, model_drafter, random_prompts
+from rollout_spec_lab.bench.engine import Load, Method, random_prompts
 from rollout_spec_lab.bench.headlines import engine_headline
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
 from rollout_spec_lab.cli import main

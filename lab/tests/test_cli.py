@@ -1,9 +1,9 @@
-"""The command line of the laboratory: exit codes, one-line errors, and nothing left running."""
+"""`rollout-spec-lab` as a user meets it: exit codes, one-line errors, JSON, and nothing left running."""
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,80 +13,81 @@ from pathlib import Path
 import pytest
 
 from rollout_spec_lab import processes
-from rollout_spec_lab.cli import build_parser, main
+from rollout_spec_lab.cli import COMMANDS, build_parser, main
 from rollout_spec_lab.cli.demo import TRAINERS
 from rollout_spec_lab.demo.runner import Plan, overrides
 from tests.test_cli import check_parser, parsers
 
 COMMAND = (sys.executable, "-m", "rollout_spec_lab.cli")
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_help_lists_every_command_and_imports_nothing_slow():
+    code = (
+        "import sys; from rollout_spec_lab.cli import build_parser; print(build_parser().format_help());"
+        "slow = {'rich', 'torch', 'vllm', 'verl', 'ray', 'pandas'} & set(sys.modules);"
+        "sys.exit(f'imported: {slow}' if slow else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert re.search(rf"^    {name}\s", done.stdout, re.MULTILINE)
+
+
+DEMO, CHECK, BENCH = "rollout-spec-lab demo", "rollout-spec-lab gpu-check", "rollout-spec-lab bench"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (f"demo --output {__file__}", f"{DEMO}: {__file__}: File exists"),
+        (f"demo --output {__file__}/demo", f"{DEMO}: {__file__}/demo: Not a directory"),
+        ("demo --steps 0", f"{DEMO}: --steps: 0 must be at least 1"),
+        ("demo --mode sam", f"{DEMO}: unrecognized arguments: --mode"),
+        ("demo --model /nowhere", f"{DEMO}: --model /nowhere: not found"),
+        ("demo --train-file /nowhere", f"{DEMO}: --train-file /nowhere: not found"),
+        ("demo trainer.nnodes", f"{DEMO}: 'trainer.nnodes': a Hydra override looks like key=value"),
+        ("gpu-check --model-drafter mtp::16 --model x", f"{CHECK}: --model-drafter mtp::16: must be METHOD"),
+        ("gpu-check --model /nowhere", f"{CHECK}: --model /nowhere: no Hugging Face folder"),
+        ("gpu-check --minutes 0", f"{CHECK}: --minutes: 0 must be at least 1 and at most 1,440"),
+        ("gpu-check --repeats 0", f"{CHECK}: --repeats: 0 must be at least 1"),
+        ("gpu-check --methods= --model /nowhere", f"{CHECK}: method '': must be off, off:coupled"),
+        ("gpu-check --methods sam", f"{CHECK}: --methods sam: must begin with off and name no method twice"),
+        (
+            "gpu-check --methods off,eagle",
+            f"{CHECK}: method 'eagle': must be off, off:coupled, ngram, suffix",
+        ),
+        (f"gpu-check --output {__file__}", f"{CHECK}: {__file__}: File exists"),
+        ("bench drafters x --max-index-mb 4", f"{BENCH} drafters: --max-index-mb: use --spec max_index_mb=4"),
+        ("bench engine --history 0", f"{BENCH} engine: --history: use --spec history=0"),
+        (
+            "bench drafters x --methods sam --spec model_tokens=1",
+            f"{BENCH} drafters: --spec model_tokens=1: --model-acceptance sets it",
+        ),
+        ("bench engine --model-tokens 1", f"{BENCH} engine: --model-tokens: --model-drafter sets it"),
+        ("bench host x --model-tokens 1", f"{BENCH} host: --model-tokens: no model drafts here"),
+        (
+            "bench engine --methods off,sam --model-drafter mtp::3",
+            f"{BENCH} engine: --model-drafter: no method uses it: name model or sam+model in --methods",
+        ),
+        ("bench native --depth", f"{BENCH} native: unrecognized arguments: --depth"),
+        (
+            "bench drafters x --methods suffix",
+            f"{BENCH} drafters: --methods suffix: must be one of off, ngram, suffix_server, "
+            "suffix_server_tuned, sam, oracle, model, choose, sam+model",
+        ),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, says, capsys):
+    assert main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(says) and error.count("\n") == 1
+
+
 PARSERS = dict(parsers(build_parser(), "rollout-spec-lab"))
-
-
-def run(*arguments: object, **env: str) -> subprocess.CompletedProcess:
-    command = [*COMMAND, *(str(argument) for argument in arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "--output", __file__], f"{__file__}: File exists"),
-        (["demo", "--output", f"{__file__}/demo"], f"{__file__}/demo: Not a directory"),
-        (["demo", "--steps", "0"], "--steps: 0 must be at least 1"),
-        (["demo", "--mode", "sam"], "unrecognized arguments: --mode"),
-        (["demo", "--model", "/nowhere"], "--model /nowhere: not found"),
-        (["demo", "--train-file", "/nowhere"], "--train-file /nowhere: not found"),
-        (["demo", "trainer.nnodes"], "'trainer.nnodes': a Hydra override looks like key=value"),
-        (
-            ["gpu-check", "--model-drafter", "mtp::16", "--model", "x"],
-            "NUMBER the tokens that it drafts, 1 to 15",
-        ),
-        (["gpu-check", "--model", "/nowhere"], "--model /nowhere: no Hugging Face folder"),
-        (["gpu-check", "--minutes", "0"], "--minutes: 0 must be at least 1 and at most 1,440"),
-        (["gpu-check", "--repeats", "0"], "--repeats: 0 must be at least 1"),
-        (["gpu-check", "--methods", "", "--model", "/nowhere"], "method '': must be off, off:coupled"),
-        (["gpu-check", "--methods", "sam"], "--methods sam: must begin with off and name no method twice"),
-        (["gpu-check", "--methods", "off,eagle"], "method 'eagle': must be off, off:coupled, ngram, suffix"),
-        (["gpu-check", "--output", __file__], f"{__file__}: File exists"),
-    ],
-)
-def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys):
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.startswith(f"rollout-spec-lab {arguments[0]}: ") and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            "drafters x --max-index-mb 4",
-            "rollout-spec-lab bench drafters: --max-index-mb: use --spec max_index_mb=4",
-        ),
-        ("engine --history 0", "rollout-spec-lab bench engine: --history: use --spec history=0"),
-        (
-            "drafters x --methods sam --spec model_tokens=1",
-            "rollout-spec-lab bench drafters: --spec model_tokens=1: --model-acceptance sets it",
-        ),
-        ("engine --model-tokens 1", "rollout-spec-lab bench engine: --model-tokens: --model-drafter sets it"),
-        ("host x --model-tokens 1", "rollout-spec-lab bench host: --model-tokens: no model drafts here"),
-        (
-            "engine --methods off,sam --model-drafter mtp::3",
-            "rollout-spec-lab bench engine: --model-drafter: no method uses it: name model or sam+model in "
-            "--methods",
-        ),
-        ("native --depth", "rollout-spec-lab bench native: unrecognized arguments: --depth"),
-        (
-            "drafters x --methods suffix",
-            "rollout-spec-lab bench drafters: --methods suffix: must be one of off, ngram, suffix_server, ",
-        ),
-    ],
-)
-def test_a_bench_is_named_in_what_it_says(arguments, message, capsys):
-    assert main(["bench", *arguments.split()]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(message) and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -113,7 +114,7 @@ def test_bench_native_measures_as_json_and_keeps_a_record(tmp_path):
 def test_the_plans_own_overrides_come_last(tmp_path):
     plan = Plan(output=tmp_path, steps=3, seed=5, overrides=("data.seed=6",))
     given = overrides(plan, "sam", Path("/model"), Path("/train"))
-    assert "+rollout.spec=sam" in given
+    assert {"+rollout.spec=sam", f"hydra.run.dir={tmp_path / 'sam' / 'hydra'}"} < set(given)
     assert "trainer.total_training_steps=3" in given
     assert given.index("data.seed=5") < given.index("data.seed=6")
 
@@ -137,24 +138,26 @@ def test_the_demo_trains_in_every_mode_of_verls_trainer(tmp_path, trainer):
     assert backend == ("gloo" if trainer == "separate_async" else "naive")
 
 
+@pytest.fixture
+def demo(tmp_path):
+    """A demo without a model, whose trainer fails when it reads it."""
+    (tmp_path / "train.parquet").touch()
+    given = ("--output", tmp_path / "demo", "--model", tmp_path, "--train-file", tmp_path / "train.parquet")
+    return ("demo", *map(str, given))
+
+
 @pytest.mark.slow
-def test_a_failed_trainer_is_one_line_with_the_log(tmp_path):
-    train_file = tmp_path / "train.parquet"
-    train_file.touch()
-    output = tmp_path / "demo"
-    done = run("demo", "--output", output, "--model", tmp_path, "--train-file", train_file, "no.such=1")
+def test_a_failed_trainer_is_one_line_with_the_log(demo, tmp_path):
+    done = run(*demo, "no.such=1")
     assert done.returncode == 2, done.stderr
     line = done.stderr.splitlines()[-1]
     assert "no.such" in line
-    assert str(output / "off" / "train.log") in line
+    assert str(tmp_path / "demo" / "off" / "train.log") in line
 
 
-def test_ctrl_c_ends_the_demo_and_all_it_started(tmp_path):
-    train_file = tmp_path / "train.parquet"
-    train_file.touch()
-    arguments = ("demo", "--output", tmp_path / "demo", "--model", tmp_path, "--train-file", train_file)
+def test_ctrl_c_ends_the_demo_and_all_it_started(demo):
     process = subprocess.Popen(
-        [*COMMAND, *map(str, arguments)],
+        [*COMMAND, *demo],
         stderr=subprocess.PIPE,
         text=True,
         # As in a terminal: what a shell's background job starts, as these tests may be, ignores it.
