@@ -182,6 +182,10 @@ def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
     if args.model_pass_ms is not None:
         of_pass = StepTimes([(1, max(args.model_pass_ms / 1e3, SECONDS[0]), 1)])
     model = model_of(lines, of_pass)
+    if model is None and args.model_pass_ms is not None:
+        raise UserError(
+            "--model-pass-ms: belongs to --model-acceptance, or to a recording with a model's drafts"
+        )
     if model and of_pass is None:
         raise UserError("--model-acceptance: with --step-times it needs --model-pass-ms too")
     if model and (args.dp or 1) > 1:

@@ -4,8 +4,8 @@ A step reads the weights and the KV cache, computes on its tokens, talks to its 
 roofline (Williams et al. 2009) for each kind of layer, and a floor. A matrix product takes the hypotenuse of
 its memory time and its compute time: near the ridge neither hides the other. A mixture of experts reads the
 experts that its tokens touch, if routed uniformly; expert-parallel devices wait for the one that has most of
-them. Attention reads the KV cache once a step, however many tokens are verified: its FLOPs stay below the ridge
-up to K = 16.
+them. Attention reads the KV cache once a step, however many tokens are verified: its FLOPs stay below the
+ridge up to K = 16.
 """
 
 from __future__ import annotations
