@@ -87,7 +87,7 @@ class SpecConfig:
     corpus: str = _option(
         "",
         "file of `rollout-spec corpus build` that is drafted from too; none if empty",
-        "`replay --corpus` shows a gain on your recordings",
+        "`replay --spec corpus=FILE` shows a gain on your recordings",
     )
     batch_threshold: int | str = _option(
         AUTO,

@@ -1,7 +1,7 @@
 """Replay recorded rollouts through the suffix index, without a model.
 
 A draft token is accepted exactly when it equals the recorded token. The responses of one line decode in
-lockstep, as siblings do in a rollout. Of other lines the drafter has its history, and the wording it has learned.
+lockstep, as siblings do in a rollout. Of other lines the drafter has its history, and the wording it learned.
 """
 
 from __future__ import annotations
