@@ -43,38 +43,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group("what is served")
     served.add_argument("--model", type=Path, required=True, metavar="DIR", help="its Hugging Face folder")
     served.add_argument(
-        "--train-file", type=Path, metavar="FILE", help="take the prompts from verl's parquet (8 of our own)"
-    )
-    served.add_argument("--num-prompts", type=count, default=4, metavar="N", help="how many of the prompts")
-    served.add_argument("--max-tokens", type=count, default=64, metavar="N", help="longest response")
-    served.add_argument(
-        "--max-num-seqs", type=count, default=16, metavar="N", help="requests that run at a time"
+        "--train-file", type=Path, metavar="FILE", help="prompts in verl's parquet (8 of our own)"
     )
     served.add_argument("--dtype", choices=DTYPES, default="float32", help="the model's")
-    served.add_argument(
-        "--seed", type=seed, default=0, metavar="N", help="of the noise that tokens are drawn with"
-    )
-
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temperatures", type=number(float, 0), nargs="+", default=[1.0, 0.6, 0.0], metavar="T",
-        help="0: greedy",
-    )  # fmt: skip
-    sampling.add_argument("--top-k", type=number(int, 0), default=0, metavar="N", help="0: all tokens")
-    sampling.add_argument("--top-p", type=share, default=1.0, metavar="P", help="1: all tokens")
-
-    drafting = parser.add_argument_group("drafting", "Of several values, every combination is compared.")
-    for name, kind, default, help_ in (
-        (
-            "--num-speculative-tokens",
-            int,
-            [SpecConfig.num_speculative_tokens],
-            "most draft tokens of a request in a step",
-        ),
-        ("--batch-thresholds", parse_threshold, [64], "rollout.spec.batch_threshold: numbers or auto"),
-        ("--group-sizes", count, [4], "responses to each prompt"),
+    for group, name, kind, default, help_ in (
+        (served, "--num-prompts", count, 4, "how many of the prompts"),
+        (served, "--max-tokens", count, 64, "longest response"),
+        (served, "--max-num-seqs", count, 16, "requests that run at a time"),
+        (served, "--seed", seed, 0, "of the noise that tokens are drawn with"),
+        (sampling, "--top-k", number(int, 0), 0, "0: all tokens"),
+        (sampling, "--top-p", share, 1.0, "1: all tokens"),
     ):
-        drafting.add_argument(name, type=kind, nargs="+", default=default, metavar="N", help=help_)
+        group.add_argument(name, type=kind, default=default, metavar="N", help=help_)
+    drafting = parser.add_argument_group(
+        "drafting", "Of several values, temperatures too, every combination is compared."
+    )
+    for group, name, kind, several, help_ in (
+        (sampling, "--temperatures", number(float, 0), [1.0, 0.6, 0.0], "0: greedy"),
+        (drafting, "--num-speculative-tokens", int, [SpecConfig.num_speculative_tokens],
+         "most draft tokens of a request in a step"),
+        (drafting, "--batch-thresholds", parse_threshold, [64], "rollout.spec.batch_threshold, also auto"),
+        (drafting, "--group-sizes", count, [4], "responses to each prompt"),
+    ):  # fmt: skip
+        group.add_argument(name, type=kind, nargs="+", default=several, metavar="N", help=help_)
     add_model_drafter(drafting)
 
     judging = parser.add_argument_group("when a difference counts")
