@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rollout_spec_lab.gpu_check.gpu_check import WAITS
 
 from rollout_spec import patches
-from rollout_spec_lab.gpu_check.gpu_check import WAITS
 from rollout_spec.verification import blocks, coupled, noise, standard
 from rollout_spec.verification.transfers import fetched, sent
 from tests.accelerator import DEVICE, Accelerator
@@ -58,7 +58,7 @@ class Engine:
         from vllm.v1.sample.rejection_sampler import RejectionSampler
         from vllm.v1.sample.sampler import Sampler
 
-        from rollout_spec.vllm.sampler import RowSampling
+        from rollout_spec.vllm.mrv1.sampler import RowSampling
 
         self.accelerator, num = Accelerator(), len(DRAFTS)
         put = self.accelerator.put
@@ -122,7 +122,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    import rollout_spec.vllm.sampler_v2  # noqa: F401 (whose imports copy what is replaced here)
+    import rollout_spec.vllm.mrv2.sampler  # noqa: F401 (whose imports copy what is replaced here)
 
     platform = types.SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
     monkeypatch.setattr(topk_topp_sampler, "current_platform", platform)
@@ -165,7 +165,7 @@ def v2_step(counts: list[int] = DRAFTS) -> Accelerator:
 
     vLLM's own sampler, which is Triton's, has drawn the tokens already.
     """
-    from rollout_spec.vllm.sampler_v2 import coupled_verify
+    from rollout_spec.vllm.mrv2.sampler import coupled_verify
 
     accelerator, nums = Accelerator(), torch.tensor(counts) + 1
     put, total, rows = accelerator.put, sum(counts) + len(counts), torch.arange(len(counts)).int()
@@ -194,7 +194,7 @@ RACE, TOKENS, LOGPROBS = (
     for name in (
         "verification.coupled._block_masses",
         "verification.transfers.fetched",
-        "vllm.logprobs.kept_logprobs",
+        "vllm.upstream.kept_logprobs.kept_logprobs",
     )
 )
 # Each row of the page's table: the step, and what it waits in.

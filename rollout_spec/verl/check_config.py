@@ -30,7 +30,7 @@ from rollout_spec.verl.model_drafter import (
     engine_scheduler,
 )
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.features import (
+from rollout_spec.vllm.versions import (
     drafts_by_modules,
     refuse_old_version,
     v2_architectures,

@@ -15,7 +15,7 @@ import torch
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import Patch, guard_parameters, replace_function, when_imported
 from rollout_spec.verification import standard
-from rollout_spec.vllm import features
+from rollout_spec.vllm import versions
 from rollout_spec.vllm.options import names_our_drafter
 
 MODULE = "vllm_ascend.sample.rejection_sampler"
@@ -68,7 +68,7 @@ def refuse_unknown_pair() -> None:
         found = metadata.version("vllm-ascend").partition("+")[0]
     except metadata.PackageNotFoundError:
         return
-    vllm = features.version()
+    vllm = versions.version()
     if PAIRS.get(found) != vllm and not has_custom_class():
         pairs = ", ".join(f"{ours} with {theirs}" for ours, theirs in PAIRS.items())
         raise ConfigError(f"vllm-ascend {found} with vllm {vllm} is not supported: take {pairs}")

@@ -39,7 +39,7 @@ def check_options(vllm_config: VllmConfig) -> None:
     if config.enabled and config.corpus:
         check_corpus(config.corpus)
     refuse_unsupported(vllm_config, config)
-    from rollout_spec.vllm.sampler import check_engine_patches
+    from rollout_spec.vllm.mrv1.sampler import check_engine_patches
 
     check_engine_patches()
 
@@ -52,7 +52,7 @@ def runner_v2_misfit() -> str | None:
     try:
         if current_platform.is_cpu():
             import vllm.v1.worker.cpu.shm  # noqa: F401 (before V2's modules, which take what it replaces)
-        from rollout_spec.vllm import runner_v2
+        from rollout_spec.vllm.mrv2 import runner as runner_v2
 
         runner_v2.check_runner()
     except (ImportError, PatchError) as error:
@@ -202,10 +202,10 @@ def _uses(speculative: Any, name: str) -> bool:
 
 def _check_model_drafter(uses_v2: bool) -> None:
     if uses_v2:
-        from rollout_spec.vllm.model_drafter import check_speculator
+        from rollout_spec.vllm.mrv2.model_drafter import check_speculator
 
         check_speculator()
     else:
-        from rollout_spec.vllm.model_drafter_v1 import check_drafter
+        from rollout_spec.vllm.mrv1.model_drafter import check_drafter
 
         check_drafter()

@@ -97,27 +97,20 @@ def register() -> None:
 
 
 def connect() -> None:
-    """Connect the proposer with the engine, and mend the CPU engine and sampling on NPUs.
+    """Connect the proposer with the engine, and mend what is wrong in vLLM.
 
     Raises:
         ConfigError: the installed vLLM is too old.
         PatchError: it is not one that these patches were written for.
     """
-    from rollout_spec.vllm.allowed_tokens import mend_allowed_tokens
+    from rollout_spec.vllm import upstream
     from rollout_spec.vllm.ascend import (
         RUNNER,
         give_runner_drafter,
         mend_ascend_sampling,
         refuse_unknown_pair,
     )
-    from rollout_spec.vllm.features import refuse_old_version
-    from rollout_spec.vllm.mends import mend_cpu_engine
-    from rollout_spec.vllm.requests import (
-        cut_drafts_at_reasoning_end,
-        end_at_stop_strings,
-        refuse_requests,
-    )
-    from rollout_spec.vllm.thinking_budget import mend_thinking_budget
+    from rollout_spec.vllm.versions import refuse_old_version
 
     refuse_old_version()
     refuse_unknown_pair()
@@ -128,15 +121,10 @@ def connect() -> None:
     for module, apply in (
         ("vllm.v1.engine.core", _give_aborted_counts),
         ("vllm.v1.engine.core", _wait_and_schedule),
-        ("vllm.v1.engine.input_processor", refuse_requests),
-        ("vllm.v1.engine.output_processor", end_at_stop_strings),
-        ("vllm.v1.core.sched.scheduler", cut_drafts_at_reasoning_end),
-        ("vllm.v1.worker.gpu_input_batch", mend_allowed_tokens),
-        ("vllm.v1.sample.thinking_budget_state", mend_thinking_budget),
         (RUNNER, give_runner_drafter),
+        *((fault.MODULE, fault.mend) for fault in (*upstream.OF_DRAFTS, *upstream.OF_VLLM)),
     ):
         when_imported(module, functools.partial(_apply, apply))
-    mend_cpu_engine()
     mend_ascend_sampling()
 
 
@@ -164,7 +152,7 @@ def _bind_proposers() -> None:
         if config is not None:
             refuse_unsupported(vllm_config, config)
         if has_our_drafter(vllm_config) and vllm_config.use_v2_model_runner:
-            from rollout_spec.vllm import runner_v2
+            from rollout_spec.vllm.mrv2 import runner as runner_v2
 
             runner_v2.teach_speculator()
         init_device(self)
@@ -178,9 +166,9 @@ def _bind_proposers() -> None:
 def _bind(worker: Any) -> None:
     from vllm.platforms import current_platform
 
-    from rollout_spec.vllm.graphs import capture_plain_steps
+    from rollout_spec.vllm.cuda_graphs import capture_plain_steps
+    from rollout_spec.vllm.mrv1.sampler import RowSampling
     from rollout_spec.vllm.proposer import proposer_of
-    from rollout_spec.vllm.sampler import RowSampling
 
     runner = getattr(worker, "model_runner", None)
     config = engine_options(worker.vllm_config)
@@ -189,14 +177,14 @@ def _bind(worker: Any) -> None:
     if failure:
         raise ConfigError(failure)
     if worker.vllm_config.use_v2_model_runner:
-        from rollout_spec.vllm import runner_v2
+        from rollout_spec.vllm.mrv2 import runner as runner_v2
 
         runner_v2.bind(worker, config)
         return
     rows = RowSampling(runner, config.coupled)
     rows.install()
     if config.coupled and has_model_drafter(worker.vllm_config):
-        from rollout_spec.vllm.model_drafter_v1 import bind_model_drafter
+        from rollout_spec.vllm.mrv1.model_drafter import bind_model_drafter
 
         bind_model_drafter(runner, rows)
     proposer = proposer_of(runner)

@@ -11,16 +11,16 @@ import numpy.typing as npt
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 
-from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.history import HistoryError
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
-from rollout_spec.vllm.graphs import fills_drafts
+from rollout_spec.vllm.cuda_graphs import fills_drafts
 from rollout_spec.vllm.keys import names_of
-from rollout_spec.vllm.lock_step import LockStep
 from rollout_spec.vllm.options import engine_options, is_hybrid, num_model_tokens
+from rollout_spec.vllm.other_ranks import LockStep
 
 LOG_EVERY = 1000  # engine steps in which rows decoded
 BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of a runner V1 whose drafter is a model's

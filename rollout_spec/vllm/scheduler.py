@@ -38,7 +38,7 @@ class _Counting(Scheduler):
     string): `take_aborted` has their sums.
 
     That dict is the one free-form field of a RequestOutput. What vLLM counts from 0.29 on
-    (`features.counts_drafts`) lacks what verl's servers need besides: steps without a draft, and the requests
+    (`versions.counts_drafts`) lacks what verl's servers need besides: steps without a draft, and the requests
     that were aborted.
 
     Of a model that drafts it tells all workers what the one with the drafter has chosen (MODEL_TOKENS_KEY).

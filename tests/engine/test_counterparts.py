@@ -165,7 +165,7 @@ def test_the_replacement_gives_the_same_tokens(loops: Any, has_draft_probs: bool
 
 def test_the_published_keywords_are_taken(loops: Any) -> None:
     """With the plugin's two replacements in force, the second of which is of rows with keys."""
-    from rollout_spec.vllm.sampler import couple_rejection_sample
+    from rollout_spec.vllm.mrv1.sampler import couple_rejection_sample
 
     batch = Batch([2, 3], 50, 1)
     names = list(inspect.signature(loops.rejection_sample).parameters)
@@ -219,7 +219,7 @@ def test_another_signature_is_refused_and_a_later_version_left_alone(loops: Any)
 
 
 def test_rows_with_keys_are_coupled(loops: Any) -> None:
-    from rollout_spec.vllm.sampler import RowGenerators, couple_rejection_sample
+    from rollout_spec.vllm.mrv1.sampler import RowGenerators, couple_rejection_sample
 
     couple_rejection_sample(loops.module)
     batch = Batch([2, 4, 0, 3], 600, 5, num_greedy=1)
@@ -263,7 +263,7 @@ def test_vllm_ascends_plain_sampler_draws_with_keyed_noise(
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     from rollout_spec.vllm.keys import KEY, key_of_name
-    from rollout_spec.vllm.sampler import RowSampling
+    from rollout_spec.vllm.mrv1.sampler import RowSampling
 
     monkeypatch.setattr(patches, "_applied", {})
     monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.rejection_sample)
@@ -312,7 +312,7 @@ def test_vllm_ascends_plain_sampler_draws_with_keyed_noise(
 
 def test_what_coupled_verification_does_not_know_is_refused() -> None:
     """The two later forms of the function: logits with the token ids that were kept, and one not yet seen."""
-    from rollout_spec.vllm.sampler import RowGenerators, couple_rejection_sample
+    from rollout_spec.vllm.mrv1.sampler import RowGenerators, couple_rejection_sample
 
     batch = Batch([2, 1], 50, 3)
     names = list(inspect.signature(standard.rejection_sample).parameters)[:8]
@@ -345,7 +345,7 @@ def test_logprobs_of_what_is_kept_are_vllms(counts: list[int], num_logprobs: int
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
 
-    from rollout_spec.vllm.logprobs import PARAMETERS, kept_logprobs
+    from rollout_spec.vllm.upstream.kept_logprobs import PARAMETERS, kept_logprobs
 
     torch.manual_seed(len(counts))
     vocab_size, batch_size, longest = 500, len(counts), max(counts)

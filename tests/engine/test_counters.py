@@ -87,7 +87,7 @@ def test_the_counts_of_a_request_equal_those_taken_by_hand(make_engine: Any) -> 
 
 def test_an_engines_own_counts_of_a_request_equal_those_taken_by_hand(make_engine: Any) -> None:
     """By vLLM itself where it counts, else by our scheduler."""
-    from rollout_spec.vllm.features import counting_arguments, request_counters
+    from rollout_spec.vllm.versions import counting_arguments, request_counters
 
     llm = make_engine({"batch_threshold": 6}, **counting_arguments(drafts=True))
     finished, counts = count_by_hand(llm, [greedy(40 + 9 * i) for i in range(8)], -1, set())

@@ -15,7 +15,7 @@ from rollout_spec.config import ConfigError
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm import checks, plugin
 from rollout_spec.vllm.checks import check_options, runner_v2_misfit
-from rollout_spec.vllm.features import version
+from rollout_spec.vllm.versions import version
 from tests.engine.conftest import assert_same_requests, engine_settings
 from tests.engine.interpreted_heads import served_heads
 from tests.engine.interpreted_model import served

@@ -22,7 +22,7 @@ import pytest
 
 from rollout_spec.patches import Patch, replace_function
 from rollout_spec.vllm import speculative_config
-from rollout_spec.vllm.features import version
+from rollout_spec.vllm.versions import version
 from tests.engine.conftest import close, engine_settings
 from tests.text import save_corpus
 
@@ -243,10 +243,10 @@ def test_refused_before_an_engine_process_is_launched(
 def test_a_vllm_that_is_too_old_is_refused_in_one_line(
     make_engine: Any, no_launch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollout_spec.vllm import features, plugin
+    from rollout_spec.vllm import plugin, versions
 
     monkeypatch.setattr(plugin, "failure", None)
-    monkeypatch.setattr(features, "version", lambda: "0.22.1")
+    monkeypatch.setattr(versions, "version", lambda: "0.22.1")
     plugin.register()
     with pytest.raises(ValueError, match=r"^vllm 0\.22\.1 is not supported: take 0\.23 or later[^\n]*$"):
         make_engine(spec())

@@ -14,7 +14,7 @@ import pytest
 
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import runner_v2_misfit
-from rollout_spec.vllm.features import v2_architectures, version
+from rollout_spec.vllm.versions import v2_architectures, version
 from tests.engine.conftest import assert_same_requests, engine_settings
 from tests.engine.test_graphs import GRAPHS
 

@@ -22,7 +22,7 @@ from rollout_spec.trace import read_trace
 from rollout_spec.vllm.checks import runner_v2_misfit
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.proposer import SuffixProposer
-from rollout_spec.vllm.sampler import RowSampling
+from rollout_spec.vllm.mrv1.sampler import RowSampling
 
 
 class Ours:
@@ -36,8 +36,8 @@ class Ours:
         self.seconds = 0.0
         self._time(RowSampling, "_rows")
         if v2:
-            from rollout_spec.vllm.host_drafts import HostDrafts
-            from rollout_spec.vllm.sampler_v2 import KeyedRequests
+            from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
+            from rollout_spec.vllm.mrv2.sampler import KeyedRequests
 
             for owner, name in (
                 (HostDrafts, "_add_requests"), (HostDrafts, "take"), (KeyedRequests, "add")

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from rollout_spec_lab.bench.host import CPU, has_ngram_on_v2
 from vllm.platforms import current_platform
 
-from rollout_spec_lab.bench.host import CPU, has_ngram_on_v2
 from rollout_spec.trace import to_line
 
 METHODS = ["off/v1", "off:sync/v1", "sam:0/v1", "sam:8/v1"]

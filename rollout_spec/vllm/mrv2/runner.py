@@ -15,12 +15,12 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, guard_parameters, record, replace_function
-from rollout_spec.vllm import sampler_v2, versions_v2
-from rollout_spec.vllm.graphs import capture_plain_steps_v2
-from rollout_spec.vllm.host_drafts import HostDrafts
-from rollout_spec.vllm.lock_step import V2_NAME
-from rollout_spec.vllm.model_drafter import SHARED_NOISE, draft_beside, for_the_model, share_noise
+from rollout_spec.vllm.cuda_graphs import capture_plain_steps_v2
+from rollout_spec.vllm.mrv2 import sampler, versions
+from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
+from rollout_spec.vllm.mrv2.model_drafter import SHARED_NOISE, draft_beside, for_the_model, share_noise
 from rollout_spec.vllm.options import is_hybrid, names_our_drafter
+from rollout_spec.vllm.other_ranks import V2_NAME
 
 _SPECULATOR = Patch(
     name="vllm-v2-speculator",
@@ -36,10 +36,10 @@ _WARM_UP = Patch(
     upstream="vllm/v1/worker/gpu/warmup.py, warmup_kernels",
     until="vLLM says which requests are its own",
 )
-ENGINE_PATCHES = (_SPECULATOR, _WARM_UP, sampler_v2.COUPLED, SHARED_NOISE)  # what engines apply to themselves
+ENGINE_PATCHES = (_SPECULATOR, _WARM_UP, sampler.COUPLED, SHARED_NOISE)  # what engines apply to themselves
 
 # Of what is called or replaced here, the parameters that are counted on.
-_PARAMETERS: tuple[versions_v2.Parameters, ...] = (
+_PARAMETERS: tuple[versions.Parameters, ...] = (
     (model_runner, "init_speculator", (("vllm_config", "device"),)),
     (model_runner, V2_NAME, (("cudagraph_manager", "num_reqs", "num_tokens"),)),
     (model_runner.GPUModelRunner, "add_requests", (("self", "scheduler_output"),)),
@@ -62,7 +62,7 @@ def check_runner() -> None:
     """
     for owner, name, accepted in _PARAMETERS:
         guard_parameters(_SPECULATOR, owner, name, *accepted)
-    sampler_v2.check_sampler()
+    sampler.check_sampler()
 
 
 def teach_speculator() -> None:
@@ -104,7 +104,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
         share_noise(speculator)
     forget = [] if host is None else [host.proposer.start_afresh]
     if config.coupled:
-        forget.append(sampler_v2.couple(runner).forget)
+        forget.append(sampler.couple(runner).forget)
     _forget_warm_up(worker, forget)
 
 

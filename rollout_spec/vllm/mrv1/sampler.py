@@ -30,8 +30,9 @@ from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.ascend import MODULE as ASCEND
 from rollout_spec.vllm.keys import keys_of
-from rollout_spec.vllm.logprobs import KEPT_LOGPROBS, PARAMETERS, kept_logprobs
-from rollout_spec.vllm.min_tokens import MIN_TOKENS, counting_drafts
+from rollout_spec.vllm.upstream.kept_logprobs import KEPT_LOGPROBS, PARAMETERS, kept_logprobs
+from rollout_spec.vllm.upstream.min_tokens import MIN_TOKENS, counting_drafts
+from rollout_spec.vllm.upstream.plain_steps import PLAIN_STEPS, sample_plainly
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -49,13 +50,6 @@ _COUPLED = Patch(
     upstream="vllm/v1/sample/rejection_sampler.py, rejection_sample",
     until="vLLM's noise is a function of the request and the position",
 )
-_NO_DRAFTS = Patch(
-    name="vllm-step-without-drafts",
-    reason="vLLM 0.32 verifies steps without draft tokens too: that takes longer than a plain step, and with "
-    "top_k fails on the CPU: max(): Expected reduction dim to be specified for input.numel() == 0",
-    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._sample",
-    until="a step without draft tokens is a plain step, as in 0.29",
-)
 SHARED_NOISE = Patch(
     name="vllm-shared-noise",
     reason="vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted "
@@ -66,7 +60,7 @@ SHARED_NOISE = Patch(
 )
 # What an engine's processes apply to themselves; _KEYED, _COUPLED and KEPT_LOGPROBS with
 # rollout.spec.verify=coupled only.
-ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS, _NO_DRAFTS, SHARED_NOISE)
+ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS, PLAIN_STEPS, SHARED_NOISE)
 
 # What hooks and our top-k-top-p sampler take vLLM's calls to pass on.
 _PARAMETERS = {
@@ -128,8 +122,8 @@ class RowSampling:
             sampler.register_forward_pre_hook(_before_bonus_tokens, with_kwargs=True)
             record(MIN_TOKENS)
             if hasattr(self._runner, "_sample"):  # not a platform's own runner
-                self._runner._sample = functools.partial(_sample_plainly, self._runner._sample)
-                record(_NO_DRAFTS)
+                self._runner._sample = functools.partial(sample_plainly, self._runner._sample)
+                record(PLAIN_STEPS)
         if not self._is_coupled:
             return
         if verifier is not None:  # only here, where verification waits for the device anyway
@@ -199,12 +193,6 @@ class RowSampling:
         batch.generators.clear()
         step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens)
         return RowGenerators({}, step, num_draft_tokens)
-
-
-def _sample_plainly(sample: Callable[[torch.Tensor, Any], Any], logits: torch.Tensor, metadata: Any) -> Any:
-    """The model runner's `_sample`, with a plain step where no row has a draft."""
-    has_drafts = metadata is not None and any(metadata.num_draft_tokens)
-    return sample(logits, metadata if has_drafts else None)
 
 
 def _before_bonus_tokens(

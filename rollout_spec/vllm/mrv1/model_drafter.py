@@ -19,9 +19,9 @@ from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.patches import guard_parameters, record
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
+from rollout_spec.vllm.mrv1.sampler import SHARED_NOISE, RowSampling
 from rollout_spec.vllm.options import is_hybrid, num_model_tokens
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer
-from rollout_spec.vllm.sampler import SHARED_NOISE, RowSampling
 from rollout_spec.vllm.scheduler import MODEL_TOKENS_KEY
 
 _PARAMETERS = (
