@@ -17,7 +17,7 @@ if __name__ == "__main__":
     import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.gate.gate import passes
+from rollout_spec.drafting.gate import passes
 from rollout_spec.vllm import proposer
 from rollout_spec.vllm.mrv2 import host_drafts
 from rollout_spec.vllm.proposer import SuffixProposer

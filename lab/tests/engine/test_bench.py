@@ -11,6 +11,7 @@ from rollout_spec_lab.bench.engine import Load, random_prompts
 
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
 from rollout_spec.trace import read_trace, trace_file
+from rollout_spec_lab.bench.engine import Load, random_prompts
 from tests.engine.conftest import VOCAB_SIZE
 
 
