@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout_spec.certify.numerics import p_values
-from rollout_spec.vllm.upstream.thinking_budget import mend_thinking_budget
+from rollout_spec.vllm.upstream import thinking_budget
 from tests.engine.conftest import VOCAB_SIZE, proposer_of, token_ids
 
 FALSE_ALARM_RATE = 1e-5  # of one comparison
@@ -201,7 +201,7 @@ def test_a_thinking_budget_follows_its_request(budgets: dict[int, int]) -> None:
     from vllm.v1.sample import thinking_budget_state
     from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
-    mend_thinking_budget(thinking_budget_state)
+    thinking_budget.mend(thinking_budget_state)
     marks = SimpleNamespace(reasoning_start_token_ids=[1], reasoning_end_token_ids=[2])
     holder = thinking_budget_state.ThinkingBudgetStateHolder(marks, 4, 8, None, False)
     holder._state.update(budgets)
