@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 import types
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,18 +128,6 @@ def test_the_noise_is_uniform_and_independent() -> None:
     # The test can fail: words that depend on position + key are the same along the diagonals.
     mixed = noise.random_words(noise.row_seeds(keys + positions, positions * 0), 1, CPU).numpy().reshape(n, n)
     assert p_value_of_pairs(mixed[1:, :-1].ravel(), mixed[:-1, 1:].ravel()) < 1e-12
-
-
-def test_the_stream_for_batteries_of_tests_is_the_noise() -> None:
-    script = Path(__file__).parents[1] / "lab/rollout_spec_lab/studies/noise.py"
-    num = coupled.num_drawn(32_000)
-    with subprocess.Popen([sys.executable, script, "9"], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        words = np.frombuffer(process.stdout.read(4 * num * 3), np.uint32).reshape(3, num)
-        process.kill()
-    key = noise.make_key("a run", 1, 1, 1)
-    seeds = noise.row_seeds([key] * 3, range(3))
-    assert words.tolist() == noise.random_words(seeds, num, CPU).tolist()
 
 
 def test_exponential_noise_is_exponential() -> None:

@@ -6,6 +6,8 @@ docs/how-it-works/verification.md says.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import re
 import types
 from collections.abc import Callable
@@ -15,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollout_spec_lab.gpu_check.gpu_check import WAITS
 
 from rollout_spec import patches
 from rollout_spec.verification import blocks, coupled, noise, standard
 from rollout_spec.verification.transfers import fetched, sent
 from rollout_spec_lab.gpu_check.gpu_check import WAITS
 from tests.accelerator import DEVICE, Accelerator
+from tests.test_proposer import K, vllm_config
 from tests.test_standard import VIEWS_AND_COPIES, listed_operations
 
 VOCAB_SIZE, DRAFTS = 600, [2, 0, 3]
@@ -36,6 +38,14 @@ def table(head: str) -> dict[str, list[int]]:
     return {name: [int(number) for number in numbers] for name, *numbers in cells}
 
 
+def forbidden_but(allowed: tuple[int, ...], num_rows: int) -> torch.Tensor:
+    """vLLM's mask of rows of which the first may get these tokens only: True where it may not."""
+    mask = torch.zeros(num_rows, VOCAB_SIZE, dtype=torch.bool)
+    mask[0] = True
+    mask[0, list(allowed)] = False
+    return mask
+
+
 class Engine:
     """The samplers of a vLLM engine with our hooks, as a model runner has them; on an accelerator.
 
@@ -44,6 +54,7 @@ class Engine:
         logprobs: how many log-probabilities each request wants beside the sampled token's; None for none.
         min_tokens: of each request.
         is_cut: to the 50 likeliest tokens and 0.9 of the probability.
+        allowed: the tokens that row 0 may get; None for all.
     """
 
     def __init__(
@@ -52,6 +63,7 @@ class Engine:
         logprobs: int | None = None,
         min_tokens: int = 0,
         is_cut: bool = False,
+        allowed: tuple[int, ...] | None = None,
     ) -> None:
         from vllm.v1.sample.logits_processor import LogitsProcessors
         from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
@@ -77,25 +89,34 @@ class Engine:
             repetition_penalties=None, output_token_ids=[[] for _ in DRAFTS], allowed_token_ids_mask=None,
             bad_words_token_ids={}, logitsprocs=LogitsProcessors([processor]),
         )  # fmt: skip
+        if allowed is not None:
+            self.sampling.allowed_token_ids_mask = put(forbidden_but(allowed, num))
         self.sampler = Sampler("processed_logprobs")  # verl's mode
         self.verifier = RejectionSampler(self.sampler)
         requests = {str(row): types.SimpleNamespace(sampling_params=None) for row in range(num)}
         batch = types.SimpleNamespace(
             num_reqs=len(requests), req_ids=list(requests), num_tokens_no_spec=np.arange(9, 12), generators={}
         )
-        runner = types.SimpleNamespace(
+        self.runner: Any = types.SimpleNamespace(
             sampler=self.sampler, rejection_sampler=self.verifier, device=DEVICE, requests=requests,
             model_config=types.SimpleNamespace(seed=0), input_batch=batch,
             parallel_config=types.SimpleNamespace(data_parallel_index=0),
         )  # fmt: skip
+        self.rows = RowSampling(self.runner, is_coupled=True)
         with self.accelerator:
-            RowSampling(runner, is_coupled=True).install()
+            self.rows.install()
 
     def plain(self) -> Accelerator:
         logits = self.accelerator.put(torch.randn(len(DRAFTS), VOCAB_SIZE) * 5)
         return self._counted(lambda: self.sampler(logits=logits, sampling_metadata=self.sampling))
 
     def with_drafts(self) -> Accelerator:
+        return self._verified()[0]
+
+    def tokens_with_drafts(self) -> list[list[int]]:
+        return self._verified()[1].sampled_token_ids.value.tolist()
+
+    def _verified(self) -> tuple[Accelerator, Any]:
         from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
         ends, put = np.cumsum(DRAFTS), self.accelerator.put
@@ -107,7 +128,25 @@ class Engine:
             put(torch.from_numpy(ends).int()), put(torch.from_numpy(behind + 1).int()),
             put(torch.from_numpy(drafted)), put(torch.from_numpy(behind)), put(torch.arange(len(logits))),
         )  # fmt: skip
-        return self._counted(lambda: self.verifier(metadata, None, put(logits), self.sampling))
+        outputs: list[Any] = []
+        step = lambda: outputs.append(self.verifier(metadata, None, put(logits), self.sampling))  # noqa: E731
+        return self._counted(step), outputs[0]
+
+    def with_model(self, num_passes: int = 2) -> tuple[Accelerator, list[list[int]]]:
+        """A model of MRV1 drafts so many tokens for each row, of flat logits; and the tokens."""
+        from rollout_spec.vllm.mrv1.model_drafter import SharedNoise
+
+        self.plain()  # which tells the rows their keys
+        logits, runner = self.accelerator.put(flat(len(DRAFTS), VOCAB_SIZE).contiguous()), self.runner
+        runner.drafter = types.SimpleNamespace(model=types.SimpleNamespace(compute_logits=lambda x: x))
+        runner.propose_draft_token_ids = lambda *_: torch.stack(
+            [runner.drafter._sample_draft_tokens(logits, self.sampling)[0] for _ in range(num_passes)], 1
+        )
+        model = SharedNoise(runner, self.rows)
+        sampled = self.accelerator.put(torch.tensor([[5, -1], [6, -1], [7, 8]]))
+        drafts: list[Any] = []
+        accelerator = self._counted(lambda: drafts.append(model.propose(None, sampled)))
+        return accelerator, drafts[0].value.tolist()
 
     def _counted(self, step: Callable[[], Any]) -> Accelerator:
         with self.accelerator:
@@ -132,6 +171,39 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     # What the hooks put there goes again.
     monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.rejection_sample)
     monkeypatch.setattr(patches, "_applied", {})
+
+
+def mended_batch(accelerator: Accelerator, allowed: tuple[int, ...]) -> tuple[Any, Any]:
+    """vLLM's batch on an accelerator: its first request has ended, its last may get these tokens only.
+
+    Returns:
+        The batch and the sampling metadata of the one request that is left, in row 0.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.worker import gpu_input_batch
+
+    from rollout_spec.vllm.upstream import allowed_tokens
+
+    allowed_tokens.mend(gpu_input_batch)
+    with accelerator:
+        batch = gpu_input_batch.InputBatch(
+            max_num_reqs=4, max_model_len=16, max_num_batched_tokens=16, device=DEVICE,
+            vocab_size=VOCAB_SIZE, block_sizes=[4], kernel_block_sizes=[4], max_num_blocks_per_req=[4],
+        )  # fmt: skip
+        for name, params in (
+            ("ended", SamplingParams()),
+            ("left", SamplingParams(allowed_token_ids=list(allowed))),
+        ):
+            batch.add_request(
+                gpu_input_batch.CachedRequestState(
+                    req_id=name, prompt_token_ids=[1], mm_features=[], sampling_params=params,
+                    generator=None, block_ids=([0],), num_computed_tokens=1, output_token_ids=[],
+                )
+            )  # fmt: skip
+        batch.remove_request("ended")
+        batch.condense()
+        batch.refresh_metadata()
+    return batch, batch.sampling_metadata
 
 
 def standard_step(
@@ -253,6 +325,119 @@ def test_standard_waits_for_what_is_accepted_and_for_the_tokens(
     assert (accelerator.waits, accelerator.num_sent) == ([accepted, TOKENS], 2)
 
 
+@pytest.mark.parametrize("temperature", [GREEDY, SOME_GREEDY, SAMPLED])
+def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature: list[float], vllm: None) -> None:
+    """What it draws on the device is what the target draws at these positions from the same logits."""
+    accelerator, drafts = Engine(temperature).with_model()
+    keys = torch.tensor([noise.make_key("arrival", 0, number) for number in (1, 2, 3)])
+    ends, logits = torch.tensor([9 + 1, 10 + 1, 11 + 2]), flat(3, VOCAB_SIZE).contiguous()
+    for number in range(2):
+        drawn = coupled.keyed_sample(
+            logits / torch.tensor(temperature).clamp(min=1e-9).unsqueeze(1), keys, ends + number
+        )
+        expected = torch.where(torch.tensor(temperature) > 0, drawn, logits.argmax(dim=-1))
+        assert [row[number] for row in drafts] == expected.tolist()
+    # The rows' keys go to the device in one copy; each pass with a sampled row has its race.
+    assert (accelerator.waits, accelerator.num_sent) == ([RACE] * 2 if any(temperature) else [], 1)
+
+
+def test_allowed_tokens_hold_on_the_device(vllm: None) -> None:
+    """A mask that has moved with its request is sent to the device; behind a draft it is the same row's."""
+    accelerator = Accelerator()
+    batch, sampling = mended_batch(accelerator, (3, 4))
+    mask = forbidden_but((3, 4), 4)
+    assert torch.equal(sampling.allowed_token_ids_mask.value, mask[:1])
+    assert torch.equal(batch.allowed_token_ids_mask_cpu_tensor, mask)
+    tokens = Engine(SAMPLED, allowed=(3, 4)).tokens_with_drafts()
+    assert tokens[0][0] in (3, 4)
+    assert not {token for row in tokens[1:] for token in row} <= {3, 4, -1}
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's streams and events, where work is done at once."""
+    nothing = types.SimpleNamespace(
+        wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None
+    )
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nothing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+
+
+def test_drafts_of_mrv2_go_to_the_host_and_back(vllm: None, streams: None) -> None:
+    """A step's tokens come from the device, and what is drafted goes there, without a wait."""
+    from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
+
+    accelerator, num, text = Accelerator(), 4, [5, 6, 7, 8, 5, 6, 7, 8, 5]
+    config = vllm_config({"min_survival": 0.0})
+    config.scheduler_config = types.SimpleNamespace(max_num_seqs=num)
+    states = types.SimpleNamespace(
+        req_id_to_index={"a": 2, "b": 0}, draft_tokens=accelerator.put(torch.zeros(num, K, dtype=torch.int64))
+    )
+    runner: Any = types.SimpleNamespace(
+        parallel_config=config.parallel_config, max_num_reqs=num, max_model_len=64, req_states=states,
+        add_requests=lambda _: None, postprocess_sampled=lambda *_: None, sample_tokens=lambda: None,
+    )  # fmt: skip
+    new = [
+        types.SimpleNamespace(
+            req_id=name, prompt_token_ids=text, prefill_token_ids=text, sampling_params=None
+        )
+        for name in ("a", "b")
+    ]
+    step: dict[str, Any] = {
+        "finished_req_ids": (), "preempted_req_ids": (), "scheduled_new_reqs": new,
+        "scheduled_spec_decode_tokens": {},
+    }  # fmt: skip
+    put = accelerator.put
+    with accelerator:
+        host = HostDrafts(config, DEVICE)
+        host.bind(runner)
+        runner.add_requests(types.SimpleNamespace(**step))
+        runner.postprocess_sampled(None, put(torch.tensor([[6] + [0] * K, [6] + [0] * K])))
+        accelerator.start()
+        nothing = host.take(
+            types.SimpleNamespace(req_ids=["b", "a"], num_reqs=2), put(torch.tensor([1, 1]).int())
+        )
+        drafts = dict(zip(*dataclasses.astuple(host.get_draft_tokens()), strict=True))
+        runner.add_requests(
+            types.SimpleNamespace(
+                **{**step, "scheduled_new_reqs": [], "scheduled_spec_decode_tokens": drafts}
+            )
+        )
+    assert nothing.value.shape == (2, K)
+    assert drafts["a"] == drafts["b"] == [7, 8, 5, 6]
+    assert states.draft_tokens.value.tolist() == [drafts["b"], [0] * K, drafts["a"], [0] * K]
+    assert (accelerator.waits, accelerator.num_sent) == ([], 2)
+
+
+def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(
+    vllm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollout_spec.vllm.mrv2 import model_drafter
+    from rollout_spec.vllm.mrv2.versions import gumbel
+
+    accelerator, logits = Accelerator(), torch.randn(3, VOCAB_SIZE)
+    put = accelerator.put
+    monkeypatch.setattr(gumbel, "gumbel_sample", lambda given, *_, **__: given.argmax(dim=-1))  # Triton's
+    monkeypatch.setattr(model_drafter, "check_speculator", lambda: None)
+    speculator: Any = types.SimpleNamespace(
+        model=types.SimpleNamespace(compute_logits=lambda x: x), use_fp64_gumbel=False
+    )
+    log_odds = put(torch.zeros(4, 2))
+    with accelerator:
+        model_drafter.share_noise(speculator, log_odds)
+        accelerator.start()
+        rows = put(torch.arange(3))
+        tokens = speculator.sample_draft(
+            put(logits), rows, rows, put(torch.ones(3)), rows, put(torch.tensor(1))
+        )
+    assert (accelerator.waits, accelerator.num_sent) == ([], 0)
+    assert torch.equal(tokens.value, logits.argmax(dim=-1))
+    expected = torch.zeros(4, 2)
+    expected[:3, 1] = coupled.log_odds(logits, logits.argmax(dim=-1))
+    assert torch.allclose(log_odds.value, expected)
+
+
 def test_min_tokens_waits_for_nothing(vllm: None) -> None:
     """vLLM copies rows and tokens, for the drafts and again for what comes behind them."""
     without, with_it = Engine(SAMPLED).with_drafts(), Engine(SAMPLED, min_tokens=9).with_drafts()
@@ -337,6 +522,8 @@ def test_the_accelerator_refuses_what_cuda_refuses() -> None:
         x + torch.ones(4)
     with accelerator, pytest.raises((RuntimeError, TypeError), match="numpy"):
         x.numpy()
+    with accelerator, pytest.raises(RuntimeError, match="cannot pin"):
+        x.pin_memory()
 
 
 def has_cuda_kernel(name: str) -> bool:
@@ -357,16 +544,18 @@ def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm: None) -> None:
     ours = {
         operation.overloadpacket.__name__
         for operation, place in used
-        if place.startswith("rollout_spec") and "sampler_v2" not in place
+        if place.startswith("rollout_spec") and ".mrv2." not in place
     }
     names = {re.sub(r"^_+|_+$|^new_|_like$", "", name).strip("_") for name in ours}
     known = VIEWS_AND_COPIES | listed_operations() | {"log_softmax"}  # op-plugin's list has it as well
     assert sorted(names - known) == ["local_scalar_dense"], "at the start: `noise.check`"
 
 
-def flat(num_rows: int) -> torch.Tensor:
-    """Logits of 151,936 tokens that leave every block able to win; one row in memory."""
-    return (torch.randn(1, 151_936, generator=torch.Generator().manual_seed(0)) * 0.01).expand(num_rows, -1)
+def flat(num_rows: int, vocab_size: int = 151_936) -> torch.Tensor:
+    """Logits that leave every block able to win; one row in memory."""
+    return (torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(0)) * 0.01).expand(
+        num_rows, -1
+    )
 
 
 def coupled_step(temperature: float) -> Accelerator:
