@@ -91,9 +91,7 @@ def _known(name: str, version: str) -> Check:
     minor = versions.minor(version) if is_vllm else None
     if minor is not None and minor < versions.OLDEST:
         return Check(name, FAIL, f"{version} (refused: too old)", fix)
-    is_read = is_vllm and release in versions.READ
-    state = "not tested, but its source was read" if is_read else "not tested"
-    return Check(name, WARN, f"{version} ({state})", fix)
+    return Check(name, WARN, f"{version} (not tested)", fix)
 
 
 def _device() -> Iterator[Check]:
@@ -171,8 +169,11 @@ def _patches() -> Iterator[Check]:
     from rollout_spec.vllm.ascend import import_worker
 
     vllm_plugin.register()
-    vllm_plugin.connect()  # for its error
     import_worker()  # which is patched as soon as it is imported
+    if vllm_plugin.failure:
+        yield Check("vllm patches", FAIL, vllm_plugin.failure, f"take vllm {', '.join(versions.TESTED)}")
+    for name, reason in vllm_plugin.left_out.items():
+        yield Check(f"mend {name}", WARN, f"left out: {reason}", "vLLM's own fault stays as it is")
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 

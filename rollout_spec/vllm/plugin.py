@@ -83,17 +83,19 @@ _WAIT = Patch(
 
 # Why this vLLM is not supported. vLLM loads the plugin for engines that have nothing to do with us too.
 failure: str | None = None
+# Faults of vLLM's own that stay as they are here, and why: modules of `upstream`, by name.
+left_out: dict[str, str] = {}
 
 
 def register() -> None:
     """`connect`. Where that fails, an engine that asks for us is refused before its launch. Idempotent."""
     global failure
+    failure = None  # before all else: a module that is imported already is patched at once, and may not fit
     _check_configurations()
     try:
         connect()
-        failure = None
-    except (ConfigError, PatchError) as error:
-        failure = str(error)
+    except Exception as error:
+        failure = _reason(error)
 
 
 def connect() -> None:
@@ -104,12 +106,7 @@ def connect() -> None:
         PatchError: it is not one that these patches were written for.
     """
     from rollout_spec.vllm import upstream
-    from rollout_spec.vllm.ascend import (
-        RUNNER,
-        give_runner_drafter,
-        mend_ascend_sampling,
-        refuse_unknown_pair,
-    )
+    from rollout_spec.vllm.ascend import RUNNER, give_runner_drafter, refuse_unknown_pair
     from rollout_spec.vllm.versions import refuse_old_version
 
     refuse_old_version()
@@ -122,10 +119,11 @@ def connect() -> None:
         ("vllm.v1.engine.core", _give_aborted_counts),
         ("vllm.v1.engine.core", _wait_and_schedule),
         (RUNNER, give_runner_drafter),
-        *((fault.MODULE, fault.mend) for fault in (*upstream.OF_DRAFTS, *upstream.OF_VLLM)),
+        *((fault.MODULE, fault.mend) for fault in upstream.OF_DRAFTS),
     ):
         when_imported(module, functools.partial(_apply, apply))
-    mend_ascend_sampling()
+    for fault in upstream.OF_VLLM:
+        when_imported(fault.MODULE, functools.partial(_apply_or_leave_out, fault))
 
 
 def _apply(apply: Callable[[Any], None], module: Any) -> None:
@@ -133,8 +131,26 @@ def _apply(apply: Callable[[Any], None], module: Any) -> None:
     global failure
     try:
         apply(module)
-    except PatchError as error:
-        failure = str(error)
+    except Exception as error:
+        failure = _reason(error)
+
+
+def _apply_or_leave_out(fault: Any, module: Any) -> None:
+    """Mend a fault that vLLM has without drafts too; where that does not fit, vLLM stays as it is."""
+    from vllm.logger import init_logger
+
+    name = fault.__name__.rpartition(".")[2]
+    try:
+        fault.mend(module)
+    except Exception as error:
+        if name not in left_out:
+            init_logger(f"vllm.{__name__}").warning("rollout_spec: %s is left out: %s", name, _reason(error))
+        left_out[name] = _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    ours = isinstance(error, (ConfigError, PatchError))
+    return str(error) if ours else f"rollout_spec does not fit the installed vLLM: {error!r}"
 
 
 def _bind_proposers() -> None:

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -239,9 +238,8 @@ def couple_rejection_sample(module: Any) -> None:
     Raises:
         PatchError: it takes other arguments than vLLM's or vllm-ascend's that are known here.
     """
-    standard, to_logits = module.rejection_sample, _checked_to_logits(module)
+    standard, target = module.rejection_sample, _checked_target(module)
     signature = inspect.signature(standard)
-    target = list(signature.parameters)[_TARGET]
 
     @functools.wraps(standard)
     def rejection_sample(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -252,7 +250,7 @@ def couple_rejection_sample(module: Any) -> None:
         return coupled.coupled_sample(
             given["draft_token_ids"],
             given["max_spec_len"],
-            to_logits(given[target]),
+            _whole(given[target]),
             given["bonus_token_ids"],
             given["sampling_metadata"],
             rows.step,
@@ -276,21 +274,16 @@ _ARGUMENTS = (
     "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens", "draft_probs",
     "target_logits", "bonus_token_ids", "sampling_metadata",
 )  # fmt: skip
-_TARGET = _ARGUMENTS.index("target_logits")
-_TO_LOGITS: dict[str, Callable[[Any], torch.Tensor]] = {
-    "target_logits": _whole,
-    "target_logits_or_tuple": _whole,  # vllm-ascend 0.22
-    "target_probs": torch.log,  # vllm-ascend 0.11
-}
+_TARGETS = ("target_logits", "target_logits_or_tuple")  # vLLM's, and vllm-ascend's
 
 
-def _checked_to_logits(module: Any) -> Callable[[Any], torch.Tensor]:
-    """What makes logits of that which a module's `rejection_sample` takes for the target."""
+def _checked_target(module: Any) -> str:
+    """The name of that which a module's `rejection_sample` takes for the target's logits."""
     names = tuple(inspect.signature(module.rejection_sample).parameters)[: len(_ARGUMENTS)]
-    to_logits = _TO_LOGITS.get(names[_TARGET]) if len(names) > _TARGET else None
-    if to_logits is None or names != (*_ARGUMENTS[:_TARGET], names[_TARGET], *_ARGUMENTS[_TARGET + 1 :]):
-        raise misfit(_COUPLED, f"{module.__name__}.rejection_sample takes {', '.join(names)}")
-    return to_logits
+    for target in _TARGETS:
+        if names == tuple(target if name == "target_logits" else name for name in _ARGUMENTS):
+            return target
+    raise misfit(_COUPLED, f"{module.__name__}.rejection_sample takes {', '.join(names)}")
 
 
 def _rejection_samplers() -> list[Any]:
@@ -307,7 +300,7 @@ def check_engine_patches() -> None:
     for patch in _PARAMETERS:
         _check_parameters(patch)
     for module in _rejection_samplers():
-        _checked_to_logits(module)
+        _checked_target(module)
 
 
 def _check_parameters(patch: Patch, *modules: torch.nn.Module) -> None:
