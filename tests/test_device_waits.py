@@ -1,7 +1,6 @@
 """What a step of sampling and verification asks of a GPU, without one: waits, copies, kernels, memory.
 
-vLLM's own samplers, with our hooks, run on `tests.accelerator`. What it counts must be what
-docs/how-it-works/verification.md says.
+vLLM's own samplers, with our hooks, run on `tests.accelerator`; docs/how-it-works/verification.md quotes it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import dataclasses
 import re
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,14 +26,6 @@ from tests.test_standard import VIEWS_AND_COPIES, listed_operations
 
 VOCAB_SIZE, DRAFTS = 600, [2, 0, 3]
 GREEDY, SOME_GREEDY, SAMPLED = [0.0] * 3, [1.0, 0.0, 0.7], [1.0] * 3
-PAGE = Path(__file__).parents[1] / "docs/how-it-works/verification.md"
-
-
-def table(head: str) -> dict[str, list[int]]:
-    """The numbers of the page's table whose first column has this head."""
-    rows = PAGE.read_text().partition(f"| {head} |")[2].partition("\n\n")[0].splitlines()[2:]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    return {name: [int(number) for number in numbers] for name, *numbers in cells}
 
 
 def forbidden_but(allowed: tuple[int, ...], num_rows: int) -> torch.Tensor:
@@ -206,35 +196,8 @@ def mended_batch(accelerator: Accelerator, allowed: tuple[int, ...]) -> tuple[An
     return batch, batch.sampling_metadata
 
 
-def standard_step(
-    temperature: list[float],
-    counts: list[int] = DRAFTS,
-    logits: torch.Tensor | None = None,
-    has_draft_probs: bool = False,
-    **options: Any,
-) -> Accelerator:
-    """`standard.rejection_sample` where no draft token is right."""
-    accelerator = Accelerator()
-    put = accelerator.put
-    if logits is None:
-        logits = torch.randn(sum(counts), VOCAB_SIZE)
-    sampling = types.SimpleNamespace(
-        temperature=put(torch.tensor(temperature)), all_greedy=not any(temperature),
-        all_random=all(temperature), generators={},
-    )  # fmt: skip
-    given = (
-        put(logits[:, :-1].argmin(dim=-1).int()), counts, max(counts), put(torch.tensor(counts).cumsum(0)),
-        put(logits.softmax(dim=-1).roll(1)) if has_draft_probs else None, put(logits),
-        put(torch.zeros(len(counts), 1, dtype=torch.int32)), sampling,
-    )  # fmt: skip
-    with accelerator:
-        accelerator.start()
-        standard.rejection_sample(*given, **options)
-    return accelerator
-
-
-def v2_step(counts: list[int] = DRAFTS) -> Accelerator:
-    """`coupled_verify` of model runner V2, where the last draft token only is wrong.
+def mrv2_step(counts: list[int] = DRAFTS) -> Accelerator:
+    """`coupled_verify` of MRV2, where the last draft token only is wrong.
 
     vLLM's own sampler, which is Triton's, has drawn the tokens already.
     """
@@ -270,59 +233,40 @@ RACE, TOKENS, LOGPROBS = (
         "vllm.upstream.kept_logprobs.kept_logprobs",
     )
 )
-# Each row of the page's table: the step, and what it waits in.
-STEPS: dict[str, tuple[Callable[[], Accelerator], list[str]]] = {
-    "plain": (lambda: Engine(SAMPLED).plain(), [RACE]),
-    "plain, some rows greedy": (lambda: Engine(SOME_GREEDY).plain(), [RACE]),
-    "plain, all rows greedy": (lambda: Engine(GREEDY).plain(), []),
-    "plain, with log-probabilities": (lambda: Engine(SAMPLED, logprobs=0).plain(), [RACE]),
-    "plain, with top-k and top-p": (lambda: Engine(SAMPLED, is_cut=True).plain(), [RACE]),
-    "with drafts": (lambda: Engine(SAMPLED).with_drafts(), [RACE, RACE, TOKENS]),
-    "with drafts, some rows greedy": (lambda: Engine(SOME_GREEDY).with_drafts(), [RACE, RACE, TOKENS]),
-    "with drafts, all rows greedy": (lambda: Engine(GREEDY).with_drafts(), [TOKENS]),
+# By step: what the host waits in, and the copies to the device that nothing waits for.
+STEPS: dict[str, tuple[Callable[[], Accelerator], list[str], int]] = {
+    "plain": (lambda: Engine(SAMPLED).plain(), [RACE], 1),
+    "plain, some rows greedy": (lambda: Engine(SOME_GREEDY).plain(), [RACE], 1),
+    "plain, all rows greedy": (lambda: Engine(GREEDY).plain(), [], 0),
+    "plain, with log-probabilities": (lambda: Engine(SAMPLED, logprobs=0).plain(), [RACE], 1),
+    "plain, with top-k and top-p": (lambda: Engine(SAMPLED, is_cut=True).plain(), [RACE], 1),
+    "with drafts": (lambda: Engine(SAMPLED).with_drafts(), [RACE, RACE, TOKENS], 2),
+    "with drafts, some rows greedy": (lambda: Engine(SOME_GREEDY).with_drafts(), [RACE, RACE, TOKENS], 3),
+    "with drafts, all rows greedy": (lambda: Engine(GREEDY).with_drafts(), [TOKENS], 1),
     "with drafts, top-k and top-p": (
-        lambda: Engine(SAMPLED, is_cut=True).with_drafts(),
-        [RACE, RACE, TOKENS],
+        lambda: Engine(SAMPLED, is_cut=True).with_drafts(), [RACE, RACE, TOKENS], 2,
     ),
     "with drafts and log-probabilities": (
-        lambda: Engine(SAMPLED, logprobs=0).with_drafts(),
-        [RACE, RACE, TOKENS, LOGPROBS],
+        lambda: Engine(SAMPLED, logprobs=0).with_drafts(), [RACE, RACE, TOKENS, LOGPROBS], 3,
     ),
-    "with drafts, on model runner V2": (v2_step, []),
-}
+    "with drafts, on MRV2": (mrv2_step, [], 0),
+}  # fmt: skip
 
 
-def test_the_page_has_these_steps() -> None:
-    assert list(table("step")) == list(STEPS)
-
-
-def test_gpu_check_expects_what_the_page_says() -> None:
-    assert {kind: table("step")[kind][0] for kind in WAITS} == WAITS
+def test_gpu_check_expects_these_waits() -> None:
+    assert {kind: len(STEPS[kind][1]) for kind in WAITS} == WAITS
 
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("chunk_size", [1 << 10, 1 << 22])
-def test_a_step_waits_as_often_as_the_page_says(
+def test_what_a_step_waits_for_and_sends(
     name: str, chunk_size: int, vllm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many chunks it works in; and it copies as often to the device, without waiting."""
+    """However many chunks it works in."""
     monkeypatch.setattr(blocks, "CHUNK_SIZE", chunk_size)
-    step, places = STEPS[name]
+    step, places, num_sent = STEPS[name]
     accelerator = step()
-    assert accelerator.waits == places
-    assert [len(accelerator.waits), accelerator.num_sent] == table("step")[name]
-
-
-@pytest.mark.parametrize("options", [{}, {"has_draft_probs": True}, {"use_fp64_gumbel": True}], ids=str)
-@pytest.mark.parametrize("temperature", [SAMPLED, SOME_GREEDY])
-@pytest.mark.parametrize("chunk_size", [1 << 10, 1 << 22])
-def test_standard_waits_for_what_is_accepted_and_for_the_tokens(
-    chunk_size: int, temperature: list[float], options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks, "CHUNK_SIZE", chunk_size)
-    accelerator = standard_step(temperature, **options)
-    accepted = f"{standard.__name__}.rejection_sample"
-    assert (accelerator.waits, accelerator.num_sent) == ([accepted, TOKENS], 2)
+    assert (accelerator.waits, accelerator.num_sent) == (places, num_sent)
 
 
 @pytest.mark.parametrize("temperature", [GREEDY, SOME_GREEDY, SAMPLED])
@@ -534,8 +478,8 @@ def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm: None) -> None:
     """CUDA's are in torch's register; NPUs' in the list that `rollout_spec.verification` quotes."""
     if torch.version.cuda is None:
         pytest.skip("this torch was built without CUDA")
-    accelerators = [step() for step, _ in STEPS.values()]
-    accelerators += [standard_step(SOME_GREEDY, has_draft_probs=True), Engine(SAMPLED, 0, 9).with_drafts()]
+    accelerators = [step() for step, *_ in STEPS.values()]
+    accelerators += [Engine(SAMPLED, 0, 9).with_drafts()]
     used = set().union(*(accelerator.operations for accelerator in accelerators))
     assert len(used) > 100
     assert not {operation.name() for operation, _ in used if not has_cuda_kernel(operation.name())}
@@ -574,20 +518,18 @@ def coupled_step(temperature: float) -> Accelerator:
     return accelerator
 
 
-MEMORY: dict[str, Callable[[], Accelerator]] = {
-    "`coupled`": lambda: coupled_step(1.0),
-    "`coupled`, all rows greedy": lambda: coupled_step(0.0),
-    "`coupled`, on model runner V2": lambda: v2_step([8] * 256),
-    "`standard`, as it is on NPUs": lambda: standard_step([1.0] * 256, [8] * 256, flat(2048)),
+# By step of 256 requests with 8 draft tokens each and 151,936 tokens: megabytes beyond the logits.
+MEMORY: dict[str, tuple[Callable[[], Accelerator], int]] = {
+    "coupled": (lambda: coupled_step(1.0), 101),
+    "coupled, all rows greedy": (lambda: coupled_step(0.0), 10),
+    "coupled, on MRV2": (lambda: mrv2_step([8] * 256), 1),
 }
 
 
 @pytest.mark.parametrize("name", MEMORY)
-def test_memory_is_as_the_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 requests with 8 draft tokens each, 151,936 tokens; equal noise, so that all blocks are summed."""
+def test_memory_beyond_the_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal noise, so that all blocks are summed."""
     exponential = noise.exponential
     monkeypatch.setattr(noise, "exponential", lambda *args: exponential(*args).fill_(1.0))
-    promised = table("beyond the logits")
-    assert list(promised) == list(MEMORY)
-    megabytes = promised[name][0]
-    assert megabytes - 1 < MEMORY[name]().peak / 1e6 <= megabytes
+    step, megabytes = MEMORY[name]
+    assert megabytes - 1 < step().peak / 1e6 <= megabytes
