@@ -124,6 +124,21 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return messages
 
 
+def test_a_request_with_the_id_of_one_that_has_just_ended_is_another_one() -> None:
+    """A caller may use an id again, and no step comes between the two."""
+    engine = Engine(min_survival=0.0)
+    engine.add("a")
+    for _ in range(5):
+        engine.step()
+    engine.finish("a")
+    engine.add("a", [70, 71, 72, 73] * 3)
+    assert engine.step({"a": [70]})["a"] == [71, 72, 73, 70]
+    engine.finish("a")
+    engine.add("a", [80, 81])  # as many tokens as the other had are still to come
+    assert engine.step({"a": [82]}) == {"a": []}
+    assert engine.proposer.take_counters().num_failed_steps == 0
+
+
 def test_siblings_draft_from_each_other_and_what_is_accepted_is_counted() -> None:
     engine = Engine(min_survival=0.0)
     engine.add("first")

@@ -18,7 +18,7 @@ from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
 from rollout_spec.vllm.cuda_graphs import fills_drafts
-from rollout_spec.vllm.keys import names_of
+from rollout_spec.vllm.keys import are_same, names_of
 from rollout_spec.vllm.options import engine_options, is_hybrid, num_model_tokens
 from rollout_spec.vllm.other_ranks import LockStep
 
@@ -54,6 +54,7 @@ class SuffixProposer:
         self._drafter: Drafter | None = self._make_drafter() if self.is_used else None
         self.lock_step = LockStep(vllm_config)
         self._runner: Any = None
+        self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
         # Takes in what has been sampled and is still on its way; with model runner V2 that is a step or two.
         self.receive: Callable[[], None] = lambda: None
         self._warned: set[str] = set()
@@ -275,10 +276,11 @@ class SuffixProposer:
         """Add the requests that are new in the engine and remove those that have left it."""
         live = self._runner.requests  # preempted requests included: they keep their place in the index
         known = drafter.request_ids
-        if known == live.keys():
+        if known == live.keys() and are_same(self._requests, live):
             return
-        for request_id in [r for r in known if r not in live]:
+        for request_id in [r for r in known if self._requests.get(r) is not live.get(r)]:
             drafter.remove(request_id)
+        self._requests = dict(live)
         for request_id in [r for r in live if r not in known]:
             self._add(drafter, request_id, live[request_id])
 

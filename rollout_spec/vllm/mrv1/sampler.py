@@ -104,7 +104,6 @@ class RowSampling:
         self._runner = runner
         self._is_coupled = is_coupled
         self._keys = keys_of(runner)
-        self._request_ids: list[str] = []
         self._row_keys: list[int] = []
 
     def install(self) -> None:
@@ -183,9 +182,7 @@ class RowSampling:
             )
         if not self._is_coupled:
             return RowGenerators(generators, None, num_draft_tokens)
-        if batch.req_ids != self._request_ids:
-            self._request_ids = list(batch.req_ids)
-            self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests)
+        self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests)
         positions = batch.num_tokens_no_spec[: batch.num_reqs]
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt comes
         # in chunks: it sets the generator back, and a CPU generator has no offset.

@@ -72,7 +72,7 @@ class HostBatch:
         """Take in one of a scheduler's new requests, which may be one that was preempted."""
         self.suspend([request.req_id])
         tokens, row = request.prefill_token_ids, len(self.input_batch.req_ids)
-        self.requests[request.req_id] = request
+        self.requests.setdefault(request.req_id, request)  # the same object also where it has come back
         self.input_batch.req_ids.append(request.req_id)
         self.tokens[row, : len(tokens)] = tokens
         self.levels[row] = len(tokens)
