@@ -27,8 +27,11 @@ def refusal(vllm_config: Any, request: Any) -> str | None:
         return "streaming input (resumable): vLLM takes what comes behind a stop for a part of the turn"
     if getattr(request.sampling_params, "logprob_token_ids", None):
         return "logprob_token_ids: vLLM has no log-probabilities of them at a draft's tokens"
-    if getattr(request.sampling_params, "structured_outputs", None) and _overlooks_reasoning_end(vllm_config):
+    structured = getattr(request.sampling_params, "structured_outputs", None)
+    if structured and _overlooks_reasoning_end(vllm_config):
         return "a grammar behind reasoning: vLLM's own drafts go on where the reasoning ends"
+    if structured and _opens_its_mask(structured):
+        return "structured_outputs with the backend outlines: behind a draft any token passes, until vLLM 0.32"
     return None
 
 
@@ -41,6 +44,15 @@ def _overlooks_reasoning_end(vllm_config: Any) -> bool:
         return False  # `reasoning_end` cuts those
     outputs = vllm_config.structured_outputs_config
     return bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning and not sees_reasoning_end()
+
+
+def _opens_its_mask(structured: Any) -> bool:
+    """Whether a grammar thinks that it has ended: vLLM asks it twice a position, and outlines counts that."""
+    if structured._backend != "outlines":
+        return False
+    from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
+
+    return hasattr(OutlinesGrammar, "_prev_finished")
 
 
 def mend(input_processor: Any) -> None:
