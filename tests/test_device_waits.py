@@ -339,7 +339,7 @@ def test_drafts_of_mrv2_go_to_the_host_and_back(vllm: None, streams: None) -> No
         runner.add_requests(types.SimpleNamespace(**step))
         runner.postprocess_sampled(None, put(torch.tensor([[6] + [0] * K, [6] + [0] * K])))
         accelerator.start()
-        nothing = host.take(
+        nothing = host.draft(
             types.SimpleNamespace(req_ids=["b", "a"], num_reqs=2), put(torch.tensor([1, 1]).int())
         )
         drafts = dict(zip(*dataclasses.astuple(host.get_draft_tokens()), strict=True))

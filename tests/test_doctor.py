@@ -56,11 +56,11 @@ def test_doctor_says_what_is_known_of_a_vllm(version, status, state):
 
 
 def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
-    costs = ": with V1, drafts give up asynchronous scheduling"
+    costs = ": with MRV1, drafts give up asynchronous scheduling"
     for given, detail, is_free in (
-        ((None, None), "V2 where Triton runs, else V1", True),
-        ((None, {"B", "A"}), "V2 where Triton runs for A, B; V1 for other models", False),
-        (("it", None), "V1; V2 does not fit it", False),
+        ((None, None), "MRV2 where Triton runs, else MRV1", True),
+        ((None, {"B", "A"}), "MRV2 where Triton runs for A, B; MRV1 for other models", False),
+        (("it", None), "MRV1; MRV2 does not fit it", False),
     ):
         on_gpu, on_cpu = (diagnosis._model_runner(*given, is_cpu=is_cpu) for is_cpu in (False, True))
         assert (on_cpu.status, on_cpu.detail) == (diagnosis.OK, detail)

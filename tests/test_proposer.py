@@ -298,7 +298,7 @@ def test_a_history_that_cannot_be_read_costs_itself(said: list[str]) -> None:
 
 
 def test_what_is_on_its_way_is_received_first() -> None:
-    """With model runner V2 the tokens of the last steps arrive late: whoever ends a step waits for them."""
+    """With MRV2 the tokens of the last steps arrive late: whoever ends a step waits for them."""
     engine = Engine(history=4, min_survival=0.0)
     received: list[str] = []
     for name in ("take_counters", "drop_texts", "take_history", "pack_history"):

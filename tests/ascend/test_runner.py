@@ -247,7 +247,7 @@ def test_their_model_runner_v2_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # vllm-ascend brings its own
     with pytest.raises(
-        ConfigError, match=r"^rollout\.spec\.verify=coupled needs vLLM's model runner V1 here[^\n]*$"
+        ConfigError, match=r"^rollout\.spec\.verify=coupled needs vLLM's MRV1 here[^\n]*$"
     ):
         make_config(tmp_path, OFF)
     with pytest.raises(

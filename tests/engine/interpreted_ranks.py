@@ -28,7 +28,7 @@ class Extension:
         return "".join(self.passes)
 
     def last_step_of_the_ranks(self) -> tuple[int, int]:
-        return self.model_runner.drafter.lock_step.ranks
+        return self.model_runner.drafter.other_ranks.ranks
 
     def counters(self) -> dict[str, Any]:
         return self.model_runner.drafter.take_counters().to_dict()

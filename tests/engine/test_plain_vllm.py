@@ -224,7 +224,7 @@ SPECULATIVE = speculative_config(8)
             {},
             r"pipeline_parallel_size=2: must be 1 with rollout\.spec\.method",
         ),
-        ({"async_scheduling": True}, {}, r"^async_scheduling: needs vLLM's model runner V2[^\n]*\Z"),
+        ({"async_scheduling": True}, {}, r"^async_scheduling: needs vLLM's MRV2[^\n]*\Z"),
         (
             {"speculative_config": SPECULATIVE | {"num_speculative_tokens_per_batch_size": [[1, 64, 8]]}},
             {},
@@ -284,7 +284,7 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     # As where vLLM's own conditions hold: here it refuses for want of Triton.
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
-    monkeypatch.setattr("rollout_spec.vllm.checks.runner_v2_misfit", lambda: "it has changed")
+    monkeypatch.setattr("rollout_spec.vllm.checks.mrv2_misfit", lambda: "it has changed")
     with pytest.raises(ValueError, match=r"verify=coupled needs .* set VLLM_USE_V2_MODEL_RUNNER=0"):
         make_engine(additional_config={"rollout_spec": {"method": "off", "verify": "coupled"}})
 

@@ -1,4 +1,4 @@
-"""A model that drafts with vLLM's own speculator of model runner V2 (MTP, EAGLE, a draft model). An adapter.
+"""A model that drafts with vLLM's own speculator of MRV2 (MTP, EAGLE, a draft model). An adapter.
 
 Its tokens are drawn with the noise that the target draws with at their positions. So they are accepted as
 often as two distributions that share their noise agree, which is near the most that is possible.
@@ -103,7 +103,7 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
             speculator.num_speculative_steps = num_tokens
         host.proposer.note_passes(num, num_tokens - num, time.perf_counter() - begin)
         taken = (drafts[:, :num], log_odds[: len(drafts), :num]) if host.waits else ()
-        return host.take(input_batch, given[_NUM_SAMPLED], taken)
+        return host.draft(input_batch, given[_NUM_SAMPLED], taken)
 
     speculator.propose = propose_and_take
     _capture_for_plain_steps(speculator)

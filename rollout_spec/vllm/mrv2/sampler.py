@@ -1,4 +1,4 @@
-"""The noise of vLLM's model runner V2, keyed by request and position, and coupled verification with it.
+"""The noise of vLLM's MRV2, keyed by request and position, and coupled verification with it.
 
 vLLM draws each token with noise that is a function of a request's seed and the position. So coupled
 verification is vLLM's own sampler, asked at every position of a draft, with the request's key for its seed.
@@ -39,7 +39,7 @@ _PARAMETERS: tuple[versions.Parameters, ...] = (
 
 
 def check_sampler() -> None:
-    """See that the installed model runner V2 samples as this module was written for.
+    """See that the installed MRV2 samples as this module was written for.
 
     Raises:
         PatchError: it does not.

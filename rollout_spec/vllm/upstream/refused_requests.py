@@ -31,7 +31,7 @@ def refusal(vllm_config: Any, request: Any) -> str | None:
     if structured and _overlooks_reasoning_end(vllm_config):
         return "a grammar behind reasoning: vLLM's own drafts go on where the reasoning ends"
     if structured and _opens_its_mask(structured):
-        return "structured_outputs with the backend outlines: behind a draft any token passes, until vLLM 0.32"
+        return "structured_outputs of outlines: any token passes behind a draft, until vLLM 0.32"
     return None
 
 
