@@ -209,7 +209,7 @@ def test_beside_a_small_model_the_driver_knows_the_model_runner(
     vllm: str, has_v1: bool, head: dict[str, Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen3 alone has V2 in all of them."""
-    monkeypatch.setattr("rollout_spec.vllm.features.version", lambda: vllm)
+    monkeypatch.setattr("rollout_spec.vllm.versions.version", lambda: vllm)
     if vllm != "0.24.0":
         monkeypatch.delattr("vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", raising=False)
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')

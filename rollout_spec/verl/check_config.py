@@ -30,7 +30,7 @@ from rollout_spec.verl.model_drafter import (
     engine_scheduler,
 )
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.features import (
+from rollout_spec.vllm.versions import (
     drafts_by_modules,
     refuse_old_version,
     v2_architectures,
@@ -324,7 +324,7 @@ def _has_v1(config: DictConfig) -> bool:
     if asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
         return asked == "0"
     if _is_for_npus(config) or _has_adapters(config):
-        return True  # as `runner_v2_misfits` says
+        return True  # as `mrv2_misfits` says
     if _drafts_by_small_model(config) and not v2_has_draft_models():
         return True
     fields, with_v2 = _model_fields(config), v2_architectures()

@@ -23,7 +23,7 @@ from rollout_spec.verl.server_history import ServerHistory
 from rollout_spec.verl.trainer import require_v1
 from rollout_spec.verl.windows import Windows, is_validation
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.cores import EngineCores
+from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER
 from rollout_spec.vllm.proposer import proposer_of
