@@ -20,7 +20,7 @@ from rollout_spec_lab.demo.model import make_model
 from rollout_spec_lab.demo.runner import METRICS_FILE
 from rollout_spec.drafting.history import group_key, read_file
 from rollout_spec.trace import read_trace, trace_file
-from rollout_spec.verl.shared_history import FILE
+from rollout_spec.verl.history import FILE
 from tests.test_training import execute
 from tests.text import merged
 

@@ -30,7 +30,7 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
 
     from rollout_spec.metrics import EngineCounters, RequestCounters
     from rollout_spec.verl import hooks
-    from rollout_spec.verl.windows import Windows
+    from rollout_spec.verl.metrics import Windows
 
     class Server:
         """Counts as SpecHttpServer does: a token a step, and of two draft tokens one is accepted."""
@@ -112,7 +112,7 @@ def pass_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def test_the_busy_clock_counts_overlapping_requests_once(pass_seconds: Callable[[float], None]) -> None:
-    from rollout_spec.verl.windows import BusyClock
+    from rollout_spec.verl.metrics import BusyClock
 
     clock = BusyClock()
     clock.begin()
@@ -132,7 +132,7 @@ def test_the_busy_clock_counts_overlapping_requests_once(pass_seconds: Callable[
 def test_a_request_that_waits_for_a_weight_sync_is_no_work(pass_seconds: Callable[[float], None]) -> None:
     from rollout_spec.metrics import RequestCounters
     from rollout_spec.verl.agent_loop import sample_name
-    from rollout_spec.verl.windows import Windows, is_validation
+    from rollout_spec.verl.metrics import Windows, is_validation
 
     windows = Windows()
     with windows.request(is_training=True):

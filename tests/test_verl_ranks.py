@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollout_spec.verl import homes
-from rollout_spec.verl.ranks import Ranks
+from rollout_spec.verl import routing
+from rollout_spec.verl.routing import Ranks
 
 
 class Engine:
@@ -39,7 +39,7 @@ async def check_named_ranks() -> None:
     """verl names one after 0.9.1, so that a sample's turns find their prefix."""
     engine = Engine()
     engine.may_end.set()
-    ranks = Ranks(engine.generate, 2, homes.Homes(3))
+    ranks = Ranks(engine.generate, 2, routing.Homes(3))
     for group, named in ((None, 1), ("a", 1), (None, None)):
         params = SimpleNamespace(extra_args={"rollout_spec_group": group})
         async for _ in ranks.generate([1], params, "r", data_parallel_rank=named, priority=0):
@@ -50,7 +50,7 @@ async def check_named_ranks() -> None:
 
 async def check_ranks() -> None:
     engine = Engine()
-    ranks = Ranks(engine.generate, 2, homes.Homes(3))
+    ranks = Ranks(engine.generate, 2, routing.Homes(3))
 
     async def request(group: str | None) -> list[str]:
         extra_args = {} if group is None else {"rollout_spec_group": group}
@@ -79,7 +79,7 @@ def test_a_group_that_cannot_be_read_is_none(group: Any) -> None:
         engine = Engine()
         engine.may_end.set()
         params = SimpleNamespace(extra_args={"rollout_spec_group": group})
-        outputs = Ranks(engine.generate, 2, homes.Homes(3)).generate([1], params, "r", priority=0)
+        outputs = Ranks(engine.generate, 2, routing.Homes(3)).generate([1], params, "r", priority=0)
         return [output async for output in outputs]
 
     assert asyncio.run(request()) == ["first", "last"]

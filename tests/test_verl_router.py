@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verl.utils.import_utils import load_class_from_fqn
 
 from rollout_spec.trace import Rollout
-from rollout_spec.verl import homes
+from rollout_spec.verl import routing
 from rollout_spec.verl.launch import config_file
 from tests.text import tokens_per_step
 
@@ -157,7 +157,7 @@ def test_servers_come_and_go() -> None:
 
 
 def test_old_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "MAX_GROUPS", 3)
+    monkeypatch.setattr(routing, "MAX_GROUPS", 3)
     router = make()
     for prompt in range(10):
         server, _ = router.acquire_server(str(prompt), sampling_params=of(prompt))

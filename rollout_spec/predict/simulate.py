@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import Proposals, Rollout
-from rollout_spec.verl.homes import Homes
+from rollout_spec.verl.routing import Homes
 
 MAX_IMBALANCE = 8  # as in `configs/rollout_spec_router/group.yaml`
 

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 from rollout_spec.patches import Patch, replace_function
-from rollout_spec.verl.shared_history import load_history, remove_orphans, save_history, share_history
-from rollout_spec.verl.step_metrics import end_validation, step_metrics, take_reports
+from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
+from rollout_spec.verl.metrics import end_validation, step_metrics, take_reports
 
 _PATCH = Patch(
     name="verl-trainer-hooks",

@@ -14,14 +14,13 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
-from rollout_spec.verl.engine_drafters import Drafters
-from rollout_spec.verl.homes import Homes
+from rollout_spec.verl.drafters import Drafters
+from rollout_spec.verl.history import ServerHistory
 from rollout_spec.verl.launch import config_file, verl_is_older
-from rollout_spec.verl.ranks import Ranks
+from rollout_spec.verl.metrics import Windows, is_validation
 from rollout_spec.verl.recorder import Recorder
-from rollout_spec.verl.server_history import ServerHistory
+from rollout_spec.verl.routing import Homes, Ranks
 from rollout_spec.verl.trainer import require_v1
-from rollout_spec.verl.windows import Windows, is_validation
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.cores import EngineCores
 from rollout_spec.vllm.keys import KEY
