@@ -19,7 +19,7 @@ OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md", *sorted((ROOT / "lab/rec
 
 # What is run elsewhere than as a line of .ci/run: a file, and the text in it that runs it.
 ELSEWHERE = {
-    "rollout-spec bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 64 --step-ms 20": (
+    "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 64 --step-ms 20": (
         "lab/tests/engine/test_bench_host.py",
         'main(["bench", "host", str(trace)',
     ),
@@ -29,12 +29,12 @@ ELSEWHERE = {
     ),
     "rollout-spec doctor": ("tests/test_doctor.py", 'run("doctor", "--json")'),
     "rollout-spec certify": ("tests/engine/test_certify.py", 'main(["certify", "--model", policy'),
-    "rollout-spec bench native": ("tests/test_cli.py", 'run("bench", "native", "--json"'),
-    "rollout-spec bench engine": (
+    "rollout-spec-lab bench native": ("tests/test_cli.py", 'run("bench", "native", "--json"'),
+    "rollout-spec-lab bench engine": (
         "lab/tests/engine/test_bench.py",
         'main(["bench", "engine", "--model", tiny_model',
     ),
-    "rollout-spec gpu-check": (
+    "rollout-spec-lab gpu-check": (
         "lab/tests/engine/test_gpu_check.py",
         'main(["gpu-check", "--model", chat_model',
     ),
