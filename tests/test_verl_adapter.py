@@ -297,6 +297,34 @@ def test_the_reference_run_counts_the_drafts_of_a_model(
     assert output.extra_fields.get("spec_num_draft_tokens") == (9 if scheduler else None)
 
 
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ({"extra_args": {"rollout_spec_key": "mine"}, "seed": 5}, ("key", '"mine"')),
+        ({"seed": 5}, ("seed", 5)),
+        ({"extra_args": {"rollout_spec_key": None}, "seed": 0}, ("seed", 0)),
+        ({}, ("key", '["unnamed", 0, 0, 1, 1]')),
+        ({"extra_args": {"rollout_spec_key": None}, "seed": None}, ("key", '["unnamed", 0, 0, 1, 1]')),
+    ],
+)
+def test_the_noise_follows_from_the_name_else_the_callers_seed(
+    sent: dict[str, Any], expected: tuple[Any, ...], server_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollout_spec.verification.noise import make_key
+    from rollout_spec.vllm.keys import RequestKeys
+
+    keys: list[int] = []
+
+    async def generate(self: Any, _: Any, sampling_params: dict[str, Any], request_id: str) -> Any:
+        params = SimpleNamespace(**{"seed": None, "extra_args": None, **sampling_params})
+        keys.append(RequestKeys(0).new_key(params))
+        return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
+
+    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
+    asyncio.run(server_of("sam").generate([1, 2], sent, "one"))
+    assert keys == [make_key(*expected)]
+
+
 @pytest.mark.parametrize("method", ["off", "sam"])
 def test_a_response_is_recorded_once_whatever_interrupts_it(
     method: str, tmp_path: pathlib.Path, server_of: Any, monkeypatch: pytest.MonkeyPatch

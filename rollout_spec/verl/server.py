@@ -102,7 +102,8 @@ class SpecHttpServer(vLLMHttpServer):
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> TokenOutput:
         extra_args = dict(sampling_params.get("extra_args") or {})
-        if self._spec.coupled and KEY not in extra_args:
+        has_noise_of_its_own = extra_args.get(KEY) is not None or sampling_params.get("seed") is not None
+        if self._spec.coupled and not has_noise_of_its_own:
             extra_args[KEY] = self._name_unnamed()
         is_training = not is_validation(extra_args.get(KEY))
         if not is_training:
