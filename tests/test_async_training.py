@@ -143,10 +143,9 @@ def run(request: pytest.FixtureRequest) -> Run:
     return request.getfixturevalue(request.param)
 
 
-def test_every_step_drafts_and_logs_the_version_that_it_replaced(run: Run) -> None:
+def test_every_step_drafts_and_logs_it(run: Run) -> None:
     assert sorted(run.metrics) == list(range(1, NUM_STEPS + 1))
-    for step, metrics in run.metrics.items():
-        assert metrics["rollout/spec_first_version"] == metrics["rollout/spec_last_version"] == step - 1
+    for metrics in run.metrics.values():
         assert metrics["rollout/spec_num_draft_tokens"] > 0
         assert metrics["rollout/spec_tokens_per_step"] > 1
         assert metrics["rollout/spec_num_failed_steps"] == 0

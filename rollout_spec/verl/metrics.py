@@ -99,16 +99,15 @@ class Windows:
         if counts is not None:
             self._open.requests.append(counts)
 
-    def end(self, version: int | None, engine: EngineCounters | None, aborted: RequestCounters) -> None:
+    def end(self, engine: EngineCounters | None, aborted: RequestCounters) -> None:
         """The weights may change now.
 
         Args:
-            version: of the weights until now.
             engine: what the drafter has counted since the last window ended; None where there is none.
             aborted: the sums over the training requests that vLLM has aborted in this time.
         """
         window, self._open = self._open, RolloutReport()
-        window.engine, window.aborted, window.versions = engine, aborted, [version]
+        window.engine, window.aborted = engine, aborted
         window.rollout_seconds = self._clock.take_seconds()
         if self.has_training:
             self._ended.add(window)

@@ -165,7 +165,7 @@ class SpecHttpServer(vLLMHttpServer):
             return
         engine = await self._drafters.take_counters() if self._spec.enabled else None
         aborted = await self._drafters.take_aborted() if self._counts else RequestCounters()
-        self._windows.end(self.global_steps, engine, aborted)
+        self._windows.end(engine, aborted)
         self._recorder.flush(self.global_steps)
         await self._history.end_window()
 
