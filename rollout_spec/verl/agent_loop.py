@@ -20,7 +20,6 @@ from tensordict import TensorDict  # type: ignore[import-untyped]
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rollout_spec.verl.client import Calls, name_calls
-from rollout_spec.verl.trainer import require_v1
 from rollout_spec.vllm.keys import GROUP_KEY, KEY
 
 _OCCURRENCE = "rollout_spec_occurrence"  # a column of verl's batch, taken out before an agent loop runs
@@ -60,14 +59,9 @@ class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
 
 class KeyedAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager, with `KeyedAgentLoopWorker`s.
-
-    Raises:
-        ConfigError: the trainer is not verl's V1 trainer.
-    """
+    """verl's manager, with `KeyedAgentLoopWorker`s."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_v1()
         super().__init__(*args, **kwargs)
         self._occurrences = Occurrences()
         self.agent_loop_workers_class = ray.remote(KeyedAgentLoopWorker)

@@ -20,7 +20,7 @@ from rollout_spec.verl.launch import config_file, verl_is_older
 from rollout_spec.verl.metrics import Windows, is_validation
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.routing import Homes, Ranks
-from rollout_spec.verl.trainer import require_v1
+from rollout_spec.verl.trainer import require_v1_trainer
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.cores import EngineCores
 from rollout_spec.vllm.keys import KEY
@@ -51,7 +51,7 @@ class SpecReplica(vLLMReplica):
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, *args, **kwargs)
         if requested_spec(config) is not None and not self.is_reward_model and not self.is_teacher_model:
-            require_v1()  # here too: engines take minutes, and the agent loop manager comes behind them
+            require_v1_trainer()  # before the engines start, which takes minutes
             self.server_class = ray.remote(SpecHttpServer)
 
 
