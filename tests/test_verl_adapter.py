@@ -23,7 +23,9 @@ from rollout_spec.vllm import SCHEDULER
 from tests.test_verl_check_config import composed
 
 
-def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The real wrappers and windows; the trainer's methods are cut down to what they do to the servers."""
     import ray
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer

@@ -130,13 +130,9 @@ CONFLICTS = {
     "+rollout.spec.colour=red": r"rollout\.spec\.colour: unknown field",
     "rollout.spec.min_survival=auto": "min_survival='auto': must be of type float",
     f"++{ENGINE}.speculative_config.method=ngram": "'method': 'ngram'.*: rollout.spec sets it",
-    f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "batch_threshold instead",
+    f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "rollout.spec sets it",
     f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",
-    f"+{ENGINE}.logits_processors=[my.Processor]": "logits_processors",
-    f"+{ENGINE}.override_generation_config.min_p=0.1": "min_p",
-    f"+{ENGINE}.override_generation_config='{{\"min_p\":0.1}}'": "min_p",
     "actor_rollout_ref.rollout.name=sglang": "needs vllm",
-    "+rollout_spec_replay_buffer=bounded": "max_num_gen_batches=0: must be at least 1",
     "trainer.use_v1=false": "V1 trainer only; .*trainer_mode=separate_async",
     "trainer.v1.trainer_mode=mine": "must be sync, colocate_async, separate_async",
     f"{ENGINE}.additional_config.rollout_spec={{method: sam, batch_threshold: 3}}": "leave it alone",
@@ -161,26 +157,6 @@ def test_the_reference_run_needs_such_a_trainer_too(override: str) -> None:
 def test_what_does_not_go_together_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=CONFLICTS[override]):
         check_config(composed("+rollout.spec=sam", override))
-
-
-def test_steps_with_drafts_that_have_no_graphs_are_named_on_the_driver(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    key, mode = f"+{ENGINE}.compilation_config", "{cudagraph_mode: FULL_DECODE_ONLY}"
-    text = """'{"cudagraph_mode": "FULL_DECODE_ONLY"}'"""
-    for method, value in (
-        ("sam", mode),
-        ("sam", text),
-        ("off", mode),
-        ("sam", "{cudagraph_mode: PIECEWISE}"),
-    ):
-        check_config(composed(f"+rollout.spec={method}", f"{key}={value}"))
-        said = "steps with drafts run without CUDA graphs" in capsys.readouterr().err
-        assert said == ("FULL_DECODE_ONLY" in value and method == "sam")
-    check_config(composed("+rollout.spec=sam", f"{key}={mode}", "trainer.device=npu"))
-    assert "without CUDA graphs" not in capsys.readouterr().err, (
-        "there, drafts are filled up to a graph's length"
-    )
 
 
 def test_the_reference_run_of_coupled_verification_composes() -> None:

@@ -31,7 +31,6 @@ from rollout_spec.verl.settings import (
     ENGINE,
     MTP,
     ROLLOUT,
-    engine_entry,
     has_recurrent_state,
     is_for_npus,
     require,
@@ -41,13 +40,11 @@ from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.features import refuse_old_version
 from rollout_spec.vllm.options import RECURRENT, refuse_long_drafts
 
-REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
 MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
 _VARIABLES = "ray_kwargs.ray_init.runtime_env.env_vars"
 _ROUTER = f"{ROLLOUT}.router_config_path"
 _OURS = "rollout.spec sets it, leave it alone"
-_WITH_DRAFTS = "together with speculative decoding"
 
 
 class CheckConfig(Callback):
@@ -116,13 +113,10 @@ def check_config(config: DictConfig) -> SpecConfig:
     spec = SpecConfig.from_mapping(engine_options(options, mtp))
     refuse_old_version()
     _check_trainer(config, spec)
-    _check_replay_buffer(config)
     _check_routing(config, spec)
     _check_engine(config, spec)
     if spec.enabled:
         _check_drafting(config, spec)
-    if spec.enabled or options.get(OPTION):
-        _check_speculating(config)
     check_weights(config, spec)
     return spec
 
@@ -161,58 +155,29 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
     options = value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}")
     if options is None or SpecConfig.from_mapping(options) != spec:
         raise ConfigError(f"{ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
-    key, schedule = f"{ENGINE}.speculative_config", "num_speculative_tokens_per_batch_size"
-    if schedule in (value(config, key) or {}):
-        raise ConfigError(f"{key}.{schedule}: use rollout.spec.batch_threshold instead")
     asked = value(config, "rollout.spec"), value(config, MTP)
     drafter, scheduler = engine_drafter(*asked), engine_scheduler(*asked)
     off = f"remove it: with rollout.spec=off nothing drafts, or the model of rollout.spec.{OPTION} alone"
-    require(config, key, (drafter,), _OURS if spec.enabled else off)
+    require(config, f"{ENGINE}.speculative_config", (drafter,), _OURS if spec.enabled else off)
     if scheduler is not None:
         require(config, f"{ENGINE}.scheduler_cls", (scheduler,), _OURS)
+    backend = f"{ROLLOUT}.checkpoint_engine.backend"
+    if drafter is not None and value(config, backend) == "delta_sharded":
+        raise ConfigError(
+            f"{backend}=delta_sharded: verl's delta weight transfer refuses any speculative_config"
+        )
 
 
 def _check_drafting(config: DictConfig, spec: SpecConfig) -> None:
-    """What a run without drafts may have, and one with them not."""
-    npus = is_for_npus(config)
-    if npus:
+    """What a run without drafts may have, and one with them may not; engines refuse more (vllm/checks.py)."""
+    if is_for_npus(config):
         refuse_long_drafts(spec)
     if has_recurrent_state(config):
         raise ConfigError(f"rollout.spec=sam: {RECURRENT}")
-    mode = engine_entry(config, "compilation_config", "cudagraph_mode")
-    if mode == "FULL_DECODE_ONLY" and not npus:  # there, drafts are filled up to a graph's length
-        print(
-            f"rollout_spec: {ENGINE}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts "
-            "run without CUDA graphs; take FULL_AND_PIECEWISE",
-            file=sys.stderr,
-        )
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     require(config, f"{ROLLOUT}.disaggregation.enabled", (None, False), blind)
     if corpus := value(config, "rollout.spec.corpus"):
         check_corpus(corpus)
-
-
-def _check_speculating(config: DictConfig) -> None:
-    """What verl and vLLM refuse with any `speculative_config`."""
-    require(config, f"{ENGINE}.logits_processors", (None, []), f"vLLM runs none {_WITH_DRAFTS}")
-    for option in ("override_generation_config", "generation_config"):
-        if engine_entry(config, option, "min_p"):
-            raise ConfigError(f"{ENGINE}.{option}.min_p: vLLM refuses min_p {_WITH_DRAFTS}")
-    if value(config, f"{ROLLOUT}.checkpoint_engine.backend") == "delta_sharded":
-        raise ConfigError(
-            f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded: verl's delta weight transfer refuses any "
-            "speculative_config"
-        )
-
-
-def _check_replay_buffer(config: DictConfig) -> None:
-    buffer = value(config, "trainer.v1.sampler.custom_sampler.path")
-    max_batches = value(config, "algorithm.filter_groups.max_num_gen_batches")
-    if buffer == REPLAY_BUFFER and (type(max_batches) is not int or max_batches < 1):
-        raise ConfigError(
-            f"algorithm.filter_groups.max_num_gen_batches={max_batches}: must be at least 1 with the "
-            "replay buffer of +rollout_spec_replay_buffer=bounded"
-        )
 
 
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:

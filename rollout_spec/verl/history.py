@@ -1,7 +1,8 @@
-"""Shares the history between the rollout servers, so that a prompt finds its responses wherever it is served,
-and keeps it in verl's checkpoints: one file for all servers, beside the state of the data loader.
+"""Shares the history between rollout servers, and keeps it in verl's checkpoints.
 
-Each function does nothing where `rollout.spec` keeps no history.
+So a prompt finds its earlier responses wherever it is served. A checkpoint has one file for all servers,
+beside the state of the data loader. The functions run in the trainer, and do nothing where `rollout.spec`
+keeps no history; `ServerHistory` is a server's part.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ def keeps_history(trainer: Any) -> bool:
 def share_history(trainer: Any) -> None:
     """Let every server add what the others have served since the last call.
 
-    A server that is serving gives what it had at its last weight sync, and adds the others' at its next one:
-    no engine step waits for that. The texts go from server to server through Ray's object store.
+    A server that is serving gives what it had at its last weight sync, and adds the others' at its next one.
     """
     handles = servers(trainer) if keeps_history(trainer) else []
     if len(handles) * num_ranks(trainer) < 2:
@@ -42,9 +42,9 @@ def share_history(trainer: Any) -> None:
 
 
 def save_history(trainer: Any) -> None:
-    """Write what all servers have served to the folder of the checkpoint that is about to be saved.
+    """Write what all servers have served into the folder of the checkpoint that is about to be saved.
 
-    Where that fails there is a warning, and the checkpoint has no history.
+    If that fails, there is a warning and the checkpoint has no history.
     """
     if not keeps_history(trainer):
         return
@@ -52,9 +52,9 @@ def save_history(trainer: Any) -> None:
     packed = (ray.get(handle.pack_history.remote()) for handle in servers(trainer))  # all have the same
     content = next((content for content in packed if content is not None), None)
     if content is None:
-        logger.warning("rollout_spec: the checkpoint has no history: no engine gives one, and says why")
+        logger.warning("rollout_spec: the checkpoint has no history: no engine gives one; its log says why")
         return
-    folder = Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
+    folder = _checkpoint(trainer)
     try:
         write_file(folder / FILE, content)
     except OSError as error:
@@ -65,10 +65,9 @@ def remove_orphans(trainer: Any) -> None:
     """Remove the history of checkpoints whose actor verl has removed (max_actor_ckpt_to_keep)."""
     if not keeps_history(trainer):
         return
-    for file in Path(trainer.config.trainer.default_local_dir).glob(f"global_step_*/{FILE}"):
-        # verl may be writing the latest one still.
-        is_latest = file.parent.name == f"global_step_{trainer.global_steps}"
-        if not is_latest and not (file.parent / "actor").exists():
+    latest = _checkpoint(trainer)  # which verl may still be writing
+    for file in latest.parent.glob(f"global_step_*/{FILE}"):
+        if file.parent != latest and not (file.parent / "actor").exists():
             try:
                 file.unlink()
             except OSError as error:
@@ -78,15 +77,13 @@ def remove_orphans(trainer: Any) -> None:
 def load_history(trainer: Any) -> None:
     """Give every server the history of the checkpoint that training resumes from, if it has one.
 
-    A file that cannot be used costs a warning that names it, not the training.
+    A file that cannot be used costs a warning that names it, and training goes on.
     """
     if not keeps_history(trainer) or not trainer.global_steps:
         return
     options = trainer.config.trainer
-    if options.resume_mode == "resume_path":
-        folder = Path(options.resume_from_path)
-    else:
-        folder = Path(options.default_local_dir) / f"global_step_{trainer.global_steps}"
+    from_path = options.resume_mode == "resume_path"
+    folder = Path(options.resume_from_path) if from_path else _checkpoint(trainer)
     if not (folder / FILE).exists():
         logger.warning("rollout_spec: %s has no history: training begins without", folder)
         return
@@ -98,21 +95,26 @@ def load_history(trainer: Any) -> None:
     ray.get([handle.add_history.remote(content) for handle in servers(trainer)])
 
 
+def _checkpoint(trainer: Any) -> Path:
+    """Its folder, of the current step."""
+    return Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
+
+
 class ServerHistory:
-    """Hands texts on between two versions of the weights only: no engine step waits for that.
+    """Passes texts on between engine cores and servers, only between two weights: no engine step waits.
 
     Args:
         drafters: of the server's engine.
-        is_quiet: whether the engine works for nobody.
+        is_quiet: whether the engine has no request.
     """
 
     def __init__(self, drafters: Drafters, is_quiet: Callable[[], bool]) -> None:
         self._drafters, self._is_quiet = drafters, is_quiet
-        # What other servers are to have, once one has asked for it, and what this one is to take in.
-        self._is_sharing, self._shared, self.received = False, list[bytes](), list[bytes]()
+        self._is_sharing = False  # another server has asked
+        self._shared, self.received = list[bytes](), list[bytes]()  # for the others, and from them
 
     async def end_window(self) -> None:
-        """No request is in flight."""
+        """The engine has no request."""
         if self._is_sharing:
             await self._exchange()
 
@@ -128,9 +130,9 @@ class ServerHistory:
         return taken
 
     async def add(self, contents: Sequence[Sequence[bytes]]) -> None:
-        """Add what other servers' `take` returned, or what is in the file of a checkpoint.
+        """Add what other servers' `take` returned, or what the file of a checkpoint holds.
 
-        While requests are in flight the engine does not wait for that: it is done at the next weight sync.
+        While requests are in flight the engine does not wait for that: it follows at the next weight sync.
         """
         self.received += chain.from_iterable(contents)
         if self._is_quiet():
@@ -143,7 +145,7 @@ class ServerHistory:
         return next(iter(kept(packed)), None)  # all engine cores have the same
 
     async def _exchange(self) -> None:
-        """Hand on what every engine core has served: to the others at once, to other servers when asked."""
+        """Pass on what every engine core has served: at once to the other cores, later to other servers."""
         taken = await self._drafters.call("take_history", *self._drafters.take_ended())
         self._shared += kept(taken)
         if len(taken) > 1:

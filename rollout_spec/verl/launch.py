@@ -1,4 +1,4 @@
-"""What the parts that launch a run share; importing it changes nothing."""
+"""What several parts need at the start of a run; importing it changes nothing."""
 
 from __future__ import annotations
 

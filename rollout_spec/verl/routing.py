@@ -17,11 +17,10 @@ Place = TypeVar("Place", bound=Hashable)
 class Homes:
     """Keeps the requests of a group together while load allows.
 
-    A request goes to the place that has had most of its siblings, unless that has `max_imbalance` more
-    requests in flight than the least loaded one; then to the next such place, and at last to the least
-    loaded, which joins the group's. So a large group splits into parts of about `max_imbalance`, not into
-    single requests. A prompt that comes back in a later epoch goes where it was, to what is remembered of it
-    there.
+    A request goes to the place that has served most of its siblings, unless that place has `max_imbalance`
+    more requests in flight than the least loaded one; then to the place with the next most siblings, and if
+    none is left, to the least loaded one. So a large group splits into parts of about `max_imbalance`. A
+    prompt that returns in a later epoch goes where it was, because its history is there.
 
     Args:
         max_imbalance: in requests, at least 0.
@@ -34,7 +33,7 @@ class Homes:
         if type(max_imbalance) is not int or max_imbalance < 0:
             raise ValueError(f"max_imbalance={max_imbalance!r}: must be a whole number of at least 0")
         self._max_imbalance = max_imbalance
-        # By group, how many of its requests each place has had; the group used last stands at the end.
+        # How many requests each place has served of each group; the group used last stands at the end.
         self._homes: OrderedDict[Hashable, Counter[Any]] = OrderedDict()
         self._num_groups: Counter[Any] = Counter()
 
@@ -66,7 +65,7 @@ class Homes:
 class Ranks:
     """Sends siblings to one data-parallel rank of an engine while load allows.
 
-    vLLM itself gives a request to the rank with the fewest, so that siblings are spread.
+    vLLM itself would choose the rank with the fewest requests, and so spread the siblings.
 
     Args:
         generate: the method of vLLM's AsyncLLM; all its requests come through here.

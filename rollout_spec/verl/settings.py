@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,15 +36,6 @@ def require(config: DictConfig, key: str, allowed: Sequence[Any], reason: str) -
     found = value(config, key)
     if found not in allowed:
         raise ConfigError(f"{key}={found}: {reason}")
-
-
-def engine_entry(config: DictConfig, option: str, name: str) -> Any:
-    """An entry of an engine's option that is a dictionary; verl takes it as JSON text too."""
-    found = value(config, f"{ENGINE}.{option}")
-    if isinstance(found, str):
-        with contextlib.suppress(json.JSONDecodeError):  # a path, or a mistake that vLLM will name
-            found = json.loads(found)
-    return found.get(name) if isinstance(found, Mapping) else None
 
 
 def is_for_npus(config: DictConfig) -> bool:

@@ -1,4 +1,4 @@
-"""What is read from verl's trainer: its kind, the options of rollout.spec, and the rollout servers."""
+"""What we read from verl's trainer: its kind, the options of rollout.spec, and the rollout servers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def require_v1_trainer() -> None:
     try:
         transfer_queue.get_client()
     except AssertionError:
-        raise ConfigError(
-            f"this trainer has no TransferQueue, so it is a legacy trainer: {V1_TRAINER_ONLY}"
-        ) from None
+        message = f"this trainer has no TransferQueue, so it is a legacy trainer: {V1_TRAINER_ONLY}"
+        raise ConfigError(message) from None
 
 
 def option(trainer: Any, name: str) -> Any:
@@ -34,7 +33,7 @@ def option(trainer: Any, name: str) -> Any:
 
 
 def servers(trainer: Any) -> list[Any]:
-    """Handles of the rollout servers, SpecHttpServers where rollout.spec is used; one for each replica."""
+    """Handles of the rollout servers, one for each replica: SpecHttpServers where rollout.spec is used."""
     return [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
 
 

@@ -107,10 +107,10 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(
         return tuple(asyncio.run(server.generate(PROMPTS[0], params, "id")).token_ids)
 
     named = [respond(number) for number in range(4)]
-    assert "does not say whose it is" not in caplog.text
+    assert "has neither a name" not in caplog.text
     unnamed = [respond(None) for _ in range(4)]
     # vLLM's logger may hand a record to its parents as well: one record, said once.
-    said = {id(record) for record in caplog.records if "does not say whose it is" in record.getMessage()}
+    said = {id(record) for record in caplog.records if "has neither a name" in record.getMessage()}
     assert len(said) == 1
     assert server.engine.seeds == {server.replica_rank}, "verl's seed and the replica's number"
     assert len({*named, *unnamed}) == 8
