@@ -87,9 +87,8 @@ def check_layout(rollout: Any, num_devices: int, node_size: int) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_trains_without_drafts_too(recipe: str) -> None:
-    assert check_config(composed(recipe, "qwen3_8b", "rollout.spec=off")) == SpecConfig(
-        method="off", verify="standard", routing="verl"
-    )
+    off = SpecConfig(method="off", verify="standard", routing="verl")
+    assert check_config(composed(recipe, "qwen3_8b", "rollout.spec=off")) == off
 
 
 def layouts() -> list[tuple[str, str, str, str]]:
@@ -215,19 +214,6 @@ def test_launch_reaches_verl_with_the_size_and_the_device(tmp_path: Path) -> Non
     }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_data_set_out_of_reach_is_one_line(recipe: str, tmp_path: Path) -> None:
-    script = ROOT / "recipes" / recipe / "prepare.py"
-    done = run_script(
-        sys.executable, script, "--output", tmp_path / "data", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)
-    )
-    assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
-    assert "cannot be reached at" in last and "give it with --train FILE" in last
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "data").exists()
-
-
 COPIES = {
     "grpo": {"problem": "1 + 1?", "answer": "2", "solution": "two"},
     "dapo": {
@@ -260,51 +246,38 @@ def test_a_copy_becomes_rows_that_verl_scores(recipe: str, tmp_path: Path) -> No
         assert (score["acc"] if isinstance(score, dict) else score == 1.0) == right
 
 
+NO_CHAT = "row 0: prompt must be a list of messages, each with role and content"
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("recipe", "copy", "message"),
     [
-        ('{"question": "?"}\n', "no column problem, answer (found: question)"),
-        ("{", "--train "),
-        ('{"problem": "?", "answer": "2"}\n{"problem": null, "answer": "2"}\n', "row 1: problem is null"),
+        ("grpo", None, "cannot be reached at"),
+        ("dapo", None, "cannot be reached at"),
+        ("grpo", [{"question": "?"}], "no column problem, answer (found: question)"),
+        ("grpo", [COPIES["grpo"], COPIES["grpo"] | {"problem": None}], "row 1: problem is null"),
+        ("dapo", [COPIES["dapo"] | {"prompt": "1 + 1?"}], NO_CHAT),
+        ("dapo", [COPIES["dapo"] | {"prompt": []}], NO_CHAT),
+        ("dapo", [COPIES["dapo"] | {"prompt": [{"role": "user", "content": None}]}], NO_CHAT),
+        ("dapo", [COPIES["dapo"] | {"prompt": ["1 + 1?"]}], NO_CHAT),
+        ("grpo", [COPIES["grpo"]], "--output "),  # which is a file
     ],
 )
-def test_a_wrong_copy_is_one_line(text: str, message: str, tmp_path: Path) -> None:
-    copy = tmp_path / "copy.jsonl"
-    copy.write_text(text)
+def test_data_that_cannot_be_had_is_one_line(recipe: str, copy: Any, message: str, tmp_path: Path) -> None:
+    file, output = tmp_path / "copy.json", tmp_path / "data"
+    file.write_text(json.dumps(copy))
+    if "--output" in message:
+        output.write_text("a file")
+    given = [] if copy is None else ["--train", file, "--val", file]
     done = run_script(
-        sys.executable, ROOT / "recipes/grpo/prepare.py", "--train", copy, HF_HOME=str(tmp_path)
-    )
-    assert done.returncode == 2
-    assert message in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("prompt", ["1 + 1?", [], [{"role": "user", "content": None}], ["1 + 1?"]])
-def test_a_prompt_must_be_a_chat(prompt: Any, tmp_path: Path) -> None:
-    copy = tmp_path / "copy.json"
-    copy.write_text(json.dumps([COPIES["dapo"] | {"prompt": prompt}]))
-    done = run_script(
-        sys.executable, ROOT / "recipes/dapo/prepare.py", "--train", copy, HF_HOME=str(tmp_path)
-    )
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == (
-        f"prepare.py: {copy}: row 0: prompt must be a list of messages, each with role and content"
-    )
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(("below", "reason"), [("", "File exists"), ("data", "Not a directory")])
-def test_an_output_that_is_a_file_is_one_line(below: str, reason: str, tmp_path: Path) -> None:
-    copy = tmp_path / "copy.jsonl"
-    copy.write_text(json.dumps(COPIES["grpo"]) + "\n")
-    output = copy / below
-    done = run_script(
-        sys.executable, ROOT / "recipes/grpo/prepare.py", "--train", copy, "--val", copy, "--output", output,
-        HF_HOME=str(tmp_path),
+        sys.executable, ROOT / "recipes" / recipe / "prepare.py", *given, "--output", output,
+        HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == f"prepare.py: --output {output}: {reason}"
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("prepare.py: ") and message in last
     assert "Traceback" not in done.stderr
+    assert not output.is_dir()
 
 
 class Queue:
