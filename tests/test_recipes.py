@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,36 +122,6 @@ def test_every_size_composes_for_every_device_and_mode_of_the_trainer(
     # A prompt with its longest response must fit.
     assert rollout.max_model_len >= config.data.max_prompt_length + config.data.max_response_length
     assert config.data.train_batch_size * rollout.n % num_devices == 0
-
-
-PUBLISHED = {
-    "qwen3_32b": {"train": 32, "generate": 96, "inflight": 3, "seqs": 128, "tensor": 8, "devices": 32},
-    "qwen3_235b": {"train": 128, "generate": 128, "inflight": 1, "seqs": 64, "tensor": 4, "devices": 128},
-}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_the_published_sizes_are_as_published(size: str, device: str) -> None:
-    config = composed("dapo", size, f"rollout_spec_device={device}", *published_rule())
-    rollout, groups = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
-    assert {
-        "train": config.data.train_batch_size,
-        "generate": config.data.gen_batch_size,
-        "inflight": groups.max_inflight_gen_batches,
-        "seqs": rollout.max_num_seqs,
-        "tensor": rollout.tensor_model_parallel_size,
-        "devices": config.trainer.nnodes * config.trainer.n_gpus_per_node,
-    } == PUBLISHED[size]
-    assert config.data.max_response_length == 34816
-    assert groups.max_num_gen_batches == 10
-    spec = check_config(config)
-    assert (spec.num_speculative_tokens, spec.batch_threshold) == (3, 8)
-
-
-def published_rule() -> list[str]:
-    """The overrides of the published drafting rule, as DAPO's README gives them."""
-    return re.findall(r"rollout\.spec\.\w+=\d+", (ROOT / "recipes/dapo/README.md").read_text())
 
 
 def run_script(*arguments: object, **env: str) -> subprocess.CompletedProcess:
@@ -399,36 +368,6 @@ def test_dynamic_sampling_ends_in_every_step_of_an_asynchronous_trainer(
         if any(len(set(queue.scores[uid])) == 1 for uid in groups):
             assert num_generated == max_batches * batch_size, "kept although others could have been made"
         assert sum("_" not in key for key in queue.items) == batch_size, "as many are under way as before"
-
-
-def test_verls_own_dynamic_sampling_does_not_end() -> None:
-    """What the bound is for: without it, a step over prompts without signal generates on and on."""
-
-    class EnoughError(Exception): ...
-
-    queue = Queue(signal=0.0, batch_size=4, seed=1)
-
-    def submit(num_prompts: int) -> None:
-        queue.submit(num_prompts)
-        if queue.num_prompts > 400:
-            raise EnoughError
-
-    buffer = replay_buffer.ReplayBuffer(
-        trainer_mode="sync",
-        trainer_config=OmegaConf.create({}),
-        max_off_policy_threshold=100,
-        max_off_policy_strategy="drop",
-        sampler_kwargs=OmegaConf.create({}),
-        refill_fn=submit,
-        filter_groups_metric="acc",
-        train_batch_size=4,
-        gen_batch_size=1,
-        poll_interval=0.0,
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay_buffer, "tq", queue)
-        with pytest.raises(EnoughError):
-            buffer.sample(1, "train", 4)
 
 
 def test_a_bound_of_nothing_is_refused() -> None:
