@@ -25,7 +25,7 @@ from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import Proposals, Rollout
-from rollout_spec.verl.homes import Homes
+from rollout_spec.verl.routing import Homes
 
 MAX_IMBALANCE = 8  # as in `configs/rollout_spec_router/group.yaml`
 
