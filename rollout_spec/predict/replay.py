@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.backlog import Backlog
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.native import Int32Array
@@ -157,9 +156,11 @@ class IndexProposer:
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         self._group = self.index.open_group(line.prompt_token_ids)
-        backlog = Backlog(self.index)
-        backlog.add(self._group, len(line.prompt_token_ids), earlier)
-        backlog.index(backlog.num_tokens)
+        for response in reversed(earlier):  # of continuations that are equally frequent the latest is drafted
+            self.index.add_text(self._group, response)
+        none = np.empty(0, np.int32)
+        num_tokens = self.index.stats().num_waiting_tokens
+        self.index.index_and_draft(none, none[None], none, none, none, max_waiting_tokens=num_tokens)
         sequences = [self.index.open_sequence(self._group) for _ in line.responses]
         self._sequences = np.array(sequences, np.int32)
         has_model = self._mixes and line.proposals
@@ -177,7 +178,7 @@ class IndexProposer:
         """`step`, with the survivals."""
         model = self._model.at(rows, levels) if self._model is not None else None
         sequences = self._sequences[rows]
-        return self.index.step(
+        return self.index.index_and_draft(
             sequences, token_ids, rows, levels, max_draft_tokens, self.price, model_drafts=model
         )
 
