@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from rollout_spec import trace
-from rollout_spec_lab.demo.data import make_data
-from rollout_spec_lab.demo.model import make_model
-from rollout_spec_lab.demo.runner import METRICS_FILE
 from rollout_spec.drafting.history import group_key, read_file
 from rollout_spec.trace import read_trace, trace_file
 from rollout_spec.verl.shared_history import FILE
+from rollout_spec_lab.demo.data import make_data
+from rollout_spec_lab.demo.model import make_model
+from rollout_spec_lab.demo.runner import METRICS_FILE
 from tests.test_training import execute
 from tests.text import merged
 

@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 
 from rollout_spec import __version__
-
-from rollout_spec_lab import processes
+from rollout_spec.certify import diagnosis
 from rollout_spec.cli import COMMANDS, build_parser, main
+from rollout_spec.trace import read_trace
+from rollout_spec_lab import processes
 from rollout_spec_lab.cli.demo import TRAINERS, facts
 from rollout_spec_lab.demo.runner import Plan, overrides, run_names
-from rollout_spec.certify import diagnosis
-from rollout_spec.trace import read_trace
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")
 TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
@@ -184,24 +183,24 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
     [
         (
             "drafters x --max-index-mb 4",
-            "rollout-spec bench drafters: --max-index-mb: use --spec max_index_mb=4",
+            "rollout-spec-lab bench drafters: --max-index-mb: use --spec max_index_mb=4",
         ),
-        ("engine --history 0", "rollout-spec bench engine: --history: use --spec history=0"),
+        ("engine --history 0", "rollout-spec-lab bench engine: --history: use --spec history=0"),
         (
             "drafters x --methods sam --spec model_tokens=1",
-            "rollout-spec bench drafters: --spec model_tokens=1: --model-tokens sets it",
+            "rollout-spec-lab bench drafters: --spec model_tokens=1: --model-tokens sets it",
         ),
-        ("engine --model-tokens 1", "rollout-spec bench engine: --model-tokens: --model-drafter sets it"),
-        ("host x --model-tokens 1", "rollout-spec bench host: --model-tokens: no model drafts here"),
+        ("engine --model-tokens 1", "rollout-spec-lab bench engine: --model-tokens: --model-drafter sets it"),
+        ("host x --model-tokens 1", "rollout-spec-lab bench host: --model-tokens: no model drafts here"),
         (
             "engine --methods off,sam --model-drafter mtp::3",
-            "rollout-spec bench engine: --model-drafter: no method uses it: name model or sam+model in "
+            "rollout-spec-lab bench engine: --model-drafter: no method uses it: name model or sam+model in "
             "--methods",
         ),
-        ("native --depth", "rollout-spec bench native: unrecognized arguments: --depth"),
+        ("native --depth", "rollout-spec-lab bench native: unrecognized arguments: --depth"),
         (
             "drafters x --methods suffix",
-            "rollout-spec bench drafters: --methods suffix: must be one of off, ngram, suffix_server, "
+            "rollout-spec-lab bench drafters: --methods suffix: must be one of off, ngram, suffix_server, "
             "suffix_server_tuned, sam, oracle, suffix_gpu, model, choose, sam+model",
         ),
     ],

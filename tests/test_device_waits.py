@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from rollout_spec import patches
-from rollout_spec_lab.gpu_check.gpu_check import WAITS
 from rollout_spec.verification import blocks, coupled, noise, standard
 from rollout_spec.verification.transfers import fetched, sent
+from rollout_spec_lab.gpu_check.gpu_check import WAITS
 from tests.accelerator import DEVICE, Accelerator
 from tests.test_standard import VIEWS_AND_COPIES, listed_operations
 

@@ -11,14 +11,14 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import drafter as drafter_module
 from rollout_spec.drafting import groups
-from rollout_spec.drafting.gate.costs import NOTHING, Choice, Costs, Step
 from rollout_spec.drafting.drafter import FILLER, Drafter
+from rollout_spec.drafting.gate.costs import NOTHING, Choice, Costs, Step
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
+from rollout_spec.drafting.gate.passes import Passes
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import InvalidArgument
-from rollout_spec.drafting.gate.passes import Passes
 from rollout_spec_lab.bench.index_costs import synthetic_text
 
 PROMPT = np.array([1, 2, 3, 4], np.int32)
@@ -539,7 +539,7 @@ def test_new_requests_take_the_room_of_idle_groups() -> None:
 
 
 def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_them() -> None:
-    """Each of a group of its own, so that what leaves makes room for the others. All generate until none fits."""
+    """Each is of a group of its own, so that what leaves makes room for the others."""
     random = np.random.default_rng(0)
     config = SpecConfig(max_index_mb=1, batch_threshold=64, history=1)
     batch = Batch(Drafter(config), num_rows=64, length=2_000)

@@ -158,7 +158,7 @@ def test_a_step_skipped_in_between_heals(index):
 
 @pytest.mark.parametrize("num_indexed", [0, 7, 100])
 def test_what_waits_ends_as_what_was_indexed_at_once(index, num_indexed):
-    """A prompt, and texts behind it. Until the prompt is whole, sequences wait; then the drafts are the same."""
+    """A prompt, and texts behind it. Until the prompt is whole sequences wait; then drafts are the same."""
     text = speak(np.random.default_rng(1), 160, num_words=20, alphabet=9)
     prompt, rows = text[:100], np.stack([text[:140], np.append(text[20:100], text[:60])])
     found = []

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from rollout_spec.cli import main
-from rollout_spec.cli.progress import ConsoleWatcher
-from rollout_spec_lab.demo import runner
 from rollout_spec.report.logs import RunError
 from rollout_spec.report.page import (
     headline,
@@ -25,6 +23,8 @@ from rollout_spec.report.page import (
 from rollout_spec.report.publish import figures
 from rollout_spec.report.responses import Agreement, first_step_agreement
 from rollout_spec.report.runs import MEASURES, compare, joined, read_run, read_steps
+from rollout_spec_lab.cli.progress import ConsoleWatcher
+from rollout_spec_lab.demo import runner
 
 SPEC = "rollout/spec_"
 LOGGED = '{"step": 3, "data": {"rollout/spec_generated_tokens": 1, "rollout/spec_rollout_seconds": '

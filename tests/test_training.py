@@ -14,13 +14,13 @@ from typing import NamedTuple
 import pytest
 
 from rollout_spec import trace
+from rollout_spec.drafting.history import group_key, read_file
+from rollout_spec.trace import Rollout, read_trace, trace_file
+from rollout_spec.verl.shared_history import FILE
 from rollout_spec_lab.demo.data import make_data
 from rollout_spec_lab.demo.model import make_model
 from rollout_spec_lab.demo.runner import METRICS_FILE, environment
-from rollout_spec.drafting.history import group_key, read_file
 from rollout_spec_lab.processes import started
-from rollout_spec.trace import Rollout, read_trace, trace_file
-from rollout_spec.verl.shared_history import FILE
 from tests.engine.conftest import close, new_engine, own_environment, token_ids
 from tests.text import merged, tokens_per_step
 

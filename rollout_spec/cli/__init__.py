@@ -26,11 +26,10 @@ OPTIONAL = {
     "tokenizers": "report",
     "tensorboard": "report",
     "wandb": "report",
-    "gguf": "demo",
-    "pandas": "demo",
 }
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-COMMANDS = ("demo", "replay", "corpus", "compare", "certify", "bench", "simulate", "doctor", "gpu-check")
+COMMANDS = ("replay", "simulate", "compare", "certify", "corpus", "doctor")
+DESCRIPTION = "Model-free speculative decoding for RL rollouts with verl and vLLM."
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -64,18 +63,21 @@ def add_example(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="rollout-spec", description="Model-free speculative decoding for RL rollouts with verl and vLLM."
-    )
-    parser.add_argument("--version", action="version", version=f"rollout-spec {__version__}")
+    parser = Parser(prog="rollout-spec", description=DESCRIPTION)
+    add_commands(parser, "rollout_spec.cli", COMMANDS)
+    add_example(parser, "rollout-spec doctor")
+    return parser
+
+
+def add_commands(parser: argparse.ArgumentParser, package: str, names: Sequence[str]) -> None:
+    """Add `--version` and the subcommands, each a module of `package`."""
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        module = importlib.import_module(f"rollout_spec.cli.{name.replace('-', '_')}")
+    for name in names:
+        module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
         sub = commands.add_parser(name, help=module.HELP, description=sentence(module.HELP))
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
-    add_example(parser, "rollout-spec doctor")
-    return parser
 
 
 def sentence(phrase: str) -> str:
@@ -83,13 +85,18 @@ def sentence(phrase: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command of `rollout-spec`; returns the exit code, as `run_command` does."""
+    return run_command(build_parser(), argv)
+
+
+def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
         The exit code: 0, or 1 where a command's answer is "no", 2 for a user error, 130 for Ctrl-C.
     """
     try:
-        args, unknown = build_parser().parse_known_args(argv)
+        args, unknown = parser.parse_known_args(argv)
     except SystemExit as done:  # --help and --version, or a wrong option
         return int(done.code or 0)
     try:
@@ -107,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = _user_error(error)
         if line is None:
             raise
-        command = " ".join(("rollout-spec", args.command, *([args.kind] if "kind" in args else ())))
+        command = " ".join((parser.prog, args.command, *([args.kind] if "kind" in args else ())))
         print(f"{command}: {' '.join(line.split())}", file=sys.stderr)
         return 2
 

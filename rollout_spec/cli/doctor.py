@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
 def _print(checks: list[dict[str, str]]) -> None:
     from rich.text import Text
 
-    from rollout_spec.cli.console import make_console
     from rollout_spec.certify.diagnosis import FAIL, OK, WARN
+    from rollout_spec.cli.console import make_console
 
     colours = {OK: "green", WARN: "yellow", FAIL: "bold red"}
     console = make_console()

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -156,15 +155,6 @@ def roofline(args: argparse.Namespace, **further: Any) -> Roofline:
     return Roofline(Model.read(args.model_config), DEVICES[args.gpu], args.tp or 1, **further)
 
 
-def add_num_speculative_tokens(group: argparse._ActionsContainer) -> None:
-    """Add `--num-speculative-tokens`, of every method that is compared."""
-    group.add_argument(
-        "--num-speculative-tokens", type=number(int, 1), metavar="K",
-        help="of every method (each method's own default: ngram 8, suffix what vLLM takes, "
-        f"sam {SpecConfig.num_speculative_tokens})",
-    )  # fmt: skip
-
-
 def add_spec_argument(group: argparse._ActionsContainer, help_: str, refused: Mapping[str, str]) -> None:
     """Add `--spec`.
 
@@ -196,27 +186,6 @@ def _parsed(value: str) -> Any:
         return value
 
 
-def installed(command: str, methods: Sequence[str], require: Callable[[str], None]) -> list[str]:
-    """The methods whose packages are installed; a line on standard error says why others are left out.
-
-    Args:
-        require: raises MissingError for a method that needs something else.
-    """
-    from rollout_spec_lab.bench.drafters import MissingError
-
-    found: list[str] = []
-    left_out: dict[str, list[str]] = {}
-    for method in methods:
-        try:
-            require(method)
-            found.append(method)
-        except MissingError as error:
-            left_out.setdefault(" ".join(str(error).split()), []).append(method)
-    for reason, names in left_out.items():
-        print(f"rollout-spec {command}: without {', '.join(names)}: {reason}", file=sys.stderr)
-    return found
-
-
 @contextlib.contextmanager
 def output_folder(output: Path | None) -> Iterator[Path]:
     """`--output`, made where it is missing; one that goes again for None."""
@@ -228,47 +197,16 @@ def output_folder(output: Path | None) -> Iterator[Path]:
     yield output
 
 
-def add_model_argument(group: Any) -> None:
-    group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (SmolLM2-135M)")
-
-
 def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
-    """`--model-drafter`: a text for `measure.engine.model_drafter`."""
+    """`--model-drafter`: a text for `certify.engine_arguments.model_drafter`."""
     parser.add_argument(
         "--model-drafter", metavar="METHOD:MODEL:N",
         help="a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head",
     )  # fmt: skip
 
 
-def needed_model_drafter(
-    text: str | None, labels: Sequence[str], most: int, records: bool = False
-) -> dict[str, Any] | None:
-    """`--model-drafter` for `--methods`, as `measure.engine.model_drafter` reads it.
-
-    Args:
-        most: draft tokens of a row.
-        records: it drafts, whatever the methods are.
-
-    Raises:
-        UserError: it is no drafter; a method needs one; nothing uses it.
-    """
-    from rollout_spec_lab.bench.engine import Method, model_drafter
-
-    drafter = model_drafter(text, most) if text else None
-    using = [label for label in labels if Method(label).has_model]
-    if using and drafter is None:
-        raise UserError(f"--methods {','.join(labels)}: {using[0]} needs --model-drafter")
-    if drafter and not (using or records):
-        raise UserError("--model-drafter: no method uses it: name model or sam+model in --methods")
-    return drafter
-
-
-def model_folder(model: Path | None, dtype: str) -> str:
-    """`--model`, a Hugging Face folder; the demo's, made where it is missing, for None."""
-    if model is None:
-        from rollout_spec_lab.demo.model import make_model
-
-        return str(make_model(Path(f".cache/models/smollm2-{dtype}"), dtype=dtype))
+def model_folder(model: Path) -> str:
+    """`--model`, a Hugging Face folder."""
     if not (model / "config.json").exists():
         raise UserError(f"--model {model}: no Hugging Face folder (config.json is missing)")
     return str(model)
@@ -281,28 +219,16 @@ def device_arguments() -> dict[str, Any]:
     return {} if torch.accelerator.is_available() else dict(_CPU)
 
 
-def default_dtype() -> str:
-    """bfloat16 as policies have it, float32 where there is no accelerator: most CPUs emulate bfloat16."""
-    import torch
-
-    return "bfloat16" if torch.accelerator.is_available() else "float32"
-
-
-def prompt_rows(option: str, file: Path | None, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
-    """The first rows of the verl parquet file that `option` names; generated, as the demo's are, for None."""
-    if file is None:
-        from rollout_spec_lab.demo.data import make_rows
-
-        return make_rows(num_rows, seed, split)
-    import pandas
+def prompt_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:
+    """The first rows of the verl parquet file that `option` names."""
+    import pyarrow.parquet
 
     if not file.is_file():
         raise UserError(f"{option} {file}: no such file")
     try:
-        records = pandas.read_parquet(file).to_dict("records")
+        rows = pyarrow.parquet.read_table(file).to_pylist()
     except (ValueError, OSError) as error:
         raise UserError(f"{option} {file}: cannot be read as parquet: {error}") from error
-    rows = [{str(name): value for name, value in record.items()} for record in records]
     if not rows or "prompt" not in rows[0]:
         raise UserError(f"{option} {file}: no column `prompt`, or no row")
     for number, row in enumerate(rows[:num_rows], start=1):
@@ -312,10 +238,8 @@ def prompt_rows(option: str, file: Path | None, num_rows: int, seed: int, split:
 
 
 def _is_chat(value: Any) -> bool:
-    """Whether a value of pandas is a list of messages."""
-    if not hasattr(value, "__len__") or isinstance(value, str):
-        return False
-    return len(value) > 0 and all(isinstance(message, dict) and "role" in message for message in value)
+    is_list = isinstance(value, list) and len(value) > 0
+    return is_list and all(isinstance(message, dict) and "role" in message for message in value)
 
 
 def tokenized(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:

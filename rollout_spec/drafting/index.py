@@ -20,7 +20,6 @@ from rollout_spec.drafting.native import (
     lib,
 )
 
-
 ALL_GROUPS = 2**31 - 1
 
 

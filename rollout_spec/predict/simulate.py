@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import Int32Array

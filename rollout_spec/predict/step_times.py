@@ -87,7 +87,7 @@ class StepTimes:
                 point = (float(row["num_tokens"]), float(row["seconds"]), float(row["num_steps"]))
                 curves[bool(row["drafted"])].append(point)
         except (ValueError, KeyError, TypeError) as error:
-            raise StepTimesError(f"{path}: no step_times of `rollout-spec bench engine`: {error!r}") from None
+            raise StepTimesError(f"{path}: no step_times of `bench engine`: {error!r}") from None
         return cls(curves[False], curves[True])
 
     @property

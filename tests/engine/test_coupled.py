@@ -208,8 +208,8 @@ def test_what_cannot_be_coupled_is_refused(make_engine: Any, arguments: dict, me
 def test_doctor_fails_where_an_engine_patch_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, patch: str
 ) -> None:
-    from rollout_spec.cli import main
     from rollout_spec.certify import diagnosis
+    from rollout_spec.cli import main
 
     monkeypatch.setattr(diagnosis, "PROBES", [("engine patches", diagnosis._engine_patches)])
     assert main(["doctor"]) == 0

@@ -17,8 +17,8 @@ import numpy as np
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec_lab.bench.drafters import NGRAM, SUFFIX, Batch, Suffix, require
 from rollout_spec.trace import Rollout, TraceError
+from rollout_spec_lab.bench.drafters import NGRAM, SUFFIX, Batch, Suffix, require
 
 BATCHES = (1, 8, 64, 256)
 CONTEXT = 2048  # tokens of a row, prompt included, or what there is

@@ -19,16 +19,17 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from rollout_spec.certify.engine_arguments import drafting_arguments
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
-from rollout_spec_lab.bench.engine import Method, drafting_arguments, reply
-from rollout_spec_lab.bench.timeline import Timeline
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.checks import runner_v2_misfit
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
+from rollout_spec_lab.bench.engine import Method, reply
+from rollout_spec_lab.bench.timeline import Timeline
 
 # vLLM asks for all three and has a default for none. 8 draft tokens, as in earlier records: what sam drafts
 # by default is no measure for ngram, which drafts that many in every step.

@@ -14,15 +14,15 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from rollout_spec.drafting.gate.gate import make_gate
-from rollout_spec_lab.bench.engine import reply
-from rollout_spec_lab.bench.engine_worker import make_engine, settings_of
-from rollout_spec_lab.bench.host import Cell, HostError, requests_of, rollout_of
-from rollout_spec_lab.bench.host_device import Clock, Device, Recording, schedule_as_on_gpus
 from rollout_spec.trace import read_trace
 from rollout_spec.vllm.checks import runner_v2_misfit
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.sampler import RowSampling
+from rollout_spec_lab.bench.engine import reply
+from rollout_spec_lab.bench.engine_worker import make_engine, settings_of
+from rollout_spec_lab.bench.host import Cell, HostError, requests_of, rollout_of
+from rollout_spec_lab.bench.host_device import Clock, Device, Recording, schedule_as_on_gpus
 
 
 class Ours:

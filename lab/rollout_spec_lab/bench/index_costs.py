@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from rollout_spec.certify.environment import environment
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import Float64Array, Int32Array, Int64Array
-from rollout_spec.certify.environment import environment
 from rollout_spec.predict.simulate import Engine, Request
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import TraceError, read_trace

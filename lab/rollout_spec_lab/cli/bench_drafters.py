@@ -1,4 +1,4 @@
-"""`rollout-spec bench drafters`: every drafter on the same steps of recorded rollouts."""
+"""`rollout-spec-lab bench drafters`: every drafter on the same steps of recorded rollouts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rollout_spec.cli.inputs import (
     add_rollouts_arguments,
     add_spec_argument,
     check_steps,
-    installed,
     number,
     read,
     spec_options,
     with_model,
 )
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
+from rollout_spec_lab.cli.inputs import installed
 
 HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
 METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam", "oracle")
@@ -90,19 +90,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     trace = "outputs/demo/off/rollouts/rollouts-0.jsonl"
-    add_example(parser, f"rollout-spec bench drafters {trace} --history 0 8 --equal-drafts --no-cost")
+    add_example(parser, f"rollout-spec-lab bench drafters {trace} --history 0 8 --equal-drafts --no-cost")
 
 
 def run(args: argparse.Namespace) -> int:
     # Of vLLM's methods: the answer is on standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    from rollout_spec.certify.environment import environment
     from rollout_spec.cli.console import make_console
     from rollout_spec.drafting.native import BudgetExceeded
-    from rollout_spec_lab.bench.drafters import SUFFIX
-    from rollout_spec.certify.environment import environment
     from rollout_spec.report.headlines import drafters_headline
     from rollout_spec.report.tables import drafters_tables
+    from rollout_spec_lab.bench.drafters import SUFFIX
 
     methods = _methods(args.methods, args.model_acceptance is not None)
     if args.equal_drafts and not set(methods) & set(SUFFIX):

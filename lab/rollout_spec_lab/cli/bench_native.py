@@ -1,4 +1,4 @@
-"""`rollout-spec bench native`: what the native core costs here."""
+"""`rollout-spec-lab bench native`: what the native core costs here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there too")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_example(parser, "rollout-spec bench native --output outputs/native.json")
+    add_example(parser, "rollout-spec-lab bench native --output outputs/native.json")
 
 
 def run(args: argparse.Namespace) -> int:

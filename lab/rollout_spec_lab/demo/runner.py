@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 from rollout_spec import trace
-from rollout_spec_lab.processes import last_error, started
 from rollout_spec.report.logs import METRICS_FILE
 from rollout_spec.report.responses import first_step_agreement
 from rollout_spec.report.runs import Comparison, Step, compare, joined, read_run, read_steps
+from rollout_spec_lab.processes import last_error, started
 
 METHODS = ("off", "sam")
 LOG_FILE = "train.log"
@@ -127,7 +127,7 @@ def train(plan: Plan, name: str, model: Path, train_file: Path, watcher: Watcher
 
 def overrides(plan: Plan, name: str, model: Path, train_file: Path) -> list[str]:
     """The Hydra overrides of the run of that name; the plan's own come last and so win."""
-    from rollout_spec.verl.launch import engine_is_cpu_build
+    from rollout_spec_lab.verl_cpu.activation import engine_is_cpu_build
 
     method, folder = name.partition("-")[0], (plan.output / name).absolute()
     # Not torch, to ask for accelerators: importing it would delay the run and can swallow a Ctrl-C.

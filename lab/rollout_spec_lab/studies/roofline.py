@@ -29,7 +29,7 @@ from rollout_spec.predict.roofline import (
 )
 
 RECORD = Path(__file__).parent / "record"
-MODELS = {path.stem: Model.read(path) for path in Path(__file__).parents[1].glob("recipes/models/*.json")} | {
+MODELS = {path.stem: Model.read(path) for path in Path(__file__).parents[3].glob("recipes/models/*.json")} | {
     "qwen3_1_7b": Model(2048, 28, 16, 8, 128, 6144, 151936, ties_embeddings=True),
     "qwen3_4b": Model(2560, 36, 32, 8, 128, 9728, 151936, ties_embeddings=True),
     "qwen3_14b": Model(5120, 40, 40, 8, 128, 17408, 151936),

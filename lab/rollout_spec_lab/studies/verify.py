@@ -43,7 +43,7 @@ from rollout_spec.verification import coupled, standard
 from rollout_spec.vllm.ascend import MODULE, import_worker
 
 PUBLISHED = (
-    Path(__file__).parents[1] / "tests/data/vllm-ascend-0.11.0/vllm_ascend/sample/rejection_sampler.py"
+    Path(__file__).parents[3] / "tests/data/vllm-ascend-0.11.0/vllm_ascend/sample/rejection_sampler.py"
 )
 VOCAB_SIZES = (32_000, 151_936)
 BATCH_SIZES = (1, 8, 64, 256)
@@ -66,7 +66,7 @@ def published_functions() -> Any:
         config.posterior_threshold = config.posterior_alpha = 0.0
         options = types.SimpleNamespace(enable_reduce_sample=False, rejection_sampler_config=config)
         for user in (module, sys.modules["vllm_ascend.sample.sampler"]):
-            user.get_ascend_config = lambda: options
+            user.get_ascend_config = lambda: options  # type: ignore[attr-defined]
         return module
     tree = ast.parse(PUBLISHED.read_text())
     tree.body = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.Assign))]

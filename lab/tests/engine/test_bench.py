@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
-from rollout_spec_lab.bench.engine import Load, random_prompts
 from rollout_spec.trace import read_trace, trace_file
+from rollout_spec_lab.bench.engine import Load, random_prompts
 from tests.engine.conftest import VOCAB_SIZE
 
 
