@@ -191,12 +191,13 @@ class Drafter:
                 what no text can.
         """
         started = time.perf_counter()
-        if len(nums_new_tokens) != len(request_ids) or len(levels) < len(request_ids):
-            self._gate.discard()
-            raise InvalidArgument(
-                f"nums_new_tokens, levels: have {len(nums_new_tokens)} and {len(levels)} entries, "
-                f"request_ids has {len(request_ids)}"
-            )
+        for name, given, fits in (
+            ("nums_new_tokens", nums_new_tokens, len(nums_new_tokens) == len(request_ids)),
+            ("levels", levels, len(levels) >= len(request_ids)),
+        ):
+            if not fits:
+                self._gate.discard()
+                raise InvalidArgument(f"{name}: has {len(given)} entries, request_ids has {len(request_ids)}")
         ended_step = self._ended_step(request_ids, nums_new_tokens, levels, ranks, ended, model_drafts)
         rows = self._rows
         assert rows is not None
