@@ -88,13 +88,13 @@ class ReplayResult:
 
 
 class Proposer(Protocol):
-    """A drafter in a replay. The rollout of a line is start, one step per decode step, finish."""
+    """A drafter in a replay. The rollout of a line is start, one draft per decode step, finish."""
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         """Begin a line's responses; `earlier` are responses to the same prompt."""
         return
 
-    def step(
+    def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
         """Index what is new in n rows and draft for them.
@@ -166,7 +166,7 @@ class IndexProposer:
         has_model = self._mixes and line.proposals
         self._model = LineProposals(line, self.num_speculative_tokens) if has_model else None
 
-    def step(
+    def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
         result = self.propose(rows, token_ids, levels, max_draft_tokens)
@@ -175,7 +175,7 @@ class IndexProposer:
     def propose(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> StepResult:
-        """`step`, with the survivals."""
+        """`draft`, with the survivals."""
         model = self._model.at(rows, levels) if self._model is not None else None
         sequences = self._sequences[rows]
         return self.index.index_and_draft(
@@ -236,7 +236,7 @@ def replay_line(
         running = is_running[rows]
         budgets = np.where(running, num_speculative_tokens, 0).astype(np.int32)
         begin = time.perf_counter()
-        drafts, numbers = proposer.step(rows, token_ids, levels[rows], budgets)
+        drafts, numbers = proposer.draft(rows, token_ids, levels[rows], budgets)
         result.propose_seconds += time.perf_counter() - begin
         result.num_proposed_rows += len(rows)
         accepted = _num_accepted(drafts, numbers, token_ids, rows, levels[rows])
