@@ -34,7 +34,7 @@ class Copier:
     def start(self, line, earlier):
         assert not len(earlier)
 
-    def step(self, rows, token_ids, levels, max_draft_tokens):
+    def draft(self, rows, token_ids, levels, max_draft_tokens):
         drafts = np.zeros((len(rows), 4), np.int32)
         numbers = np.zeros(len(rows), np.int32)
         for i, (row, level) in enumerate(zip(rows, levels, strict=True)):

@@ -55,7 +55,7 @@ def _guesses(index: IndexProposer, line: Rollout) -> list[Int32Array]:
     for i in range(found.shape[1]):
         rows = np.flatnonzero(ends > prompt_len + i).astype(np.int32)
         level = np.full(len(rows), prompt_len + i, np.int32)
-        drafts, numbers = index.step(rows, token_ids, level, np.ones(len(rows), np.int32))
+        drafts, numbers = index.draft(rows, token_ids, level, np.ones(len(rows), np.int32))
         found[rows, i] = np.where(numbers > 0, drafts[:, 0], -1)
     index.finish()
     return [guesses[: end - prompt_len] for guesses, end in zip(found, ends, strict=True)]

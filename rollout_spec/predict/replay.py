@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.backlog import Backlog
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.native import Int32Array
@@ -89,13 +88,13 @@ class ReplayResult:
 
 
 class Proposer(Protocol):
-    """A drafter in a replay. The rollout of a line is start, one step per decode step, finish."""
+    """A drafter in a replay. The rollout of a line is start, one draft per decode step, finish."""
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         """Begin a line's responses; `earlier` are responses to the same prompt."""
         return
 
-    def step(
+    def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
         """Index what is new in n rows and draft for them.
@@ -157,15 +156,17 @@ class IndexProposer:
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         self._group = self.index.open_group(line.prompt_token_ids)
-        backlog = Backlog(self.index)
-        backlog.add(self._group, len(line.prompt_token_ids), earlier)
-        backlog.index(backlog.num_tokens)
+        for response in reversed(earlier):  # of continuations that are equally frequent the latest is drafted
+            self.index.add_text(self._group, response)
+        none = np.empty(0, np.int32)
+        num_tokens = self.index.stats().num_waiting_tokens
+        self.index.index_and_draft(none, none[None], none, none, none, max_waiting_tokens=num_tokens)
         sequences = [self.index.open_sequence(self._group) for _ in line.responses]
         self._sequences = np.array(sequences, np.int32)
         has_model = self._mixes and line.proposals
         self._model = LineProposals(line, self.num_speculative_tokens) if has_model else None
 
-    def step(
+    def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
         result = self.propose(rows, token_ids, levels, max_draft_tokens)
@@ -174,10 +175,10 @@ class IndexProposer:
     def propose(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> StepResult:
-        """`step`, with the survivals."""
+        """`draft`, with the survivals."""
         model = self._model.at(rows, levels) if self._model is not None else None
         sequences = self._sequences[rows]
-        return self.index.step(
+        return self.index.index_and_draft(
             sequences, token_ids, rows, levels, max_draft_tokens, self.price, model_drafts=model
         )
 
@@ -235,7 +236,7 @@ def replay_line(
         running = is_running[rows]
         budgets = np.where(running, num_speculative_tokens, 0).astype(np.int32)
         begin = time.perf_counter()
-        drafts, numbers = proposer.step(rows, token_ids, levels[rows], budgets)
+        drafts, numbers = proposer.draft(rows, token_ids, levels[rows], budgets)
         result.propose_seconds += time.perf_counter() - begin
         result.num_proposed_rows += len(rows)
         accepted = _num_accepted(drafts, numbers, token_ids, rows, levels[rows])

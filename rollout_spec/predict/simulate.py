@@ -306,7 +306,7 @@ class Engine:
             names = [request.name for request in self._running]
             # A step for which the model does not draft has begun already: there are no drafts of the text.
             in_time = self._model is None or model is not None
-            return self.drafter.step(
+            return self.drafter.draft(
                 names, nums_new, self._token_ids, self._levels, ranks, None, in_time, model
             )
         if model is None:

@@ -187,7 +187,7 @@ def engine_call(method: str, config: SpecConfig, batch: Batch, rows: Sequence[Ro
 
     def propose(batch: Batch, sampled: list[list[int]]) -> list[list[int]]:
         nums_new_tokens = list(map(len, sampled))
-        return drafter.step(batch.req_ids, nums_new_tokens, batch.token_ids_cpu, batch.num_tokens_no_spec)
+        return drafter.draft(batch.req_ids, nums_new_tokens, batch.token_ids_cpu, batch.num_tokens_no_spec)
 
     return propose
 
@@ -248,6 +248,6 @@ def _index_sam(method: str, config: SpecConfig, texts: Int32Array) -> tuple[floa
     start = time.perf_counter_ns()
     for begin, end in _levels(texts):
         levels.fill(end)
-        drafter.step(names, [end - begin] * len(names), texts, levels)
+        drafter.draft(names, [end - begin] * len(names), texts, levels)
     nanoseconds = time.perf_counter_ns() - start
     return nanoseconds / texts.size, drafter.index.stats().num_bytes / texts.size

@@ -35,7 +35,7 @@ class SuffixGPU(Proposer):
         self._levels = np.zeros(num_rows, np.int32)
         self._tokens = torch.empty(0)
 
-    def step(
+    def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
         if not len(self._tokens):

@@ -100,7 +100,7 @@ class CoreMutant(NamedTuple):
 
 
 CORE = (
-    # step.c: what is indexed, learned and undone
+    # step.c: what is indexed, learned and left out
     CoreMutant("step.c", "if (predictions[i].token != new_tokens[i])", "if (false)"),
     CoreMutant("step.c", "rs_calibrate(&index->calibration, predictions + i, new_tokens[i]);", ";"),
     CoreMutant(
@@ -108,14 +108,21 @@ CORE = (
         "i < sequence->num_predictions && i < num_new",
         "i < sequence->num_predictions && i + 1 < num_new",
     ),
-    CoreMutant("step.c", "if (level >= sequence->level) {", "if (level > sequence->level) {"),
-    CoreMutant("step.c", "if (!sequence->after_prompt) {", "if (sequence->after_prompt) {"),
-    CoreMutant("step.c", "rs_retract(automaton, tokens[num_done], extensions + num_done);", ";"),
-    CoreMutant("step.c", "        rs_recent_push(&sequence->recent, tokens[position]);\n", ""),
+    CoreMutant(
+        "step.c", "batch->levels[i] >= sequence->at.level ?", "batch->levels[i] > sequence->at.level ?"
+    ),
+    CoreMutant("step.c", "rs_sequence_close(index, batch->sequences[i], NULL);", ";"),
     CoreMutant("step.c", "        rs_sequence_restart(index, sequence);\n", ""),
-    CoreMutant("step.c", "if (tokens[position] < 0) {", "if (tokens[position] < -1) {"),
-    CoreMutant("step.c", "index->groups[sequence->group].num_tokens += num_new;", ";"),
+    CoreMutant("step.c", "holds = tokens[position] >= 0;", "holds = tokens[position] >= -1;"),
     CoreMutant("step.c", "confidence >= RS_MODEL_CONFIDENCES", "confidence > RS_MODEL_CONFIDENCES"),
+    # index.c: what waits, and what is given up
+    CoreMutant("index.c", "group->idle_since < oldest->idle_since", "group->idle_since > oldest->idle_since"),
+    CoreMutant("index.c", "sequence->at = sequence->after_prompt ?", "sequence->at = !sequence->after_prompt ?"),
+    CoreMutant("index.c", "rs_sequence_restart(index, index->sequences + i);", ";"),
+    CoreMutant("index.c", "        rs_recent_push(&at->recent, token);\n", ""),
+    CoreMutant("index.c", "        group->num_tokens++;\n", ""),
+    CoreMutant("index.c", "    enter(index, found);\n", "    found->num_sequences++;\n"),
+    CoreMutant("index.c", "(*at)->is_prompt || !is_prompt", "true"),
     # draft.c: what is proposed, and where a draft ends
     CoreMutant("draft.c", "predictions[i].token < 0 || survival < min_survival", "predictions[i].token < 0"),
     CoreMutant("draft.c", "survival < min_survival", "survival <= min_survival"),
@@ -149,8 +156,8 @@ CORE = (
     ),
     CoreMutant("contexts.c", "found = is_weaker ? way : found;", "found = is_weaker ? found : way;"),
     CoreMutant("automaton.c", "if (a->states[origin].len != a->states[state].len + 1) {", "if (false) {"),
-    CoreMutant("automaton.c", "        count_suffixes(a, extension->after, 1);\n", ""),
-    CoreMutant("automaton.c", "        remove_clone(a, extension->origin);\n", ""),
+    CoreMutant("automaton.c", "        count_suffixes(a, after);\n", ""),
+    CoreMutant("automaton.c", "                remove_newest(a, last, state);\n", ""),
 )
 CORE_TESTS = (
     "tests/test_index.py", "tests/test_experience.py", "tests/test_index_state_machine.py",
