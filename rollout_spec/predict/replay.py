@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,8 +64,6 @@ class ReplayResult(Counts):
     num_drafts: int = 0
     num_tail_steps: int = 0  # of num_steps, those with at most max(1, n // 4) of the n siblings running
     num_tail_tokens: int = 0  # tokens that these gave
-    num_proposed_rows: int = 0
-    propose_seconds: float = 0.0
     responses: list[Replayed] = dataclasses.field(default_factory=list)
 
     @property
@@ -78,17 +75,13 @@ class ReplayResult(Counts):
         return 1.0 + _ratio(self.num_accepted_tokens, self.num_drafts)
 
     @property
-    def native_us_per_row(self) -> float:
-        return 1e6 * _ratio(self.propose_seconds, self.num_proposed_rows)
-
-    @property
     def tail_tokens_per_step(self) -> float:
         return _ratio(self.num_tail_tokens, self.num_tail_steps)
 
     def to_dict(self) -> dict[str, float]:
         names = (
             *("num_groups", "num_responses", "num_tokens", "num_steps", "tokens_per_step"),
-            *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length", "native_us_per_row"),
+            *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length"),
         )
         return {name: getattr(self, name) for name in names}
 
@@ -243,10 +236,7 @@ def replay_line(
     while is_running.any():
         running = is_running[rows]
         budgets = np.where(running, num_speculative_tokens, 0).astype(np.int32)
-        begin = time.perf_counter()
         drafts, numbers = proposer.step(rows, token_ids, levels[rows], budgets)
-        result.propose_seconds += time.perf_counter() - begin
-        result.num_proposed_rows += len(rows)
         result.num_drafts += int(np.count_nonzero(numbers))
         accepted = _num_accepted(drafts, numbers, token_ids, rows, levels[rows])
         gained = np.where(running, np.minimum(accepted + 1, ends[rows] - levels[rows]), 0)
