@@ -19,7 +19,7 @@ import pytest
 from rollout_spec import __version__
 from rollout_spec.certify import diagnosis
 from rollout_spec.cli import COMMANDS, build_parser, main
-from rollout_spec.trace import read_trace
+from rollout_spec.trace import read_trace, to_line
 from rollout_spec_lab import processes
 from rollout_spec_lab.cli.demo import TRAINERS, facts
 from rollout_spec_lab.demo.runner import Plan, overrides, run_names
@@ -94,7 +94,8 @@ def test_version():
         (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["demo", "--steps", "0"], "--steps: 0 must be at least 1"),
         (["simulate", "/nowhere.jsonl", "--step-times", "1:0.1"], "/nowhere.jsonl"),
-        (["simulate", TRACE, "--step-times", "nan:1"], "tokens from 1 and seconds above 0"),
+        (["simulate", TRACE, "--step-times", "1:1e-300,2:1"], "seconds from 1e-09 to 1e+06"),
+        (["simulate", TRACE, "--step-times", "1:0.02,1:0.03"], "1 tokens have more than one time"),
         (["simulate", TRACE, "--step-times", "/nowhere.json"], "neither a file nor tokens:seconds"),
         (["simulate", TRACE], "one of the arguments --step-times --model-config is required"),
         (["simulate", TRACE, "--step-times", "1:0.1", "--tp", "2"], "--tp: belongs to --model-config"),
@@ -148,16 +149,28 @@ def test_version():
             f"--spec history: no group of {TRACE} comes back in a later step",
         ),
         *(
-            ([*command, "--spec", "model_tokens=1"], "--spec model_tokens=1: --model-tokens sets it")
+            ([*command, "--spec", "model_tokens=1"], "--spec model_tokens=1: --model-acceptance sets it")
             for command in (["replay", TRACE], ["simulate", TRACE, "--step-times", "1:0.1"])
         ),
-        (["replay", TRACE, "--model-tokens", "2"], "--model-tokens: belongs to --model-acceptance"),
+        *(
+            (["replay", TRACE, "--model-acceptance", given], f"--model-acceptance {given}: must be numbers")
+            for given in ("", "1.1", "0.8;0.7", "0.5,", ",".join(["0.5"] * 65))
+        ),
+        (["replay", ""], "FILE_OR_FOLDER: must name a file or a folder"),
+        (
+            ["simulate", TRACE, "--limit-groups", "1", "--step-times", "1:0.1", "--model-pass-ms", "3"],
+            "--model-pass-ms: belongs to --model-acceptance",
+        ),
+        *(
+            (["replay", TRACE, option, ""], f"{option}: must name a file or a folder")
+            for option in ("--tokenizer", "--model-config", "--output")
+        ),
         (
             (
                 f"simulate {TRACE} --limit-groups 1 --model-acceptance 0.7 --model-config {EXPERTS}"
                 " --gpu h100 --tp 4 --dp 8"
             ).split(),
-            "--dp 8: engines refuse a model that drafts on data-parallel ranks of experts",
+            "--dp 8: engines refuse a draft model on data-parallel ranks of experts",
         ),
         (["replay", TRACE, "--history", "0"], "--history: use --spec history=0"),
         (["replay", TRACE, "--history=0"], "--history: use --spec history=0"),
@@ -234,14 +247,17 @@ def test_every_command_has_groups_for_its_arguments_and_one_example(name):
 
 
 @pytest.mark.parametrize(
-    ("command", "options"),
-    [("simulate", ["--step-times", "1:0.1", "--group-size", "1"]), ("replay", ["--max-responses", "1"])],
+    ("options", "lines"),
+    [
+        (["simulate", "--step-times", "1:0.1", "--group-size", "1"], [[[], [2]]]),
+        (["replay", "--limit-groups", "1"], [[[]], [[2, 3]]]),
+    ],
 )
-def test_first_responses_without_a_token_are_a_mistake(command, options, tmp_path, capsys):
+def test_first_responses_without_a_token_are_a_mistake(options, lines, tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"group": "a", "prompt_token_ids": [1], "responses": [[], [2]]}\n')
-    assert main([command, str(trace), *options]) == 2
-    assert capsys.readouterr().err == f"rollout-spec {command}: {trace}: no token in any response\n"
+    trace.write_text("".join(to_line("a", None, [1], responses) for responses in lines))
+    assert main([options[0], str(trace), *options[1:]]) == 2
+    assert capsys.readouterr().err == f"rollout-spec {options[0]}: {trace}: no token in any response\n"
 
 
 def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts(tmp_path, capsys):
@@ -283,9 +299,7 @@ def test_simulate_compares_thresholds_on_clusters():
     assert one["runs"][0]["makespan_s"] > two["runs"][0]["makespan_s"]
     assert max(run["speedup"] for run in one["runs"]) > 1.1
     # As wide as a file: pytest-xdist tells its workers the width of a terminal.
-    shown = run(
-        "simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, "--tail-rows", 2, COLUMNS="200"
-    )
+    shown = run("simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, COLUMNS="200")
     assert "sam *" in shown.stdout
     speedup = max(run["speedup"] for run in one["runs"])
     first = f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_threshold="
@@ -297,10 +311,10 @@ def test_simulate_compares_thresholds_on_clusters():
 def test_simulate_says_whether_a_model_should_draft_too(capsys):
     """Where its passes are cheap, and not where they are dear; and not without what a pass takes."""
     options = ["simulate", RECORDING, "--limit-groups", "6", "--batch-thresholds", "64"]
-    options += ["--model-acceptance", "0.7"]
+    options += ["--model-acceptance", "0.7,0.7,0.7"]
     table = ["--step-times", "1:0.02,64:0.021,256:0.04"]
     assert main([*options, *table]) == 2
-    assert "--model-pass-ms, what a pass takes" in capsys.readouterr().err
+    assert "needs --model-pass-ms too" in capsys.readouterr().err
     found = {}
     times = {"cheap": [*table, "--model-pass-ms", "1"], "dear": [*table, "--model-pass-ms", "50"]}
     for name, given in (times | {"head": ["--model-config", QWEN, "--gpu", "h100"]}).items():

@@ -364,7 +364,7 @@ def test_bad_options_are_one_line(options, message, capsys):
 def test_a_simulated_model_is_right_as_often_as_asked():
     """Behind right tokens, and oftener where the index is right; the same each time."""
     lines = list(islice(read_trace(RECORDING), 12))
-    modelled, again = (list(simulate_model(lines, (0.8, 0.5), 3)) for _ in range(2))
+    modelled, again = (list(simulate_model(lines, (0.8, 0.5, 0.5))) for _ in range(2))
     num_right, num_tried = np.zeros(3), np.zeros(3)
     for line, same in zip(modelled, again, strict=True):
         for response, said, other in zip(line.responses, line.proposals, same.proposals, strict=True):
@@ -381,7 +381,7 @@ def test_a_simulated_model_is_right_as_often_as_asked():
 
 
 def test_a_model_as_one_more_expert_beats_the_better_of_both_in_each_step():
-    lines = list(simulate_model(islice(read_trace(RECORDING), 12), (0.8,), 3))
+    lines = list(simulate_model(islice(read_trace(RECORDING), 12), (0.8, 0.8, 0.8)))
     runs = all_runs(("sam", "model", "choose", "sam+model"), SpecConfig(), [8], [0], [0.1])
     suffix, model, choose, both = (result["tokens_per_step"] for result in measure(lines, runs))
     assert both > 1.05 * choose > 1.05 * max(suffix, model)

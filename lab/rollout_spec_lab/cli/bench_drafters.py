@@ -30,8 +30,9 @@ REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
     **{
         name: f"--{name.replace('_', '-')} sets it"
-        for name in ("num_speculative_tokens", "model_tokens", "history", "min_survival")
+        for name in ("num_speculative_tokens", "history", "min_survival")
     },
+    "model_tokens": "--model-acceptance sets it, a number for each",
 }
 
 

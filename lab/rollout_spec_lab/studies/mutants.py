@@ -117,7 +117,9 @@ CORE = (
     CoreMutant("step.c", "confidence >= RS_MODEL_CONFIDENCES", "confidence > RS_MODEL_CONFIDENCES"),
     # index.c: what waits, and what is given up
     CoreMutant("index.c", "group->idle_since < oldest->idle_since", "group->idle_since > oldest->idle_since"),
-    CoreMutant("index.c", "sequence->at = sequence->after_prompt ?", "sequence->at = !sequence->after_prompt ?"),
+    CoreMutant(
+        "index.c", "sequence->at = sequence->after_prompt ?", "sequence->at = !sequence->after_prompt ?"
+    ),
     CoreMutant("index.c", "rs_sequence_restart(index, index->sequences + i);", ";"),
     CoreMutant("index.c", "        rs_recent_push(&at->recent, token);\n", ""),
     CoreMutant("index.c", "        group->num_tokens++;\n", ""),
