@@ -252,8 +252,7 @@ def _headline(results: list[dict[str, Any]]) -> str:
 
 
 def _print_table(title: str, results: list[dict[str, Any]]) -> None:
-    from rollout_spec.cli.console import make_console
-    from rollout_spec.report.tables import make_table
+    from rollout_spec.cli.console import make_console, make_table
 
     columns = (
         *("rows", "group", "drafts", "threshold", "K"),
