@@ -34,7 +34,7 @@ class Copier:
     def start(self, line, earlier):
         assert not len(earlier)
 
-    def step(self, rows, token_ids, levels, max_draft_tokens):
+    def draft(self, rows, token_ids, levels, max_draft_tokens):
         drafts = np.zeros((len(rows), 4), np.int32)
         numbers = np.zeros(len(rows), np.int32)
         for i, (row, level) in enumerate(zip(rows, levels, strict=True)):
@@ -176,7 +176,7 @@ def test_command_prints_json(path, capsys):
     assert main(["replay", str(path), *options, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["num_groups"], values["num_tokens"]) == (1, 7)
-    assert values["tokens_per_step"] > 1 and values["native_us_per_row"] > 0
+    assert values["tokens_per_step"] > 1
     assert {"draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length"} <= values.keys()
 
 
