@@ -2,6 +2,6 @@
 
 In: the runner, its batch, the calls of its samplers and of its speculator. Out: drafts for the scheduler,
 tokens drawn with a request's own noise.
-May import: `config`, `drafting`, `patches`, `verification`, `vllm`, `vllm.upstream`, numpy, torch, vllm.
+May import: `config`, `drafting`, `patches`, `verification`, `vllm`, numpy, torch, vllm.
 It never imports `mrv1`.
 """
