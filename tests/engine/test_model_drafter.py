@@ -298,9 +298,7 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
             (config.scheduler_config, "async_scheduling", True, "async_scheduling must be False with"),
             (speculative, "disable_padded_drafter_batch", True, "disable_padded_drafter_batch"),
         ),
-        "V2": (
-            (checks, "mrv2_misfit", lambda: "it (is new)", r"V2 does not fit it \(is new\); set VLLM_U"),
-        ),
+        "V2": ((checks, "mrv2_misfit", lambda: "it (is new)", r"V2 does not fit it \(is new\); set VLLM_U"),),
     }
     for owner, name, value, refusal in (
         (config.parallel_config, "pipeline_parallel_size", 2, "pipeline_parallel_size must be 1"),
