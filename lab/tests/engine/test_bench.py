@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rollout_spec_lab.bench.engine import Load, random_prompts
 
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
 from rollout_spec.trace import read_trace, trace_file

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rollout_spec_lab.bench.host import CPU, has_ngram_on_v2
 from vllm.platforms import current_platform
 
 from rollout_spec.trace import to_line
