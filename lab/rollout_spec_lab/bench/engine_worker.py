@@ -157,21 +157,26 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """
     engine = make_engine(job)
     watch = Watch(engine)
-    serve(engine, *_warm_up(engine))
-    prompts, params = _requests(job)
+    warm_up(engine)
     recorder = (
         watch.record_proposals(job["model_drafter"]["num_speculative_tokens"]) if job.get("records") else None
     )
+    found = rollout(engine, watch, job)
+    proposals = {"proposals": recorder.proposals(found["responses"])} if recorder else {}
+    return proposals | found | {"settings": settings_of(engine.vllm_config)}
+
+
+def rollout(engine: Any, watch: Watch, job: dict[str, Any]) -> dict[str, Any]:
+    """What `run` says of a job's requests, but for settings and proposals."""
+    prompts, params = _requests(job)
     watch.start()
     responses = serve(engine, prompts, params)
     watch.take_counters()
-    proposals = {"proposals": recorder.proposals(responses)} if recorder else {}
-    return proposals | {
+    return {
         "timeline": dataclasses.asdict(watch.timeline),
         "draft_cpu_s": watch.draft_cpu_s,
         "counters": watch.counters.to_dict(),
         "responses": responses,
-        "settings": settings_of(engine.vllm_config),
     }
 
 
@@ -221,14 +226,14 @@ def _requests(job: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
     return [job["prompts"][request["prompt"]] for request in job["requests"]], params
 
 
-def _warm_up(engine: Any) -> tuple[list[list[int]], list[Any]]:
+def warm_up(engine: Any) -> None:
     """A full batch of random prompts: nothing to draft from, but every code path has run once."""
     config = engine.vllm_config
     rng = np.random.default_rng(config.model_config.seed)
     shape = (config.scheduler_config.max_num_seqs, 2 * WARM_UP_TOKENS)
     prompts = rng.integers(0, config.model_config.get_vocab_size(), shape).tolist()
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
-    return prompts, [params] * len(prompts)
+    serve(engine, prompts, [params] * len(prompts))
 
 
 def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:

@@ -44,7 +44,7 @@ def plot_rollouts(timelines: dict[str, dict[str, list]], threshold: int, file: P
     """Per method: the running requests over time, shaded where draft tokens were verified.
 
     Args:
-        timelines: the columns of a `measure.engine.Timeline` by method, all of one repeat.
+        timelines: the columns of a `bench.timeline.Timeline` by method, all of one repeat.
         threshold: of running requests, where the tail begins.
     """
     import numpy as np

@@ -1,4 +1,4 @@
-"""Tables of what was measured, for a terminal."""
+"""Tables of what `bench` measured, for a terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from rollout_spec.cli.console import make_table
+
 FIGURES = {
     "tokens/step": "tokens_per_step",
     "drafted/step": "draft_tokens_per_step",
@@ -15,14 +17,6 @@ FIGURES = {
     "tail": "tail_tokens_per_step",
 }
 SETTING = ("method", "P", "K", "history")
-
-
-def make_table(title: str, *columns: str, caption: str | None = None) -> Table:
-    """The first column to the left, figures to the right."""
-    table = Table(title=title, title_justify="left", caption=caption)
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
-    return table
 
 
 def drafters_tables(record: dict[str, Any]) -> Iterator[Table]:
@@ -67,16 +61,10 @@ def _ratios(trace: str, results: list[dict[str, Any]]) -> Table:
 
 def _costs(trace: str, costs: list[dict[str, Any]]) -> Table:
     first = costs[0]
-    sizes = [f"{int(size) >> 10} k" for size in first["bytes_per_token"]]
     columns = [f"us, {size} rows" for size in first["us_per_row"]]
-    columns += [f"{unit}, {size}" for unit in ("ns", "bytes") for size in sizes]
-    title = f"{trace}: a step per row, K = {first['num_speculative_tokens']}, and a token of an indexed text"
-    table = make_table(title, "method", *columns)
+    table = make_table(f"{trace}: a step per row, K = {first['num_speculative_tokens']}", "method", *columns)
     for cost in costs:
-        times = (f"{value:.2f}" for value in cost["us_per_row"].values())
-        indexed = (*cost["ns_per_indexed_token"].values(), *cost["bytes_per_token"].values())
-        cells = ("" if value is None else f"{value:.0f}" for value in indexed)
-        table.add_row(cost["method"], *times, *cells)
+        table.add_row(cost["method"], *(f"{value:.2f}" for value in cost["us_per_row"].values()))
     return table
 
 
