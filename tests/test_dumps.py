@@ -28,6 +28,7 @@ from rollout_spec.trace import TraceError, to_line
 
 WORDS = ["?", "user", "p", "q", "a", "b", "c"]
 P, Q, A, B, C = range(2, 7)
+CALLED = [0] * 4  # {"name": .., "arguments": ..}, unknown words
 ROWS = [("p q", "a b"), ("q", "c"), ("p q", "a c")]
 WANTED = [([P, Q], [[A, B], [A, C]]), ([Q], [[C]])]
 
@@ -173,10 +174,8 @@ def responses_api(*items):
     return {"object": "response", "error": None, "output": list(items), **settings}
 
 
-THOUGHT, SILENT = (
-    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]},
-    {"type": "reasoning", "summary": []},
-)
+THOUGHT = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]}
+SILENT = {"type": "reasoning", "summary": []}
 MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
 CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
 
@@ -184,7 +183,7 @@ CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
 @pytest.mark.parametrize("columns", [None, {"response": "response.body.output"}])
 @pytest.mark.parametrize(
     ("items", "tokens"),
-    [([SILENT, MESSAGE], [A]), ([THOUGHT, MESSAGE, CALL], [B, A, *[0] * 4]), ([MESSAGE, MESSAGE], [A, A])],
+    [([SILENT, MESSAGE], [A]), ([THOUGHT, MESSAGE, CALL], [B, A, *CALLED]), ([MESSAGE, MESSAGE], [A, A])],
 )
 def test_the_items_of_the_responses_api_are_one_response(tmp_path, tokenizer, caplog, columns, items, tokens):
     bodies = {"x": responses_api(*items), "y": responses_api(SILENT)}
@@ -302,19 +301,9 @@ def test_chats_are_siblings_by_their_first_messages(tmp_path, tokenizer):
     turns = [asked("p"), said("a") | {"tool_calls": [call]}, {"role": "tool", "content": "q"}, said("b")]
     chats = [{"messages": turns}, {"messages": [asked("p"), said("c")]}, {"messages": [asked("p")]}]
     old = {"conversations": [{"from": "user", "value": "p"}, {"from": "gpt", "value": "b"}]}
-    (tmp_path / "x.jsonl").write_bytes(lines([*chats, old]))
-    unknown = WORDS.index("?")  # {"name":, "a",, "arguments":, "b"}
-    assert found([tmp_path], tokenizer) == [([1, P], [[A, *[unknown] * 4, B], [C], [B]])]
-
-
-@pytest.mark.parametrize("row", [lambda chat: {"messages": chat}, list])
-def test_chats_one_a_line_and_nothing(tmp_path, tokenizer, row):
-    rows = [None, *(row([asked("p"), said(text)]) for text in ("a", "b")), None]
-    (tmp_path / "x.jsonl").write_bytes(lines(rows))
-    assert found([tmp_path], tokenizer) == [([1, P], [[A], [B]])]
-
-
-CALLED = [0] * 4  # {"name": .., "arguments": ..}, unknown words
+    bare = [asked("p"), said("a")]  # no field around it
+    (tmp_path / "x.jsonl").write_bytes(lines([None, *chats, old, bare, None]))
+    assert found([tmp_path], tokenizer) == [([1, P], [[A, *CALLED, B], [C], [B], [A]])]
 
 
 @pytest.mark.parametrize(
@@ -375,13 +364,6 @@ def test_an_error_of_batch_outputs_is_no_response(tmp_path, tokenizer, caplog, a
     assert "x.jsonl: 1 of 2 rows have no response" in caplog.text
 
 
-@pytest.mark.parametrize(("ids", "wanted"), [((0, 0), ["0"]), ((0, 1), ["0", "1"])])
-def test_a_group_may_be_zero(tmp_path, ids, wanted):
-    rows = [{"gid": gid, "prompt_ids": [p], "response_ids": [1]} for p, gid in enumerate(ids)]
-    (tmp_path / "x.jsonl").write_bytes(lines(rows))
-    assert [one.group for one in read_rollouts([tmp_path], columns={"group": "gid"})] == wanted
-
-
 def test_columns_are_named(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_bytes(lines(NAMED))
     columns = {"prompt": "row.ask", "response": "said"}
@@ -403,9 +385,14 @@ def test_a_step_may_be_none_of_the_training(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("step", "wanted"), [(3, 3), (3.0, 3), ("3", 3), ("last", None), ("9" * 5000, None), (None, None)]
 )
-def test_a_step_is_a_number_or_its_digits(tmp_path, step, wanted):
-    (tmp_path / "x.jsonl").write_bytes(lines([{"prompt_ids": [1], "response_ids": [2], "step": step}]))
-    assert [one.step for one in read_rollouts([tmp_path])] == [wanted]
+def test_a_step_is_a_number_or_its_digits_and_a_group_may_be_zero(tmp_path, step, wanted):
+    rows = [{"gid": i, "prompt_ids": [1], "response_ids": [2], "step": step} for i in (0, 0, 1)]
+    (tmp_path / "x.jsonl").write_bytes(lines(rows))
+    rollouts = list(read_rollouts([tmp_path], columns={"group": "gid"}))
+    assert [(one.group, one.step, len(one.responses)) for one in rollouts] == [
+        ("0", wanted, 2),
+        ("1", wanted, 1),
+    ]
 
 
 def test_steps_and_prompts_of_a_verl_run(tmp_path, tokenizer):
@@ -498,47 +485,27 @@ def test_what_verl_writes_is_read_whatever_the_order(tmp_path_factory, tokenizer
     assert [step for step, _, _ in read] == sorted(step for step, _, _ in rows)
 
 
+DEEP, NESTED = b"[" * 100_000, b"[" * 700 + b"]" * 700
 MISTAKES = [
     (b"", "", "x.jsonl: it has no rows; wanted: a recording, verl's rollout_data_dir"),
-    (b"\n \n", "", "x.jsonl: it has no rows; wanted: a recording"),
-    (to_line("g", 1, [1], [[]]).encode(), "", "x.jsonl: no token in any response"),
-    (
-        b"%PDF-1.7\n%",
-        "",
-        "x.jsonl: it begins with b'%PDF-1.7\\n%', which is neither JSON nor parquet; wa",
-    ),
+    (b"\xef\xbb\xbf\n \n", "", "x.jsonl: it has no rows; wanted: a recording"),
+    (to_line("g", 1, [1], [[], []]).encode(), "", "x.jsonl: no token in any response"),
+    (b"%PDF-1.7\n%", "", "x.jsonl: it begins with b'%PDF-1.7\\n%', which is neither JSON nor parquet; wa"),
     (b"PAR1nothing", "", "x.jsonl: "),
-    (
-        b'{"a": 1, "b": 2}\n{"a": 1}\n',
-        "",
-        "x.jsonl: no response that is known among a, b; wanted: ",
-    ),
+    (b'{"a": 1, "b": 2}\n{"a": 1}\n', "", "x.jsonl: no response that is known among a, b; wanted: "),
     (b"[1, 2]", "", "x.jsonl: no response that is known among [1, 2]; wanted: "),
-    (b"\xef\xbb\xbf", "", "x.jsonl: it has no rows; wanted: a recording"),
     (b'{"a": "caf\xe9"}\n' + VERL, "", "x.jsonl:1: not JSON: 'utf-8' codec can't decode"),
     (b'[\n"caf\xe9"]', "", "x.jsonl:2: not JSON: 'utf-8' codec can't decode"),
     (b'{"a": 1' + b"0" * 5000 + b"}", "", "x.jsonl:1: not JSON: Exceeds the limit"),
-    (b"[" * 100_000, "", "x.jsonl:1: not JSON: maximum recursion"),
-    (b"[\n" + b"[" * 100_000, "", "x.jsonl: not JSON: maximum recursion"),
-    (VERL + b"[" * 100_000, "", "x.jsonl:4: not JSON: maximum recursion"),
-    (
-        VERL + b'{"messages": [{"from": "gpt", "value": ' + b"[" * 700 + b"]" * 700 + b"}]}",
-        "",
-        "x.jsonl:4: maximum recursion",
-    ),
+    (DEEP, "", "x.jsonl:1: not JSON: maximum recursion"),
+    (b"[\n" + DEEP, "", "x.jsonl: not JSON: maximum recursion"),
+    (VERL + DEEP, "", "x.jsonl:4: not JSON: maximum recursion"),
+    (VERL + b'{"messages": [{"from": "gpt", "value": ' + NESTED + b"}]}", "", "x.jsonl:4: maximum recursion"),
     (VERL + b'{"output": "a", "step": 1e400}', "", "x.jsonl:4: step: cannot convert float infinity"),
     (gzip.compress(VERL)[:40], "", "x.jsonl: Compressed file ended before"),
     (bz2.compress(VERL)[:9] + bytes(50), "", "x.jsonl: Invalid data stream"),
-    (
-        VERL,
-        "",
-        "it holds texts, and drafts are made of tokens: --tokenizer DIR names the policy's",
-    ),
-    (
-        VERL,
-        "--tokenizer /nowhere",
-        "--tokenizer /nowhere: no such file; where a folder has none, transformers",
-    ),
+    (VERL, "", "it holds texts, and drafts are made of tokens: --tokenizer DIR names the policy's"),
+    (VERL, "--tokenizer /nowhere", "--tokenizer /nowhere: no such file; where a folder has none"),
     (VERL, f"--tokenizer {__file__}", f"--tokenizer {__file__}: no tokenizer.json: "),
     (VERL + b"{\n{}\n", "", "x.jsonl:4: not JSON: "),
     (lines(NAMED), "--columns response=reply", "x.jsonl: no response that is known among row, said; wanted"),
@@ -547,11 +514,7 @@ MISTAKES = [
         "--columns response=said,prompt=ask",
         "--columns prompt=ask: a row has the fields row, said",
     ),
-    (
-        lines(NAMED),
-        "--columns reply=said",
-        "--columns reply=said: must be prompt=NAME, response=NAME, gro",
-    ),
+    (lines(NAMED), "--columns reply=said", "--columns reply=said: must be prompt=NAME, response=NAME, gro"),
     (lines(NAMED), "--columns prompt", "--columns prompt: must be prompt=NAME, response=NAME, gro"),
     (b'{"prompt_ids": [-1], "responses": [1]}', "", "x.jsonl[0]: -1 is not a token id"),
 ]

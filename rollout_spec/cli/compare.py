@@ -12,7 +12,7 @@ _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    compared = parser.add_argument_group("what is compared")
+    compared = parser.add_argument_group("the two runs")
     compared.add_argument("off", metavar="RUN_OFF", help=f"run with +rollout.spec=off: {_RUN}")
     compared.add_argument("on", metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds")
     output = parser.add_argument_group("output")

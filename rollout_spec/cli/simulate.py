@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
         "--batch-thresholds", nargs="+", default=["4", "8", "16", "32", "auto"], metavar="T",
-        help="numbers or auto",
+        help="numbers: draft while at most so many requests run; auto: the gate decides by measured time",
     )  # fmt: skip
     drafter.add_argument(
         "--num-speculative-tokens", type=int, nargs="+", default=[SpecConfig.num_speculative_tokens],
@@ -182,6 +182,10 @@ def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
     if args.model_pass_ms is not None:
         of_pass = StepTimes([(1, max(args.model_pass_ms / 1e3, SECONDS[0]), 1)])
     model = model_of(lines, of_pass)
+    if model is None and args.model_pass_ms is not None:
+        raise UserError(
+            "--model-pass-ms: belongs to --model-acceptance, or to a recording with a model's drafts"
+        )
     if model and of_pass is None:
         raise UserError("--model-acceptance: with --step-times it needs --model-pass-ms too")
     if model and (args.dp or 1) > 1:
@@ -252,9 +256,9 @@ def _print_table(title: str, results: list[dict[str, Any]]) -> None:
 
     columns = (
         *("rows", "group", "drafts", "threshold", "K"),
-        *("makespan s", "x off", "tail share", "tokens/step", "acceptance"),
+        *("makespan s", "speedup", "tail share", "tokens/step", "acceptance"),
     )
-    table = make_table(f"{title}: simulated rollouts, * what to choose", "engines", *columns)
+    table = make_table(f"{title}: simulated rollouts (* the fastest)", "engines", *columns)
     for result in results:
         best = min(result["runs"], key=lambda figures: figures["makespan_s"])
         for figures in result["runs"]:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from rollout_spec.predict.rows import Columns, Group, groups_in
 from rollout_spec.trace import Rollout, TraceError, parse_json, read_lines, token_ids
 
-MAX_JSON_BYTES = 1 << 29
+MAX_JSON_BYTES = 1 << 28
 """The longest line, and the longest document of several lines. Parsed, it takes several times the memory."""
 _FILES = re.compile(r"\.(jsonl?|ndjson|parquet)(\.(gz|bz2|xz|zst))?$")
 _DAMAGED = (EOFError, OSError, lzma.LZMAError, zlib.error)  # what decompressors raise

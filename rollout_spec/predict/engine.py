@@ -215,7 +215,7 @@ class Engine:
             names = [request.name for request in self._running]
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
             in_time = self._model is None or model is not None
-            return self.drafter.step(
+            return self.drafter.draft(
                 names, nums_new, self._token_ids, self._levels, ranks, None, in_time, model
             )
         if model is None:

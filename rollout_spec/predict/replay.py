@@ -1,14 +1,13 @@
 """Replay recorded rollouts through the suffix index, without a model.
 
 A draft token is accepted exactly when it equals the recorded token. The responses of one line decode in
-lockstep, as siblings do in a rollout. Of other lines the drafter has its history, and the wording it has learned.
+lockstep, as siblings do in a rollout. Of other lines the drafter has its history, and the wording it learned.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +15,6 @@ from typing import Protocol
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.backlog import Backlog
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.native import Int32Array
@@ -65,8 +63,6 @@ class ReplayResult(Counts):
     num_drafts: int = 0
     num_tail_steps: int = 0  # of num_steps, those with at most max(1, n // 4) of the n siblings running
     num_tail_tokens: int = 0  # tokens that these gave
-    num_proposed_rows: int = 0
-    propose_seconds: float = 0.0
     responses: list[Replayed] = dataclasses.field(default_factory=list)
 
     @property
@@ -78,17 +74,13 @@ class ReplayResult(Counts):
         return 1.0 + _ratio(self.num_accepted_tokens, self.num_drafts)
 
     @property
-    def native_us_per_row(self) -> float:
-        return 1e6 * _ratio(self.propose_seconds, self.num_proposed_rows)
-
-    @property
     def tail_tokens_per_step(self) -> float:
         return _ratio(self.num_tail_tokens, self.num_tail_steps)
 
     def to_dict(self) -> dict[str, float]:
         names = (
             *("num_groups", "num_responses", "num_tokens", "num_steps", "tokens_per_step"),
-            *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length", "native_us_per_row"),
+            *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length"),
         )
         return {name: getattr(self, name) for name in names}
 
@@ -98,13 +90,13 @@ def _ratio(part: float, whole: float) -> float:
 
 
 class Proposer(Protocol):
-    """A drafter in a replay: `start` of a line, a `step` for each decode step of its responses, `finish`."""
+    """A drafter in a replay: `start` of a line, a `draft` for each decode step of its responses, `finish`."""
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         """Begin a line's responses; `earlier` are responses to the same prompt."""
         return
 
-    def step(
+    def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
         """Index what is new in n rows and draft for them.
@@ -174,14 +166,17 @@ class IndexProposer:
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         self._group = self.index.open_group(line.prompt_token_ids)
-        backlog = Backlog(self.index)
-        backlog.add(self._group, len(line.prompt_token_ids), earlier)
-        backlog.index(backlog.num_tokens)
-        self._sequences = np.array([self.index.open_sequence(self._group) for _ in line.responses], np.int32)
+        for response in reversed(earlier):  # of continuations that are equally frequent the latest is drafted
+            self.index.add_text(self._group, response)
+        none = np.empty(0, np.int32)
+        num_tokens = self.index.stats().num_waiting_tokens
+        self.index.index_and_draft(none, none[None], none, none, none, max_waiting_tokens=num_tokens)
+        sequences = [self.index.open_sequence(self._group) for _ in line.responses]
+        self._sequences = np.array(sequences, np.int32)
         has_model = self._mixes and line.proposals
         self._model = LineProposals(line, self.num_speculative_tokens) if has_model else None
 
-    def step(
+    def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
         result = self.propose(rows, token_ids, levels, max_draft_tokens)
@@ -190,10 +185,10 @@ class IndexProposer:
     def propose(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> StepResult:
-        """`step`, with the survivals."""
+        """`draft`, with the survivals."""
         model = self._model.at(rows, levels) if self._model is not None else None
         sequences = self._sequences[rows]
-        return self.index.step(
+        return self.index.index_and_draft(
             sequences, token_ids, rows, levels, max_draft_tokens, self.price, model_drafts=model
         )
 
@@ -243,10 +238,7 @@ def replay_line(
     while is_running.any():
         running = is_running[rows]
         budgets = np.where(running, num_speculative_tokens, 0).astype(np.int32)
-        begin = time.perf_counter()
-        drafts, numbers = proposer.step(rows, token_ids, levels[rows], budgets)
-        result.propose_seconds += time.perf_counter() - begin
-        result.num_proposed_rows += len(rows)
+        drafts, numbers = proposer.draft(rows, token_ids, levels[rows], budgets)
         result.num_drafts += int(np.count_nonzero(numbers))
         accepted = _num_accepted(drafts, numbers, token_ids, rows, levels[rows])
         gained = np.where(running, np.minimum(accepted + 1, ends[rows] - levels[rows]), 0)

@@ -77,10 +77,8 @@ class StepTimes:
             return cls(
                 [(float(n), float(s), 1.0) for n, s in (point.split(":") for point in text.split(","))]
             )
-        except ValueError as error:
-            raise StepTimesError(
-                f"step times {text!r}: neither a file nor tokens:seconds,..., {error}"
-            ) from None
+        except ValueError:
+            raise StepTimesError(f"step times {text!r}: neither a file nor tokens:seconds,...") from None
 
     @classmethod
     def _from_file(cls, path: Path) -> StepTimes:

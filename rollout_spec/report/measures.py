@@ -39,11 +39,6 @@ MEASURES = (
     Measure("tokens_per_second", "Generated tokens per second", "", "generated_tokens", "rollout_seconds"),
     Measure("tokens_per_step", "Tokens per step", "", "generated_tokens", "decode_steps"),
     Measure("acceptance_rate", "Acceptance rate", "%", "num_accepted_tokens", "num_draft_tokens", False),
-    Measure(
-        "model_acceptance_rate", "Acceptance of model drafts", "%", "model_accepted", "model_drafted", False
-    ),
-    Measure("text_acceptance_rate", "Acceptance of text drafts", "%", "text_accepted", "text_drafted", False),
-    Measure("model_share", "Share of model drafts", "%", "model_drafted", "num_draft_tokens", False),
     Measure("draft_ms", "Drafter time per engine step", "ms", "draft_ms"),
     Measure("reward", "Reward", "", "reward", is_ratio=False),
     Measure("response_length", "Response length", "tokens", "response_length"),

@@ -47,10 +47,6 @@ class Step:
     num_draft_tokens: float = _ours("num_draft_tokens")
     num_accepted_tokens: float = _ours("num_accepted_tokens")
     num_interrupted: float = _ours("num_interrupted")  # requests that a weight sync interrupted
-    # Of the draft tokens, where a model drafts beside the text.
-    model_share: float = _logged(PREFIX + "model_share")
-    model_acceptance_rate: float = _logged(PREFIX + "model_acceptance_rate")
-    text_acceptance_rate: float = _logged(PREFIX + "text_acceptance_rate")
     draft_ms: float = _logged(PREFIX + "draft_ms")  # on the host, per engine step
     step_seconds: float = _logged("timing_s/step")
     reward: float = _logged("critic/rewards/mean")
@@ -68,22 +64,6 @@ class Step:
     @property
     def acceptance_rate(self) -> float:
         return ratio(self.num_accepted_tokens, self.num_draft_tokens)
-
-    @property
-    def model_drafted(self) -> float:
-        return self.model_share * self.num_draft_tokens
-
-    @property
-    def model_accepted(self) -> float:
-        return self.model_acceptance_rate * self.model_drafted
-
-    @property
-    def text_drafted(self) -> float:
-        return self.num_draft_tokens - self.model_drafted
-
-    @property
-    def text_accepted(self) -> float:
-        return self.text_acceptance_rate * self.text_drafted
 
     @property
     def tokens_per_second(self) -> float:

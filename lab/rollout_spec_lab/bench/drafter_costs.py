@@ -167,6 +167,6 @@ def engine_call(method: str, config: SpecConfig, batch: Batch, rows: Sequence[Ro
 
     def propose(batch: Batch, sampled: list[list[int]]) -> list[list[int]]:
         nums_new_tokens = list(map(len, sampled))
-        return drafter.step(batch.req_ids, nums_new_tokens, batch.token_ids_cpu, batch.num_tokens_no_spec)
+        return drafter.draft(batch.req_ids, nums_new_tokens, batch.token_ids_cpu, batch.num_tokens_no_spec)
 
     return propose

@@ -85,7 +85,7 @@ class Batch:
 
 
 class Off(Proposer):
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         return np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32)
 
 
@@ -118,7 +118,7 @@ class Suffix:
         self._num_prompt_tokens = np.full(num_rows, len(line.prompt_token_ids), np.int32)
         self._levels = self._num_prompt_tokens.copy()
 
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         sampled: list[list[int]] = [[] for _ in self._names]  # an absent row: as one that prefills
         for row, level in zip(rows, levels, strict=True):
             sampled[row] = token_ids[row, self._levels[row] : level].tolist()
@@ -147,7 +147,7 @@ class Ngram(Proposer):
 
         self._propose, self._k = batch_propose_numba, k
 
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         num_tokens = np.zeros(len(token_ids), np.int32)
         num_tokens[rows] = levels
         drafts = np.zeros((len(token_ids), self._k), np.int32)
@@ -178,7 +178,7 @@ class Oracle(Proposer):
             for length in range(2, min(self._k + 1, end) + 1):
                 self._grams.add(tuple(text[end - length : end]))
 
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         for row, level in zip(rows.tolist(), levels.tolist(), strict=True):
             begin = max(0, self._levels[row] - self._k - 1)
             text = token_ids[row, begin:level].tolist()
@@ -203,7 +203,7 @@ class Model(Proposer):
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         self._proposals = LineProposals(line, self._k)
 
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         tokens = self._proposals.at(rows, levels).tokens[rows]
         numbers = np.logical_and.accumulate(tokens >= 0, axis=1).sum(axis=1)
         return tokens, np.minimum(numbers, budgets).astype(np.int32)
@@ -225,9 +225,9 @@ class Choose(IndexProposer):
         super().start(line, earlier)
         self._model_alone.start(line, earlier)
 
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         drafts, survivals, numbers = (each.copy() for each in self.propose(rows, token_ids, levels, budgets))
-        tokens, nums_of_model = self._model_alone.step(rows, token_ids, levels, budgets)
+        tokens, nums_of_model = self._model_alone.draft(rows, token_ids, levels, budgets)
         gains = np.cumprod(self._num_right / self._num_seen)[: tokens.shape[1]] - self.price
         for i, most in enumerate(nums_of_model.tolist()):
             worth = gains[:most][gains[:most] >= 0]

@@ -25,7 +25,7 @@ from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.checks import runner_v2_misfit
+from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
 from rollout_spec_lab.bench.engine import Method, reply
@@ -115,15 +115,15 @@ class ProposalRecorder:
     """Notes what a model drafts; nothing of it is verified, so that it drafts behind every token."""
 
     def __init__(self, proposer: SuffixProposer, num_tokens: int) -> None:
-        self._proposer, self._step, self._num_tokens = proposer, proposer.step, num_tokens
+        self._proposer, self._step, self._num_tokens = proposer, proposer.draft, num_tokens
         self._said: defaultdict[str, dict[int, tuple[list[int], list[float]]]] = defaultdict(dict)
-        setattr(proposer, "step", self.step)  # noqa: B010 (a method)
+        setattr(proposer, "draft", self.step)  # noqa: B010 (a method)
 
     def step(
         self, nums_new_tokens: list[int], levels: Any, token_ids: Any, ended: float | None = None,
         in_time: bool = True, model_drafts: ModelDrafts | None = None, ranks: Ranks | None = None,
     ) -> list[list[int]]:  # fmt: skip
-        """`SuffixProposer.step`."""
+        """`SuffixProposer.draft`."""
         self._step(nums_new_tokens, levels, token_ids, ended, in_time, model_drafts, ranks)
         runner = self._proposer._runner
         if model_drafts is not None:
@@ -185,7 +185,7 @@ def make_engine(job: dict[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    if job["method"] == "off:coupled" and runner_v2_misfit() is not None:
+    if job["method"] == "off:coupled" and mrv2_misfit() is not None:
         # Else vLLM's own choice, which can be V2 where nothing drafts.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return LLMEngine.from_engine_args(

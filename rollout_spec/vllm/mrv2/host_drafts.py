@@ -1,8 +1,8 @@
-"""The tokens of vLLM's model runner V2 on the host, for the proposer; drafts for the scheduler. An adapter.
+"""The tokens of vLLM's MRV2 on the host, for the proposer; drafts for the scheduler. An adapter.
 
-V2 keeps tokens on the device and its rows in any order. `HostBatch` is the copy on the host that the proposer
-reads. A step's tokens reach it on a stream of their own. Drafts go the way they go with V1: to the scheduler,
-and from it, with the step's other inputs, to every worker.
+MRV2 keeps tokens on the device and its rows in any order. `HostBatch` is the copy on the host that the
+proposer reads. A step's tokens reach it on a stream of their own. Drafts go the way they go with MRV1: to the
+scheduler, and from it, with the step's other inputs, to every worker.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
 
 from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
+from rollout_spec.vllm.mrv2.ahead import AHEAD_KEY, DRAFTS_KEY, Ahead
 from rollout_spec.vllm.options import num_model_tokens
 from rollout_spec.vllm.proposer import SuffixProposer
-from rollout_spec.vllm.scheduler import AHEAD_KEY, DRAFTS_KEY, MODEL_TOKENS_KEY, Ahead
+from rollout_spec.vllm.scheduler import MODEL_TOKENS_KEY
 
 
 class HostBatch:
-    """The requests of a V2 runner and their tokens, on the host: what the proposer reads of V1's runner.
+    """The requests of an MRV2 and their tokens, on the host: what the proposer reads of MRV1.
 
     Attributes:
         requests: by name, with `prompt_token_ids` and `sampling_params`; preempted ones have no row.
@@ -72,7 +73,7 @@ class HostBatch:
         """Take in one of a scheduler's new requests, which may be one that was preempted."""
         self.suspend([request.req_id])
         tokens, row = request.prefill_token_ids, len(self.input_batch.req_ids)
-        self.requests[request.req_id] = request
+        self.requests.setdefault(request.req_id, request)  # the same object also where it has come back
         self.input_batch.req_ids.append(request.req_id)
         self.tokens[row, : len(tokens)] = tokens
         self.levels[row] = len(tokens)
@@ -140,7 +141,7 @@ class _Arrival:
             self.ended = time.perf_counter()
 
     def wait(self) -> list[Any]:
-        """What `take` was given: int64 [num_rows, K + 1], int32 [num_rows], and a model's drafts."""
+        """What `draft` was given: int64 [num_rows, K + 1], int32 [num_rows], and a model's drafts."""
         self._event.synchronize()
         self.note_end()
         return self._on_host
@@ -178,11 +179,11 @@ class HostDrafts:
         self.proposer.bind(self._batch)
         self.proposer.receive = functools.partial(self._receive, 0, in_time=False)
         self._runner = runner
-        runner.drafter = self.proposer  # where V1's runner has it
+        runner.drafter = self.proposer  # where MRV1 has it
         runner.draft_tokens_handler = self
-        runner.add_requests = _then(self._add_requests, runner.add_requests)
-        runner.postprocess_sampled = _then(self._keep_sampled, runner.postprocess_sampled)
-        runner.sample_tokens = self._telling(runner.sample_tokens)
+        runner.add_requests = _both(self._add_requests, runner.add_requests)
+        runner.postprocess_sampled = _both(self._keep_sampled, runner.postprocess_sampled)
+        runner.sample_tokens = self._reporting(runner.sample_tokens)
 
     def _add_requests(self, scheduler_output: Any) -> None:
         """Before the runner's own: the requests that go and come, and the drafts that the step verifies."""
@@ -215,7 +216,7 @@ class HostDrafts:
     def _keep_sampled(self, idx_mapping: torch.Tensor, sampled_tokens: torch.Tensor, *_: Any) -> None:
         self._sampled_tokens = sampled_tokens
 
-    def take(
+    def draft(
         self, input_batch: Any, num_sampled: torch.Tensor, model_drafts: tuple[torch.Tensor, ...] = ()
     ) -> torch.Tensor:
         """Draft for the step's rows, behind the tokens that they have got.
@@ -229,19 +230,19 @@ class HostDrafts:
             Nothing, int64 [num_rows, K]: drafts come with the next step's inputs.
         """
         if not self.proposer.is_used:
-            return self.nothing(input_batch)
+            return self.no_drafts(input_batch)
         assert self._sampled_tokens is not None
-        arriving = self.proposer.lock_step.ranks, self._sampled_tokens, num_sampled, *model_drafts
+        arriving = self.proposer.other_ranks.ranks, self._sampled_tokens, num_sampled, *model_drafts
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._arrivals.append(_Arrival(input_batch.req_ids, *arriving))
         self._drafts = DraftTokenIds([], [])
         if self.waits:
             self._receive(0, in_time=True)
-        return self.nothing(input_batch)
+        return self.no_drafts(input_batch)
 
-    def nothing(self, input_batch: Any) -> torch.Tensor:
-        """What `take` returns, where nothing was sampled."""
+    def no_drafts(self, input_batch: Any) -> torch.Tensor:
+        """What `draft` returns, where nothing was sampled."""
         return self._no_drafts[: input_batch.num_reqs]
 
     def _receive(self, num_in_flight: int, *, in_time: bool) -> None:
@@ -250,17 +251,17 @@ class HostDrafts:
             arrival = self._arrivals.popleft()
             given = arrival.wait()
             try:
-                self._drafts = self._draft(arrival, *given, in_time=in_time)
+                self._drafts = self._draft_behind(arrival, *given, in_time=in_time)
             except Exception as error:
                 self.proposer.fail(error)
                 self._drafts = DraftTokenIds([], [])
 
-    def _draft(
+    def _draft_behind(
         self, arrival: _Arrival, tokens: Any, nums: Any, *drafted: Any, in_time: bool
     ) -> DraftTokenIds:
         nums_new = self._batch.extend(arrival.request_ids, tokens, nums)
         model_drafts = self._batch.place(arrival.request_ids, nums, *drafted) if drafted else None
-        drafts = self.proposer.step(
+        drafts = self.proposer.draft(
             nums_new,
             self._batch.levels,
             self._batch.tokens,
@@ -271,7 +272,7 @@ class HostDrafts:
         )
         return DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)
 
-    def _telling(self, sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
+    def _reporting(self, sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
         """Let a step's output say what was drafted, what is to be next, and when the step had ended."""
 
         @functools.wraps(sample_tokens)
@@ -285,7 +286,7 @@ class HostDrafts:
             if self.proposer.next_step_waits:
                 setattr(output.model_runner_output, DRAFTS_KEY, self._drafts)
             if self._arrivals:
-                output.get_output = _noting(self._arrivals[-1], output.get_output)
+                output.get_output = _noting_end(self._arrivals[-1], output.get_output)
             return output
 
         return sample_and_tell
@@ -297,7 +298,7 @@ class HostDrafts:
         return self._drafts
 
 
-def _then(first: Callable[..., None], second: Callable[..., Any]) -> Callable[..., Any]:
+def _both(first: Callable[..., None], second: Callable[..., Any]) -> Callable[..., Any]:
     """Both, called with the same arguments; it returns what the second one does."""
 
     @functools.wraps(second)
@@ -308,7 +309,7 @@ def _then(first: Callable[..., None], second: Callable[..., Any]) -> Callable[..
     return both
 
 
-def _noting(arrival: _Arrival, get_output: Callable[[], Any]) -> Callable[[], Any]:
+def _noting_end(arrival: _Arrival, get_output: Callable[[], Any]) -> Callable[[], Any]:
     def get_and_note() -> Any:
         output = get_output()
         arrival.note_end()

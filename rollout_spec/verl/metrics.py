@@ -1,7 +1,8 @@
-"""What a rollout server has served, in windows that end where its weights may change.
+"""Counts what a rollout server serves, in windows between weight syncs; the trainer logs what has ended.
 
-verl aborts what runs before a weight sync, so a request belongs to one version of the weights from its
-admission to its end. What a window has counted is final when the window ends.
+verl aborts what runs before a weight sync, so a request has one version of the weights from its admission to
+its end. When a window ends, its counts are final. Requests that still run when a step is logged count in a
+later one.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
+import ray
+
+from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport, rollout_metrics
+from rollout_spec.verl.trainer import option, servers
 
 MAX_WAIT_S = 30.0  # for aborted requests to hand in their counts
 _POLL_S = 0.005
-# That of the asyncio task: with full_determinism verl gives many requests one id.
+# By asyncio task, not by request id: with full_determinism verl gives many requests one id.
 _current: ContextVar[Request] = ContextVar("_current")
 
 
 def is_validation(name: Any) -> bool:
-    """Whether a request of this name (see `agent_loop.sample_name`) is no part of the training."""
+    """Whether a request of this name (see `agent_loop.sample_name`) validates."""
     return isinstance(name, (list, tuple)) and len(name) > 2 and name[2] == "val"
 
 
@@ -36,18 +40,18 @@ class Request:
 
 
 class Windows:
-    """Counts of a server's training requests; those of a validation are served and not counted."""
+    """Counts the training requests of a server, and not those of a validation."""
 
     def __init__(self) -> None:
         self._open, self._ended = RolloutReport(), RolloutReport()
         self._requests: set[Request] = set()
         self._clock = BusyClock()
-        self.is_untouched = True  # nothing was admitted since the last window ended
+        self.is_untouched = True  # no request was admitted since the last window ended
         self.has_training = False  # a training request was
 
     @contextlib.contextmanager
     def request(self, is_training: bool) -> Iterator[Request]:
-        """A request has arrived; the engine does not have it before this task calls `admit`."""
+        """A request has arrived; the engine gets it when this task calls `admit`."""
         request = Request(is_training)
         self._requests.add(request)
         token = _current.set(request)
@@ -60,7 +64,7 @@ class Windows:
                 self._clock.end()
 
     def admit(self) -> None:
-        """The engine gets the task's request: from here on it is at work for it."""
+        """The engine gets the request of this task, and works on it from now on."""
         request = _current.get()
         request.is_admitted = True
         self.is_untouched = False
@@ -70,11 +74,11 @@ class Windows:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the engine works for nobody."""
+        """Whether the engine has no request."""
         return not any(request.is_admitted for request in self._requests)
 
     async def wait_until_quiet(self, max_wait_s: float = MAX_WAIT_S) -> bool:
-        """Whether all requests, which were aborted, have ended by then."""
+        """Whether all requests, which were aborted, end in this time."""
         end = time.monotonic() + max_wait_s
         while not self.is_quiet and time.monotonic() < end:
             await asyncio.sleep(_POLL_S)
@@ -84,7 +88,7 @@ class Windows:
         """A request has ended.
 
         Args:
-            request: it.
+            request: as `request` gave it.
             num_tokens: generated.
             counts: of the engine's scheduler; None where it gives none.
             stop: verl's stop_reason.
@@ -96,16 +100,15 @@ class Windows:
         if counts is not None:
             self._open.requests.append(counts)
 
-    def end(self, version: int | None, engine: EngineCounters | None, aborted: RequestCounters) -> None:
+    def end(self, engine: EngineCounters | None, aborted: RequestCounters) -> None:
         """The weights may change now.
 
         Args:
-            version: of the weights until now.
             engine: what the drafter has counted since the last window ended; None where there is none.
             aborted: the sums over the training requests that vLLM has aborted in this time.
         """
         window, self._open = self._open, RolloutReport()
-        window.engine, window.aborted, window.versions = engine, aborted, [version]
+        window.engine, window.aborted = engine, aborted
         window.rollout_seconds = self._clock.take_seconds()
         if self.has_training:
             self._ended.add(window)
@@ -118,12 +121,10 @@ class Windows:
 
 
 class BusyClock:
-    """Wall time during which at least one request was in flight, in seconds."""
+    """Seconds of wall time in which at least one request was in flight."""
 
     def __init__(self) -> None:
-        self._num_in_flight = 0
-        self._since = 0.0
-        self._seconds = 0.0
+        self._num_in_flight, self._since, self._seconds = 0, 0.0, 0.0
 
     def begin(self) -> None:
         """One more request."""
@@ -138,10 +139,36 @@ class BusyClock:
             self._seconds += time.perf_counter() - self._since
 
     def take_seconds(self) -> float:
-        """The time since the last call; a request in flight goes on counting towards the next."""
+        """Those since the last call; a request in flight goes on counting towards the next one."""
         now = time.perf_counter()
         if self._num_in_flight:
             self._seconds += now - self._since
             self._since = now
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+
+def take_reports(trainer: Any) -> list[RolloutReport]:
+    """From each rollout server, the windows that have ended since the last call; [] without rollout.spec."""
+    if option(trainer, "method") is None:
+        return []
+    return ray.get([handle.take_rollout_report.remote() for handle in servers(trainer)])
+
+
+def end_validation(trainer: Any) -> None:
+    """Tell every rollout server that a validation has ended."""
+    if option(trainer, "method") is not None:
+        ray.get([handle.end_validation.remote() for handle in servers(trainer)])
+
+
+def step_metrics(reports: list[RolloutReport]) -> dict[str, float]:
+    """The metrics of one training step: ours, and verl's own of speculative decoding."""
+    from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
+
+    metrics = rollout_metrics(reports) if reports else {}
+    requests = [request for report in reports for request in report.requests]
+    return metrics | compute_spec_decode_metrics(
+        [request.num_draft_tokens for request in requests],
+        [request.num_accepted_tokens for request in requests],
+        [request.num_drafts for request in requests],
+    )

@@ -1,4 +1,4 @@
-"""The noise of vLLM's model runner V2, keyed by request and position, and coupled verification with it.
+"""The noise of vLLM's MRV2, keyed by request and position, and coupled verification with it.
 
 vLLM draws each token with noise that is a function of a request's seed and the position. So coupled
 verification is vLLM's own sampler, asked at every position of a draft, with the request's key for its seed.
@@ -17,8 +17,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from rollout_spec.patches import Patch, guard_parameters, record
-from rollout_spec.vllm import versions_v2
 from rollout_spec.vllm.keys import keys_of
+from rollout_spec.vllm.mrv2 import versions
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -30,16 +30,16 @@ COUPLED = Patch(
     until="vLLM verifies with the tokens that a plain step would have drawn",
 )
 
-_PARAMETERS: tuple[versions_v2.Parameters, ...] = (
+_PARAMETERS: tuple[versions.Parameters, ...] = (
     (GPUModelRunner, "finish_requests", (("self", "scheduler_output"),)),
-    versions_v2.ADD_REQUEST,
-    versions_v2.SAMPLE,
-    *versions_v2.VERIFY,
+    versions.ADD_REQUEST,
+    versions.SAMPLE,
+    *versions.VERIFY,
 )
 
 
 def check_sampler() -> None:
-    """See that the installed model runner V2 samples as this module was written for.
+    """See that the installed MRV2 samples as this module was written for.
 
     Raises:
         PatchError: it does not.
@@ -64,7 +64,7 @@ def couple(runner: Any) -> KeyedRequests:
         sampler.add_request = functools.partial(keyed.add, sampler.add_request)
         runner.finish_requests = functools.partial(keyed.finish, runner.finish_requests)
         if verifier is not None:
-            runner.rejection_sampler = versions_v2.verifying_by(
+            runner.rejection_sampler = versions.verifying_by(
                 verifier, functools.partial(coupled_verify, verifier)
             )
         record(COUPLED)
@@ -114,7 +114,7 @@ def coupled_verify(
     Returns:
         The processed logits; int64 [num_reqs, K + 1], each request's tokens; int32 [num_reqs], how many.
     """
-    sampled, processed = versions_v2.sample(verifier.sampler, given)
+    sampled, processed = versions.sample(verifier.sampler, given)
     numbers = torch.arange(len(sampled), device=sampled.device)
     rows = torch.searchsorted(given["cu_num_logits"][1:], numbers, right=True)
     places = given["expanded_local_pos"].long()

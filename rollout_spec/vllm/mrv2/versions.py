@@ -1,4 +1,4 @@
-"""Where vLLM's model runners V2 differ in what our speculator and sampler use: those of 0.24, 0.29 and 0.32.
+"""Where the MRV2 of vLLM 0.24, 0.29 and 0.32 differ in what our speculator and sampler use.
 
 What is installed is asked for its parameters. Arguments go by the names that vLLM 0.32 has for them.
 """

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout_spec.metrics import EngineCounters, RequestCounters
-from rollout_spec.vllm.cores import EngineCores
+from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 
 
 class Drafters:
-    """Calls the drafters, adds up what they count, and notices where one does not work.
+    """Calls the drafters, adds up their counts, and notices one that does not work.
 
     Args:
         engine: gives vLLM's AsyncLLM, once it runs.
@@ -24,10 +24,10 @@ class Drafters:
         self._decoded = set[int]()  # engine cores, since their drafters' counters were taken
         self._aborted, self._finished = list[str](), list[str]()  # requests, since the drafters were told
         self.defect: str | None = None
-        """Why the run is to end. It does with its next report: a weight sync is no place to fail."""
+        """Why the run must end. It ends with its next report, because a weight sync is no place to fail."""
 
     def end_request(self, request_id: str, is_aborted: bool, core: int, has_decoded: bool) -> None:
-        """A request has ended on this engine core, which gave more than a first token or did not."""
+        """A request has ended on this engine core; has_decoded: it got more than its first token."""
         (self._aborted if is_aborted else self._finished).append(request_id)
         if has_decoded:
             self._decoded.add(core)
@@ -38,7 +38,7 @@ class Drafters:
         await self.call("drop_texts", aborted)
 
     def take_ended(self) -> tuple[list[str], list[str]]:
-        """The aborted and the finished requests: a drafter cannot tell them from those that run on."""
+        """The aborted and the finished requests; a drafter cannot tell these from those that run on."""
         aborted, finished = self._aborted, self._finished
         self._aborted, self._finished = [], []
         return aborted, finished

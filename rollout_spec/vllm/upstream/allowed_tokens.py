@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout_spec.patches import Patch, replace_function
 
+MODULE = "vllm.v1.worker.gpu_input_batch"
 _MASK = "allowed_token_ids_mask_cpu_tensor"  # bool [max_num_reqs, vocab_size], True where it is not allowed
 _PATCH = Patch(
     name="vllm-allowed-token-ids",
@@ -18,7 +19,7 @@ _PATCH = Patch(
 )
 
 
-def mend_allowed_tokens(module: Any) -> None:
+def mend(module: Any) -> None:
     """Let each row of a batch have the mask of its own request.
 
     Args:

@@ -1,6 +1,6 @@
-"""A model that drafts with vLLM's own proposer of model runner V1 (MTP, EAGLE, a draft model). An adapter.
+"""A model that drafts with vLLM's own proposer of MRV1 (MTP, EAGLE, a draft model). An adapter.
 
-As `model_drafter` on V2: its tokens are drawn with the noise that the target draws with at their positions,
+As `model_drafter` on MRV2: its tokens are drawn with the noise that the target draws with at their positions,
 and are handed to the proposer of the suffix drafts, if the engine has one.
 """
 
@@ -19,9 +19,9 @@ from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.patches import guard_parameters, record
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
+from rollout_spec.vllm.mrv1.sampler import SHARED_NOISE, RowSampling
 from rollout_spec.vllm.options import is_hybrid, num_model_tokens
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer
-from rollout_spec.vllm.sampler import SHARED_NOISE, RowSampling
 from rollout_spec.vllm.scheduler import MODEL_TOKENS_KEY
 
 _PARAMETERS = (
@@ -34,7 +34,7 @@ _PARAMETERS = (
 
 
 def check_drafter() -> None:
-    """See that the installed vLLM's runner V1 drafts as this module was written for.
+    """See that the installed vLLM's MRV1 drafts as this module was written for.
 
     Raises:
         PatchError: it does not.
@@ -130,17 +130,17 @@ class ModelDrafter(SharedNoise):
         output = self._sample_tokens(*args, **kwargs)
         if getattr(output, "req_ids", None):
             nums = list(map(len, output.sampled_token_ids))
-            self._drafts = DraftTokenIds(list(output.req_ids), self._step(nums))
+            self._drafts = DraftTokenIds(list(output.req_ids), self._draft_rows(nums))
             setattr(output, MODEL_TOKENS_KEY, self._proposer.model_tokens)
         return output
 
-    def _step(self, nums_new_tokens: list[int]) -> list[list[int]]:
+    def _draft_rows(self, nums_new_tokens: list[int]) -> list[list[int]]:
         batch = self._runner.input_batch
         drafts = None
         if self._drawn and self._proposer.is_used:
             tokens, log_odds = (torch.stack(each, 1).cpu().numpy() for each in zip(*self._drawn, strict=True))
             drafts = ModelDrafts(tokens.astype(np.int32), log_odds.astype(np.float32))
-        return self._proposer.step(
+        return self._proposer.draft(
             nums_new_tokens, batch.num_tokens_no_spec, batch.token_ids_cpu, in_time=self._num_now > 0,
             model_drafts=drafts,
         )  # fmt: skip

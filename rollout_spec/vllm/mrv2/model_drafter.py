@@ -1,4 +1,4 @@
-"""A model that drafts with vLLM's own speculator of model runner V2 (MTP, EAGLE, a draft model). An adapter.
+"""A model that drafts with vLLM's own speculator of MRV2 (MTP, EAGLE, a draft model). An adapter.
 
 Its tokens are drawn with the noise that the target draws with at their positions. So they are accepted as
 often as two distributions that share their noise agree, which is near the most that is possible.
@@ -7,7 +7,6 @@ often as two distributions that share their noise agree, which is near the most 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from typing import Any
 
@@ -15,16 +14,19 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.patches import guard_parameters, record
+from rollout_spec.patches import Patch, guard_parameters, record
 from rollout_spec.verification import coupled
-from rollout_spec.vllm import sampler, versions_v2
-from rollout_spec.vllm.host_drafts import HostDrafts
+from rollout_spec.vllm.mrv2 import versions
+from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.options import num_model_tokens
 
-SHARED_NOISE = dataclasses.replace(
-    sampler.SHARED_NOISE,
+SHARED_NOISE = Patch(
     name="vllm-v2-shared-noise",
+    reason="vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted "
+    "than tokens drawn with the target's noise, which coupled verification allows; used by engines with "
+    "rollout.spec.verify=coupled and a model drafter only",
     upstream="vllm/v1/worker/gpu/spec_decode/speculator.py, DraftModelSpeculator.sample_draft",
+    until="vLLM verifies with the tokens that a plain step would have drawn",
 )
 _PROPOSE = (
     "self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states",
@@ -40,7 +42,7 @@ def check_speculator() -> None:
         PatchError: they do not.
     """
     guard_parameters(SHARED_NOISE, DraftModelSpeculator, "propose", _PROPOSE)
-    for owner, name, accepted in versions_v2.SAMPLE_DRAFT:
+    for owner, name, accepted in versions.SAMPLE_DRAFT:
         guard_parameters(SHARED_NOISE, owner, name, *accepted)
 
 
@@ -67,7 +69,7 @@ def share_noise(speculator: DraftModelSpeculator, log_odds: torch.Tensor | None 
         positions, idx_mapping, temperature, seeds, draft_step, *_ = given
         # A head with a vocabulary of its own has logits of the target's here, -inf where it has no token.
         logits = speculator.model.compute_logits(hidden_states)
-        tokens = versions_v2.draw_as_target(speculator, logits, positions, idx_mapping, temperature, seeds)
+        tokens = versions.draw_as_target(speculator, logits, positions, idx_mapping, temperature, seeds)
         if log_odds is not None:
             log_odds[: len(tokens)].index_copy_(
                 1, draft_step.view(1), coupled.log_odds(logits, tokens).unsqueeze(1)
@@ -87,7 +89,7 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
     num_tokens, propose = speculator.num_speculative_steps, speculator.propose
     log_odds = torch.zeros(speculator.max_num_reqs, num_tokens, device=speculator.device)
     share_noise(speculator, log_odds)
-    versions_v2.draft_pass_by_pass(speculator)
+    versions.draft_pass_by_pass(speculator)
 
     def propose_and_take(input_batch: Any, *given: Any, dummy_run: bool = False, **others: Any) -> Any:
         others.pop("num_speculative_tokens", None)  # the engine's
@@ -101,7 +103,7 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
             speculator.num_speculative_steps = num_tokens
         host.proposer.note_passes(num, num_tokens - num, time.perf_counter() - begin)
         taken = (drafts[:, :num], log_odds[: len(drafts), :num]) if host.waits else ()
-        return host.take(input_batch, given[_NUM_SAMPLED], taken)
+        return host.draft(input_batch, given[_NUM_SAMPLED], taken)
 
     speculator.propose = propose_and_take
     _capture_for_plain_steps(speculator)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout_spec.patches import Patch, guard_parameters, replace_function
 
+MODULE = "vllm.v1.sample.thinking_budget_state"
 _PATCH = Patch(
     name="vllm-thinking-budget",
     reason="with drafts and without, a request gets the end of another's reasoning: where it takes the place "
@@ -17,7 +18,7 @@ _PATCH = Patch(
 )
 
 
-def mend_thinking_budget(module: Any) -> None:
+def mend(module: Any) -> None:
     """Let each budget follow its request, and no other.
 
     Args:

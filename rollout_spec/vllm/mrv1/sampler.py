@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,9 @@ from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.ascend import MODULE as ASCEND
 from rollout_spec.vllm.keys import keys_of
-from rollout_spec.vllm.logprobs import KEPT_LOGPROBS, PARAMETERS, kept_logprobs
-from rollout_spec.vllm.min_tokens import MIN_TOKENS, counting_drafts
+from rollout_spec.vllm.upstream.kept_logprobs import KEPT_LOGPROBS, PARAMETERS, kept_logprobs
+from rollout_spec.vllm.upstream.min_tokens import MIN_TOKENS, counting_drafts
+from rollout_spec.vllm.upstream.plain_steps import PLAIN_STEPS, sample_plainly
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -49,13 +49,6 @@ _COUPLED = Patch(
     upstream="vllm/v1/sample/rejection_sampler.py, rejection_sample",
     until="vLLM's noise is a function of the request and the position",
 )
-_NO_DRAFTS = Patch(
-    name="vllm-step-without-drafts",
-    reason="vLLM 0.32 verifies steps without draft tokens too: that takes longer than a plain step, and with "
-    "top_k fails on the CPU: max(): Expected reduction dim to be specified for input.numel() == 0",
-    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._sample",
-    until="a step without draft tokens is a plain step, as in 0.29",
-)
 SHARED_NOISE = Patch(
     name="vllm-shared-noise",
     reason="vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted "
@@ -66,7 +59,7 @@ SHARED_NOISE = Patch(
 )
 # What an engine's processes apply to themselves; _KEYED, _COUPLED and KEPT_LOGPROBS with
 # rollout.spec.verify=coupled only.
-ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS, _NO_DRAFTS, SHARED_NOISE)
+ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS, PLAIN_STEPS, SHARED_NOISE)
 
 # What hooks and our top-k-top-p sampler take vLLM's calls to pass on.
 _PARAMETERS = {
@@ -111,7 +104,6 @@ class RowSampling:
         self._runner = runner
         self._is_coupled = is_coupled
         self._keys = keys_of(runner)
-        self._request_ids: list[str] = []
         self._row_keys: list[int] = []
 
     def install(self) -> None:
@@ -128,8 +120,8 @@ class RowSampling:
             sampler.register_forward_pre_hook(_before_bonus_tokens, with_kwargs=True)
             record(MIN_TOKENS)
             if hasattr(self._runner, "_sample"):  # not a platform's own runner
-                self._runner._sample = functools.partial(_sample_plainly, self._runner._sample)
-                record(_NO_DRAFTS)
+                self._runner._sample = functools.partial(sample_plainly, self._runner._sample)
+                record(PLAIN_STEPS)
         if not self._is_coupled:
             return
         if verifier is not None:  # only here, where verification waits for the device anyway
@@ -190,21 +182,13 @@ class RowSampling:
             )
         if not self._is_coupled:
             return RowGenerators(generators, None, num_draft_tokens)
-        if batch.req_ids != self._request_ids:
-            self._request_ids = list(batch.req_ids)
-            self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests)
+        self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests)
         positions = batch.num_tokens_no_spec[: batch.num_reqs]
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt comes
         # in chunks: it sets the generator back, and a CPU generator has no offset.
         batch.generators.clear()
         step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens)
         return RowGenerators({}, step, num_draft_tokens)
-
-
-def _sample_plainly(sample: Callable[[torch.Tensor, Any], Any], logits: torch.Tensor, metadata: Any) -> Any:
-    """The model runner's `_sample`, with a plain step where no row has a draft."""
-    has_drafts = metadata is not None and any(metadata.num_draft_tokens)
-    return sample(logits, metadata if has_drafts else None)
 
 
 def _before_bonus_tokens(
@@ -251,9 +235,8 @@ def couple_rejection_sample(module: Any) -> None:
     Raises:
         PatchError: it takes other arguments than vLLM's or vllm-ascend's that are known here.
     """
-    standard, to_logits = module.rejection_sample, _checked_to_logits(module)
+    standard, target = module.rejection_sample, _checked_target(module)
     signature = inspect.signature(standard)
-    target = list(signature.parameters)[_TARGET]
 
     @functools.wraps(standard)
     def rejection_sample(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -264,7 +247,7 @@ def couple_rejection_sample(module: Any) -> None:
         return coupled.coupled_sample(
             given["draft_token_ids"],
             given["max_spec_len"],
-            to_logits(given[target]),
+            _whole(given[target]),
             given["bonus_token_ids"],
             given["sampling_metadata"],
             rows.step,
@@ -288,21 +271,16 @@ _ARGUMENTS = (
     "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens", "draft_probs",
     "target_logits", "bonus_token_ids", "sampling_metadata",
 )  # fmt: skip
-_TARGET = _ARGUMENTS.index("target_logits")
-_TO_LOGITS: dict[str, Callable[[Any], torch.Tensor]] = {
-    "target_logits": _whole,
-    "target_logits_or_tuple": _whole,  # vllm-ascend 0.22
-    "target_probs": torch.log,  # vllm-ascend 0.11
-}
+_TARGETS = ("target_logits", "target_logits_or_tuple")  # vLLM's, and vllm-ascend's
 
 
-def _checked_to_logits(module: Any) -> Callable[[Any], torch.Tensor]:
-    """What makes logits of that which a module's `rejection_sample` takes for the target."""
+def _checked_target(module: Any) -> str:
+    """The name of that which a module's `rejection_sample` takes for the target's logits."""
     names = tuple(inspect.signature(module.rejection_sample).parameters)[: len(_ARGUMENTS)]
-    to_logits = _TO_LOGITS.get(names[_TARGET]) if len(names) > _TARGET else None
-    if to_logits is None or names != (*_ARGUMENTS[:_TARGET], names[_TARGET], *_ARGUMENTS[_TARGET + 1 :]):
-        raise misfit(_COUPLED, f"{module.__name__}.rejection_sample takes {', '.join(names)}")
-    return to_logits
+    for target in _TARGETS:
+        if names == tuple(target if name == "target_logits" else name for name in _ARGUMENTS):
+            return target
+    raise misfit(_COUPLED, f"{module.__name__}.rejection_sample takes {', '.join(names)}")
 
 
 def _rejection_samplers() -> list[Any]:
@@ -319,7 +297,7 @@ def check_engine_patches() -> None:
     for patch in _PARAMETERS:
         _check_parameters(patch)
     for module in _rejection_samplers():
-        _checked_to_logits(module)
+        _checked_target(module)
 
 
 def _check_parameters(patch: Patch, *modules: torch.nn.Module) -> None:

@@ -30,13 +30,13 @@ def fills_drafts(vllm_config: VllmConfig) -> bool:
 
 
 def capture_plain_steps(runner: Any) -> None:
-    """Do so in a runner V1 that has not loaded its model yet."""
+    """Do so in an MRV1 that has not loaded its model yet."""
     _say_what_has_none(runner)
     runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1
 
 
-def capture_plain_steps_v2(runner: Any) -> None:
-    """Do so in a runner V2, whose `decode_query_len` has other uses when the cache is there.
+def capture_plain_steps_mrv2(runner: Any) -> None:
+    """Do so in an MRV2, whose `decode_query_len` has other uses when the cache is there.
 
     The dummy batch of a data-parallel rank without requests is a plain step too: else it would be of K + 1
     tokens, and no rank's plain step would have a full graph beside it.

@@ -1,4 +1,4 @@
-"""vLLM's model runner V2: a speculator for the suffix drafts, and a model's beside them. An adapter."""
+"""vLLM's MRV2: a speculator for the suffix drafts, and a model's beside them. An adapter."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, guard_parameters, record, replace_function
-from rollout_spec.vllm import sampler_v2, versions_v2
-from rollout_spec.vllm.graphs import capture_plain_steps_v2
-from rollout_spec.vllm.host_drafts import HostDrafts
-from rollout_spec.vllm.lock_step import V2_NAME
-from rollout_spec.vllm.model_drafter import SHARED_NOISE, draft_beside, for_the_model, share_noise
+from rollout_spec.vllm.cuda_graphs import capture_plain_steps_mrv2
+from rollout_spec.vllm.mrv2 import sampler, versions
+from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
+from rollout_spec.vllm.mrv2.model_drafter import SHARED_NOISE, draft_beside, for_the_model, share_noise
 from rollout_spec.vllm.options import is_hybrid, names_our_drafter
+from rollout_spec.vllm.other_ranks import V2_NAME
 
 _SPECULATOR = Patch(
     name="vllm-v2-speculator",
-    reason="model runner V2 builds the speculators that it names itself, and hands them neither requests nor "
+    reason="MRV2 builds the speculators that it names itself, and hands them neither requests nor "
     "sampled tokens",
     upstream="vllm/v1/worker/gpu/spec_decode/__init__.py, init_speculator",
-    until="model runner V2 takes a custom_class, and gives it the requests of its rows",
+    until="MRV2 takes a custom_class, and gives it the requests of its rows",
 )
 _WARM_UP = Patch(
     name="vllm-v2-warm-up",
-    reason="model runner V2 warms up with requests that look like a user's: the drafter would learn texts "
+    reason="MRV2 warms up with requests that look like a user's: the drafter would learn texts "
     "and step times from them, and unnamed requests would have other keys with drafts than without",
     upstream="vllm/v1/worker/gpu/warmup.py, warmup_kernels",
     until="vLLM says which requests are its own",
 )
-ENGINE_PATCHES = (_SPECULATOR, _WARM_UP, sampler_v2.COUPLED, SHARED_NOISE)  # what engines apply to themselves
+ENGINE_PATCHES = (_SPECULATOR, _WARM_UP, sampler.COUPLED, SHARED_NOISE)  # what engines apply to themselves
 
 # Of what is called or replaced here, the parameters that are counted on.
-_PARAMETERS: tuple[versions_v2.Parameters, ...] = (
+_PARAMETERS: tuple[versions.Parameters, ...] = (
     (model_runner, "init_speculator", (("vllm_config", "device"),)),
     (model_runner, V2_NAME, (("cudagraph_manager", "num_reqs", "num_tokens"),)),
     (model_runner.GPUModelRunner, "add_requests", (("self", "scheduler_output"),)),
@@ -55,21 +55,21 @@ _PARAMETERS: tuple[versions_v2.Parameters, ...] = (
 
 
 def check_runner() -> None:
-    """See that the installed model runner V2 is one that this module and its sampler were written for.
+    """See that the installed MRV2 is one that this module and its sampler were written for.
 
     Raises:
         PatchError: it is not.
     """
     for owner, name, accepted in _PARAMETERS:
         guard_parameters(_SPECULATOR, owner, name, *accepted)
-    sampler_v2.check_sampler()
+    sampler.check_sampler()
 
 
 def teach_speculator() -> None:
     """Let vLLM build a `SuffixSpeculator` where `speculative_config` names our proposer. Idempotent.
 
     Raises:
-        PatchError: the installed model runner V2 is not one that this was written for.
+        PatchError: the installed MRV2 is not one that this was written for.
     """
     check_runner()
     init_speculator = model_runner.init_speculator
@@ -93,18 +93,18 @@ def bind(worker: Any, config: SpecConfig) -> None:
     if isinstance(speculator, SuffixSpeculator):
         host = speculator.host
         host.bind(runner)
-        capture_plain_steps_v2(runner)
+        capture_plain_steps_mrv2(runner)
     elif is_hybrid(runner.vllm_config):
         host = HostDrafts(runner.vllm_config, runner.device)
         host.bind(runner)
         host.proposer.load_model()
         draft_beside(speculator, host)
-        capture_plain_steps_v2(runner)
+        capture_plain_steps_mrv2(runner)
     elif config.coupled and isinstance(speculator, DraftModelSpeculator):
         share_noise(speculator)
     forget = [] if host is None else [host.proposer.start_afresh]
     if config.coupled:
-        forget.append(sampler_v2.couple(runner).forget)
+        forget.append(sampler.couple(runner).forget)
     _forget_warm_up(worker, forget)
 
 
@@ -123,7 +123,7 @@ def _forget_warm_up(worker: Any, forget: list[Callable[[], None]]) -> None:
 
 
 class SuffixSpeculator(BaseSpeculator):
-    """A speculator of V2 whose drafts are those of `SuffixProposer`."""
+    """A speculator of MRV2 whose drafts are those of `SuffixProposer`."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -152,4 +152,4 @@ class SuffixSpeculator(BaseSpeculator):
         **__: Any,
     ) -> torch.Tensor:
         """Draft for the step's rows; what is returned is nothing, drafts come with the next step's inputs."""
-        return self.host.nothing(input_batch) if dummy_run else self.host.take(input_batch, num_sampled)
+        return self.host.no_drafts(input_batch) if dummy_run else self.host.draft(input_batch, num_sampled)

@@ -31,7 +31,7 @@ _SIGNATURE = (
 )
 
 
-class LockStep:
+class OtherRanks:
     """The steps of the ranks, as a worker sees them.
 
     Attributes:
@@ -64,7 +64,7 @@ class LockStep:
             result = coordinate(*args, **kwargs)
             agreed = result[1]
             if agreed is not None:  # else no rank has a token
-                nums_tokens = getattr(agreed, "num_tokens_across_dp", agreed)  # V2's, from vLLM 0.29 on
+                nums_tokens = getattr(agreed, "num_tokens_across_dp", agreed)  # MRV2's, from vLLM 0.29 on
                 num_own = inspect.signature(coordinate).bind(*args, **kwargs).arguments[own]
                 self._num_steps += 1
                 graphs = self._compilation.cudagraph_capture_sizes or ()
