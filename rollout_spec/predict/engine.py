@@ -124,6 +124,7 @@ class Engine:
         self._queue.extend((request, 0) for request in requests)
         num_rows = min(self._max_num_seqs, len(requests))
         longest = max((len(r.prompt_token_ids) + len(r.response) for r in requests), default=0)
+        num_rows, longest = max(1, num_rows), max(1, longest)  # the index takes no empty array
         self._token_ids = np.zeros((num_rows, longest), np.int32)  # whole responses
         # Of each row the tokens that exist, and those that it ends with.
         self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
