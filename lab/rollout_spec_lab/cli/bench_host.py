@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compared.add_argument(
         "--methods", metavar="M,M",
         help="off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; /v1 behind one: on model runner V1, as suffix is anyway, and ngram before vLLM 0.32; "
+        "sam:auto; /v1 behind one: on model runner V1, as suffix and ngram are anyway; "
         f"each is compared with the first ({','.join(METHODS)}, without what is not installed)",
     )  # fmt: skip
     add_num_speculative_tokens(compared)
