@@ -1,9 +1,9 @@
 """What do drafts gain while other work keeps cores busy, as a training beside the rollouts does? In turns.
 
-    python -m rollout_spec_lab.studies.beside_work [--busy 1] [--seconds 120]
+    python -m rollout_spec_lab.studies.beside_work [--busy 1] [--seconds 120] [--max-tokens 256]
 
 So many processes multiply matrices without end, while the demo's policy serves the demo's prompts with drafts
-off and on in turns (`demo.turns`): 2 prompts x 8 responses of at most 256 tokens in each pair, 16 at a time.
+off and on in turns (`demo.turns`): 2 prompts x 8 responses in each pair, 16 at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollout_spec_lab.demo.data import make_rows
 from rollout_spec_lab.demo.report import headline
 from rollout_spec_lab.demo.turns import METHODS, serve_in_turns
 
-NUM_PROMPTS, SIZE, MAX_TOKENS = 64, 2, 256
+NUM_PROMPTS, SIZE = 64, 2
 WORK = "import numpy; a = numpy.random.rand(512, 512)\nwhile True: a @ a"
 
 
@@ -31,12 +31,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--busy", type=number(int, 0), default=1, help="processes of such work (1)")
     parser.add_argument("--seconds", type=number(float, 0), default=120.0, help="four pairs at least (120)")
+    parser.add_argument("--max-tokens", type=number(int, 1), default=256, help="of a response (256)")
     arguments = parser.parse_args()
     dtype = default_dtype()
     model = model_folder(None, dtype)
     prompts = tokenized(model, make_rows(NUM_PROMPTS, 7, "train"))
-    load = Load(prompts, group_size=8, max_tokens=MAX_TOKENS, natural_ends=True, temperature=0.7)
-    engine = {"max_num_seqs": 16, "max_model_len": max(map(len, prompts)) + MAX_TOKENS} | device_arguments()
+    most = arguments.max_tokens
+    load = Load(prompts, group_size=8, max_tokens=most, natural_ends=True, temperature=0.7)
+    engine = {"max_num_seqs": 16, "max_model_len": max(map(len, prompts)) + most} | device_arguments()
     plan = Plan(load=load, methods=METHODS, model=model, dtype=dtype, engine=engine, spec={})
     with contextlib.ExitStack() as stack:
         for _ in range(arguments.busy):
