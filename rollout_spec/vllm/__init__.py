@@ -1,7 +1,7 @@
 """The drafter and the verification inside a vLLM engine.
 
 In: vLLM's configuration, batches and sampling metadata. Out: drafts, sampled tokens, counts per request.
-May import: `config`, `metrics`, `patches`, `drafting`, `verification`, numpy, pydantic, torch, vllm. `plugin`
+May import: `config`, `metrics`, `patches`, `drafting`, `verification`, numpy, pydantic, vllm. `plugin`
 is the entry point; it loads first.
 """
 

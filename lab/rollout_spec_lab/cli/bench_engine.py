@@ -13,7 +13,6 @@ from rollout_spec.cli.inputs import (
     add_spec_argument,
     device_arguments,
     number,
-    output_folder,
     spec_options,
     tokenized,
 )
@@ -25,6 +24,7 @@ from rollout_spec_lab.cli.inputs import (
     installed,
     model_folder,
     needed_model_drafter,
+    output_folder,
     prompt_rows,
 )
 

@@ -13,12 +13,11 @@ from rollout_spec.cli.inputs import (
     add_device_arguments,
     add_spec_argument,
     number,
-    output_folder,
     roofline,
     spec_options,
 )
 from rollout_spec.config import UserError
-from rollout_spec_lab.cli.inputs import add_num_speculative_tokens, installed
+from rollout_spec_lab.cli.inputs import add_num_speculative_tokens, installed, output_folder
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.host import Cell, Plan

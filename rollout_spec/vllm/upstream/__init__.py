@@ -2,7 +2,7 @@
 
 In: a module of vLLM that has just been imported (MODULE), to be mended by `mend`; or a call of a sampler's.
 Out: the same module, patched where it is wrong; a PatchError where it is not the one that the mend knows.
-May import: `patches`, `verification`, numpy, torch, vllm; of `rollout_spec.vllm` only `options`.
+May import: `patches`, `verification`, `vllm.options`, numpy, torch, vllm.
 It never draws a token and knows no drafter.
 """
 
