@@ -17,7 +17,7 @@ import numpy as np
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
-from rollout_spec.drafting.native import Int32Array
+from rollout_spec.drafting.native import BudgetExceeded, Int32Array
 from rollout_spec.trace import Proposals, Rollout
 
 
@@ -188,9 +188,12 @@ class IndexProposer:
         """`draft`, with the survivals."""
         model = self._model.at(rows, levels) if self._model is not None else None
         sequences = self._sequences[rows]
-        return self.index.index_and_draft(
+        result = self.index.index_and_draft(
             sequences, token_ids, rows, levels, max_draft_tokens, self.price, model_drafts=model
         )
+        if result.num_left_out:  # an engine goes on without them; here they are what is measured
+            raise BudgetExceeded(f"{result.num_left_out} responses do not fit")
+        return result
 
     def finish(self) -> None:
         for sequence in self._sequences:
