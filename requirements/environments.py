@@ -4,8 +4,8 @@
     python requirements/environments.py lock [--upgrade | --check]
 
 `lock` keeps every version that still fits; --upgrade takes the newest; --check changes nothing, and fails
-where something would change. install.py installs what is described here. It runs before anything is installed,
-so this file needs nothing but the standard library.
+where something would change. install.py installs what is described here. It runs before anything else is
+installed, so this file needs nothing but the standard library.
 """
 
 from __future__ import annotations
