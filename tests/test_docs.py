@@ -94,7 +94,8 @@ def messages() -> list[str]:
 
 
 def test_quoted_messages_are_those_of_the_code():
-    source = " ".join(path.read_text() for path in (ROOT / "rollout_spec").rglob("*.py"))
+    folders = (ROOT / "rollout_spec", ROOT / "lab/rollout_spec_lab")
+    source = " ".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     # Messages run over several lines of source.
     joined = re.sub(r'"\s*f?"', "", source)
     found = [message for message in messages() if message in joined]
