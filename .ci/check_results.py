@@ -21,11 +21,12 @@ def the_demo_drafted_and_measured_both_trainings(summary: dict[str, Any]) -> Non
         run = summary[method]
         assert len(run["rollout_seconds"]) == len(run["reward"]) == 2, run
         assert all(seconds > 0 for seconds in run["rollout_seconds"]), run
-    assert len(list(DEMO.glob("charts/*.png"))) == 10
+    assert summary["speedup"] == summary["turns"]["speedup"]["value"] > 0, summary["turns"]
+    assert (DEMO / "report.png").stat().st_size > 0
 
 
 def the_first_step_has_the_same_tokens(summary: dict[str, Any]) -> None:
-    """Before the first update only the drafts tell the trainings apart, and change no token but at a near tie."""
+    """Before the first update only the drafts differ, and they change no token but at a near tie."""
     agreement = summary["first_step_agreement"]
     different = agreement["num_tokens"] - agreement["num_identical"]
     # A response counts up to its first difference, so this is one response at most.

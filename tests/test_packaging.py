@@ -132,7 +132,9 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
 def test_the_laboratorys_wheel_holds_its_own_package_and_nothing_else(lab_wheel: Path) -> None:
     package = ROOT / "lab/rollout_spec_lab"
     expected = {
-        str(file.relative_to(ROOT / "lab")) for file in package.rglob("*") if file.suffix in (".py", ".yaml")
+        str(file.relative_to(ROOT / "lab"))
+        for file in package.rglob("*")
+        if file.suffix in (".py", ".yaml", ".json")
     }
     assert any(name.startswith("rollout_spec_lab/configs/") for name in expected)
     names = zipfile.ZipFile(lab_wheel).namelist()

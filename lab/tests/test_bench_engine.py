@@ -12,12 +12,13 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from rollout_spec.cli import main
+from rollout_spec.certify.engine_arguments import model_drafter
 from rollout_spec.cli.inputs import device_arguments
 from rollout_spec.config import ConfigError, SpecConfig, UserError
-from rollout_spec.report.headlines import engine_headline
-from rollout_spec_lab.bench.engine import Load, Method, model_drafter, random_prompts
+from rollout_spec_lab.bench.engine import Load, Method, random_prompts
+from rollout_spec_lab.bench.headlines import engine_headline
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
+from rollout_spec_lab.cli import main
 from rollout_spec_lab.cli.inputs import default_dtype
 
 
@@ -271,7 +272,7 @@ def test_suffix_is_compared_where_it_is_installed(
 
 
 def test_the_plot_is_drawn(tmp_path: Path):
-    from rollout_spec.report.plots import plot_rollouts
+    from rollout_spec_lab.bench.plots import plot_rollouts
 
     plot_rollouts({"off": asdict(LINE), "sam": asdict(LINE)}, 2, tmp_path / "engine.png")
     assert (tmp_path / "engine.png").stat().st_size > 10_000

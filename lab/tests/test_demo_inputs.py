@@ -8,9 +8,9 @@ import json
 import pandas
 import pytest
 
-from rollout_spec.cli.inputs import prompt_rows
 from rollout_spec.config import UserError
 from rollout_spec.report.responses import is_looping
+from rollout_spec_lab.cli.inputs import prompt_rows
 from rollout_spec_lab.demo import data, model
 from rollout_spec_lab.demo.reward import WEIGHTS, compute_score
 

@@ -20,7 +20,8 @@ from rollout_spec.certify.environment import environment
 from rollout_spec.config import ConfigError, UserError
 from rollout_spec.predict.roofline import DEVICES, Model, Roofline
 from rollout_spec.predict.step_times import StepTimes, Times
-from rollout_spec.report.runs import paired, plain, ratio
+from rollout_spec.report.measures import paired
+from rollout_spec.report.runs import plain, ratio
 from rollout_spec.trace import Rollout
 from rollout_spec_lab.bench.engine import Method, answer
 

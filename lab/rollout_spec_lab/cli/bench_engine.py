@@ -99,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
-    from rollout_spec.report.headlines import engine_headline
     from rollout_spec_lab.bench.engine import make_record, recorded, rollouts
+    from rollout_spec_lab.bench.headlines import engine_headline
     from rollout_spec_lab.bench.rollouts import tables, write_proposals, write_rollouts
 
     plan = _plan(args)

@@ -84,18 +84,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--output", type=Path, metavar="DIR", help="write host.json there")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(
-        parser,
-        "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 --step-ms 20",
+        parser, "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 --step-ms 20"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
-    from rollout_spec.report.headlines import host_headline
-    from rollout_spec.report.tables import host_table
     from rollout_spec.trace import read_trace
+    from rollout_spec_lab.bench.headlines import host_headline
     from rollout_spec_lab.bench.host import make_record, measure, rollout_of
+    from rollout_spec_lab.bench.tables import host_table
 
     plan = _plan(args)
     lines = rollout_of(list(read_trace(plan.trace)), plan.limit_groups)

@@ -41,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(record: dict[str, Any]) -> None:
-    from rollout_spec.cli.console import make_console
-    from rollout_spec.report.headlines import native_headline
-    from rollout_spec.report.tables import make_table
+    from rollout_spec.cli.console import make_console, make_table
+    from rollout_spec_lab.bench.headlines import native_headline
 
     step, whole, targets = record["step"], record["whole_steps"], record["targets"]
     figures = {

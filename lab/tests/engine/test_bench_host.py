@@ -21,7 +21,7 @@ SECONDS = 0.004
 def test_a_device_made_of_time(
     methods: list[str], more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rollout_spec.cli import main
+    from rollout_spec_lab.cli import main
 
     response = [*range(10, 26)] * 6  # repeats, so that there is something to draft from
     trace = tmp_path / "trace.jsonl"

@@ -13,7 +13,7 @@ import torch
 
 from rollout_spec.trace import Rollout
 from rollout_spec.verification.coupled import keyed_sample
-from rollout_spec.vllm.features import version
+from rollout_spec.vllm.versions import version
 from rollout_spec_lab.studies.train_head import NUM_PASSES, Head, Text, acceptance, kept, read_texts, train
 from tests.engine.conftest import make_tiny, token_ids
 
