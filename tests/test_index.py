@@ -267,7 +267,6 @@ def test_lower_level_starts_again(index):
         ("token_ids", np.zeros(18, np.int32), InvalidArgument),
         ("token_ids", np.zeros((6, 3), np.int32).T, InvalidArgument),
         ("token_ids", np.zeros((3, 6), np.int32)[::-1], InvalidArgument),
-        ("token_ids", np.zeros((0, 6), np.int32), InvalidArgument),
     ],
 )
 def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name, value, error):
