@@ -158,7 +158,8 @@ def relative_speed(times_of_a_step, slope=0.025, num_steps=1000):
     """Tokens for the machine's work, over that of plain steps, once it has learned.
 
     A plain step is 0.1 s of work for four rows. Every draft token costs `slope` seconds of work.
-    A step's work takes times_of_a_step(its number) times as long, and the gate sees only that. A draft token comes true as often as its survival says.
+    A step's work takes times_of_a_step(its number) times as long, and the
+    gate sees only that. A draft token comes true as often as its survival says.
     """
     rng, gate, counters = np.random.default_rng(0), AutoGate(), EngineCounters()
     num_drafted = num_accepted = 0
