@@ -7,19 +7,19 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from rollout_spec_lab.bench.index_costs import synthetic_text
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import drafter as drafter_module
 from rollout_spec.drafting import groups
-from rollout_spec.drafting.gate.costs import Step
 from rollout_spec.drafting.drafter import FILLER, Drafter
+from rollout_spec.drafting.gate.costs import Step
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
+from rollout_spec.drafting.gate.passes import Passes
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import InvalidArgument
-from rollout_spec.drafting.gate.passes import Passes
-from rollout_spec_lab.bench.index_costs import synthetic_text
 
 PROMPT = np.array([1, 2, 3, 4], np.int32)
 

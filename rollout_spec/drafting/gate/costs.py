@@ -12,10 +12,8 @@ from rollout_spec.drafting.gate.step_cost import ENOUGH, StepCost
 from rollout_spec.metrics import EngineCounters
 
 PROBE_EVERY = 33  # steps, of which one goes without drafts, to measure a plain step
-EARLY_STEPS, EARLY_PROBE_EVERY = (
-    64,
-    7,
-)  # in the first so many steps it is one in 7: an engine may start slowly
+# An engine may start slowly: more plain steps at first.
+EARLY_STEPS, EARLY_PROBE_EVERY = 64, 7
 FILLED_PROBE_EVERY = 1024  # the same where drafts are filled up: a plain step has no graph, and may take long
 MAX_SLOWNESS = 3.0  # times the expected time that a step counts at most: the engine may have paused
 GAIN_MEMORY = 128  # steps after which gain and calibration have mostly forgotten what was
@@ -61,7 +59,7 @@ NOTHING = Choice(0, 0.0, 0.0)
 
 
 class Costs:
-    """Seconds of plain steps and of those with drafts, in two curves: engines run them through different code.
+    """Seconds of plain steps and of steps with drafts, in two curves as engines run them through different code.
 
     What a draft promises is corrected by what came true. Ranks that step together take as long as the one
     that verifies most. Each decides by itself, as if the others did as it does. All go without drafts in the
