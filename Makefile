@@ -90,7 +90,7 @@ CHECKOUT := $(VENV)/.checkout-$(shell cd $(VERL) && find verl pyproject.toml set
 endif
 SUFFIX := $(VENV)/.suffix-$(ENGINE)
 # What the editable install is made from; other Python and YAML edits take effect by themselves.
-SOURCES := pyproject.toml setup.py $(wildcard native/*.c native/*.h native/*.py)
+SOURCES := pyproject.toml setup.py lab/pyproject.toml $(wildcard native/*.c native/*.h native/*.py)
 
 .PHONY: help demo recording test test-fast test-long test-ascend ascend-packages check format asan bench mutants docs dev packages lock lock-check cuda-imports clean
 
@@ -98,11 +98,11 @@ help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: dev ## train twice with verl, speculation off and on, and report (DEMO_ARGS=--quick)
-	$(BIN)/rollout-spec demo $(DEMO_ARGS)
+	$(BIN)/rollout-spec-lab demo $(DEMO_ARGS)
 
 recording: dev ## the same, recorded as text: docs/demo.cast
 	$(UV) tool run asciinema==2.4.0 rec --overwrite --cols 100 --rows 40 --idle-time-limit 1 \
-		--command "COLUMNS=100 $(BIN)/rollout-spec demo $(DEMO_ARGS) 2>&1 | cat" docs/demo.cast
+		--command "COLUMNS=100 $(BIN)/rollout-spec-lab demo $(DEMO_ARGS) 2>&1 | cat" docs/demo.cast
 	sed -i 's|$(CURDIR)/||g' docs/demo.cast
 
 ifneq ($(VERL),)
@@ -146,10 +146,10 @@ asan: dev ## native tests under AddressSanitizer and UBSan
 	$(NATIVE) asan
 
 bench: dev ## time the native core
-	$(BIN)/rollout-spec bench native
+	$(BIN)/rollout-spec-lab bench native
 
 mutants: dev $(VENV)/mutants/.installed ## break the code in small ways: do tests see it? (MUTANTS="FILE ... native", MUTANT_JOBS=2)
-	$(BIN)/python lab/rollout_spec_lab/studies/mutants.py --jobs $(MUTANT_JOBS) $(MUTANTS)
+	$(BIN)/python -m rollout_spec_lab.studies.mutants --jobs $(MUTANT_JOBS) $(MUTANTS)
 
 docs: $(VENV)/docs/.installed ## build the documentation into build/site
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs --quiet build --strict
@@ -159,7 +159,7 @@ dev: $(BUILT) $(CHECKOUT) ## set up .venv
 packages: $(INSTALLED)
 
 $(BUILT): $(INSTALLED) $(SOURCES)
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable . --editable lab
 	@touch $@
 
 # The lock names every package, so nothing is resolved here and no other version can come in.
@@ -264,7 +264,7 @@ IMPORTS := import importlib, pkgutil, rollout_spec; \
 	names = [module.name for module in pkgutil.walk_packages(rollout_spec.__path__, "rollout_spec.")]; \
 	names.remove("rollout_spec.cli.__main__"); \
 	[importlib.import_module(name) for name in names]; \
-	from rollout_spec.vllm.sampler import check_engine_patches; check_engine_patches(); \
+	from rollout_spec.vllm.mrv1.sampler import check_engine_patches; check_engine_patches(); \
 	print(len(names), "modules import, and the engine patches fit")
 
 # As far as that goes without a driver: vLLM's own kernels do not load.

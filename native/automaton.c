@@ -1,4 +1,4 @@
-/* The suffix automaton, online construction with undo.
+/* The suffix automaton, online construction.
  *
  * Of the text a b b, states in boxes of their strings, transitions -->, suffix links ..>:
  *
@@ -16,8 +16,8 @@
  * Invariants, which validate.c checks:
  * - A state's strings are its longest one and that one's suffixes down to, not including, the longest of its link's.
  * - Every state but the root has exactly one transition from the prefix of its longest string (a solid one).
- * - rs_extend adds at most one state for the text and one clone, in this order, and what it adds to a state's
- *   transitions is that state's latest: so rs_retract can take it all back, if the latest goes first. */
+ * - What rs_extend adds to a state's transitions is that state's latest, so that it can take it back where there is no
+ *   memory for all of it. */
 #include "automaton.h"
 
 #include <string.h>
@@ -105,20 +105,11 @@ static rs_status clone_state(rs_automaton *a, uint32_t state, int32_t token, uin
     a->states[clone] = a->states[origin];
     a->states[clone].len = a->states[state].len + 1;
     a->states[clone].block = block;
+    a->states[clone].count *= a->counts; /* else it is of the texts that end in a state, and none ends in this one */
     a->states[origin].link = clone;
     a->num_transitions += num_transitions_of(a, origin);
     redirect(a, state, token, origin, clone);
     return RS_OK;
-}
-
-static void remove_clone(rs_automaton *a, uint32_t origin) {
-    uint32_t clone = a->states[origin].link;
-    a->num_transitions -= num_transitions_of(a, clone);
-    a->states[origin].link = a->states[clone].link;
-    if (a->states[clone].block != 0) {
-        rs_block_free(&a->pool, a->states[clone].block);
-    }
-    a->num_states--;
 }
 
 /* Take back the transitions to the newest state, from `state` up to (not including) `end`. */
@@ -131,7 +122,7 @@ static void remove_newest(rs_automaton *a, uint32_t state, uint32_t end) {
 }
 
 /* Make a state for the text `last` + token, which has occurred nowhere. */
-static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token, rs_extension *extension) {
+static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token) {
     uint32_t newest = a->num_states++;
     a->states[newest] = (rs_state){.len = a->states[last].len + 1, .link = RS_ROOT, .token = -1};
     uint32_t state = last;
@@ -153,61 +144,41 @@ static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token, rs_
                 remove_newest(a, last, state);
                 return status;
             }
-            extension->origin = origin;
             origin = a->states[origin].link;
         }
         a->states[newest].link = origin;
     }
-    extension->created = true;
     return RS_OK;
 }
 
 /* Walking all the way up would make long periodic texts quadratic. */
-static void count_suffixes(rs_automaton *a, uint32_t state, uint32_t by) {
+static void count_suffixes(rs_automaton *a, uint32_t state) {
     for (int i = 0; i < RS_COUNTED_STATES && state != RS_ROOT; i++) {
-        a->states[state].count += by;
+        a->states[state].count++;
         state = a->states[state].link;
     }
 }
 
-rs_status rs_extend(rs_automaton *a, uint32_t last, int32_t token, rs_extension *extension) {
+rs_status rs_extend(rs_automaton *a, uint32_t *last, int32_t token) {
     rs_status status = reserve_states(a, 2);
     if (status != RS_OK) {
         return status;
     }
-    *extension = (rs_extension){.before = last, .origin = RS_NO_STATE};
-    const uint32_t *target = rs_find(a, last, token);
+    const uint32_t *target = rs_find(a, *last, token);
+    uint32_t after = a->num_states;
     if (target == NULL) {
-        extension->after = a->num_states;
-        status = create_state(a, last, token, extension);
-    } else if (a->states[*target].len == a->states[last].len + 1) {
-        extension->after = *target;
+        status = create_state(a, *last, token);
+    } else if (a->states[*target].len == a->states[*last].len + 1) {
+        after = *target;
     } else {
-        extension->origin = *target;
-        extension->after = a->num_states;
-        status = clone_state(a, last, token, extension->origin);
+        status = clone_state(a, *last, token, *target);
     }
-    if (status == RS_OK && a->counts) {
-        count_suffixes(a, extension->after, 1);
+    if (status != RS_OK) {
+        return status;
     }
-    return status;
-}
-
-void rs_retract(rs_automaton *a, int32_t token, const rs_extension *extension) {
     if (a->counts) {
-        count_suffixes(a, extension->after, UINT32_MAX); /* that is, -1 */
+        count_suffixes(a, after);
     }
-    uint32_t state = extension->before;
-    if (extension->created) {
-        while (state != RS_NO_STATE && *rs_find(a, state, token) == extension->after) {
-            state = a->states[state].link;
-        }
-    }
-    if (extension->origin != RS_NO_STATE) {
-        redirect(a, state, token, a->states[extension->origin].link, extension->origin);
-        remove_clone(a, extension->origin);
-    }
-    if (extension->created) {
-        remove_newest(a, extension->before, state);
-    }
+    *last = after;
+    return RS_OK;
 }

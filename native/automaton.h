@@ -34,24 +34,13 @@ typedef struct {
     bool counts;
 } rs_automaton;
 
-/* What it takes to undo one rs_extend. */
-typedef struct {
-    uint32_t before; /* the `last` it started from */
-    uint32_t after;  /* the `last` it led to */
-    uint32_t origin; /* the state it cloned, or RS_NO_STATE */
-    bool created;    /* it made a state for the whole text */
-} rs_extension;
-
 rs_status rs_automaton_init(rs_automaton *automaton, rs_memory *memory, bool counts);
 
 /* In constant time: what is large is freed bit by bit, see rs_discard. */
 void rs_automaton_free(rs_automaton *automaton);
 
-/* Append one token to a text whose state is `last`. On failure nothing changes. */
-rs_status rs_extend(rs_automaton *automaton, uint32_t last, int32_t token, rs_extension *extension);
-
-/* Undo the latest rs_extend that is not undone; it had this token. */
-void rs_retract(rs_automaton *automaton, int32_t token, const rs_extension *extension);
+/* Append a token to the text whose state is *last, which moves to that of the longer text. On failure nothing changes. */
+rs_status rs_extend(rs_automaton *automaton, uint32_t *last, int32_t token);
 
 /* The target of the transition, NULL where there is none. Invalid after the next rs_extend. */
 static inline uint32_t *rs_find(const rs_automaton *automaton, uint32_t state, int32_t token) {

@@ -20,6 +20,9 @@
 
 #include "error.h"
 
+/* That are followed at once. Chains of text are shorter, but for runs of one token; those of a file may be of any length. */
+enum { MAX_LINKS = 256 };
+
 struct rs_corpus_builder {
     rs_memory memory;
     rs_automaton automaton; /* which does not count by itself */
@@ -78,17 +81,18 @@ static const rs_transition *find(const rs_corpus *corpus, uint32_t state, int32_
     return low < end && low->token == token && low->target < corpus->num_states ? low : NULL;
 }
 
-/* To a shorter suffix. */
-static void move_up(const rs_corpus *corpus, rs_cursor *cursor) {
+/* To a shorter suffix, the empty one where num_links have been followed. */
+static void move_up(const rs_corpus *corpus, rs_cursor *cursor, int num_links) {
     const uint32_t link = corpus->states[cursor->state].link;
-    const bool leads_up = link < corpus->num_states && corpus->states[link].len < cursor->len;
+    const bool leads_up =
+        num_links < MAX_LINKS && link < corpus->num_states && corpus->states[link].len < cursor->len;
     *cursor = leads_up ? (rs_cursor){link, corpus->states[link].len} : (rs_cursor){RS_ROOT, 0};
 }
 
 void rs_cursor_move(const rs_corpus *corpus, rs_cursor *cursor, int32_t token) {
     const rs_transition *next;
-    while ((next = find(corpus, cursor->state, token)) == NULL && cursor->state != RS_ROOT) {
-        move_up(corpus, cursor);
+    for (int i = 0; (next = find(corpus, cursor->state, token)) == NULL && cursor->state != RS_ROOT; i++) {
+        move_up(corpus, cursor, i);
     }
     if (next != NULL) {
         cursor->state = next->target;
@@ -107,8 +111,8 @@ const rs_transition *rs_corpus_next(const rs_corpus *corpus, uint32_t state) {
 }
 
 rs_cursor rs_cursor_continued(const rs_corpus *corpus, rs_cursor cursor) {
-    while (rs_corpus_next(corpus, cursor.state) == NULL && cursor.state != RS_ROOT) {
-        move_up(corpus, &cursor);
+    for (int i = 0; rs_corpus_next(corpus, cursor.state) == NULL && cursor.state != RS_ROOT; i++) {
+        move_up(corpus, &cursor, i);
     }
     return cursor;
 }
@@ -148,14 +152,9 @@ rs_status rs_corpus_add(rs_corpus_builder *builder, const int32_t *token_ids, in
     rs_automaton *a = &builder->automaton;
     uint32_t last = RS_ROOT;
     for (int64_t i = 0; i < num_tokens; i++) {
-        rs_extension extension;
-        if (rs_extend(a, last, token_ids[i], &extension) != RS_OK) {
+        if (rs_extend(a, &last, token_ids[i]) != RS_OK) {
             return rs_fail(error, RS_ENOMEM, -1, "out of memory");
         }
-        if (extension.origin != RS_NO_STATE) {
-            a->states[a->states[extension.origin].link].count = 0; /* a clone; nothing ends in it yet */
-        }
-        last = extension.after;
         a->states[last].count++;
         builder->num_tokens++;
     }

@@ -9,7 +9,7 @@
  *
  * Reading trusts no byte of the block, since opening it does not read it through and a file may be changed later: what is
  * followed is compared with its bounds first, and a place that breaks them has no continuation and no link but the root.
- * A cursor's length falls with every link, so that no content holds a walk up. */
+ * A walk up ends after a fixed number of links. */
 #ifndef RS_CORPUS_H
 #define RS_CORPUS_H
 

@@ -38,11 +38,11 @@ static walk start(const rs_index *index, const rs_sequence *sequence, rs_model_d
     const rs_automaton *a = &index->groups[sequence->group].automaton;
     walk w = {.index = index,
               .automaton = a,
-              .state = sequence->last,
-              .match_len = a->states[sequence->last].len,
-              .recent = sequence->recent,
-              .own_salt = rs_own_salt(sequence),
-              .cursor = sequence->cursor,
+              .state = sequence->at.last,
+              .match_len = a->states[sequence->at.last].len,
+              .recent = sequence->at.recent,
+              .own_salt = rs_own_salt(sequence->serial),
+              .cursor = sequence->at.cursor,
               .model = model};
     move_to_continued(&w);
     return w;

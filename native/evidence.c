@@ -5,7 +5,8 @@
  *     expert 3: token 9, cell 90 --> p = 0.3 --+    (once for each candidate)  --> candidate 9: 0.11
  *
  * Invariants: cell 0 is nobody's and stays zero, so that experts that propose nothing add 0 to every sum; no weight
- * leaves +-MAX_WEIGHT. Sums are in one order, without fused operations, so that every machine has the same. */
+ * leaves +-MAX_WEIGHT. Sums are in one order and without fused operations, but exp and log are the C library's: machines
+ * with the same one have the same survivals to the last bit, others may not. */
 #include "evidence.h"
 
 #include <math.h>

@@ -5,8 +5,9 @@
  *                     |          +-- free_group, a list through next_free
  *     sequences  [ 0 ][ 1 ][ 2: closed ][ 3 ]               a state in the group's automaton each, `last`
  *
- * Invariants: an id is a slot of its table; every closed slot is in the table's list once; a group has as many open
- * sequences as it says. What fails leaves everything as it was, but for capacities. */
+ * Invariants: an id is a slot of its table; every closed slot is in the table's list once, but for those of groups that
+ * were given up and not named since; a group has as many open sequences as it says, and is idle while it has
+ * none. What fails leaves everything as it was, but for capacities and idle groups. */
 #include "index.h"
 
 #include <inttypes.h>
@@ -19,6 +20,10 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
         return rs_fail(error, RS_EINVAL, -1, "num_speculative_tokens=%" PRId32 ": must be between 1 and %d",
                        options->num_speculative_tokens, (int)RS_MAX_SPECULATIVE_TOKENS);
     }
+    if (options->max_idle_groups < 0) {
+        return rs_fail(error, RS_EINVAL, -1, "max_idle_groups=%" PRId32 ": must not be negative",
+                       options->max_idle_groups);
+    }
     rs_memory memory = {.max_bytes = options->max_bytes};
     rs_index *made = NULL;
     uint32_t capacity = 0;
@@ -29,6 +34,7 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     memset(made, 0, sizeof *made);
     made->options = *options;
     made->memory = memory;
+    made->memory.index = made;
     made->free_group = made->free_sequence = -1;
     rs_calibration_init(&made->calibration);
     if (options->corpus != NULL && !rs_corpus_open(&made->corpus, options->corpus, options->corpus_bytes)) {
@@ -48,7 +54,22 @@ static void free_text(rs_index *index, rs_sequence *sequence) {
     rs_resize(&index->memory, (void **)&sequence->text, &sequence->text_capacity, 0, sizeof *sequence->text);
 }
 
+/* Every waiting text of the group; of every group where it is -1. */
+static void drop_waiting(rs_index *index, int32_t group) {
+    for (rs_waiting **at = &index->waiting; *at != NULL;) {
+        if (group >= 0 && (*at)->group != group) {
+            at = &(*at)->next;
+            continue;
+        }
+        void *dropped = *at;
+        uint32_t num_bytes = rs_waiting_bytes((*at)->num_tokens);
+        *at = (*at)->next;
+        rs_resize(&index->memory, &dropped, &num_bytes, 0, 1);
+    }
+}
+
 void rs_index_clear(rs_index *index) {
+    drop_waiting(index, -1);
     for (uint32_t i = 0; i < index->num_groups; i++) {
         if (index->groups[i].open) {
             rs_automaton_free(&index->groups[i].automaton);
@@ -61,8 +82,8 @@ void rs_index_clear(rs_index *index) {
     rs_resize(memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
     rs_resize(memory, (void **)&index->sequences, &index->sequences_capacity, 0, sizeof *index->sequences);
     rs_resize(memory, (void **)&index->predictions, &index->predictions_capacity, 0, sizeof *index->predictions);
-    rs_resize(memory, (void **)&index->extensions, &index->extensions_capacity, 0, sizeof *index->extensions);
     index->num_groups = index->num_sequences = 0;
+    index->num_idle = index->num_given_up = 0;
     index->free_group = index->free_sequence = -1;
 }
 
@@ -78,36 +99,120 @@ void rs_index_free(rs_index *index) {
 
 /* ---- groups ---- */
 
-/* Up to max_tokens more of it. */
-static rs_status index_prompt(rs_index *index, rs_group *group, const int32_t *tokens, int64_t max_tokens) {
-    for (; max_tokens > 0 && !rs_is_whole(group); max_tokens--) {
-        const int32_t token = tokens[group->prompt_level];
-        rs_extension extension;
-        rs_status status = rs_extend(&group->automaton, group->prompt_last, token, &extension);
+/* Its slot is not free yet. */
+static void close_group(rs_index *index, rs_group *group) {
+    drop_waiting(index, (int32_t)(group - index->groups));
+    index->num_idle -= group->idle_since > 0;
+    rs_automaton_free(&group->automaton);
+    *group = (rs_group){.next_free = -1};
+}
+
+static void free_slot(rs_index *index, int32_t group) {
+    index->groups[group].next_free = index->free_group;
+    index->free_group = group;
+}
+
+bool rs_give_up_idle(rs_index *index) {
+    rs_group *oldest = NULL;
+    for (uint32_t i = 0; i < index->num_groups; i++) {
+        rs_group *group = index->groups + i;
+        if (group->idle_since > 0 && (oldest == NULL || group->idle_since < oldest->idle_since)) {
+            oldest = group;
+        }
+    }
+    if (oldest == NULL) {
+        return false;
+    }
+    close_group(index, oldest);
+    oldest->given_up = true;
+    index->num_given_up++;
+    return true;
+}
+
+int32_t rs_group_given_up(rs_index *index) {
+    for (uint32_t i = 0; index->num_given_up > 0 && i < index->num_groups; i++) {
+        if (index->groups[i].given_up) {
+            index->groups[i].given_up = false;
+            index->num_given_up--;
+            free_slot(index, (int32_t)i);
+            return (int32_t)i;
+        }
+    }
+    return -1;
+}
+
+static void set_idle(rs_index *index, rs_group *group) {
+    group->idle_since = ++index->num_idle_ever;
+    index->num_idle++;
+}
+
+/* While somebody is in a group, it is not given up. */
+static void enter(rs_index *index, rs_group *group) {
+    index->num_idle -= group->idle_since > 0;
+    group->idle_since = 0;
+    group->num_sequences++;
+}
+
+static void leave(rs_index *index, rs_group *group) {
+    if (--group->num_sequences == 0) {
+        set_idle(index, group);
+    }
+    while (index->num_idle > index->options.max_idle_groups) {
+        rs_give_up_idle(index);
+    }
+}
+
+rs_status rs_append(rs_index *index, rs_group *group, rs_place *at, uint64_t serial, const int32_t *tokens,
+                    int64_t num_tokens) {
+    for (int64_t i = 0; i < num_tokens; i++) {
+        const int32_t token = tokens[i];
+        rs_status status = rs_extend(&group->automaton, &at->last, token);
         if (status != RS_OK) {
             return status;
         }
-        group->prompt_last = extension.after;
-        rs_recent_push(&group->prompt_recent, token);
-        if (index->corpus.states != NULL) {
-            rs_cursor_move(&index->corpus, &group->prompt_cursor, token);
+        if (serial > 0) {
+            uint32_t tags[RS_NUM_CONTEXTS];
+            rs_context_tags(&at->recent, rs_own_salt(serial), tags);
+            rs_contexts_learn(&index->contexts, &index->memory, tags, token);
         }
-        group->prompt_level++;
+        rs_recent_push(&at->recent, token);
+        if (index->corpus.states != NULL) {
+            rs_cursor_move(&index->corpus, &at->cursor, token);
+        }
+        at->level++;
         group->num_tokens++;
     }
     return RS_OK;
 }
 
-rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
-                        int32_t *group, rs_error *error) {
-    return rs_group_open_part(index, prompt_token_ids, num_prompt_tokens, num_prompt_tokens, group, error);
+/* `tokens` wait for their turn. */
+static rs_status queue(rs_index *index, int32_t group, bool is_prompt, const int32_t *tokens, int64_t num_tokens) {
+    void *made = NULL;
+    uint32_t capacity = 0;
+    rs_status status = rs_resize(&index->memory, &made, &capacity, rs_waiting_bytes((int32_t)num_tokens), 1);
+    if (status != RS_OK) {
+        return status;
+    }
+    rs_waiting *waiting = made;
+    *waiting = (rs_waiting){.group = group, .is_prompt = is_prompt, .num_tokens = (int32_t)num_tokens};
+    memcpy(waiting->tokens, tokens, (size_t)num_tokens * sizeof *tokens);
+    rs_waiting **at = &index->waiting;
+    while (*at != NULL && ((*at)->is_prompt || !is_prompt)) {
+        at = &(*at)->next;
+    }
+    waiting->next = *at;
+    *at = waiting;
+    return RS_OK;
 }
 
-rs_status rs_group_open_part(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
-                             int64_t num_indexed, int32_t *group, rs_error *error) {
+rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
+                        int64_t max_tokens, int32_t *group, rs_error *error) {
     rs_status status = rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error);
     if (status != RS_OK) {
         return status;
+    }
+    if (max_tokens < 0) {
+        return rs_fail(error, RS_EINVAL, -1, "max_tokens=%" PRId64 ": must not be negative", max_tokens);
     }
     if (index->free_group < 0) {
         status = rs_reserve(&index->memory, (void **)&index->groups, &index->groups_capacity,
@@ -116,23 +221,43 @@ rs_status rs_group_open_part(rs_index *index, const int32_t *prompt_token_ids, i
             return rs_memory_error(&index->memory, error, status, -1);
         }
     }
+    const int32_t slot = index->free_group < 0 ? (int32_t)index->num_groups : index->free_group;
+    const int64_t now = num_prompt_tokens < max_tokens ? num_prompt_tokens : max_tokens;
     rs_group opened = {.open = true, .next_free = -1, .prompt_len = (int32_t)num_prompt_tokens};
     status = rs_automaton_init(&opened.automaton, &index->memory, true);
     if (status == RS_OK) {
-        status = index_prompt(index, &opened, prompt_token_ids, num_indexed);
+        status = rs_append(index, &opened, &opened.prompt, 0, prompt_token_ids, now);
+    }
+    if (status == RS_OK && now < num_prompt_tokens) {
+        status = queue(index, slot, true, prompt_token_ids + now, num_prompt_tokens - now);
     }
     if (status != RS_OK) {
         rs_automaton_free(&opened.automaton);
         return rs_memory_error(&index->memory, error, status, -1);
     }
-    *group = index->free_group;
-    if (*group < 0) {
-        *group = (int32_t)index->num_groups++;
+    if (index->free_group < 0) {
+        index->num_groups++;
     } else {
-        index->free_group = index->groups[*group].next_free;
+        index->free_group = index->groups[slot].next_free;
     }
-    index->groups[*group] = opened;
+    index->groups[slot] = opened;
+    set_idle(index, index->groups + slot);
+    *group = slot;
     return RS_OK;
+}
+
+rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
+    if (rs_find_group(index, group) == NULL) {
+        return rs_fail(error, RS_EUNKNOWN, -1, "group=%" PRId32 ": unknown", group);
+    }
+    rs_status status = rs_check_tokens(token_ids, num_tokens, "token_ids", error);
+    if (status != RS_OK || num_tokens == 0) {
+        return status;
+    }
+    enter(index, index->groups + group);
+    status = queue(index, group, false, token_ids, num_tokens);
+    leave(index, index->groups + group);
+    return rs_memory_error(&index->memory, error, status, -1);
 }
 
 rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
@@ -144,44 +269,57 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
         return rs_fail(error, RS_EINVAL, -1, "group=%" PRId32 ": %" PRId32 " of its sequences are open", group,
                        found->num_sequences);
     }
-    rs_automaton_free(&found->automaton);
-    *found = (rs_group){.next_free = index->free_group};
-    index->free_group = group;
+    close_group(index, found);
+    free_slot(index, group);
     return RS_OK;
 }
 
-rs_status rs_group_extend(rs_index *index, int32_t group, const int32_t *prompt_token_ids, int64_t max_tokens,
-                          int64_t *num_left, rs_error *error) {
-    rs_group *found = rs_find_group(index, group);
-    if (found == NULL) {
-        return rs_fail(error, RS_EUNKNOWN, -1, "group=%" PRId32 ": unknown", group);
+/* Up to max_tokens of the first text that waits. */
+static rs_status append_first(rs_index *index, rs_waiting *first, int64_t max_tokens) {
+    rs_group *group = index->groups + first->group;
+    rs_place *at = first->is_prompt ? &group->prompt : &first->at;
+    if (!first->is_prompt && first->serial == 0) {
+        first->serial = ++index->num_serials;
+        first->at = group->prompt;
     }
-    rs_status status = index_prompt(index, found, prompt_token_ids, max_tokens);
-    *num_left = found->prompt_len - found->prompt_level;
-    for (uint32_t i = 0; *num_left == 0 && i < index->num_sequences; i++) {
-        rs_sequence *sequence = index->sequences + i;
-        if (sequence->open && sequence->group == group && sequence->level == rs_start_level(index, sequence)) {
-            rs_sequence_restart(index, sequence); /* it waited for the end of the prompt */
+    const int32_t num_left = first->num_tokens - first->num_indexed;
+    const int32_t before = at->level;
+    rs_status status = rs_append(index, group, at, first->serial, first->tokens + first->num_indexed,
+                                 num_left < max_tokens ? num_left : max_tokens);
+    first->num_indexed += at->level - before;
+    for (uint32_t i = 0; first->is_prompt && rs_is_whole(group) && i < index->num_sequences; i++) {
+        if (index->sequences[i].open && index->sequences[i].group == first->group) {
+            rs_sequence_restart(index, index->sequences + i); /* it waited for the prompt */
         }
     }
-    return rs_memory_error(&index->memory, error, status, -1);
+    return status;
+}
+
+void rs_append_waiting(rs_index *index, int64_t max_tokens) {
+    while (index->waiting != NULL && max_tokens > 0) {
+        rs_waiting *first = index->waiting;
+        rs_group *group = index->groups + first->group;
+        max_tokens += first->num_indexed;
+        enter(index, group);
+        rs_status status = append_first(index, first, max_tokens - first->num_indexed);
+        max_tokens -= first->num_indexed;
+        if (status != RS_OK) {
+            drop_waiting(index, first->group);
+        } else if (first->num_indexed == first->num_tokens) {
+            void *done = first;
+            uint32_t num_bytes = rs_waiting_bytes(first->num_tokens);
+            index->waiting = first->next;
+            rs_resize(&index->memory, &done, &num_bytes, 0, 1);
+        }
+        leave(index, group);
+    }
 }
 
 /* ---- sequences ---- */
 
 void rs_sequence_restart(const rs_index *index, rs_sequence *sequence) {
-    const rs_group *group = index->groups + sequence->group;
-    if (sequence->after_prompt) {
-        sequence->level = group->prompt_len;
-        sequence->last = group->prompt_last;
-        sequence->recent = group->prompt_recent;
-        sequence->cursor = group->prompt_cursor;
-    } else {
-        sequence->level = 0;
-        sequence->last = RS_ROOT;
-        sequence->recent = (rs_recent){.num = 0};
-        sequence->cursor = (rs_cursor){.len = 0};
-    }
+    sequence->at = sequence->after_prompt ? index->groups[sequence->group].prompt : (rs_place){.level = 0};
+    sequence->at.level = rs_start_level(index, sequence); /* also before all of the prompt is indexed */
 }
 
 static rs_status reserve_sequence(rs_index *index) {
@@ -204,25 +342,25 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
     if (found == NULL) {
         return rs_fail(error, RS_EUNKNOWN, -1, "group=%" PRId32 ": unknown", group);
     }
-    int32_t slot = index->free_sequence;
-    if (slot >= 0) {
-        index->free_sequence = index->sequences[slot].next_free;
-    } else {
+    enter(index, found);
+    if (index->free_sequence < 0) {
         rs_status status = reserve_sequence(index);
         if (status != RS_OK) {
+            leave(index, found);
             return rs_memory_error(&index->memory, error, status, -1);
         }
-        slot = (int32_t)index->num_sequences++;
+        *sequence = (int32_t)index->num_sequences++;
+    } else {
+        *sequence = index->free_sequence;
+        index->free_sequence = index->sequences[*sequence].next_free;
     }
-    rs_sequence *opened = index->sequences + slot;
+    rs_sequence *opened = index->sequences + *sequence;
     *opened = (rs_sequence){.open = true,
                             .next_free = -1,
                             .group = group,
                             .after_prompt = after_prompt != 0,
-                            .serial = ++index->num_opened};
+                            .serial = ++index->num_serials};
     rs_sequence_restart(index, opened);
-    found->num_sequences++;
-    *sequence = slot;
     return RS_OK;
 }
 
@@ -231,10 +369,11 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) 
     if (found == NULL) {
         return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
     }
-    index->groups[found->group].num_sequences--;
+    rs_group *group = index->groups + found->group;
     free_text(index, found);
     *found = (rs_sequence){.next_free = index->free_sequence};
     index->free_sequence = sequence;
+    leave(index, group);
     return RS_OK;
 }
 
@@ -244,7 +383,7 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
     if (found == NULL) {
         return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
     }
-    *num_tokens = found->level - rs_start_level(index, found);
+    *num_tokens = found->at.level - rs_start_level(index, found);
     int64_t num_copied = *num_tokens < capacity ? *num_tokens : capacity;
     if (num_copied > 0) {
         memcpy(tokens, found->text, (size_t)num_copied * sizeof *tokens);
@@ -262,5 +401,8 @@ void rs_index_stats(const rs_index *index, rs_stats *stats) {
             stats->num_states += group->automaton.num_states;
             stats->num_tokens += group->num_tokens;
         }
+    }
+    for (const rs_waiting *waiting = index->waiting; waiting != NULL; waiting = waiting->next) {
+        stats->num_waiting_tokens += (uint64_t)(waiting->num_tokens - waiting->num_indexed);
     }
 }

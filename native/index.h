@@ -6,15 +6,22 @@
 #include "error.h"
 #include "evidence.h"
 
+/* How far a text is indexed, and where it is there. Zeros: the empty one. */
+typedef struct {
+    int32_t level;    /* tokens of it */
+    uint32_t last;    /* their state */
+    rs_recent recent; /* their end */
+    rs_cursor cursor; /* their place in the corpus */
+} rs_place;
+
 typedef struct {
     bool open;
+    bool given_up;         /* closed, but its slot is not free until rs_group_given_up has named it */
     int32_t next_free;     /* while closed; -1: none */
     int32_t num_sequences; /* open */
+    uint64_t idle_since;   /* what num_idle_ever was when it became idle, 0: it has sequences */
     int32_t prompt_len;
-    int32_t prompt_level;    /* tokens of it that are indexed; until it is all, no sequence is */
-    uint32_t prompt_last;    /* the state of these */
-    rs_recent prompt_recent; /* their end */
-    rs_cursor prompt_cursor; /* their place in the corpus */
+    rs_place prompt; /* until it is indexed as a whole, no sequence is */
     uint64_t num_tokens;
     rs_automaton automaton;
 } rs_group;
@@ -24,17 +31,29 @@ typedef struct {
     int32_t next_free; /* while closed; -1: none */
     int32_t group;
     bool after_prompt;
-    int32_t level;     /* tokens indexed, the prompt included if it comes after it */
-    int32_t next_level; /* after the step that is running */
-    uint32_t last;     /* the state of its text */
-    rs_recent recent;  /* the end of its text */
-    rs_cursor cursor;  /* the place of its text in the corpus */
-    int32_t *text;     /* what comes after its start */
+    rs_place at;   /* its level has the prompt in it, if it comes after it */
+    int32_t *text; /* what comes after its start */
     uint32_t text_capacity;
     int32_t num_predictions; /* of the draft that is not verified yet, and perhaps one that was too unlikely for it */
-    uint64_t serial;         /* of all sequences ever opened, from 1 */
+    uint64_t serial;         /* of all texts ever begun, from 1 */
     uint64_t latest_step;
 } rs_sequence;
+
+/* A text that is indexed a part in each step: the rest of a prompt, or one that follows the prompt of its group. */
+typedef struct rs_waiting {
+    struct rs_waiting *next;
+    int32_t group;
+    bool is_prompt;
+    rs_place at;     /* of a text behind the prompt */
+    uint64_t serial; /* of the same, 0: nothing of it is indexed yet */
+    int32_t num_tokens;
+    int32_t num_indexed;
+    int32_t tokens[];
+} rs_waiting;
+
+static inline uint32_t rs_waiting_bytes(int32_t num_tokens) {
+    return (uint32_t)(sizeof(rs_waiting) + (size_t)num_tokens * sizeof(int32_t));
+}
 
 struct rs_index {
     rs_options options;
@@ -49,10 +68,12 @@ struct rs_index {
     int32_t free_sequence;
     rs_prediction *predictions; /* [sequences][num_speculative_tokens] */
     uint32_t predictions_capacity;
-    uint64_t num_opened; /* sequences */
+    rs_waiting *waiting;    /* prompts first, else in the order in which they came */
+    int32_t num_idle;       /* groups */
+    int32_t num_given_up;   /* groups that rs_group_given_up has not named yet */
+    uint64_t num_idle_ever; /* how often a group became idle */
+    uint64_t num_serials;
     uint64_t num_steps;
-    rs_extension *extensions; /* of the step that is running */
-    uint32_t extensions_capacity;
     rs_contexts contexts;
     rs_calibration calibration;
     rs_corpus corpus; /* states NULL: none */
@@ -68,7 +89,7 @@ static inline rs_sequence *rs_find_sequence(const rs_index *index, int32_t seque
     return known ? index->sequences + sequence : NULL;
 }
 
-static inline bool rs_is_whole(const rs_group *group) { return group->prompt_level == group->prompt_len; }
+static inline bool rs_is_whole(const rs_group *group) { return group->prompt.level == group->prompt_len; }
 
 /* The level at which the sequence's own text begins. */
 static inline int32_t rs_start_level(const rs_index *index, const rs_sequence *sequence) {
@@ -78,11 +99,18 @@ static inline int32_t rs_start_level(const rs_index *index, const rs_sequence *s
 /* Put the sequence back to its start: the prompt, or the root. */
 void rs_sequence_restart(const rs_index *index, rs_sequence *sequence);
 
+/* Index what a text goes on with, as far as there is room. serial 0: a prompt, from which no context learns. */
+rs_status rs_append(rs_index *index, rs_group *group, rs_place *at, uint64_t serial, const int32_t *tokens,
+                    int64_t num_tokens);
+
+/* Index up to max_tokens of the texts that wait. Where there is no room, the group's are dropped. */
+void rs_append_waiting(rs_index *index, int64_t max_tokens);
+
 static inline rs_prediction *rs_predictions(const rs_index *index, int32_t sequence) {
     return index->predictions + (size_t)sequence * (size_t)index->options.num_speculative_tokens;
 }
 
-/* What keeps the own contexts of a sequence apart from those of others. */
-static inline uint64_t rs_own_salt(const rs_sequence *sequence) { return ~(sequence->serial << 8); }
+/* What keeps the own contexts of a text apart from those of others. */
+static inline uint64_t rs_own_salt(uint64_t serial) { return ~(serial << 8); }
 
 #endif

@@ -4,10 +4,9 @@
  *                     rs_release cuts pieces off the end of the first, until nothing of it is left
  *
  * Invariants: num_bytes is the sum of capacity * element_size over all arrays and of what is discarded, and never
- * above max_bytes; what is discarded gives way to what is needed. */
+ * above max_bytes; what is discarded, and then an idle group, gives way to what is needed. */
 #include "memory.h"
 
-#include <stdbool.h>
 #include <stdlib.h>
 
 enum { LEAST_DISCARDED_BYTES = 1 << 18, PIECE_BYTES = 1 << 21 };
@@ -16,6 +15,8 @@ enum { LEAST_DISCARDED_BYTES = 1 << 18, PIECE_BYTES = 1 << 21 };
 static int64_t allocations_until_failure;
 
 void rs_test_fail_allocation(int64_t nth) { allocations_until_failure = nth; }
+
+bool rs_test_has_failed(void) { return allocations_until_failure == 0; }
 #endif
 
 static void *resize_bytes(void *pointer, uint64_t num_bytes) {
@@ -79,13 +80,13 @@ uint64_t rs_num_discarded(const rs_memory *memory) {
     return num_bytes;
 }
 
-static bool has_room(rs_memory *memory, uint64_t num_bytes) {
-    uint64_t room = memory->max_bytes - memory->num_bytes;
-    if (memory->max_bytes != 0 && num_bytes > room) {
-        rs_release(memory, num_bytes - room);
-        room = memory->max_bytes - memory->num_bytes;
+/* Free something that nobody needs; false where there is nothing. The only place where an index gives up text. */
+static bool make_room(rs_memory *memory) {
+    if (memory->discarded == NULL && (memory->index == NULL || !rs_give_up_idle(memory->index))) {
+        return false;
     }
-    return memory->max_bytes == 0 || num_bytes <= room;
+    rs_release(memory, 1);
+    return true;
 }
 
 rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size,
@@ -102,12 +103,19 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
         return RS_ENOMEM;
     }
     uint64_t new_bytes = new_size * element_size;
-    if (new_bytes > old_bytes && !has_room(memory, new_bytes - old_bytes)) {
-        return RS_EBUDGET;
+    while (memory->max_bytes != 0 && memory->num_bytes - old_bytes + new_bytes > memory->max_bytes) {
+        if (!make_room(memory)) {
+            return RS_EBUDGET;
+        }
     }
-    void *moved = resize_bytes(*pointer, new_bytes);
-    if (moved == NULL) {
-        return new_bytes > old_bytes ? RS_ENOMEM : RS_OK;
+    void *moved;
+    while ((moved = resize_bytes(*pointer, new_bytes)) == NULL) {
+        if (new_bytes <= old_bytes) {
+            return RS_OK;
+        }
+        if (!make_room(memory)) {
+            return RS_ENOMEM;
+        }
     }
     *pointer = moved;
     *capacity = (uint32_t)new_size;

@@ -2,6 +2,7 @@
 #ifndef RS_MEMORY_H
 #define RS_MEMORY_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -13,11 +14,16 @@ typedef struct {
     uint64_t num_bytes;      /* allocated */
     uint64_t max_bytes;      /* 0: no limit */
     rs_discarded *discarded; /* arrays that are still to be freed; part of num_bytes */
+    rs_index *index;         /* whose idle groups make room, NULL: nobody's */
 } rs_memory;
+
+/* index.c: give up the group of the index that has been idle longest; false where none is. */
+bool rs_give_up_idle(rs_index *index);
 
 #ifdef RS_TEST
 /* Let the n-th allocation from now on fail (1: the next); 0: none. C tests only. */
 void rs_test_fail_allocation(int64_t nth);
+bool rs_test_has_failed(void);
 #endif
 
 /* Resize the array *pointer from old_size to new_size elements; new_size 0 frees it and succeeds,

@@ -25,9 +25,12 @@
  *             survival, falls below min_survival.
  *
  * No function is thread safe for one index; different indexes are independent.
- * Every function that returns a status changes nothing when it fails, except that reserved memory may stay
- * reserved, and but for rs_group_extend and rs_corpus_add.
- * `error` may be NULL; when it is not, it is written on failure only. So may an array of no tokens; nothing else.
+ * Every function that returns a status changes nothing when it fails, except that reserved memory may stay reserved and
+ * idle groups be gone; but for rs_corpus_add. `error` may be NULL; when it is not, it is written on failure only. So may
+ * an array of no tokens; nothing else.
+ *
+ * A group without an open sequence is idle. Where an index is full, or has more than max_idle_groups, it gives up the group
+ * that has been idle longest, in whatever call that is; rs_group_given_up names it.
  */
 #ifndef ROLLOUT_SPEC_NATIVE_H
 #define ROLLOUT_SPEC_NATIVE_H
@@ -35,7 +38,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 20, /* raised with every change of this file */
+    RS_ABI_VERSION = 21, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -50,12 +53,13 @@ typedef enum {
     RS_EINVAL = 1,   /* an argument is out of range */
     RS_EUNKNOWN = 2, /* no open group or sequence has this id */
     RS_ENOMEM = 3,
-    RS_EBUDGET = 4,  /* the index would grow beyond max_bytes */
+    RS_EBUDGET = 4,  /* the index would grow beyond max_bytes, and no group is idle */
     RS_ECORRUPT = 5  /* rs_index_validate or rs_corpus_validate found a broken invariant */
 } rs_status;
 
 typedef struct {
     int32_t num_speculative_tokens; /* 1 .. RS_MAX_SPECULATIVE_TOKENS, K below */
+    int32_t max_idle_groups;        /* that are kept */
     uint64_t max_bytes;             /* of the whole index; 0: no limit */
     const void *corpus;             /* what rs_corpus_write wrote, aligned to 8 bytes; NULL: none. Read only, and
                                        for as long as the index lives. */
@@ -70,7 +74,7 @@ typedef struct {
 /* One engine step. Entry i is sequence sequences[i], whose tokens are the first levels[i] of row
  * rows[i] of the token matrix: token_ids[rows[i] * row_stride]. A sequence appears once at most. */
 typedef struct {
-    int32_t num_rows;                /* >= 1: entries */
+    int32_t num_rows;                /* >= 0: entries */
     const int32_t *sequences;        /* [num_rows] */
     const int32_t *token_ids;        /* [num_matrix_rows][row_stride], num_columns of them readable */
     int64_t row_stride;              /* >= num_columns, tokens */
@@ -80,6 +84,7 @@ typedef struct {
     const int32_t *levels;           /* [num_rows], prompt included, at most num_columns and RS_MAX_TEXT_TOKENS */
     const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
     int32_t max_new_tokens;          /* of the rows that have got more than a step gives, all together; 0: no limit */
+    int64_t max_waiting_tokens;      /* to index of the texts that wait */
     double min_survival;             /* 0 .. 1: the least survival that is drafted */
     int32_t num_model_tokens;          /* m, 0 .. K: of a model's drafts; 0: no model, and the next two are not read */
     const int32_t *model_tokens;       /* [num_rows][m]; negative: it proposes nothing from there on */
@@ -87,7 +92,11 @@ typedef struct {
     int32_t *draft_tokens;           /* out [num_rows][K]; beyond num_draft_tokens unspecified */
     float *survivals;                /* out [num_rows][K]: the estimated probability that the draft up to and with
                                         this token is accepted */
-    int32_t *num_draft_tokens;       /* out [num_rows] */
+    int32_t *num_draft_tokens;       /* out [num_rows]; -1: the row is left out */
+    int32_t num_left_out;            /* out: rows */
+    float *survivals_of_fewer;       /* out [num_rows][K], and */
+    int32_t *nums_of_fewer;          /* out [num_rows]: as survivals and num_draft_tokens, where the model drafts a token
+                                        fewer; both NULL: not wanted. Only where there is a model. */
 } rs_batch;
 
 typedef struct {
@@ -95,6 +104,7 @@ typedef struct {
     uint64_t num_sequences; /* open */
     uint64_t num_states;
     uint64_t num_tokens;    /* indexed and not forgotten */
+    uint64_t num_waiting_tokens;
     uint64_t num_bytes;     /* allocated, everything included */
 } rs_stats;
 
@@ -105,20 +115,18 @@ int32_t rs_abi_version(void);
 rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error);
 void rs_index_free(rs_index *index);
 
-/* An id is the one closed last, or else the smallest that was never used: an id that is not open is refused, one that
- * has been opened again cannot be told from its predecessor. */
-rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
+/* Index the first max_tokens of the prompt; the rest waits. Until all of it is indexed, a step leaves the group's sequences
+ * as they are and drafts nothing for them. An id is the one closed last, or else the smallest that was never used: an id
+ * that is not open is refused, one that has been opened again cannot be told from its predecessor. */
+rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int64_t max_tokens,
                         int32_t *group, rs_error *error);
 
-/* The same, but only the first num_indexed tokens are indexed (at most all). Until rs_group_extend has indexed the rest,
- * a step leaves out the group's sequences: nothing of them is indexed and nothing is drafted. */
-rs_status rs_group_open_part(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
-                             int64_t num_indexed, int32_t *group, rs_error *error);
+/* This text, which is copied, waits to be indexed behind the group's prompt. What waits is indexed by the steps that
+ * follow, prompts first; where there is no room for it, all of its group is dropped. */
+rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
 
-/* Index up to max_tokens more of the prompt, which is the one that the group was opened with. What was indexed before it
- * failed stays, and so it can be called again. *num_left: tokens that are still to be indexed. */
-rs_status rs_group_extend(rs_index *index, int32_t group, const int32_t *prompt_token_ids, int64_t max_tokens,
-                          int64_t *num_left, rs_error *error);
+/* A group that was given up and not named yet, -1: none. Only then its id may be used again. */
+int32_t rs_group_given_up(rs_index *index);
 
 /* Forgets the group's text. RS_EINVAL while one of its sequences is open. */
 rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
@@ -135,17 +143,16 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
 /* The text stays in the group. */
 rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
 
-/* Index what is new in every row, then draft for every row: siblings see each other's newest tokens.
- * A level above the last one indexes the tokens between; the same level indexes nothing; a lower one
- * (a request that was started again) indexes the row from its start, as a new sequence would.
+/* Index of the texts that wait, then what is new in every row, then draft for every row: siblings see each other's newest
+ * tokens. A level above the last one indexes the tokens between; the same level indexes nothing; a lower one (a request
+ * that was started again) indexes the row from its start, as a new sequence would.
+ *
+ * A row is left out where there is no room for it, a new token is negative, or its level is below the prompt's length,
+ * above num_columns or RS_MAX_TEXT_TOKENS. Its sequence is closed then; what of it had room stays in the group.
  *
  * max_new_tokens bounds the step: every row indexes up to RS_MAX_SPECULATIVE_TOKENS + 1 tokens, and more as long as
  * such rows have fewer than that together. A row that is not whole then has no draft; the steps that follow go on. */
-rs_status rs_step(rs_index *index, const rs_batch *batch, rs_error *error);
-
-/* Of the draft tokens of a step, the first numbers[i] of every entry i, or all it has, one entry after the other; tokens
- * has room for num_rows * num_speculative_tokens. Returns how many these are. */
-int32_t rs_leading_tokens(const rs_index *index, const rs_batch *batch, const int32_t *numbers, int32_t *tokens);
+rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error);
 
 /* Close all sequences and groups, in time that grows with their number only; what was learned stays. */
 void rs_index_clear(rs_index *index);
@@ -174,7 +181,9 @@ uint64_t rs_corpus_num_bytes(const rs_corpus_builder *builder);
 rs_status rs_corpus_write(const rs_corpus_builder *builder, void *content, uint64_t num_bytes, rs_error *error);
 
 /* Whether a block is what rs_corpus_write writes; RS_EINVAL or RS_ECORRUPT says what is wrong. Its time is that of reading
- * the block in any order. An index does not call it: one that is wrong costs drafts there, and nothing else. */
+ * the block in any order. An index does not call it: whatever the bytes are, it reads nothing beyond them, a token takes a
+ * bounded time, and no draft token is above the largest. It cannot help where the bytes go: a mapped file that is cut
+ * short raises SIGBUS. */
 rs_status rs_corpus_validate(const void *content, uint64_t num_bytes, rs_error *error);
 
 /* The largest token of such a block, above which nothing is drafted from it, in constant time; -1: it has none. */

@@ -95,8 +95,8 @@ const char *rs_automaton_check(const rs_automaton *a) {
 
 static bool cursor_holds(const rs_index *index, const rs_sequence *sequence) {
     const rs_corpus *corpus = &index->corpus;
-    rs_cursor cursor = sequence->cursor;
-    if (cursor.state >= corpus->num_states || cursor.len > (uint32_t)sequence->level) {
+    rs_cursor cursor = sequence->at.cursor;
+    if (cursor.state >= corpus->num_states || cursor.len > (uint32_t)sequence->at.level) {
         return false;
     }
     const rs_corpus_state *state = corpus->states + cursor.state;
@@ -110,15 +110,13 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
         return "sequence: its group is not open";
     }
     const rs_automaton *a = &group->automaton;
-    const bool waits = !rs_is_whole(group);
-    if (waits && sequence->level != rs_start_level(index, sequence)) {
-        return "sequence: it is indexed before its group's prompt";
+    const int32_t start_level = rs_start_level(index, sequence);
+    const int32_t level = sequence->at.level;
+    if (sequence->at.last >= a->num_states ||
+        (rs_is_whole(group) ? a->states[sequence->at.last].len != (uint32_t)level : level != start_level)) {
+        return "sequence: at is not the place of its text";
     }
-    if (sequence->last >= a->num_states || (!waits && a->states[sequence->last].len != (uint32_t)sequence->level)) {
-        return "sequence: last is not the state of its text";
-    }
-    int32_t start_level = rs_start_level(index, sequence);
-    if (sequence->level < start_level || (uint32_t)(sequence->level - start_level) > sequence->text_capacity) {
+    if (level < start_level || (uint32_t)(level - start_level) > sequence->text_capacity) {
         return "sequence: its text is longer than there is room for";
     }
     if (index->corpus.states != NULL && !cursor_holds(index, sequence)) {
@@ -134,10 +132,12 @@ static uint64_t num_bytes_of(const rs_index *index) {
                          (uint64_t)index->groups_capacity * sizeof *index->groups +
                          (uint64_t)index->sequences_capacity * sizeof *index->sequences +
                          (uint64_t)index->predictions_capacity * sizeof *index->predictions +
-                         (uint64_t)index->contexts.capacity * sizeof *index->contexts.buckets +
-                         (uint64_t)index->extensions_capacity * sizeof *index->extensions;
+                         (uint64_t)index->contexts.capacity * sizeof *index->contexts.buckets;
     for (uint32_t i = 0; i < index->num_sequences; i++) {
         num_bytes += (uint64_t)index->sequences[i].text_capacity * sizeof *index->sequences[i].text;
+    }
+    for (const rs_waiting *waiting = index->waiting; waiting != NULL; waiting = waiting->next) {
+        num_bytes += rs_waiting_bytes(waiting->num_tokens);
     }
     for (uint32_t i = 0; i < index->num_groups; i++) {
         const rs_automaton *a = &index->groups[i].automaton;
@@ -151,7 +151,7 @@ static bool free_slots_hold(const rs_index *index, bool groups) {
     uint32_t num_slots = groups ? index->num_groups : index->num_sequences;
     uint32_t num_closed = 0;
     for (uint32_t i = 0; i < num_slots; i++) {
-        num_closed += groups ? !index->groups[i].open : !index->sequences[i].open;
+        num_closed += groups ? !index->groups[i].open && !index->groups[i].given_up : !index->sequences[i].open;
     }
     uint32_t num_listed = 0;
     int32_t slot = groups ? index->free_group : index->free_sequence;
@@ -176,11 +176,25 @@ static const char *check_tables(const rs_index *index) {
             num_sequences++;
         }
     }
+    int32_t num_idle = 0;
     for (uint32_t i = 0; i < index->num_groups; i++) {
-        num_sequences -= index->groups[i].open ? index->groups[i].num_sequences : 0;
+        const rs_group *group = index->groups + i;
+        num_sequences -= group->num_sequences;
+        num_idle += group->idle_since > 0;
+        if (group->open ? group->given_up || (group->idle_since > 0) != (group->num_sequences == 0)
+                        : group->idle_since > 0 || group->num_sequences > 0) {
+            return "group: it is not open, idle or given up";
+        }
     }
-    if (num_sequences != 0) {
-        return "groups: num_sequences is wrong";
+    if (num_sequences != 0 || num_idle != index->num_idle) {
+        return "groups: num_sequences or num_idle is wrong";
+    }
+    for (const rs_waiting *waiting = index->waiting; waiting != NULL; waiting = waiting->next) {
+        const rs_group *group = rs_find_group(index, waiting->group);
+        if (group == NULL || waiting->num_indexed >= waiting->num_tokens ||
+            (waiting->is_prompt && group->prompt.level + waiting->num_tokens - waiting->num_indexed != group->prompt_len)) {
+            return "waiting: its group is not open, or nothing is left of it";
+        }
     }
     if (!free_slots_hold(index, true) || !free_slots_hold(index, false)) {
         return "index: broken list of closed slots";
@@ -213,9 +227,9 @@ rs_status rs_index_validate(const rs_index *index, rs_error *error) {
         }
         const rs_automaton *a = &group->automaton;
         broken = rs_automaton_check(a);
-        if (broken == NULL && (group->prompt_last >= a->num_states ||
-                               a->states[group->prompt_last].len != (uint32_t)group->prompt_level)) {
-            broken = "group: prompt_last is not the state of its prompt";
+        if (broken == NULL && (group->prompt.last >= a->num_states ||
+                               a->states[group->prompt.last].len != (uint32_t)group->prompt.level)) {
+            broken = "group: prompt is not the place of its prompt";
         }
         if (broken != NULL) {
             return rs_fail(error, RS_ECORRUPT, -1, "group %" PRIu32 ": %s", i, broken);

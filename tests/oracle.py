@@ -300,18 +300,25 @@ class CorpusOracle:
 
 
 class GroupOracle:
-    """Everything that was indexed in one group."""
+    """Everything that was indexed in one group; max_tokens: of the prompt, at first."""
 
-    def __init__(self, prompt: Sequence[int], options: Options) -> None:
+    def __init__(self, prompt: Sequence[int], options: Options, max_tokens: int | None = None) -> None:
         self.options = options
         self.prompt: Text = tuple(prompt)
+        self.indexed: Text = ()  # of the prompt
         self.continuations: dict[Text, list[int]] = defaultdict(list)
         self.positions: dict[Text, int] = {}
         self.ends: dict[Text, set[int]] = defaultdict(set)
         self.counts: dict[Text, int] = defaultdict(int)
-        text: Text = ()
-        for token in self.prompt:
-            text = self.extend(text, token)
+        self.index_prompt(len(self.prompt) if max_tokens is None else max_tokens)
+
+    def index_prompt(self, num: int) -> None:
+        for token in self.prompt[len(self.indexed) :][:num]:
+            self.indexed = self.extend(self.indexed, token)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.indexed == self.prompt
 
     def extend(self, text: Text, token: int) -> Text:
         """Index one token that comes after the text; returns the longer text."""

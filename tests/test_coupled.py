@@ -6,13 +6,11 @@ other keys, is 1e-6 each. `NUM_SAMPLES` tokens find a temperature that is 5 % of
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-import subprocess
-import sys
 import types
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from scipy.stats import chi2_contingency, chisquare, kstest
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import rollout_spec.verification
 from rollout_spec.verification import blocks, coupled, noise, prefixes
 from rollout_spec.verification.transfers import fetched
 
@@ -131,18 +130,6 @@ def test_the_noise_is_uniform_and_independent() -> None:
     # The test can fail: words that depend on position + key are the same along the diagonals.
     mixed = noise.random_words(noise.row_seeds(keys + positions, positions * 0), 1, CPU).numpy().reshape(n, n)
     assert p_value_of_pairs(mixed[1:, :-1].ravel(), mixed[:-1, 1:].ravel()) < 1e-12
-
-
-def test_the_stream_for_batteries_of_tests_is_the_noise() -> None:
-    script = Path(__file__).parents[1] / "lab/rollout_spec_lab/studies/noise.py"
-    num = coupled.num_drawn(32_000)
-    with subprocess.Popen([sys.executable, script, "9"], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        words = np.frombuffer(process.stdout.read(4 * num * 3), np.uint32).reshape(3, num)
-        process.kill()
-    key = noise.make_key("a run", 1, 1, 1)
-    seeds = noise.row_seeds([key] * 3, range(3))
-    assert words.tolist() == noise.random_words(seeds, num, CPU).tolist()
 
 
 def test_exponential_noise_is_exponential() -> None:
@@ -689,3 +676,49 @@ def test_memory_is_at_most_one_temporary(
         coupled.coupled_sample(torch.zeros(23), 8, logits, bonus, sampling([1.0] * 8 + [0.0] * 8), step)
     temporary, of_noise = min(logits.nbytes, 4 * chunk_size), 32 * 39 * coupled.num_drawn(vocab_size)
     assert temporary <= memory.peak < 1.1 * temporary + of_noise
+
+
+VIEWS_AND_COPIES = {
+    "alias", "clone", "copy", "detach", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "to_copy", "unbind", "unsafe_view", "unsqueeze", "view",
+}  # fmt: skip
+
+
+def listed_operations() -> set[str]:
+    """Those that the package names as NPUs'."""
+    listed = re.search(r"torch_npu has.*?: ([\w,\s]+)\.", str(rollout_spec.verification.__doc__), re.DOTALL)
+    assert listed is not None
+    return set(re.split(r",\s+", listed[1]))
+
+
+def test_the_operations_are_those_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, drafts = [2, 0, 3], torch.tensor([1, 2, 3, 4, 5])
+    bonus, keys = torch.zeros(3, 1, dtype=torch.int32), torch.arange(3)
+    operations, asked = Operations(), sampling([1.0, 0.0, 0.7])
+    for chunk_size, vocab_size in itertools.product((1 << 10, 1 << 20), (512, 600)):
+        monkeypatch.setattr(blocks, "CHUNK_SIZE", chunk_size)
+        logits = torch.randn(5, vocab_size)
+        with operations:
+            step = coupled.CoupledStep(keys, keys, counts)
+            step.sample_behind(logits[:3])
+            coupled.coupled_sample(drafts, 3, logits, bonus, asked, step)
+            coupled.shortfall(logits, drafts, drafts, drafts)
+    assert set(operations.names) - VIEWS_AND_COPIES == listed_operations()
+
+
+def test_deterministic_algorithms_give_the_same_tokens(torch_device: str) -> None:
+    """verl's full_determinism asks torch for them; an operation that has none would raise."""
+    counts, keys = [2, 0, 3, 1], torch.arange(4)
+    logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0)).to(torch_device) * 3
+    asked = sampling([1.0, 0.0, 0.7, 1.0])
+    asked.temperature = asked.temperature.to(torch_device)
+    outputs = []
+    try:
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            step = coupled.CoupledStep(keys, keys, counts)
+            own = step.sample_behind(logits[:4]).unsqueeze(-1)
+            outputs.append(coupled.coupled_sample(logits.argmax(dim=-1), 3, logits, own, asked, step))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*outputs)

@@ -40,7 +40,6 @@ def logged() -> set[str]:
         [RequestCounters(9, 4, 3, 6, 2)],
         9,
         rollout_seconds=1.0,
-        versions=[0],
     )  # fmt: skip
     return set(rollout_metrics([report, report]))
 
@@ -94,7 +93,8 @@ def messages() -> list[str]:
 
 
 def test_quoted_messages_are_those_of_the_code():
-    source = " ".join(path.read_text() for path in (ROOT / "rollout_spec").rglob("*.py"))
+    folders = (ROOT / "rollout_spec", ROOT / "lab/rollout_spec_lab")
+    source = " ".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     # Messages run over several lines of source.
     joined = re.sub(r'"\s*f?"', "", source)
     found = [message for message in messages() if message in joined]

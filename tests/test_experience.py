@@ -14,7 +14,9 @@ def decode(index, sequence, text, start, min_survival=0.2):
     """Feed a text as a target would: accepted draft tokens and one more a step; yields every draft."""
     level = start + 1
     while level <= len(text):
-        result = index.step(int32(sequence), text[None], int32(0), int32(level), int32(8), min_survival)
+        result = index.index_and_draft(
+            int32(sequence), text[None], int32(0), int32(level), int32(8), min_survival
+        )
         draft = result.draft_tokens[0, : result.num_draft_tokens[0]].tolist()
         sampled = text[level : level + len(draft)].tolist()
         agrees = [drafted == token for drafted, token in zip(draft, sampled, strict=False)]
@@ -58,7 +60,7 @@ def test_nothing_is_learned_behind_the_first_wrong_token(wrong):
             model = ModelDrafts(
                 np.array([tokens], np.int32), np.array([confidences], np.float32) - np.float32(3.5)
             )
-            result = index.step(
+            result = index.index_and_draft(
                 int32(sequence), row, int32(0), int32(len(text)), int32(6), model_drafts=model
             )
             oracle.index(text)
@@ -82,7 +84,9 @@ def test_a_model_is_believed_as_far_as_it_is_right():
             num_drafted[share_right] = []
             for level in range(1, text.shape[1] - 2):
                 model = ModelDrafts(said[:, level : level + 2], np.full((1, 2), 0.5, np.float32))
-                result = index.step(sequence, text, int32(0), int32(level), int32(8), 0.3, 0, model)
+                result = index.index_and_draft(
+                    sequence, text, int32(0), int32(level), int32(8), 0.3, model_drafts=model
+                )
                 num_drafted[share_right].append(int(result.num_draft_tokens[0]))
             index.validate()
     ends = {share: np.mean(numbers[-1000:]) for share, numbers in num_drafted.items()}
@@ -111,7 +115,7 @@ def converse(index, sequence, sample, num_tokens):
     text = np.zeros((1, num_tokens + 9), np.int32)
     level = 1
     while level < num_tokens:
-        result = index.step(int32(sequence), text, int32(0), int32(level), int32(8), 0.15)
+        result = index.index_and_draft(int32(sequence), text, int32(0), int32(level), int32(8), 0.15)
         draft = result.draft_tokens[0, : result.num_draft_tokens[0]].tolist()
         before = level
         for drafted in [*draft, -1]:
@@ -180,8 +184,9 @@ def test_a_failed_step_learns_nothing():
             for level, draft, _ in decode(index, sequence, text, 0, 0.05):
                 found.append(draft)
                 if broken and level < len(text):
-                    worse = np.full((1, len(text)), -1, np.int32)
                     with pytest.raises(ValueError, match="must not be negative"):
-                        index.step(int32(sequence), worse, int32(0), int32(level + 1), int32(8))
+                        index.index_and_draft(
+                            int32(sequence), text[None], int32(0), int32(level + 1), int32(-1)
+                        )
             drafts.append(found)
     assert drafts[0] == drafts[1]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.backlog import Backlog
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import (
     History,
@@ -16,8 +15,6 @@ from rollout_spec.drafting.history import (
     read_file,
     write_file,
 )
-from rollout_spec.drafting.index import SuffixIndex
-from rollout_spec.drafting.native import BudgetExceeded
 from rollout_spec.predict.replay import replay
 from rollout_spec.trace import Rollout
 from tests.text import int32
@@ -159,7 +156,7 @@ def train_step(drafter, prompts, responses):
             token_ids[row, levels[row]] = responses[row][i]
             levels[row] += 1
             num_accepted += drafts[row][:1] == [responses[row][i]]
-        drafts = drafter.step(names, decoding.astype(int).tolist(), token_ids, levels)
+        drafts = drafter.draft(names, decoding.astype(int).tolist(), token_ids, levels)
     for name in names[:-1]:
         drafter.remove(name)
     drafter.clear()  # as a weight sync does, with a request that has not been closed yet
@@ -198,7 +195,7 @@ def test_history_is_indexed_a_few_tokens_a_step():
     token_ids[0, 8:1008], token_ids[1, 8:1008] = earlier[0][2000:], earlier[2][2000:]
     num_tokens, drafts = [16], []
     for level in range(9, 1009):
-        drafts.append(drafter.step(["a", "b"], [1, 1], token_ids, int32(level, level)))
+        drafts.append(drafter.draft(["a", "b"], [1, 1], token_ids, int32(level, level)))
         num_tokens.append(drafter.index.stats().num_tokens)
         if level == 100:
             drafter.index.validate()
@@ -218,44 +215,31 @@ def test_a_group_can_go_before_its_history_is_indexed():
     for name, prompt in zip("abcd", prompts, strict=True):
         drafter.add(name, prompt, 2000)
         token_ids[0, :2] = prompt
-        drafter.step([name], [1], token_ids, int32(3))
+        drafter.draft([name], [1], token_ids, int32(3))
         drafter.remove(name)
     drafter.clear()
     drafter.add("a", prompts[0], 2000)
-    drafter.step(["a"], [1], token_ids, int32(3))
+    drafter.draft(["a"], [1], token_ids, int32(3))
     drafter.index.validate()
 
 
-def test_a_full_index_does_without_history():
-    drafter = Drafter(SpecConfig(history=1, max_index_mb=1, batch_threshold=8, num_speculative_tokens=8))
+@pytest.mark.parametrize("num_tokens", [60_000, 10_000])
+def test_a_full_index_does_without_history(num_tokens):
+    """Long responses do not begin to wait; of others that turn out too long for it the rest is dropped."""
+    drafter = Drafter(SpecConfig(history=2, max_index_mb=1, batch_threshold=8, num_speculative_tokens=8))
     rng = np.random.default_rng(3)
-    drafter.history.add(prompt_key(int32(1)), rng.integers(0, 50_000, 60_000).astype(np.int32))
+    for _ in range(2):
+        drafter.history.add(prompt_key(int32(1)), rng.integers(0, 50_000, num_tokens // 2).astype(np.int32))
     drafter.add("a", int32(1), 2000)
+    assert (drafter.index.stats().num_waiting_tokens > 0) == (num_tokens < 60_000)
     token_ids = np.ones((1, 2000), np.int32)
     for level in range(2, 200):
-        drafts = drafter.step(["a"], [1], token_ids, int32(level))
+        drafts = drafter.draft(["a"], [1], token_ids, int32(level))
     assert drafts == [[1] * 8]
     stats = drafter.index.stats()
-    assert (stats.num_groups, stats.num_sequences) == (1, 1)
-    assert stats.num_tokens == 199
-
-
-def test_what_does_not_fit_of_a_backlog_is_dropped_with_its_group():
-    rng = np.random.default_rng(4)
-    with SuffixIndex(num_speculative_tokens=2, max_bytes=1 << 18) as index:
-        backlog = Backlog(index)
-        groups = [index.open_group(int32(1)) for _ in range(2)]
-        for group in groups:
-            backlog.add(group, 1, [rng.integers(0, 50_000, 2000).astype(np.int32) for _ in range(3)])
-        with pytest.raises(BudgetExceeded):
-            backlog.index(12_000)
-        assert 0 < backlog.num_tokens <= 6000
-        assert index.stats().num_sequences == 0
-        for group in groups:
-            backlog.drop(group)
-            index.close_group(group)
-        assert backlog.num_tokens == 0
-        index.validate()
+    assert (stats.num_groups, stats.num_sequences, stats.num_waiting_tokens) == (1, 1, 0)
+    assert stats.num_tokens == 199 or 199 < stats.num_tokens <= 199 + num_tokens
+    drafter.index.validate()
 
 
 def test_replicas_draft_from_each_others_responses():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import threading
@@ -49,7 +48,7 @@ def arguments(index):
 
 
 def test_drafts_from_prompt_and_siblings(index, arguments):
-    result = index.step(**arguments)
+    result = index.index_and_draft(**arguments)
     # Entry 0 has 5 6 7 5, which entry 1 continues with 6; entry 1 has 5 6 7 5 6, and the prompt 5 6 7.
     assert result.draft_tokens.tolist() == [[6, 7, 5, 6], [7, 5, 6, 7]]
     assert result.num_draft_tokens.tolist() == [4, 4]
@@ -57,29 +56,14 @@ def test_drafts_from_prompt_and_siblings(index, arguments):
 
 def test_zero_max_draft_tokens_only_indexes(index, arguments):
     arguments["max_draft_tokens"] = int32(0, 4)
-    result = index.step(**arguments)
+    result = index.index_and_draft(**arguments)
     assert result.num_draft_tokens.tolist() == [0, 4]
     assert index.stats().num_tokens == 3 + 1 + 2
 
 
 def test_max_draft_tokens_is_per_row(index, arguments):
     arguments["max_draft_tokens"] = int32(1, 99)
-    assert index.step(**arguments).num_draft_tokens.tolist() == [1, 4]
-
-
-def test_leading_tokens_are_those_of_every_row(index, arguments):
-    assert index.leading_tokens(int32()) == []
-    drafts = index.step(**arguments).draft_tokens.tolist()
-    for numbers in itertools.product(range(5), repeat=2):
-        first, second = numbers
-        assert index.leading_tokens(int32(*numbers)) == drafts[0][:first] + drafts[1][:second]
-    assert index.leading_tokens(int32(99, -1)) == drafts[0]  # no more than there are
-    arguments["max_draft_tokens"] = int32(1, 3)
-    result = index.step(**arguments)
-    assert index.leading_tokens(result.num_draft_tokens) == drafts[0][:1] + drafts[1][:3]
-    for wrong in (int32(1), np.array([1, 1])):
-        with pytest.raises(InvalidArgument, match=r"^numbers: "):
-            index.leading_tokens(wrong)
+    assert index.index_and_draft(**arguments).num_draft_tokens.tolist() == [1, 4]
 
 
 def model_drafts(*tokens, log_odds=9.0):
@@ -88,23 +72,25 @@ def model_drafts(*tokens, log_odds=9.0):
 
 def test_a_models_draft_goes_on_with_what_the_texts_say(index, arguments):
     """Row for row of the matrix, of which 2 and 1 are the entries; only where nothing better is known."""
-    result = index.step(**arguments, model_drafts=model_drafts([0, 0], [7, 99], [98, 6]))
+    result = index.index_and_draft(**arguments, model_drafts=model_drafts([0, 0], [7, 99], [98, 6]))
     # Behind 98, which no text has, the model's own 6, and behind that what came after 6.
     assert result.draft_tokens[0].tolist() == [98, 6, 7, 5]
     assert result.draft_tokens[1, :2].tolist() == [7, 99]
     assert result.num_draft_tokens.tolist() == [4, 2]
-    assert index.step(**arguments).draft_tokens.tolist() == [[6, 7, 5, 6], [7, 5, 6, 7]]
+    assert index.index_and_draft(**arguments).draft_tokens.tolist() == [[6, 7, 5, 6], [7, 5, 6, 7]]
 
 
 def test_a_model_that_is_not_sure_gives_way_and_says_nothing_behind_others_tokens(index, arguments):
-    result = index.step(
+    result = index.index_and_draft(
         **arguments, model_drafts=model_drafts([0] * 4, [7, 5, 98, 99], [98, 8, 9, 10], log_odds=-9)
     )
     assert result.draft_tokens.tolist() == [[6, 7, 5, 6], [7, 5, 6, 7]]
 
 
 def test_a_model_without_a_token_says_nothing_from_there_on(index, arguments):
-    result = index.step(**arguments, model_drafts=model_drafts([1, 1, 1], [-1, 5, 98], [98, -(2**31), 6]))
+    result = index.index_and_draft(
+        **arguments, model_drafts=model_drafts([1, 1, 1], [-1, 5, 98], [98, -(2**31), 6])
+    )
     assert result.draft_tokens.tolist() == [[98, *result.draft_tokens[0, 1:]], [7, 5, 6, 7]]
     assert result.num_draft_tokens.tolist() == [1, 4]
 
@@ -113,7 +99,9 @@ def test_a_models_log_odds_count(index, arguments):
     """In ranges of one; beyond the last they all are alike, and so is what is no number with the least."""
 
     def survival(log_odds):
-        result = index.step(**arguments, model_drafts=model_drafts([98], [98], [98], log_odds=log_odds))
+        result = index.index_and_draft(
+            **arguments, model_drafts=model_drafts([98], [98], [98], log_odds=log_odds)
+        )
         return float(result.survivals[0, 0]), int(result.draft_tokens[0, 0])
 
     by_range = [survival(log_odds) for log_odds in range(-4, 8)]
@@ -125,34 +113,34 @@ def test_a_models_log_odds_count(index, arguments):
 
 def test_vectors_may_be_changed_in_place_or_exchanged(index, arguments):
     arguments["levels"][:] = 3, 3
-    assert index.step(**arguments).num_draft_tokens.tolist() == [0, 0]
+    assert index.index_and_draft(**arguments).num_draft_tokens.tolist() == [0, 0]
     arguments["levels"][:] = 4, 5
     for name, value in (("levels", int32(4, 5)), ("max_draft_tokens", int32(4, 1)), ("rows", int32(2, 1))):
         arguments[name] = value
-        assert index.step(**arguments).draft_tokens[:, 0].tolist() == [6, 7]
-    assert index.step(**arguments).num_draft_tokens.tolist() == [4, 1]
+        assert index.index_and_draft(**arguments).draft_tokens[:, 0].tolist() == [6, 7]
+    assert index.index_and_draft(**arguments).num_draft_tokens.tolist() == [4, 1]
     arguments["sequences"] = arguments["sequences"][:1].copy()
     with pytest.raises(InvalidArgument, match=r"^rows: has 2 entries, sequences has 1"):
-        index.step(**arguments)
+        index.index_and_draft(**arguments)
     arguments |= {name: arguments[name][:1].copy() for name in ("rows", "levels", "max_draft_tokens")}
-    assert index.step(**arguments).num_draft_tokens.tolist() == [4]
+    assert index.index_and_draft(**arguments).num_draft_tokens.tolist() == [4]
 
 
 def test_no_matrix_is_none(index, arguments):
     """Not the one of an earlier step either, which may be gone."""
     for forget in (index.clear, lambda: None):
-        index.step(**arguments)
+        index.index_and_draft(**arguments)
         forget()
         group = index.open_group(int32(5, 6, 7))
         arguments["sequences"] = int32(index.open_sequence(group), index.open_sequence(group))
         with pytest.raises(InvalidArgument, match=r"^token_ids: must be a two-dimensional int32 array"):
-            index.step(**arguments | {"token_ids": None})
+            index.index_and_draft(**arguments | {"token_ids": None})
 
 
 def test_matrix_may_be_a_view_with_longer_rows(index, arguments):
     wide = np.full((3, 50), -1, np.int32)
     wide[:, 10:16] = arguments["token_ids"]
-    drafts = index.step(**arguments | {"token_ids": wide[:, 10:16]}).draft_tokens.tolist()
+    drafts = index.index_and_draft(**arguments | {"token_ids": wide[:, 10:16]}).draft_tokens.tolist()
     assert drafts == [[6, 7, 5, 6], [7, 5, 6, 7]]
 
 
@@ -163,36 +151,35 @@ def test_a_step_skipped_in_between_heals(index):
         group = index.open_group(int32())
         sequence = int32(index.open_sequence(group))
         for level in levels:
-            result = index.step(sequence, tokens, int32(0), int32(level), int32(4))
+            result = index.index_and_draft(sequence, tokens, int32(0), int32(level), int32(4))
         drafts.append(result.draft_tokens[0].tolist())
     assert drafts == [[3, 4, 1, 2], [3, 4, 1, 2]]
 
 
 @pytest.mark.parametrize("num_indexed", [0, 7, 100])
-def test_a_prompt_that_is_indexed_in_parts_ends_as_one_indexed_at_once(index, num_indexed):
-    """Until it is whole, sequences wait; then the drafts are the same."""
+def test_what_waits_ends_as_what_was_indexed_at_once(index, num_indexed):
+    """A prompt, and texts behind it. Until the prompt is whole sequences wait; then drafts are the same."""
     text = speak(np.random.default_rng(1), 160, num_words=20, alphabet=9)
     prompt, rows = text[:100], np.stack([text[:140], np.append(text[20:100], text[:60])])
     found = []
     for part in (False, True):
         with SuffixIndex(num_speculative_tokens=4) as made:
-            group = made.open_group(prompt, num_indexed if part else None)
+            group = made.open_group(prompt, num_indexed if part else 100)
             sequences = int32(made.open_sequence(group), made.open_sequence(group, after_prompt=False))
-            num_left = 100 - num_indexed if part else 0
-            for level in (103, 110, 120):
+            for earlier in (text[130:150], text[:30]):
+                made.add_text(group, earlier)
+            for level in (103, 110, 113, 120):
                 arguments = sequences, rows, int32(0, 1), int32(level, level - 100), int32(4, 4)
-                if num_left:
-                    before = made.stats().num_tokens
-                    assert made.step(*arguments).num_draft_tokens.tolist() == [0, 0]
-                    assert made.stats().num_tokens == before
-                    num_left = made.extend_group(group, prompt, 40 if level < 120 else 100)
-                    made.validate()
-            result = made.step(*arguments)
-            num = result.num_draft_tokens
-            assert num.tolist() == [4, 4] and made.stats().num_tokens == 100 + 20 + 20
-            found.append((result.draft_tokens.tolist(), result.survivals[:, 0].tolist()))
-            assert made.extend_group(group, prompt, 9) == 0
-            made.validate()
+                waits = made.stats().num_waiting_tokens > 50 + 40
+                before = made.stats().num_tokens
+                num = made.index_and_draft(*arguments, max_waiting_tokens=40).num_draft_tokens
+                made.validate()
+                if waits:
+                    assert num.tolist() == [0, 0] and made.stats().num_tokens == before + 40
+            result = made.index_and_draft(*arguments, max_waiting_tokens=200)
+            assert result.num_draft_tokens.tolist() == [4, 4]
+            assert made.stats()[3:5] == (100 + 50 + 20 + 20, 0)
+            found.append(result.draft_tokens.tolist())
     assert found[0] == found[1]
 
 
@@ -204,14 +191,14 @@ def test_a_step_indexes_no_more_than_it_may(index):
     sequences = int32(index.open_sequence(group), index.open_sequence(group))
     levels, num_tokens = int32(600, 500), []
     while not num_tokens or num_tokens[-1] < 1100:
-        result = index.step(sequences, rows, int32(0, 1), levels, int32(4, 4), 0.0, 200)
+        result = index.index_and_draft(sequences, rows, int32(0, 1), levels, int32(4, 4), 0.0, 200)
         num_tokens.append(index.stats().num_tokens)
         caught_up = [len(index.text(s)) == level for s, level in zip(sequences, levels, strict=True)]
         assert ((result.num_draft_tokens > 0) == caught_up).all()
         index.validate()
     assert max(np.diff([0, *num_tokens])) <= 200 + 65 and len(num_tokens) > 3
     levels = int32(601, 501)
-    index.step(sequences, rows, int32(0, 1), levels, int32(4, 4), 0.0, 1)
+    index.index_and_draft(sequences, rows, int32(0, 1), levels, int32(4, 4), 0.0, 1)
     assert index.stats().num_tokens == 1102
     assert index.text(int(sequences[0])).tolist() == text[:601].tolist()
 
@@ -220,11 +207,29 @@ def test_what_a_step_does_not_index_is_not_looked_at(index):
     token_ids = np.full((1, 1000), -1, np.int32)
     token_ids[0, :300] = 5
     sequence = int32(index.open_sequence(index.open_group(int32())))
+    arguments = sequence, token_ids, int32(0), int32(1000), int32(4), 0.0, 100
     for _ in range(3):
-        index.step(sequence, token_ids, int32(0), int32(1000), int32(4), 0.0, 100)
-    with pytest.raises(InvalidArgument, match=r"token_ids\[0, 300\]=-1") as caught:
-        index.step(sequence, token_ids, int32(0), int32(1000), int32(4), 0.0, 100)
-    assert caught.value.row == 0
+        assert index.index_and_draft(*arguments).num_left_out == 0
+    assert index.index_and_draft(*arguments).num_draft_tokens.tolist() == [-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("levels", int32(2, 5)),  # below the prompt
+        ("levels", int32(7, 5)),  # more than there are columns
+        ("token_ids", np.array([[0] * 6, [5, 6, 7, 5, 6, 7], [5, 6, 7, -1, 9, 9]], np.int32)),
+    ],
+)
+def test_a_row_that_is_no_text_is_left_out_and_the_other_drafts(index, arguments, name, value):
+    result = index.index_and_draft(**arguments | {name: value})
+    assert result.num_draft_tokens.tolist() == [-1, 4] and result.num_left_out == 1
+    assert result.draft_tokens[1].tolist() == [7, 5, 6, 7]
+    index.validate()
+    assert index.stats()[1:2] + index.stats()[3:4] == (1, 3 + 2)
+    with pytest.raises(UnknownId, match=r"^sequences\[0\]=0: unknown"):
+        index.index_and_draft(**arguments)
+    assert index.open_sequence(0) == 0
 
 
 def test_lower_level_starts_again(index):
@@ -235,7 +240,7 @@ def test_lower_level_starts_again(index):
     for text in (row, row[:4], row[:5], [3, 3], []):
         tokens = np.zeros((1, 8), np.int32)
         tokens[0, : len(text)] = text
-        result = index.step(sequence, tokens, int32(0), int32(len(text)), int32(4))
+        result = index.index_and_draft(sequence, tokens, int32(0), int32(len(text)), int32(4))
         oracle.index(text)
         assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == oracle.draft(4)
         index.validate()
@@ -247,21 +252,17 @@ def test_lower_level_starts_again(index):
         ("sequences", int32(0, 7), UnknownId),
         ("sequences", int32(0, -1), UnknownId),
         ("sequences", int32(1, 1), InvalidArgument),
-        ("sequences", int32(), InvalidArgument),
         ("sequences", np.array([0, 1]), InvalidArgument),
         ("sequences", [0, 1], InvalidArgument),
         ("sequences", int32(0, 0, 1, 1)[::2], InvalidArgument),
         ("rows", int32(2, 3), InvalidArgument),
         ("rows", int32(-1, 1), InvalidArgument),
         ("rows", int32(1), InvalidArgument),
-        ("levels", int32(2, 5), InvalidArgument),
-        ("levels", int32(4, 7), InvalidArgument),
         ("levels", int32(4, 5, 6), InvalidArgument),
         ("max_draft_tokens", int32(4, -1), InvalidArgument),
         ("max_draft_tokens", np.array([4.0, 4.0]), InvalidArgument),
         ("min_survival", -0.1, InvalidArgument),
         ("min_survival", float("nan"), InvalidArgument),
-        ("token_ids", np.full((3, 6), -1, np.int32), InvalidArgument),
         ("token_ids", np.zeros((3, 6), np.int64), InvalidArgument),
         ("token_ids", np.zeros(18, np.int32), InvalidArgument),
         ("token_ids", np.zeros((6, 3), np.int32).T, InvalidArgument),
@@ -272,10 +273,10 @@ def test_lower_level_starts_again(index):
 def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name, value, error):
     before = index.stats()
     with pytest.raises(error, match=rf"^{name}\b"):
-        index.step(**{**arguments, name: value})
+        index.index_and_draft(**{**arguments, name: value})
     assert index.stats() == before
     index.validate()
-    assert index.step(**arguments).draft_tokens.tolist() == [[6, 7, 5, 6], [7, 5, 6, 7]]
+    assert index.index_and_draft(**arguments).draft_tokens.tolist() == [[6, 7, 5, 6], [7, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(
@@ -301,9 +302,11 @@ def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name
 def test_what_is_wrong_with_a_models_drafts_is_named(index, arguments, tokens, log_odds, message):
     before = index.stats()
     with pytest.raises(InvalidArgument, match=rf"^model_drafts\.{message}"):
-        index.step(**arguments, model_drafts=ModelDrafts(tokens, log_odds))
+        index.index_and_draft(**arguments, model_drafts=ModelDrafts(tokens, log_odds))
     assert index.stats() == before
-    assert index.step(**arguments, model_drafts=model_drafts([], [], [])).draft_tokens[0].tolist() == [
+    assert index.index_and_draft(**arguments, model_drafts=model_drafts([], [], [])).draft_tokens[
+        0
+    ].tolist() == [
         6,
         7,
         5,
@@ -311,20 +314,15 @@ def test_what_is_wrong_with_a_models_drafts_is_named(index, arguments, tokens, l
     ]
 
 
-def test_step_errors_name_the_row(index, arguments):
-    """Whatever one row alone has wrong, so that a caller can leave it out."""
-    token_ids = arguments["token_ids"].copy()
-    token_ids[1, 4] = -7
+def test_step_errors_name_the_entry(index, arguments):
     wrong = {
         "sequences": (int32(0, 7), r"sequences\[1\]=7: unknown"),
         "rows": (int32(2, 3), r"rows\[1\]=3: token_ids has 3 rows"),
-        "levels": (int32(4, 2), r"levels\[1\]=2: below the prompt length 3"),
         "max_draft_tokens": (int32(4, -1), r"max_draft_tokens\[1\]=-1: must not be negative"),
-        "token_ids": (token_ids, r"token_ids\[1, 4\]=-7: must not be negative"),
     }
     for name, (value, message) in wrong.items():
         with pytest.raises(NativeError, match=message) as caught:
-            index.step(**arguments | {name: value})
+            index.index_and_draft(**arguments | {name: value})
         assert caught.value.row == 1
 
 
@@ -337,6 +335,7 @@ def test_step_errors_name_the_row(index, arguments):
         ("num_speculative_tokens", 2**40),
         ("max_bytes", -1),
         ("max_bytes", 2**64),
+        ("max_idle_groups", -1),
     ],
 )
 def test_options_out_of_range(name, value):
@@ -352,8 +351,8 @@ def test_texts_longer_than_a_state_can_say(index):
     with pytest.raises(InvalidArgument, match=f"^token_ids: {longest + 1} tokens: out of range"):
         CorpusBuilder().add(text[0])
     sequence = index.open_sequence(index.open_group(int32()))
-    with pytest.raises(InvalidArgument, match=rf"^levels\[0\]={longest + 1}: must be at most {longest}"):
-        index.step(int32(sequence), text, int32(0), int32(longest + 1), int32(4))
+    result = index.index_and_draft(int32(sequence), text, int32(0), int32(longest + 1), int32(4), 0.0, 1)
+    assert result.num_draft_tokens.tolist() == [-1]
 
 
 def test_errors_are_ordinary_exceptions():
@@ -369,7 +368,7 @@ def test_group_and_sequence_errors(index):
     with pytest.raises(InvalidArgument, match=r"^prompt_token_ids"):
         index.open_group([1, 2])
     with pytest.raises(UnknownId, match=r"^group=0"):
-        index.extend_group(0, int32(1), 1)
+        index.add_text(0, int32(1))
     for call in (index.close_group, index.open_sequence):
         with pytest.raises(UnknownId, match=r"^group=0"):
             call(0)
@@ -378,6 +377,8 @@ def test_group_and_sequence_errors(index):
     with pytest.raises(UnknownId, match=r"^sequence=3"):
         index.close_sequence(3)
     group = index.open_group(int32(1, 2))
+    with pytest.raises(InvalidArgument, match=r"^token_ids\[1\]=-2"):
+        index.add_text(group, int32(1, -2))
     sequence = index.open_sequence(group)
     with pytest.raises(InvalidArgument, match=r"^group=0: 1 of its sequences are open"):
         index.close_group(group)
@@ -389,7 +390,7 @@ def test_group_and_sequence_errors(index):
 
 def test_out_of_memory_has_its_own_exception(index, monkeypatch):
     class FullMemory:
-        def rs_group_open_part(self, *_):
+        def rs_group_open(self, *_):
             index._error.message = b"out of memory"
             return native_lib.RS_ENOMEM
 
@@ -401,31 +402,33 @@ def test_out_of_memory_has_its_own_exception(index, monkeypatch):
         index.open_group(int32(1))
 
 
-def test_budget_is_kept_and_an_ordinary_error():
+def test_a_full_index_leaves_out_what_does_not_fit():
+    """Before, idle groups make room: those that have been idle longest."""
+    tokens = np.random.default_rng(0).integers(0, 50, (2, 20_000)).astype(np.int32)
     with SuffixIndex(num_speculative_tokens=4, max_bytes=400_000) as index:
-        group = index.open_group(int32())
-        sequence = int32(index.open_sequence(group))
-        tokens = np.random.default_rng(0).integers(0, 50, (1, 20_000)).astype(np.int32)
-        level = 0
-        error = None
-        while error is None:
+        idle = [index.open_group(tokens[0, 300 * i :][:300]) for i in range(3)]
+        index.close_sequence(index.open_sequence(idle[0]))
+        groups = [index.open_group(int32()) for _ in range(2)]
+        sequences = np.array([index.open_sequence(group) for group in groups], np.int32)
+        gone, result = [], None
+        for level in range(97, 20_000, 97):
             before = index.stats()
-            level += 97
-            try:
-                index.step(sequence, tokens, int32(0), int32(level), int32(4))
-            except BudgetExceeded as raised:
-                error = raised
-        assert str(error).startswith("max_bytes=400000: reached")
-        assert error.row == 0
-        after = index.stats()
-        assert after._replace(num_bytes=0) == before._replace(num_bytes=0)
-        assert after.num_bytes <= 400_000
-        index.validate()
-        # Room is made by closing; the same step passes then.
-        index.close_sequence(int(sequence[0]))
-        index.close_group(group)
-        sequence = int32(index.open_sequence(index.open_group(int32())))
-        index.step(sequence, tokens, int32(0), int32(97), int32(4))
+            result = index.index_and_draft(sequences, tokens, int32(0, 1), int32(level, level), int32(4, 4))
+            assert index.stats().num_bytes <= 400_000
+            index.validate()
+            gone += index.given_up()
+            if result.num_left_out:
+                break
+        assert gone == [idle[1], idle[2], idle[0]]
+        assert result.num_left_out == 1
+        left, stays = np.argsort(result.num_draft_tokens)
+        # What of it had room stays in its group, and makes room for the other.
+        assert 97 <= index.stats().num_tokens - before.num_tokens < 2 * 97
+        arguments = sequences[[stays]].copy(), tokens, int32(stays), int32(level + 97), int32(4)
+        assert index.index_and_draft(*arguments).num_draft_tokens.tolist() == [4]
+        with pytest.raises(BudgetExceeded, match=r"^max_bytes=400000: reached"):
+            index.open_group(tokens[0])
+        assert index.given_up() == [groups[left]]
     with pytest.raises(BudgetExceeded, match=r"^max_bytes=1"):
         SuffixIndex(num_speculative_tokens=4, max_bytes=1)
 
@@ -434,7 +437,7 @@ def test_the_index_of_a_configuration_has_its_options():
     prompt = np.tile(int32(1, 2, 3, 4), 3)
     with make_index(SpecConfig(num_speculative_tokens=3)) as index:
         sequence = int32(index.open_sequence(index.open_group(prompt)))
-        result = index.step(sequence, prompt[None], int32(0), int32(len(prompt)), int32(64))
+        result = index.index_and_draft(sequence, prompt[None], int32(0), int32(len(prompt)), int32(64))
         assert result.num_draft_tokens.tolist() == [3]
     with make_index(SpecConfig(max_index_mb=1)) as index, pytest.raises(BudgetExceeded):
         index.open_group(np.random.default_rng(0).integers(0, 50_000, 60_000, dtype=np.int32))
@@ -446,7 +449,7 @@ def test_buffers_grow_with_the_batch(index):
     sequences = np.array([index.open_sequence(group) for _ in range(n)], np.int32)
     tokens = np.tile(int32(1, 2, 3, 1, 2), (n, 1))
     rows = np.arange(n, dtype=np.int32)
-    result = index.step(sequences, tokens, rows, np.full(n, 5, np.int32), np.full(n, 4, np.int32))
+    result = index.index_and_draft(sequences, tokens, rows, np.full(n, 5, np.int32), np.full(n, 4, np.int32))
     assert result.draft_tokens.shape == (n, 4)
     assert (result.draft_tokens[:, 0] == 3).all()
 
@@ -467,12 +470,14 @@ def test_ids_are_small_and_the_one_closed_last_comes_first(index):
 
 def test_memory_comes_back(index):
     tokens = np.random.default_rng(1).integers(0, 30, (1, 5000)).astype(np.int32)
-    index.step(int32(index.open_sequence(index.open_group(int32()))), tokens, int32(0), int32(5000), int32(4))
+    index.index_and_draft(
+        int32(index.open_sequence(index.open_group(int32()))), tokens, int32(0), int32(5000), int32(4)
+    )
     index.clear()
     empty = index.stats().num_bytes  # but for what was learned, which stays
     group = index.open_group(tokens[0, :100])
     sequence = index.open_sequence(group)
-    index.step(int32(sequence), tokens, int32(0), int32(5000), int32(4))
+    index.index_and_draft(int32(sequence), tokens, int32(0), int32(5000), int32(4))
     assert index.stats().num_bytes > 100_000
     index.close_sequence(sequence)
     index.close_group(group)
@@ -497,7 +502,7 @@ def test_soak():
         group = index.open_group(tokens[0, :16])
         sequences = np.array([index.open_sequence(group) for _ in range(4)], np.int32)
         for level in (20, 33, 64):
-            index.step(sequences, tokens, rows, np.full(4, level, np.int32), budgets)
+            index.index_and_draft(sequences, tokens, rows, np.full(4, level, np.int32), budgets)
         for sequence in sequences:
             index.close_sequence(int(sequence))
         index.close_group(group)
@@ -515,7 +520,7 @@ def test_long_texts_stay_linear(index):
     tokens = np.stack([np.zeros(n, np.int32), period])
     group = index.open_group(int32())
     sequences = int32(index.open_sequence(group), index.open_sequence(group))
-    result = index.step(sequences, tokens, int32(0, 1), int32(n, n), int32(4, 4))
+    result = index.index_and_draft(sequences, tokens, int32(0, 1), int32(n, n), int32(4, 4))
     assert result.draft_tokens[0].tolist() == [0] * 4
     assert result.draft_tokens[1].tolist() == [(n + i) % 1000 for i in range(4)]
     assert index.stats().num_states <= 2 * 2 * n
@@ -548,7 +553,9 @@ def test_other_threads_run_during_a_step(index):
     token_ids = np.random.default_rng(0).integers(0, 100, (1, num_tokens)).astype(np.int32)
     sequences = int32(index.open_sequence(index.open_group(int32())))
     assert not runs_meanwhile(lambda: sum(range(10**6)))  # holds the GIL
-    assert runs_meanwhile(lambda: index.step(sequences, token_ids, int32(0), int32(num_tokens), int32(4)))
+    assert runs_meanwhile(
+        lambda: index.index_and_draft(sequences, token_ids, int32(0), int32(num_tokens), int32(4))
+    )
 
 
 def test_a_closed_index_refuses_every_call(index):
@@ -578,7 +585,7 @@ def index_text(index, text, chunk=4096):
     group = index.open_group(text[:0])
     sequence = int32(index.open_sequence(group))
     for level in range(chunk, len(text) + 1, chunk):
-        index.step(sequence, text[None], int32(0), int32(level), int32(0))
+        index.index_and_draft(sequence, text[None], int32(0), int32(level), int32(0))
     index.close_sequence(int(sequence[0]))
     return group
 
@@ -590,7 +597,7 @@ def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once()
         sequence = int32(index.open_sequence(index.open_group(text[:0])))
         index.close_group(index_text(index, text))
         for level in range(1, 10):
-            index.step(sequence, text[None], int32(0), int32(level), int32(0))
+            index.index_and_draft(sequence, text[None], int32(0), int32(level), int32(0))
         small = index.stats().num_bytes  # with what was learned, which stays
         group = index_text(index, text)
         full = index.stats().num_bytes
@@ -599,7 +606,7 @@ def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once()
         assert index.stats().num_bytes == full
         num_bytes = [full]
         for level in range(10, 19):
-            index.step(sequence, text[None], int32(0), int32(level), int32(0))
+            index.index_and_draft(sequence, text[None], int32(0), int32(level), int32(0))
             num_bytes.append(index.stats().num_bytes)
             index.validate()
         assert max(-np.diff(num_bytes)) <= 2 << 20
@@ -613,7 +620,7 @@ def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once()
         assert full - num_bytes[0] <= 2 << 20 < num_bytes[0]
         sequence = int32(index.open_sequence(index.open_group(text[:0])))
         for level in range(1, 10):
-            index.step(sequence, text[None], int32(0), int32(level), int32(0))
+            index.index_and_draft(sequence, text[None], int32(0), int32(level), int32(0))
             num_bytes.append(index.stats().num_bytes)
             index.validate()
         assert max(-np.diff(num_bytes)) <= 2 << 20 and num_bytes[-1] < small + (1 << 18)

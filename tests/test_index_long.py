@@ -64,7 +64,9 @@ class Pair:
         levels = np.array([len(self.rows[row][1].text) for row in rows], np.int32)
         sequences = np.array([self.rows[row][0] for row in rows], np.int32)
         budgets = np.full(len(rows), K, np.int32)
-        result = self.index.step(sequences, self.matrix, np.array(rows, np.int32), levels, budgets, price)
+        result = self.index.index_and_draft(
+            sequences, self.matrix, np.array(rows, np.int32), levels, budgets, price
+        )
         for i, row in enumerate(rows):
             slow = self.rows[row][1]
             num = result.num_draft_tokens[i]
@@ -113,7 +115,7 @@ def test_a_walk_changes_nothing():
             matrix = np.hstack([matrix, np.arange(20, dtype=np.int32)[:, None] % 9])
             levels = np.full(20, 61, np.int32)
             budgets = np.where(np.arange(20) >= 19 - others, 8, 0).astype(np.int32)
-            result = index.step(sequences, matrix, np.arange(20, dtype=np.int32), levels, budgets)
+            result = index.index_and_draft(sequences, matrix, np.arange(20, dtype=np.int32), levels, budgets)
             num = result.num_draft_tokens[19]
             found.append((result.draft_tokens[19, :num].tolist(), result.survivals[19, :num].tolist()))
     assert found[0][0] and found[0] == found[1] == found[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import tempfile
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollout_spec.drafting.corpus import Corpus, open_corpus
-from rollout_spec.drafting.index import ModelDrafts, SuffixIndex
+from rollout_spec.drafting.index import ALL_GROUPS, ModelDrafts, SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
 from tests.oracle import CorpusOracle, Experience, GroupOracle, ModelProposal, Options, SequenceOracle
 from tests.text import save_corpus
@@ -52,54 +53,129 @@ def build_corpus(given: list[list[int]]) -> Corpus:
         return open_corpus(save_corpus(pathlib.Path(folder, "corpus.sam"), given))
 
 
+@dataclasses.dataclass
+class Waiting:
+    """A text of which a step indexes a part: the rest of a group's prompt, or one that follows it."""
+
+    group: int
+    tokens: list[int]
+    is_prompt: bool
+    sequence: SequenceOracle | None = None
+    num_indexed: int = 0
+
+
+def goes_on(self):
+    return not self.is_over
+
+
 class IndexMachine(RuleBasedStateMachine):
     @initialize(
         num_speculative_tokens=st.integers(1, 6),
         corpus=st.none() | st.lists(texts(30), max_size=3),
         tight=st.sampled_from([0, 0, 6000, 12000]),
+        max_idle_groups=st.sampled_from([1, 2, ALL_GROUPS]),
     )
-    def make(self, tight, corpus, **options):
+    def make(self, tight, corpus, max_idle_groups, **options):
         self.options = Options(**options, corpus=None if corpus is None else CorpusOracle(corpus))
         self.corpus = corpus or [[]]
         self.max_bytes = tight + EXPERIENCE_BYTES if tight else 0
+        self.max_idle_groups = max_idle_groups
         # A tight budget has no room for a larger table of contexts.
         self.experience = Experience(max_bytes=tight)
-        mapped = None if corpus is None else build_corpus(corpus)
-        self.index = SuffixIndex(**options, corpus=mapped, max_bytes=self.max_bytes)
+        self.index = SuffixIndex(
+            **options,
+            corpus=None if corpus is None else build_corpus(corpus),
+            max_bytes=self.max_bytes,
+            max_idle_groups=max_idle_groups,
+        )
         self.groups: dict[int, GroupOracle] = {}
         self.sequences: dict[int, SequenceOracle] = {}
         self.sequence_group: dict[int, int] = {}
         self.num_tokens: dict[int, int] = {}
+        self.idle: list[int] = []  # the groups without a sequence, the one that has been so longest first
+        self.gone: list[int] = []  # of them those that were too many, in this call
+        self.waiting: list[Waiting] = []  # prompts first
+        self.is_over = False  # a row had no room: how far it came the index does not say
 
     def pick(self, data, ids):
         return data.draw(st.sampled_from(sorted(ids)))
 
-    @rule(prompt=texts(40))
-    def open_group(self, prompt):
-        before = self.index.stats()
-        try:
-            group = self.index.open_group(np.array(prompt, np.int32))
-        except BudgetExceeded:
-            assert self.max_bytes and self.index.stats()._replace(num_bytes=0) == before._replace(num_bytes=0)
-            return
-        assert group not in self.groups
-        self.groups[group] = GroupOracle(prompt, self.options)
-        self.num_tokens[group] = len(prompt)
+    def forget(self, group):
+        self.idle.remove(group)
+        self.waiting = [each for each in self.waiting if each.group != group]
+        del self.groups[group], self.num_tokens[group]
 
-    @precondition(lambda self: self.groups)
+    def leave(self, group):
+        """Somebody has left the group, who may have been the only one in it."""
+        if group in self.sequence_group.values():
+            return
+        self.idle = [*(each for each in self.idle if each != group), group]
+        while len(self.idle) > self.max_idle_groups:
+            self.gone.append(self.idle[0])
+            self.forget(self.idle[0])
+
+    def close(self, sequence):
+        del self.sequences[sequence]
+        self.leave(self.sequence_group.pop(sequence))
+
+    def check_given_up(self):
+        """Those that were too many, and where room was wanted those that had been idle longest."""
+        given_up = set(self.index.given_up())
+        assert given_up.issuperset(self.gone)
+        for_room = given_up.difference(self.gone)
+        assert for_room == set(self.idle[: len(for_room)]) and (self.max_bytes or not for_room)
+        for group in for_room:
+            self.forget(group)
+        self.gone = []
+
+    @precondition(goes_on)
+    @rule(prompt=texts(40), data=st.data())
+    def open_group(self, prompt, data):
+        num = len(prompt) if self.max_bytes else data.draw(st.sampled_from([0, 5, 40, 40]))
+        try:
+            group = self.index.open_group(np.array(prompt, np.int32), num)
+        except BudgetExceeded:
+            self.check_given_up()
+            assert self.max_bytes and not self.idle
+            return
+        self.check_given_up()
+        assert group not in self.groups
+        self.groups[group] = GroupOracle(prompt, self.options, num)
+        self.num_tokens[group] = min(num, len(prompt))
+        if num < len(prompt):
+            self.waiting.insert(
+                sum(each.is_prompt for each in self.waiting), Waiting(group, prompt[num:], True)
+            )
+        self.idle.append(group)
+
+    @precondition(lambda self: self.groups and not self.max_bytes)
+    @rule(data=st.data(), text=texts(30))
+    def add_text(self, data, text):
+        group = self.pick(data, self.groups)
+        self.index.add_text(group, np.array(text, np.int32))
+        if text:
+            self.waiting.append(Waiting(group, text, False))
+            self.leave(group)
+        self.check_given_up()
+
+    @precondition(lambda self: self.groups and not self.is_over)
     @rule(data=st.data(), after_prompt=st.booleans())
     def open_sequence(self, data, after_prompt):
         group = self.pick(data, self.groups)
         try:
             sequence = self.index.open_sequence(group, after_prompt=after_prompt)
         except BudgetExceeded:
-            assert self.max_bytes
+            self.leave(group)
+            self.check_given_up()
+            assert self.max_bytes and self.idle in ([], [group])
             return
         assert sequence not in self.sequences
+        self.idle = [each for each in self.idle if each != group]
+        self.check_given_up()
         self.sequences[sequence] = SequenceOracle(self.groups[group], after_prompt, self.experience)
         self.sequence_group[sequence] = group
 
-    @precondition(lambda self: self.sequences)
+    @precondition(lambda self: self.sequences and not self.is_over)
     @rule(data=st.data())
     def step(self, data):
         chosen = data.draw(
@@ -107,7 +183,7 @@ class IndexMachine(RuleBasedStateMachine):
         )
         matrix = np.full((len(chosen) + 1, NUM_COLUMNS), -1, np.int32)
         rows = data.draw(st.permutations(range(len(chosen))), label="rows")
-        levels, budgets = [], []
+        said, levels, budgets, no_text = [], [], [], set()
         for sequence, row in zip(chosen, rows, strict=True):
             oracle = self.sequences[sequence]
             if data.draw(st.integers(0, 9)) == 0:
@@ -115,33 +191,72 @@ class IndexMachine(RuleBasedStateMachine):
             else:
                 tokens = list(oracle.text) + self.new_tokens(data, oracle)
             tokens = tokens[:NUM_COLUMNS]
-            matrix[row, : len(tokens)] = tokens
-            if len(tokens) >= len(oracle.text):
-                # Tokens below the level that is indexed already are not read again.
-                matrix[row, : len(oracle.text)] = -1
+            # What is indexed already is not read again.
+            known = len(oracle.text) if len(tokens) >= len(oracle.text) else len(oracle.start)
+            matrix[row, known : len(tokens)] = tokens[known:]
+            if len(tokens) > known and data.draw(st.integers(0, 19)) == 0:
+                matrix[row, data.draw(st.integers(known, len(tokens) - 1))] = -1
+                no_text.add(sequence)
+            said.append(tokens)
             levels.append(len(tokens))
             budgets.append(data.draw(st.integers(0, self.options.num_speculative_tokens + 1)))
-            matrix[row, : len(oracle.start)] = -1
-            oracle.row = tokens
         price = data.draw(st.sampled_from([0.0, 0.0, 0.1, 0.3, 0.7, 1.0]), label="price")
         models = self.model_drafts(data, len(matrix))
-        before = self.index.stats()
+        max_waiting_tokens = data.draw(st.sampled_from([0, 3, 50]))
         arrays = [np.array(values, np.int32) for values in (chosen, rows, levels, budgets)]
-        try:
-            result = self.index.step(arrays[0], matrix, *arrays[1:], price, 0, as_arrays(models))
-        except BudgetExceeded:
-            assert self.max_bytes and self.index.stats()._replace(num_bytes=0) == before._replace(num_bytes=0)
+        result = self.index.index_and_draft(
+            arrays[0], matrix, *arrays[1:], price, 0, max_waiting_tokens, as_arrays(models), bool(models)
+        )
+        self.index_waiting(max_waiting_tokens)
+        left_out = {chosen[i] for i in np.flatnonzero(result.num_draft_tokens < 0)}
+        assert result.num_left_out == len(left_out)
+        no_text = {sequence for sequence in no_text if self.sequences[sequence].group.is_whole}
+        assert no_text <= left_out
+        self.is_over = left_out != no_text
+        if self.is_over:
+            assert self.max_bytes
             return
-        for sequence in chosen:
-            oracle = self.sequences[sequence]
-            known = len(oracle.text) if len(oracle.row) >= len(oracle.text) else len(oracle.start)
-            self.num_tokens[self.sequence_group[sequence]] += len(oracle.row) - known
-            oracle.index(oracle.row)
+        for sequence, tokens in zip(chosen, said, strict=True):
+            self.index_row(sequence, tokens, sequence in no_text)
+        self.check_given_up()
         for i, sequence in enumerate(chosen):
-            draft = self.sequences[sequence].draft(budgets[i], price, models[rows[i]] if models else ())
+            if sequence in no_text:
+                continue
+            oracle = self.sequences[sequence]
+            budget, model = budgets[i] * oracle.group.is_whole, models[rows[i]] if models else ()
+            if models:
+                fewer = oracle.draft(budget, price, model[:-1])
+                assert result.nums_of_fewer[i] == len(fewer)
+                assert result.survivals_of_fewer[i, : len(fewer)] == pytest.approx(oracle.survivals, rel=1e-5)
+                oracle.predictions = []
             num = result.num_draft_tokens[i]
-            assert result.draft_tokens[i, :num].tolist() == draft
-            assert result.survivals[i, :num] == pytest.approx(self.sequences[sequence].survivals, rel=1e-5)
+            assert result.draft_tokens[i, :num].tolist() == oracle.draft(budget, price, model)
+            assert result.survivals[i, :num] == pytest.approx(oracle.survivals, rel=1e-5)
+
+    def index_waiting(self, max_tokens):
+        while self.waiting and max_tokens:
+            first = self.waiting[0]
+            group, num = self.groups[first.group], min(max_tokens, len(first.tokens) - first.num_indexed)
+            max_tokens -= num
+            first.num_indexed += num
+            self.num_tokens[first.group] += num
+            if first.is_prompt:
+                group.index_prompt(num)
+            else:
+                first.sequence = first.sequence or SequenceOracle(group, True, self.experience)
+                first.sequence.index([*group.prompt, *first.tokens[: first.num_indexed]])
+            if first.num_indexed == len(first.tokens):
+                self.waiting.pop(0)
+            self.leave(first.group)
+
+    def index_row(self, sequence, tokens, is_left_out):
+        oracle, group = self.sequences[sequence], self.sequence_group[sequence]
+        if is_left_out:
+            self.close(sequence)
+        elif oracle.group.is_whole:
+            known = len(oracle.text) if len(tokens) >= len(oracle.text) else len(oracle.start)
+            self.num_tokens[group] += len(tokens) - known
+            oracle.index(tokens)
 
     def model_drafts(self, data, num_rows):
         """Of every row of the matrix, all of one length; empty: there is no model in this step."""
@@ -159,44 +274,49 @@ class IndexMachine(RuleBasedStateMachine):
             return data.draw(st.sampled_from(self.corpus))[-20:]
         return data.draw(texts(12))
 
-    @precondition(lambda self: self.sequences)
+    @precondition(lambda self: self.sequences and not self.is_over)
     @rule(data=st.data())
     def close_sequence(self, data):
         sequence = self.pick(data, self.sequences)
         self.index.close_sequence(sequence)
-        del self.sequences[sequence]
+        self.close(sequence)
         with pytest.raises(UnknownId):
             self.index.close_sequence(sequence)
+        self.check_given_up()
 
-    @precondition(lambda self: self.groups)
+    @precondition(lambda self: self.groups and not self.is_over)
     @rule(data=st.data())
     def close_group(self, data):
         group = self.pick(data, self.groups)
-        if any(oracle.group is self.groups[group] for oracle in self.sequences.values()):
+        if group in self.sequence_group.values():
             with pytest.raises(InvalidArgument):
                 self.index.close_group(group)
             return
         self.index.close_group(group)
-        del self.groups[group], self.num_tokens[group]
+        self.forget(group)
 
     @rule()
     def clear(self):
-        if len(self.groups) < 3:
+        if len(self.groups) < 3 or self.is_over:
             return
         self.index.clear()
-        self.groups, self.sequences, self.num_tokens = {}, {}, {}
+        self.groups, self.sequences, self.sequence_group, self.num_tokens = {}, {}, {}, {}
+        self.idle, self.waiting = [], []
 
     @invariant()
     def agrees(self):
         if not hasattr(self, "index"):
             return
         self.index.validate()
+        if self.is_over:
+            return
         stats = self.index.stats()
         for sequence, oracle in self.sequences.items():
             assert self.index.text(sequence).tolist() == list(oracle.text[len(oracle.start) :])
         assert stats.num_groups == len(self.groups)
         assert stats.num_sequences == len(self.sequences)
         assert stats.num_tokens == sum(self.num_tokens.values())
+        assert stats.num_waiting_tokens == sum(len(w.tokens) - w.num_indexed for w in self.waiting)
         # A state is a class of substrings that end at the same positions; one more is the root.
         num_states = 0
         for group in self.groups.values():

@@ -89,7 +89,7 @@ def test_a_checkout_gets_the_vllm_that_it_pins_or_the_named_one(
     verl = checkout_of(tmp_path, f'"vllm=={pinned}",')
     done = make("demo", f"VERL={verl}", *arguments)
     assert done.returncode == 0, done.stderr
-    assert f".venv/verl-{vllm}/bin/rollout-spec demo" in done.stdout
+    assert f".venv/verl-{vllm}/bin/rollout-spec-lab demo" in done.stdout
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])

@@ -12,12 +12,14 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from rollout_spec.cli import main
-from rollout_spec.cli.inputs import default_dtype, device_arguments
+from rollout_spec.certify.engine_arguments import model_drafter
+from rollout_spec.cli.inputs import device_arguments
 from rollout_spec.config import ConfigError, SpecConfig, UserError
-from rollout_spec_lab.bench.engine import Load, Method, model_drafter, random_prompts
+from rollout_spec_lab.bench.engine import Load, Method, random_prompts
+from rollout_spec_lab.bench.headlines import engine_headline
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
-from rollout_spec.report.headlines import engine_headline
+from rollout_spec_lab.cli import main
+from rollout_spec_lab.cli.inputs import default_dtype
 
 
 def timeline(steps: list[tuple[float, int, int, int, int, int, int]]) -> Timeline:
@@ -243,8 +245,8 @@ def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
 
 
 def test_a_record_holds_every_option_of_ours_and_nothing_of_others():
-    from rollout_spec_lab.studies.simulate import config_of
     from rollout_spec_lab.bench.engine_worker import _method_arguments, _options
+    from rollout_spec_lab.studies.simulate import config_of
 
     def of(method: str) -> SpecConfig:
         job = {"method": method, "spec": {"history": 2}, "num_speculative_tokens": None}
@@ -266,11 +268,11 @@ def test_suffix_is_compared_where_it_is_installed(
     monkeypatch.setitem(sys.modules, "arctic_inference", ModuleType("arctic_inference"))
     monkeypatch.setitem(sys.modules, name, ModuleType(name) if has_arctic else None)
     assert _methods(None, {}) == ["off", "ngram", *["suffix"] * has_arctic, "sam"]
-    assert ("rollout-spec bench engine: without suffix: " in capsys.readouterr().err) != has_arctic
+    assert ("rollout-spec-lab bench engine: without suffix: " in capsys.readouterr().err) != has_arctic
 
 
 def test_the_plot_is_drawn(tmp_path: Path):
-    from rollout_spec.report.plots import plot_rollouts
+    from rollout_spec_lab.bench.plots import plot_rollouts
 
     plot_rollouts({"off": asdict(LINE), "sam": asdict(LINE)}, 2, tmp_path / "engine.png")
     assert (tmp_path / "engine.png").stat().st_size > 10_000

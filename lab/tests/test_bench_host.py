@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_spec.cli import main
+from lab.tests.conftest import DATA
+from rollout_spec.trace import Rollout, to_line
+from rollout_spec_lab.bench.headlines import host_headline
 from rollout_spec_lab.bench.host import (
     Cell,
     HostError,
@@ -21,11 +23,10 @@ from rollout_spec_lab.bench.host import (
     split,
 )
 from rollout_spec_lab.bench.host_device import Clock, Event, Recording, ngram_drafts, verified
-from rollout_spec.report.headlines import host_headline
-from rollout_spec.report.tables import host_table
-from rollout_spec.trace import Rollout, to_line
+from rollout_spec_lab.bench.tables import host_table
+from rollout_spec_lab.cli import main
 
-TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
+TRACE = str(DATA / "demo_trace.jsonl.gz")
 
 
 class Cpu:

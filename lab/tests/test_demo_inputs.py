@@ -8,11 +8,11 @@ import json
 import pandas
 import pytest
 
-from rollout_spec.cli.inputs import prompt_rows
 from rollout_spec.config import UserError
+from rollout_spec.report.responses import is_looping
+from rollout_spec_lab.cli.inputs import prompt_rows
 from rollout_spec_lab.demo import data, model
 from rollout_spec_lab.demo.reward import WEIGHTS, compute_score
-from rollout_spec.report.responses import is_looping
 
 
 def test_rows_have_the_columns_that_verl_reads():

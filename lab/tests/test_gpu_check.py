@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from rollout_spec_lab.bench import engine
-
 from rollout_spec_lab.gpu_check import gpu_check
 from rollout_spec_lab.gpu_check.gpu_check import WAITS, Check, Plan, step_times
 from rollout_spec_lab.gpu_check.page import verdict

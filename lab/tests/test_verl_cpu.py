@@ -18,7 +18,6 @@ import torch
 
 from rollout_spec import patches
 from rollout_spec.config import SpecConfig
-from rollout_spec.verl import launch
 from rollout_spec.verl.check_config import check_config
 from rollout_spec_lab.verl_cpu import activation as verl_cpu
 from rollout_spec_lab.verl_cpu import workarounds
@@ -72,7 +71,7 @@ def test_the_plugin_is_inert_beside_an_accelerator():
 
 
 @pytest.mark.skipif(
-    not launch.asks_for_cpu_platform() or verl_cpu.has_accelerator(),
+    not verl_cpu.asks_for_cpu_platform() or verl_cpu.has_accelerator(),
     reason="verl has its own platform for this machine's accelerator, and ours must stay away (test above)",
 )
 @pytest.mark.slow
@@ -92,10 +91,10 @@ def test_the_plugin_registers_the_platform_and_keeps_what_the_user_set():
 
 def test_a_platform_that_the_user_chose_wins(monkeypatch):
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    monkeypatch.setattr(launch, "engine_is_cpu_build", lambda: True)
-    assert launch.asks_for_cpu_platform()
+    monkeypatch.setattr(verl_cpu, "engine_is_cpu_build", lambda: True)
+    assert verl_cpu.asks_for_cpu_platform()
     monkeypatch.setenv("VERL_PLATFORM", "huawei")
-    assert not launch.asks_for_cpu_platform()
+    assert not verl_cpu.asks_for_cpu_platform()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_the_engine_decides(monkeypatch, installed, expected):
 
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert launch.asks_for_cpu_platform() is expected
+    assert verl_cpu.asks_for_cpu_platform() is expected
 
 
 def test_an_accelerator_that_ray_hides_still_counts(monkeypatch, tmp_path):

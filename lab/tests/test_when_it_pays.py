@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_spec_lab.studies.when_it_pays import POLICIES, ROWS, TEXTS, Gain, ranges, rollout_of, table
 from rollout_spec.trace import Rollout
+from rollout_spec_lab.studies.when_it_pays import POLICIES, ROWS, TEXTS, Gain, ranges, rollout_of, table
 
 
 def line(step: int, num_responses: int) -> Rollout:

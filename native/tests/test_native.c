@@ -1,10 +1,10 @@
-/* Tests of what Python cannot reach: an allocator that fails, arguments that its binding refuses, the exact undo. */
+/* Tests of what Python cannot reach: an allocator that fails, arguments that its binding refuses, damaged memory. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "fingerprint.h"
+#include "index.h"
 
 #define CHECK(condition)                                                                   \
     do {                                                                                   \
@@ -26,7 +26,7 @@ static uint32_t random_below(uint32_t n) {
 /* ---- helpers ---- */
 
 static rs_options default_options(void) {
-    return (rs_options){.num_speculative_tokens = DRAFT_LEN};
+    return (rs_options){.num_speculative_tokens = DRAFT_LEN, .max_idle_groups = INT32_MAX};
 }
 
 /* A corpus of one random text, to be freed. */
@@ -64,7 +64,8 @@ typedef struct {
     int32_t token_ids[MAX_ROWS][NUM_COLUMNS];
     int32_t sequences[MAX_ROWS], rows[MAX_ROWS], levels[MAX_ROWS], max_draft_tokens[MAX_ROWS];
     int32_t draft_tokens[MAX_ROWS][DRAFT_LEN], num_draft_tokens[MAX_ROWS];
-    float survivals[MAX_ROWS][DRAFT_LEN];
+    int32_t nums_of_fewer[MAX_ROWS];
+    float survivals[MAX_ROWS][DRAFT_LEN], survivals_of_fewer[MAX_ROWS][DRAFT_LEN];
     int32_t model_tokens[MAX_ROWS * DRAFT_LEN], model_confidences[MAX_ROWS * DRAFT_LEN];
     rs_batch batch;
 } fixture;
@@ -85,7 +86,9 @@ static fixture *new_fixture(int32_t num_rows) {
                           .model_confidences = f->model_confidences,
                           .draft_tokens = f->draft_tokens[0],
                           .survivals = f->survivals[0],
-                          .num_draft_tokens = f->num_draft_tokens};
+                          .num_draft_tokens = f->num_draft_tokens,
+                          .survivals_of_fewer = f->survivals_of_fewer[0],
+                          .nums_of_fewer = f->nums_of_fewer};
     for (int32_t i = 0; i < num_rows; i++) {
         f->sequences[i] = f->rows[i] = i;
         f->max_draft_tokens[i] = DRAFT_LEN;
@@ -93,81 +96,85 @@ static fixture *new_fixture(int32_t num_rows) {
     return f;
 }
 
-/* One call of some kind, so that the same call can be tried again after it failed. */
-typedef enum { OPEN_GROUP, OPEN_SEQUENCE, STEP, CLOSE_SEQUENCE, CLOSE_GROUP, CLEAR } call;
-
-typedef struct {
-    rs_index *index;
-    fixture *f;
-    int32_t group, sequence; /* the ids to call with, and those that were opened */
-    int64_t num_prompt_tokens;
-    int64_t num_failures; /* so far */
-} caller;
-
-static rs_status perform(caller *c, call kind, rs_error *error) {
-    switch (kind) {
-    case OPEN_GROUP:
-        return rs_group_open(c->index, c->f->token_ids[0], c->num_prompt_tokens, &c->group, error);
-    case OPEN_SEQUENCE:
-        return rs_sequence_open(c->index, c->group, 1, &c->sequence, error);
-    case STEP:
-        return rs_step(c->index, &c->f->batch, error);
-    case CLOSE_SEQUENCE:
-        return rs_sequence_close(c->index, c->sequence, error);
-    case CLOSE_GROUP:
-        return rs_group_close(c->index, c->group, error);
-    default:
-        rs_index_clear(c->index);
-        return RS_OK;
-    }
-}
-
-/* Fail at the first, second, ... allocation of the call until it passes. A call that frees cannot fail. */
-static void perform_with_failures(caller *c, call kind) {
-    uint64_t before = fingerprint(c->index);
-    for (int64_t nth = 1;; nth++) {
-        rs_error error = {.message = ""};
-        rs_test_fail_allocation(nth);
-        rs_status status = perform(c, kind, &error);
-        rs_test_fail_allocation(0);
-        check_valid(c->index);
-        if (status == RS_OK) {
-            CHECK(fingerprint(c->index) != before);
-            return;
+/* An automaton as one number: all but capacities. */
+static uint64_t fingerprint(const rs_automaton *a) {
+    uint64_t hash = a->num_states * 31 + a->num_transitions;
+    for (uint32_t i = 0; i < a->num_states; i++) {
+        const rs_state *state = a->states + i;
+        uint32_t num = 0;
+        const rs_transition *others = state->block == 0 ? NULL : rs_block_entries(&a->pool, state->block, &num);
+        const uint32_t words[] = {state->len, state->link, state->count, (uint32_t)state->token,
+                                  state->token < 0 ? 0 : state->target, num};
+        for (size_t j = 0; j < sizeof words / sizeof words[0]; j++) {
+            hash = (hash ^ words[j]) * 1099511628211ULL;
         }
-        CHECK(status == RS_ENOMEM && kind <= STEP);
-        CHECK(strcmp(error.message, "out of memory") == 0);
-        CHECK(fingerprint(c->index) == before);
-        c->num_failures++;
+        for (uint32_t j = 0; j < num; j++) {
+            hash = (hash ^ (uint32_t)others[j].token) * 1099511628211ULL ^ others[j].target;
+        }
     }
+    return hash;
 }
 
 /* ---- tests ---- */
 
-enum { NUM_SEQUENCES = 4, PROMPT_LEN = 50 };
-
-static void open_row(caller *c, int32_t row) {
-    perform_with_failures(c, OPEN_SEQUENCE);
-    CHECK(c->sequence == row); /* the slot that was closed last, where one was */
-    c->f->levels[row] = PROMPT_LEN;
+/* What rs_extend does, after it has failed at its first, second, ... allocation and changed nothing. */
+static int64_t extend_with_failures(rs_automaton *a, uint32_t *last, int32_t token) {
+    const uint64_t before = fingerprint(a);
+    const uint32_t last_before = *last;
+    for (int64_t nth = 1;; nth++) {
+        rs_test_fail_allocation(nth);
+        rs_status status = rs_extend(a, last, token);
+        rs_test_fail_allocation(0);
+        CHECK(rs_automaton_check(a) == NULL);
+        if (status == RS_OK) {
+            return nth - 1;
+        }
+        CHECK(status == RS_ENOMEM && fingerprint(a) == before && *last == last_before);
+    }
 }
 
-/* More is asked for than there is of any draft. */
-static void check_leading_tokens(const rs_index *index, const fixture *f) {
-    int32_t *tokens = malloc(sizeof f->draft_tokens); /* ends where the room does */
-    int32_t numbers[MAX_ROWS];
-    int32_t num = 0;
-    CHECK(tokens != NULL);
-    for (int32_t i = 0; i < MAX_ROWS; i++) {
-        numbers[i] = DRAFT_LEN + 1;
+static void test_extensions_that_fail(uint32_t alphabet) {
+    rs_memory memory = {.num_bytes = 0};
+    rs_automaton a;
+    uint32_t last[2] = {RS_ROOT, RS_ROOT};
+    int64_t num_failures = 0;
+    CHECK(rs_automaton_init(&a, &memory, true) == RS_OK);
+    for (int i = 0; i < 600; i++) {
+        num_failures += extend_with_failures(&a, last + random_below(2), (int32_t)random_below(alphabet));
     }
-    int32_t num_leading = rs_leading_tokens(index, &f->batch, numbers, tokens);
-    for (int32_t i = 0; i < f->batch.num_rows; i++) {
-        CHECK(memcmp(tokens + num, f->draft_tokens[i], (size_t)f->num_draft_tokens[i] * sizeof *tokens) == 0);
-        num += f->num_draft_tokens[i];
-    }
-    CHECK(num_leading == num);
-    free(tokens);
+    CHECK(num_failures > 5);
+    rs_automaton_free(&a);
+    rs_release(&memory, UINT64_MAX);
+    CHECK(memory.num_bytes == 0);
+}
+
+enum { NUM_SEQUENCES = 4, PROMPT_LEN = 50 };
+
+/* A life in which some allocation fails. */
+typedef struct {
+    rs_index *index;
+    fixture *f;
+    int64_t num_failures;
+} life;
+
+/* A call that has failed is made once more; then it must pass, since one allocation fails only. */
+#define TWICE(l, call)                                       \
+    do {                                                     \
+        rs_stats before, after;                              \
+        rs_index_stats((l)->index, &before);                 \
+        if ((call) != RS_OK) {                               \
+            (l)->num_failures++;                             \
+            check_valid((l)->index);                         \
+            rs_index_stats((l)->index, &after);              \
+            before.num_bytes = after.num_bytes;              \
+            CHECK(memcmp(&before, &after, sizeof after) == 0); \
+            CHECK((call) == RS_OK);                          \
+        }                                                    \
+        check_valid((l)->index);                             \
+    } while (0)
+
+static void open_row(life *l, int32_t group, int32_t row) {
+    TWICE(l, rs_sequence_open(l->index, group, 1, l->f->sequences + row, NULL));
 }
 
 /* What a model drafts in this step, if there is one: small tokens, and now and then none. */
@@ -179,46 +186,63 @@ static void ask_model(fixture *f) {
     }
 }
 
-/* Every row goes on, and now and then begins again. */
-static void step_rows(caller *c, int num_steps) {
-    fixture *f = c->f;
+static void check_text(const rs_index *index, const fixture *f, int32_t row) {
+    static int32_t text[NUM_COLUMNS];
+    int64_t num = 0;
+    CHECK(rs_sequence_text(index, f->sequences[row], text, NUM_COLUMNS, &num, NULL) == RS_OK);
+    const bool waits = !rs_is_whole(index->groups + index->sequences[f->sequences[row]].group);
+    CHECK(num == (waits ? 0 : f->levels[row] - PROMPT_LEN));
+    CHECK(memcmp(text, f->token_ids[row] + PROMPT_LEN, (size_t)num * sizeof *text) == 0);
+}
+
+/* Every row goes on, and now and then begins again. One that is left out is opened again. */
+static void step_rows(life *l, int32_t group, int num_steps) {
+    fixture *f = l->f;
     for (int step = 0; step < num_steps; step++) {
         for (int i = 0; i < NUM_SEQUENCES; i++) {
             bool again = random_below(40) == 0;
             f->levels[i] = again ? PROMPT_LEN + (int32_t)random_below(20) : f->levels[i] + (int32_t)random_below(30);
         }
         ask_model(f);
-        perform_with_failures(c, STEP);
-        check_leading_tokens(c->index, f);
-    }
-}
-
-static void check_texts(const rs_index *index, const fixture *f) {
-    static int32_t text[NUM_COLUMNS];
-    for (int32_t i = 0; i < NUM_SEQUENCES; i++) {
-        int64_t num = 0;
-        CHECK(rs_sequence_text(index, i, text, NUM_COLUMNS, &num, NULL) == RS_OK);
-        CHECK(num == f->levels[i] - PROMPT_LEN);
-        CHECK(memcmp(text, f->token_ids[i] + PROMPT_LEN, (size_t)num * sizeof *text) == 0);
+        CHECK(rs_step(l->index, &f->batch, NULL) == RS_OK);
+        check_valid(l->index);
+        int32_t num_left_out = 0;
+        for (int32_t i = 0; i < NUM_SEQUENCES; i++) {
+            if (f->num_draft_tokens[i] < 0) {
+                num_left_out++;
+                CHECK(rs_sequence_close(l->index, f->sequences[i], NULL) == RS_EUNKNOWN);
+                open_row(l, group, i);
+            } else {
+                check_text(l->index, f, i);
+            }
+        }
+        CHECK(num_left_out == f->batch.num_left_out);
+        l->num_failures += num_left_out;
     }
 }
 
 /* A group from its beginning to its end, one of its sequences closed and opened in between. */
-static void live(caller *c) {
-    perform_with_failures(c, OPEN_GROUP);
-    CHECK(c->group == 0);
+static void live(life *l) {
+    fixture *f = l->f;
+    int32_t group;
+    TWICE(l, rs_group_open(l->index, f->token_ids[0], PROMPT_LEN, PROMPT_LEN / 2, &group, NULL));
+    TWICE(l, rs_group_add(l->index, group, f->token_ids[1] + 100, 60, NULL));
+    f->batch.max_waiting_tokens = PROMPT_LEN;
     for (int32_t row = 0; row < NUM_SEQUENCES; row++) {
-        open_row(c, row);
+        f->levels[row] = PROMPT_LEN;
+        open_row(l, group, row);
     }
-    step_rows(c, 20);
-    check_texts(c->index, c->f);
-    uint64_t before = fingerprint(c->index);
-    CHECK(rs_group_close(c->index, c->group, NULL) == RS_EINVAL && fingerprint(c->index) == before);
-    c->sequence = 1;
-    perform_with_failures(c, CLOSE_SEQUENCE);
-    open_row(c, 1);
-    step_rows(c, 10);
-    check_texts(c->index, c->f);
+    step_rows(l, group, 15);
+    CHECK(rs_group_close(l->index, group, NULL) == RS_EINVAL);
+    CHECK(rs_sequence_close(l->index, f->sequences[1], NULL) == RS_OK);
+    f->levels[1] = PROMPT_LEN;
+    open_row(l, group, 1);
+    step_rows(l, group, 5);
+    for (int32_t row = 0; row < NUM_SEQUENCES; row++) {
+        CHECK(rs_sequence_close(l->index, f->sequences[row], NULL) == RS_OK);
+    }
+    CHECK(rs_group_close(l->index, group, NULL) == RS_OK && rs_group_close(l->index, group, NULL) == RS_EUNKNOWN);
+    check_valid(l->index);
 }
 
 static rs_index *new_index_with_failures(const rs_options *options) {
@@ -233,11 +257,11 @@ static rs_index *new_index_with_failures(const rs_options *options) {
     return index;
 }
 
+/* Two groups, one after the other; the n-th allocation of it all fails, for every n. */
 static void test_allocation_failures(uint32_t alphabet) {
     rs_options options = default_options();
-    void *content = new_corpus(2000, alphabet, &options.corpus_bytes);
+    void *content = new_corpus(500, alphabet, &options.corpus_bytes);
     options.corpus = content;
-    rs_index *index = new_index_with_failures(&options);
     fixture *f = new_fixture(NUM_SEQUENCES);
     for (int32_t row = 0; row < NUM_SEQUENCES; row++) {
         for (int32_t i = 0; i < NUM_COLUMNS; i++) {
@@ -245,50 +269,63 @@ static void test_allocation_failures(uint32_t alphabet) {
         }
         memcpy(f->token_ids[row], f->token_ids[0], PROMPT_LEN * sizeof(int32_t));
     }
-    caller c = {.index = index, .f = f, .num_prompt_tokens = PROMPT_LEN};
-    live(&c);
-    for (c.sequence = NUM_SEQUENCES - 1; c.sequence >= 0; c.sequence--) {
-        perform_with_failures(&c, CLOSE_SEQUENCE);
+    int64_t nth = 0;
+    for (bool has_failed = true; has_failed;) {
+        random_state = 1;
+        life l = {.index = new_index_with_failures(&options), .f = f};
+        rs_test_fail_allocation(++nth);
+        live(&l);
+        has_failed = rs_test_has_failed();
+        rs_test_fail_allocation(0);
+        live(&l);
+        rs_index_clear(l.index);
+        rs_stats stats;
+        rs_index_stats(l.index, &stats);
+        CHECK(stats.num_groups == 0);
+        /* What it has learned stays. */
+        CHECK(stats.num_bytes == sizeof *l.index + l.index->contexts.capacity * sizeof *l.index->contexts.buckets);
+        rs_index_free(l.index);
     }
-    perform_with_failures(&c, CLOSE_GROUP);
-    live(&c);
-    CHECK(c.num_failures > 20);
-    perform_with_failures(&c, CLEAR);
-    rs_stats stats;
-    rs_index_stats(index, &stats);
-    CHECK(stats.num_groups == 0);
-    /* What it has learned stays. */
-    CHECK(stats.num_bytes == sizeof *index + index->contexts.capacity * sizeof *index->contexts.buckets);
-    rs_index_free(index);
+    CHECK(nth > 40);
     free(content);
     free(f);
 }
 
+/* A full index leaves out what does not fit, and only that; idle groups go first. */
 static void test_budget(void) {
     rs_options options = default_options();
     options.max_bytes = sizeof(rs_index) + 60000;
     rs_index *index = new_index(options);
     fixture *f = new_fixture(2);
-    int32_t id;
-    CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
+    int32_t idle, group;
     for (int32_t row = 0; row < 2; row++) {
-        CHECK(rs_sequence_open(index, id, 0, &f->sequences[row], NULL) == RS_OK);
         for (int32_t i = 0; i < NUM_COLUMNS; i++) {
             f->token_ids[row][i] = (int32_t)random_below(5);
         }
     }
-    rs_status status = RS_OK;
-    rs_error error = {.message = ""};
-    while (status == RS_OK) {
-        uint64_t before = fingerprint(index);
+    CHECK(rs_group_open(index, f->token_ids[0], 200, 200, &idle, NULL) == RS_OK);
+    for (int32_t row = 0; row < 2; row++) {
+        CHECK(rs_group_open(index, NULL, 0, 0, &group, NULL) == RS_OK);
+        CHECK(rs_sequence_open(index, group, 0, &f->sequences[row], NULL) == RS_OK);
+    }
+    do {
         f->levels[0] += 7;
         f->levels[1] += 7;
         CHECK(f->levels[0] < NUM_COLUMNS);
-        status = rs_step(index, &f->batch, &error);
-        CHECK((status == RS_OK) == (fingerprint(index) != before));
+        CHECK(rs_step(index, &f->batch, NULL) == RS_OK);
         check_valid(index);
+    } while (f->batch.num_left_out == 0);
+    CHECK(f->batch.num_left_out == 1);
+    CHECK(rs_group_given_up(index) == idle);
+    const int32_t left = f->num_draft_tokens[0] < 0 ? 0 : 1;
+    f->batch.num_rows = 1;
+    f->sequences[0] = f->sequences[1 - left];
+    f->rows[0] = 1 - left;
+    for (int step = 0; step < 10; step++) { /* in the room of the group that is idle now */
+        f->levels[0] += 7;
+        CHECK(rs_step(index, &f->batch, NULL) == RS_OK && f->batch.num_left_out == 0);
     }
-    CHECK(status == RS_EBUDGET && strncmp(error.message, "max_bytes=", 10) == 0);
+    CHECK(rs_group_given_up(index) >= 0 && rs_group_given_up(index) == -1);
     options.max_bytes = 10;
     rs_index *none = NULL;
     CHECK(rs_index_new(&options, &none, NULL) == RS_EBUDGET && none == NULL);
@@ -329,21 +366,15 @@ static void test_large_arrays(void) {
     CHECK(memory.num_bytes == 0 && memory.discarded == NULL);
 }
 
-/* A state with more transitions than a list holds: found, in order, taken back, split. */
+/* A state with more transitions than a list holds: found, in order, with allocations that fail in between. */
 static void test_many_branches(void) {
     enum { NUM = 500 };
     rs_memory memory = {.num_bytes = 0};
     rs_automaton a;
     CHECK(rs_automaton_init(&a, &memory, true) == RS_OK);
-    rs_extension extensions[2 * NUM];
-    uint64_t fingerprints[2 * NUM];
     uint32_t last = RS_ROOT;
     for (int32_t i = 0; i < 2 * NUM; i++) {
-        fingerprints[i] = automaton_fingerprint(&a);
-        int32_t token = i % 2 == 0 ? 0 : 1 + i * 64;
-        CHECK(rs_extend(&a, last, token, extensions + i) == RS_OK);
-        last = extensions[i].after;
-        CHECK(rs_automaton_check(&a) == NULL);
+        extend_with_failures(&a, &last, i % 2 == 0 ? 0 : 1 + i * 64);
     }
     uint32_t after_zero = *rs_find(&a, RS_ROOT, 0);
     uint32_t num;
@@ -353,12 +384,6 @@ static void test_many_branches(void) {
         CHECK(others[i].token == (int32_t)(1 + (2 * i + 3) * 64));
     }
     CHECK(rs_find(&a, after_zero, 2) == NULL);
-    for (int32_t i = 2 * NUM - 1; i >= 0; i--) {
-        rs_retract(&a, i % 2 == 0 ? 0 : 1 + i * 64, extensions + i);
-        CHECK(automaton_fingerprint(&a) == fingerprints[i]);
-        CHECK(rs_automaton_check(&a) == NULL);
-    }
-    CHECK(a.num_states == 1 && a.num_transitions == 0);
     rs_automaton_free(&a);
     rs_release(&memory, UINT64_MAX);
     CHECK(memory.num_bytes == 0);
@@ -370,25 +395,16 @@ static void test_wide_blocks(void) {
     rs_memory memory = {.num_bytes = 0};
     rs_automaton a;
     CHECK(rs_automaton_init(&a, &memory, true) == RS_OK);
-    rs_extension *extensions = malloc(NUM * sizeof *extensions);
-    CHECK(extensions != NULL);
     uint32_t last = RS_ROOT;
     for (int32_t i = 0; i < NUM; i++) {
-        CHECK(rs_extend(&a, last, 3 * i, extensions + i) == RS_OK);
-        last = extensions[i].after;
+        CHECK(rs_extend(&a, &last, 3 * i) == RS_OK);
     }
     CHECK(rs_block_units(a.states[RS_ROOT].block) > RS_NARROW_UNITS);
     CHECK(rs_automaton_check(&a) == NULL);
     for (int32_t i = 0; i < NUM; i++) {
-        CHECK(*rs_find(&a, RS_ROOT, 3 * i) == extensions[i].after);
+        CHECK(a.states[*rs_find(&a, RS_ROOT, 3 * i)].len == (uint32_t)i + 1);
         CHECK(rs_find(&a, RS_ROOT, 3 * i + 1) == NULL);
     }
-    for (int32_t i = NUM - 1; i >= 0; i--) {
-        rs_retract(&a, 3 * i, extensions + i);
-    }
-    CHECK(rs_automaton_check(&a) == NULL);
-    CHECK(a.num_states == 1 && a.num_transitions == 0);
-    free(extensions);
     rs_automaton_free(&a);
     rs_release(&memory, UINT64_MAX);
     CHECK(memory.num_bytes == 0);
@@ -399,7 +415,7 @@ static void test_max_branches(void) {
     rs_index *index = new_index(default_options());
     fixture *f = new_fixture(1);
     int32_t id;
-    CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
+    CHECK(rs_group_open(index, NULL, 0, 0, &id, NULL) == RS_OK);
     CHECK(rs_sequence_open(index, id, 0, &id, NULL) == RS_OK);
     int32_t n = 0;
     for (int32_t round = 0; round < 3; round++) {
@@ -425,17 +441,18 @@ static void test_arguments(void) {
     fixture *f = new_fixture(1);
     int32_t id;
     rs_error error = {.message = ""};
-    CHECK(rs_group_open(index, NULL, -1, &id, &error) == RS_EINVAL);
+    CHECK(rs_group_open(index, NULL, -1, 0, &id, &error) == RS_EINVAL);
     CHECK(strncmp(error.message, "prompt_token_ids", 16) == 0);
-    CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
+    CHECK(rs_group_open(index, NULL, 0, -1, &id, &error) == RS_EINVAL && strncmp(error.message, "max_tokens=-1", 13) == 0);
+    CHECK(rs_group_open(index, NULL, 0, 0, &id, NULL) == RS_OK);
     CHECK(rs_sequence_open(index, id, 2, &id, NULL) == RS_EINVAL);
     CHECK(rs_sequence_open(index, id, -1, &id, NULL) == RS_EINVAL);
     CHECK(rs_sequence_open(index, id, 0, &id, NULL) == RS_OK);
     f->batch.min_survival = 1.5;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "min_survival=1.5", 16) == 0);
     f->batch.min_survival = 0.0;
-    f->batch.num_rows = 0;
-    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "num_rows=0", 10) == 0);
+    f->batch.num_rows = -1;
+    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "num_rows=-1", 11) == 0);
     f->batch.num_rows = 1;
     f->batch.row_stride = NUM_COLUMNS - 1;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "token_ids", 9) == 0);
@@ -462,7 +479,7 @@ static void test_validator(void) {
     rs_index *index = new_index(default_options());
     const int32_t prompt[] = {1, 2, 1, 3, 1, 2, 4, 1, 5};
     int32_t group;
-    CHECK(rs_group_open(index, prompt, sizeof prompt / sizeof prompt[0], &group, NULL) == RS_OK);
+    CHECK(rs_group_open(index, prompt, sizeof prompt / sizeof prompt[0], 99, &group, NULL) == RS_OK);
     check_valid(index);
     rs_automaton *a = &index->groups[group].automaton;
     const rs_automaton whole = *a;
@@ -612,7 +629,7 @@ static void test_damaged_corpus(void) {
         rs_index *index = NULL;
         CHECK(rs_index_new(&options, &index, NULL) == RS_OK);
         int32_t id;
-        CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
+        CHECK(rs_group_open(index, NULL, 0, 0, &id, NULL) == RS_OK);
         CHECK(rs_sequence_open(index, id, 0, &id, NULL) == RS_OK);
         for (f->levels[0] = 0; f->levels[0] < 20; f->levels[0]++) {
             f->token_ids[0][f->levels[0]] = (int32_t)random_below(ALPHABET);
@@ -640,7 +657,7 @@ static void use_corpus(const void *content, uint64_t num_bytes) {
     rs_index *index = new_index(options);
     fixture *f = new_fixture(1);
     int32_t group;
-    CHECK(rs_group_open(index, NULL, 0, &group, NULL) == RS_OK);
+    CHECK(rs_group_open(index, NULL, 0, 0, &group, NULL) == RS_OK);
     CHECK(rs_sequence_open(index, group, true, f->sequences, NULL) == RS_OK);
     f->max_draft_tokens[0] = DRAFT_LEN;
     for (int32_t level = 1; level <= 64; level++) {
@@ -679,9 +696,29 @@ static void test_wrong_corpora(void) {
     free(words);
 }
 
+/* A chain of states without a continuation is followed for so long and no longer: state 1 has one, 2 .. NUM have none. */
+static void test_long_chains(void) {
+    enum { NUM = 1000 };
+    rs_corpus_state *states = calloc(NUM + 2, sizeof *states);
+    CHECK(states != NULL);
+    const rs_transition transitions[] = {{.token = 7, .target = 1}, {.token = 8, .target = 1}};
+    const rs_corpus corpus = {states, transitions, NUM + 1, 2, 8};
+    for (uint32_t i = 0; i <= NUM + 1; i++) {
+        states[i] = (rs_corpus_state){.len = i, .link = i - 1, .count = 1, .first = i < 2 ? i : 2};
+    }
+    for (uint32_t i = 1; i <= NUM; i++) {
+        const uint32_t end = rs_cursor_continued(&corpus, (rs_cursor){i, i}).state;
+        rs_cursor moved = {i, i};
+        rs_cursor_move(&corpus, &moved, 8);
+        CHECK(end == (i <= 257 ? 1 : RS_ROOT) && moved.len == (i <= 257 ? 2 : 0));
+    }
+    free(states);
+}
+
 int main(void) {
-    const uint32_t alphabets[] = {1, 2, 4, 16, 64, 256};
+    const uint32_t alphabets[] = {1, 2, 4, 16, 256};
     for (size_t i = 0; i < sizeof alphabets / sizeof alphabets[0]; i++) {
+        test_extensions_that_fail(alphabets[i]);
         test_allocation_failures(alphabets[i]);
     }
     test_budget();
@@ -697,6 +734,7 @@ int main(void) {
     test_corpus_builder();
     test_wrong_corpora();
     test_damaged_corpus();
+    test_long_chains();
     puts("native tests passed");
     return 0;
 }

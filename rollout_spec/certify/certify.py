@@ -23,11 +23,12 @@ from rollout_spec.certify.counts import (
     Sample,
     counts,
     logprob_differences,
-    means,
     total,
     untested,
     verdict,
 )
+from rollout_spec.certify.engine_arguments import drafting_arguments
+from rollout_spec.certify.environment import environment
 from rollout_spec.certify.numerics import (
     DISTRIBUTION_TOKENS,
     FALSE_ALARM_RATE,
@@ -35,18 +36,14 @@ from rollout_spec.certify.numerics import (
     p_values,
     rounding,
 )
-from rollout_spec_lab.bench.engine import drafting_arguments
-from rollout_spec.certify.environment import environment
 from rollout_spec.metrics import RequestCounters
-from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.features import counting_arguments, request_counters
+from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
 from rollout_spec.vllm.keys import KEY, key_of_name
+from rollout_spec.vllm.scheduler import counters_of
 
-TOLERANCE = 1e-4  # in float32, of what `certify_numerics.explain` gives
+TOLERANCE = 1e-4  # in float32, of what `numerics.explain` gives
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 ALWAYS_OPEN = 1 << 20  # a batch_threshold that no batch exceeds
-
-Score = Callable[[int, str], Mapping[str, float]]  # of a prompt's number and a response's text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Plan:
     tolerance: float | None  # None: by the dtype
     distribution_samples: int
     engine: dict[str, Any]  # further arguments of vLLM's
-    model_drafter: Mapping[str, Any] | None = None  # of `measure.engine.model_drafter`; for verify=coupled
+    model_drafter: Mapping[str, Any] | None = None  # of `engine_arguments.model_drafter`; for verify=coupled
 
     @property
     def fixed_tolerance(self) -> float | None:
@@ -92,13 +89,10 @@ class Plan:
         return 1 + len(self.drafting) + 2 * self.tests_distribution
 
 
-def certify(
-    plan: Plan, score: Score | None = None, advance: Callable[[int], None] = lambda engines: None
-) -> dict[str, Any]:
+def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -> dict[str, Any]:
     """Run the plan.
 
     Args:
-        score: figures of a response, whose means without and with drafts become `accuracy`.
         advance: called with the number of engines that have ended since.
 
     Returns:
@@ -117,19 +111,11 @@ def certify(
     tested = [pair for where, pairs in runs.items() if where not in reasons for pair in pairs]
     found = {
         **counts(tested),
-        "temperatures": [
-            {"temperature": one} | counts([pair for pair in tested if pair.sample.temperature == one])
-            for one in plan.temperatures
-        ],
         "configurations": [dataclasses.asdict(where) | one for where, one in counted.items()],
         "untested": [f"{where}: {reason}" for where, reason in reasons.items()],
         "differences": _differences(plan, runs),
         "tolerance": plan.fixed_tolerance,
         **logprob_differences(tested),
-        "accuracy": {
-            "off": score and means([score(pair.sample.prompt, pair.off.text) for pair in tested]),
-            "on": score and means([score(pair.sample.prompt, pair.on.text) for pair in tested]),
-        },
         "distribution": distribution,
     }
     found["unexplained_differences"] = sum(not one["explained"] for one in found["differences"])
@@ -171,8 +157,8 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
         "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,
         "max_logprobs": -1,
         "additional_config": {OPTIONS_KEY: {"verify": verify, "method": "off"}},
+        "scheduler_cls": SCHEDULER,
     }  # fmt: skip
-    settings |= counting_arguments(options is not None)
     if options is not None:
         drafter = plan.model_drafter if verify == "coupled" else None
         settings |= drafting_arguments({"verify": verify, **options}, drafter)
@@ -204,7 +190,7 @@ def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Re
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
-        responses[sample] = Response(tokens, logprobs, completion.text, request_counters(output))
+        responses[sample] = Response(tokens, logprobs, completion.text, counters_of(output))
     return responses
 
 
@@ -287,4 +273,4 @@ def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
     shared = (len(prompt) - 1) // block_size * block_size
     inputs = [{"prompt_token_ids": prompt[: shared + 1] if shared else prompt}] * plan.distribution_samples
     outputs = llm.generate(inputs, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs], total(map(request_counters, outputs))
+    return [list(output.outputs[0].token_ids) for output in outputs], total(map(counters_of, outputs))

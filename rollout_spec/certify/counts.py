@@ -74,18 +74,9 @@ class Pair:
 
 
 def counts(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Of some pairs together.
-
-    `reference_tokens` are the different tokens of the run without drafts that were compared, in one
-    configuration or in several.
-    """
+    """Of some pairs together."""
     counters = total(pair.on.counters for pair in pairs)
-    reference: dict[Sample, int] = {}
-    for pair in pairs:
-        compared = min(pair.agreement.num_tokens, len(pair.off.token_ids))
-        reference[pair.sample] = max(reference.get(pair.sample, 0), compared)
     return {
-        "reference_tokens": sum(reference.values()),
         "tokens_compared": sum(pair.agreement.num_tokens for pair in pairs),
         "tokens_identical": sum(pair.agreement.num_identical for pair in pairs),
         "num_drafts": counters.num_drafts,
@@ -130,10 +121,6 @@ def logprob_differences(pairs: Sequence[Pair]) -> dict[str, float]:
     }
 
 
-def means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: sum(score[name] for score in scores) / len(scores) for name in scores[0]}
-
-
 def passed(record: Mapping[str, Any]) -> bool:
     distribution = record["distribution"]
     return not record["unexplained_differences"] and (distribution is None or distribution["passed"])
@@ -142,7 +129,7 @@ def passed(record: Mapping[str, Any]) -> bool:
 def verdict(record: Mapping[str, Any]) -> str:
     if not passed(record):
         return "not certified"
-    agreement = "identical" if not record["differences"] else "identical up to numerics"
+    agreement = "identical" if not record["differences"] else "identical up to rounding"
     if not record["untested"]:
         return agreement
     num_all = len(record["configurations"])

@@ -1,10 +1,11 @@
-"""The command `rollout-spec`, one thin module per subcommand.
+"""The command `rollout-spec`, one thin module for each subcommand.
 
-In: arguments. Out: tables, JSON, files and an exit code.
-May import: `config`, `trace`, `drafting`, `report`, `measure`, `demo`, pandas, rich, torch, transformers.
+In: arguments. Out: tables, JSON, files and an exit code; a mistake of the user's is one line.
+May import: `config`, `trace`, `drafting`, `predict`, `report`, `certify`, pyarrow, rich, torch,
+transformers. It computes nothing itself.
 
-Each module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code, and imports what is slow
-inside `run`, so that `--help` answers at once.
+A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code. It imports what is slow in
+`run`, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -19,18 +20,10 @@ from typing import Any, NoReturn
 from rollout_spec import __version__
 from rollout_spec.config import SpecConfig, UserError
 
-OPTIONAL = {
-    "matplotlib": "report",
-    "jinja2": "report",
-    "pyarrow": "report",
-    "tokenizers": "report",
-    "tensorboard": "report",
-    "wandb": "report",
-    "gguf": "demo",
-    "pandas": "demo",
-}
+OPTIONAL = ("matplotlib", "jinja2", "pyarrow", "tokenizers", "tensorboard", "wandb")  # of the extra `report`
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-COMMANDS = ("demo", "replay", "corpus", "compare", "certify", "bench", "simulate", "doctor", "gpu-check")
+COMMANDS = ("replay", "simulate", "compare", "certify", "corpus", "doctor")
+DESCRIPTION = "Model-free speculative decoding for RL rollouts with verl and vLLM."
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -64,18 +57,21 @@ def add_example(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="rollout-spec", description="Model-free speculative decoding for RL rollouts with verl and vLLM."
-    )
-    parser.add_argument("--version", action="version", version=f"rollout-spec {__version__}")
+    parser = Parser(prog="rollout-spec", description=DESCRIPTION)
+    add_commands(parser, "rollout_spec.cli", COMMANDS)
+    add_example(parser, "rollout-spec doctor")
+    return parser
+
+
+def add_commands(parser: argparse.ArgumentParser, package: str, names: Sequence[str]) -> None:
+    """Add `--version` and the subcommands, each a module of `package`."""
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        module = importlib.import_module(f"rollout_spec.cli.{name.replace('-', '_')}")
+    for name in names:
+        module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
         sub = commands.add_parser(name, help=module.HELP, description=sentence(module.HELP))
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
-    add_example(parser, "rollout-spec doctor")
-    return parser
 
 
 def sentence(phrase: str) -> str:
@@ -83,13 +79,18 @@ def sentence(phrase: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command of `rollout-spec`; returns the exit code, as `run_command` does."""
+    return run_command(build_parser(), argv)
+
+
+def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
         The exit code: 0, or 1 where a command's answer is "no", 2 for a user error, 130 for Ctrl-C.
     """
     try:
-        args, unknown = build_parser().parse_known_args(argv)
+        args, unknown = parser.parse_known_args(argv)
     except SystemExit as done:  # --help and --version, or a wrong option
         return int(done.code or 0)
     try:
@@ -107,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = _user_error(error)
         if line is None:
             raise
-        command = " ".join(("rollout-spec", args.command, *([args.kind] if "kind" in args else ())))
+        command = " ".join((parser.prog, args.command, *([args.kind] if "kind" in args else ())))
         print(f"{command}: {' '.join(line.split())}", file=sys.stderr)
         return 2
 
@@ -135,5 +136,5 @@ def _user_error(error: Exception) -> str | None:
     if isinstance(error, _FILE_ERRORS):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
-        return f"needs {error.name}: pip install 'rollout-spec[{OPTIONAL[error.name]}]'"
+        return f"needs {error.name}: pip install 'rollout-spec[report]'"
     return None

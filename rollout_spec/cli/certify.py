@@ -1,4 +1,4 @@
-"""`rollout-spec certify`: the same tokens with and without drafts, or the reason for each that differs."""
+"""`rollout-spec certify`: whether your model gives the same tokens with drafts and without."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import argparse
 import itertools
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
-    add_model_argument,
     add_model_drafter,
     device_arguments,
     model_folder,
@@ -20,82 +18,99 @@ from rollout_spec.cli.inputs import (
     prompt_rows,
     tokenized,
 )
-from rollout_spec.config import SpecConfig, parse_threshold
+from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
-HELP = "run a model with and without drafts and compare every token"
+HELP = "run a model with drafts and without, and compare every token"
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SEED = (1 << 31) - 2
 MAX_PROMPT_TOKENS = 512
+# Answers to these repeat themselves and the prompt, so that drafts are made, accepted and rejected.
+PROMPTS = (
+    "Write the multiplication table of 7 from 7 x 1 to 7 x 9, one product per line.",
+    'Write each line as JSON, like this: pens cost 4 -> {"item": "pens", "price": 4}\nDo the same for every '
+    "line:\ncups cost 12\nlamps cost 31\nropes cost 8\nboxes cost 25",
+    "Anna has 17 apples, gets 8 more and gives 5 away. How many does she have? Show each step.",
+    "Sort these numbers from the smallest to the largest: 42, 7, 93, 15, 60, 28.",
+    "Explain in three sentences why the sky is blue, then say the same in other words.",
+    "Count from 1 to 20 and write for each number whether it is even or odd.",
+    "Translate 'good morning', 'good evening' and 'good night' to French, one per line.",
+    "Write a short poem of eight lines in which every line begins with 'The sea'.",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     count, seed, share = number(int, 1), number(int, 0, MAX_SEED), number(float, 0, 1, above=True)
     served = parser.add_argument_group("what is served")
-    add_model_argument(served)
+    served.add_argument("--model", type=Path, required=True, metavar="DIR", help="its Hugging Face folder")
     served.add_argument(
-        "--train-file", type=Path, metavar="FILE", help="prompts, verl's parquet (the demo's)"
+        "--train-file", type=Path, metavar="FILE", help="prompts in verl's parquet (8 of our own)"
     )
-    served.add_argument("--num-prompts", type=count, default=4, metavar="N", help="its first N")
-    served.add_argument("--max-tokens", type=count, default=64, metavar="N", help="of a response")
-    served.add_argument("--max-num-seqs", type=count, default=16, metavar="N", help="requests at a time")
-    served.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model")
-    served.add_argument(
-        "--seed", type=seed, default=0, metavar="N", help="of noise and of the demo's prompts"
-    )
-
+    served.add_argument("--dtype", choices=DTYPES, default="float32", help="the model's")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temperatures", type=number(float, 0), nargs="+", default=[1.0, 0.6, 0.0], metavar="T",
-        help="each is compared; 0: greedy",
-    )  # fmt: skip
-    sampling.add_argument("--top-k", type=number(int, 0), default=0, metavar="N", help="0: all tokens")
-    sampling.add_argument("--top-p", type=share, default=1.0, metavar="P", help="1: all tokens")
-
-    drafting = parser.add_argument_group("drafting", "Every combination is compared.")
-    for name, kind, default, help_ in (
-        ("--num-speculative-tokens", int, [SpecConfig.num_speculative_tokens], "most draft tokens per row"),
-        ("--batch-thresholds", parse_threshold, [64], "rollout.spec.batch_threshold, numbers or auto"),
-        ("--group-sizes", count, [4], "responses to each prompt"),
+    for group, name, kind, default, help_ in (
+        (served, "--num-prompts", count, 4, "how many of the prompts"),
+        (served, "--max-tokens", count, 64, "longest response"),
+        (served, "--max-num-seqs", count, 16, "requests that run at a time"),
+        (served, "--seed", seed, 0, "of the noise that tokens are drawn with"),
+        (sampling, "--top-k", number(int, 0), 0, "0: all tokens"),
+        (sampling, "--top-p", share, 1.0, "1: all tokens"),
     ):
-        drafting.add_argument(name, type=kind, nargs="+", default=default, metavar="N", help=help_)
+        group.add_argument(name, type=kind, default=default, metavar="N", help=help_)
+    drafting = parser.add_argument_group(
+        "drafting", "Of several values, temperatures too, every combination is compared."
+    )
+    for group, name, kind, several, help_ in (
+        (sampling, "--temperatures", number(float, 0), [1.0, 0.6, 0.0], "0: greedy"),
+        (drafting, "--num-speculative-tokens", int, [SpecConfig.num_speculative_tokens],
+         "most draft tokens of a request in a step"),
+        (drafting, "--batch-thresholds", parse_threshold, [64], "rollout.spec.batch_threshold, also auto"),
+        (drafting, "--group-sizes", count, [4], "responses to each prompt"),
+    ):  # fmt: skip
+        group.add_argument(name, type=kind, nargs="+", default=several, metavar="N", help=help_)
     add_model_drafter(drafting)
 
-    judging = parser.add_argument_group("judging")
+    judging = parser.add_argument_group("when a difference counts")
     judging.add_argument(
         "--tolerance", type=share, metavar="X",
-        help="the gap between the scores logit / T + noise of two tokens, or to the top-k or top-p boundary, "
-        "below which numerics explain a difference (float32: 1e-4; else 2 x the dtype's epsilon x the "
-        "largest |logit| / T there)",
+        help="rounding explains a difference where the scores logit / T + noise of the two tokens, or a "
+        "token and the boundary of top-k or top-p, are closer than X (float32: 1e-4; else 2 x the dtype's "
+        "epsilon x the largest |logit| / T there)",
     )  # fmt: skip
     judging.add_argument(
         "--distribution-samples", type=number(int, 0), default=1000, metavar="N",
-        help="of verify=standard and of plain vLLM, compared at the highest temperature by chi-square tests: "
-        "1,000 find a temperature 30 %% off, 4,000 one 10 %% off; 0: no test",
+        help="compare so many samples of verify=standard with as many of plain vLLM, at the highest "
+        "temperature, by chi-square tests: 1,000 find a temperature that is 30 %% off, 4,000 one that is "
+        "10 %% off; 0: no test",
     )  # fmt: skip
 
     output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="DIR", help="write certificate.json and .html there")
+    output.add_argument(
+        "--output", type=Path, metavar="DIR", help="write certificate.json and certificate.html there"
+    )
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_example(parser, "rollout-spec certify --num-speculative-tokens 4 8 --output outputs/certificate")
+    add_example(
+        parser,
+        "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8 --output outputs/certificate",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec_lab.bench.engine import model_drafter
+    from rollout_spec.certify.engine_arguments import model_drafter
 
-    rows = prompt_rows("--train-file", args.train_file, args.num_prompts, args.seed, "certify")
+    rows = _rows(args)
     for k, threshold in itertools.product(args.num_speculative_tokens, args.batch_thresholds):
         SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)
     most = min(args.num_speculative_tokens)
     drafter = model_drafter(args.model_drafter, most) if args.model_drafter else None
-    model = model_folder(args.model, "float32")  # the engine casts it
+    model = model_folder(args.model)
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the answer is on standard output
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from rollout_spec.cli.progress import counted
     from rollout_spec.certify.certify import Plan, certify
     from rollout_spec.certify.counts import passed
+    from rollout_spec.cli.progress import counted
 
     same = ("max_tokens", "top_k", "top_p", "seed", "dtype", "tolerance", "distribution_samples")
     plan = Plan(
@@ -114,10 +129,10 @@ def run(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in same},
     )
     with counted("certifying", plan.num_engines) as advance:
-        record = certify(plan, _score(rows), advance)
+        record = certify(plan, advance)
     record["plan"] |= {
-        "model": str(args.model or "SmolLM2-135M-Instruct"),
-        "prompts": str(args.train_file or f"generated problems, seed {args.seed}"),
+        "model": str(args.model),
+        "prompts": str(args.train_file or "our own"),
         "num_prompts": len(rows),
     }
     _show(record, args)
@@ -128,17 +143,13 @@ def _distinct(values: list[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _score(rows: list[dict[str, Any]]) -> Callable[[int, str], dict[str, float]] | None:
-    """The demo's reward and whether the answer is right; None for other tasks."""
-    from rollout_spec_lab.demo.data import SOURCE
-    from rollout_spec_lab.demo.reward import compute_score
-
-    def score(prompt: int, text: str) -> dict[str, float]:
-        row = rows[prompt]
-        found = compute_score(row["data_source"], text, row["reward_model"]["ground_truth"])
-        return {name: found[name] for name in ("correct", "score")}
-
-    return score if all(str(row.get("data_source", "")).startswith(SOURCE) for row in rows) else None
+def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Chats from `--train-file`, or our own."""
+    if args.train_file is not None:
+        return prompt_rows("--train-file", args.train_file, args.num_prompts)
+    if args.num_prompts > len(PROMPTS):
+        raise UserError(f"--num-prompts {args.num_prompts}: at most {len(PROMPTS)} without --train-file")
+    return [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS[: args.num_prompts]]
 
 
 def _show(record: dict[str, Any], args: argparse.Namespace) -> None:

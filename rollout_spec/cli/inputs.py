@@ -6,13 +6,12 @@ import argparse
 import contextlib
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS, UserError
 
 if TYPE_CHECKING:
     from rollout_spec.predict.roofline import Host, Roofline
@@ -46,25 +45,34 @@ def number(
     return parse
 
 
+def path(text: str) -> Path:
+    """An argparse type: a file or a folder. `Path("")` would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("must name a file or a folder")
+    return Path(text)
+
+
 def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
     """Add the files, `--tokenizer` and `--columns`, which `read` takes."""
     group.add_argument(
-        "traces", type=Path, nargs="+", metavar="FILE_OR_FOLDER",
+        "traces", type=path, nargs="+", metavar="FILE_OR_FOLDER",
         help="rollouts: recordings, verl's dumps, or rows of prompts and responses",
     )  # fmt: skip
     group.add_argument(
-        "--tokenizer", type=Path, metavar="DIR",
-        help="of rollouts that are texts: the policy's Hugging Face folder, or its tokenizer.json",
+        "--tokenizer", type=path, metavar="DIR",
+        help="the policy's Hugging Face folder, or its tokenizer.json: needed where rollouts are texts",
     )  # fmt: skip
     group.add_argument(
         "--columns", metavar="ROLE=NAME,...",
-        help="fields that are prompt, response, group and step, where their names do not say it; step=: none",
+        help="which fields are the prompt, response, group and step, where their names do not say it "
+        "(step=: there is none)",
     )  # fmt: skip
 
 
 def read(args: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Rollout]:
     """The rollouts of `add_rollouts_arguments`, or of some of its files."""
-    from rollout_spec.predict.dumps import NAMES, read_rollouts
+    from rollout_spec.predict.dumps import read_rollouts
+    from rollout_spec.predict.rows import NAMES
 
     columns = {}
     for pair in filter(None, (args.columns or "").split(",")):
@@ -84,40 +92,37 @@ def check_steps(lines: Iterable[Rollout], trace: Path) -> None:
 
 
 def add_model_drafter_arguments(group: argparse._ActionsContainer) -> None:
-    """Add `--model-acceptance` and `--model-tokens`, which `with_model` takes."""
+    """Add `--model-acceptance`, which `with_model` takes."""
     group.add_argument(
         "--model-acceptance", metavar="A,A,...",
-        help="simulate a model that drafts beside the index: how often its first, second, ... token is right "
-        "where those before it are; the last goes on",
-    )  # fmt: skip
-    group.add_argument(
-        "--model-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), metavar="N",
-        help=f"that this model drafts in a step ({SpecConfig.model_tokens})",
+        help="simulate a draft model beside the index: how often its first, second, ... draft token is right "
+        "where those before it are; it drafts as many tokens as there are numbers",
     )  # fmt: skip
 
 
 def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[Rollout]:
     """The rollouts with the drafts of the simulated model, or as they are."""
     if args.model_acceptance is None:
-        if args.model_tokens is not None:
-            raise UserError("--model-tokens: belongs to --model-acceptance, recorded drafts have their own")
         return lines
     from rollout_spec.predict.model_drafts import simulate_model
 
     try:
         acceptance = [float(part) for part in args.model_acceptance.split(",")]
     except ValueError:
-        acceptance = [-1.0]
-    if not all(0 <= share <= 1 for share in acceptance):
-        raise UserError(f"--model-acceptance {args.model_acceptance}: must be numbers from 0 to 1, by commas")
-    return simulate_model(lines, acceptance, args.model_tokens or SpecConfig.model_tokens)
+        acceptance = []
+    if not 0 < len(acceptance) <= MAX_SPECULATIVE_TOKENS or not all(0 <= share <= 1 for share in acceptance):
+        raise UserError(
+            f"--model-acceptance {args.model_acceptance}: must be numbers from 0 to 1, separated by commas, "
+            f"at most {MAX_SPECULATIVE_TOKENS}"
+        )
+    return simulate_model(lines, acceptance)
 
 
 def add_device_arguments(group: Any, model_group: Any = None) -> None:
     """Add `--model-config`, to `model_group` if it is another, `--gpu` and `--tp`: what `roofline` takes."""
     (model_group or group).add_argument(
-        "--model-config", type=Path, metavar="FILE",
-        help="config.json of the policy; with --gpu: step times from a roofline",
+        "--model-config", type=path, metavar="FILE",
+        help="the policy's config.json: with --gpu, step times are predicted by a roofline",
     )  # fmt: skip
     group.add_argument("--gpu", metavar="NAME", help="h100, h200, a100 or 910b")
     group.add_argument(
@@ -132,8 +137,8 @@ def add_runner_argument(group: argparse._ActionsContainer) -> None:
     """Add `--runner`, which `host` reads."""
     group.add_argument(
         "--runner", choices=("v1", "v2"),
-        help="vLLM's model runner: on v2 steps with drafts wait for the host, on v1 all of an engine that "
-        "drafts (v2)",
+        help="vLLM's model runner: with v2, steps with drafts wait for the host; with v1, all steps of an "
+        "engine that drafts do (v2)",
     )  # fmt: skip
 
 
@@ -154,15 +159,6 @@ def roofline(args: argparse.Namespace, **further: Any) -> Roofline:
         name = "--gpu" if args.gpu is None else f"--gpu {args.gpu}"
         raise UserError(f"{name}: must be one of {', '.join(DEVICES)}")
     return Roofline(Model.read(args.model_config), DEVICES[args.gpu], args.tp or 1, **further)
-
-
-def add_num_speculative_tokens(group: argparse._ActionsContainer) -> None:
-    """Add `--num-speculative-tokens`, of every method that is compared."""
-    group.add_argument(
-        "--num-speculative-tokens", type=number(int, 1), metavar="K",
-        help="of every method (each method's own default: ngram 8, suffix what vLLM takes, "
-        f"sam {SpecConfig.num_speculative_tokens})",
-    )  # fmt: skip
 
 
 def add_spec_argument(group: argparse._ActionsContainer, help_: str, refused: Mapping[str, str]) -> None:
@@ -196,27 +192,6 @@ def _parsed(value: str) -> Any:
         return value
 
 
-def installed(command: str, methods: Sequence[str], require: Callable[[str], None]) -> list[str]:
-    """The methods whose packages are installed; a line on standard error says why others are left out.
-
-    Args:
-        require: raises MissingError for a method that needs something else.
-    """
-    from rollout_spec_lab.bench.drafters import MissingError
-
-    found: list[str] = []
-    left_out: dict[str, list[str]] = {}
-    for method in methods:
-        try:
-            require(method)
-            found.append(method)
-        except MissingError as error:
-            left_out.setdefault(" ".join(str(error).split()), []).append(method)
-    for reason, names in left_out.items():
-        print(f"rollout-spec {command}: without {', '.join(names)}: {reason}", file=sys.stderr)
-    return found
-
-
 @contextlib.contextmanager
 def output_folder(output: Path | None) -> Iterator[Path]:
     """`--output`, made where it is missing; one that goes again for None."""
@@ -228,47 +203,16 @@ def output_folder(output: Path | None) -> Iterator[Path]:
     yield output
 
 
-def add_model_argument(group: Any) -> None:
-    group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (SmolLM2-135M)")
-
-
 def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
-    """`--model-drafter`: a text for `measure.engine.model_drafter`."""
+    """`--model-drafter`: a text for `certify.engine_arguments.model_drafter`."""
     parser.add_argument(
         "--model-drafter", metavar="METHOD:MODEL:N",
         help="a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head",
     )  # fmt: skip
 
 
-def needed_model_drafter(
-    text: str | None, labels: Sequence[str], most: int, records: bool = False
-) -> dict[str, Any] | None:
-    """`--model-drafter` for `--methods`, as `measure.engine.model_drafter` reads it.
-
-    Args:
-        most: draft tokens of a row.
-        records: it drafts, whatever the methods are.
-
-    Raises:
-        UserError: it is no drafter; a method needs one; nothing uses it.
-    """
-    from rollout_spec_lab.bench.engine import Method, model_drafter
-
-    drafter = model_drafter(text, most) if text else None
-    using = [label for label in labels if Method(label).has_model]
-    if using and drafter is None:
-        raise UserError(f"--methods {','.join(labels)}: {using[0]} needs --model-drafter")
-    if drafter and not (using or records):
-        raise UserError("--model-drafter: no method uses it: name model or sam+model in --methods")
-    return drafter
-
-
-def model_folder(model: Path | None, dtype: str) -> str:
-    """`--model`, a Hugging Face folder; the demo's, made where it is missing, for None."""
-    if model is None:
-        from rollout_spec_lab.demo.model import make_model
-
-        return str(make_model(Path(f".cache/models/smollm2-{dtype}"), dtype=dtype))
+def model_folder(model: Path) -> str:
+    """`--model`, a Hugging Face folder."""
     if not (model / "config.json").exists():
         raise UserError(f"--model {model}: no Hugging Face folder (config.json is missing)")
     return str(model)
@@ -281,28 +225,16 @@ def device_arguments() -> dict[str, Any]:
     return {} if torch.accelerator.is_available() else dict(_CPU)
 
 
-def default_dtype() -> str:
-    """bfloat16 as policies have it, float32 where there is no accelerator: most CPUs emulate bfloat16."""
-    import torch
-
-    return "bfloat16" if torch.accelerator.is_available() else "float32"
-
-
-def prompt_rows(option: str, file: Path | None, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
-    """The first rows of the verl parquet file that `option` names; generated, as the demo's are, for None."""
-    if file is None:
-        from rollout_spec_lab.demo.data import make_rows
-
-        return make_rows(num_rows, seed, split)
-    import pandas
+def prompt_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:
+    """The first rows of the verl parquet file that `option` names."""
+    import pyarrow.parquet
 
     if not file.is_file():
         raise UserError(f"{option} {file}: no such file")
     try:
-        records = pandas.read_parquet(file).to_dict("records")
+        rows = pyarrow.parquet.read_table(file).to_pylist()
     except (ValueError, OSError) as error:
         raise UserError(f"{option} {file}: cannot be read as parquet: {error}") from error
-    rows = [{str(name): value for name, value in record.items()} for record in records]
     if not rows or "prompt" not in rows[0]:
         raise UserError(f"{option} {file}: no column `prompt`, or no row")
     for number, row in enumerate(rows[:num_rows], start=1):
@@ -312,10 +244,8 @@ def prompt_rows(option: str, file: Path | None, num_rows: int, seed: int, split:
 
 
 def _is_chat(value: Any) -> bool:
-    """Whether a value of pandas is a list of messages."""
-    if not hasattr(value, "__len__") or isinstance(value, str):
-        return False
-    return len(value) > 0 and all(isinstance(message, dict) and "role" in message for message in value)
+    is_list = isinstance(value, list) and len(value) > 0
+    return is_list and all(isinstance(message, dict) and "role" in message for message in value)
 
 
 def tokenized(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:

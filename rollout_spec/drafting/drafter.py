@@ -6,7 +6,6 @@ It knows neither torch nor vLLM: a step is arrays of row numbers and token level
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import compress
@@ -17,16 +16,19 @@ import numpy.typing as npt
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.costs import Ranks, Step
 from rollout_spec.drafting.gate.gate import make_gate
-from rollout_spec.drafting.groups import MAX_TOKENS_AT_ONCE, Groups, Member
+from rollout_spec.drafting.groups import MAX_IDLE_GROUPS, MAX_TOKENS_AT_ONCE, Groups, Member
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
-from rollout_spec.drafting.native import Int32Array, InvalidArgument, NativeError
+from rollout_spec.drafting.native import Int32Array, InvalidArgument
 from rollout_spec.metrics import EngineCounters
 
 # The share of steps, of about the last ALIKE_MEMORY, whose time can be compared: below it requests come and
 # go all the time, and any step is as good as another.
 ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 FILLER = 0  # a token id of any vocabulary
+# Tokens of long prompts and of the history that one step indexes, and more for every row: as long as the rest
+# takes, about.
+_WAITING_TOKENS, _WAITING_TOKENS_PER_ROW = 256, 16
 
 
 class _Rows:
@@ -67,7 +69,7 @@ class _Request:
 class Drafter:
     """Drafts for the rows of an engine's batch.
 
-    Usage: `add` every new request, `remove` every ended one, then `step` once per engine step.
+    Usage: `add` every new request, `remove` every ended one, then `draft` once per engine step.
     Not thread-safe; one per engine.
 
     Args:
@@ -94,7 +96,7 @@ class Drafter:
         self._all_decoded = False  # whether all rows of it did
         self.next_step_waits = False  # for drafts, as they may pay
         self._share_alike = 1.0  # of late, the share of steps whose time can be compared
-        self.index = make_index(config)
+        self.index = make_index(config, MAX_IDLE_GROUPS)
         self.history = History(config.history, config.max_index_bytes)
         self._groups = Groups(self.index, self.history)
         self._requests: dict[str, _Request] = {}
@@ -105,7 +107,7 @@ class Drafter:
     def model_tokens(self) -> int:
         """How many tokens a model is to draft in the next step, if that waits for drafts; at least 1.
 
-        Whatever runs the model reads this, and `next_step_waits`, behind every `step`. In a step that does
+        Whatever runs the model reads this, and `next_step_waits`, behind every `draft`. In a step that does
         not wait the model takes its first pass only. Where ranks share a model all take the same passes: the
         scheduler tells them.
         """
@@ -147,15 +149,12 @@ class Drafter:
             remember: keep its text in the history; not that of an aborted request, which goes on under
                 another name.
         """
-        self._untrack(self._requests.pop(request_id), remember=remember)
-
-    def _untrack(self, request: _Request, *, remember: bool = True) -> None:
         self._rows = None
-        if request.member is not None:
-            self._groups.remove(request.member, remember=remember)
-            request.member = None
+        member = self._requests.pop(request_id).member
+        if member is not None:
+            self._groups.remove(member, remember=remember)
 
-    def step(
+    def draft(
         self,
         request_ids: Sequence[str],
         nums_new_tokens: Sequence[int],
@@ -187,43 +186,49 @@ class Drafter:
             The draft tokens of each row, most often empty.
 
         Raises:
-            NativeError: out of memory, or an argument is wrong that is no row's; nothing but idle groups has
-                gone then. A full index raises nothing: idle groups leave it, then requests that do not fit.
-                So do those whose rows hold what no text can.
+            NativeError: an argument is wrong that is no row's; nothing was indexed then. A full index raises
+                nothing: idle groups leave it, then the requests that do not fit. So do those whose rows hold
+                what no text can.
         """
         started = time.perf_counter()
-        if len(nums_new_tokens) != len(request_ids):
-            raise InvalidArgument(
-                f"nums_new_tokens: has {len(nums_new_tokens)} entries, request_ids has {len(request_ids)}"
-            )
-        if len(levels) < len(request_ids):
-            raise InvalidArgument(f"levels: has {len(levels)} entries, request_ids has {len(request_ids)}")
+        for name, given, fits in (
+            ("nums_new_tokens", nums_new_tokens, len(nums_new_tokens) == len(request_ids)),
+            ("levels", levels, len(levels) >= len(request_ids)),
+        ):
+            if not fits:
+                self._gate.discard()
+                raise InvalidArgument(f"{name}: has {len(given)} entries, request_ids has {len(request_ids)}")
         ended_step = self._ended_step(request_ids, nums_new_tokens, levels, ranks, ended, model_drafts)
-        self._groups.index_backlog(len(request_ids))
+        rows = self._rows
+        assert rows is not None
+        if ended_step.num_rows < len(request_ids):
+            rows = rows.among(np.array(nums_new_tokens) > 0)
+        price, compares = None, False
+        if ended_step.num_rows == 0:
+            self._gate.discard()
+        else:
+            price = self._gate.begin(ended_step, self.counters)
+            is_asked = price is not None and model_drafts is not None and len(rows) > 0
+            compares = is_asked and self._gate.compares(ended_step.num_passes)
+        proposed = self._index(rows, token_ids, levels, price, model_drafts, compares)
         if ended_step.num_rows == 0:
             return [[] for _ in request_ids]
-        price = self._gate.begin(ended_step, self.counters)
-        is_open = price is not None
-        decoding = None if ended_step.num_rows == len(request_ids) else np.array(nums_new_tokens) > 0
-        if is_open and model_drafts is not None and self._gate.compares(ended_step.num_passes):
-            _, fewer = self._step_index(decoding, token_ids, levels, price, model_drafts.without_last())
-            if fewer is not None:
-                self._gate.note_fewer(fewer.survivals, fewer.num_draft_tokens)
-        rows, proposed = self._step_index(decoding, token_ids, levels, price, model_drafts)
+        if compares:
+            self._gate.note_fewer(proposed.survivals_of_fewer, proposed.nums_of_fewer)
         self.counters.num_steps += 1
         self.counters.num_row_steps += ended_step.num_rows
-        self.counters.num_untracked_rows += ended_step.num_rows - len(rows)
+        self.counters.num_untracked_rows += ended_step.num_rows - len(rows) + proposed.num_left_out
         # A model has drafted nothing for a step that did not wait: the text alone would say that none pays.
-        weighed = proposed if in_time or not self._has_model else None
-        chosen = self._choose(weighed, price) if price is not None else None
+        is_weighed = len(rows) > 0 and (in_time or not self._has_model)
+        chosen = self._choose(proposed if is_weighed else None) if price is not None else None
         would_draft = chosen is not None and bool(chosen.any())
         # A model has something for every step.
-        self.next_step_waits = is_open if in_time or self._has_model else would_draft
+        self.next_step_waits = price is not None if in_time or self._has_model else would_draft
         if not in_time:
             self._gate.discard()
-        drafts = self._leading(chosen) if chosen is not None and in_time else []
+        drafts = self._leading(proposed, chosen) if chosen is not None and in_time else []
         if len(drafts) < len(request_ids):
-            drafts = _spread(drafts, rows, len(request_ids))
+            drafts = _spread(drafts, rows.numbers, len(request_ids))
         if self._fill_to and self._gate.fills and in_time:
             for draft, num_new in zip(drafts, nums_new_tokens, strict=True):
                 if num_new:
@@ -231,7 +236,39 @@ class Drafter:
         self.counters.draft_seconds += time.perf_counter() - started
         return drafts
 
-    def _choose(self, proposed: StepResult | None, price: float) -> Int32Array | None:
+    def _index(
+        self,
+        rows: _Rows,
+        token_ids: Int32Array,
+        levels: Int32Array,
+        price: float | None,
+        model_drafts: ModelDrafts | None,
+        compares: bool,
+    ) -> StepResult:
+        """The one call of the index in a step; what is left out of it has no place there any more."""
+        rows.set_levels(levels, price is not None)
+        result = self.index.index_and_draft(
+            rows.sequences,
+            token_ids,
+            rows.numbers,
+            rows.levels,
+            rows.max_draft_tokens,
+            price or 0.0,
+            MAX_TOKENS_AT_ONCE,
+            _WAITING_TOKENS + len(self._row_ids) * _WAITING_TOKENS_PER_ROW,
+            model_drafts,
+            compares,
+        )
+        if result.num_left_out:
+            for row in rows.numbers[result.num_draft_tokens < 0].tolist():
+                self._requests[self._row_ids[row]].member = None
+            self._rows = None
+            np.maximum(result.num_draft_tokens, 0, out=result.num_draft_tokens)
+            if result.nums_of_fewer is not None:
+                np.maximum(result.nums_of_fewer, 0, out=result.nums_of_fewer)
+        return result
+
+    def _choose(self, proposed: StepResult | None) -> Int32Array | None:
         """How much of each row's draft the open gate takes, int32 [rows]; None where none is weighed."""
         chosen, was_refused = None, False
         if proposed is not None:
@@ -239,15 +276,15 @@ class Drafter:
             was_refused = bool(proposed.num_draft_tokens.any()) and not chosen.any()
         if not was_refused:  # that the gate has counted as off
             self.counters.num_steps_on += 1
-            self.counters.sum_min_survival += price
         return chosen
 
-    def _leading(self, chosen: Int32Array) -> list[list[int]]:
+    def _leading(self, proposed: StepResult, chosen: Int32Array) -> list[list[int]]:
         """The first chosen[i] tokens of every row's draft."""
         numbers = chosen.tolist()
         self.counters.num_drafts += len(numbers) - numbers.count(0)
         self.counters.num_draft_tokens += sum(numbers)
-        tokens = self.index.leading_tokens(chosen)
+        is_chosen = np.arange(proposed.draft_tokens.shape[1]) < chosen[:, None]
+        tokens = proposed.draft_tokens[is_chosen].tolist()
         end = 0
         return [tokens[end : (end := end + number)] for number in numbers]
 
@@ -310,45 +347,6 @@ class Drafter:
         self._row_ids = []
         self._rows = None
         self._last_end = None  # the time until the next step is no step's
-
-    def _step_index(
-        self,
-        decoding: npt.NDArray[np.bool_] | None,
-        token_ids: Int32Array,
-        levels: Int32Array,
-        price: float | None,
-        model_drafts: ModelDrafts | None,
-    ) -> tuple[Int32Array, StepResult | None]:
-        """Index and draft for the decoding rows (None: all) that have a place in the index.
-
-        Returns:
-            These rows, and the result unless there are none.
-        """
-        while True:
-            assert self._rows is not None
-            rows = self._rows if decoding is None else self._rows.among(decoding)
-            if not len(rows):
-                return rows.numbers, None
-            rows.set_levels(levels, price is not None)
-            step = functools.partial(
-                self.index.step,
-                rows.sequences,
-                token_ids,
-                rows.numbers,
-                rows.levels,
-                rows.max_draft_tokens,
-                price or 0.0,
-                MAX_TOKENS_AT_ONCE,
-                model_drafts,
-            )
-            try:
-                return rows.numbers, self._groups.with_room(step)
-            except NativeError as error:
-                self._untrack_row(rows.numbers[self._groups.left_out(error, rows.levels)])
-
-    def _untrack_row(self, row: int) -> None:
-        self._untrack(self._requests[self._row_ids[row]])
-        self._rows = self._tracked_rows(self._row_ids)
 
 
 def _spread(drafts: list[list[int]], rows: Int32Array, num_rows: int) -> list[list[int]]:

@@ -49,8 +49,9 @@ class Responses:
         return len(self._responses)
 
     def add(self, prompt_key: bytes, response: Int32Array) -> None:
-        """Keep a response as the latest of its prompt."""
-        if len(response) == 0 or response.nbytes + 2 * _OVERHEAD_BYTES > self._max_bytes:
+        """Keep a response as the latest of its prompt, unless it is none: empty, or with negative tokens."""
+        is_text = len(response) > 0 and response.min() >= 0
+        if not is_text or response.nbytes + 2 * _OVERHEAD_BYTES > self._max_bytes:
             return
         if prompt_key not in self._responses:
             self._responses[prompt_key] = deque()

@@ -20,6 +20,8 @@ from rollout_spec.drafting.native import (
     lib,
 )
 
+ALL_GROUPS = 2**31 - 1
+
 
 class StepResult(NamedTuple):
     """Views into the index's buffers, valid until its next step: n rows, K = num_speculative_tokens."""
@@ -29,7 +31,12 @@ class StepResult(NamedTuple):
     survivals: Float32Array
     """[n, K]: estimated probability that the draft up to and with this token is accepted."""
     num_draft_tokens: Int32Array
-    """[n]"""
+    """[n]; -1: the row is left out, and its sequence closed."""
+    num_left_out: int = 0
+    """Rows."""
+    survivals_of_fewer: Float32Array | None = None
+    """As `survivals`, where the model drafts a token fewer. None: not asked for."""
+    nums_of_fewer: Int32Array | None = None
 
 
 class ModelDrafts(NamedTuple):
@@ -40,10 +47,6 @@ class ModelDrafts(NamedTuple):
     log_odds: Float32Array
     """[R, m]: ln(p / (1 - p)) of each token's probability p by the model itself; where that is not a number,
     the model is least sure."""
-
-    def without_last(self) -> ModelDrafts:
-        """With a token less in every row."""
-        return ModelDrafts(self.tokens[:, :-1], self.log_odds[:, :-1])
 
     def of_rows(self, rows: Int32Array, most_tokens: int) -> tuple[Int32Array, Int32Array]:
         """The tokens and confidences, both int32 [n, m], of these rows of the matrix.
@@ -65,7 +68,7 @@ class ModelDrafts(NamedTuple):
             raise InvalidArgument(
                 f"model_drafts.tokens: has {tokens.shape[1]} columns, must have at most {most_tokens}"
             )
-        if len(tokens) <= rows.max():
+        if len(tokens) <= rows.max(initial=-1):
             raise InvalidArgument(f"model_drafts.tokens: has {len(tokens)} rows, none for row {rows.max()}")
         chosen = log_odds.take(rows, axis=0, mode="clip")
         least, most = lib.RS_LEAST_LOG_ODDS, lib.RS_LEAST_LOG_ODDS + lib.RS_MODEL_CONFIDENCES - 1
@@ -80,10 +83,11 @@ class IndexStats(NamedTuple):
     num_sequences: int
     num_states: int
     num_tokens: int
+    num_waiting_tokens: int
     num_bytes: int
 
 
-def make_index(config: SpecConfig) -> SuffixIndex:
+def make_index(config: SpecConfig, max_idle_groups: int = ALL_GROUPS) -> SuffixIndex:
     """The index that the options of `rollout.spec` describe.
 
     Raises:
@@ -93,6 +97,7 @@ def make_index(config: SpecConfig) -> SuffixIndex:
     return SuffixIndex(
         num_speculative_tokens=config.num_speculative_tokens,
         max_bytes=config.max_index_bytes,
+        max_idle_groups=max_idle_groups,
         corpus=open_corpus(config.corpus) if config.corpus else None,
     )
 
@@ -103,6 +108,8 @@ class SuffixIndex:
     Args:
         num_speculative_tokens: most draft tokens per row and step, K.
         max_bytes: budget of the whole index, 0: none.
+        max_idle_groups: groups without an open sequence that are kept. Beyond it, or where there is no room,
+            the one that has been idle longest is given up.
         corpus: drafted from too; it is not copied and not part of the budget.
 
     native/rollout_spec_native.h says exactly what is drafted.
@@ -116,6 +123,7 @@ class SuffixIndex:
         *,
         num_speculative_tokens: int,
         max_bytes: int = 0,
+        max_idle_groups: int = ALL_GROUPS,
         corpus: Corpus | None = None,
     ) -> None:
         self._index = ffi.NULL
@@ -131,6 +139,7 @@ class SuffixIndex:
         options = ffi.new("rs_options *")
         options.num_speculative_tokens = int32("num_speculative_tokens", num_speculative_tokens)
         options.max_bytes = max_bytes
+        options.max_idle_groups = int32("max_idle_groups", max_idle_groups)
         # Held for as long as the index.
         self._corpus = None if corpus is None else ffi.from_buffer("char[]", corpus.mapped)
         if self._corpus is not None:
@@ -143,32 +152,32 @@ class SuffixIndex:
         self.max_bytes = max_bytes  # 0: no budget
         self._make_buffers(64)
 
-    def open_group(self, prompt_token_ids: Int32Array, num_indexed: int | None = None) -> int:
+    def open_group(self, prompt_token_ids: Int32Array, max_tokens: int = 2**31 - 1) -> int:
         """Index a prompt (int32 vector, may be empty) and return the new group's id.
 
-        num_indexed: the tokens to index now, by default all. Until `extend_group` has indexed the rest, a
-        step leaves out the group's sequences.
+        max_tokens: to index now; the rest waits, and so do the group's sequences.
         """
         check_vector("prompt_token_ids", prompt_token_ids, None)
-        tokens = ffi.from_buffer("int32_t[]", prompt_token_ids) if len(prompt_token_ids) else ffi.NULL
-        num_tokens = len(prompt_token_ids)
-        now = num_tokens if num_indexed is None else num_indexed
-        status = lib.rs_group_open_part(self._open_index(), tokens, num_tokens, now, self._id, self._error)
-        self._check(status)
+        index, num_tokens = self._open_index(), len(prompt_token_ids)
+        self._check(
+            lib.rs_group_open(index, _tokens(prompt_token_ids), num_tokens, max_tokens, self._id, self._error)
+        )
         return int(self._id[0])
 
-    def extend_group(self, group: int, prompt_token_ids: Int32Array, max_tokens: int) -> int:
-        """Index up to max_tokens more of the prompt that the group was opened with; returns how many are
-        left.
+    def add_text(self, group: int, token_ids: Int32Array) -> None:
+        """Let a text (int32 vector) wait to be indexed behind the group's prompt, by the steps that follow.
 
         Raises:
-            UnknownId; BudgetExceeded, OutOfMemory: what was indexed before stays, and it can be tried again.
+            UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory
         """
-        check_vector("prompt_token_ids", prompt_token_ids, None)
-        tokens, number = ffi.from_buffer("int32_t[]", prompt_token_ids), ffi.new("int64_t *")
+        check_vector("token_ids", token_ids, None)
         index, group = self._open_index(), int32("group", group)
-        self._check(lib.rs_group_extend(index, group, tokens, max_tokens, number, self._error))
-        return int(number[0])
+        self._check(lib.rs_group_add(index, group, _tokens(token_ids), len(token_ids), self._error))
+
+    def given_up(self) -> list[int]:
+        """The groups that were given up since the last call."""
+        index = self._open_index()
+        return list(iter(lambda: int(lib.rs_group_given_up(index)), -1))
 
     def close_group(self, group: int) -> None:
         """Forget a group's text, in constant time: what is large of it is freed in the steps that follow, or
@@ -204,7 +213,7 @@ class SuffixIndex:
         """Close a sequence; its text stays in the group. Raises UnknownId."""
         self._check(lib.rs_sequence_close(self._open_index(), int32("sequence", sequence), self._error))
 
-    def step(
+    def index_and_draft(
         self,
         sequences: Int32Array,
         token_ids: Int32Array,
@@ -213,7 +222,9 @@ class SuffixIndex:
         max_draft_tokens: Int32Array,
         min_survival: float = 0.0,
         max_new_tokens: int = 0,
+        max_waiting_tokens: int = 0,
         model_drafts: ModelDrafts | None = None,
+        compares: bool = False,
     ) -> StepResult:
         """Index what is new in n rows, then draft for them, in one native call without the GIL.
 
@@ -226,11 +237,14 @@ class SuffixIndex:
             min_survival: end a draft where its estimated survival falls below.
             max_new_tokens: of the rows that have got more than a step gives, all together; what is more waits
                 for the next step, without a draft. 0: no limit.
+            max_waiting_tokens: to index, before the rows, of the texts that wait.
             model_drafts: of a model, behind the first levels[i] tokens of each row of token_ids.
+            compares: draft also as if the model drafted a token fewer.
+
+        A row that does not fit, or holds what no text can, is left out; the result says which.
 
         Raises:
-            InvalidArgument, UnknownId, OutOfMemory, BudgetExceeded: naming the argument and entry;
-            nothing was indexed.
+            InvalidArgument, UnknownId: naming the argument and entry; nothing was indexed.
         """
         index, batch = self._open_index(), self._batch
         # What is the same array as in the step before needs no look: engines' batches change seldom.
@@ -249,26 +263,21 @@ class SuffixIndex:
             self._set_model(model_drafts, rows)
         batch.min_survival = min_survival
         batch.max_new_tokens = max_new_tokens
+        batch.max_waiting_tokens = max_waiting_tokens
+        result = self._compared() if compares else self._result
         status = lib.rs_step(index, batch, self._error)
+        if compares:
+            batch.survivals_of_fewer = batch.nums_of_fewer = ffi.NULL
         if status != lib.RS_OK:
             self._check(status)
-        return self._result
+        return result if batch.num_left_out == 0 else result._replace(num_left_out=batch.num_left_out)
 
-    def leading_tokens(self, numbers: Int32Array) -> list[int]:
-        """Of the drafts of the latest step, the first numbers[i] tokens of every row i, row after row.
-
-        Args:
-            numbers: int32 [n], each at most the row's `num_draft_tokens`.
-
-        Raises:
-            InvalidArgument
-        """
-        index = self._open_index()
-        if numbers is not self._result.num_draft_tokens:
-            check_vector("numbers", numbers, self._batch.num_rows)
-        num = lib.rs_leading_tokens(index, self._batch, ffi.from_buffer("int32_t[]", numbers), self._leading)
-        leading: list[int] = ffi.unpack(self._leading, num)
-        return leading
+    def _compared(self) -> StepResult:
+        """The result of a step that compares."""
+        survivals, numbers = map(np.zeros_like, self._result[1:3])
+        self._batch.survivals_of_fewer = ffi.from_buffer("float[]", survivals)
+        self._batch.nums_of_fewer = ffi.from_buffer("int32_t[]", numbers)
+        return self._result._replace(survivals_of_fewer=survivals, nums_of_fewer=numbers)
 
     def clear(self) -> None:
         """Close every sequence and group, as `close_group` does; what was learned stays."""
@@ -314,8 +323,6 @@ class SuffixIndex:
         self._vectors = None
         check_vector("sequences", sequences, None)
         n = len(sequences)
-        if n == 0:
-            raise InvalidArgument("sequences: must not be empty")
         vectors = {"rows": rows, "levels": levels, "max_draft_tokens": max_draft_tokens}
         for name, vector in vectors.items():
             check_vector(name, vector, n)
@@ -341,7 +348,7 @@ class SuffixIndex:
 
     def _set_result(self, num_rows: int) -> None:
         buffers = (self._draft_tokens, self._survivals, self._num_draft_tokens)
-        self._result = StepResult._make(buffer[:num_rows] for buffer in buffers)
+        self._result = StepResult(*(buffer[:num_rows] for buffer in buffers))
 
     def _make_buffers(self, num_rows: int) -> None:
         self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)
@@ -350,7 +357,6 @@ class SuffixIndex:
         self._batch.draft_tokens = ffi.from_buffer("int32_t[]", self._draft_tokens)
         self._batch.survivals = ffi.from_buffer("float[]", self._survivals)
         self._batch.num_draft_tokens = ffi.from_buffer("int32_t[]", self._num_draft_tokens)
-        self._leading = ffi.new("int32_t[]", num_rows * self._num_speculative_tokens)
         self._batch.num_rows = 0
         self._set_result(0)
         self._vectors = None
@@ -370,3 +376,7 @@ class SuffixIndex:
         batch.row_stride = row_bytes // 4
         batch.token_ids = ffi.cast("int32_t *", token_ids.__array_interface__["data"][0])
         self._matrix = token_ids
+
+
+def _tokens(token_ids: Int32Array) -> Any:
+    return ffi.from_buffer("int32_t[]", token_ids) if len(token_ids) else ffi.NULL

@@ -28,10 +28,6 @@ def _load() -> None:
     from rollout_spec.verl import hydra_plugin
 
     hydra_plugin.install()
-    if launch.asks_for_cpu_platform():
-        from rollout_spec_lab.verl_cpu import activation
-
-        activation.activate()
     when_imported("verl.workers.rollout.replica", _register_replica)
 
 

@@ -39,20 +39,20 @@ def check_options(vllm_config: VllmConfig) -> None:
     if config.enabled and config.corpus:
         check_corpus(config.corpus)
     refuse_unsupported(vllm_config, config)
-    from rollout_spec.vllm.sampler import check_engine_patches
+    from rollout_spec.vllm.mrv1.sampler import check_engine_patches
 
     check_engine_patches()
 
 
 @functools.cache
-def runner_v2_misfit() -> str | None:
-    """Why our drafter does not fit this vLLM's model runner V2; None where it does."""
+def mrv2_misfit() -> str | None:
+    """Why our drafter does not fit this vLLM's MRV2; None where it does."""
     if current_platform.is_out_of_tree():
         return _MISFIT.format("this platform has a model runner of its own")
     try:
         if current_platform.is_cpu():
-            import vllm.v1.worker.cpu.shm  # noqa: F401 (before V2's modules, which take what it replaces)
-        from rollout_spec.vllm import runner_v2
+            import vllm.v1.worker.cpu.shm  # noqa: F401 (before MRV2's modules, which take what it replaces)
+        from rollout_spec.vllm.mrv2 import runner as runner_v2
 
         runner_v2.check_runner()
     except (ImportError, PatchError) as error:
@@ -60,9 +60,9 @@ def runner_v2_misfit() -> str | None:
     return None
 
 
-def runner_v2_misfits(vllm_config: VllmConfig) -> list[str]:
-    """Why an engine with our drafter is not to have model runner V2, as vLLM's own list would say it."""
-    misfit = runner_v2_misfit()
+def mrv2_misfits(vllm_config: VllmConfig) -> list[str]:
+    """Why an engine with our drafter is not to have MRV2, as vLLM's own list would say it."""
+    misfit = mrv2_misfit()
     if misfit is not None:
         return [misfit]
     if vllm_config.lora_config is not None:
@@ -78,10 +78,10 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
     has_model = has_model_drafter(vllm_config)
-    misfits_v2 = vllm_config.use_v2_model_runner and runner_v2_misfit() is not None
+    misfits_v2 = vllm_config.use_v2_model_runner and mrv2_misfit() is not None
     if config.coupled and misfits_v2 and not has_model:
         raise ConfigError(
-            "rollout.spec.verify=coupled needs vLLM's model runner V1 here: set VLLM_USE_V2_MODEL_RUNNER=0"
+            "rollout.spec.verify=coupled needs vLLM's MRV1 here: set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if config.coupled:
         refuse_uncoupled(vllm_config.additional_config or {})
@@ -143,7 +143,7 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
     """
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     uses_v2 = vllm_config.use_v2_model_runner
-    misfit_v2 = runner_v2_misfit() if uses_v2 else None
+    misfit_v2 = mrv2_misfit() if uses_v2 else None
     for is_so, reason in (
         (current_platform.is_out_of_tree(), "this platform has a model runner of its own"),
         (speculative.parallel_drafting, "parallel drafting has no order to draw its tokens in"),
@@ -174,11 +174,11 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
         (vllm_config.lora_config is not None, "enable_lora: a draft's token has no adapter of its own"),
         (
             misfit_v2 is not None,
-            f"vLLM's model runner V2 does not fit {misfit_v2}; set VLLM_USE_V2_MODEL_RUNNER=0",
+            f"vLLM's MRV2 does not fit {misfit_v2}; set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
         (
             not uses_v2 and vllm_config.scheduler_config.async_scheduling,
-            "async_scheduling must be False with vLLM's model runner V1",
+            "async_scheduling must be False with vLLM's MRV1",
         ),
         (
             speculative.draft_model_config.max_model_len < vllm_config.model_config.max_model_len,
@@ -202,10 +202,10 @@ def _uses(speculative: Any, name: str) -> bool:
 
 def _check_model_drafter(uses_v2: bool) -> None:
     if uses_v2:
-        from rollout_spec.vllm.model_drafter import check_speculator
+        from rollout_spec.vllm.mrv2.model_drafter import check_speculator
 
         check_speculator()
     else:
-        from rollout_spec.vllm.model_drafter_v1 import check_drafter
+        from rollout_spec.vllm.mrv1.model_drafter import check_drafter
 
         check_drafter()

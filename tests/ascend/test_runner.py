@@ -26,12 +26,13 @@ from vllm_ascend.sample.sampler import AscendSampler  # noqa: E402
 from vllm_ascend.spec_decode import AscendNgramProposer  # noqa: E402
 from vllm_ascend.worker import model_runner_v1  # noqa: E402
 
-from rollout_spec.config import MAX_ON_NPUS, ConfigError  # noqa: E402
 from rollout_spec.certify import diagnosis  # noqa: E402
+from rollout_spec.config import MAX_ON_NPUS, ConfigError  # noqa: E402
 from rollout_spec.patches import PatchError, applied  # noqa: E402
 from rollout_spec.verification import coupled, standard  # noqa: E402
-from rollout_spec.vllm import ascend, features, plugin, sampler  # noqa: E402
-from rollout_spec.vllm.graphs import fills_drafts  # noqa: E402
+from rollout_spec.vllm import ascend, plugin, versions  # noqa: E402
+from rollout_spec.vllm.cuda_graphs import fills_drafts  # noqa: E402
+from rollout_spec.vllm.mrv1 import sampler  # noqa: E402
 from rollout_spec.vllm.proposer import SuffixProposer  # noqa: E402
 from tests.ascend.engine import (  # noqa: E402
     VOCAB_SIZE,
@@ -65,7 +66,7 @@ def said(
 
 def test_these_releases_are_a_pair_that_is_known() -> None:
     assert current_platform.device_type == "npu"
-    assert ascend.PAIRS[metadata.version("vllm-ascend")] == features.version()
+    assert ascend.PAIRS[metadata.version("vllm-ascend")] == versions.version()
     assert plugin.failure is None
     assert not ascend.has_custom_class()
     assert "vllm-ascend-custom-class" in {patch.name for patch in applied()}
@@ -245,9 +246,7 @@ def test_longer_drafts_than_their_attention_takes_are_one_line(tmp_path: Path) -
 def test_their_model_runner_v2_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # vllm-ascend brings its own
-    with pytest.raises(
-        ConfigError, match=r"^rollout\.spec\.verify=coupled needs vLLM's model runner V1 here[^\n]*$"
-    ):
+    with pytest.raises(ConfigError, match=r"^rollout\.spec\.verify=coupled needs vLLM's MRV1 here[^\n]*$"):
         make_config(tmp_path, OFF)
     with pytest.raises(
         ValueError, match=r"V2 does not yet support: rollout_spec's drafter here[^\n]*of its own"

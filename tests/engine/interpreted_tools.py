@@ -15,8 +15,8 @@ PROMPTS = [[1, *[5, 9] * 14, 7 + i] for i in range(2)]
 
 
 def main(model: str, output: str) -> None:
-    from rollout_spec_lab.gpu_check import steps as check_steps
     from rollout_spec_lab.bench import engine_worker
+    from rollout_spec_lab.gpu_check import steps as check_steps
 
     settings = engine_settings(model) | {"max_model_len": 256, "max_num_seqs": 4, "async_scheduling": True}
     for name in ("model", "dtype", "seed", "skip_tokenizer_init", "disable_log_stats"):

@@ -208,8 +208,8 @@ def test_what_cannot_be_coupled_is_refused(make_engine: Any, arguments: dict, me
 def test_doctor_fails_where_an_engine_patch_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, patch: str
 ) -> None:
-    from rollout_spec.cli import main
     from rollout_spec.certify import diagnosis
+    from rollout_spec.cli import main
 
     monkeypatch.setattr(diagnosis, "PROBES", [("engine patches", diagnosis._engine_patches)])
     assert main(["doctor"]) == 0
@@ -227,7 +227,7 @@ def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engin
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     from rollout_spec.patches import PatchError
-    from rollout_spec.vllm.sampler import RowSampling
+    from rollout_spec.vllm.mrv1.sampler import RowSampling
 
     class Another(RejectionSampler):
         def forward(self, metadata, draft_probs, logits, bonus_token_ids, sampling_metadata):  # type: ignore

@@ -2,8 +2,7 @@
 
 The simulated verifier is that of `replay`: the responses of a line decode in lockstep, and a draft token is
 accepted exactly when it equals the recorded one. vLLM's `ngram` and `suffix` are driven through the
-code that its engine runs (vllm.v1.spec_decode; arctic_inference.suffix_decoding), `suffix_gpu` through its
-package.
+code that its engine runs (vllm.v1.spec_decode; arctic_inference.suffix_decoding).
 """
 
 from __future__ import annotations
@@ -30,9 +29,6 @@ SUFFIX: dict[str, dict[str, float]] = {  # but for depth and factor of the tuned
     }
     for name, depth, factor in (("suffix_server", 24, 1.0), ("suffix_server_tuned", 64, 4.0))
 }
-SUFFIX_GPU_PACKAGE = "suffix-gpu==0.1.3"
-# Factor and price as vLLM's `suffix`; a delta that a CPU searches in milliseconds; the rest is its own.
-SUFFIX_GPU = {"max_spec_factor": 1.0, "min_token_prob": 0.1, "delta_capacity": 1 << 12}
 NGRAM = (2, 5)
 OF_MODELS = ("model", "choose", "sam+model")
 PRICED = ("sam", "choose", "sam+model")
@@ -63,11 +59,6 @@ def require(method: str) -> None:
     """
     if method in SUFFIX:
         require_arctic_inference()
-    if method == "suffix_gpu":
-        try:
-            import suffix_gpu  # noqa: F401
-        except ImportError as error:
-            raise MissingError(f"suffix_gpu: pip install {SUFFIX_GPU_PACKAGE} ({error})") from error
     if method in SUFFIX or method == "ngram":
         try:
             import rollout_spec_lab.bench.vllm_drafters  # noqa: F401
@@ -94,7 +85,7 @@ class Batch:
 
 
 class Off(Proposer):
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         return np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32)
 
 
@@ -127,7 +118,7 @@ class Suffix:
         self._num_prompt_tokens = np.full(num_rows, len(line.prompt_token_ids), np.int32)
         self._levels = self._num_prompt_tokens.copy()
 
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         sampled: list[list[int]] = [[] for _ in self._names]  # an absent row: as one that prefills
         for row, level in zip(rows, levels, strict=True):
             sampled[row] = token_ids[row, self._levels[row] : level].tolist()
@@ -156,7 +147,7 @@ class Ngram(Proposer):
 
         self._propose, self._k = batch_propose_numba, k
 
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         num_tokens = np.zeros(len(token_ids), np.int32)
         num_tokens[rows] = levels
         drafts = np.zeros((len(token_ids), self._k), np.int32)
@@ -187,7 +178,7 @@ class Oracle(Proposer):
             for length in range(2, min(self._k + 1, end) + 1):
                 self._grams.add(tuple(text[end - length : end]))
 
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         for row, level in zip(rows.tolist(), levels.tolist(), strict=True):
             begin = max(0, self._levels[row] - self._k - 1)
             text = token_ids[row, begin:level].tolist()
@@ -212,7 +203,7 @@ class Model(Proposer):
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         self._proposals = LineProposals(line, self._k)
 
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         tokens = self._proposals.at(rows, levels).tokens[rows]
         numbers = np.logical_and.accumulate(tokens >= 0, axis=1).sum(axis=1)
         return tokens, np.minimum(numbers, budgets).astype(np.int32)
@@ -234,9 +225,9 @@ class Choose(IndexProposer):
         super().start(line, earlier)
         self._model_alone.start(line, earlier)
 
-    def step(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
+    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         drafts, survivals, numbers = (each.copy() for each in self.propose(rows, token_ids, levels, budgets))
-        tokens, nums_of_model = self._model_alone.step(rows, token_ids, levels, budgets)
+        tokens, nums_of_model = self._model_alone.draft(rows, token_ids, levels, budgets)
         gains = np.cumprod(self._num_right / self._num_seen)[: tokens.shape[1]] - self.price
         for i, most in enumerate(nums_of_model.tolist()):
             worth = gains[:most][gains[:most] >= 0]
@@ -263,11 +254,6 @@ def make_proposer(method: str, config: SpecConfig) -> Proposer:
     k = config.num_speculative_tokens
     if method in SUFFIX:
         return Suffix(method, k)
-    if method == "suffix_gpu":
-        require(method)
-        from rollout_spec_lab.bench.suffix_gpu import SuffixGPU
-
-        return SuffixGPU(k, **SUFFIX_GPU)
     if method == "ngram":
         return Ngram(k)
     if method in ("sam", "sam+model"):
@@ -288,10 +274,7 @@ def all_runs(
 ) -> list[tuple[str, SpecConfig]]:
     """Every combination for `measure`; those that are not PRICED run once."""
     return [
-        (
-            method,
-            dataclasses.replace(config, num_speculative_tokens=k, history=history, min_survival=price),
-        )
+        (method, dataclasses.replace(config, num_speculative_tokens=k, history=history, min_survival=price))
         for history in histories
         for k in ks
         for method in methods

@@ -13,17 +13,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from rollout_spec.certify.environment import environment
 from rollout_spec.config import ConfigError, SpecConfig, UserError, parse_threshold
 from rollout_spec_lab.bench.drafters import require_arctic_inference
-from rollout_spec.certify.environment import environment
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
 from rollout_spec_lab.processes import last_error, started
-from rollout_spec.vllm import OPTIONS_KEY, speculative_config
-from rollout_spec.vllm.options import MODEL_METHODS
 
 MIN_RESPONSE_TOKENS = 8
 RANDOM_PROMPT_TOKENS = 64
@@ -85,42 +84,6 @@ class Method:
             options["batch_threshold"] = parse_threshold(threshold)
         SpecConfig.from_mapping(options)
         return options
-
-
-def model_drafter(text: str, most: int) -> dict[str, Any]:
-    """vLLM's `speculative_config` of METHOD:MODEL:NUMBER; without MODEL, of the policy's own head.
-
-    Args:
-        most: draft tokens of a row.
-
-    Raises:
-        UserError: it is no such text, or MODEL is no model.
-    """
-    (method, _, rest), (_, _, given) = text.partition(":"), text.rpartition(":")
-    model = rest.removesuffix(given).removesuffix(":")
-    is_number = given.isascii() and given.isdigit() and 1 <= int(given) <= most
-    if method not in MODEL_METHODS or not is_number or not (model or method == "mtp"):
-        raise UserError(
-            f"--model-drafter {text}: must be METHOD:MODEL:NUMBER, METHOD one of {', '.join(MODEL_METHODS)}, "
-            f"MODEL a folder, but for mtp, NUMBER the tokens that it drafts, 1 to {most}, a row's most"
-        )
-    if model and not (Path(model) / "config.json").is_file():
-        raise UserError(f"--model-drafter {text}: no Hugging Face folder (config.json is missing)")
-    found: dict[str, Any] = {"method": method, "num_speculative_tokens": int(given)}
-    return found | ({"model": model} if model else {})
-
-
-def drafting_arguments(
-    options: Mapping[str, Any], drafter: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """vLLM's arguments for fields of `rollout.spec`; with a drafter of `model_drafter`, beside that model."""
-    num_speculative_tokens = SpecConfig(**options).num_speculative_tokens
-    if drafter is None:
-        speculative, options = speculative_config(num_speculative_tokens), dict(options)
-    else:
-        speculative = {**drafter, "num_speculative_tokens": num_speculative_tokens}
-        options = {**options, "model_tokens": drafter["num_speculative_tokens"]}
-    return {"speculative_config": speculative, "additional_config": {OPTIONS_KEY: options}}
 
 
 def require(method: str) -> None:
@@ -247,13 +210,19 @@ def recorded(plan: Plan, folder: Path) -> dict[str, Any]:
 
 
 def answer(
-    worker: str, job: Mapping[str, Any], name: str, folder: Path, seconds: float | None = None
+    worker: str,
+    job: Mapping[str, Any],
+    name: str,
+    folder: Path,
+    seconds: float | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What `python -m WORKER JOB RESULT` says of a job, in a process of its own.
 
     Args:
         name: of the job, for messages.
         seconds: that it may take; None: any.
+        environment: its variables, beside those of this process.
 
     Raises:
         EngineError: it has failed; job and log stay in `folder`.
@@ -264,6 +233,7 @@ def answer(
     result.unlink(missing_ok=True)
     env = {
         **os.environ,
+        **environment,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that its drafter can be watched
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
@@ -287,7 +257,7 @@ def reply(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def make_record(plan: Plan, served: Served) -> dict[str, Any]:
-    """What `rollout-spec bench engine --json` prints, but for the names of the load."""
+    """What `rollout-spec-lab bench engine --json` prints, but for the names of the load."""
     lines = {method: [Timeline(**one["timeline"]) for one in served[method]] for method in plan.methods}
     runs: dict[str, list[dict[str, Any]]] = {
         method: [

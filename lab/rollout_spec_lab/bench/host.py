@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout_spec.config import ConfigError, UserError
-from rollout_spec_lab.bench.engine import Method, answer
 from rollout_spec.certify.environment import environment
+from rollout_spec.config import ConfigError, UserError
 from rollout_spec.predict.roofline import DEVICES, Model, Roofline
 from rollout_spec.predict.step_times import StepTimes, Times
-from rollout_spec.report.runs import paired, plain, ratio
+from rollout_spec.report.measures import paired
+from rollout_spec.report.runs import plain, ratio
 from rollout_spec.trace import Rollout
+from rollout_spec_lab.bench.engine import Method, answer
 
 WORKER = "rollout_spec_lab.bench.host_worker"
 WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
@@ -201,7 +202,7 @@ def measure(
 
 
 def make_record(plan: Plan, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """What `rollout-spec bench host --json` prints."""
+    """What `rollout-spec-lab bench host --json` prints."""
     first = found[plan.methods[0]]
     return {
         "environment": environment(),

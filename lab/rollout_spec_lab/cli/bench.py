@@ -1,11 +1,10 @@
-"""`rollout-spec bench`: measurements on this machine, a module each."""
+"""`rollout-spec-lab bench`: measurements on this machine, a module each."""
 
 from __future__ import annotations
 
 import argparse
 
 from rollout_spec.cli import add_example, sentence
-
 from rollout_spec_lab.cli import bench_drafters, bench_engine, bench_host, bench_native
 
 HELP = "measure on this machine: drafters side by side, rollouts in engines, the host's work, the native core"
@@ -16,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
     for name, module in KINDS.items():
         module.add_arguments(kinds.add_parser(name, help=module.HELP, description=sentence(module.HELP)))
-    add_example(parser, "rollout-spec bench native")
+    add_example(parser, "rollout-spec-lab bench native")
 
 
 def run(args: argparse.Namespace) -> int:

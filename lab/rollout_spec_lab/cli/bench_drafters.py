@@ -1,4 +1,4 @@
-"""`rollout-spec bench drafters`: every drafter on the same steps of recorded rollouts."""
+"""`rollout-spec-lab bench drafters`: every drafter on the same steps of recorded rollouts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from rollout_spec.cli.inputs import (
     add_rollouts_arguments,
     add_spec_argument,
     check_steps,
-    installed,
     number,
     read,
     spec_options,
     with_model,
 )
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
+from rollout_spec_lab.cli.inputs import installed
 
 HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
 METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam", "oracle")
-SLOW = ("suffix_gpu",)  # on a CPU: tens of milliseconds a step
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
     **{
         name: f"--{name.replace('_', '-')} sets it"
-        for name in ("num_speculative_tokens", "model_tokens", "history", "min_survival")
+        for name in ("num_speculative_tokens", "history", "min_survival")
     },
+    "model_tokens": "--model-acceptance sets it, a number for each",
 }
 
 
@@ -45,10 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafters.add_argument(
         "--methods",
         metavar="M,M",
-        help=f"by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
-        f"({','.join(METHODS)}, without what is not installed); {','.join(SLOW)}: slow, only where named; "
-        "with a model also model alone, choose: the better of it and sam in each step, and sam+model: the "
-        "model as one more expert",
+        help="by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
+        f"({','.join(METHODS)}, without what is not installed); with a model also model alone, choose: the "
+        "better of it and sam in each step, and sam+model: the model as one more expert",
     )
     add_model_drafter_arguments(drafters)
     drafters.add_argument(
@@ -90,19 +89,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     trace = "outputs/demo/off/rollouts/rollouts-0.jsonl"
-    add_example(parser, f"rollout-spec bench drafters {trace} --history 0 8 --equal-drafts --no-cost")
+    add_example(parser, f"rollout-spec-lab bench drafters {trace} --history 0 8 --equal-drafts --no-cost")
 
 
 def run(args: argparse.Namespace) -> int:
     # Of vLLM's methods: the answer is on standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    from rollout_spec.certify.environment import environment
     from rollout_spec.cli.console import make_console
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec_lab.bench.drafters import SUFFIX
-    from rollout_spec.certify.environment import environment
-    from rollout_spec.report.headlines import drafters_headline
-    from rollout_spec.report.tables import drafters_tables
+    from rollout_spec_lab.bench.headlines import drafters_headline
+    from rollout_spec_lab.bench.tables import drafters_tables
 
     methods = _methods(args.methods, args.model_acceptance is not None)
     if args.equal_drafts and not set(methods) & set(SUFFIX):
@@ -116,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     except BudgetExceeded as error:
         raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
     if args.output:
-        from rollout_spec.report.plots import plot_drafters
+        from rollout_spec_lab.bench.plots import plot_drafters
 
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "drafters.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -139,8 +138,8 @@ def _methods(named: str | None, has_model: bool) -> list[str]:
         return installed("bench drafters", METHODS, require) + (list(OF_MODELS) if has_model else [])
     methods = named.split(",")
     for method in methods:
-        if method not in METHODS + SLOW + OF_MODELS:
-            raise UserError(f"--methods {method}: must be one of {', '.join(METHODS + SLOW + OF_MODELS)}")
+        if method not in METHODS + OF_MODELS:
+            raise UserError(f"--methods {method}: must be one of {', '.join(METHODS + OF_MODELS)}")
     return methods
 
 
@@ -173,6 +172,5 @@ def _of_trace(
         results += [at_equal_drafts(lines, config, baseline) for baseline in wanted]
     for result in results:
         result["over"] = over_baselines(result, results)
-    timed = [method for method in methods if method not in SLOW]
-    costs = [] if args.no_cost else measure_costs(lines, timed, runs[0][1])
+    costs = [] if args.no_cost else measure_costs(lines, methods, runs[0][1])
     return {"results": results, "costs": costs}

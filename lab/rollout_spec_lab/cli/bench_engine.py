@@ -1,4 +1,4 @@
-"""`rollout-spec bench engine`: whole rollouts, every method in turn, each in a fresh engine."""
+"""`rollout-spec-lab bench engine`: whole rollouts, every method in turn, each in a fresh engine."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
-    add_model_argument,
     add_model_drafter,
-    add_num_speculative_tokens,
     add_spec_argument,
-    default_dtype,
     device_arguments,
-    installed,
-    model_folder,
-    needed_model_drafter,
     number,
     output_folder,
-    prompt_rows,
     spec_options,
     tokenized,
 )
 from rollout_spec.config import SpecConfig, UserError
+from rollout_spec_lab.cli.inputs import (
+    add_model_argument,
+    add_num_speculative_tokens,
+    default_dtype,
+    installed,
+    model_folder,
+    needed_model_drafter,
+    prompt_rows,
+)
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.engine import Plan
@@ -90,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_example(
-        parser, "rollout-spec bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
+        parser, "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
     )
 
 
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
     from rollout_spec_lab.bench.engine import make_record, recorded, rollouts
-    from rollout_spec.report.headlines import engine_headline
+    from rollout_spec_lab.bench.headlines import engine_headline
     from rollout_spec_lab.bench.rollouts import tables, write_proposals, write_rollouts
 
     plan = _plan(args)

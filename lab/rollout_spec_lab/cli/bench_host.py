@@ -1,4 +1,4 @@
-"""`rollout-spec bench host`: what the host takes of a step, on a device made of time."""
+"""`rollout-spec-lab bench host`: what the host takes of a step, on a device made of time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_device_arguments,
-    add_num_speculative_tokens,
     add_spec_argument,
-    installed,
     number,
     output_folder,
     roofline,
     spec_options,
 )
 from rollout_spec.config import UserError
+from rollout_spec_lab.cli.inputs import add_num_speculative_tokens, installed
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.host import Cell, Plan
@@ -85,17 +84,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--output", type=Path, metavar="DIR", help="write host.json there")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(
-        parser, "rollout-spec bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 64 --step-ms 20"
+        parser, "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 --step-ms 20"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
-    from rollout_spec_lab.bench.host import make_record, measure, rollout_of
-    from rollout_spec.report.headlines import host_headline
-    from rollout_spec.report.tables import host_table
     from rollout_spec.trace import read_trace
+    from rollout_spec_lab.bench.headlines import host_headline
+    from rollout_spec_lab.bench.host import make_record, measure, rollout_of
+    from rollout_spec_lab.bench.tables import host_table
 
     plan = _plan(args)
     lines = rollout_of(list(read_trace(plan.trace)), plan.limit_groups)
@@ -129,8 +128,8 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
-    from rollout_spec_lab.bench.host import CPU, Cell
     from rollout_spec.predict.step_times import StepTimes
+    from rollout_spec_lab.bench.host import CPU, Cell
 
     others = args.step_times or args.cpu or args.model_config
     given = args.step_ms or ([] if others else [5.0, 10.0, 20.0, 40.0])

@@ -1,4 +1,4 @@
-"""`rollout-spec bench native`: what the native core costs here."""
+"""`rollout-spec-lab bench native`: what the native core costs here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there too")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_example(parser, "rollout-spec bench native --output outputs/native.json")
+    add_example(parser, "rollout-spec-lab bench native --output outputs/native.json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(record: dict[str, Any]) -> None:
-    from rollout_spec.cli.console import make_console
-    from rollout_spec.report.headlines import native_headline
-    from rollout_spec.report.tables import make_table
+    from rollout_spec.cli.console import make_console, make_table
+    from rollout_spec_lab.bench.headlines import native_headline
 
     step, whole, targets = record["step"], record["whole_steps"], record["targets"]
     figures = {

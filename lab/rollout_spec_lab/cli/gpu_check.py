@@ -1,4 +1,4 @@
-"""`rollout-spec gpu-check`: what drafting does on this machine, all of it in some minutes."""
+"""`rollout-spec-lab gpu-check`: what drafting does on this machine, all of it in some minutes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import (
+from rollout_spec.cli.inputs import add_model_drafter, device_arguments, number, tokenized
+from rollout_spec.config import SpecConfig, UserError
+from rollout_spec_lab.cli.inputs import (
     add_model_argument,
-    add_model_drafter,
     default_dtype,
-    device_arguments,
     model_folder,
     needed_model_drafter,
-    number,
     prompt_rows,
-    tokenized,
 )
-from rollout_spec.config import SpecConfig, UserError
 
 if TYPE_CHECKING:
     from rollout_spec_lab.gpu_check.gpu_check import Plan
@@ -70,11 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write gpu-check.json, index.html and the rollouts there",
     )  # fmt: skip
     output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
-    add_example(parser, "rollout-spec gpu-check --minutes 5")
+    add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.progress import timed
+    from rollout_spec_lab.cli.progress import timed
     from rollout_spec_lab.gpu_check.gpu_check import Check
     from rollout_spec_lab.gpu_check.page import verdict, write_check
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.certify.environment import environment
+from rollout_spec.trace import trace_file
 from rollout_spec_lab.bench import engine
 from rollout_spec_lab.bench.engine import EngineError, TimeLimitError, answer, make_record
-from rollout_spec.certify.environment import environment
 from rollout_spec_lab.bench.rollouts import write_rollouts
-from rollout_spec.trace import trace_file
 
 WORKER = "rollout_spec_lab.gpu_check.worker"
 # Of all the time, the most that a part may take. Most need less, and the rollouts have what is left.
@@ -55,7 +55,7 @@ class Check:
         self.parts: list[dict[str, Any]] = []
 
     def run(self) -> dict[str, Any]:
-        """Returns: what `rollout-spec gpu-check --json` prints, but for the names of the model and the load.
+        """Returns: what `rollout-spec-lab gpu-check --json` prints, but for the names of model and load.
 
         `parts` has of each part its status (done, failed or dropped), seconds and reason; what it found is
         under its name, None where it found nothing.

@@ -1,6 +1,6 @@
 """Is what `rollout-spec simulate` predicts what `bench engine` measured?
 
-    rollout-spec bench engine --methods off:coupled,sam:auto --output DIR
+    rollout-spec-lab bench engine --methods off:coupled,sam:auto --output DIR
     python lab/rollout_spec_lab/studies/simulate.py DIR
 
 Each repeat's rollout, as recorded of the first method, is simulated with the step times of all other repeats.
@@ -19,8 +19,8 @@ from tqdm import tqdm
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict.simulate import Cluster, simulate
 from rollout_spec.predict.step_times import StepTimes
-from rollout_spec_lab.bench.timeline import Timeline, step_times
 from rollout_spec.trace import read_trace, trace_file
+from rollout_spec_lab.bench.timeline import Timeline, step_times
 
 WANTED = 0.15  # of what was measured
 

@@ -26,12 +26,13 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama as llama
 
-from rollout_spec.cli.inputs import device_arguments, model_folder, number, tokenized
+from rollout_spec.cli.inputs import device_arguments, number, tokenized
 from rollout_spec.config import UserError
-from rollout_spec_lab.demo.data import make_rows
-from rollout_spec_lab.bench.engine import WORKER, Load, Plan, answer
 from rollout_spec.trace import Rollout, append_lines, read_trace, to_line
 from rollout_spec.verification.blocks import BLOCK_SIZE
+from rollout_spec_lab.bench.engine import WORKER, Load, Plan, answer
+from rollout_spec_lab.cli.inputs import model_folder
+from rollout_spec_lab.demo.data import make_rows
 
 NUM_PROMPTS, NUM_HELD_OUT, SAMPLES = 64, 24, 4
 TEMPERATURES = (1.0, 0.7, 0.0)  # of what is held out

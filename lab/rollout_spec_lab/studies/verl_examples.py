@@ -33,7 +33,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from rollout_spec.verl.check_config import CheckConfig
 
-VARIANTS = ({}, {"INFER_BACKEND": "sglang"}, {"DEVICE": "npu"})
+VARIANTS: tuple[dict[str, str], ...] = ({}, {"INFER_BACKEND": "sglang"}, {"DEVICE": "npu"})
 STUBBED = (
     "python", "python3", "torchrun", "uv", "ray", "accelerate", "pip", "pip3", "git", "wget", "curl", "hf",
     "huggingface-cli", "nvidia-smi", "npu-smi", "nsys",

@@ -16,17 +16,18 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.predict.load import copied
 from rollout_spec.predict.roofline import DEVICES, HOSTS, Model, Roofline
-from rollout_spec.predict.simulate import Cluster, copied, simulate
+from rollout_spec.predict.simulate import Cluster, simulate
 from rollout_spec.trace import Rollout, read_trace
 
-_RECIPES = Path(__file__).parents[1] / "recipes" / "models"
+_RECIPES = Path(__file__).parents[3] / "recipes" / "models"
 QWEN2_5_1_5B = Model(1536, 28, 12, 2, 128, 8960, 151936, ties_embeddings=True)
 TEXTS = {
     "short code": "code_short.jsonl.gz",
@@ -92,7 +93,7 @@ def gains(recordings: Path) -> Iterator[Gain]:
         dear = dataclasses.replace(v2.device, flops_per_s=v2.device.flops_per_s / 2)
         cluster = Cluster(1, rows, None, by_group=True, kv_tokens=v2.kv_tokens)
 
-        def seconds(config: SpecConfig, times: Roofline, lines=lines, cluster=cluster) -> float:
+        def seconds(config: SpecConfig, times: Roofline, lines: Any = lines, cluster: Any = cluster) -> float:
             return simulate(lines, cluster, config, times, TAIL_ROWS)["makespan_s"]
 
         plain = seconds(off, v2)

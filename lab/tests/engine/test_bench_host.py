@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from vllm.platforms import current_platform
 
-from rollout_spec_lab.bench.host import CPU, has_ngram_on_v2
 from rollout_spec.trace import to_line
+from rollout_spec_lab.bench.host import CPU, has_ngram_on_v2
 
 METHODS = ["off/v1", "off:sync/v1", "sam:0/v1", "sam:8/v1"]
 V2 = ["off", "sam:0", "sam:8", *(["ngram"] if has_ngram_on_v2() else [])]
@@ -21,7 +21,7 @@ SECONDS = 0.004
 def test_a_device_made_of_time(
     methods: list[str], more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rollout_spec.cli import main
+    from rollout_spec_lab.cli import main
 
     response = [*range(10, 26)] * 6  # repeats, so that there is something to draft from
     trace = tmp_path / "trace.jsonl"

@@ -1,4 +1,4 @@
-"""The head that `lab/rollout_spec_lab/studies/train_head.py` trains learns, and vLLM drafts with it what it drafts itself."""
+"""The head that `studies/train_head.py` trains learns, and vLLM drafts with it what it drafts itself."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_spec_lab.studies.train_head import NUM_PASSES, Head, Text, acceptance, kept, read_texts, train
 from rollout_spec.trace import Rollout
 from rollout_spec.verification.coupled import keyed_sample
-from rollout_spec.vllm.features import version
+from rollout_spec.vllm.versions import version
+from rollout_spec_lab.studies.train_head import NUM_PASSES, Head, Text, acceptance, kept, read_texts, train
 from tests.engine.conftest import make_tiny, token_ids
 
 pytestmark = pytest.mark.skipif(version() != "0.24.0", reason="the script serves one vLLM")

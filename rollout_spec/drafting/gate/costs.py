@@ -59,7 +59,7 @@ NOTHING = Choice(0, 0.0, 0.0)
 
 
 class Costs:
-    """Seconds of plain steps and of steps with drafts, in two curves as engines run them through different code.
+    """Seconds of plain steps, and of steps with drafts, which engines run through different code.
 
     What a draft promises is corrected by what came true. Ranks that step together take as long as the one
     that verifies most. Each decides by itself, as if the others did as it does. All go without drafts in the
