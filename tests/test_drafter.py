@@ -172,7 +172,7 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not() -> None:
     share_drafted(200)
     assert share_drafted(100) < 0.1
     dear = 0.0
-    share_drafted(400)
+    share_drafted(1200)
     assert share_drafted(100) > 0.8
 
 
