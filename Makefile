@@ -264,7 +264,7 @@ IMPORTS := import importlib, pkgutil, rollout_spec; \
 	names = [module.name for module in pkgutil.walk_packages(rollout_spec.__path__, "rollout_spec.")]; \
 	names.remove("rollout_spec.cli.__main__"); \
 	[importlib.import_module(name) for name in names]; \
-	from rollout_spec.vllm.sampler import check_engine_patches; check_engine_patches(); \
+	from rollout_spec.vllm.mrv1.sampler import check_engine_patches; check_engine_patches(); \
 	print(len(names), "modules import, and the engine patches fit")
 
 # As far as that goes without a driver: vLLM's own kernels do not load.

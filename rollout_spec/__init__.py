@@ -1,3 +1,8 @@
-"""Model-free, lossless speculative decoding for RL rollouts with verl and vLLM."""
+"""Model-free, lossless speculative decoding for RL rollouts with verl and vLLM.
+
+The modules beside the packages hold what all of them share: the options (`config`), what is counted
+(`metrics`), the register of changes to other packages (`patches`) and recorded rollouts (`trace`).
+May import: numpy. They import no package of ours, and start nothing.
+"""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The options of `rollout.spec`: one frozen dataclass, every range checked once, here."""
+"""The options of `rollout.spec`: one frozen dataclass that checks every range, once and here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AUTO = "auto"  # of batch_threshold
 
 
 class UserError(Exception):
-    """Something the user can put right: the command line shows it as one line, exit code 2."""
+    """Something that the user can put right. The command line shows it as one line, with exit code 2."""
 
 
 class ConfigError(UserError, ValueError):
@@ -47,51 +47,53 @@ class SpecConfig:
     method: str = _option(
         "sam",
         "sam: draft with the suffix automaton; off: plain verl and vLLM",
-        "you need a baseline, measured in the same way. With verl, take `+rollout.spec=off` for it: "
+        "you need a baseline that is measured in the same way. With verl, start it with `+rollout.spec=off`; "
         "`rollout.spec.method=off` on top of `sam` is refused",
     )
     verify: str = _option(
         "coupled",
-        "coupled: the same tokens with and without drafts; standard: the same distribution",
+        "coupled: the same tokens with drafts as without; standard: the same distribution",
         "you need vLLM's own random generators",
     )
     num_speculative_tokens: int = _option(
         MAX_ON_NPUS,  # so that `+rollout.spec=sam` is enough there too
-        "most draft tokens per row and step",
+        "at most this many draft tokens per request and step",
         "text repeats in long runs (more), or memory for CUDA graphs is short (fewer)",
         1,
         MAX_SPECULATIVE_TOKENS,
     )
     model_tokens: int = _option(
         3,
-        "with vLLM alone: most draft tokens of a model per row and step, where one drafts beside the text; "
-        "with batch_threshold=auto as many as pay",
+        "with vLLM alone, where a model drafts beside the text: at most this many of its tokens per request "
+        "and step, because vLLM's num_speculative_tokens counts the text's too; verl has its own",
         "more than 3 of the model's tokens are often right (more)",
         1,
         MAX_SPECULATIVE_TOKENS,
     )
     min_survival: float = _option(
         0.2,  # lab/record/gate.md compares it with others, at step times of two CPU cores and of a GPU
-        "end a draft where its estimated survival falls below this; unused with batch_threshold=auto",
+        "end a draft where the probability that it holds up to there (its survival) falls below this. "
+        "batch_threshold=auto measures the right value; a fixed batch_threshold needs this one, and so does "
+        "`replay`, which knows no step times",
         "you set `batch_threshold` to a number, and a verified token costs much (higher) or little (lower)",
         0.0,
         1.0,
     )
     history: int = _option(
         8,
-        "responses of earlier steps kept per prompt, 0: none",
+        "how many responses of earlier steps to keep per prompt; 0: none",
         "no prompt returns in a later step (0 saves memory), or prompts return often (more)",
         0,
         1 << 16,
     )
     corpus: str = _option(
         "",
-        "file of `rollout-spec corpus build` that is drafted from too; none if empty",
-        "`replay --corpus` shows a gain on your recordings",
+        "a file of `rollout-spec corpus build` to draft from too; none if empty",
+        "`replay --spec corpus=FILE` shows a gain on your recordings",
     )
     batch_threshold: int | str = _option(
         AUTO,
-        "auto: draft where it saves time; a number: draft while at most so many requests decode",
+        "auto: draft where it saves time; a number: draft while at most this many requests decode",
         "you want the published rule (8), or `share_off_guard` stays high because step times vary",
         0,
         1 << 20,
@@ -99,13 +101,13 @@ class SpecConfig:
     )
     routing: str = _option(
         "group",
-        "with verl only; group: the samples of a prompt go to one engine while load allows; verl: verl's own "
+        "with verl only. group: the samples of a prompt go to one engine while load allows; verl: verl's own "
         "router, which balances load, or the one that router_config_path names",
         "engines wait for the one with the longest responses (`load_imbalance`), or you have a router",
     )
     max_index_mb: int = _option(
         1024,
-        "byte budget of the index and of the history, MiB each, of an engine (of each data-parallel rank)",
+        "memory budget of the index, and again of the history, in MiB, for each engine or data-parallel rank",
         "`num_untracked_rows` is above 0 (more), or memory is short (less)",
         1,
         1 << 20,
@@ -144,7 +146,7 @@ class SpecConfig:
 
 
 def parse_threshold(text: str) -> int | str:
-    """A `batch_threshold` of the command line; whether it can be one is SpecConfig's to say."""
+    """A `batch_threshold` of the command line; SpecConfig checks it."""
     return int(text) if text.lstrip("-").isdecimal() else text
 
 

@@ -21,33 +21,27 @@ class Metric:
 METRICS = (
     Metric(
         "rollout_seconds",
-        "Seconds in which the busiest server had training requests, weight syncs excluded.",
-        "Compare it between two runs with `rollout-spec compare`.",
+        "Seconds in which the busiest server worked on training requests; weight syncs do not count.",
+        "Compare two runs with `rollout-spec compare`.",
     ),
     Metric(
         "generated_tokens",
         "Tokens generated in this time, those of interrupted responses included.",
-        "Nothing: it is context.",
+        "`rollout-spec compare` divides it by `rollout_seconds`.",
     ),
     Metric(
         "num_interrupted",
         "Requests that a weight sync interrupted; 0 in the synchronous trainer.",
-        "Nothing: they go on behind the sync.",
+        "Nothing: verl sends them again after the sync.",
     ),
-    Metric(
-        "first_version",
-        "Oldest version of the weights in these figures. Version v is what step v made.",
-        "Nothing: a step logs the versions that it replaced.",
-    ),
-    Metric("last_version", "Newest version of the weights in these figures.", "Nothing: it is context."),
     Metric(
         "tokens_per_step",
         "Generated tokens per decode step of a request. Steps without a draft count too.",
-        "Near 1: drafts are rare or wrong. `replay` says what the text gives.",
+        "Near 1: drafts are rare or wrong. `rollout-spec replay` says how many tokens your text allows.",
     ),
     Metric(
         "accept_rate",
-        "verl's own mean of acceptance over requests, 0 for one without a draft.",
+        "verl's own mean of the acceptance rate over requests, 0 for a request without a draft.",
         "Prefer `acceptance_rate`.",
     ),
     Metric(
@@ -56,10 +50,12 @@ METRICS = (
         "Prefer `tokens_per_step`.",
     ),
     Metric(
-        "num_drafts", "Drafts verified in the step.", "0: see `share_off_threshold` and `share_off_cost`."
+        "num_drafts",
+        "Drafts verified in the step.",
+        "0: `share_off_threshold` and `share_off_cost` say why.",
     ),
-    Metric("num_draft_tokens", "Draft tokens verified in the step.", "Nothing: it is context."),
-    Metric("num_accepted_tokens", "Draft tokens accepted in the step.", "Nothing: it is context."),
+    Metric("num_draft_tokens", "Draft tokens verified in the step.", "`acceptance_rate` divides by it."),
+    Metric("num_accepted_tokens", "Draft tokens accepted in the step.", "`acceptance_rate` counts them."),
     Metric(
         "acceptance_rate",
         "Accepted tokens per draft token.",
@@ -67,30 +63,24 @@ METRICS = (
     ),
     Metric(
         "num_failed_steps",
-        "Engine steps in which drafting failed. The rollout goes on without drafts.",
-        "Above 0: the engine's log has the reason, once. Report it.",
+        "Engine steps in which drafting failed. The rollout went on without drafts.",
+        "Above 0: the engine's log gives the reason once. Report it.",
     ),
     Metric(
         "num_untracked_rows",
-        "Decoding rows that had no place in the index, summed over steps.",
-        "Above 0: the index is full (raise `max_index_mb`), or a row held no text.",
+        "Decoding requests that had no place in the index, summed over steps.",
+        "Above 0: the index is full (raise `max_index_mb`), or a request held no text.",
     ),
     Metric(
         "share_on",
-        "Share of the engine's steps with drafting on.",
-        "Low in the tail of a rollout: look at the `share_off_*` metrics.",
+        "Share of the engine's steps in which drafting was on.",
+        "Low at the end of a rollout: the `share_off_*` metrics say why.",
     ),
     Metric(
         "draft_ms",
         "Milliseconds in the drafter per engine step, indexing included.",
-        "Above 1: other work runs on the host's cores, or very many rows decode.",
+        "Above 1: other work runs on the host's cores, or very many requests decode.",
     ),
-    Metric(
-        "min_survival",
-        "The price: the least survival that is drafted, mean over steps with drafting on.",
-        "Nothing: high means that a verified token costs much time here.",
-    ),
-    Metric("budget", "Draft tokens per step with drafting on.", "Nothing: it is context."),
     Metric(
         "expected_gain",
         "Speed of steps with drafts over plain ones, as `batch_threshold=auto` predicts it.",
@@ -98,7 +88,7 @@ METRICS = (
     ),
     Metric(
         "achieved_gain",
-        "The same ratio as measured, in these steps only. A whole rollout gains less.",
+        "The same ratio as measured, in the steps with drafts only. A whole rollout gains less.",
         "Below 1: the guard pauses drafting. If it lasts, set `batch_threshold` to a number.",
     ),
     Metric(
@@ -108,48 +98,43 @@ METRICS = (
     ),
     Metric(
         "share_off_cost",
-        "Share of steps without drafts because no draft token repays its measured time.",
-        "Fine in full batches. High in the tail too: the text rarely repeats; run `replay`.",
+        "Share of steps without drafts because no draft token would save more time than it costs.",
+        "Fine in full batches. High at the end of a rollout too: the text rarely repeats; run `replay`.",
     ),
     Metric(
         "share_off_guard",
-        "Share of steps without drafts in the guard's windows and pauses; 0.02 is normal.",
+        "Share of steps without drafts because the guard compares with plain steps, or pauses drafting; "
+        "0.02 is normal.",
         "Above 0.05: drafts cost time. Look for other work on the machine.",
     ),
     Metric(
-        "share_off_probe",
-        "Share of steps without drafts that measure a plain step; 0.03 is normal.",
-        "Nothing.",
-    ),
-    Metric("num_guard_stops", "Pauses that the guard began.", "As for `share_off_guard`."),
-    Metric(
         "num_model_passes",
         "Passes of a model that drafts beside the text.",
-        "Nothing: it is context.",
+        "`num_model_passes_left_out` is to be compared with it.",
     ),
     Metric(
         "num_model_passes_left_out",
-        "Passes of the model left out: the gate was closed, or they did not pay.",
-        "High in the tail: the model is seldom right.",
+        "Passes of the model that the gate left out: drafting was off, or they would not have paid.",
+        "High at the end of a rollout: the model is seldom right.",
     ),
     Metric(
         "model_ms",
-        "Milliseconds of the host per engine step in the model's passes, without the GPU's own.",
-        "Nothing: it is context.",
+        "Milliseconds of the host per engine step in the model's passes, without the GPU's own time.",
+        "`rollout-spec compare` shows it beside `draft_ms`.",
     ),
     Metric(
         "model_share",
-        "Share of draft tokens that are the model's: as far as it drafts the same.",
-        "Nothing: it is context.",
+        "Share of the draft tokens that the model proposed too.",
+        "Low: most drafts come from the text; the model may not be worth its passes.",
     ),
     Metric(
         "model_acceptance_rate",
-        "Accepted tokens per draft token of the model's.",
+        "Accepted tokens per draft token of the model.",
         "Falling: the head is stale. Train it too, or go without it.",
     ),
     Metric(
         "text_acceptance_rate",
-        "Accepted tokens per draft token of the others, which are the text's.",
+        "Accepted tokens per draft token of the text alone.",
         "As for `acceptance_rate`.",
     ),
     Metric(
@@ -182,7 +167,6 @@ class EngineCounters(_Counters):
     num_accepted_tokens: int = 0  # as the proposer sees it, bonus tokens excluded
     num_untracked_rows: int = 0  # decoding rows without a place in the index
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
-    sum_min_survival: float = 0.0  # the least survival that is drafted, over the steps with drafting on
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
     # Of a model that drafts beside the text; its tokens are those of a draft that begins as its own does
     num_model_passes: int = 0
@@ -229,7 +213,6 @@ class RolloutReport:
     # Sums over what vLLM aborted, which includes every request that a stop string ended.
     aborted: RequestCounters = dataclasses.field(default_factory=RequestCounters)
     num_interrupted: int = 0  # requests that were aborted for a weight sync
-    versions: list[int | None] = dataclasses.field(default_factory=list)  # of the weights
 
     def add(self, other: RolloutReport) -> None:
         """Take in what the same server has served in another time."""
@@ -241,7 +224,6 @@ class RolloutReport:
         self.rollout_seconds += other.rollout_seconds
         self.aborted.add(other.aborted)
         self.num_interrupted += other.num_interrupted
-        self.versions += [version for version in other.versions if version not in self.versions]
 
 
 def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
@@ -262,9 +244,6 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
         "generated_tokens": sum(report.num_generated_tokens for report in reports),
         "num_interrupted": sum(report.num_interrupted for report in reports),
     }
-    versions = {version for report in reports for version in report.versions if version is not None}
-    if versions:
-        values |= {"first_version": min(versions), "last_version": max(versions)}
     if len(reports) > 1:
         most = max(report.num_generated_tokens for report in reports)
         values |= _ratio("load_imbalance", most * len(reports), values["generated_tokens"])
@@ -296,14 +275,11 @@ def _engine_metrics(engine: EngineCounters) -> dict[str, float]:
     """What the gate did."""
     values = _ratio("share_on", engine.num_steps_on, engine.num_steps)
     values |= _ratio("draft_ms", engine.draft_seconds * 1e3, engine.num_steps)
-    values |= _ratio("min_survival", engine.sum_min_survival, engine.num_steps_on)
-    values |= _ratio("budget", engine.num_draft_tokens, engine.num_steps_on)
     values |= _ratio("achieved_gain", engine.gate_plain_seconds, engine.gate_seconds)
     values |= _ratio("expected_gain", engine.gate_expected_plain_seconds, engine.gate_expected_seconds)
-    for reason in ("threshold", "cost", "guard", "probe"):
+    for reason in ("threshold", "cost", "guard"):
         num_steps_off = getattr(engine, f"num_steps_off_{reason}")
         values |= _ratio(f"share_off_{reason}", num_steps_off, engine.num_steps)
-    values["num_guard_stops"] = engine.num_guard_stops
     return values | _model_metrics(engine)
 
 

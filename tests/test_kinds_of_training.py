@@ -26,7 +26,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_the_quick_demo(mode: str, policy: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Also where a batch is there before the weights change, so that its step has no tokens of its own."""
-    command = [sys.executable, "-m", "rollout_spec.cli", "demo", "--quick", "--trainer", mode]
+    command = [sys.executable, "-m", "rollout_spec_lab.cli", "demo", "--quick", "--trainer", mode]
     command += ["--model", str(policy), "--output", str(tmp_path), "rollout.spec.batch_threshold=64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -170,7 +170,7 @@ when_imported("vllm", lambda _: __import__("tests.engine.interpreted_triton"))
 def test_model_runner_v2(
     policy: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """verl's weight syncs and log-probabilities; an engine with V1 would draw with other noise than V2.
+    """verl's weight syncs and log-probabilities; an engine with MRV1 would draw with other noise than MRV2.
 
     The gate is closed for five samples at once, and open for the three behind them.
     """
@@ -182,7 +182,7 @@ def test_model_runner_v2(
         "actor_rollout_ref.rollout.max_num_seqs=5",
         "actor_rollout_ref.rollout.calculate_log_probs=true",
         "actor_rollout_ref.actor.optim.lr=1e-3",  # so that a policy which has missed a sync has other ones
-        # Refused where an engine with drafts has V1.
+        # vLLM refuses it with drafts on MRV1.
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.async_scheduling=true",
     ]
     off, sam = train_without_and_with(tmp_path, policy, *options)

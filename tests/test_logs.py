@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.cli import main
+from rollout_spec.report.comparison import sentences
 from rollout_spec.report.logs import RunError, read_log, wandb_messages
-from rollout_spec.report.page import sentences
-from rollout_spec.report.runs import compare, read_run
+from rollout_spec.report.measures import compare
+from rollout_spec.report.runs import read_run
 
 SPEC = "rollout/spec_"
 NUM_STEPS = 3
@@ -102,8 +102,6 @@ def test_wandbs_file_is_read_to_its_last_record(logged: dict[str, Path], tmp_pat
     assert len(data) > 2 * 32768, "records must run across the blocks of the format"
     messages = list(wandb_messages(file))
     log = read_log(file)
-    assert (log.wandb.project, log.wandb.name, log.wandb.online) == (PROJECT, NAME, False)
-    assert file.stem == f"run-{log.wandb.run_id}"
     assert read_log(file.parent) == log and read_log(logged["wandb"] / "wandb") == log
 
     cut = tmp_path / "cut.wandb"
@@ -172,40 +170,6 @@ def test_a_folder_with_nothing_or_too_much_is_named(logged: dict[str, Path], tmp
         read_log(tmp_path / "binary.jsonl")
 
 
-def test_the_second_runs_summary_gets_table_and_charts(
-    logged: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    from wandb.proto import wandb_internal_pb2
-
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    run = str(logged["wandb"])
-    assert main(["compare", run, run, "--wandb", "--output", str(tmp_path / "out")]) == 0
-    of = read_log(run).wandb
-    (file,) = tmp_path.glob(f"wandb/offline-run-*/run-{of.run_id}.wandb")
-    assert str(file.parent) in capsys.readouterr().out
-    items = {}
-    for message in wandb_messages(file):
-        record = wandb_internal_pb2.Record.FromString(message)
-        assert record.WhichOneof("record_type") != "history", "the run's history must stay as it is"
-        for item in record.summary.update:
-            items[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-    figures = ("speedup", "drift", "corrected_speedup")
-    assert [items[f"rollout_spec/{name}"] for name in figures] == pytest.approx([1.0] * 3)
-    table = json.loads((file.parent / "files" / items["rollout_spec/comparison"]["path"]).read_text())
-    assert table["columns"] == ["", "off", "on", "Change"]
-    assert [row[0] for row in table["data"]][:2] == ["Rollout time per step (s)", "Training step time (s)"]
-    chart = file.parent / "files" / items["rollout_spec/charts/reward"]["path"]
-    assert chart.read_bytes() == (tmp_path / "out/charts/reward.png").read_bytes()
-
-
-def test_a_run_that_wandb_does_not_know_takes_no_summary(
-    logged: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    run = str(logged["json"])
-    assert main(["compare", run, run, "--wandb", "--output", str(tmp_path)]) == 2
-    assert "does not say which run of wandb it is" in capsys.readouterr().err
-
-
 class WandbServer(http.server.BaseHTTPRequestHandler):
     """As much of wandb's server as wandb's own client asks for when it reads a run."""
 
@@ -237,14 +201,13 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 READ = """
 import sys
 from rollout_spec.report.logs import RunError
-from rollout_spec.report.page import sentences
 from rollout_spec.report.runs import read_run
 
 try:
     run = read_run(sys.argv[1], "on")
 except RunError as error:
     sys.exit(str(error))
-print(run.column("rollout_seconds"), run.wandb)
+print(run.column("rollout_seconds"))
 """
 
 
@@ -268,6 +231,6 @@ def test_an_online_run_is_read_with_wandbs_own_client(tmp_path: Path) -> None:
         )
         server.shutdown()
     assert read.returncode == 0, read.stderr
-    assert "[5.0, 10.0, 15.0]" in read.stdout and "online=True" in read.stdout
+    assert "[5.0, 10.0, 15.0]" in read.stdout
     assert unknown.returncode == 1
     assert "e/p/none: no such file or folder, and as a run of wandb: " in unknown.stderr

@@ -17,7 +17,7 @@ from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm import proposer as proposer_module
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
-from rollout_spec.vllm.lock_step import most_tokens
+from rollout_spec.vllm.other_ranks import most_tokens
 from rollout_spec.vllm.proposer import SuffixProposer
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
@@ -122,6 +122,21 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     monkeypatch.setattr(proposer_module, "logger", logger)
     return messages
+
+
+def test_a_request_with_the_id_of_one_that_has_just_ended_is_another_one() -> None:
+    """A caller may use an id again, and no step comes between the two."""
+    engine = Engine(min_survival=0.0)
+    engine.add("a")
+    for _ in range(5):
+        engine.step()
+    engine.finish("a")
+    engine.add("a", [70, 71, 72, 73] * 3)
+    assert engine.step({"a": [70]})["a"] == [71, 72, 73, 70]
+    engine.finish("a")
+    engine.add("a", [80, 81])  # as many tokens as the other had are still to come
+    assert engine.step({"a": [82]}) == {"a": []}
+    assert engine.proposer.take_counters().num_failed_steps == 0
 
 
 def test_siblings_draft_from_each_other_and_what_is_accepted_is_counted() -> None:
@@ -283,7 +298,7 @@ def test_a_history_that_cannot_be_read_costs_itself(said: list[str]) -> None:
 
 
 def test_what_is_on_its_way_is_received_first() -> None:
-    """With model runner V2 the tokens of the last steps arrive late: whoever ends a step waits for them."""
+    """With MRV2 the tokens of the last steps arrive late: whoever ends a step waits for them."""
     engine = Engine(history=4, min_survival=0.0)
     received: list[str] = []
     for name in ("take_counters", "drop_texts", "take_history", "pack_history"):

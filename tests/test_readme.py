@@ -31,9 +31,9 @@ ELSEWHERE = {
     "rollout-spec doctor": ("tests/test_doctor.py", 'run("doctor", "--json")'),
     "rollout-spec certify --model outputs/demo/model": (
         "tests/engine/test_certify.py",
-        'main(["certify", "--model", policy',
+        'main(["certify", *arguments])',
     ),
-    "rollout-spec-lab bench native": ("tests/test_cli.py", 'run("bench", "native", "--json"'),
+    "rollout-spec-lab bench native": ("lab/tests/test_cli.py", 'run("bench", "native", "--json"'),
     "rollout-spec-lab bench engine": (
         "lab/tests/engine/test_bench.py",
         'main(["bench", "engine", "--model", tiny_model',

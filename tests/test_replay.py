@@ -62,6 +62,8 @@ def test_without_repetition_every_step_yields_one_token(path):
     assert result.tokens_per_step == 1.0
     assert result.acceptance_rate == 0.0
     assert result.mean_acceptance_length == 1.0
+    result = count(write_trace(path, ([1], [[2], [3, 4]]), ([], [[]])))  # a single token needs no step
+    assert (result.num_groups, result.num_responses, result.num_tokens, result.num_steps) == (2, 3, 3, 1)
 
 
 def test_hand_counted_drafts(path):
@@ -109,17 +111,12 @@ def test_siblings_see_new_tokens_from_the_next_step_on(path):
     assert replay(read_trace(behind), config).num_accepted_tokens > 0
 
 
-def test_a_single_token_needs_no_step(path):
-    result = count(write_trace(path, ([1], [[2], [3, 4]]), ([], [[]])))
-    assert (result.num_groups, result.num_responses, result.num_tokens, result.num_steps) == (2, 3, 3, 1)
-
-
 def test_lines_can_be_limited(path, capsys):
     line = ([1, 2], [[3, 4, 5, 6], [7, 8]])
     write_trace(path, line, line, line)
-    assert main(["replay", str(path), "--max-responses", "1", "--limit-groups", "2", "--json"]) == 0
+    assert main(["replay", str(path), "--limit-groups", "2", "--json"]) == 0
     limited = json.loads(capsys.readouterr().out)
-    assert [limited[name] for name in ("num_groups", "num_responses", "num_tokens")] == [2, 2, 8]
+    assert [limited[name] for name in ("num_groups", "num_responses", "num_tokens")] == [2, 4, 12]
 
 
 def slow_replay(lines, options, min_survival):
@@ -179,26 +176,13 @@ def test_command_prints_json(path, capsys):
     assert main(["replay", str(path), *options, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["num_groups"], values["num_tokens"]) == (1, 7)
-    assert values["tokens_per_step"] > 1 and values["native_us_per_row"] > 0
+    assert values["tokens_per_step"] > 1
     assert {"draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length"} <= values.keys()
 
 
-def test_command_prints_a_table(path, capsys):
-    write_trace(path, ([1, 2], [[1, 2, 3]]))
-    assert main(["replay", str(path), "--spec", "history=3"]) == 0
-    out = capsys.readouterr().out
-    assert "tokens per step" in out and f"K = {SpecConfig.num_speculative_tokens}, history 3" in out
-
-
 @pytest.mark.parametrize("command", [["replay"], ["simulate", "--step-times", "1:0.1"]])
-def test_a_files_name_is_no_markup(command, tmp_path, capsys):
+def test_a_table_names_the_file_as_it_is(command, tmp_path, capsys):
     trace = write_trace(tmp_path / "[seed=3]:cat:.jsonl", ([1, 2], [[1, 2, 3]]))
     assert main([*command, str(trace)]) == 0
-    assert f"{trace.name}: " in capsys.readouterr().out
-
-
-def test_command_says_where_a_trace_is_broken(tmp_path, capsys):
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("{\n")
-    assert main(["replay", str(broken)]) == 2
-    assert "broken.jsonl:1" in capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert f"{trace.name}: " in out and ("tokens per step" in out or "tokens/step" in out)

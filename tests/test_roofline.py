@@ -12,15 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout_spec.predict.roofline import (
-    DEVICES,
-    Device,
-    Host,
-    Model,
-    Roofline,
-    RooflineError,
-    _most,
-)
+from rollout_spec.predict.roofline import DEVICES, Device, Host, Model, Roofline, RooflineError, _most
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/models/*.json"))}
@@ -85,6 +77,10 @@ def test_models_have_the_published_sizes(name, billions, active, tmp_path):
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+SHAPE = {
+    "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 64, "intermediate_size": 640, "vocab_size": 1000,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -99,11 +95,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
     ],
 )
 def test_a_model_has_the_parameters_that_transformers_builds(kind, changes, num_expert_layers, tmp_path):
-    shape = {
-        "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "head_dim": 64, "intermediate_size": 640, "vocab_size": 1000,
-    }  # fmt: skip
-    config = AutoConfig.for_model(kind, **shape, **changes)
+    config = AutoConfig.for_model(kind, **SHAPE, **changes)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config).num_parameters()
@@ -209,21 +201,23 @@ def config(**changes):
         ({"num_experts_per_tok": None}, "num_experts_per_tok: is missing"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok: must be at most num_experts, 128"),
         ({"torch_dtype": "int4"}, "torch_dtype: 'int4' must be one of bfloat16, float16, float32"),
-        ({"kv_lora_rank": 512}, "kv_lora_rank: such models are not modelled"),  # DeepSeek-V3
-        ({"sliding_window": 4096}, "sliding_window: such models are not modelled"),  # Mistral-7B
-        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window: such models"),
-        ({"full_attention_interval": 4}, "full_attention_interval: such models are not modelled"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq: such models are not modelled"),
+        *(
+            ({**more, name: value}, f"{name}: such models are not modelled")
+            for name, value, more in (
+                ("kv_lora_rank", 512, {}),  # DeepSeek-V3
+                ("sliding_window", 4096, {}),  # Mistral-7B
+                ("sliding_window", 4096, {"use_sliding_window": True}),
+                ("full_attention_interval", 4, {}),
+                ("moe_layer_freq", 2, {}),
+                ("quantization_config", {"bits": 8}, {}),
+                ("layer_types", ["full_attention", "linear_attention"], {}),
+            )
+        ),
         ({"num_experts": None}, "num_experts_per_tok: needs the number of experts, one of num_experts, "),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace: -1 must be a whole number from 0"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step: 0 must be a whole number from 1"),
         ({"mlp_only_layers": 3}, "mlp_only_layers: 3 must be a list of layers"),
         ({"n_shared_experts": 1.5}, "n_shared_experts: 1.5 must be a whole number from 1"),
-        ({"quantization_config": {"bits": 8}}, "quantization_config: such models are not modelled"),
-        (
-            {"layer_types": ["full_attention", "linear_attention"]},
-            "layer_types: such models are not modelled",
-        ),
     ],
 )
 def test_a_config_that_cannot_be_read(changes, message, tmp_path):
@@ -234,16 +228,30 @@ def test_a_config_that_cannot_be_read(changes, message, tmp_path):
     assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '"config"'])
-def test_a_config_that_is_none(text, tmp_path):
+def test_a_config_that_nests_its_text_model_is_read_as_hugging_face_does(tmp_path):
+    nested = AutoConfig.for_model("qwen3_vl", text_config=SHAPE, tie_word_embeddings=True)
+    nested.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    file.write_text(text)
-    with pytest.raises(RooflineError, match="JSON"):
-        Model.read(file)
+    text_config = json.loads(file.read_text())["text_config"]
+    (tmp_path / "flat.json").write_text(json.dumps(text_config))
+    flat = Model.read(tmp_path / "flat.json")
+    assert Model.read(file) == dataclasses.replace(flat, ties_embeddings=True), "said beside text_config"
+    for broken, message in (
+        ({"model_type": "x", "text_config": {}}, "text_config: hidden_size: is missing"),
+        ({"text_config": text_config}, "text_config: .*model_type"),
+        (json.loads(file.read_text()) | {"quantization_config": {"bits": 8}}, "quantization_config: such"),
+    ):
+        file.write_text(json.dumps(broken))
+        with pytest.raises(RooflineError, match=message):
+            Model.read(file)
 
 
-def test_what_older_configs_leave_out(tmp_path):
+def test_a_config_that_is_none_and_what_older_ones_leave_out(tmp_path):
     file = tmp_path / "config.json"
+    for text in ("", "{", "[]", '"config"'):
+        file.write_text(text)
+        with pytest.raises(RooflineError, match="JSON"):
+            Model.read(file)
     file.write_text(json.dumps(config(num_key_value_heads=None, head_dim=None, torch_dtype=None)))
     model = Model.read(file)
     assert (model.num_kv_heads, model.head_dim, model.bytes_per_value) == (64, 64, 2)

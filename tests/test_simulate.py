@@ -12,19 +12,10 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.costs import PROBE_EVERY
 from rollout_spec.drafting.gate.gate import AutoGate
+from rollout_spec.predict.engine import Engine, ModelDrafter
+from rollout_spec.predict.load import assign, comes_back, copied, requests_of, rollouts_of
 from rollout_spec.predict.model_drafts import NO_TOKEN
-from rollout_spec.predict.simulate import (
-    Cluster,
-    Engine,
-    ModelDrafter,
-    assign,
-    comes_back,
-    copied,
-    requests_of,
-    rollout,
-    rollouts_of,
-    simulate,
-)
+from rollout_spec.predict.simulate import Cluster, rollout, simulate
 from rollout_spec.predict.step_times import StepTimes, StepTimesError
 from rollout_spec.trace import Proposals, Rollout, read_trace
 from tests.text import speak
@@ -59,10 +50,18 @@ def noise(num_groups=4, group_size=8, length=150):
     ]  # fmt: skip
 
 
+def serve(engine, requests):
+    rollout([[engine]], [requests])
+
+
 def simulate_engine(requests, config, times, max_num_seqs, tail_rows):
     engine = Engine(config, times, max_num_seqs, tail_rows)
-    engine.rollout(requests)
+    serve(engine, requests)
     return engine.total
+
+
+def seconds(lines, cluster, config, times):
+    return simulate(lines, cluster, config, times)["makespan_s"]
 
 
 def started(requests, times, max_num_seqs, model=None):
@@ -79,8 +78,9 @@ def test_a_rollout_without_drafts_by_hand():
     assert run.seconds == (5 + 1) + 1 + 1 + 1 + 1
     assert (run.num_steps, run.num_tokens, run.tail_seconds) == (5, 5, 0.0)
     both = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, times, max_num_seqs=2, tail_rows=1)
-    assert both.seconds == (5 + 2) + 2 + 1
-    assert both.tail_seconds == 1.0
+    assert (both.seconds, both.tail_seconds) == ((5 + 2) + 2 + 1, 1.0)
+    by_context = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, ContextTimes(), 2, tail_rows=0)
+    assert by_context.seconds == (5 + 5) + (6 + 6) + 7
 
 
 class ContextTimes(StepTimes):
@@ -91,11 +91,6 @@ class ContextTimes(StepTimes):
 
     def seconds(self, num_tokens, drafted, num_context=0, num_tokens_of_others=0, num_rows=0):
         return num_context + 1000 * num_tokens_of_others
-
-
-def test_a_step_takes_what_its_context_does():
-    run = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, ContextTimes(), 2, tail_rows=0)
-    assert run.seconds == (5 + 5) + (6 + 6) + 7
 
 
 def right_model(response, num_tokens):
@@ -119,43 +114,36 @@ PASS = StepTimes.parse("1:0.125")
 
 def test_a_model_alone_drafts_in_every_step_by_hand():
     engine = Engine(OFF, PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
-    engine.rollout(modelled())
+    serve(engine, modelled())
     # The prompt and the row; then the row with two draft tokens, and with the one that there is room for.
     assert engine.total.seconds == (5 + 1) + 3 + 2 + 3 * 2 * 0.125
-    assert (engine.total.num_steps, engine.total.num_draft_tokens, engine.total.num_accepted_tokens) == (
-        3,
-        3,
-        3,
-    )
+    total = engine.total
+    assert (total.num_steps, total.num_draft_tokens, total.num_accepted_tokens) == (3, 3, 3)
 
 
 def test_a_model_beside_the_index_makes_its_first_pass_while_the_gate_is_closed():
     closed = Engine(SpecConfig(batch_threshold=0), PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
-    closed.rollout(modelled())
+    serve(closed, modelled())
     assert closed.total.seconds == (5 + 6) + 6 * 0.125
     assert (closed.total.num_steps, closed.total.num_draft_tokens) == (6, 0)
     opened = Engine(SpecConfig(batch_threshold=1), PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
-    opened.rollout(modelled())
+    serve(opened, modelled())
     # The gate says in a step that it is open, and the model drafts in the next.
     assert (opened.total.num_steps, opened.total.num_draft_tokens) == (4, 2)
     assert opened.total.seconds == (5 + 1) + 1 + 3 + 1 + (1 + 3 * 2) * 0.125
-
-
-def test_copies_have_their_own_models_drafts():
-    [rollout] = noise(1, 1, 6)
-    rollout = dataclasses.replace(rollout, proposals=[right_model(rollout.responses[0], 2)])
-    for each in copied([rollout], 3):
-        assert (each.proposals[0].tokens == right_model(each.responses[0], 2).tokens).all()
 
 
 def test_a_full_cache_sends_the_newest_request_back_to_the_queue():
     """Two rows of 5 tokens fit, with a token each, and of 6, but not of 7."""
     requests = requests_of([line("0", 5, 4, 3)], None)
     engine = Engine(OFF, StepTimes.parse("1:1,2:2,10:10"), 2, 0, kv_tokens=14)
-    engine.rollout(requests)
+    serve(engine, requests)
     # Alone the first row ends; the second comes back with 5 + 2 tokens, of which the prompt is cached.
     assert engine.total.seconds == (5 + 2) + 2 + 1 + 1 + (2 + 1)
     assert (engine.total.num_tokens, engine.total.num_preemptions, engine.num_waiting) == (7, 1, 0)
+    tiny = Engine(OFF, FLAT, 4, 0, kv_tokens=3)  # one row has more tokens: it runs alone
+    serve(tiny, requests)
+    assert (tiny.total.num_tokens, tiny.total.num_steps) == (7, 7)
     roomy = simulate_engine(requests, OFF, StepTimes.parse("1:1,2:2,10:10"), 2, 0)
     assert (roomy.seconds, roomy.num_preemptions) == ((5 + 2) + 2 + 2 + 1, 0)
 
@@ -171,18 +159,12 @@ def test_the_newest_request_goes_back_wherever_its_row_is():
     assert engine.total.num_tokens == 1 + 4 + 4 + 1
 
 
-def test_a_row_that_is_larger_than_the_cache_runs_alone():
-    engine = Engine(OFF, FLAT, 4, 0, kv_tokens=3)
-    engine.rollout(requests_of([line("0", 5, 4, 3)], None))
-    assert (engine.total.num_tokens, engine.total.num_steps) == (7, 7)
-
-
 def test_requests_that_come_back_are_drafted_for_and_lose_nothing():
     requests = requests_of(rollouts(), None)
     num_tokens = sum(len(request.response) for request in requests)
     for threshold in (64, "auto"):
         engine = Engine(SpecConfig(batch_threshold=threshold), FLAT, 16, 8, kv_tokens=1500)
-        engine.rollout(requests)
+        serve(engine, requests)
         assert engine.total.num_tokens == num_tokens
         assert engine.total.num_preemptions > 10
         assert engine.total.num_accepted_tokens > 0.2 * num_tokens
@@ -192,7 +174,7 @@ def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     requests = requests_of([line("0", 5, 3, 1)], None)
     ranks = [Engine(OFF, ContextTimes(), 2, 0) for _ in range(2)]
     # The first step: each prefills its prompt of 5 and verifies a token. Then the first rank is alone.
-    assert rollout([ranks], [[requests[:1], requests[1:]]]) == (5 + 6000) + 1000 + 1000
+    assert rollout([ranks], [requests[:1], requests[1:]]) == (5 + 6000) + 1000 + 1000
     assert [rank.total.seconds for rank in ranks] == [8005.0, 8005.0]
     assert [rank.total.num_tokens for rank in ranks] == [3, 1]
 
@@ -238,6 +220,11 @@ def test_copies_are_more_of_the_same_with_tokens_of_their_own():
     ]
     assert not (vocabularies[0] & vocabularies[1]) and not (vocabularies[1] & vocabularies[2])
     assert copied(lines, 1)[0].group == lines[0].group
+    drafted = [
+        dataclasses.replace(one, proposals=[right_model(r, 2) for r in one.responses]) for one in noise(1)
+    ]
+    for each in copied(drafted, 3):
+        assert (each.proposals[0].tokens == right_model(each.responses[0], 2).tokens).all()
     on = SpecConfig(batch_threshold=64)
     one, three = (simulate(some, Cluster(1, 64, None), on, FLAT, 8) for some in (lines, copies))
     # With steps that cost nothing more, three times the rows take as long.
@@ -266,7 +253,7 @@ def test_filled_drafts_are_all_verified_and_lose_no_token():
     config, lines = SpecConfig(batch_threshold=8, num_speculative_tokens=4), requests_of(rollouts(1), None)
     engines = [Engine(config, FLAT, 8, 8, fills_drafts=fills) for fills in (False, True)]
     for engine in engines:
-        engine.rollout(lines)
+        serve(engine, lines)
     plain, filled = (engine.total for engine in engines)
     assert filled.num_tokens == plain.num_tokens
     assert filled.num_draft_tokens % 4 == 0 < plain.num_draft_tokens % 4
@@ -295,28 +282,26 @@ def test_drafts_of_ranks_that_step_together_do_not_seem_free(
 ) -> None:
     """Each taking the time that all need for its own, they lose; knowing of each other, they do not."""
     cluster = Cluster(1, 8, None, num_ranks=num_ranks)
-    plain, drafted = (
-        simulate(rollouts(4 * num_ranks), cluster, config, STEPPED, 8)["makespan_s"]
-        for config in (OFF, SpecConfig(batch_threshold="auto"))
-    )
-    assert drafted < plain
+    lines, on = rollouts(4 * num_ranks), SpecConfig(batch_threshold="auto")
+    drafted = seconds(lines, cluster, on, STEPPED)
+    assert drafted < seconds(lines, cluster, OFF, STEPPED)
     begin = AutoGate.begin
     monkeypatch.setattr(
         AutoGate, "begin", lambda self, step, counters: begin(self, step._replace(ranks=None), counters)
     )
-    alone = simulate(rollouts(4 * num_ranks), cluster, SpecConfig(batch_threshold="auto"), STEPPED, 8)
-    assert alone["makespan_s"] > 1.05 * drafted
+    assert seconds(lines, cluster, on, STEPPED) > 1.05 * drafted
 
 
 def test_the_lines_of_a_step_are_one_rollout():
     lines = [dataclasses.replace(one, step=i // 2) for i, one in enumerate(rollouts(4))]
     assert [len(part) for part in rollouts_of(lines)] == [2, 2]
-    apart = [simulate(lines[i : i + 2], Cluster(1, 64, None), OFF, STEPPED, 8)["makespan_s"] for i in (0, 2)]
-    assert simulate(lines, Cluster(1, 64, None), OFF, STEPPED, 8)["makespan_s"] == pytest.approx(sum(apart))
+    cluster = Cluster(1, 64)
+    apart = [seconds(lines[i : i + 2], cluster, OFF, STEPPED) for i in (0, 2)]
+    assert seconds(lines, cluster, OFF, STEPPED) == pytest.approx(sum(apart))
     # What the first rollout has taught is not forgotten.
     on = SpecConfig(batch_threshold="auto")
-    apart = [simulate(lines[i : i + 2], Cluster(1, 64, None), on, FLAT, 8)["makespan_s"] for i in (0, 2)]
-    assert simulate(lines, Cluster(1, 64, None), on, FLAT, 8)["makespan_s"] < sum(apart)
+    apart = [seconds(lines[i : i + 2], cluster, on, FLAT) for i in (0, 2)]
+    assert seconds(lines, cluster, on, FLAT) < sum(apart)
 
 
 def test_replicas_share_their_history():
@@ -325,13 +310,9 @@ def test_replicas_share_their_history():
     lines = [
         dataclasses.replace(one, step=step) for step, part in enumerate((noise(), swapped)) for one in part
     ]
-    makespans = [
-        simulate(lines, Cluster(2, 64, None), SpecConfig(batch_threshold=64, history=history), FLAT, 8)[
-            "makespan_s"
-        ]
-        for history in (0, 8)
-    ]
-    assert makespans[1] < 0.7 * makespans[0]
+    configs = [SpecConfig(batch_threshold=64, history=history) for history in (0, 8)]
+    without, shared = (seconds(lines, Cluster(2, 64), config, FLAT) for config in configs)
+    assert shared < 0.7 * without
     assert (comes_back(lines), comes_back(noise())) == (True, False)
 
 
@@ -339,11 +320,10 @@ def test_replicas_share_their_history():
 def test_auto_is_as_good_as_the_best_fixed_threshold(times):
     lines = rollouts(12)
     cluster = Cluster(1, 16, None)
-    fixed = [
-        simulate(lines, cluster, SpecConfig(batch_threshold=threshold), times, 8)["makespan_s"]
-        for threshold in (0, 1, 2, 4, 8, 16)
-    ]
-    auto = simulate(lines, cluster, SpecConfig(batch_threshold="auto"), times, 8)["makespan_s"]
+    *fixed, auto = (
+        seconds(lines, cluster, SpecConfig(batch_threshold=threshold), times)
+        for threshold in (0, 1, 2, 4, 8, 16, "auto")
+    )
     assert auto < min(fixed) / 0.97
 
 
@@ -353,7 +333,7 @@ def test_auto_learns_where_requests_come_and_go_in_every_step():
     lengths = np.maximum(3, rng.exponential(30, (200, 8))).astype(int)
     lines = [line(str(i), 10, *row, rng=np.random.default_rng([5, i])) for i, row in enumerate(lengths)]
     fixed, auto = (
-        simulate(lines, Cluster(1, 128, None), SpecConfig(batch_threshold=threshold), FLAT, 8)["makespan_s"]
+        seconds(lines, Cluster(1, 128), SpecConfig(batch_threshold=threshold), FLAT)
         for threshold in (128, "auto")
     )
     assert auto < fixed / 0.8
@@ -362,8 +342,7 @@ def test_auto_learns_where_requests_come_and_go_in_every_step():
 @pytest.mark.parametrize("times", [FLAT, STEPPED, DEAR], ids=["flat", "stepped", "dear"])
 def test_auto_loses_nothing_where_nothing_repeats(times):
     cluster = Cluster(1, 16, None)
-    off = simulate(noise(), cluster, OFF, times, 8)["makespan_s"]
-    auto = simulate(noise(), cluster, SpecConfig(batch_threshold="auto"), times, 8)["makespan_s"]
+    off, auto = (seconds(noise(), cluster, one, times) for one in (OFF, SpecConfig(batch_threshold="auto")))
     assert auto < off / 0.98
 
 
@@ -395,26 +374,17 @@ class Delayed:
         return self.counters.num_drafts - before
 
 
-def test_drafting_stops_within_200_steps_where_it_has_become_slow_and_comes_back():
-    delayed = Delayed()
-    assert delayed.drafts_of(200) > 300
+@pytest.mark.parametrize(("has_model", "least"), [(False, 300), (True, 150)], ids=["text", "model"])
+def test_drafting_stops_within_300_steps_where_it_has_become_slow_and_comes_back(has_model, least):
+    """Where a model drafts, the text has nothing."""
+    delayed = Delayed(has_model)
+    assert delayed.drafts_of(200) > least
     delayed.times.delay = 1.0
-    delayed.drafts_of(200)
+    delayed.drafts_of(300 if has_model else 200)
     assert delayed.drafts_of(200) < 20
     delayed.times.delay = 0.0
     delayed.drafts_of(800)
-    assert delayed.drafts_of(200) > 300
-
-
-def test_a_model_drafts_again_where_it_has_been_slow_and_the_text_has_nothing():
-    delayed = Delayed(has_model=True)
-    assert delayed.drafts_of(200) > 150
-    delayed.times.delay = 1.0
-    delayed.drafts_of(300)
-    assert delayed.drafts_of(200) < 20
-    delayed.times.delay = 0.0
-    delayed.drafts_of(800)
-    assert delayed.drafts_of(200) > 150
+    assert delayed.drafts_of(200) > least
 
 
 @pytest.mark.parametrize(("num_right", "num_passes"), [(3, 3), (1, 1), (0, 1)])
@@ -460,7 +430,7 @@ def test_gain_is_told_as_it_was():
     requests = requests_of(rollouts(), None)
     off = simulate_engine(requests, OFF, STEPPED, 8, 8)
     engine = Engine(SpecConfig(batch_threshold="auto"), STEPPED, 8, 8)
-    engine.rollout(requests)
+    serve(engine, requests)
     on, counters = engine.total, engine.drafter.counters
     achieved = counters.gate_plain_seconds / counters.gate_seconds
     expected = counters.gate_expected_plain_seconds / counters.gate_expected_seconds
@@ -483,19 +453,23 @@ def test_step_times_are_read_from_text_and_from_the_bench(tmp_path):
     file.write_text(json.dumps({"step_times": points}))
     times = StepTimes.parse(str(file))
     assert (times.seconds(7, False), times.seconds(7, True)) == (0.1, 0.3)
-
-
-@pytest.mark.parametrize("text", ["", "8", "8:x", "8:-1", "0:1", "8:inf", "nan:1", "8:1,nan:1", "inf:1"])
-def test_step_times_that_cannot_be(text):
-    with pytest.raises(StepTimesError, match="step times"):
-        StepTimes.parse(text)
-
-
-def test_a_file_that_is_no_table(tmp_path):
-    file = tmp_path / "x.json"
-    never = '{"num_tokens": 1, "seconds": 0.1, "num_steps": 0, "drafted": false}'
-    for content in ("", "[]", "{}", '{"step_times": [{"num_tokens": 1}]}', '{"step_times": []}',
-                    f'{{"step_times": [{never}]}}'):  # fmt: skip
+    points[0]["num_steps"] = 0
+    wrong = ('{"step_times": [{"num_tokens": 1}]}', '{"step_times": []}', json.dumps({"step_times": points}))
+    for content in ("", "[]", "{}", *wrong):
         file.write_text(content)
         with pytest.raises(StepTimesError, match="step"):
             StepTimes.parse(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "neither a file nor tokens:seconds") for text in ("", "8", "8:x", "8:1,")),
+        *((text, "tokens from 1 and seconds from") for text in ("0:1", "nan:1", "8:1,nan:1", "inf:1")),
+        *((f"1:{s},2:1", "seconds from 1e-09 to 1e.06") for s in ("-1", "inf", "1e-300", "1e300")),
+        *((text, "8 tokens have more than one time") for text in ("8:1,8:2", "1:1,8:2,9:3,8:2")),
+    ],
+)
+def test_step_times_that_cannot_be(text, message):
+    with pytest.raises(StepTimesError, match=f"step times.*{message}"):
+        StepTimes.parse(text)

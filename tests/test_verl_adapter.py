@@ -23,20 +23,22 @@ from rollout_spec.vllm import SCHEDULER
 from tests.test_verl_check_config import composed
 
 
-def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The real wrappers and windows; the trainer's methods are cut down to what they do to the servers."""
     import ray
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     from rollout_spec.metrics import EngineCounters, RequestCounters
     from rollout_spec.verl import hooks
-    from rollout_spec.verl.windows import Windows
+    from rollout_spec.verl.metrics import Windows
 
     class Server:
         """Counts as SpecHttpServer does: a token a step, and of two draft tokens one is accepted."""
 
         def __init__(self) -> None:
-            self.windows, self.engine, self.version = Windows(), EngineCounters(), 0
+            self.windows, self.engine = Windows(), EngineCounters()
             self.take_rollout_report = SimpleNamespace(remote=self.windows.take)
             self.end_validation = SimpleNamespace(remote=self.forget)
 
@@ -48,8 +50,8 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
             self.engine.add(EngineCounters(num_steps=num_tokens, num_steps_on=num_tokens * is_training))
 
         def sync(self) -> None:
-            self.windows.end(self.version, self.engine, RequestCounters())
-            self.engine, self.version = EngineCounters(), self.version + 1
+            self.windows.end(self.engine, RequestCounters())
+            self.engine = EngineCounters()
 
         def forget(self) -> None:
             if not self.windows.has_training:
@@ -83,7 +85,6 @@ def test_steps_log_the_versions_that_were_replaced_and_no_validation(monkeypatch
         if validate:
             PPOTrainer._validate(trainer)
         metrics = metrics_of(step)
-        assert metrics["rollout/spec_first_version"] == metrics["rollout/spec_last_version"] == step - 1
         assert metrics["rollout/spec_generated_tokens"] == sum(tokens)
         assert metrics["rollout/spec_num_draft_tokens"] == 2 * sum(tokens)
         assert metrics["rollout/spec_num_interrupted"] == (5 in tokens)
@@ -111,29 +112,24 @@ def pass_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return pass_by
 
 
-def test_the_busy_clock_counts_overlapping_requests_once(pass_seconds: Callable[[float], None]) -> None:
-    from rollout_spec.verl.windows import BusyClock
+def test_a_server_is_busy_while_its_engine_has_requests(pass_seconds: Callable[[float], None]) -> None:
+    """However many it has; not while one waits for a weight sync, or is turned away."""
+    from rollout_spec.metrics import RequestCounters
+    from rollout_spec.verl.metrics import BusyClock, Windows
 
     clock = BusyClock()
-    clock.begin()
-    clock.begin()
-    pass_seconds(1)
-    clock.end()
-    pass_seconds(2)
-    clock.end()
-    pass_seconds(4)
-    assert clock.take_seconds() == 3
-    assert clock.take_seconds() == 0
-    clock.begin()
+    for seconds, act in (
+        (0, clock.begin),
+        (0, clock.begin),
+        (1, clock.end),
+        (2, clock.end),
+        (4, clock.begin),
+    ):
+        pass_seconds(seconds)
+        act()
     pass_seconds(8)
-    assert clock.take_seconds() == 8
-
-
-def test_a_request_that_waits_for_a_weight_sync_is_no_work(pass_seconds: Callable[[float], None]) -> None:
-    from rollout_spec.metrics import RequestCounters
-    from rollout_spec.verl.agent_loop import sample_name
-    from rollout_spec.verl.windows import Windows, is_validation
-
+    assert clock.take_seconds() == 1 + 2 + 8
+    assert clock.take_seconds() == 0
     windows = Windows()
     with windows.request(is_training=True):
         pass_seconds(1)
@@ -141,18 +137,12 @@ def test_a_request_that_waits_for_a_weight_sync_is_no_work(pass_seconds: Callabl
         windows.admit()
         pass_seconds(2)
         assert not windows.is_quiet and not asyncio.run(windows.wait_until_quiet(max_wait_s=0.01))
-        # Turned away by verl's gate: it goes on elsewhere.
         with windows.request(is_training=True) as rejected:
             pass
         windows.count(rejected, 0, None, "aborted")
-    windows.end(3, None, RequestCounters())
+    windows.end(None, RequestCounters())
     report = windows.take()
-    assert report.rollout_seconds == 2
-    assert report.versions == [3] and report.num_interrupted == 0
-    sample = {"index": 4, "raw_prompt": [], "session_id": 0}
-    for validate in (True, False):
-        assert is_validation(sample_name(7, {"step": 1, "validate": validate}, 0, sample)) == validate
-    assert not any(map(is_validation, (None, "val", ["unnamed", 0, 0, 3, 1])))
+    assert (report.rollout_seconds, report.num_interrupted) == (2, 0)
 
 
 @pytest.mark.skipif(launch.verl_is_older(), reason="verl before 0.9.1 admits requests where they arrive")
@@ -193,6 +183,10 @@ def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path, monkeypatch: pyt
     ]
     assert [line.group for line in lines][:2] == ["first", "second"]
     assert lines[0].names == [None, [7, 1, "train"]] and lines[2].names == ["b'raw'"]
+    monkeypatch.delenv(DIR_VARIABLE)
+    idle = Recorder(replica_rank=1)
+    idle.add([1], [2], {})
+    assert not idle._responses, "a run that records nothing keeps nothing"
 
 
 def test_a_disk_that_cannot_be_written_ends_the_recording_alone(
@@ -215,16 +209,6 @@ def test_a_disk_that_cannot_be_written_ends_the_recording_alone(
         assert len(said) == 1 and reason in said.pop(), "said once"
         assert not recorder._responses
     assert len(list(read_trace(trace_file(small_disk / "traces", 0)))) <= 1, "what was whole is read"
-
-
-def test_a_run_that_records_nothing_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout_spec.verl.recorder import Recorder
-
-    monkeypatch.delenv(DIR_VARIABLE, raising=False)
-    recorder = Recorder(replica_rank=0)
-    recorder.add([1], [2], {})
-    recorder.flush(1)
-    assert not recorder._responses
 
 
 @pytest.fixture
@@ -297,6 +281,34 @@ def test_the_reference_run_counts_the_drafts_of_a_model(
     assert output.extra_fields.get("spec_num_draft_tokens") == (9 if scheduler else None)
 
 
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ({"extra_args": {"rollout_spec_key": "mine"}, "seed": 5}, ("key", '"mine"')),
+        ({"seed": 5}, ("seed", 5)),
+        ({"extra_args": {"rollout_spec_key": None}, "seed": 0}, ("seed", 0)),
+        ({}, ("key", '["unnamed", 0, 0, 1, 1]')),
+        ({"extra_args": {"rollout_spec_key": None}, "seed": None}, ("key", '["unnamed", 0, 0, 1, 1]')),
+    ],
+)
+def test_the_noise_follows_from_the_name_else_the_callers_seed(
+    sent: dict[str, Any], expected: tuple[Any, ...], server_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollout_spec.verification.noise import make_key
+    from rollout_spec.vllm.keys import RequestKeys
+
+    keys: list[int] = []
+
+    async def generate(self: Any, _: Any, sampling_params: dict[str, Any], request_id: str) -> Any:
+        params = SimpleNamespace(**{"seed": None, "extra_args": None, **sampling_params})
+        keys.append(RequestKeys(0).new_key(params))
+        return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
+
+    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
+    asyncio.run(server_of("sam").generate([1, 2], sent, "one"))
+    assert keys == [make_key(*expected)]
+
+
 @pytest.mark.parametrize("method", ["off", "sam"])
 def test_a_response_is_recorded_once_whatever_interrupts_it(
     method: str, tmp_path: pathlib.Path, server_of: Any, monkeypatch: pytest.MonkeyPatch
@@ -327,6 +339,7 @@ def test_a_response_is_recorded_once_whatever_interrupts_it(
 
 def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
     from rollout_spec.verl.agent_loop import Occurrences, prompt_name, sample_name
+    from rollout_spec.verl.metrics import is_validation
 
     sample = {"index": 4, "raw_prompt": [{"role": "user", "content": "2 + 2"}], "session_id": 0, "uid": "x"}
     step = {"step": 3, "validate": False, "rollout_n": 0}
@@ -345,6 +358,8 @@ def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
         sample_name(7, step, 0, sample | {"raw_prompt": [{"role": "user", "content": "2 + 3"}]}),
     ]
     assert len({json.dumps(other) for other in [name, *others]}) == 8
+    assert is_validation(sample_name(7, step | {"validate": True}, 0, sample)) and not is_validation(name)
+    assert not any(map(is_validation, (None, "val", ["unnamed", 0, 0, 3, 1])))
     image = {"role": "user", "content": [{"type": "image", "image": object()}]}
     assert prompt_name(None, [image]) == ("None", "8665f43eda0bcee1")
     occurrences = Occurrences()
@@ -353,86 +368,96 @@ def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
     assert occurrences.of(2, [("a",)]) == [0]
 
 
-def test_the_manager_numbers_prompts_and_the_worker_names_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both of ours around verl's own, whose next step is only looked at: it would need Ray."""
+def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not joined verl's TransferQueue, whatever `trainer.use_v1` says."""
     import transfer_queue
+
+    from rollout_spec.verl import server as verl_server
+
+    config = composed("+rollout.spec=off").actor_rollout_ref.rollout
+
+    def init(self: Any, replica_rank: int, config: Any) -> None:
+        self.is_reward_model = self.is_teacher_model = False
+
+    monkeypatch.setattr(verl_server.vLLMReplica, "__init__", init)
+    with pytest.raises(ConfigError, match=r"^this trainer has no TransferQueue.*V1 trainer only"):
+        verl_server.SpecReplica(0, config)
+    monkeypatch.setattr(transfer_queue, "get_client", lambda: "that of the V1 trainer")
+    serves: Any = verl_server.SpecReplica(0, config).server_class
+    assert serves.__ray_actor_class__ is verl_server.SpecHttpServer
+
+
+def test_the_manager_numbers_prompts_that_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours around verl's own, whose next step is only looked at: it would need Ray."""
     import verl.utils.tensordict_utils as tu
-    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
-    from verl.workers.rollout.llm_server import LLMServerClient
 
-    from rollout_spec.verl import agent_loop as verl_agent_loop
+    from rollout_spec.verl.agent_loop import KeyedAgentLoopManager, KeyedAgentLoopWorker
 
-    config = composed("+rollout.spec=sam", "actor_rollout_ref.rollout.seed=7", "rollout.spec.verify=standard")
     prompt = [{"role": "user", "content": "2 + 2"}]
-    batch = tu.get_tensordict({"raw_prompt": [prompt, prompt], "index": [4, 4], "uid": ["a", "b"]})
-    tu.assign_non_tensor_data(batch, "global_steps", 3)
     sent: list[Any] = []
     monkeypatch.setattr(AgentLoopManagerTQ, "generate_sequences", lambda self, prompts: sent.append(prompts))
-    with pytest.raises(ConfigError, match=r"^this trainer has no TransferQueue, so it is a legacy one: .*V1"):
-        verl_agent_loop.KeyedAgentLoopManager(config, llm_client=None)  # as verl's legacy trainers make it
-    monkeypatch.setattr(transfer_queue, "get_client", lambda: "that of a V1 trainer")
-    manager = verl_agent_loop.KeyedAgentLoopManager(config, llm_client=None)
-    manager.generate_sequences(batch)
+    manager = KeyedAgentLoopManager(composed("+rollout.spec=sam"), llm_client=None)
+    workers: Any = manager.agent_loop_workers_class
+    assert workers.__ray_actor_class__ is KeyedAgentLoopWorker
+    for indices, step, validate, numbers in (
+        ([4, 4], 3, False, [0, 1]),
+        ([4, 4], 3, False, [2, 3]),  # more of the step
+        ([4, 4], 3, True, [0, 1]),  # and what validates it
+        ([4, 5], 3, True, [2, 0]),  # alike, but of two places
+        ([4, 5], 4, True, [0, 0]),
+    ):
+        batch = tu.get_tensordict({"raw_prompt": [prompt, prompt], "index": indices, "uid": ["a", "b"]})
+        tu.assign_non_tensor_data(batch, "global_steps", step)
+        tu.assign_non_tensor_data(batch, "validate", validate)
+        manager.generate_sequences(batch)
+        assert list(tu.get(sent[-1], "rollout_spec_occurrence")) == numbers
+        assert "rollout_spec_occurrence" not in batch
     columns = dict(sent[0].chunk(2)[1].items())  # as verl's worker reads them
     assert columns["rollout_spec_occurrence"][0].data == 1
-    manager.generate_sequences(batch)  # more of the step
-    tu.assign_non_tensor_data(batch, "validate", True)  # and what validates it
-    manager.generate_sequences(batch)
-    numbers = [list(tu.get(prompts, "rollout_spec_occurrence")) for prompts in sent]
-    assert numbers == [[0, 1], [2, 3], [0, 1]] and "rollout_spec_occurrence" not in batch
-    two = tu.get_tensordict({"raw_prompt": [prompt, prompt], "index": [4, 5]})  # alike, but of two places
-    tu.assign_non_tensor_data(two, "validate", True)
-    for number, step in enumerate((3, 3, 4)):
-        tu.assign_non_tensor_data(two, "global_steps", step)
-        manager.generate_sequences(two)
-        expected = [[2, 0], [3, 1], [0, 0]][number]
-        assert list(tu.get(sent[-1], "rollout_spec_occurrence")) == expected
-    workers: Any = manager.agent_loop_workers_class
-    assert workers.__ray_actor_class__ is verl_agent_loop.KeyedAgentLoopWorker
+
+
+def test_the_worker_names_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+    from verl.workers.rollout.llm_server import LLMServerClient
+
+    from rollout_spec.verl.agent_loop import KeyedAgentLoopWorker
 
     async def run(self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any:
         worker._calls.named([1, 2], sampling_params)
         assert len(worker._calls._samples) == 1 and trajectory["step"] == 3
         return sampling_params, kwargs
 
-    async def take(self: Any, batch: Any) -> None:
-        sent.append(batch)
-
-    verls = verl_agent_loop.KeyedAgentLoopWorker.__mro__[1]
+    verls: Any = KeyedAgentLoopWorker.__mro__[1]
     monkeypatch.setattr(
         verls, "__init__", lambda self, *args, **kwargs: self.__dict__.update(*args, **kwargs)
     )
-    monkeypatch.setattr(verls, "generate_sequences", take)
     monkeypatch.setattr(AgentLoopWorker, "_run_agent_loop", run)
     client = object.__new__(LLMServerClient)
-    worker: Any = verl_agent_loop.KeyedAgentLoopWorker({"config": config}, llm_client=client)
+    config = composed("+rollout.spec=sam", "actor_rollout_ref.rollout.seed=7")
+    worker: Any = KeyedAgentLoopWorker({"config": config}, llm_client=client)
     assert worker.llm_client is client and client._calls is worker._calls
-    asyncio.run(worker.generate_sequences(batch))
-    assert sent[-1] is batch
+    prompt = [{"role": "user", "content": "2 + 2"}]
     sample = {"index": np.int64(4), "raw_prompt": np.array(prompt, dtype=object), "agent_name": "any"}
-    names = []
-    for session in range(2):
+    given = {"temperature": 1.0, "extra_args": {"mine": 1}}
+    digest = "119630b4882f7920"
+    for session, occurrence in (
+        (0, {"rollout_spec_occurrence": 1}),
+        (1, {"rollout_spec_occurrence": 1}),
+        (0, {}),
+    ):
+        step = {"step": 3, "validate": False}
         sampling, kwargs = asyncio.run(
-            worker._run_agent_loop(
-                {"temperature": 1.0, "extra_args": {"mine": 1}},
-                {"step": 3, "validate": False},
-                session_id=session,
-                rollout_spec_occurrence=1,
-                **sample,
-            )
+            worker._run_agent_loop(dict(given), step, session_id=session, **occurrence, **sample)
         )
         assert "rollout_spec_occurrence" not in kwargs and kwargs["session_id"] == session
-        assert sampling["temperature"] == 1.0 and sampling["extra_args"]["mine"] == 1
-        names.append(sampling["extra_args"]["rollout_spec_key"])
-        assert sampling["extra_args"]["rollout_spec_group"] == f"4:{names[-1][4]}"
+        assert sampling["temperature"] == 1.0 and sampling["extra_args"] == {
+            "mine": 1,
+            "rollout_spec_key": [7, 3, "train", "4", digest, len(occurrence), session],
+            "rollout_spec_group": f"4:{digest}",
+        }
+        json.dumps(sampling)
     assert not worker._calls._samples, "a sample is forgotten when it ends"
-    assert [name[-1] for name in names] == [0, 1]
-    assert names[0][:-1] == names[1][:-1] == [7, 3, "train", "4", names[0][4], 1]
-    json.dumps(names)
-    # Of a batch that another manager has sent.
-    once, _ = asyncio.run(worker._run_agent_loop({}, {"step": 3, "validate": False}, session_id=0, **sample))
-    assert once["extra_args"]["rollout_spec_key"] == [*names[0][:5], 0, 0]
 
 
 def test_what_verl_itself_dumps_is_read(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import subprocess
 import sys
@@ -37,15 +36,14 @@ def test_the_group_is_a_mapping_and_reaches_the_engine() -> None:
 
 
 def test_the_yaml_holds_every_field_with_its_default() -> None:
-    expected = SpecConfig().to_dict() | {"model_drafter": None}
-    assert OmegaConf.to_container(composed("+rollout.spec=sam").rollout.spec) == expected
+    """`model_tokens` is for vLLM alone."""
+    plain = SpecConfig(method="off", verify="standard", routing="verl")
+    for method, expected in (("sam", SpecConfig()), ("off", plain)):
+        options = OmegaConf.to_container(composed(f"+rollout.spec={method}").rollout.spec)
+        assert options | {"model_tokens": 3} == expected.to_dict() | {"model_drafter": None}
 
 
 def test_off_asks_for_no_drafter_and_takes_the_same_overrides() -> None:
-    config = composed("+rollout.spec=off")
-    plain = SpecConfig(method="off", verify="standard", routing="verl")
-    assert check_config(config) == plain
-    assert OmegaConf.to_container(config.rollout.spec) == plain.to_dict() | {"model_drafter": None}
     overrides = ("rollout.spec.num_speculative_tokens=4", "rollout.spec.routing=group")
     config = composed("+rollout.spec=off", *overrides)
     assert check_config(config).routing == "group"
@@ -128,24 +126,20 @@ def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(
 
 CONFLICTS = {
     "rollout.spec.num_speculative_tokens=0": r"rollout\.spec\.num_speculative_tokens=0: must be between 1",
-    "rollout.spec.model_tokens=2": r"set num_speculative_tokens of rollout\.spec\.model_drafter or of .*mtp",
+    "+rollout.spec.model_tokens=2": r"set num_speculative_tokens of rollout\.spec\.model_drafter or of .*mtp",
     "+rollout.spec.colour=red": r"rollout\.spec\.colour: unknown field",
     "rollout.spec.min_survival=auto": "min_survival='auto': must be of type float",
     f"++{ENGINE}.speculative_config.method=ngram": "'method': 'ngram'.*: rollout.spec sets it",
-    f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "batch_threshold instead",
+    f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "rollout.spec sets it",
     f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",
-    f"+{ENGINE}.logits_processors=[my.Processor]": "logits_processors",
-    f"+{ENGINE}.override_generation_config.min_p=0.1": "min_p",
-    f"+{ENGINE}.override_generation_config='{{\"min_p\":0.1}}'": "min_p",
     "actor_rollout_ref.rollout.name=sglang": "needs vllm",
-    "+rollout_spec_replay_buffer=bounded": "max_num_gen_batches=0: must be at least 1",
     "trainer.use_v1=false": "V1 trainer only; .*trainer_mode=separate_async",
     "trainer.v1.trainer_mode=mine": "must be sync, colocate_async, separate_async",
     f"{ENGINE}.additional_config.rollout_spec={{method: sam, batch_threshold: 3}}": "leave it alone",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded": "delta weight transfer",
     "actor_rollout_ref.rollout.pipeline_model_parallel_size=2": "must be 1",
     "actor_rollout_ref.rollout.disaggregation.enabled=true": "disaggregated prefill",
-    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": "needs every sample's number",
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": "which numbers the samples",
     "rollout.spec.corpus=/nowhere.sam": r"rollout\.spec\.corpus='/nowhere\.sam': No such file",
     "rollout.spec.verify=exact": "must be one of coupled, standard",
 }
@@ -165,111 +159,16 @@ def test_what_does_not_go_together_is_refused(override: str) -> None:
         check_config(composed("+rollout.spec=sam", override))
 
 
-@pytest.mark.parametrize("model", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen2ForCausalLM", None])
-def test_vllm_may_be_asked_to_schedule_ahead_where_it_takes_v2(
-    model: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM 0.24 does for some models. Where the model is not here, the engine says so."""
-    with_v2 = frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM"})
-    monkeypatch.setattr("vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", with_v2, raising=False)
-    if model is not None:
-        (tmp_path / "config.json").write_text(json.dumps({"architectures": [model]}))
-    path = f"actor_rollout_ref.model.path={tmp_path}"
-    ahead = ("+rollout.spec=sam", f"+{ENGINE}.async_scheduling=true", path)
-    if model == "Qwen2ForCausalLM":
-        with pytest.raises(ConfigError, match=r"async_scheduling=True: vLLM 0\.\S* has model runner V1"):
-            check_config(composed(*ahead))
-        check_config(composed("+rollout.spec=sam", f"+{ENGINE}.async_scheduling=false", path))
-        check_config(composed("+rollout.spec=off", *ahead[1:]))
-    else:
-        check_config(composed(*ahead))
-
-
-def make_cached(cache: pathlib.Path, name: str, fields: dict[str, Any]) -> None:
-    """A model's configuration as a download from the hub leaves it."""
-    folder = cache / f"models--{name.replace('/', '--')}"
-    (folder / "snapshots/1").mkdir(parents=True)
-    (folder / "refs").mkdir()
-    (folder / "refs/main").write_text("1")
-    (folder / "snapshots/1/config.json").write_text(json.dumps(fields))
-
-
-@pytest.mark.parametrize(
-    "kind", ["dense by V2", "dense by V1", "experts", "ranks of experts", "adapters", "V2 switched off"]
-)
-def test_the_driver_knows_the_model_runner_of_a_model_of_the_hub(
-    kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with_v2 = frozenset({"Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
-    monkeypatch.setattr("vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", with_v2, raising=False)
-    architecture = {"dense by V1": "Qwen2ForCausalLM", "dense by V2": "Qwen3ForCausalLM"}.get(kind)
-    fields = {"architectures": [architecture or "Qwen3MoeForCausalLM"]}
-    make_cached(tmp_path, "some/model", fields if architecture else fields | {"num_experts": 8})
-    if kind == "V2 switched off":
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    options = ["actor_rollout_ref.model.path=some/model", f"+{ENGINE}.async_scheduling=true"]
-    if kind == "adapters":
-        options.append("actor_rollout_ref.model.lora_rank=8")
-    if kind == "ranks of experts":
-        sizes = {"data_parallel_size": 4, "tensor_model_parallel_size": 2, "expert_parallel_size": 8}
-        options += [f"actor_rollout_ref.rollout.{name}={size}" for name, size in sizes.items()]
-    if kind in ("dense by V2", "experts", "ranks of experts"):
-        check_config(composed("+rollout.spec=sam", *options))
-    else:
-        with pytest.raises(ConfigError, match="has model runner V1"):
-            check_config(composed("+rollout.spec=sam", *options))
-
-
-def test_steps_with_drafts_that_have_no_graphs_are_named_on_the_driver(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    key, mode = f"+{ENGINE}.compilation_config", "{cudagraph_mode: FULL_DECODE_ONLY}"
-    text = """'{"cudagraph_mode": "FULL_DECODE_ONLY"}'"""
-    for method, value in (
-        ("sam", mode),
-        ("sam", text),
-        ("off", mode),
-        ("sam", "{cudagraph_mode: PIECEWISE}"),
-    ):
-        check_config(composed(f"+rollout.spec={method}", f"{key}={value}"))
-        said = "steps with drafts run without CUDA graphs" in capsys.readouterr().err
-        assert said == ("FULL_DECODE_ONLY" in value and method == "sam")
-    check_config(composed("+rollout.spec=sam", f"{key}={mode}", "trainer.device=npu"))
-    assert "without CUDA graphs" not in capsys.readouterr().err, (
-        "there, drafts are filled up to a graph's length"
-    )
-
-
-def test_vllm_that_takes_v2_for_all_models_may_always_be_asked(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
-    monkeypatch.delattr("vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", raising=False)
-    path = f"actor_rollout_ref.model.path={tmp_path}"
-    check_config(composed("+rollout.spec=sam", f"+{ENGINE}.async_scheduling=true", path))
-
-
-def test_data_and_expert_parallel_engines_compose() -> None:
-    sizes = {"data_parallel_size": 4, "tensor_model_parallel_size": 2, "expert_parallel_size": 8}
-    overrides = [f"actor_rollout_ref.rollout.{name}={size}" for name, size in sizes.items()]
-    assert check_config(composed("+rollout.spec=sam", *overrides)) == SpecConfig()
-
-
 def test_the_reference_run_of_coupled_verification_composes() -> None:
     config = composed("+rollout.spec=off", "rollout.spec.verify=coupled")
     assert check_config(config) == SpecConfig(method="off", routing="verl")
-    OmegaConf.update(config, "trainer.use_v1", False)
-    with pytest.raises(ConfigError, match="V1 trainer"):
-        check_config(config)
 
 
 def test_a_manager_of_ones_own_goes_with_standard_verification() -> None:
     own = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
     options = ["+rollout.spec=sam", "rollout.spec.verify=standard", own]
     assert not check_config(composed(*options)).coupled
-    with pytest.raises(ConfigError, match="validation and training are told apart by their samples' names"):
+    with pytest.raises(ConfigError, match="which tells validation from training"):
         check_config(composed(*options, "trainer.v1.trainer_mode=colocate_async"))
 
 
@@ -310,15 +209,11 @@ def test_verls_experimental_trainers_are_refused_for_separate_async(
         check_config(config)
 
 
-def test_off_with_another_drafter_is_refused() -> None:
+def test_off_with_another_drafter_and_a_plain_string_are_refused() -> None:
     with pytest.raises(ConfigError, match="remove it"):
         check_config(composed("+rollout.spec=off", f"+{ENGINE}.speculative_config.method=ngram"))
-
-
-def test_a_plain_string_is_refused() -> None:
-    config = OmegaConf.create({"rollout": {"spec": "sam"}})
     with pytest.raises(ConfigError, match="not a configuration group"):
-        check_config(config)
+        check_config(OmegaConf.create({"rollout": {"spec": "sam"}}))
 
 
 @pytest.mark.slow
@@ -335,11 +230,12 @@ def test_the_command_ends_before_hydra_composes(tmp_path: pathlib.Path) -> None:
 def test_unknown_options_are_refused_among_other_overrides() -> None:
     fine = ["+rollout.spec=sam", "rollout.spec.history=3", "rollout.spec.routing=group", "trainer.nnodes=1"]
     check_overrides([*fine, "++rollout.spec.corpus=a.b=c", "--config-name", "x"])
+    unknown = r"rollout\.spec\.colour: unknown field \(known fields: method, "
     for prefix in ("", "+", "++"):
-        with pytest.raises(
-            ConfigError, match=r"rollout\.spec\.colour: unknown field \(known fields: method, "
-        ):
+        with pytest.raises(ConfigError, match=unknown):
             check_overrides([*fine, f"{prefix}rollout.spec.colour=red"])
+        with pytest.raises(ConfigError, match=r"model_tokens=2: with verl, set num_speculative_tokens of "):
+            check_overrides([*fine, f"{prefix}rollout.spec.model_tokens=2"])
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess:
@@ -350,14 +246,14 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
 def test_a_broken_plugin_ends_a_run_that_asked_for_it() -> None:
     """verl would go on without the plugin, so what it raises must get past verl."""
     code = """
-from rollout_spec_lab.verl_cpu import activation
-def fail(): raise RuntimeError("no such platform")
-activation.activate = fail
+from rollout_spec.verl import hydra_plugin
+def fail(): raise RuntimeError("no such group")
+hydra_plugin.install = fail
 import verl
 """
     done = run([sys.executable, "-c", code, "+rollout.spec=sam"])
     assert done.returncode != 0
-    assert done.stderr.splitlines()[-1] == "rollout_spec: the verl plugin failed: no such platform"
+    assert done.stderr.splitlines()[-1] == "rollout_spec: the verl plugin failed: no such group"
 
 
 @pytest.mark.parametrize(
@@ -372,41 +268,26 @@ def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail() -> None:
-        raise RuntimeError("no such platform")
+        raise RuntimeError("no such group")
 
-    monkeypatch.setattr("rollout_spec_lab.verl_cpu.activation.activate", fail)
+    monkeypatch.setattr("rollout_spec.verl.hydra_plugin.install", fail)
     monkeypatch.setattr(launch, "failure", None)
     monkeypatch.setattr(sys, "argv", ["main_ppo", argument])
     monkeypatch.delenv(launch.ASKED_VARIABLE, raising=False)
     if variable:
         monkeypatch.setenv(launch.ASKED_VARIABLE, variable)
     if is_asked_for:
-        with pytest.raises(SystemExit, match="the verl plugin failed: no such platform"):
+        with pytest.raises(SystemExit, match="the verl plugin failed: no such group"):
             entry_point.activate()
         return
     entry_point.activate()
     error = capsys.readouterr().err
     assert "Traceback" in error
-    assert "the verl plugin failed: no such platform; runs without rollout.spec go on as they are" in error
+    assert "the verl plugin failed: no such group; runs without rollout.spec go on as they are" in error
     # A file of the user's own may name the group.
     with pytest.raises(SystemExit):
         CheckConfig().on_job_start(OmegaConf.create({}))
-    assert "no such platform; run `rollout-spec doctor`" in capsys.readouterr().err
-
-
-def test_a_command_that_runs_the_legacy_trainer_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As recipe.dapo.main_dapo does, which leaves trainer.use_v1=True."""
-    monkeypatch.setattr(launch, "failure", None)
-    monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo_v0", None)  # type: ignore[arg-type]
-    with pytest.raises(SystemExit):
-        CheckConfig().on_job_start(OmegaConf.create({}))
-    error = capsys.readouterr().err
-    assert error.startswith(
-        "rollout_spec: this command runs verl.trainer.main_ppo_v0, not verl.trainer.main_ppo: "
-    )
-    assert error.count("\n") == 1 and launch.V1_ONLY in error
+    assert "no such group; run `rollout-spec doctor`" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -423,12 +304,9 @@ def without_engine(name):
 importlib.metadata.version = without_engine
 import verl
 from hydra import compose, initialize_config_dir, initialize_config_module
-from verl.plugin.platform import PlatformRegistry
 from rollout_spec.verl.check_config import CheckConfig
 with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam"])
-assert config.trainer.device != "cpu" and PlatformRegistry.get("cpu") is None
-assert "rollout_spec_lab.verl_cpu" not in sys.modules
 CheckConfig().on_job_start(config)
 """
     done = run([sys.executable, "-c", code])

@@ -113,9 +113,10 @@ async def best_of(client: Any, sampling_params: dict[str, Any]) -> None:
 def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(verls: type) -> None:
     runs = []
     for _ in range(2):
-        server = Server()
-        asyncio.run(best_of(make(server, verls), params()))
+        server, given = Server(), params()
+        asyncio.run(best_of(make(server, verls), given))
         runs.append(server.names)
+        assert given == params(), "the caller's stay as they are"
     assert len(set(runs[0])) == 6
     assert [json.loads(name)[-1] for name in runs[0]] == [0, 1, 2, 3, 0, 0], "among calls with that prompt"
     assert runs[0] == runs[1]
@@ -123,12 +124,6 @@ def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(
         assert name[: len(SAMPLE)] == SAMPLE, "the rest of the product reads it there"
     # A run that is repeated with another release gets the same tokens.
     assert json.loads(runs[0][3]) == [*SAMPLE, "0c730b69905c5ef7", 3]
-
-
-def test_the_parameters_of_the_caller_stay_as_they_are() -> None:
-    given = params()
-    asyncio.run(best_of(make(Server()), given))
-    assert given == params()
 
 
 def test_what_else_a_caller_gives_is_handed_on() -> None:
@@ -167,29 +162,19 @@ def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch: p
     assert lengths == [(2, 2)] * 3 + [(2, 9)], "the group's prompt, and the turn's"
 
 
-def test_a_call_without_a_name_is_verls() -> None:
-    """Of an agent loop that keeps none of the parameters."""
-    server = Server()
-    asyncio.run(call(make(server), [1, 2], {"temperature": 1.0}))
-    assert server.sent == [None]
-
-
-def test_a_name_that_cannot_be_read_is_handed_on() -> None:
-    """It costs the call its name; what it may be, `names_of` says."""
+def test_a_name_may_be_the_users_own_or_none() -> None:
+    """None of an agent loop that keeps none of the parameters; one that cannot be read is handed on."""
     server, deep = Server(), []
-    for _ in range(100_000):
-        deep = [deep]
-    asyncio.run(call(make(server), [1], {"extra_args": {KEY: deep}}))
-    assert server.sent[0][KEY] is deep
-
-
-def test_a_name_of_the_users_own_is_the_samples() -> None:
-    server = Server()
     client = make(server)
     for name in ("mine", 5, {"a": [1]}, "mine"):
         asyncio.run(call(client, [1], params(name)))
     assert len(set(server.names)) == 4
     assert [json.loads(name)[:-2] for name in server.names] == [["mine"], [5], [{"a": [1]}], ["mine"]]
+    for _ in range(100_000):
+        deep = [deep]
+    asyncio.run(call(client, [1], {"extra_args": {KEY: deep}}))
+    asyncio.run(call(client, [1, 2], {"temperature": 1.0}))
+    assert server.sent[-2][KEY] is deep and server.sent[-1] is None
 
 
 def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

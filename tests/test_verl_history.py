@@ -16,7 +16,7 @@ import ray
 from omegaconf import OmegaConf
 
 from rollout_spec.drafting.history import History, prompt_key
-from rollout_spec.verl.shared_history import (
+from rollout_spec.verl.history import (
     FILE,
     keeps_history,
     load_history,

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from verl.utils.import_utils import load_class_from_fqn
 
-from rollout_spec.trace import Rollout
-from rollout_spec.verl import homes
+from rollout_spec.verl import routing
 from rollout_spec.verl.launch import config_file
-from tests.text import tokens_per_step
 
 verls = pytest.importorskip("verl.workers.rollout.router", reason="this verl has no router")
 from rollout_spec.verl.router import GroupRouter  # noqa: E402 - only where verl has one
@@ -42,19 +38,12 @@ def test_verl_finds_and_makes_it() -> None:
 
 
 def test_requests_without_a_group_are_verls() -> None:
+    """So are those whose group cannot be read: a caller may send anything."""
     router = make(num_servers=4)
-    placed = Counter(router.acquire_server(str(i), {"temperature": 1.0})[0] for i in range(8))
-    assert placed == Counter({f"s{i}": 2 for i in range(4)})
+    for number, group in enumerate([None, ["a"], {"a": 1}, b"a", "\ud800", None, None, None]):
+        router.acquire_server(str(number), {"extra_args": group and {"rollout_spec_group": group}})
+    assert set(loads(router).values()) == {2}
     assert not router._homes._homes
-
-
-@pytest.mark.parametrize("group", [["a"], {"a": 1}, "\ud800", b"a"])
-def test_a_group_that_cannot_be_read_is_none(group: Any) -> None:
-    """A caller may send anything: it costs the request its siblings, not the router."""
-    router = make()
-    for i in range(4):
-        router.acquire_server(str(i), {"extra_args": {"rollout_spec_group": group}})
-    assert not router._homes._homes and set(loads(router).values()) == {2}
 
 
 @pytest.mark.parametrize("limit", [None, -1, 2.5, True, "16"])
@@ -63,52 +52,15 @@ def test_a_wrong_limit_is_refused(limit: Any) -> None:
         make(max_imbalance=limit)
 
 
-def test_siblings_go_together_and_prompts_are_spread() -> None:
-    router, placed = make(num_servers=4), {}
-    for prompt in range(8):
-        placed[prompt] = {
-            router.acquire_server(f"{prompt}-{i}", sampling_params=of(prompt))[0] for i in range(16)
-        }
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_siblings_go_together_and_prompts_are_spread(interleaved: bool) -> None:
+    """verl submits all at once; which sample arrives next is chance."""
+    router, placed = make(num_servers=4), defaultdict(set)
+    arrivals = [(prompt, sample) for prompt in range(8) for sample in range(16)]
+    for prompt, sample in sorted(arrivals, key=lambda pair: pair[interleaved]):
+        placed[prompt].add(router.acquire_server(f"{prompt}-{sample}", sampling_params=of(prompt))[0])
     assert all(len(servers) == 1 for servers in placed.values())
     assert set(loads(router).values()) == {32}
-
-
-def test_interleaved_siblings_go_together() -> None:
-    """verl submits all at once; which sample arrives next is chance."""
-    router, placed = make(num_servers=2), {0: set(), 1: set()}
-    for i in range(16):
-        for prompt in placed:
-            placed[prompt].add(router.acquire_server(f"{prompt}-{i}", sampling_params=of(prompt))[0])
-    assert [len(servers) for servers in placed.values()] == [1, 1]
-    assert placed[0] != placed[1]
-
-
-def test_siblings_together_draft_better() -> None:
-    """In the default mode, with a drafter per server, on text whose wording is its prompt's own."""
-    lines = [wording(prompt) for prompt in range(6)]
-    apart = tokens_per_step(served(lines, verls.GlobalRequestLoadBalancer({"s0": 0, "s1": 1})))
-    assert tokens_per_step(served(lines, make(num_servers=2))) > 1.05 * apart
-
-
-def wording(prompt: int, num_samples: int = 8, num_words: int = 150) -> Rollout:
-    rng = np.random.default_rng(prompt)
-    words = rng.integers(0, 5_000, (40, 4)).astype(np.int32)
-    said = [words[np.minimum(rng.zipf(1.3, num_words), 40) - 1].reshape(-1) for _ in range(num_samples)]
-    return Rollout(str(prompt), None, np.array([prompt, 7], np.int32), said)
-
-
-def served(lines: list[Rollout], router: Any) -> list[list[Rollout]]:
-    """What every server gets of the lines' samples, which arrive in turn."""
-    parts: dict[str, list[list[Any]]] = {server: [[] for _ in lines] for server in router.get_all_servers()}
-    for sample in range(len(lines[0].responses)):
-        for prompt, line in enumerate(lines):
-            extra = dict.fromkeys(router.require_acquire_fields(), of(prompt))
-            server, _ = router.acquire_server(f"{prompt}-{sample}", **extra)
-            parts[server][prompt].append(line.responses[sample])
-    return [
-        [dataclasses.replace(line, responses=own) for line, own in zip(lines, owns, strict=True) if own]
-        for owns in parts.values()
-    ]
 
 
 def test_a_group_larger_than_the_limit_splits_into_large_parts() -> None:
@@ -157,7 +109,7 @@ def test_servers_come_and_go() -> None:
 
 
 def test_old_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "MAX_GROUPS", 3)
+    monkeypatch.setattr(routing, "MAX_GROUPS", 3)
     router = make()
     for prompt in range(10):
         server, _ = router.acquire_server(str(prompt), sampling_params=of(prompt))

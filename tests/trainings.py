@@ -1,23 +1,112 @@
-"""Short trainings of tiny random policies: for what verl does with them, not for what they say."""
+"""Short trainings with verl's own command, on two prompts a batch; what they log and record."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import pathlib
 import sys
+from typing import Any, NamedTuple
 
+from rollout_spec import trace
+from rollout_spec.drafting.history import group_key, read_file
+from rollout_spec.trace import read_trace
+from rollout_spec.verl.history import FILE
 from rollout_spec_lab.demo.data import make_data
 from rollout_spec_lab.demo.model import make_model
-from rollout_spec_lab.demo.runner import METRICS_FILE
-from tests.test_training import execute
+from rollout_spec_lab.demo.runner import METRICS_FILE, environment
+from rollout_spec_lab.processes import started
+from tests.text import merged
 from tests.tiny_vl import make_image
 
+ROOT = pathlib.Path(__file__).parents[1]
 NUM_PROMPTS = 2  # of a batch
 NUM_SAMPLES = 4
 LENGTH = 64
 NUM_STEPS = 2
 TOOLS = pathlib.Path(__file__).with_name("tools.py")
+
+
+class Response(NamedTuple):
+    """One that has ended: on which replica, and which version the weights had then."""
+
+    replica: int
+    version: int
+    group: str
+    name: list[Any]
+    prompt: list[int]
+    tokens: list[int]
+
+    @property
+    def kind(self) -> str:
+        return self.name[2]
+
+
+def smollm2() -> pathlib.Path:
+    return make_model(pathlib.Path(".cache/models/smollm2-float32"), "float32")
+
+
+def command(
+    folder: pathlib.Path,
+    model: pathlib.Path,
+    *overrides: str,
+    method: str = "sam",
+    mode: str = "sync",
+    num_train: int = 2 * NUM_PROMPTS,
+) -> list[str]:
+    """verl's own command for a GRPO training, which the overrides may make another one."""
+    train_file, val_file = make_data(folder, num_train=num_train, num_val=NUM_PROMPTS)
+    groups = ["cpu", "grpo", *([] if mode == "sync" else [mode])]
+    return [
+        sys.executable, "-m", "verl.trainer.main_ppo",
+        f"+rollout_spec_demo=[{','.join(groups)}]",
+        f"+rollout.spec={method}",
+        "rollout.spec.batch_threshold=64",
+        f"data.max_response_length={LENGTH}",
+        f"data.train_files={train_file}",
+        f"data.val_files={val_file}",
+        f"actor_rollout_ref.model.path={model.absolute()}",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=268435456",
+        f"hydra.run.dir={folder}/hydra",
+        *overrides,
+    ]  # fmt: skip
+
+
+def environment_of(folder: pathlib.Path) -> dict[str, str]:
+    env = environment(folder, folder) | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    env.pop("OMP_NUM_THREADS", None)  # of this process; verl is to choose, as in a run of a user
+    return env
+
+
+def execute(training: list[str], folder: pathlib.Path, log: str = "train.log") -> dict[int, dict[str, Any]]:
+    """The metrics of each of its steps."""
+    with started(training, folder / log, environment_of(folder)) as process:
+        code = process.wait(880)
+    assert code == 0, (folder / log).read_text()[-20000:]
+    steps: dict[int, dict[str, Any]] = {}
+    for line in map(json.loads, (folder / METRICS_FILE).read_text().splitlines()):
+        steps.setdefault(line["step"], {}).update(line["data"])
+    return steps
+
+
+def responses_of(folder: pathlib.Path) -> list[Response]:
+    """What the replicas of a training have recorded, one after the other."""
+    return [
+        Response(
+            int(file.stem.split("-")[1]), line.step, line.group, name, line.prompt_token_ids.tolist(), own
+        )
+        for file in sorted((folder / trace.FOLDER).glob("rollouts-*.jsonl"))
+        for line in read_trace(file)
+        for name, own in zip(line.names, (tokens.tolist() for tokens in line.responses), strict=True)
+    ]
+
+
+def saved(folder: pathlib.Path, step: int) -> dict[str, list[list[int]]]:
+    """The responses in a checkpoint, by group."""
+    history = merged(read_file(folder / f"global_step_{step}" / FILE))
+    groups = {response.group for response in responses_of(folder)}
+    return {group: [text.tolist() for text in history.get(group_key(group))] for group in sorted(groups)}
 
 
 def make_policy(folder: pathlib.Path) -> pathlib.Path:
@@ -26,9 +115,7 @@ def make_policy(folder: pathlib.Path) -> pathlib.Path:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        make_model(pathlib.Path(".cache/models/smollm2-float32"), "float32")
-    )
+    tokenizer = AutoTokenizer.from_pretrained(smollm2())
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
@@ -69,30 +156,13 @@ def make_image_data(folder: pathlib.Path) -> pathlib.Path:
 def train(
     folder: pathlib.Path, model: pathlib.Path, *overrides: str, method: str = "sam"
 ) -> list[dict[str, float]]:
-    """The metrics of each step of a GRPO training, which the overrides may make another one."""
-    train_file, val_file = make_data(folder, num_train=2 * NUM_PROMPTS, num_val=NUM_PROMPTS)
-    command = [
-        sys.executable, "-m", "verl.trainer.main_ppo",
-        "+rollout_spec_demo=[cpu,grpo]",
-        f"+rollout.spec={method}",
-        "rollout.spec.batch_threshold=64",
+    """The metrics of the steps of a training, each of which has a gradient, and accepted drafts with sam."""
+    options = [
         f"trainer.total_training_steps={NUM_STEPS}",
-        "trainer.logger=[console,file]",
-        f"data.max_response_length={LENGTH}",
-        f"data.train_files={train_file}",
-        f"data.val_files={val_file}",
-        f"actor_rollout_ref.model.path={model.absolute()}",
         f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=134217728",
         f"reward.custom_reward_function.path={TOOLS}",
-        f"hydra.run.dir={folder}/hydra",
-        *overrides,
-    ]  # fmt: skip
-    execute(command, folder, "train.log")
-    lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
-    steps: dict[int, dict[str, float]] = {}
-    for line in lines:
-        steps.setdefault(line["step"], {}).update(line["data"])
+    ]
+    steps = execute(command(folder, model, *options, *overrides, method=method), folder)
     assert sorted(steps) == list(range(1, NUM_STEPS + 1))
     for metrics in steps.values():
         assert metrics["actor/grad_norm"] > 0

@@ -1,3 +1,13 @@
-"""The fixtures of all tests; which tests are slow is decided in tests/conftest.py."""
+"""Hooks and fixtures of the product's tests, so that these can be run alone too; and its recordings."""
 
-from tests.conftest import pytest_generate_tests, small_disk, warnings_are_seen  # noqa: F401
+from pathlib import Path
+
+from tests.conftest import (  # noqa: F401
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_generate_tests,
+    small_disk,
+    warnings_are_seen,
+)
+
+DATA = Path(__file__).parents[2] / "tests" / "data"

@@ -10,38 +10,35 @@ import json
 import math
 import sys
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rollout_spec.cli import main
+from lab.tests.conftest import DATA
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict.model_drafts import simulate_model
 from rollout_spec.predict.replay import replay
-from rollout_spec.report.headlines import drafters_headline
-from rollout_spec.report.plots import plot_drafters
-from rollout_spec.report.tables import FIGURES, drafters_tables
 from rollout_spec.trace import Rollout, read_trace
 from rollout_spec_lab.bench.drafter_costs import (
     NUM_STEPS,
     Row,
     endless,
     engine_call,
-    long_text,
     make_batch,
     measure_costs,
     rows_of,
-    time_indexing,
     time_steps,
 )
 from rollout_spec_lab.bench.drafters import Oracle, Suffix, all_runs, at_equal_drafts, measure, over_baselines
+from rollout_spec_lab.bench.plots import plot_drafters
+from rollout_spec_lab.bench.tables import FIGURES, drafters_tables
+from rollout_spec_lab.cli import main
 from rollout_spec_lab.cli.bench_drafters import METHODS
 
-TRACE = Path(__file__).parent / "data" / "demo_trace.jsonl.gz"
+TRACE = DATA / "demo_trace.jsonl.gz"
 # Of the demo's pretrained policy, by plain vLLM: 24 of the demo's prompts twice, 8 samples of at most 192
 # tokens each, T = 0.6.
-RECORDING = Path(__file__).parent / "data" / "policy_trace.jsonl.gz"
+RECORDING = DATA / "policy_trace.jsonl.gz"
 PROMPT = np.array([1, 2, 3], np.int32)
 EARLIER = np.array([4, 5, 6, 7, 8, 9], np.int32)
 CONFIG = SpecConfig(num_speculative_tokens=8)
@@ -140,25 +137,11 @@ def test_what_is_timed_are_drafts(method):
 
 
 def test_what_an_engine_could_call_has_costs(lines):
-    costs = measure_costs(
-        lines, ["off", "ngram", "sam", "oracle"], SpecConfig(), batches=(1, 8), sizes=(1024, 8192)
-    )
-    ngram, sam = costs
-    assert (ngram["method"], sam["method"]) == ("ngram", "sam")
+    costs = measure_costs(lines, ["off", "ngram", "sam", "oracle"], SpecConfig(), batches=(1, 8))
+    assert [cost["method"] for cost in costs] == ["ngram", "sam"]
     for cost in costs:
         assert list(cost["us_per_row"]) == ["1", "8"]
         assert all(value > 0 for value in cost["us_per_row"].values())
-    assert sum(len(response) for line in lines for response in line.responses) < 8192  # so that text is made
-    for name in ("ns_per_indexed_token", "bytes_per_token"):
-        assert ngram[name] == {"1024": None, "8192": None}
-        assert list(sam[name]) == ["1024", "8192"] and min(sam[name].values()) > 16
-
-
-def test_made_text_does_not_repeat():
-    line = Rollout("g", None, np.zeros(1, np.int32), [np.arange(1000, dtype=np.int32)])
-    text = long_text([line], 65536)
-    assert len(text) == 65536 and np.array_equal(text[:1000], line.responses[0])
-    assert len(np.unique(np.stack([text[:-1], text[1:]]), axis=1).T) > 0.9 * len(text)
 
 
 def test_the_command_prints_what_it_writes(tmp_path, capsys):
@@ -214,25 +197,10 @@ def test_what_is_named_must_be_installed(without_arctic_inference, capsys):
     assert "arctic-inference==0.1.1" in line
 
 
-@pytest.mark.slow
-def test_suffix_gpu_drafts_from_what_has_ended_and_sees_nothing_ahead():
-    """A second group says what the first has said: drafts stop where its text was new, nowhere before."""
-    text = np.arange(10, dtype=np.int32)
-    line = Rollout("g", None, np.array([200], np.int32), [text])
-    first, second = (
-        {figure: result[figure] for figure in ("tokens_per_step", "draft_tokens_per_step")}
-        for lines in ([line], [line, line])
-        for result in measure(lines, [("suffix_gpu", SpecConfig(num_speculative_tokens=4))])
-    )
-    assert first == {"tokens_per_step": 1.0, "draft_tokens_per_step": 0.0}
-    assert second["tokens_per_step"] > 1.3
-
-
-@pytest.mark.parametrize("command", [["replay"], ["bench", "drafters", "--methods=off", "--no-cost"]])
-def test_a_trace_without_a_step_is_one_line(command, tmp_path, capsys):
+def test_a_trace_without_a_step_is_one_line(tmp_path, capsys):
     trace = tmp_path / "short.jsonl"
     trace.write_text(json.dumps({"group": "g", "prompt_token_ids": [1], "responses": [[1], [2]]}) + "\n")
-    assert main([*command, str(trace)]) == 2
+    assert main(["bench", "drafters", "--methods=off", "--no-cost", str(trace)]) == 2
     assert (
         f"{trace}: no second token in any response, so there is no step to draft in"
         in capsys.readouterr().err
@@ -269,15 +237,6 @@ def test_ratios_are_a_table_below_the_figures(results):
     figures, ratios = drafters_tables({"results": [sam], "costs": []})
     assert list(ratios.columns[-1].cells) == ["1.250 @ 0.750"] and figures.row_count == 1
     assert len(list(drafters_tables({"results": [sam | {"over": {}}], "costs": []}))) == 1
-    found = [{"trace": "t", **result} for result in results]
-    oracle = [result for result in found if result["method"] == "oracle"]
-    assert drafters_headline({"results": oracle}).startswith("t, K = 4: oracle gives ")
-    gains = [
-        result["tokens_per_step"] for result in only(results, method="sam", history=results[0]["history"])
-    ]
-    assert drafters_headline({"results": found}).startswith(
-        f"t, K = 4: sam gives {max(gains):.2f} tokens per"
-    )
 
 
 def test_traces_of_one_name_and_every_price_are_drawn(results, tmp_path, monkeypatch):
@@ -319,12 +278,25 @@ def test_history_pays_within_a_budget_that_binds():
     assert free > bound > without + 0.9 * (free - without) and free > 1.4 * without
 
 
-@pytest.mark.parametrize("command", ["bench drafters --methods sam --no-cost", "replay"])
-def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys, command):
+def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
     response = np.random.default_rng(0).integers(0, 50_000, 30_000).tolist()
     line = {"group": "g", "prompt_token_ids": [1], "responses": [response]}
     (tmp_path / "long.jsonl").write_text(json.dumps(line) + "\n")
-    assert main([*command.split(), str(tmp_path / "long.jsonl"), "--spec", "max_index_mb=1"]) == 2
+    assert (
+        main(
+            [
+                "bench",
+                "drafters",
+                "--methods",
+                "sam",
+                "--no-cost",
+                str(tmp_path / "long.jsonl"),
+                "--spec",
+                "max_index_mb=1",
+            ]
+        )
+        == 2
+    )
     assert "max_index_mb=1: a line needs more" in capsys.readouterr().err
 
 
@@ -345,10 +317,7 @@ def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys, comm
         ),
         (["--methods", ""], "--methods : must be one of off, ngram"),
         (["--methods", "magic"], "--methods magic: must be one of off, ngram"),
-        (
-            ["--num-speculative-tokens", "65"],
-            "65 must be at least 1 and at most 64",
-        ),
+        (["--num-speculative-tokens", "65"], "65 must be at least 1 and at most 64"),
         (["--history", "-1"], "--history: -1 must be at least 0"),
         (["--min-survival", "0.1", "2"], "--min-survival: 2 must be at least 0 and at most 1"),
         (["--equal-drafts", "--methods", "sam"], "--equal-drafts: needs one of suffix_server, suffix_s"),
@@ -364,7 +333,7 @@ def test_bad_options_are_one_line(options, message, capsys):
 def test_a_simulated_model_is_right_as_often_as_asked():
     """Behind right tokens, and oftener where the index is right; the same each time."""
     lines = list(islice(read_trace(RECORDING), 12))
-    modelled, again = (list(simulate_model(lines, (0.8, 0.5), 3)) for _ in range(2))
+    modelled, again = (list(simulate_model(lines, (0.8, 0.5, 0.5))) for _ in range(2))
     num_right, num_tried = np.zeros(3), np.zeros(3)
     for line, same in zip(modelled, again, strict=True):
         for response, said, other in zip(line.responses, line.proposals, same.proposals, strict=True):
@@ -381,7 +350,7 @@ def test_a_simulated_model_is_right_as_often_as_asked():
 
 
 def test_a_model_as_one_more_expert_beats_the_better_of_both_in_each_step():
-    lines = list(simulate_model(islice(read_trace(RECORDING), 12), (0.8,), 3))
+    lines = list(simulate_model(islice(read_trace(RECORDING), 12), (0.8, 0.8, 0.8)))
     runs = all_runs(("sam", "model", "choose", "sam+model"), SpecConfig(), [8], [0], [0.1])
     suffix, model, choose, both = (result["tokens_per_step"] for result in measure(lines, runs))
     assert both > 1.05 * choose > 1.05 * max(suffix, model)
@@ -484,13 +453,10 @@ def test_what_sam_gains_on_a_recording():
 
 @needs_arctic
 def test_what_sam_costs_on_a_recording():
-    """Asked: a tenth of the time, a quarter of the bytes; of the time a fifth, as other work goes on here."""
+    """Asked: a tenth of the time; here a fifth, as other work goes on."""
     lines = list(read_trace(RECORDING))
     suffix, sam = time_steps(lines, ["suffix_server", "sam"], CONFIG, 64)
     assert suffix > 5 * sam
-    for size in (2048, 32768):
-        suffix_costs, sam_costs = time_indexing(lines, ["suffix_server", "sam"], CONFIG, size, 32768)
-        assert suffix_costs[0] > 5 * sam_costs[0] and suffix_costs[1] > 4 * sam_costs[1]
 
 
 @needs_arctic
@@ -532,15 +498,3 @@ def test_the_command_adds_equal_drafts_and_ratios(capsys):
     assert list(equal["over"]) == ["suffix_server"] and equal.keys() == sam.keys()
     assert main(command) == 0
     assert "sam over vLLM's suffix" in capsys.readouterr().out
-
-
-@needs_arctic
-def test_bytes_are_of_both_trees():
-    line = Rollout("g", None, PROMPT, [np.arange(1024, dtype=np.int32)])
-    [(_, num_bytes)] = time_indexing([line], ["suffix_server"], CONFIG, 1024, 1024)
-    from arctic_inference.suffix_decoding import SuffixDecodingCache
-
-    tree = SuffixDecodingCache(24, 1)
-    tree.start_request("0", np.arange(1024, dtype=np.int32))
-    one = tree._local_trees["0"].estimate_memory() / 1024
-    assert num_bytes == pytest.approx(2 * one, rel=0.05)

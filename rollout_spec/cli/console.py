@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from rollout_spec.report.tables import make_table
-
 if TYPE_CHECKING:
-    from rollout_spec.report.runs import Comparison
+    from rollout_spec.report.measures import Comparison
 
 FILE_WIDTH = 120
 
@@ -27,6 +25,14 @@ def make_console() -> Console:
     plain = functools.partial(Console, markup=False, emoji=False)
     console = plain()
     return console if console.is_terminal or "COLUMNS" in os.environ else plain(width=FILE_WIDTH)
+
+
+def make_table(title: str, *columns: str, caption: str | None = None) -> Table:
+    """The first column to the left, figures to the right."""
+    table = Table(title=title, title_justify="left", caption=caption)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    return table
 
 
 def print_values(title: str, values: Mapping[str, float]) -> None:
@@ -54,13 +60,14 @@ def print_tables(
 
 def print_comparison(comparison: Comparison, paths: Mapping[str, Any], as_json: bool) -> None:
     """What two runs say about each other, and where that lies."""
-    from rollout_spec.report.page import sentences, summary_table
+    from rollout_spec.report.comparison import headline, sentences, table_columns, table_rows
 
     if as_json:
         print(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
         return
     console = make_console()
-    console.print(summary_table(comparison))
+    columns = [*table_columns(comparison)[:-1], "change [95% interval]"]
+    print_tables(console, [(headline(comparison), columns, table_rows(comparison, intervals=False))])
     for sentence in sentences(comparison):
         console.print(sentence, highlight=False)
     for kind, path in paths.items():

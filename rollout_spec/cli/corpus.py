@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_rollouts_arguments, read
+from rollout_spec.cli.inputs import add_rollouts_arguments, path, read
 from rollout_spec.config import UserError
 
 HELP = "build a static corpus that is drafted from too"
@@ -22,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_rollouts_arguments(build.add_argument_group("what is read"))
     output = build.add_argument_group("output")
     output.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE", help="for example corpus.sam"
+        "-o", "--output", type=path, required=True, metavar="FILE", help="for example corpus.sam"
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     example = "rollout-spec corpus build outputs/demo/sam/rollouts/rollouts-0.jsonl -o outputs/corpus.sam"

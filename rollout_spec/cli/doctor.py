@@ -1,4 +1,4 @@
-"""`rollout-spec doctor`: can speculation work here, and if not, what to do about it."""
+"""`rollout-spec doctor`: whether drafting can work here, and what to do if not."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 
 from rollout_spec.cli import add_example
 
-HELP = "say whether speculation can work here, and what to do if not"
+HELP = "say whether drafting can work here, and what to do if not"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    output = parser.add_argument_group("output", "Exit code 1: speculation cannot work here.")
+    output = parser.add_argument_group("output", "Exit code 1: drafting cannot work here.")
     output.add_argument("--json", action="store_true", help="print JSON instead of a line per check")
     add_example(parser, "rollout-spec doctor")
 
@@ -41,3 +41,5 @@ def _print(checks: list[dict[str, str]]) -> None:
         # One line each, however long: for `grep`, and the terminal wraps by itself.
         status = Text(f"{check['status']:<4}  ", colours[check["status"]])
         console.print(status + Text(text), soft_wrap=True)
+    failed = [check["name"] for check in checks if check["status"] == FAIL]
+    console.print(f"Drafting cannot work here: {', '.join(failed)}." if failed else "Drafting can work here.")

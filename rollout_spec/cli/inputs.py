@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS, UserError
 
 if TYPE_CHECKING:
     from rollout_spec.predict.roofline import Host, Roofline
@@ -45,25 +43,34 @@ def number(
     return parse
 
 
+def path(text: str) -> Path:
+    """An argparse type: a file or a folder. `Path("")` would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("must name a file or a folder")
+    return Path(text)
+
+
 def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
     """Add the files, `--tokenizer` and `--columns`, which `read` takes."""
     group.add_argument(
-        "traces", type=Path, nargs="+", metavar="FILE_OR_FOLDER",
+        "traces", type=path, nargs="+", metavar="FILE_OR_FOLDER",
         help="rollouts: recordings, verl's dumps, or rows of prompts and responses",
     )  # fmt: skip
     group.add_argument(
-        "--tokenizer", type=Path, metavar="DIR",
-        help="of rollouts that are texts: the policy's Hugging Face folder, or its tokenizer.json",
+        "--tokenizer", type=path, metavar="DIR",
+        help="the policy's Hugging Face folder, or its tokenizer.json: needed where rollouts are texts",
     )  # fmt: skip
     group.add_argument(
         "--columns", metavar="ROLE=NAME,...",
-        help="fields that are prompt, response, group and step, where their names do not say it; step=: none",
+        help="which fields are the prompt, response, group and step, where their names do not say it "
+        "(step=: there is none)",
     )  # fmt: skip
 
 
 def read(args: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Rollout]:
     """The rollouts of `add_rollouts_arguments`, or of some of its files."""
-    from rollout_spec.predict.dumps import NAMES, read_rollouts
+    from rollout_spec.predict.dumps import read_rollouts
+    from rollout_spec.predict.rows import NAMES
 
     columns = {}
     for pair in filter(None, (args.columns or "").split(",")):
@@ -83,40 +90,37 @@ def check_steps(lines: Iterable[Rollout], trace: Path) -> None:
 
 
 def add_model_drafter_arguments(group: argparse._ActionsContainer) -> None:
-    """Add `--model-acceptance` and `--model-tokens`, which `with_model` takes."""
+    """Add `--model-acceptance`, which `with_model` takes."""
     group.add_argument(
         "--model-acceptance", metavar="A,A,...",
-        help="simulate a model that drafts beside the index: how often its first, second, ... token is right "
-        "where those before it are; the last goes on",
-    )  # fmt: skip
-    group.add_argument(
-        "--model-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), metavar="N",
-        help=f"that this model drafts in a step ({SpecConfig.model_tokens})",
+        help="simulate a draft model beside the index: how often its first, second, ... draft token is right "
+        "where those before it are; it drafts as many tokens as there are numbers",
     )  # fmt: skip
 
 
 def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[Rollout]:
     """The rollouts with the drafts of the simulated model, or as they are."""
     if args.model_acceptance is None:
-        if args.model_tokens is not None:
-            raise UserError("--model-tokens: belongs to --model-acceptance, recorded drafts have their own")
         return lines
     from rollout_spec.predict.model_drafts import simulate_model
 
     try:
         acceptance = [float(part) for part in args.model_acceptance.split(",")]
     except ValueError:
-        acceptance = [-1.0]
-    if not all(0 <= share <= 1 for share in acceptance):
-        raise UserError(f"--model-acceptance {args.model_acceptance}: must be numbers from 0 to 1, by commas")
-    return simulate_model(lines, acceptance, args.model_tokens or SpecConfig.model_tokens)
+        acceptance = []
+    if not 0 < len(acceptance) <= MAX_SPECULATIVE_TOKENS or not all(0 <= share <= 1 for share in acceptance):
+        raise UserError(
+            f"--model-acceptance {args.model_acceptance}: must be numbers from 0 to 1, separated by commas, "
+            f"at most {MAX_SPECULATIVE_TOKENS}"
+        )
+    return simulate_model(lines, acceptance)
 
 
 def add_device_arguments(group: Any, model_group: Any = None) -> None:
     """Add `--model-config`, to `model_group` if it is another, `--gpu` and `--tp`: what `roofline` takes."""
     (model_group or group).add_argument(
-        "--model-config", type=Path, metavar="FILE",
-        help="config.json of the policy; with --gpu: step times from a roofline",
+        "--model-config", type=path, metavar="FILE",
+        help="the policy's config.json: with --gpu, step times are predicted by a roofline",
     )  # fmt: skip
     group.add_argument("--gpu", metavar="NAME", help="h100, h200, a100 or 910b")
     group.add_argument(
@@ -131,8 +135,8 @@ def add_runner_argument(group: argparse._ActionsContainer) -> None:
     """Add `--runner`, which `host` reads."""
     group.add_argument(
         "--runner", choices=("v1", "v2"),
-        help="vLLM's model runner: on v2 steps with drafts wait for the host, on v1 all of an engine that "
-        "drafts (v2)",
+        help="vLLM's model runner: with v2, steps with drafts wait for the host; with v1, all steps of an "
+        "engine that drafts do (v2)",
     )  # fmt: skip
 
 
@@ -184,17 +188,6 @@ def _parsed(value: str) -> Any:
         return json.loads(value)
     except ValueError:
         return value
-
-
-@contextlib.contextmanager
-def output_folder(output: Path | None) -> Iterator[Path]:
-    """`--output`, made where it is missing; one that goes again for None."""
-    if output is None:
-        with tempfile.TemporaryDirectory(prefix="rollout_spec_") as temporary:
-            yield Path(temporary)
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    yield output
 
 
 def add_model_drafter(parser: argparse._ArgumentGroup) -> None:

@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: a live line on a terminal, plain lines elsewhere."""
+"""Progress of long work on standard error, on a terminal only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
+from rich.progress import Progress, track
 
 T = TypeVar("T")
 
@@ -25,19 +25,3 @@ def counted(text: str, total: int | None = None) -> Iterator[Callable[[int], Non
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(text, total=total)
         yield lambda more: progress.advance(task, more)
-
-
-@contextlib.contextmanager
-def timed(text: str, seconds: float) -> Iterator[Callable[[str, float], None]]:
-    """A bar of so many seconds; call what it yields with what is being done and the seconds passed."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(text, total=seconds)
-
-        def show(doing: str, passed: float) -> None:
-            progress.update(task, description=f"{text}: {doing}", completed=passed)
-            if not console.is_terminal:
-                console.print(f"{text}: {passed:.0f} s: {doing}", highlight=False, soft_wrap=True)
-
-        yield show

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from rollout_spec import __version__
@@ -22,6 +20,7 @@ from rollout_spec.cli.inputs import (
     check_steps,
     host,
     number,
+    path,
     read,
     roofline,
     spec_options,
@@ -33,36 +32,32 @@ HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "replay drafts in every step"),
     "num_speculative_tokens": "--num-speculative-tokens sets it",
-    "model_tokens": "--model-tokens sets it",
+    "model_tokens": "--model-acceptance sets it, a number for each",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    lines = parser.add_argument_group("lines of the trace")
+    lines = parser.add_argument_group("what is replayed")
     add_rollouts_arguments(lines)
-    lines.add_argument(
-        "--max-responses", type=number(int, 1), metavar="N", help="only the first N responses of each line"
-    )
     lines.add_argument("--limit-groups", type=number(int, 1), metavar="N", help="only the first N lines")
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
         "--num-speculative-tokens", type=int, default=SpecConfig.num_speculative_tokens, metavar="K",
         help="most draft tokens per row and step",
     )  # fmt: skip
-    drafter.add_argument("--corpus", metavar="FILE", help="file of `corpus build` that is drafted from too")
     add_model_drafter_arguments(drafter)
-    add_spec_argument(drafter, "any other option of rollout.spec, for example history=0", REFUSED)
+    add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
     engines = parser.add_argument_group("engines that these rollouts are for")
     engines.add_argument("--replicas", type=number(int, 1), default=1, metavar="N", help="engines")
     engines.add_argument(
         "--max-num-seqs", type=number(int, 1), default=1024, metavar="N",
-        help="requests that one runs at a time; verl's and this default",
+        help="requests that an engine runs at a time; verl's default too",
     )  # fmt: skip
     add_device_arguments(engines)
     add_runner_argument(engines)
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output", type=Path, metavar="DIR", help="write a page with pictures, replay.html, and replay.json"
+        "--output", type=path, metavar="DIR", help="write a page with pictures, replay.html, and replay.json"
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
@@ -77,23 +72,15 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.predict.simulate import Cluster, model_of
     from rollout_spec.report.outlook import headline, write_outlook
 
-    config = SpecConfig.from_mapping(_options(args))
+    spec = spec_options(args.spec, REFUSED)
+    config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
     if config.corpus:
         check_corpus(config.corpus)
     predicts = args.model_config or args.gpu or args.tp or args.runner
     times = roofline(args, host=host(args)) if predicts else None
-    cluster = Cluster(
-        args.replicas,
-        args.max_num_seqs,
-        None,
-        by_group=True,
-        kv_tokens=times.kv_tokens if times else math.inf,
-    )
-    lines = [
-        dataclasses.replace(line, responses=line.responses[: args.max_responses])
-        for line in islice(read(args, args.traces), args.limit_groups)
-    ]
-    lines = list(with_model(args, lines))
+    kv_tokens = times.kv_tokens if times else math.inf
+    cluster = Cluster(args.replicas, args.max_num_seqs, by_group=True, kv_tokens=kv_tokens)
+    lines = list(with_model(args, islice(read(args, args.traces), args.limit_groups)))
     check_steps(lines, args.traces[0])
     model = model_of(lines, times.head) if times else None
     name = args.traces[0].name
@@ -140,9 +127,3 @@ def _facts(args: argparse.Namespace, config: SpecConfig) -> dict[str, str]:
         "model runner": (args.runner or RUNNER) if args.gpu else None,
     }
     return {name: str(value) for name, value in facts.items() if value}
-
-
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of rollout.spec that the command line names."""
-    given = {"corpus": args.corpus} if args.corpus is not None else {}
-    return spec_options(args.spec, REFUSED) | given | {"num_speculative_tokens": args.num_speculative_tokens}

@@ -1,4 +1,4 @@
-"""`rollout-spec simulate`: whole rollouts on clusters one does not have."""
+"""`rollout-spec simulate`: predict the time of whole rollouts on a cluster."""
 
 from __future__ import annotations
 
@@ -24,123 +24,95 @@ from rollout_spec.cli.inputs import (
 )
 from rollout_spec.config import ROUTINGS, SpecConfig, UserError, parse_threshold
 
-HELP = "take recorded rollouts through drafter and gate in virtual time, to choose options for a cluster"
+HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
 REFUSED = {  # as --spec, and why
     "method": "off and sam are both simulated",
     "verify": "tokens are recorded ones",
     "num_speculative_tokens": "--num-speculative-tokens sets it",
-    "model_tokens": "--model-tokens sets it",
+    "model_tokens": "--model-acceptance sets it, a number for each",
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "--routing sets it",
 }
 OF_ROOFLINE = (
-    "gpu",
-    "tp",
-    "dp",
-    "expert_parallel",
-    "gpu_memory_utilization",
-    "longest_response",
-    "runner",
+    *("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "longest_response", "runner"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     positive = number(int, 1)
-    lines = parser.add_argument_group("lines of the trace")
+    lines = parser.add_argument_group("what is served")
     add_rollouts_arguments(lines)
     lines.add_argument("--limit-groups", type=positive, metavar="N", help="only the first N lines")
     lines.add_argument(
-        "--copies",
-        type=positive,
-        default=1,
-        metavar="N",
+        "--copies", type=positive, default=1, metavar="N",
         help="serve the recording N times at once, each copy with tokens of its own",
-    )
-    times = parser.add_argument_group("what a step takes: measured, or of a device that you do not have")
+    )  # fmt: skip
+    times = parser.add_argument_group("how long a step takes: measured, or predicted for a device")
     source = times.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--step-times",
-        metavar="TABLE",
-        help="engine.json of `bench engine`, or verified tokens:seconds of a step: 1:0.02,64:0.021,256:0.04",
-    )
+        "--step-times", metavar="TABLE",
+        help="engine.json of `bench engine`, or tokens:seconds of steps: 1:0.02,64:0.021,256:0.04",
+    )  # fmt: skip
     add_device_arguments(times, source)
     times.add_argument(
-        "--dp",
-        type=positive,
-        metavar="N",
-        help="data-parallel ranks of an engine, which spread the experts and step together (1)",
-    )
+        "--dp", type=positive, metavar="N",
+        help="data-parallel ranks of an engine: they share the experts and step together (1)",
+    )  # fmt: skip
     times.add_argument(
-        "--expert-parallel", action="store_true", help="whole experts on each device, as always with --dp"
-    )
+        "--expert-parallel", action="store_true",
+        help="each device holds whole experts, as always with --dp, not a slice of each",
+    )  # fmt: skip
     times.add_argument(
-        "--gpu-memory-utilization",
-        type=number(float, 0.0, 1.0, above=True),
-        metavar="SHARE",
-        help="of weights and KV cache (0.9)",
-    )
+        "--gpu-memory-utilization", type=number(float, 0.0, 1.0, above=True), metavar="SHARE",
+        help="share of the device's memory for weights and KV cache (0.9)",
+    )  # fmt: skip
     times.add_argument(
-        "--longest-response",
-        type=positive,
-        metavar="TOKENS",
-        help="as if the longest response had so many tokens: all texts are longer by the same factor",
-    )
+        "--longest-response", type=positive, metavar="TOKENS",
+        help="stretch all texts by one factor, so that the longest response has so many tokens",
+    )  # fmt: skip
     add_runner_argument(times)
-    cluster = parser.add_argument_group("cluster; of several values every combination is simulated")
+    cluster = parser.add_argument_group("cluster (with several values, every combination is simulated)")
     cluster.add_argument("--replicas", type=positive, nargs="+", default=[1], metavar="N", help="engines")
     cluster.add_argument(
-        "--max-num-seqs", type=positive, nargs="+", default=[64], metavar="N", help="of an engine"
-    )
+        "--max-num-seqs", type=positive, nargs="+", default=[64], metavar="N",
+        help="requests that an engine runs at a time",
+    )  # fmt: skip
     cluster.add_argument(
         "--group-size", type=positive, nargs="+", metavar="N", help="the first N responses of each line (all)"
     )
     cluster.add_argument(
-        "--routing", choices=ROUTINGS, default="group", help="group: siblings to one engine; verl: in turn"
-    )
+        "--routing", choices=ROUTINGS, default="group",
+        help="group: siblings go to one engine; verl: to the engine with fewest requests",
+    )  # fmt: skip
     cluster.add_argument(
-        "--interrupt-every",
-        type=positive,
-        metavar="N",
-        help="engine steps between weight syncs that interrupt a rollout, as an asynchronous trainer's do",
-    )
+        "--interrupt-every", type=positive, metavar="N",
+        help="engine steps between weight syncs that interrupt a rollout, as in asynchronous trainings",
+    )  # fmt: skip
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
-        "--batch-thresholds",
-        nargs="+",
-        default=["4", "8", "16", "32", "auto"],
-        metavar="T",
-        help="numbers or auto",
-    )
+        "--batch-thresholds", nargs="+", default=["4", "8", "16", "32", "auto"], metavar="T",
+        help="numbers: draft while at most so many requests run; auto: the gate decides by measured time",
+    )  # fmt: skip
     drafter.add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        nargs="+",
-        default=[SpecConfig.num_speculative_tokens],
-        metavar="K",
-        help="most draft tokens per row and step; of several the best is marked",
-    )
+        "--num-speculative-tokens", type=int, nargs="+", default=[SpecConfig.num_speculative_tokens],
+        metavar="K", help="most draft tokens per row and step; of several the best is marked",
+    )  # fmt: skip
     add_model_drafter_arguments(drafter)
     drafter.add_argument(
-        "--model-pass-ms",
-        type=number(float, 0.0),
-        metavar="MS",
-        help="of that model (with --model-config: of a head of one layer, by the roofline)",
-    )
+        "--model-pass-ms", type=number(float, 0.0), metavar="MS",
+        help="milliseconds of a pass of that model (with --model-config: predicted, for a head of one layer)",
+    )  # fmt: skip
     drafter.add_argument(
-        "--fill-drafts",
-        action="store_true",
-        help="in every row up to K, as with vllm-ascend's FULL_DECODE_ONLY",
-    )
+        "--fill-drafts", action="store_true",
+        help="draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY",
+    )  # fmt: skip
     add_spec_argument(
         drafter,
         "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "
-        "`group` in earlier steps of the trace, whichever engine gave them",
+        "`group` in earlier steps of the recording, whichever engine served them",
         REFUSED,
     )
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--tail-rows", type=positive, default=8, metavar="N", help="the tail: at most N requests run"
-    )
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     trace = "outputs/demo/off/rollouts/rollouts-0.jsonl"
     add_example(parser, f"rollout-spec simulate {trace} --step-times 1:0.02,64:0.021,256:0.04")
@@ -148,7 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.drafting.corpus import check_corpus
-    from rollout_spec.predict.simulate import Cluster, comes_back, copied, requests_of
+    from rollout_spec.predict.load import comes_back, copied, requests_of
+    from rollout_spec.predict.simulate import Cluster
 
     spec = spec_options(args.spec, REFUSED)
     configs = _configs(args, spec)
@@ -173,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     if spec.get("history") and not comes_back(lines):
         raise UserError(f"--spec history: no group of {args.traces[0]} comes back in a later step")
     model = _model(args, lines, times)
-    results = [_simulate(lines, cluster, configs, times, model, args) for cluster in clusters]
+    results = [_simulate(lines, cluster, configs, times, model) for cluster in clusters]
     if args.json:
         print(json.dumps({"spec": spec, "results": results}, indent=2, allow_nan=False))
     else:
@@ -203,17 +176,21 @@ def _times(args: argparse.Namespace, longest: int) -> Any:
 def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
     """The model whose drafts the lines have, if any."""
     from rollout_spec.predict.simulate import model_of
-    from rollout_spec.predict.step_times import StepTimes
+    from rollout_spec.predict.step_times import SECONDS, StepTimes
 
     of_pass: Any = getattr(times, "head", None)  # a table of step times has none
     if args.model_pass_ms is not None:
-        of_pass = StepTimes([(1, max(args.model_pass_ms, 1e-6) / 1e3, 1)])
+        of_pass = StepTimes([(1, max(args.model_pass_ms / 1e3, SECONDS[0]), 1)])
     model = model_of(lines, of_pass)
+    if model is None and args.model_pass_ms is not None:
+        raise UserError(
+            "--model-pass-ms: belongs to --model-acceptance, or to a recording with a model's drafts"
+        )
     if model and of_pass is None:
-        raise UserError("--model-acceptance: with --step-times it needs --model-pass-ms, what a pass takes")
+        raise UserError("--model-acceptance: with --step-times it needs --model-pass-ms too")
     if model and (args.dp or 1) > 1:
         raise UserError(
-            f"--dp {args.dp}: engines refuse a model that drafts on data-parallel ranks of experts; use --tp"
+            f"--dp {args.dp}: engines refuse a draft model on data-parallel ranks of experts; use --tp"
         )
     return model
 
@@ -227,10 +204,8 @@ def _configs(args: argparse.Namespace, spec: dict[str, Any]) -> list[Any]:
     return configs
 
 
-def _simulate(
-    lines: Any, cluster: Any, configs: Any, times: Any, model: Any, args: argparse.Namespace
-) -> dict[str, Any]:
-    """One cluster with each of the configurations, the first of which has no drafts; then with the model."""
+def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, model: Any) -> dict[str, Any]:
+    """One cluster with each configuration, the first of which has no drafts; then again with the model."""
     from rollout_spec.cli.progress import counted
     from rollout_spec.predict.simulate import simulate
 
@@ -241,7 +216,7 @@ def _simulate(
         name = "+".join([*(["sam"] if config.enabled else []), *(["model"] if drafter else [])]) or "off"
         title = f"{cluster.num_replicas} x {cluster.max_num_seqs} rows, {name} {threshold}"
         with counted(title, num_tokens) as advance:
-            figures = simulate(lines, cluster, config, times, args.tail_rows, advance, drafter)
+            figures = simulate(lines, cluster, config, times, on_tokens=advance, model=drafter)
         k = config.num_speculative_tokens if config.enabled else None
         setting = {"drafter": name, "batch_threshold": threshold, "num_speculative_tokens": k}
         runs.append({**setting, **figures})
@@ -277,22 +252,13 @@ def _headline(results: list[dict[str, Any]]) -> str:
 
 
 def _print_table(title: str, results: list[dict[str, Any]]) -> None:
-    from rollout_spec.cli.console import make_console
-    from rollout_spec.report.tables import make_table
+    from rollout_spec.cli.console import make_console, make_table
 
     columns = (
-        "rows",
-        "group",
-        "drafts",
-        "threshold",
-        "K",
-        "makespan s",
-        "x off",
-        "tail share",
-        "tokens/step",
-        "acceptance",
+        *("rows", "group", "drafts", "threshold", "K"),
+        *("makespan s", "speedup", "tail share", "tokens/step", "acceptance"),
     )
-    table = make_table(f"{title}: simulated rollouts, * what to choose", "engines", *columns)
+    table = make_table(f"{title}: simulated rollouts (* the fastest)", "engines", *columns)
     for result in results:
         best = min(result["runs"], key=lambda figures: figures["makespan_s"])
         for figures in result["runs"]:

@@ -220,7 +220,7 @@ class Drafter:
         self.counters.num_untracked_rows += ended_step.num_rows - len(rows) + proposed.num_left_out
         # A model has drafted nothing for a step that did not wait: the text alone would say that none pays.
         is_weighed = len(rows) > 0 and (in_time or not self._has_model)
-        chosen = self._choose(proposed if is_weighed else None, price) if price is not None else None
+        chosen = self._choose(proposed if is_weighed else None) if price is not None else None
         would_draft = chosen is not None and bool(chosen.any())
         # A model has something for every step.
         self.next_step_waits = price is not None if in_time or self._has_model else would_draft
@@ -267,7 +267,7 @@ class Drafter:
                 np.maximum(numbers, 0, out=numbers)
         return result
 
-    def _choose(self, proposed: StepResult | None, price: float) -> Int32Array | None:
+    def _choose(self, proposed: StepResult | None) -> Int32Array | None:
         """How much of each row's draft the open gate takes, int32 [rows]; None where none is weighed."""
         chosen, was_refused = None, False
         if proposed is not None:
@@ -275,7 +275,6 @@ class Drafter:
             was_refused = bool(proposed.num_draft_tokens.any()) and not chosen.any()
         if not was_refused:  # that the gate has counted as off
             self.counters.num_steps_on += 1
-            self.counters.sum_min_survival += price
         return chosen
 
     def _leading(self, proposed: StepResult, chosen: Int32Array) -> list[list[int]]:

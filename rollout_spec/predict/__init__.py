@@ -1,5 +1,7 @@
-"""What would drafting gain? Rollouts read from disk, replayed, and simulated on a device's step times.
+"""What would drafting gain? Recorded rollouts, replayed or served by simulated engines; no model runs.
 
-In: recorded rollouts, options, step times. Out: numbers and dataclasses, which `cli` prints.
-May import: `config`, `trace`, `drafting`, `verl`, numpy, pyarrow, tokenizers. It starts no engine.
+In: files of rollouts, options of the drafter, step times (a table, or a model's config and a device's name).
+Out: counts, predicted seconds and shares: dataclasses and dictionaries that `cli` and `report` show.
+May import: `config`, `trace`, `drafting`, `verl`, numpy, pyarrow, tokenizers.
+Never: starts an engine, measures a device, or writes a file. Of `verl` only where a group is served.
 """

@@ -1,16 +1,14 @@
-"""Rollouts as people have them on disk, read as `trace.Rollout`s: what a file is, its contents say.
+"""Files of rollouts, read as `trace.Rollout`s: what a file is, its contents say, not its name.
 
-A file is JSON lines, one JSON document or parquet. In it are prompts with their responses, single responses
-or chats: the names of fields say which. Texts become tokens by the policy's tokenizer.
+A file is JSON lines, one JSON document or parquet, compressed or not. `rows` reads the rows in it, and the
+policy's tokenizer makes tokens of texts.
 """
 
 from __future__ import annotations
 
 import bz2
 import codecs
-import dataclasses
 import gzip
-import hashlib
 import io
 import itertools
 import json
@@ -18,40 +16,18 @@ import logging
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollout_spec.config import UserError
+from rollout_spec.predict.rows import Columns, Group, groups_in
 from rollout_spec.trace import Rollout, TraceError, parse_json, read_lines, token_ids
 
-Text = str | list[int]
-Columns = Mapping[str, str]
-"""By the keys of NAMES the name of a field that has none of those; a.b is b in a, "" no field."""
-NAMES = {  # the first that has a value counts
-    "prompt": (
-        *("prompt_token_ids", "prompt_ids", "prompt", "input", "input_prompt", "full_prompt"),
-        *("origin_prompt", "question", "question_content", "problem", "query", "instruction", "arguments"),
-    ),
-    "response": (
-        *("response_token_ids", "output_token_ids", "response_ids", "completion_ids", "output_ids"),
-        *("responses", "response", "outputs", "output", "output_response", "completions", "completion"),
-        *("generations", "generation", "generated_text", "samples", "choices", "resps", "output_list"),
-        *("code_list", "code", "predictions", "prediction", "model_output"),
-    ),
-    "group": ("custom_id", "task_id", "question_id", "problem_id", "doc_id", "id"),
-    "step": ("step", "global_step", "global_steps", "training_step"),
-}
-_CHATS = ("messages", "conversations", "conversation", "trajectory", "traj")
-_POLICY = ("assistant", "gpt", "model")
-_SEVERAL = ("body", "choices", "responses", "outputs", "samples")  # a response that has them is n
-_TEXT = (
-    *("token_ids", "message", "content", "value", "text", "response", "full_model_response", "output"),
-    "completion",
-)
+MAX_JSON_BYTES = 1 << 28
+"""The longest line, and the longest document of several lines. Parsed, it takes several times the memory."""
 _FILES = re.compile(r"\.(jsonl?|ndjson|parquet)(\.(gz|bz2|xz|zst))?$")
 _DAMAGED = (EOFError, OSError, lzma.LZMAError, zlib.error)  # what decompressors raise
 _MAGIC: dict[bytes, Callable[[IO[bytes]], Any]] = {
@@ -60,6 +36,7 @@ _MAGIC: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\xfd7zX": lzma.open,
     b"\x28\xb5\x2f\xfd": lambda opened: _zstd(opened),
 }
+_PEEKED = 20  # bytes that tell JSON from what is none
 _WANTED = (
     "wanted: a recording, verl's rollout_data_dir or validation_data_dir, or rows with a prompt and its "
     "responses, or one response, or a chat; --columns prompt=NAME,response=NAME,group=NAME,step=NAME tells "
@@ -73,19 +50,6 @@ class NoRolloutsError(TraceError):
     """A file of another form; the message says what was found and what is wanted."""
 
 
-@dataclasses.dataclass
-class _Group:
-    """A `Rollout` before its texts are tokens."""
-
-    step: int | None
-    name: str
-    """The prompt's, which comes back in other steps."""
-    part: str
-    """Which of the prompts of that name in its step."""
-    prompt: Text
-    responses: list[Text]
-
-
 def read_rollouts(
     paths: Sequence[Path], tokenizer: Path | None = None, columns: Columns | None = None
 ) -> Iterator[Rollout]:
@@ -93,16 +57,17 @@ def read_rollouts(
 
     Args:
         tokenizer: a tokenizer.json, or a folder with one; needed where there are texts.
+        columns: the fields of roles (`rows.NAMES`) that count, whatever else a row has.
 
     Raises:
         OSError: a file cannot be opened.
-        TraceError: a file is damaged or of another form, and not one of several of a folder; no response has
-            a token, or there is no tokenizer.
+        TraceError: a file is damaged or of another form, or does not say which of its fields is the response,
+            and is not one of several of a folder; no response has a token, or there is no tokenizer.
         UserError: `columns` names a field that a row does not have.
     """
     files = [file for path in paths for file in _files(path)]
-    found: list[Rollout | _Group] = []
-    groups: dict[tuple[Any, ...], _Group] = {}
+    found: list[Rollout | Group] = []
+    groups: dict[tuple[Any, ...], Group] = {}
     refused = []
     for file in files:
         try:
@@ -111,7 +76,7 @@ def read_rollouts(
             refused.append(error)
             continue
         for one in rows:
-            if isinstance(one, _Group):
+            if isinstance(one, Group):
                 known = groups.setdefault((one.step, one.name, one.part), one)
                 if known is not one:
                     known.responses += one.responses
@@ -143,7 +108,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(files)
 
 
-def _read(file: Path, columns: Columns) -> Iterator[Rollout | _Group]:
+def _read(file: Path, columns: Columns) -> Iterator[Rollout | Group]:
     first, num_rows, num_read = None, 0, 0
     for where, row in _rows(file):
         if isinstance(row, Rollout):
@@ -152,7 +117,7 @@ def _read(file: Path, columns: Columns) -> Iterator[Rollout | _Group]:
             continue
         first = row if first is None else first
         try:
-            groups = list(_groups(row, columns))
+            groups = list(groups_in(row, columns, where))
         except OverflowError as error:
             raise TraceError(f"{where}: step: {error}") from error
         except RecursionError as error:
@@ -176,22 +141,9 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
             return
         opener = next((opener for begin, opener in _MAGIC.items() if magic.startswith(begin)), None)
         try:
-            yield from _json(_until_cut(opener(opened), file) if opener else opened, file)
+            yield from _json(_lines(opener(opened) if opener else opened, file), file)
         except _DAMAGED as error:
             raise TraceError(f"{file}: {error}") from error
-
-
-def _until_cut(lines: Iterable[bytes], file: Path) -> Iterator[bytes]:
-    """The lines of a compressed file; where that ends too early, those before, if there are any."""
-    is_empty = True
-    try:
-        for line in lines:
-            yield line
-            is_empty = False
-    except EOFError as error:
-        if is_empty:
-            raise
-        logger.warning("%s: %s: what follows is left out", file, error)
 
 
 def _parquet(opened: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
@@ -209,19 +161,38 @@ def _parquet(opened: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
 def _zstd(opened: IO[bytes]) -> IO[bytes]:
     import pyarrow
 
-    return io.BytesIO(pyarrow.CompressedInputStream(opened, "zstd").read())
+    return io.BufferedReader(pyarrow.CompressedInputStream(opened, "zstd"))
 
 
-def _json(opened: Iterable[bytes], file: Path) -> Iterator[tuple[str, Any]]:
+def _lines(opened: Any, file: Path) -> Iterator[bytes]:
+    """The lines of a file; of a compressed one that ends too early those before the cut, if there are any.
+
+    Of what is no JSON, and of a line that is too long, no more is read than shows it.
+    """
+    begin = opened.peek(_PEEKED)[:_PEEKED]
+    if begin.removeprefix(codecs.BOM_UTF8).strip()[:1] not in (b"", b"[", b"{", b"n"):  # n: null
+        raise _no_json(begin, file)
+    is_empty = True
+    try:
+        while line := opened.readline(MAX_JSON_BYTES + 1):
+            if len(line) > MAX_JSON_BYTES:
+                raise _too_long("a line", file)
+            yield line
+            is_empty = False
+    except EOFError as error:
+        if is_empty:
+            raise
+        logger.warning("%s: %s: what follows is left out", file, error)
+
+
+def _json(lines: Iterator[bytes], file: Path) -> Iterator[tuple[str, Any]]:
     """The values of JSON lines, a recording's as `Rollout`s, or a document of several lines."""
-    opened = iter(opened)
-    first = next((line for line in opened if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
-    lines = itertools.chain([first], opened)
+    first = next((line for line in lines if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
+    lines = itertools.chain([first], lines)
     try:
         row = json.loads(first.decode())
     except json.JSONDecodeError:
-        if text := b"".join(lines).strip():
-            yield str(file), _document(text, file)
+        yield from ((str(file), document) for document in _document(lines, file))
         return
     except (ValueError, RecursionError) as error:
         raise _unreadable(error, first.strip(), file) from error
@@ -234,153 +205,41 @@ def _json(opened: Iterable[bytes], file: Path) -> Iterator[tuple[str, Any]]:
             yield where, value
 
 
-def _document(text: bytes, file: Path) -> Any:
+def _document(lines: Iterable[bytes], file: Path) -> Iterator[Any]:
+    """The one value in all lines; none if they are empty."""
+    text = bytearray()
+    for line in lines:
+        text += line
+        if len(text) > MAX_JSON_BYTES:
+            raise _too_long("its one JSON document", file)
+    text = text.strip()
     try:
-        return json.loads(text.decode())
+        if text:
+            yield json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise _unreadable(error, text, file) from error
 
 
-def _unreadable(error: Exception, text: bytes, file: Path) -> TraceError:
-    """The error of a text that begins as JSON does, with its line where that is known."""
+def _unreadable(error: Exception, text: bytes | bytearray, file: Path) -> TraceError:
+    """The error of a text that is no JSON, with its line where that is known."""
     if text[:1] not in (b"[", b"{"):
-        return NoRolloutsError(
-            f"{file}: it begins with {text[:20]!r}, which is neither JSON nor parquet; {_WANTED}"
-        )
+        return _no_json(text, file)
     where = str(file) if b"\n" in text else f"{file}:1"
     if isinstance(error, json.JSONDecodeError):
         where = f"{file}:{error.lineno}"
     if isinstance(error, UnicodeDecodeError):
-        line = text.count(b"\n", 0, error.start) + 1
-        where = f"{file}:{line}"
+        where = f"{file}:{1 + text[: error.start].count(10)}"
     return TraceError(f"{where}: not JSON: {error}")
 
 
-def _groups(value: Any, columns: Columns) -> Iterator[_Group]:
-    """Of a row, or of all rows in a value."""
-    if isinstance(value, dict) and _is_refused(value):
-        return
-    row = {"messages": value} if _is_chat(value) else value
-    group = _parse(row, columns) if isinstance(row, dict) else None
-    if group is not None:
-        yield group
-    elif isinstance(value, (dict, list)) and not _is_chat(value):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _groups(inner, columns)
+def _no_json(text: bytes | bytearray, file: Path) -> NoRolloutsError:
+    begin = bytes(text[:_PEEKED])
+    return NoRolloutsError(f"{file}: it begins with {begin!r}, which is neither JSON nor parquet; {_WANTED}")
 
 
-def _is_refused(row: Mapping[str, Any]) -> bool:
-    """Whether a row of batch outputs is of a request that failed."""
-    answer = row.get("response") or {}
-    if "custom_id" not in row or not isinstance(answer, dict):
-        return False
-    body, status = answer.get("body", {}), answer.get("status_code")
-    if row.get("error") or body is None or (isinstance(status, int) and status >= 400):
-        return True
-    return isinstance(body, dict) and (bool(body.get("error")) or body.get("object") == "error")
-
-
-def _parse(row: Mapping[str, Any], columns: Columns) -> _Group | None:
-    """None for a row without a response."""
-    responses = _responses(_value(row, "response", columns))
-    chat: list[Any] = next((row[name] for name in _CHATS if _is_chat(row.get(name))), [])
-    begin = next((i for i, message in enumerate(chat) if _role(message) in _POLICY), len(chat))
-    if begin < len(chat) and (not responses or _role(chat[-1]) in _POLICY):
-        prompt, responses = _prompt(chat[:begin]), [_said(chat[begin:])]
-    elif responses:
-        prompt = _prompt(_value(row, "prompt", columns) or chat)
-    else:
-        return None
-    name = hashlib.sha256(repr(prompt or responses).encode(errors="replace")).hexdigest()[:16]
-    if "group" in columns or not prompt:
-        group = _value(row, "group", columns)
-        name = name if group in (None, "", []) else str(group)
-    # verl's uid, prompt_sample_output: prompts of one text may have other images.
-    part = str(row["uid"]).rsplit("_", 2)[0] if "uid" in row and "input" in row else ""
-    step = _step(_value(row, "step", columns))
-    return _Group(step, name, part, prompt, responses)
-
-
-def _step(value: Any) -> int | None:
-    """None for what is no number, nor the digits of one."""
-    if isinstance(value, str) and re.fullmatch(r"\d{1,18}", value):
-        return int(value)
-    return int(value) if isinstance(value, (int, float)) and value == value else None
-
-
-def _value(row: Mapping[str, Any], role: str, columns: Columns) -> Any:
-    if role not in columns:
-        return next((row[name] for name in NAMES[role] if row.get(name) not in (None, "", [])), None)
-    value: Any = row if columns[role] else {"": None}
-    for part in columns[role].split("."):
-        if not isinstance(value, dict) or part not in value:
-            if role == "response":
-                return None
-            raise UserError(f"--columns {role}={columns[role]}: a row has the fields {', '.join(row)}")
-        value = value[part]
-    return value
-
-
-def _responses(value: Any) -> list[Text]:
-    """All that a value holds: of n samples n."""
-    if isinstance(value, dict):
-        several = next((value[name] for name in _SEVERAL if value.get(name)), None)
-        return [_text(value)] if several is None else _responses(several)
-    if _is_chat(value) and any(_role(message) not in _POLICY for message in value):
-        return [_said(value)]
-    if isinstance(value, str) or _is_ids(value):
-        return [value]
-    return [text for one in value for text in _responses(one)] if isinstance(value, list) else []
-
-
-def _prompt(value: Any) -> Text:
-    """A chat as verl decodes it: roles and texts by lines."""
-    if _is_chat(value):
-        return "".join(f"{_role(message)}\n{_text(message)}\n" for message in value)
-    while value and isinstance(value, (list, dict)) and not _is_ids(value):
-        value = value[0] if isinstance(value, list) else next(iter(value.values()))
-    return value if isinstance(value, str) or _is_ids(value) else ""
-
-
-def _text(value: Any) -> Text:
-    if isinstance(value, dict) and _role(value):
-        thought = value.get("reasoning_content") or value.get("reasoning")
-        parts = [thought, value.get("content", value.get("value")), *_calls(value.get("tool_calls"))]
-        return "\n".join(str(text) for text in map(_text, parts) if text)
-    if isinstance(value, dict):
-        return _text(next((value[name] for name in _TEXT if value.get(name) is not None), None))
-    if isinstance(value, list) and not _is_ids(value):
-        return "".join(str(text) for text in map(_text, value))
-    return value if isinstance(value, str) or _is_ids(value) else ""
-
-
-def _said(messages: Iterable[Mapping[str, Any]]) -> str:
-    """What the policy wrote; what tools and users answered is left out, no engine decodes it."""
-    return "\n".join(str(_text(message)) for message in messages if _role(message) in _POLICY)
-
-
-def _calls(value: Any) -> list[str]:
-    calls = value if isinstance(value, list) else [value]
-    return [call if isinstance(call, str) else _call(call) for call in calls if isinstance(call, (dict, str))]
-
-
-def _call(call: Mapping[str, Any]) -> str:
-    function = call["function"] if isinstance(call.get("function"), dict) else call
-    arguments = function.get("arguments")
-    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f'{{"name": "{function.get("name")}", "arguments": {arguments}}}'
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and _role(m) for m in value)
-
-
-def _role(message: Mapping[str, Any]) -> str:
-    return str(message.get("role") or message.get("from") or "")
+def _too_long(what: str, file: Path) -> TraceError:
+    limit = f"{MAX_JSON_BYTES >> 20} MiB"
+    return TraceError(f"{file}: {what} is longer than {limit}: write JSON lines, a row in each")
 
 
 class _Encoder:
@@ -390,7 +249,7 @@ class _Encoder:
         self._path, self._where = tokenizer, where
         self._tokenizer: Any = None
 
-    def rollout(self, group: _Group) -> Rollout:
+    def rollout(self, group: Group) -> Rollout:
         texts = [group.prompt, *group.responses]
         encoded = iter(self._encode([text for text in texts if isinstance(text, str)]))
         prompt, *responses = (

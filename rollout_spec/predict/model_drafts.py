@@ -1,4 +1,4 @@
-"""A model that drafts, simulated over recorded responses: right so often, oftener where the text repeats."""
+"""A draft model, simulated: right at given rates over recorded responses, more often where a text repeats."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from rollout_spec.drafting.native import Int32Array
 from rollout_spec.predict.replay import IndexProposer, token_matrix
 from rollout_spec.trace import Proposals, Rollout
 
-# What is easy for the suffix index is easy for a model: where the index is right the model is wrong half as
-# often as on the whole, and elsewhere so much oftener that the whole is what was asked for.
+# What is easy for the suffix index is easy for a model. Where the index is right, the model is wrong half as
+# often as on average; elsewhere it is wrong more often, so that the average is the rate that was asked for.
 EASIER = 0.5
-AGREEMENT = 0.4  # of the tokens that both have wrong, those that are the same
-NO_TOKEN = 2**31 - 1  # what a model says that is wrong, in no text; the next ones are below it
+AGREEMENT = 0.4  # share of the places where both are wrong at which they draft the same token
+NO_TOKEN = 2**31 - 1  # a wrong token that no text has; further ones count down from it
 
 
-def simulate_model(
-    lines: Iterable[Rollout], acceptance: Sequence[float], num_tokens: int
-) -> Iterator[Rollout]:
-    """The lines, each with a model's drafts, whatever they had before.
+def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Iterator[Rollout]:
+    """The lines with a model's drafts in place of any that they had.
 
-    What it says at one place depends on the place only: another drafter sees the same model.
+    A draft depends on its place in the text only, so every drafter meets the same model.
 
     Args:
-        acceptance: how often a token is right, behind none, one, two, ... right ones; the last goes on.
-        num_tokens: of a draft.
+        acceptance: how often the first, second, ... token of a draft is right where those before it are.
+            There are as many tokens in a draft.
     """
     config = SpecConfig(num_speculative_tokens=1, min_survival=0.0)
-    rates = np.array([acceptance[min(depth, len(acceptance) - 1)] for depth in range(num_tokens)])
+    rates = np.array(acceptance)
     with contextlib.closing(IndexProposer(config)) as index:
         for line in lines:
             guesses = _guesses(index, line)
@@ -47,7 +45,7 @@ def simulate_model(
 
 
 def _guesses(index: IndexProposer, line: Rollout) -> list[Int32Array]:
-    """What the suffix index alone would say in the place of every token of each response, -1: nothing."""
+    """What the suffix index alone would draft in the place of every token of each response, -1: nothing."""
     token_ids, ends = token_matrix(line, 1)
     prompt_len = len(line.prompt_token_ids)
     found = np.full((len(ends), int(ends.max()) - prompt_len), -1, np.int32)
@@ -62,15 +60,15 @@ def _guesses(index: IndexProposer, line: Rollout) -> list[Int32Array]:
 
 
 def _proposals(response: Int32Array, guesses: Int32Array, rates: np.ndarray, share: float) -> Proposals:
-    """Drawn by the response's own seed; `share`: of the tokens of its line that the index says rightly."""
+    """Drawn with the response's own seed; `share`: how often the index is right in this line."""
     num, num_tokens = len(response), len(rates)
     luck, whim = np.random.default_rng(zlib.crc32(response.tobytes())).random((2, num))
     agrees = guesses == response
     says = np.where((guesses >= 0) & (whim < AGREEMENT), guesses, NO_TOKEN)  # where it is wrong
     tokens = np.full((num, num_tokens), -1, np.int32)
-    is_right = np.ones(num, bool)  # all that it has drafted so far
+    is_right = np.ones(num, bool)  # whether all tokens of the draft so far are
     for depth, rate in enumerate(rates[:num]):
-        here = slice(depth, num)  # behind i tokens, the one in the place i + depth
+        here = slice(depth, num)  # the draft behind i tokens has its token of this depth at i + depth
         harder = EASIER * share / (1 - share)
         rate = np.where(agrees[here], 1 - (1 - rate) * EASIER, rate - (1 - rate) * harder)
         goes_on = is_right[: num - depth]

@@ -1,30 +1,24 @@
-"""What drafts would give rollouts that somebody has: replayed, and on engines of a given size."""
+"""What drafting would give somebody's rollouts: the figures of a replay, and of engines that serve them."""
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.predict.replay import Replayed, ReplayResult
-from rollout_spec.predict.simulate import (
-    Cluster,
-    ModelDrafter,
-    assign,
-    requests_of,
-    rollouts_of,
-    simulate,
-)
+from rollout_spec.predict.engine import ModelDrafter
+from rollout_spec.predict.load import assign, requests_of, rollouts_of
+from rollout_spec.predict.replay import Counts, Replayed, ReplayResult
+from rollout_spec.predict.simulate import TAIL_ROWS, Cluster, simulate
 from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import Rollout
 
-TAIL_ROWS = 8  # the tail: at most so many requests run
-SHORT = 16  # tokens: shorter responses are one class of lengths
+SHORT = 16  # tokens: responses with fewer are one class of lengths
 
 
 def outlook(
@@ -36,31 +30,32 @@ def outlook(
     model: ModelDrafter | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Figures of a replay and of the engines' batches, as JSON has them.
+    """What `replay --json` prints.
 
     Args:
         lines: what was replayed.
-        config: of the drafter, with batch_threshold, which `predicted` heeds.
-        times: of the engines' steps; without, nothing is predicted.
-        model: that drafts beside the index in `predicted`.
-        on_tokens: called with the tokens of each simulated step.
+        config: of the drafter; its batch_threshold counts in `predicted`.
+        times: of the engines' steps; without them nothing is predicted.
+        model: a model that drafts too, in `predicted`.
+        on_tokens: called with the number of tokens of each simulated step.
 
     Returns:
         `ReplayResult.to_dict`; lengths; by_step and by_length, the replay of some responses; tail_share of
-        the engines' plain steps; running, the requests in each of these in the longest rollout; predicted,
-        off and on, `simulate`'s figures.
+        the engines' steps without drafts; running, the requests in each of these in the longest rollout;
+        predicted, with and without drafts, `simulate`'s figures.
     """
     running = [
         num_running([len(request.response) for request in requests], cluster.max_num_seqs)
         for rollout in rollouts_of(lines)
         for requests in assign(requests_of(rollout, None), cluster.num_replicas, cluster.by_group)
     ]
-    steps = np.concatenate(running)
     predicted = times and {
-        name: simulate(lines, cluster, one, times, TAIL_ROWS, on_tokens, drafter)
+        name: simulate(lines, cluster, one, times, on_tokens=on_tokens, model=drafter)
         for name, one, drafter in (("off", SpecConfig(method="off"), None), ("on", config, model))
     }
     lengths = [response.num_tokens for response in result.responses]
+    with_step = [response for response in result.responses if response.step is not None]
+    by_length = _by(result.responses, lambda one: max(SHORT, 1 << one.num_tokens.bit_length()))
     return {
         **result.to_dict(),
         "tail_tokens_per_step": result.tail_tokens_per_step,
@@ -69,21 +64,16 @@ def outlook(
             "longest_tenth": float(np.quantile(lengths, 0.9)),
             "longest": max(lengths),
         },
-        "by_step": [
-            {"step": step, **figures} for step, figures in _by(result.responses, lambda one: one.step)
-        ],
+        "by_step": [{"step": step, **figures} for step, figures in _by(with_step, lambda one: one.step)],
         "by_length": [
-            {"from": end // 2 if end > SHORT else 0, "to": end - 1, **figures}
-            for end, figures in _by(
-                result.responses, lambda one: max(SHORT, 1 << one.num_tokens.bit_length())
-            )
+            {"from": end // 2 if end > SHORT else 0, "to": end - 1, **figures} for end, figures in by_length
         ],
         "batch": {
             "replicas": cluster.num_replicas,
             "max_num_seqs": cluster.max_num_seqs,
             "tail_rows": TAIL_ROWS,
         },
-        "tail_share": float((steps <= TAIL_ROWS).mean()),
+        "tail_share": float((np.concatenate(running) <= TAIL_ROWS).mean()),
         "running": max(running, key=len).tolist(),
         "predicted": predicted,
     }
@@ -104,23 +94,15 @@ def num_running(lengths: Iterable[int], max_num_seqs: int) -> npt.NDArray[np.int
     return each.cumsum()
 
 
-def _by(
-    responses: Iterable[Replayed], key: Callable[[Replayed], int | None]
-) -> Iterator[tuple[int, dict[str, float]]]:
-    """The figures of the responses of each key, in its order; those without one are left out."""
-    parts: defaultdict[int, list[Replayed]] = defaultdict(list)
+def _by(responses: Iterable[Replayed], key: Callable[[Replayed], Any]) -> list[tuple[int, dict[str, float]]]:
+    """The figures of the responses of each key, in the order of keys."""
+    sums: defaultdict[int, Counts] = defaultdict(Counts)
+    nums: defaultdict[int, int] = defaultdict(int)
     for response in responses:
-        if (name := key(response)) is not None:
-            parts[name].append(response)
-    for name in sorted(parts):
-        tokens, steps, drafted, accepted = np.sum([one[1:] for one in parts[name]], axis=0).tolist()
-        decoded = tokens - sum(one.num_tokens > 0 for one in parts[name])  # the prefill gives the first
-        yield (
-            name,
-            {
-                "num_responses": len(parts[name]),
-                "num_tokens": tokens,
-                "tokens_per_step": decoded / steps if steps else 0.0,
-                "acceptance_rate": accepted / drafted if drafted else 0.0,
-            },
-        )
+        sums[key(response)].add(response)
+        nums[key(response)] += 1
+    names = ("num_tokens", "tokens_per_step", "acceptance_rate")
+    return [
+        (name, {"num_responses": nums[name], **{figure: getattr(sums[name], figure) for figure in names}})
+        for name in sorted(sums)
+    ]

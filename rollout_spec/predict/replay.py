@@ -1,18 +1,16 @@
-"""Replay recorded rollouts through the suffix index, with a simulated verifier and no model.
+"""Replay recorded rollouts through the suffix index, without a model.
 
-A draft token is accepted exactly when it equals the recorded token. The responses of one line of the trace
-decode in lockstep, as siblings do in a rollout; of other lines the drafter has its history and what it has
-learned of wording.
+A draft token is accepted exactly when it equals the recorded token. The responses of one line decode in
+lockstep, as siblings do in a rollout. Of other lines the drafter has its history, and the wording it learned.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,75 +18,79 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array
-from rollout_spec.trace import Rollout
-
-
-class Replayed(NamedTuple):
-    """What a replay counted for one response."""
-
-    step: int | None
-    """The training step."""
-    num_tokens: int
-    num_steps: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+from rollout_spec.trace import Proposals, Rollout
 
 
 @dataclass
-class ReplayResult:
-    """What a replay counted. A step is a row-step: one sequence, one forward of the target."""
+class Counts:
+    """Of one response, or summed over several. A step is one forward of the target for one response."""
 
-    num_groups: int = 0
-    num_responses: int = 0
-    num_tokens: int = 0
-    """Response tokens, the first one of each included, which the prefill yields."""
+    num_tokens: int = 0  # the first token of each response included, which the prefill gives
+    num_decoded_tokens: int = 0  # tokens that steps gave
     num_steps: int = 0
-    num_decoded_tokens: int = 0
-    """Response tokens that a step yielded: all but the first of each response."""
-    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_tail_steps: int = 0
-    """Of num_steps, those with at most max(1, n // 4) of the n siblings running."""
-    num_tail_tokens: int = 0
-    num_proposed_rows: int = 0
-    propose_seconds: float = 0.0
-    responses: list[Replayed] = dataclasses.field(default_factory=list)
+
+    def add(self, other: Counts) -> None:
+        for field in dataclasses.fields(Counts):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     @property
     def tokens_per_step(self) -> float:
-        return self.num_decoded_tokens / self.num_steps if self.num_steps else 0.0
+        return _ratio(self.num_decoded_tokens, self.num_steps)
 
     @property
     def draft_tokens_per_step(self) -> float:
-        return self.num_draft_tokens / self.num_steps if self.num_steps else 0.0
+        return _ratio(self.num_draft_tokens, self.num_steps)
 
     @property
     def acceptance_rate(self) -> float:
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+
+@dataclass
+class Replayed(Counts):
+    """One response."""
+
+    step: int | None = None  # the training step
+
+
+@dataclass
+class ReplayResult(Counts):
+    """All responses of a replay."""
+
+    num_groups: int = 0
+    num_drafts: int = 0
+    num_tail_steps: int = 0  # of num_steps, those with at most max(1, n // 4) of the n siblings running
+    num_tail_tokens: int = 0  # tokens that these gave
+    responses: list[Replayed] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_responses(self) -> int:
+        return len(self.responses)
 
     @property
     def mean_acceptance_length(self) -> float:
-        return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
-
-    @property
-    def native_us_per_row(self) -> float:
-        return 1e6 * self.propose_seconds / self.num_proposed_rows if self.num_proposed_rows else 0.0
+        return 1.0 + _ratio(self.num_accepted_tokens, self.num_drafts)
 
     @property
     def tail_tokens_per_step(self) -> float:
-        return self.num_tail_tokens / self.num_tail_steps if self.num_tail_steps else 0.0
+        return _ratio(self.num_tail_tokens, self.num_tail_steps)
 
     def to_dict(self) -> dict[str, float]:
         names = (
             *("num_groups", "num_responses", "num_tokens", "num_steps", "tokens_per_step"),
-            *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length", "native_us_per_row"),
+            *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length"),
         )
         return {name: getattr(self, name) for name in names}
 
 
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
 class Proposer(Protocol):
-    """A drafter in a replay. The rollout of a line is start, one draft per decode step, finish."""
+    """A drafter in a replay: `start` of a line, a `draft` for each decode step of its responses, `finish`."""
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         """Begin a line's responses; `earlier` are responses to the same prompt."""
@@ -113,42 +115,50 @@ class Proposer(Protocol):
         return
 
 
-class LineProposals:
-    """What a line's model drafts, by rows and levels.
+def drafts_at(
+    proposals: Sequence[Proposals | None], nums_done: Iterable[int], num_tokens: int
+) -> ModelDrafts:
+    """What a model drafts in n rows.
 
     Args:
-        most_tokens: of a draft that are used.
+        proposals: [n], of each row's response.
+        nums_done: [n], how many tokens of the response exist; negative: the row gets no draft.
+        num_tokens: of a draft, at most.
     """
+    shape = (len(proposals), num_tokens)
+    tokens, log_odds = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+    for row, (each, num_done) in enumerate(zip(proposals, nums_done, strict=True)):
+        if each is not None and 0 <= num_done < len(each.tokens):
+            drafted = each.tokens[num_done, :num_tokens]
+            tokens[row, : len(drafted)] = drafted
+            log_odds[row, : len(drafted)] = each.log_odds[num_done, :num_tokens]
+    return ModelDrafts(tokens, log_odds)
+
+
+class LineProposals:
+    """What a model drafts for the rows of a line, `most_tokens` in a draft at most."""
 
     def __init__(self, line: Rollout, most_tokens: int) -> None:
-        self._prompt_len = len(line.prompt_token_ids)
-        longest = max(map(len, line.responses))
-        num_tokens = min(most_tokens, max(each.tokens.shape[1] for each in line.proposals))
-        shape = (len(line.responses), longest + 1, num_tokens)
-        self._tokens, self._log_odds = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-        for row, (tokens, log_odds) in enumerate(line.proposals[: shape[0]]):
-            there = slice(len(tokens)), slice(tokens.shape[1])
-            self._tokens[row][there] = tokens[:, :num_tokens]
-            self._log_odds[row][there] = log_odds[:, :num_tokens]
+        self._line = line
+        self._num_tokens = min(most_tokens, max(each.tokens.shape[1] for each in line.proposals))
 
     def at(self, rows: Int32Array, levels: Int32Array) -> ModelDrafts:
-        """Of all rows of the line, nothing in those that are not named; levels: [n], of the rows."""
-        num, _, num_tokens = self._tokens.shape
-        tokens, log_odds = np.full((num, num_tokens), -1, np.int32), np.zeros((num, num_tokens), np.float32)
-        tokens[rows] = self._tokens[rows, levels - self._prompt_len]
-        log_odds[rows] = self._log_odds[rows, levels - self._prompt_len]
-        return ModelDrafts(tokens, log_odds)
+        """For all rows of the line, nothing in rows that are not named; levels: [n], of the named ones."""
+        nums_done = np.full(len(self._line.responses), -1)
+        nums_done[rows] = levels - len(self._line.prompt_token_ids)
+        return drafts_at(self._line.proposals, nums_done.tolist(), self._num_tokens)
 
 
 class IndexProposer:
-    """The suffix index, one group a line, at the price `config.min_survival`.
+    """The suffix index, with one group a line.
 
     Args:
-        mixes: take what a model drafts, where the line has it, as one more proposal.
+        mixes: mix in what a model drafts, where the line has it.
     """
 
     def __init__(self, config: SpecConfig, *, mixes: bool = False) -> None:
-        self.index, self.price, self._mixes = make_index(config), config.min_survival, mixes
+        self.index, self._mixes = make_index(config), mixes
+        self.price = config.min_survival  # of a token: it is drafted if its survival is not less
         self.num_speculative_tokens = config.num_speculative_tokens
         self._group = -1
         self._sequences = np.empty(0, np.int32)
@@ -159,10 +169,10 @@ class IndexProposer:
         for response in reversed(earlier):  # of continuations that are equally frequent the latest is drafted
             self.index.add_text(self._group, response)
         none, before = np.empty(0, np.int32), self.index.stats()
-        self.index.index_and_draft(
-            none, none[None], none, none, none, max_waiting_tokens=before.num_waiting_tokens
-        )
-        self._check_room(self.index.stats().num_tokens == before.num_tokens + before.num_waiting_tokens)
+        waiting = before.num_waiting_tokens
+        self.index.index_and_draft(none, none[None], none, none, none, max_waiting_tokens=waiting)
+        if self.index.stats().num_tokens != before.num_tokens + waiting:
+            raise BudgetExceeded("earlier responses do not fit")
         sequences = [self.index.open_sequence(self._group) for _ in line.responses]
         self._sequences = np.array(sequences, np.int32)
         has_model = self._mixes and line.proposals
@@ -183,12 +193,9 @@ class IndexProposer:
         result = self.index.index_and_draft(
             sequences, token_ids, rows, levels, max_draft_tokens, self.price, model_drafts=model
         )
-        self._check_room(result.num_left_out == 0)
+        if result.num_left_out:  # an engine goes on without them; here they are what is measured
+            raise BudgetExceeded(f"{result.num_left_out} responses do not fit")
         return result
-
-    def _check_room(self, has_room: bool) -> None:
-        if not has_room:
-            raise BudgetExceeded(f"max_bytes={self.index.max_bytes}: reached")
 
     def finish(self) -> None:
         for sequence in self._sequences:
@@ -199,16 +206,12 @@ class IndexProposer:
         self.index.close()
 
 
-def replay(
-    trace: Iterable[Rollout],
-    config: SpecConfig,
-) -> ReplayResult:
-    """Replay a trace.
+def replay(trace: Iterable[Rollout], config: SpecConfig) -> ReplayResult:
+    """Replay a recording.
 
     Args:
-        trace: the lines, in order; each is indexed afresh. With config.history the last so many responses of
-            earlier lines with the same `group` are indexed first. What was learned of wording stays from line
-            to line. A line's model drafts too.
+        trace: the lines, in order. Each line is indexed afresh; with config.history, the last responses of
+            earlier lines with the same `group` come first. If a line has a model's drafts, they are mixed in.
         config: batch_threshold does not apply, every step drafts.
     """
     result = ReplayResult()
@@ -233,39 +236,39 @@ def replay_line(
     n, prompt_len = len(line.responses), len(line.prompt_token_ids)
     token_ids, ends = token_matrix(line, num_speculative_tokens)
     levels = np.minimum(prompt_len + 1, ends)
-    result.num_groups += 1
-    result.num_responses += n
-    result.num_tokens += int((ends - prompt_len).sum())
+    counts = np.zeros((n, 4), np.int64)  # of `Counts` all but the first
     proposer.start(line, earlier)
     rows = np.arange(n, dtype=np.int32)
-    counts = np.zeros((n, 3), np.int64)
     is_running = levels < ends
     while is_running.any():
         running = is_running[rows]
         budgets = np.where(running, num_speculative_tokens, 0).astype(np.int32)
-        begin = time.perf_counter()
         drafts, numbers = proposer.draft(rows, token_ids, levels[rows], budgets)
-        result.propose_seconds += time.perf_counter() - begin
-        result.num_proposed_rows += len(rows)
+        result.num_drafts += int(np.count_nonzero(numbers))
         accepted = _num_accepted(drafts, numbers, token_ids, rows, levels[rows])
         gained = np.where(running, np.minimum(accepted + 1, ends[rows] - levels[rows]), 0)
-        _count(result, n, int(running.sum()), numbers, accepted, int(gained.sum()))
-        counts[rows] += np.stack([running, numbers, accepted], axis=1)
+        if running.sum() <= max(1, n // 4):
+            result.num_tail_steps += int(running.sum())
+            result.num_tail_tokens += int(gained.sum())
+        counts[rows] += np.stack([gained, running, numbers, accepted], axis=1)
         levels[rows] += gained.astype(np.int32)
         # A row that ends in this step takes part in the next once more: its siblings see its last tokens.
         rows = np.flatnonzero(is_running).astype(np.int32)
         is_running = levels < ends
-    result.responses += [
-        Replayed(line.step, *row) for row in np.column_stack([ends - prompt_len, counts]).tolist()
-    ]
     proposer.finish()
+    result.num_groups += 1
+    for row in np.column_stack([ends - prompt_len, counts]).tolist():
+        response = Replayed(*row)
+        response.step = line.step
+        result.responses.append(response)
+        result.add(response)
 
 
 def token_matrix(line: Rollout, num_speculative_tokens: int) -> tuple[Int32Array, Int32Array]:
-    """The rows of a line, [n, L], and how many tokens each has, [n]."""
+    """The rows of a line, [n, L], and how many tokens each has in the end, [n]."""
     prompt_len = len(line.prompt_token_ids)
     lengths = np.array([len(response) for response in line.responses], np.int32)
-    # What a draft is compared with behind the end of a response is no token at all.
+    # A draft is compared with what stands behind the end of a response too: that is no token.
     width = prompt_len + int(lengths.max()) + num_speculative_tokens
     token_ids = np.full((len(lengths), width), -1, np.int32)
     token_ids[:, :prompt_len] = line.prompt_token_ids
@@ -283,21 +286,3 @@ def _num_accepted(
     columns = np.minimum(levels[:, None] + offsets, token_ids.shape[1] - 1)
     agrees = (drafts == token_ids[rows[:, None], columns]) & (offsets < numbers[:, None])
     return np.logical_and.accumulate(agrees, axis=1).sum(axis=1)
-
-
-def _count(
-    result: ReplayResult,
-    num_siblings: int,
-    num_running: int,
-    numbers: np.ndarray,
-    accepted: np.ndarray,
-    num_gained: int,
-) -> None:
-    result.num_steps += num_running
-    result.num_decoded_tokens += num_gained
-    result.num_drafts += int(np.count_nonzero(numbers))
-    result.num_draft_tokens += int(numbers.sum())
-    result.num_accepted_tokens += int(accepted.sum())
-    if num_running <= max(1, num_siblings // 4):
-        result.num_tail_steps += num_running
-        result.num_tail_tokens += num_gained

@@ -1,11 +1,11 @@
-"""Step times of an engine that one does not have, from its model's config.json and its device's datasheet.
+"""Step times predicted from a model's config.json and a device's datasheet.
 
-A step reads the weights and the KV cache, computes on its tokens, talks to its peers and launches its
-kernels: a roofline (Williams et al. 2009) for each kind of layer, and a floor. Matrix products take the
-hypotenuse of their memory time and their compute time, since near the ridge neither hides the other. A
-mixture of experts reads the experts that its tokens touch, under uniform routing; expert-parallel ranks wait
-for the one that has most of them. Attention reads the KV cache once a step, however many tokens are
-verified; its FLOPs stay below the ridge up to K = 16.
+A step reads the weights and the KV cache, computes on its tokens, talks to its peers and launches kernels: a
+roofline (Williams et al. 2009) for each kind of layer, and a floor. A matrix product takes the hypotenuse of
+its memory time and its compute time: near the ridge neither hides the other. A mixture of experts reads the
+experts that its tokens touch, if routed uniformly; expert-parallel devices wait for the one that has most of
+them. Attention reads the KV cache once a step, however many tokens are verified: its FLOPs stay below the
+ridge up to K = 16.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ class Device:
     Links: bytes per second in one direction, and what a collective takes however short its message.
     """
 
-    flops_per_s: float
-    """Dense, bfloat16."""
+    flops_per_s: float  # dense, bfloat16
     bytes_per_s: float
     memory_bytes: float
-    launch_s: float
-    """Of each layer and step, that reading and computing do not hide."""
+    launch_s: float  # of each layer and step, that reading and computing do not hide
     link_bytes_per_s: float
     link_s: float
     network_bytes_per_s: float
@@ -74,7 +72,7 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Seconds of a step that the device waits for the host because of a drafter, and those of each row."""
+    """Seconds that the device waits for the host because of a drafter: a step, and each of its rows."""
 
     plain_s: float
     plain_row_s: float
@@ -82,17 +80,13 @@ class Host:
     drafted_row_s: float
 
     def seconds(self, num_rows: int, drafted: bool) -> float:
-        if drafted:
-            return self.drafted_s + num_rows * self.drafted_row_s
-        return self.plain_s + num_rows * self.plain_row_s
+        step_s, row_s = (self.drafted_s, self.drafted_row_s) if drafted else (self.plain_s, self.plain_row_s)
+        return step_s + num_rows * row_s
 
 
 # By vLLM's model runner: lines through what `bench host` measured at 1 to 256 rows, vLLM's part and the
-# drafter's (lab/record/host.md). V2 schedules plain steps ahead, V1 none with a drafter.
-HOSTS: Mapping[str, Host] = {
-    "v1": Host(0.7e-3, 13e-6, 1.2e-3, 21e-6),
-    "v2": Host(0.0, 0.0, 1.2e-3, 26e-6),
-}
+# drafter's (lab/record/host.md). MRV2 schedules steps without drafts ahead; MRV1 with a drafter none.
+HOSTS: Mapping[str, Host] = {"v1": Host(0.7e-3, 13e-6, 1.2e-3, 21e-6), "v2": Host(0.0, 0.0, 1.2e-3, 26e-6)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +98,7 @@ class Model:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
-    """Of one expert, where there are experts."""
+    intermediate_size: int  # of one expert, where there are experts
     vocab_size: int
     num_experts: int = 0
     num_experts_per_token: int = 0
@@ -113,10 +106,8 @@ class Model:
     bytes_per_value: int = 2
     shared_expert_size: int = 0
     """Width of the shared experts, together: what every token takes beside its own."""
-    num_dense_layers: int = 0
-    """Those without experts, where there are experts."""
-    dense_size: int = 0
-    """Width of these layers."""
+    num_dense_layers: int = 0  # those without experts, where there are experts
+    dense_size: int = 0  # width of these layers
 
     @classmethod
     def read(cls, path: str | Path) -> Model:
@@ -132,20 +123,24 @@ class Model:
             raise RooflineError(f"{path}: not JSON: {error}") from None
         if not isinstance(fields, dict):
             raise RooflineError(f"{path}: must be a JSON object")
+        where, nested = path, fields.get("text_config")
         try:
+            if isinstance(nested, dict) and "hidden_size" not in fields:  # it reads images or audio too
+                where = f"{path}: text_config"
+                if not fields.get("model_type"):
+                    raise RooflineError("is read only beside a model_type, as Hugging Face writes it")
+                fields = {**fields, **nested}
             return cls._of(fields)
         except RooflineError as error:
-            raise RooflineError(f"{path}: {error}") from None
+            raise RooflineError(f"{where}: {error}") from None
 
     @classmethod
     def _of(cls, fields: dict[str, Any]) -> Model:
         _refuse_other_kinds(fields)
         experts = next((name for name in _NUM_EXPERTS if fields.get(name)), None)
+        is_narrow = experts and "moe_intermediate_size" in fields
+        width = "moe_intermediate_size" if is_narrow else "intermediate_size"
         hidden_size, num_heads = _whole(fields, "hidden_size"), _whole(fields, "num_attention_heads")
-        width = (
-            "moe_intermediate_size" if experts and "moe_intermediate_size" in fields else "intermediate_size"
-        )
-        num_dense_layers = _num_dense_layers(fields) if experts else 0
         dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
         if dtype not in _BYTES:
             raise RooflineError(f"torch_dtype: {dtype!r} must be one of {', '.join(_BYTES)}")
@@ -157,17 +152,23 @@ class Model:
             head_dim=_whole(fields, "head_dim", hidden_size // num_heads),
             intermediate_size=_whole(fields, width),
             vocab_size=_whole(fields, "vocab_size"),
-            num_experts=_whole(fields, experts) if experts else 0,
-            num_experts_per_token=_whole(fields, "num_experts_per_tok") if experts else 0,
             ties_embeddings=bool(fields.get("tie_word_embeddings")),
             bytes_per_value=_BYTES[dtype],
-            shared_expert_size=_shared_expert_size(fields, width) if experts else 0,
+        )
+        if not experts:
+            return model
+        num_dense_layers = _num_dense_layers(fields)
+        num_experts, num_of_token = _whole(fields, experts), _whole(fields, "num_experts_per_tok")
+        if num_of_token > num_experts:
+            raise RooflineError(f"num_experts_per_tok: must be at most {experts}, {num_experts}")
+        return dataclasses.replace(
+            model,
+            num_experts=num_experts,
+            num_experts_per_token=num_of_token,
+            shared_expert_size=_shared_expert_size(fields, width),
             num_dense_layers=num_dense_layers,
             dense_size=_whole(fields, "intermediate_size") if num_dense_layers else 0,
         )
-        if model.num_experts_per_token > model.num_experts:
-            raise RooflineError(f"num_experts_per_tok: must be at most {experts}, {model.num_experts}")
-        return model
 
     @property
     def num_expert_layers(self) -> int:
@@ -303,23 +304,14 @@ class Roofline:
         num_tokens_of_others: int = 0,
         num_rows: int = 0,
     ) -> float:
-        """Of one step.
-
-        Args:
-            num_tokens: verified and prefilled tokens of this rank.
-            drafted: makes a difference to the host only.
-            num_context: tokens in all rows of this rank.
-            num_tokens_of_others: that the other data-parallel ranks bring to the experts.
-            num_rows: that the host has work with.
-        """
+        """Of one step of one rank, as `Times` says; only the host cares for `drafted` and `num_rows`."""
         device, model = self.device, self.model
-        seconds = self._shared_seconds(num_tokens)
-        seconds += self._expert_seconds(num_tokens + num_tokens_of_others)
         read_bytes = self.stretch * num_context * self._kv_bytes_per_token
         read_bytes += LOGIT_PASSES * _LOGIT_BYTES * num_tokens * model.vocab_size
+        seconds = self._shared_seconds(num_tokens)
+        seconds += self._expert_seconds(num_tokens + num_tokens_of_others)
         seconds += read_bytes / (MEMORY_EFFICIENCY * device.bytes_per_s)
-        seconds += self._collective_seconds(num_tokens)
-        seconds += model.num_layers * device.launch_s
+        seconds += self._collective_seconds(num_tokens) + model.num_layers * device.launch_s
         if self.host is not None:
             seconds += self.host.seconds(num_rows, drafted)
         return self.stretch * seconds

@@ -1,4 +1,4 @@
-"""What an engine's steps take: a table that was measured or assumed, by the tokens that a step verifies."""
+"""The time that an engine step takes: the interface, and a table of measured or assumed times."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from rollout_spec.config import UserError
 from rollout_spec.drafting.gate.step_cost import never_falling
 
 _Point = tuple[float, float, float]
+SECONDS = (1e-9, 1e6)  # the least and the most that a step may take
 
 
 class Times(Protocol):
-    """What an engine's steps take."""
+    """The seconds of engine steps."""
 
     def seconds(
         self,
@@ -27,17 +28,19 @@ class Times(Protocol):
         num_tokens_of_others: int = 0,
         num_rows: int = 0,
     ) -> float:
-        """Of a step that verifies and prefills num_tokens, with or without drafts among them.
+        """Of one step.
 
         Args:
-            num_context: tokens in all rows of the step.
-            num_tokens_of_others: tokens of the other data-parallel ranks' steps, which run together with it.
+            num_tokens: tokens that the step verifies or prefills.
+            drafted: whether there are draft tokens among them.
+            num_context: tokens in the KV cache of all its requests.
+            num_tokens_of_others: tokens of the other data-parallel ranks, which step at the same time.
             num_rows: requests in the step.
         """
 
     @property
     def without_drafter(self) -> Times:
-        """Of the same engine where nothing drafts."""
+        """The same engine's without a drafter."""
 
 
 class StepTimesError(UserError):
@@ -45,17 +48,18 @@ class StepTimesError(UserError):
 
 
 class StepTimes:
-    """Seconds of an engine step by the tokens it verifies, whatever its context.
+    """The seconds of an engine step by its tokens; its context makes no difference.
 
-    Linear between the points; before the first constant, behind the last on the line through the last two.
-    What falls from point to point is noise and is averaged out.
+    Between two points time grows linearly. Before the first point it is constant; behind the last it goes on
+    along the line through the last two. More tokens never take less time: where points say so, that is noise,
+    and they are averaged.
 
     Args:
-        points: (number of tokens, seconds, weight), any order.
-        drafted: the same for steps with drafts, where engines run these through other code; else as `points`.
+        points: (number of tokens, seconds, weight), in any order.
+        drafted: the same for steps with draft tokens, if the engine runs other code for them.
 
     Raises:
-        StepTimesError: no points, or one that is not positive.
+        StepTimesError: there are no points, one is out of range, or two are of the same number of tokens.
     """
 
     def __init__(self, points: Iterable[_Point], drafted: Iterable[_Point] = ()) -> None:
@@ -65,7 +69,7 @@ class StepTimes:
 
     @classmethod
     def parse(cls, text: str) -> StepTimes:
-        """From "8:0.085,16:0.09,32:0.17", tokens and seconds, or the JSON file that `bench engine` writes."""
+        """Read tokens:seconds,... ("8:0.085,16:0.09"), or the JSON file that `bench engine` writes."""
         path = Path(text)
         if path.is_file():
             return cls._from_file(path)
@@ -73,10 +77,8 @@ class StepTimes:
             return cls(
                 [(float(n), float(s), 1.0) for n, s in (point.split(":") for point in text.split(","))]
             )
-        except ValueError as error:
-            raise StepTimesError(
-                f"step times {text!r}: neither a file nor tokens:seconds,..., {error}"
-            ) from None
+        except ValueError:
+            raise StepTimesError(f"step times {text!r}: neither a file nor tokens:seconds,...") from None
 
     @classmethod
     def _from_file(cls, path: Path) -> StepTimes:
@@ -105,6 +107,12 @@ class StepTimes:
 def _curve(points: Iterable[_Point]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     table = np.array(sorted(points), float).reshape(-1, 3)
     at, seconds, weights = table.T
-    if not len(at) or not np.isfinite(table).all() or at[0] < 1 or min(*seconds, *weights) <= 0:
-        raise StepTimesError("step times: need at least one point, tokens from 1 and seconds above 0")
+    least, most = SECONDS
+    fits = np.isfinite(table).all() and (at >= 1).all() and (weights > 0).all()
+    if not len(at) or not fits or not ((least <= seconds) & (seconds <= most)).all():
+        raise StepTimesError(
+            f"step times: need at least one point, tokens from 1 and seconds from {least:g} to {most:g}"
+        )
+    if (twice := at[1:][at[1:] == at[:-1]]).size:
+        raise StepTimesError(f"step times: {twice[0]:g} tokens have more than one time")
     return at, never_falling(seconds, weights)

@@ -1,6 +1,6 @@
-"""Runs read back, compared, and shown: logs to comparisons to pages, pictures and wandb.
+"""What was measured, for a reader: training runs read back and compared; sentences, tables, pictures, pages.
 
-In: what verl's loggers left, and rollouts on disk. Out: a comparison, as HTML, PNG, JSON or a wandb table.
-May import: `config`, `metrics`, `trace`, jinja2, matplotlib, numpy, pyarrow, rich, tensorboard,
-tokenizers, wandb.
+In: what verl's loggers wrote, recorded rollouts, or a command's record. Out: text, HTML, PNG or JSON.
+May import: `config`, `metrics`, `trace`, jinja2, matplotlib, numpy, tensorboard, wandb. It measures nothing
+and prints nothing.
 """

@@ -29,23 +29,11 @@ class RunError(UserError):
 
 
 @dataclasses.dataclass(frozen=True)
-class WandbRun:
-    """Which run of wandb a log belongs to. `online`: it was read from the server."""
-
-    run_id: str
-    project: str
-    entity: str = ""
-    name: str = ""
-    online: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Log:
-    """A run's log: where it was found, its records, and the wandb run it is of, if any."""
+    """A run's log: where it was found, and its records."""
 
     source: str
     records: tuple[Record, ...]
-    wandb: WandbRun | None = None
 
 
 def read_log(run: str | Path) -> Log:
@@ -66,11 +54,8 @@ def read_log(run: str | Path) -> Log:
     if not path.exists():
         raise RunError(f"{path}: no such file or folder")
     kind, file = _find(path) if path.is_dir() else (_kind(path), path)
-    if kind == "wandb":
-        history, of = _read_wandb(file)
-        return Log(str(file), _merge(history), of)
-    records = read_json_lines(file) if kind == "json" else _read_tensorboard(file)
-    return Log(str(file), _merge(records), _wandb_beside(path))
+    readers = {"json": read_json_lines, "wandb": _read_wandb, "tensorboard": _read_tensorboard}
+    return Log(str(file), _merge(readers[kind](file)))
 
 
 def _kind(file: Path) -> str:
@@ -106,12 +91,6 @@ def _wandb_files(folder: Path) -> list[Path]:
     patterns = (_WANDB_FILE, f"*run-*/{_WANDB_FILE}", f"wandb/*run-*/{_WANDB_FILE}")
     # `latest-run` is a link to one of the others.
     return list({file.resolve() for pattern in patterns for file in folder.glob(pattern)})
-
-
-def _wandb_beside(path: Path) -> WandbRun | None:
-    """The run that a folder's other log was of, where wandb logged it too."""
-    files = _wandb_files(path) if path.is_dir() else []
-    return _read_wandb(files[0])[1] if len(files) == 1 else None
 
 
 def _merge(records: Iterable[Record]) -> tuple[Record, ...]:
@@ -160,28 +139,19 @@ def _read_online(entity: str, project: str, run_id: str) -> Log:
     except Exception as error:
         raise RunError(f"{source}: no such file or folder, and as a run of wandb: {error}") from error
     records = ((int(row["_step"]), row) for row in rows if row.get("_step") is not None)
-    return Log(f"wandb: {source}", _merge(records), WandbRun(run_id, project, entity, run.name, online=True))
+    return Log(f"wandb: {source}", _merge(records))
 
 
-def _read_wandb(file: Path) -> tuple[list[Record], WandbRun | None]:
+def _read_wandb(file: Path) -> Iterator[Record]:
     """wandb's own protocol messages out of its transaction log."""
     from wandb.proto import wandb_internal_pb2
 
-    records: list[Record] = []
-    run = None
     for message in wandb_messages(file):
         record = wandb_internal_pb2.Record.FromString(message)
-        kind = record.WhichOneof("record_type")
-        if kind == "run":
-            of = record.run
-            run = WandbRun(of.run_id, of.project, of.entity, of.display_name)
-        elif kind == "history":
-            data = {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                for item in record.history.item
-            }
-            records.append((int(data.get("_step", record.history.step.num)), data))
-    return records, run
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            data = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            yield int(data.get("_step", record.history.step.num)), data
 
 
 _WANDB_HEADER = b":W&B" + struct.pack("<HB", 0xBEE1, 0)

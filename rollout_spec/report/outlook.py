@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.report.certificate import render
+from rollout_spec.report.page import png, render
 
 MAX_ROWS = 12  # of a table
 MAX_SIBLINGS = 64  # more are hardly of one prompt
 _SECONDS = "\N{NO-BREAK SPACE}s"
-_BLUE, _DARK, _GREY = "#1463d8", "#1b2a3d", "#8a94a3"
 _COLUMNS = ("responses", "tokens", "tokens per step", "accepted")
 
 
@@ -103,7 +101,7 @@ def write_outlook(record: Mapping[str, Any], facts: Mapping[str, str], folder: P
     (folder / "replay.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
     (folder / "replay.png").write_bytes(picture)
     page = folder / "replay.html"
-    alt = "Tokens per step by training step and by length, running requests, predicted time"
+    alt = "Tokens per step by training step, and running requests"
     page.write_text(
         render("replay", record["headline"], sentences(record), tables(record), facts, picture, alt)
     )
@@ -111,28 +109,23 @@ def write_outlook(record: Mapping[str, Any], facts: Mapping[str, str], folder: P
 
 
 def draw(record: Mapping[str, Any]) -> bytes:
-    """A PNG with a panel for each thing that there is to show."""
+    """A PNG: what drafts give over the training steps, where there are several; and how a batch runs out."""
     from matplotlib.figure import Figure
 
-    panels = [_draw_lengths, _draw_running]
-    panels = ([_draw_steps] if len(record["by_step"]) > 1 else []) + panels
-    panels += [_draw_predicted] if record["predicted"] is not None else []
-    figure = Figure(figsize=(9.6, 3.3 * -(-len(panels) // 2)), layout="constrained")
-    for i, panel in enumerate(panels, start=1):
-        axes = figure.add_subplot(-(-len(panels) // 2), 2, i)
+    panels = ([_draw_steps] if len(record["by_step"]) > 1 else []) + [_draw_running]
+    figure = Figure(figsize=(9.6, 3.3), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
         panel(axes, record)
         axes.tick_params(labelsize=8, length=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.title.set_fontsize(9)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    return buffer.getvalue()
+    return png(figure, dpi=130)
 
 
 def _draw_steps(axes: Any, record: Mapping[str, Any]) -> None:
     steps, values = zip(*((row["step"], row["tokens_per_step"]) for row in record["by_step"]), strict=True)
-    axes.plot(steps, values, color=_BLUE, marker=".")
-    axes.axhline(1, color=_GREY, linewidth=0.8)
+    axes.plot(steps, values, color="#1463d8", marker=".")
+    axes.axhline(1, color="#8a94a3", linewidth=0.8)
     axes.set(
         title="Tokens per step, by training step (1: no drafts)", xlabel="training step",
         ylim=(0, 1.1 * max(1.0, *values)),
@@ -140,27 +133,9 @@ def _draw_steps(axes: Any, record: Mapping[str, Any]) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _draw_lengths(axes: Any, record: Mapping[str, Any]) -> None:
-    rows = record["by_length"]
-    bars = axes.bar([_range(row) for row in rows], [row["tokens_per_step"] for row in rows], color=_BLUE)
-    axes.bar_label(bars, [f"{row['num_responses']:,}" for row in rows], fontsize=8)
-    axes.axhline(1, color=_GREY, linewidth=0.8)
-    axes.set(title="Tokens per step, by tokens of the response (on top: responses)")
-    axes.tick_params(axis="x", rotation=30)
-
-
 def _draw_running(axes: Any, record: Mapping[str, Any]) -> None:
     running, rows = record["running"], record["batch"]["tail_rows"]
-    tail = sum(number > rows for number in running)
-    axes.axvspan(tail, len(running), color="#cfe0f7")
-    axes.stairs(running, color=_DARK)
+    axes.axvspan(sum(number > rows for number in running), len(running), color="#cfe0f7")
+    axes.stairs(running, color="#1b2a3d")
     title = f"Running requests without drafts (shaded: at most {rows})"
     axes.set(title=title, xlabel="engine step", ylim=(0, None))
-
-
-def _draw_predicted(axes: Any, record: Mapping[str, Any]) -> None:
-    seconds = [record["predicted"][name]["makespan_s"] for name in ("off", "on")]
-    bars = axes.barh(["without drafts", "with drafts"], seconds, color=[_GREY, _BLUE])
-    axes.bar_label(bars, [f"{value:,.1f} s" for value in seconds], fontsize=9, padding=3)
-    axes.invert_yaxis()
-    axes.set(title="Predicted time of all rollouts, seconds", xlim=(0, 1.2 * max(seconds)))

@@ -50,7 +50,7 @@ def first_step_agreement(off: Path, on: Path) -> Agreement | None:
     """Compare the tokens of two runs before their first weight sync, sample by sample.
 
     Until then nothing but the drafts tells the runs apart: with verify=coupled in both, the tokens are the
-    same up to numerics. What an asynchronous trainer interrupted and finished later does not count.
+    same up to rounding. What an asynchronous trainer interrupted and finished later does not count.
 
     Args:
         off, on: the runs' folders.

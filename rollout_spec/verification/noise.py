@@ -73,7 +73,7 @@ def random_words(seeds: torch.Tensor, num: int, device: torch.device) -> torch.T
     """Words of 32 random bits.
 
     Args:
-        seeds: int64 [n], of `row_seeds`.
+        seeds: int64 [n], of `row_seeds` or `seeds_at`.
         num: how many for each row.
         device: where the words are to be.
 

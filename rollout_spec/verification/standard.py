@@ -1,8 +1,8 @@
-"""Standard verification: speculative-sampling rejection.
+"""Standard verification, for vLLM's CPU engine where its own is broken: speculative-sampling rejection.
 
 Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. The functions have the names, signatures
 and random numbers of vLLM's `vllm.v1.sample.rejection_sampler`, so that each can take its counterpart's
-place on any device. Layout, as there: the draft tokens of all requests stand in one flat row, and
+place. Layout, as there: the draft tokens of all requests stand in one flat row, and
 `cu_num_draft_tokens[i]` is the end of request i's.
 """
 
@@ -17,8 +17,6 @@ from rollout_spec.verification.blocks import argmax, rows_at_a_time
 from rollout_spec.verification.coupled import num_drawn, race
 from rollout_spec.verification.prefixes import first_rejected, matching_prefixes
 from rollout_spec.verification.transfers import sent
-
-GREEDY_TEMPERATURE = 0  # vLLM up to 0.11 wrote -1
 
 
 def expand_batch_to_tokens(
@@ -90,7 +88,7 @@ def rejection_sample(
     best = None
     if not sampling_metadata.all_random:
         best = argmax(target_logits)
-        is_greedy = sampling_metadata.temperature <= GREEDY_TEMPERATURE
+        is_greedy = sampling_metadata.temperature <= 0
         is_greedy = expand_batch_to_tokens(is_greedy, cu_num_draft_tokens, len(drafts))
         accepted = torch.where(is_greedy, best == drafts, accepted)
 
@@ -144,8 +142,7 @@ def _recovered(
 
     The distribution is max(target - draft, 0), normalised; for a point-mass draft the target's without the
     draft token. An exponential race decides: argmax of probability / Exp(1) noise. It is run between tokens
-    where the counterpart's random numbers must be met, and on an accelerator, which each `coupled.race` would
-    wait for; elsewhere as `coupled.race`, which needs less noise.
+    where the counterpart's random numbers must be met; elsewhere as `coupled.race`, which needs less noise.
 
     Args:
         requests: the numbers of the n requests.
@@ -162,7 +159,7 @@ def _recovered(
             masses.scatter_(-1, drafts[at].unsqueeze(-1), 0.0)
         else:
             masses.sub_(draft_probs[at]).clamp_(min=0)
-        by_token = bool(generators) or dtype == torch.float64 or logits.device.type != "cpu"
+        by_token = bool(generators) or dtype == torch.float64
         num = vocab_size if by_token else num_drawn(vocab_size)
         drawn = torch.empty(len(at), num, dtype=dtype, device=masses.device)
         _fill_with_noise(drawn, requests[first : first + size], generators)

@@ -8,9 +8,14 @@ import torch
 
 
 def sent(values: npt.NDArray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The host's values, on the device; from pinned memory: any other copy waits for all work before it."""
+    """Values on the device; what is there already stays as it is.
+
+    The host's go there from pinned memory: any other copy would wait for all work before it.
+    """
     tensor = torch.as_tensor(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def fetched(*tensors: torch.Tensor) -> list[npt.NDArray[np.int32]]:

@@ -1,6 +1,8 @@
 """Drafting inside verl's trainer: options, rollout servers, metrics, history and routing.
 
 In: verl's Hydra configuration, requests and checkpoints. Out: engine arguments, metrics in verl's stream.
-May import: `config`, `metrics`, `patches`, `trace`, `drafting`, `vllm`, `verl_cpu`, hydra, omegaconf, ray,
-tensordict, transfer_queue, transformers, verl, vllm. verl imports `entry_point` in each of its processes.
+Read `check_config` (on the driver), `hooks` (in the trainer), `agent_loop` and `router` (between), `server`
+(in each rollout server). verl imports `entry_point` in all its processes. It never chooses a token.
+May import: `config`, `metrics`, `patches`, `trace`, `drafting`, `vllm`, hydra, omegaconf, ray, tensordict,
+transfer_queue, transformers, verl, vllm.
 """

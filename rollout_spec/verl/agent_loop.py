@@ -1,9 +1,8 @@
 """verl's agent loops, naming every sample and its group in the sampling parameters of each request.
 
-A rollout server knows neither a request's prompt in the data set nor its number among the samples of that
-prompt, nor which part of a long prompt the samples share; an agent loop knows all three. What it says stays
-true when a sample is interrupted and goes on, on whatever server. verl's option
-`actor_rollout_ref.rollout.agent.agent_loop_manager_class` names the manager.
+A rollout server knows neither which prompt of the data set a request has, nor its number among the prompt's
+samples, nor which part of a long prompt the samples share. An agent loop knows all three, also when a sample
+is interrupted and goes on elsewhere. verl's `rollout.agent.agent_loop_manager_class` names the manager.
 """
 
 from __future__ import annotations
@@ -20,23 +19,22 @@ from tensordict import TensorDict  # type: ignore[import-untyped]
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rollout_spec.verl.client import Calls, name_calls
-from rollout_spec.verl.trainer import require_v1
 from rollout_spec.vllm.keys import GROUP_KEY, KEY
 
 _OCCURRENCE = "rollout_spec_occurrence"  # a column of verl's batch, taken out before an agent loop runs
 
 
 class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
-    """verl's worker; it hands each sample's name on in the sampling parameters, whatever the agent loop."""
+    """verl's worker; it puts each sample's name into the sampling parameters, whatever the agent loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Ray would wrap and copy an inherited one, and verl's then finds itself in another class.
+        # Defined here because Ray wraps and copies an inherited one, in which verl's super() then fails.
         super().__init__(*args, **kwargs)
         self._calls = Calls()
         self.llm_client: Any = name_calls(self.llm_client, self._calls)
 
     async def generate_sequences(self, batch: TensorDict) -> None:
-        """As verl's, while all rollout servers live: an async trainer would replace what fails forever.
+        """As verl's, while all rollout servers live: else an async trainer replaces failed prompts forever.
 
         Raises:
             ActorDiedError, EngineDeadError: a rollout server, or the engine of one, has died.
@@ -60,14 +58,9 @@ class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
 
 class KeyedAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager, with `KeyedAgentLoopWorker`s.
-
-    Raises:
-        ConfigError: the trainer is not verl's V1 trainer.
-    """
+    """verl's manager, with `KeyedAgentLoopWorker`s."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_v1()
         super().__init__(*args, **kwargs)
         self._occurrences = Occurrences()
         self.agent_loop_workers_class = ray.remote(KeyedAgentLoopWorker)

@@ -1,10 +1,9 @@
-"""verl's client of the rollout servers, naming every call that an agent loop makes.
+"""verl's client of the rollout servers, which names every call that an agent loop makes.
 
 An agent loop may call `generate` many times for one sample: once a turn, several times with one prompt (best
-of n, a retry), or along the branches of a tree. With `verify=coupled` the tokens follow from a request's name
-and the weights, so the name is the call's: that of the sample, a digest of the prompt, and how many calls the
-sample has made with this prompt before. The requests that verl's client makes of one call, one more after
-each abort, keep it.
+of n, a retry), along the branches of a tree. With `verify=coupled` the tokens follow from the request's name
+and the weights, so every call has its own: the sample's name, a digest of the prompt, and the number of
+earlier calls with it. After an abort, verl's client sends a further request of the same call and name.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MAX_SAMPLES = 100_000  # that are remembered; more than a worker has under way
 
 
 def name_calls(client: Any, calls: Calls) -> Any:
-    """Verl's client itself, which names its calls from now on; so do its copies, in other processes too.
+    """The same client of verl's, which names its calls from now on. So do its copies, in other processes too.
 
     Args:
         client: an `LLMServerClient`, of any subclass.
@@ -43,8 +42,8 @@ def name_calls(client: Any, calls: Calls) -> Any:
 class Calls:
     """The calls that agent loops make, by sample.
 
-    A copy is the same object. A process that it is sent to has one of its own there, which counts for itself:
-    its calls' names also say which copy it is, by the order in which copies were sent.
+    A copy in this process is the same object. A copy that is sent to another process counts for itself; its
+    calls' names also say which copy it is, by the order in which copies were sent.
     """
 
     def __init__(self, name: str | None = None, copy: tuple[int, ...] = ()) -> None:
@@ -58,7 +57,7 @@ class Calls:
         return _find_calls, (self._name, (*self._copy, next(self._copies)))
 
     def named(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The parameters of one more call: its name, how much of its prompt is the group's, and the turn's.
+        """The parameters of one more call, with its name and two lengths: the group's prompt's, the turn's.
 
         Args:
             prompt_ids: the call's prompt, token ids.

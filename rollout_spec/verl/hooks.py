@@ -1,4 +1,4 @@
-"""Hooks into verl's V1 trainers: metrics and history at the end of a step, history in its checkpoints."""
+"""Hooks into verl's V1 trainer: metrics and history at the end of a step, history in its checkpoints."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 from rollout_spec.patches import Patch, replace_function
-from rollout_spec.verl.shared_history import load_history, remove_orphans, save_history, share_history
-from rollout_spec.verl.step_metrics import end_validation, step_metrics, take_reports
+from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
+from rollout_spec.verl.metrics import end_validation, step_metrics, take_reports
 
 _PATCH = Patch(
     name="verl-trainer-hooks",
@@ -33,21 +33,21 @@ def install() -> None:
 
     @functools.wraps(validate)
     def validate_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """What it generates is no part of a step: the servers know its requests by their names."""
+        """Servers know its requests by their names, and do not count them towards a step."""
         result = validate(self, *args, **kwargs)
         end_validation(self)
         return result
 
     @functools.wraps(save)
     def save_checkpoint(self: Any) -> None:
-        save_history(self)  # first: verl's last act is to declare the checkpoint complete
+        save_history(self)  # first, because verl's last act is to declare the checkpoint complete
         save(self)
         remove_orphans(self)
 
     @functools.wraps(fit)
     def fit_with_history(self: Any, *args: Any, **kwargs: Any) -> None:
-        load_history(self)  # not with the checkpoint: engines of their own are there only now
-        share_history(self)  # nothing yet, but the servers know from now on that they have to
+        load_history(self)  # not when verl loads the checkpoint: separate engines start after that
+        share_history(self)  # there is nothing yet; it tells the servers to collect from now on
         fit(self, *args, **kwargs)
 
     signature = "(self, batch: transfer_queue.metadata.KVBatchMeta, metrics, timing_raw, global_steps, epoch)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
@@ -17,23 +16,14 @@ from rollout_spec.verl.model_drafter import engine_drafter, engine_options, engi
 def install() -> None:
     """Safe to call again."""
     Plugins.instance().register(RolloutSpecSearchPath)
+    # OmegaConf keeps no mappings but its own.
     for name, resolve in (
         ("file", config_file),
-        ("options", _options),
-        ("drafter", _drafter),
+        ("options", lambda *asked: OmegaConf.create(engine_options(*asked))),
+        ("drafter", lambda *asked: (drafter := engine_drafter(*asked)) and OmegaConf.create(drafter)),
         ("scheduler", engine_scheduler),
     ):
         OmegaConf.register_new_resolver(f"rollout_spec.{name}", resolve, replace=True)
-
-
-# OmegaConf keeps its own kinds of mappings only.
-def _options(*asked: Any) -> Any:
-    return OmegaConf.create(engine_options(*asked))
-
-
-def _drafter(*asked: Any) -> Any:
-    drafter = engine_drafter(*asked)
-    return drafter and OmegaConf.create(drafter)
 
 
 class RolloutSpecSearchPath(SearchPathPlugin):

@@ -1,4 +1,4 @@
-"""What the parts that launch a run share; importing it changes nothing."""
+"""What several parts need at the start of a run; importing it changes nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from importlib import resources
 
 CONFIGS = "rollout_spec_configs"
 ASKED_VARIABLE = "ROLLOUT_SPEC_METHOD"  # set by the driver's check of `rollout.spec`, for Ray's processes
-V1_ONLY = (
-    "rollout.spec supports verl's V1 trainer only; for rollouts beside the training take "
+V1_TRAINER_ONLY = (
+    "rollout.spec supports verl's V1 trainer only; to roll out beside the training take "
     "trainer.use_v1=True with trainer.v1.trainer_mode=separate_async"
 )
 
@@ -22,5 +22,6 @@ def config_file(name: str) -> str:
 
 
 def verl_is_older() -> bool:
-    """Whether verl is its main branch before 0.9.1: no router, and requests do not wait for a weight sync."""
+    """Whether this is verl's main branch before 0.9.1, which has no router and lets requests into an engine
+    in the middle of a weight sync."""
     return importlib.util.find_spec("verl.workers.rollout.router") is None

@@ -1,25 +1,30 @@
 """A model that drafts beside the text: how verl's configuration asks for it, and what vLLM is told of it.
 
-The policy's own MTP head is asked for as verl has it; a head or a small model of the user's own by
-`rollout.spec.model_drafter`. It gets as many tokens there as `model_tokens` gives it in plain vLLM.
+The policy's own MTP head is asked for by verl's options, a head or a small model of the user's own by
+`rollout.spec.model_drafter`. What an engine refuses with such a model, `vllm/checks.py` says.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import DictConfig
+
 from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.verl.settings import MTP, ROLLOUT, policy_fields, value
 from rollout_spec.vllm import speculative_config
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER
 
 OPTION = "model_drafter"
 _OWN = f"rollout.spec.{OPTION}"
-MTP = "actor_rollout_ref.model.mtp"
+MODEL_TOKENS = f"with verl, set num_speculative_tokens of {_OWN} or of {MTP}"
 _KEYS = ("method", "model", "num_speculative_tokens")
-_DEFAULT = {"num_speculative_tokens": SpecConfig.model_tokens}
-_Options = Mapping[str, Any]  # verl's, plain or of OmegaConf
+# By model_type: policies whose MTP head must come in one piece, while verl syncs weights in parts.
+_WHOLE_HEADS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+_Options = Mapping[str, Any]  # plain, or OmegaConf's
 
 
 def asked_drafter(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None:
@@ -27,17 +32,17 @@ def asked_drafter(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None
 
     Args:
         spec: what is under `rollout.spec`.
-        mtp: what is under MTP.
+        mtp: what is under `actor_rollout_ref.model.mtp`.
     """
     if spec.get(OPTION):
-        return _DEFAULT | dict(spec[OPTION])
-    if mtp is not None and _drafts(mtp):
+        return {"num_speculative_tokens": SpecConfig.model_tokens, **spec[OPTION]}
+    if mtp is not None and _mtp_drafts(mtp):
         return {name: mtp[name] for name in ("method", "num_speculative_tokens")}
     return None
 
 
 def engine_options(spec: _Options, mtp: _Options | None) -> dict[str, Any]:
-    """An engine's options."""
+    """The options of an engine's drafter, for `SpecConfig`."""
     options = {name: value for name, value in spec.items() if name != OPTION}
     drafter = asked_drafter(spec, mtp) if spec["method"] != "off" else None
     return options | ({"model_tokens": drafter["num_speculative_tokens"]} if drafter else {})
@@ -59,40 +64,41 @@ def engine_scheduler(spec: _Options, mtp: _Options | None) -> str | None:
     return SCHEDULER if spec["method"] != "off" or asked_drafter(spec, mtp) else None
 
 
-def check_drafter(spec: _Options, mtp: _Options | None) -> None:
-    """See that what is asked for can be told to vLLM.
+def check_options(options: Mapping[str, Any], mtp: Mapping[str, Any] | None) -> None:
+    """Check how a model is asked for.
+
+    Args:
+        options: what is under `rollout.spec`.
+        mtp: what is under `actor_rollout_ref.model.mtp`.
 
     Raises:
         ConfigError: naming the option.
     """
-    default, own = SpecConfig.model_tokens, spec.get(OPTION)
-    if spec.get("model_tokens", default) != default:
-        raise ConfigError(
-            f"rollout.spec.model_tokens={spec['model_tokens']}: with verl, set num_speculative_tokens of "
-            f"{_OWN} or of {MTP}"
-        )
+    if "model_tokens" in options:
+        raise ConfigError(f"rollout.spec.model_tokens={options['model_tokens']}: {MODEL_TOKENS}")
+    own = options.get(OPTION)
     if own is not None:
         _check_own(own, mtp)
-    elif spec["method"] == "off" or mtp is None or not _drafts(mtp):
+    elif options["method"] == "off" or mtp is None or not _mtp_drafts(mtp):
         return
     elif mtp["method"] != "mtp":
         raise ConfigError(f"{MTP}.method={mtp['method']}: must be mtp with rollout.spec")
-    num = (own or mtp or {}).get("num_speculative_tokens", default)
-    most = spec["num_speculative_tokens"]
+    num = (own or mtp or {}).get("num_speculative_tokens", SpecConfig.model_tokens)
+    most = options["num_speculative_tokens"]
     if type(num) is not int or not 1 <= num <= most:
         raise ConfigError(
-            f"{MTP if own is None else _OWN}.num_speculative_tokens={num}: must be between 1 and {most}, "
-            "which is rollout.spec.num_speculative_tokens"
+            f"{MTP if own is None else _OWN}.num_speculative_tokens={num}: must be between 1 and {most}, the "
+            "value of rollout.spec.num_speculative_tokens"
         )
 
 
-def _check_own(own: Any, mtp: _Options | None) -> None:
+def _check_own(own: Any, mtp: Mapping[str, Any] | None) -> None:
     if not isinstance(own, Mapping) or {*_KEYS[:2]} - {*own} or {*own} - {*_KEYS}:
+        raise ConfigError(f"{_OWN}={own}: must have the keys {', '.join(_KEYS)}; the last may be left out")
+    if _mtp_drafts(mtp):
         raise ConfigError(
-            f"{_OWN}={own}: must have the keys {', '.join(_KEYS)}, of which it may lack the last"
+            f"{_OWN}: {MTP}.enable_rollout asks for a model that drafts too; use one of the two"
         )
-    if _drafts(mtp):
-        raise ConfigError(f"{_OWN}: {MTP}.enable_rollout has a model draft already, use one or the other")
     if own["method"] not in MODEL_METHODS:
         raise ConfigError(f"{_OWN}.method={own['method']}: must be one of {', '.join(MODEL_METHODS)}")
     path = str(own["model"])
@@ -100,5 +106,39 @@ def _check_own(own: Any, mtp: _Options | None) -> None:
         raise ConfigError(f"{_OWN}.model={path}: must be the absolute path of a folder with a config.json")
 
 
-def _drafts(mtp: _Options | None) -> bool:
+def check_weights(config: DictConfig, spec: SpecConfig) -> None:
+    """Check that the model that drafts, if there is one, has its weights; warn where nobody trains it.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    own = value(config, _OWN)
+    is_ours = spec.enabled or spec.coupled or own
+    if not is_ours or asked_drafter(value(config, "rollout.spec"), value(config, MTP)) is None:
+        return
+    name = _OWN if own else f"{MTP}.enable_rollout"
+    if not spec.coupled and spec.enabled:
+        raise ConfigError(f"{name}: needs rollout.spec.verify=coupled, because its drafts share that noise")
+    if not own and policy_fields(config).get("model_type") in _WHOLE_HEADS:
+        raise ConfigError(
+            f"{name}: vLLM updates the MTP head of this model as a whole, verl syncs it in parts"
+        )
+    # verl trains MTP heads with Megatron only, and syncs their weights then.
+    is_synced = not own and value(config, "actor_rollout_ref.actor.strategy") == "megatron"
+    load_format = value(config, f"{ROLLOUT}.load_format")
+    if not is_synced and "dummy" in load_format:
+        raise ConfigError(
+            f"{ROLLOUT}.load_format={load_format}: the drafter would keep random weights, because no weight "
+            "sync brings its own; set auto"
+        )
+    if not is_synced or not value(config, f"{MTP}.enable_train"):
+        watch = "; watch rollout/spec_model_acceptance_rate" if spec.enabled else ""
+        print(
+            f"rollout_spec: {name}: this drafter is not trained, so it will be right less often when the "
+            f"policy has changed{watch}",
+            file=sys.stderr,
+        )
+
+
+def _mtp_drafts(mtp: _Options | None) -> bool:
     return bool(mtp and mtp["enable"] and mtp["enable_rollout"])

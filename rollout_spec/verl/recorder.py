@@ -20,7 +20,7 @@ logger = init_logger(f"vllm.{__name__}")
 class Recorder:
     """Writes responses to the file of a replica, for `rollout-spec replay`.
 
-    A folder that cannot be written, or a full disk, costs the rest of the recording, and a warning.
+    If it cannot write (a full disk), it warns and records no more.
     """
 
     def __init__(self, replica_rank: int) -> None:
@@ -30,12 +30,12 @@ class Recorder:
         self._responses: dict[tuple[str, tuple[int, ...]], list[tuple[list[int], Any]]] = defaultdict(list)
 
     def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int], named: Mapping[str, Any]) -> None:
-        """A response has come to its end; it is recorded with what it said before it was interrupted.
+        """A response has ended. What it had said before an interruption is part of it.
 
         Args:
-            prompt_ids: the request's prompt, which holds what the response said before.
-            token_ids: what the request gave.
-            named: what the request says of itself (`rollout_spec.vllm.keys`).
+            prompt_ids: the turn's prompt, and behind it what the response had said before.
+            token_ids: the tokens that the request generated.
+            named: the request's `extra_args` (`rollout_spec.vllm.keys`).
         """
         if self._file is None:
             return
@@ -44,9 +44,7 @@ class Recorder:
         prompt, before = tuple(map(int, prompt_ids[:num_turn_tokens])), prompt_ids[num_turn_tokens:]
         response = [*map(int, before), *map(int, token_ids)]
         if response:
-            group = (
-                str(hash(prompt)) if names.group is None else names.group
-            )  # without a name, one of its own
+            group = names.group if names.group is not None else str(hash(prompt))
             self._responses[group, prompt].append((response, _plain(named.get(KEY))))
 
     def flush(self, step: int | None) -> None:
@@ -67,7 +65,7 @@ class Recorder:
 
 
 def _plain(name: Any) -> Any:
-    """The name as JSON has it; a caller may send anything."""
+    """The name as JSON can hold it; a caller may send anything."""
     try:
         return json.loads(json.dumps(name))
     except (TypeError, ValueError, RecursionError):

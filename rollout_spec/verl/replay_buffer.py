@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class BoundedReplayBuffer(ReplayBuffer):
-    """verl's replay buffer that throws away groups only while it may generate others for them.
+    """verl's replay buffer, which throws away groups only while it may generate others for them.
 
-    At most `max_num_gen_batches * train_batch_size` prompts are generated for one batch. What can no longer
-    be replaced stays in the batch: a group whose samples all score the same has no advantage, so no gradient.
-    Of an asynchronous trainer's mode it is an `AsyncBoundedReplayBuffer`.
+    It generates at most `max_num_gen_batches * train_batch_size` prompts for one batch. A group that it can
+    no longer replace stays in the batch: its samples all score the same, so it has no gradient.
+    In an asynchronous mode of the trainer this makes an `AsyncBoundedReplayBuffer`.
 
     Args:
         sampler_kwargs: `filter_groups` (verl's `algorithm.filter_groups`) and `train_batch_size`, prompts.
@@ -75,7 +75,7 @@ class BoundedReplayBuffer(ReplayBuffer):
             self._submit(num_prompts)
 
     def _dapo_filtered_keys(self, partition_id: str) -> tuple[set[str], Counter]:
-        """Those of verl's that leave enough prompts, done, in flight or still allowed, for a batch."""
+        """As many of verl's as leave enough prompts for a batch: done, in flight or still allowed."""
         filtered, counts = super()._dapo_filtered_keys(partition_id)
         if not filtered:
             return filtered, counts
@@ -104,8 +104,8 @@ class BoundedReplayBuffer(ReplayBuffer):
 class AsyncBoundedReplayBuffer(BoundedReplayBuffer, ReplayBufferAsync):
     """verl's asynchronous replay buffer with the same bound, here on the prompts of one training step.
 
-    It refills at once whatever leaves the buffer, so that as many prompts are under way as before. What is
-    stale or has failed leaves in any case, and counts.
+    It refills at once whatever leaves the buffer, so that as many prompts are under way as before. A prompt
+    that is stale or has failed leaves in any case, and counts.
     """
 
     _step = -1  # the training step that the prompts are counted of

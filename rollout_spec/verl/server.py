@@ -14,16 +14,15 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
-from rollout_spec.verl.engine_drafters import Drafters
-from rollout_spec.verl.homes import Homes
+from rollout_spec.verl.drafters import Drafters
+from rollout_spec.verl.history import ServerHistory
 from rollout_spec.verl.launch import config_file, verl_is_older
-from rollout_spec.verl.ranks import Ranks
+from rollout_spec.verl.metrics import Windows, is_validation
 from rollout_spec.verl.recorder import Recorder
-from rollout_spec.verl.server_history import ServerHistory
-from rollout_spec.verl.trainer import require_v1
-from rollout_spec.verl.windows import Windows, is_validation
+from rollout_spec.verl.routing import Homes, Ranks
+from rollout_spec.verl.trainer import require_v1_trainer
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.cores import EngineCores
+from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER
 from rollout_spec.vllm.proposer import proposer_of
@@ -31,8 +30,8 @@ from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
 logger = init_logger(f"vllm.{__name__}")
 
-# Whether requests wait for a weight sync in verl's server. It is not asked of the server itself: a gate that
-# a newer verl has renamed must fail a test, not pass for none.
+# Whether requests wait for a weight sync in verl's server. We do not look for the method that does so: if a
+# newer verl renames it, a test must fail.
 HAS_GATE = not verl_is_older()
 
 
@@ -52,12 +51,12 @@ class SpecReplica(vLLMReplica):
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, *args, **kwargs)
         if requested_spec(config) is not None and not self.is_reward_model and not self.is_teacher_model:
-            require_v1()  # here too: engines take minutes, and the agent loop manager comes behind them
+            require_v1_trainer()  # before the engines start, which takes minutes
             self.server_class = ray.remote(SpecHttpServer)
 
 
 class SpecWorkerExtension(vLLMColocateWorkerExtension):
-    """The server's way to the drafter of a worker."""
+    """How the server reaches the drafter of a worker."""
 
     def rollout_spec_call(self, method: str, *args: Any) -> Any:
         """What the drafter's method returns; None where there is no drafter, or its drafts are not used."""
@@ -68,7 +67,7 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
         return result.to_dict() if isinstance(result, EngineCounters) else result
 
     def _get_drafter_model(self) -> Any:
-        """The MTP head that a weight sync loads into. verl and its helpers look where V1's runner has it."""
+        """The MTP head that a weight sync loads into; verl and its helpers look for it where MRV1 has it."""
         runner = self.model_runner
         config, speculator = runner.vllm_config, getattr(runner, "speculator", None)
         if config.speculative_config.model != config.model_config.model:
@@ -80,7 +79,7 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
 
 
 class SpecHttpServer(vLLMHttpServer):
-    """verl's rollout server. Generation is upstream's; around it the rollout is counted and recorded."""
+    """verl's rollout server, which names requests before verl serves them, then counts and records them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -93,7 +92,7 @@ class SpecHttpServer(vLLMHttpServer):
         self._recorder = Recorder(self.replica_rank)
         self._num_unnamed = 0
         self._counts = _engine_kwargs(self.config).get("scheduler_cls") == SCHEDULER
-        self._warned_missing_spec_decode_stats = self._counts  # verl's warning: `_take_counters` gives them
+        self._warned_missing_spec_decode_stats = self._counts  # so that verl does not: we have them
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
@@ -103,7 +102,7 @@ class SpecHttpServer(vLLMHttpServer):
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> TokenOutput:
         extra_args = dict(sampling_params.get("extra_args") or {})
-        if self._spec.coupled and KEY not in extra_args:
+        if self._spec.coupled and extra_args.get(KEY) is None and sampling_params.get("seed") is None:
             extra_args[KEY] = self._name_unnamed()
         is_training = not is_validation(extra_args.get(KEY))
         if not is_training:
@@ -132,27 +131,24 @@ class SpecHttpServer(vLLMHttpServer):
         return rejected
 
     def _name_unnamed(self) -> list[Any]:
-        """For a request that did not come from verl's agent loops: no two of them share their noise."""
+        """A name for a request of nobody's agent loop, so that no two of them share their noise."""
         self._num_unnamed += 1
         if self._num_unnamed == 1:
-            logger.warning(
-                "rollout_spec: a request does not say whose it is (extra_args[%r]), so its noise depends on "
-                "the replica and the order of arrival: other runs have other tokens. This is said once.",
-                KEY,
-            )
+            missing = f"a request has neither a name (extra_args[{KEY!r}]) nor a seed"
+            logger.warning("rollout_spec: %s, so its tokens depend on when and where it arrives", missing)
         return ["unnamed", self.config.seed, self.replica_rank, self.global_steps, self._num_unnamed]
 
     async def abort_all_requests(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The beginning of a weight sync; not with `abort_only`, which verl has after 0.9.1."""
+        """A weight sync begins; not so with `abort_only`, which verl has after 0.9.1."""
         result = await super().abort_all_requests(*args, **kwargs)
         if self.node_rank == 0 and not kwargs.get("abort_only"):
             if not await self._windows.wait_until_quiet():
-                logger.warning("rollout_spec: aborted requests go on: they count towards the next weights")
+                logger.warning("rollout_spec: aborted requests go on; the next weights will count them")
             await self._end_window()
         return result
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """The end of a weight sync: what has been indexed so far is of an older policy."""
+        """A weight sync has ended: what is indexed now came from an older policy."""
         if self.node_rank == 0:
             await self._end_window()
         await super().set_global_steps(global_steps)
@@ -160,23 +156,23 @@ class SpecHttpServer(vLLMHttpServer):
             await self._drafters.drop_texts()
 
     async def _end_window(self) -> None:
-        """No request is in flight, and the weights may change: a time to count, and to hand on texts."""
+        """No request is in flight, and the weights may change: the time to count, and to share texts."""
         if self._windows.is_untouched:
             return
         engine = await self._drafters.take_counters() if self._spec.enabled else None
         aborted = await self._drafters.take_aborted() if self._counts else RequestCounters()
-        self._windows.end(self.global_steps, engine, aborted)
+        self._windows.end(engine, aborted)
         self._recorder.flush(self.global_steps)
         await self._history.end_window()
 
     async def end_validation(self) -> None:
-        """What a validation that had the engine to itself has counted there is no part of the training."""
+        """Drop what the engine counted in a validation that had it to itself."""
         self._recorder.flush(self.global_steps)
         if self._spec.enabled and not self._windows.has_training:
             await self._drafters.take_counters()
 
     async def take_rollout_report(self) -> RolloutReport:
-        """What was served under the weights that were replaced since the last call.
+        """What the windows counted that have ended since the last call.
 
         Raises:
             RuntimeError: drafting was asked for, and the engine has no drafter or decoded without it.
@@ -199,7 +195,7 @@ class SpecHttpServer(vLLMHttpServer):
         return await self._history.pack()
 
     def _resolve_sleep_level(self) -> int:
-        """A deeper sleep would lose the weights of a head of the user's own, which no sync brings."""
+        """A deeper sleep loses the weights of a drafter of the user's own, and no sync brings them back."""
         drafter = _engine_kwargs(self.config).get("speculative_config") or {}
         return 1 if drafter.get("method") in MODEL_METHODS else super()._resolve_sleep_level()
 
@@ -208,7 +204,7 @@ class SpecHttpServer(vLLMHttpServer):
 
 
 def spread_groups(engine: Any, spec: SpecConfig) -> None:
-    """Have the engine send siblings to one of its data-parallel ranks where `routing` asks for it."""
+    """Let the engine send siblings to one of its data-parallel ranks, if `routing` asks for it."""
     num_ranks = len(EngineCores(engine))
     if spec.routing == "group" and num_ranks > 1:
         router = OmegaConf.load(config_file("rollout_spec_router/group.yaml"))
@@ -216,7 +212,7 @@ def spread_groups(engine: Any, spec: SpecConfig) -> None:
 
 
 def _take_counters(output: TokenOutput) -> tuple[RequestCounters | None, int]:
-    """The scheduler's counts and engine core, which go no further than this; None where it gave none."""
+    """The scheduler's counts, taken out of the output (None: it gave none), and the engine core's number."""
     params = output.extra_fields.pop("kv_transfer_params", None) or {}
     counts, core = params.pop(COUNTERS_KEY, None), params.pop(CORE_KEY, 0)
     if params:

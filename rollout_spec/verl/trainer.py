@@ -1,4 +1,4 @@
-"""What is read from verl's trainer: its kind, the options of rollout.spec, and the rollout servers."""
+"""What we read from verl's trainer: its kind, the options of rollout.spec, and the rollout servers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import transfer_queue
 from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError
-from rollout_spec.verl.launch import V1_ONLY
+from rollout_spec.verl.launch import V1_TRAINER_ONLY
 
 
-def require_v1() -> None:
-    """Raise in a trainer that is not verl's V1 trainer, whatever its configuration says.
+def require_v1_trainer() -> None:
+    """Raise in any trainer but verl's V1 trainer, whatever its configuration says.
 
-    A V1 trainer has joined verl's TransferQueue before it makes replicas and agent loops. The legacy trainers
-    pass batches on themselves.
+    The V1 trainer joins verl's TransferQueue before it makes replicas. The legacy trainers never do.
 
     Raises:
         ConfigError: this process has not joined.
@@ -23,7 +22,8 @@ def require_v1() -> None:
     try:
         transfer_queue.get_client()
     except AssertionError:
-        raise ConfigError(f"this trainer has no TransferQueue, so it is a legacy one: {V1_ONLY}") from None
+        message = f"this trainer has no TransferQueue, so it is a legacy trainer: {V1_TRAINER_ONLY}"
+        raise ConfigError(message) from None
 
 
 def option(trainer: Any, name: str) -> Any:
@@ -33,7 +33,7 @@ def option(trainer: Any, name: str) -> Any:
 
 
 def servers(trainer: Any) -> list[Any]:
-    """Handles of the rollout servers, SpecHttpServers where rollout.spec is used; one for each replica."""
+    """Handles of the rollout servers, one for each replica: SpecHttpServers where rollout.spec is used."""
     return [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
 
 

@@ -1,21 +1,17 @@
-"""Ascend NPUs: our drafter in vllm-ascend's model runner, and its rejection sampling without its loops."""
+"""Ascend NPUs: our drafter in vllm-ascend's model runner, and what it cannot have there."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rollout_spec.config import ConfigError
-from rollout_spec.patches import Patch, guard_parameters, replace_function, when_imported
-from rollout_spec.verification import standard
-from rollout_spec.vllm import features
+from rollout_spec.patches import Patch, guard_parameters, replace_function
+from rollout_spec.vllm import versions
 from rollout_spec.vllm.options import names_our_drafter
 
 MODULE = "vllm_ascend.sample.rejection_sampler"
@@ -32,21 +28,6 @@ _DRAFTER = Patch(
     upstream="vllm_ascend/worker/model_runner_v1.py, NPUModelRunner",
     until="vllm-ascend has the method, as its pull request 15710 adds it",
 )
-_LOOPS = Patch(
-    name="vllm-ascend-rejection-sample",
-    reason="vllm-ascend 0.11 verifies drafts in Python loops over requests and positions, with transfers to "
-    "the host in each",
-    upstream="vllm_ascend/sample/rejection_sampler.py",
-    until="vllm-ascend hands logits on instead of probabilities, as 0.18 does: it has no such loops then",
-)
-_SIGNATURES = {
-    "rejection_sample": "(draft_token_ids: torch.Tensor, num_draft_tokens: list[int], max_spec_len: int, "
-    "cu_num_draft_tokens: torch.Tensor, draft_probs: Optional[torch.Tensor], target_probs: torch.Tensor, "
-    "bonus_token_ids: torch.Tensor, sampling_metadata: vllm.v1.sample.metadata.SamplingMetadata) "
-    "-> torch.Tensor",
-    "expand_batch_to_tokens": "(x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, "
-    "replace_from: int = 0, replace_to: int = 0) -> torch.Tensor",
-}
 
 
 def import_worker() -> None:
@@ -68,7 +49,7 @@ def refuse_unknown_pair() -> None:
         found = metadata.version("vllm-ascend").partition("+")[0]
     except metadata.PackageNotFoundError:
         return
-    vllm = features.version()
+    vllm = versions.version()
     if PAIRS.get(found) != vllm and not has_custom_class():
         pairs = ", ".join(f"{ours} with {theirs}" for ours, theirs in PAIRS.items())
         raise ConfigError(f"vllm-ascend {found} with vllm {vllm} is not supported: take {pairs}")
@@ -125,42 +106,3 @@ def give_runner_drafter(module: Any) -> None:
 
     replace_function(runner, "_get_drafter", get_drafter_or_ours, patch=_DRAFTER, expected_signature="(self)")
     replace_function(runner, "propose_draft_token_ids", propose_or_ask_ours, patch=_DRAFTER)
-
-
-@functools.cache
-def mend_ascend_sampling() -> None:
-    """Replace the loops as soon as vllm-ascend's module is imported; where it is not installed, never."""
-    when_imported(MODULE, replace_loops)
-
-
-def replace_loops(module: Any) -> None:
-    """Let `standard` stand in for the functions of vllm-ascend 0.11; later ones are left alone.
-
-    Raises:
-        PatchError: they are gone, or called in another way than in 0.11.
-    """
-    from vllm.v1.sample import rejection_sampler
-
-    found = getattr(module, "rejection_sample", None)
-    if found is not None and "target_probs" not in inspect.signature(found).parameters:
-        return
-    # The module puts its own into vLLM's.
-    owners = [(module, name) for name in _SIGNATURES] + [(rejection_sampler, "expand_batch_to_tokens")]
-    for owner, name in owners:
-        replacement = _in_place_of(getattr(owner, name, None), name)
-        replace_function(owner, name, replacement, patch=_LOOPS, expected_signature=_SIGNATURES[name])
-
-
-def _in_place_of(published: Any, name: str) -> Any:
-    function = getattr(standard, name)
-    signature = inspect.signature(published or function)
-
-    @functools.wraps(published or function)
-    def replacement(*args: Any, **kwargs: Any) -> torch.Tensor:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        if "target_probs" in bound.arguments:  # ours takes logits, in the same place
-            bound.arguments["target_probs"] = bound.arguments["target_probs"].log()
-        return function(*bound.args)
-
-    return replacement

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import operator
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rollout_spec.verification.noise import make_key
@@ -86,6 +87,11 @@ def with_numbered_key(params: Any, index: int) -> Any:
     return params
 
 
+def are_same(known: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+    """Whether these are the same requests: a caller may give the name of one that has ended to a new one."""
+    return known.keys() == live.keys() and all(map(operator.is_, map(known.get, live), live.values()))
+
+
 class RequestKeys:
     """The noise keys of an engine's requests: of their names, their seeds, or the order of arrival.
 
@@ -96,21 +102,31 @@ class RequestKeys:
     def __init__(self, *engine: int) -> None:
         self._engine = engine
         self._num_unnamed = 0
+        self._requests: dict[str, Any] = {}
         self._keys: dict[str, int] = {}
+        self._request_ids: list[str] = []  # of the last batch
+        self._rows: list[int] = []
 
-    def rows(self, request_ids: Collection[str], live: dict[str, Any]) -> list[int]:
+    def rows(self, request_ids: list[str], live: dict[str, Any]) -> list[int]:
         """The keys of a batch's rows.
 
         Args:
             request_ids: the rows' requests.
             live: every request in the engine, in the order in which they came to it.
         """
-        if self._keys.keys() != live.keys():
+        is_known = are_same(self._requests, live)
+        if not is_known:
             self._keys = {
-                name: self._keys[name] if name in self._keys else self.new_key(request.sampling_params)
+                name: self._keys[name]
+                if self._requests.get(name) is request
+                else self.new_key(request.sampling_params)
                 for name, request in live.items()
             }
-        return [self._keys[name] for name in request_ids]
+            self._requests = dict(live)
+        if not is_known or request_ids != self._request_ids:
+            self._request_ids = list(request_ids)
+            self._rows = [self._keys[name] for name in request_ids]
+        return self._rows
 
     def new_key(self, params: Any) -> int:
         """The key of the next request to come to the engine, of its sampling parameters."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,6 @@ from rollout_spec.config import ConfigError
 from rollout_spec.patches import (
     Patch,
     PatchError,
-    guard_parameters,
-    misfit,
     record,
     replace_function,
     when_imported,
@@ -21,13 +21,12 @@ from rollout_spec.patches import (
 from rollout_spec.vllm.options import (
     OPTIONS_KEY,
     PROPOSER,
-    count_ahead,
     engine_options,
     has_model_drafter,
     has_our_drafter,
-    names_our_drafter,
 )
 
+_CORE = "vllm.v1.engine.core"
 TAKE_ABORTED = "rollout_spec_take_aborted"  # a method of vLLM's EngineCore, for its client's utility calls
 
 _BIND = Patch(
@@ -44,20 +43,6 @@ _CHECK = Patch(
     upstream="vllm/engine/arg_utils.py, EngineArgs.create_engine_config",
     until="vLLM lets a custom proposer validate its configuration",
 )
-_V2 = Patch(
-    name="vllm-v2-custom-class",
-    reason="model runner V2 refuses every custom_class, so engines with our drafter would have V1, which "
-    "schedules synchronously",
-    upstream="vllm/config/vllm.py, VllmConfig._get_v2_model_runner_unsupported_features",
-    until="model runner V2 takes a custom_class",
-)
-_AHEAD = Patch(
-    name="vllm-schedule-ahead",
-    reason="vLLM refuses asynchronous scheduling for every custom_class, so the device waits for the host "
-    "between two steps; and it takes a scheduler_cls as it is, whether it schedules asynchronously or not",
-    upstream="vllm/config/vllm.py, VllmConfig.__post_init__",
-    until="vLLM schedules asynchronously with a custom_class",
-)
 _NUMBER = Patch(
     name="vllm-number-samples",
     reason="vLLM copies `extra_args` to each of a request's n samples: all of them would have one noise key "
@@ -72,72 +57,63 @@ _ABORTED = Patch(
     upstream="vllm/v1/engine/core.py, EngineCore",
     until="the output of an aborted request has kv_transfer_params",
 )
-_WAIT = Patch(
-    name="vllm-wait-and-schedule",
-    reason="an engine core that runs ahead waits for a step's tokens in a call that runs nothing. Behind "
-    "it the core sleeps 1 ms, and a data-parallel rank of experts runs a dummy batch, with all others",
-    upstream="vllm/v1/engine/core.py, EngineCore.step_with_batch_queue",
-    until="a scheduler can say that it waits for a step's tokens",
-)
 
 
 # Why this vLLM is not supported. vLLM loads the plugin for engines that have nothing to do with us too.
 failure: str | None = None
+# Faults of vLLM's own that stay as they are here, and why: modules of `upstream`, by name.
+left_out: dict[str, str] = {}
 
 
 def register() -> None:
     """`connect`. Where that fails, an engine that asks for us is refused before its launch. Idempotent."""
     global failure
+    failure = None  # before all else: a module that is imported already is patched at once, and may not fit
     _check_configurations()
     try:
         connect()
-        failure = None
-    except (ConfigError, PatchError) as error:
-        failure = str(error)
+    except Exception as error:
+        failure = _reason(error)
 
 
 def connect() -> None:
-    """Connect the proposer with the engine, and mend the CPU engine and sampling on NPUs.
+    """Connect the proposer with the engine, and mend what is wrong in vLLM.
 
     Raises:
         ConfigError: the installed vLLM is too old.
         PatchError: it is not one that these patches were written for.
     """
-    from rollout_spec.vllm.allowed_tokens import mend_allowed_tokens
-    from rollout_spec.vllm.ascend import (
-        RUNNER,
-        give_runner_drafter,
-        mend_ascend_sampling,
-        refuse_unknown_pair,
-    )
-    from rollout_spec.vllm.features import refuse_old_version
-    from rollout_spec.vllm.mends import mend_cpu_engine
-    from rollout_spec.vllm.requests import (
-        cut_drafts_at_reasoning_end,
-        end_at_stop_strings,
-        refuse_requests,
-    )
-    from rollout_spec.vllm.thinking_budget import mend_thinking_budget
+    from rollout_spec.vllm import upstream
+    from rollout_spec.vllm.ascend import RUNNER, give_runner_drafter, refuse_unknown_pair
+    from rollout_spec.vllm.mrv2 import enable
+    from rollout_spec.vllm.versions import refuse_old_version
 
     refuse_old_version()
     refuse_unknown_pair()
     _bind_proposers()
-    _offer_runner_v2()
-    _schedule_ahead()
+    enable.offer_mrv2()
+    enable.decide_scheduling()
     _number_samples()
     for module, apply in (
-        ("vllm.v1.engine.core", _give_aborted_counts),
-        ("vllm.v1.engine.core", _wait_and_schedule),
-        ("vllm.v1.engine.input_processor", refuse_requests),
-        ("vllm.v1.engine.output_processor", end_at_stop_strings),
-        ("vllm.v1.core.sched.scheduler", cut_drafts_at_reasoning_end),
-        ("vllm.v1.worker.gpu_input_batch", mend_allowed_tokens),
-        ("vllm.v1.sample.thinking_budget_state", mend_thinking_budget),
+        (_CORE, _give_aborted_counts),
+        (_CORE, enable.wait_and_schedule),
         (RUNNER, give_runner_drafter),
+        *((fault.MODULE, fault.mend) for fault in upstream.OF_DRAFTS),
     ):
         when_imported(module, functools.partial(_apply, apply))
-    mend_cpu_engine()
-    mend_ascend_sampling()
+    for fault in upstream.OF_VLLM:
+        when_imported(fault.MODULE, functools.partial(_apply_or_leave_out, fault))
+
+
+def import_patched() -> None:
+    """Import what an engine's processes would, so that `failure`, `left_out` and the register have it all."""
+    from rollout_spec.vllm import upstream
+    from rollout_spec.vllm.ascend import import_worker
+
+    import_worker()
+    for module in (_CORE, *(fault.MODULE for fault in (*upstream.OF_DRAFTS, *upstream.OF_VLLM))):
+        with contextlib.suppress(ImportError):  # of another version, or for another platform
+            importlib.import_module(module)
 
 
 def _apply(apply: Callable[[Any], None], module: Any) -> None:
@@ -145,8 +121,26 @@ def _apply(apply: Callable[[Any], None], module: Any) -> None:
     global failure
     try:
         apply(module)
-    except PatchError as error:
-        failure = str(error)
+    except Exception as error:
+        failure = _reason(error)
+
+
+def _apply_or_leave_out(fault: Any, module: Any) -> None:
+    """Mend a fault that vLLM has without drafts too; where that does not fit, vLLM stays as it is."""
+    from vllm.logger import init_logger
+
+    name = fault.__name__.rpartition(".")[2]
+    try:
+        fault.mend(module)
+    except Exception as error:
+        if name not in left_out:
+            init_logger(f"vllm.{__name__}").warning("rollout_spec: %s is left out: %s", name, _reason(error))
+        left_out[name] = _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    ours = isinstance(error, (ConfigError, PatchError))
+    return str(error) if ours else f"rollout_spec does not fit the installed vLLM: {error!r}"
 
 
 def _bind_proposers() -> None:
@@ -164,7 +158,7 @@ def _bind_proposers() -> None:
         if config is not None:
             refuse_unsupported(vllm_config, config)
         if has_our_drafter(vllm_config) and vllm_config.use_v2_model_runner:
-            from rollout_spec.vllm import runner_v2
+            from rollout_spec.vllm.mrv2 import runner as runner_v2
 
             runner_v2.teach_speculator()
         init_device(self)
@@ -178,9 +172,9 @@ def _bind_proposers() -> None:
 def _bind(worker: Any) -> None:
     from vllm.platforms import current_platform
 
-    from rollout_spec.vllm.graphs import capture_plain_steps
+    from rollout_spec.vllm.cuda_graphs import capture_plain_steps
+    from rollout_spec.vllm.mrv1.sampler import RowSampling
     from rollout_spec.vllm.proposer import proposer_of
-    from rollout_spec.vllm.sampler import RowSampling
 
     runner = getattr(worker, "model_runner", None)
     config = engine_options(worker.vllm_config)
@@ -189,14 +183,14 @@ def _bind(worker: Any) -> None:
     if failure:
         raise ConfigError(failure)
     if worker.vllm_config.use_v2_model_runner:
-        from rollout_spec.vllm import runner_v2
+        from rollout_spec.vllm.mrv2 import runner as runner_v2
 
         runner_v2.bind(worker, config)
         return
     rows = RowSampling(runner, config.coupled)
     rows.install()
     if config.coupled and has_model_drafter(worker.vllm_config):
-        from rollout_spec.vllm.model_drafter_v1 import bind_model_drafter
+        from rollout_spec.vllm.mrv1.model_drafter import bind_model_drafter
 
         bind_model_drafter(runner, rows)
     proposer = proposer_of(runner)
@@ -238,51 +232,6 @@ def _our_error(error: ValidationError) -> ConfigError | None:
     return next((cause for cause in causes if isinstance(cause, ConfigError)), None)
 
 
-def _offer_runner_v2() -> None:
-    """Let vLLM take model runner V2 with our drafter, as it would without, where the drafter fits it."""
-    from vllm.config import VllmConfig
-
-    name = "_get_v2_model_runner_unsupported_features"
-    unsupported_features = getattr(VllmConfig, name, None)
-    if unsupported_features is None:
-        return  # a vLLM without a list has no V2 to offer
-
-    @functools.wraps(unsupported_features)
-    def with_our_drafter(self: Any) -> list[str]:
-        from rollout_spec.vllm.checks import runner_v2_misfits
-
-        unsupported = unsupported_features(self)
-        if not names_our_drafter(self):
-            return unsupported
-        others = [feature for feature in unsupported if "custom_class" not in feature]
-        return others + runner_v2_misfits(self)
-
-    replace_function(VllmConfig, name, with_our_drafter, patch=_V2, expected_signature="(self) -> list[str]")
-
-
-def _schedule_ahead() -> None:
-    """Decide on asynchronous scheduling where vLLM does: an engine core completes its configuration again."""
-    from vllm.config import VllmConfig
-
-    complete = VllmConfig.__post_init__
-
-    @functools.wraps(complete)
-    def complete_and_schedule_ahead(self: Any) -> None:
-        if not has_our_drafter(self):
-            complete(self)
-            count_ahead(self.scheduler_config)
-            return
-        from rollout_spec.vllm.scheduler import schedule_ahead
-
-        asked, self.scheduler_config.async_scheduling = self.scheduler_config.async_scheduling, False
-        complete(self)
-        schedule_ahead(self, asked)
-
-    replace_function(
-        VllmConfig, "__post_init__", complete_and_schedule_ahead, patch=_AHEAD, expected_signature="(self)"
-    )
-
-
 def _give_aborted_counts(core: Any) -> None:
     """Let an engine core answer `TAKE_ABORTED`: the counts as a dictionary; None where nobody counts."""
 
@@ -292,25 +241,6 @@ def _give_aborted_counts(core: Any) -> None:
 
     setattr(core.EngineCore, TAKE_ABORTED, take_aborted)
     record(_ABORTED)
-
-
-def _wait_and_schedule(core: Any) -> None:
-    """Let an engine core whose scheduler waits take a step's tokens and schedule the next one in one call."""
-    name = "step_with_batch_queue"
-    guard_parameters(_WAIT, core.EngineCore, name, ("self",))
-    step: Any = getattr(core.EngineCore, name, None)
-
-    @functools.wraps(step)
-    def wait_and_step(self: Any) -> tuple[Any, bool]:
-        waits = bool(self.batch_queue) and getattr(self.scheduler, "waits", False)
-        outputs, has_run = step(self)
-        if waits and not has_run and not self.batch_queue and self.scheduler.has_unfinished_requests():
-            later, has_run = step(self)
-            if later is not None:
-                raise misfit(_WAIT, "a step gives tokens though the queue has room for what it schedules")
-        return outputs, has_run
-
-    replace_function(core.EngineCore, name, wait_and_step, patch=_WAIT)
 
 
 def _number_samples() -> None:

@@ -17,13 +17,13 @@ from rollout_spec.drafting.history import HistoryError
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
-from rollout_spec.vllm.graphs import fills_drafts
-from rollout_spec.vllm.keys import names_of
-from rollout_spec.vllm.lock_step import LockStep
+from rollout_spec.vllm.cuda_graphs import fills_drafts
+from rollout_spec.vllm.keys import are_same, names_of
 from rollout_spec.vllm.options import engine_options, is_hybrid, num_model_tokens
+from rollout_spec.vllm.other_ranks import OtherRanks
 
 LOG_EVERY = 1000  # engine steps in which rows decoded
-BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of a runner V1 whose drafter is a model's
+BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of an MRV1 whose drafter is a model's
 MAX_MESSAGE_BYTES = 1 << 31  # between an engine and its server; msgpack's limit is twice that
 
 logger = init_logger(f"vllm.{__name__}")
@@ -52,9 +52,10 @@ class SuffixProposer:
             model_tokens=num_model_tokens(vllm_config) if is_hybrid(vllm_config) else 0,
         )
         self._drafter: Drafter | None = self._make_drafter() if self.is_used else None
-        self.lock_step = LockStep(vllm_config)
+        self.other_ranks = OtherRanks(vllm_config)
         self._runner: Any = None
-        # Takes in what has been sampled and is still on its way; with model runner V2 that is a step or two.
+        self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
+        # Takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
         self.receive: Callable[[], None] = lambda: None
         self._warned: set[str] = set()
         # Not taken yet, and no longer the drafter's: of steps that failed, or were logged.
@@ -65,7 +66,7 @@ class SuffixProposer:
         """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
         self._runner = runner
         if self.is_used and runner.parallel_config.data_parallel_size > 1:
-            self.lock_step.watch()
+            self.other_ranks.watch()
         # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
         # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
         # its own end.
@@ -109,8 +110,8 @@ class SuffixProposer:
         Returns:
             The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
         """
-        nums_new_tokens, ranks = list(map(len, sampled_token_ids)), self.lock_step.ranks
-        return self.step(nums_new_tokens, num_tokens_no_spec, token_ids_cpu, ranks=ranks)
+        nums_new_tokens, ranks = list(map(len, sampled_token_ids)), self.other_ranks.ranks
+        return self.draft(nums_new_tokens, num_tokens_no_spec, token_ids_cpu, ranks=ranks)
 
     @property
     def next_step_waits(self) -> bool:
@@ -124,7 +125,7 @@ class SuffixProposer:
             return 0
         return self._drafter.model_tokens
 
-    def step(
+    def draft(
         self,
         nums_new_tokens: list[int],
         levels: npt.NDArray[np.int32],
@@ -275,10 +276,11 @@ class SuffixProposer:
         """Add the requests that are new in the engine and remove those that have left it."""
         live = self._runner.requests  # preempted requests included: they keep their place in the index
         known = drafter.request_ids
-        if known == live.keys():
+        if known == live.keys() and are_same(self._requests, live):
             return
-        for request_id in [r for r in known if r not in live]:
+        for request_id in [r for r in known if self._requests.get(r) is not live.get(r)]:
             drafter.remove(request_id)
+        self._requests = dict(live)
         for request_id in [r for r in live if r not in known]:
             self._add(drafter, request_id, live[request_id])
 
@@ -318,7 +320,7 @@ def _num_alike(draft: list[int], proposed: list[int]) -> int:
 
 
 def proposer_of(runner: Any) -> SuffixProposer | None:
-    """The proposer of a model runner; on V1 a model that drafts has the place of `drafter`."""
+    """The proposer of a model runner; on MRV1 a model that drafts has the place of `drafter`."""
     found = getattr(runner, BESIDE_MODEL, getattr(runner, "drafter", None))
     return found if isinstance(found, SuffixProposer) else None
 

@@ -13,7 +13,7 @@ class Extension(SpecWorkerExtension):
     """Ours, a look inside and a way to break the drafter."""
 
     def last_step_of_the_ranks(self) -> tuple[int, int]:
-        return tuple(self.model_runner.drafter.lock_step.ranks)
+        return tuple(self.model_runner.drafter.other_ranks.ranks)
 
     def pass_the_drafter_by(self) -> None:
         self.model_runner.effective_drafter_max_model_len = 0

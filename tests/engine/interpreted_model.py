@@ -18,9 +18,10 @@ if __name__ == "__main__":
 
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate import passes
-from rollout_spec.vllm import host_drafts, proposer
-from rollout_spec.vllm.features import version
+from rollout_spec.vllm import proposer
+from rollout_spec.vllm.mrv2 import host_drafts
 from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.versions import version
 from tests.engine.interpreted_runner import REQUESTS, late, run
 
 NUM_MODEL_TOKENS = 3

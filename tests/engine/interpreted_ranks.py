@@ -28,7 +28,7 @@ class Extension:
         return "".join(self.passes)
 
     def last_step_of_the_ranks(self) -> tuple[int, int]:
-        return self.model_runner.drafter.lock_step.ranks
+        return self.model_runner.drafter.other_ranks.ranks
 
     def counters(self) -> dict[str, Any]:
         return self.model_runner.drafter.take_counters().to_dict()
@@ -81,7 +81,7 @@ async def ranks(model: str) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout_spec.vllm.cores import EngineCores
+    from rollout_spec.vllm.engine_cores import EngineCores
 
     settings = engine_settings(model, {"batch_threshold": 2})
     settings |= {"data_parallel_size": 2, "async_scheduling": True, "distributed_executor_backend": "uni"}

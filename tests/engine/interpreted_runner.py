@@ -17,8 +17,8 @@ if __name__ == "__main__":
     import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 
 from rollout_spec.drafting.history import prompt_key
-from rollout_spec.vllm.features import v2_architectures
 from rollout_spec.vllm.proposer import proposer_of
+from rollout_spec.vllm.versions import v2_architectures
 from tests.engine.conftest import close, engine_settings
 from tests.engine.test_graphs import GRAPHS, STEPS
 from tests.engine.test_vision import tokens

@@ -1,4 +1,4 @@
-"""The certificate: identical rollouts of the pretrained policy, and what would not be certified."""
+"""The certificate: the same tokens with drafts and without, and what would not be certified."""
 
 from __future__ import annotations
 
@@ -30,36 +30,6 @@ def tiny_plan(model: str, **changes: Any) -> Any:
     return Plan(model, prompts, **settings | changes)
 
 
-def test_the_policys_rollouts_are_identical(policy: str, tmp_path: pathlib.Path) -> None:
-    """By the command: 1,000 tokens in float32 at three temperatures, every difference explained."""
-    from rollout_spec.cli import main
-
-    arguments = ["--num-prompts", "2", "--num-speculative-tokens", "4", "--group-sizes", "4"]
-    arguments += ["--max-tokens", "80"]
-    arguments += ["--batch-thresholds", "64", "--distribution-samples", "0", "--output", str(tmp_path)]
-    assert main(["certify", "--model", policy, *arguments]) == 0
-    record = json.loads((tmp_path / "certificate.json").read_text())
-    page = (tmp_path / "certificate.html").read_text()
-    assert f"{record['tokens_identical']:,} of {record['tokens_compared']:,} tokens" in page
-    assert "its distribution was not tested (0 samples)" in page
-    assert record["tokens_compared"] > 1000
-    assert record["tokens_identical"] >= 0.99 * record["tokens_compared"]
-    assert record["unexplained_differences"] == 0
-    assert all(difference["logit_gap"] < 1e-4 for difference in record["differences"])
-    assert [one["temperature"] for one in record["temperatures"]] == [1.0, 0.6, 0.0]
-    for one in record["temperatures"]:
-        assert 0 < one["num_rejected_tokens"] == one["num_draft_tokens"] - one["num_accepted_tokens"]
-        assert one["reference_tokens"] == one["tokens_compared"] > 250  # there is one configuration
-    for name in ("tokens_compared", "num_drafts", "num_rejected_tokens"):
-        assert record[name] == sum(one[name] for one in record["temperatures"])
-    assert record["max_logprob_difference"] < 1e-3
-    for name in ("correct", "score"):
-        assert record["accuracy"]["off"][name] == pytest.approx(record["accuracy"]["on"][name], abs=0.05)
-    assert record["plan"] | {"model": policy, "max_tokens": 80, "seed": 0} == record["plan"]
-    assert {"rollout_spec", "torch", "python", "device", "cpu", "date"} <= set(record["environment"])
-    assert record["environment"]["date"] in page and policy in page
-
-
 def certified(model: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """What the command finds of three prompts: the exit code and the record."""
     from rollout_spec.cli import main
@@ -87,10 +57,17 @@ def test_several_configurations_top_k_top_p_and_the_distribution_test(
     assert record["verdict"].startswith(f"certified in part: {len(tested)} of 8 configurations")
     assert len(record["untested"]) == 8 - len(tested)
     assert record["tokens_compared"] == sum(c["tokens_compared"] for c in tested)
-    assert record["tokens_compared"] > record["reference_tokens"]  # half of them in two configurations
     assert record["tokens_identical"] > 0.99 * record["tokens_compared"] > 450
-    assert record["unexplained_differences"] == 0
-    assert (record["plan"]["top_k"], record["plan"]["top_p"]) == (30, 0.9)
+    assert record["unexplained_differences"] == 0 and record["max_logprob_difference"] < 1e-3
+    assert all(difference["logit_gap"] < 1e-4 for difference in record["differences"])
+    for one in tested:
+        assert one["num_rejected_tokens"] == one["num_draft_tokens"] - one["num_accepted_tokens"]
+    plan = {"model": chat_model, "top_k": 30, "top_p": 0.9, "max_tokens": 30, "seed": 0}
+    assert record["plan"] | plan == record["plan"]
+    assert {"rollout_spec", "torch", "python", "device", "cpu", "date"} <= set(record["environment"])
+    page = (tmp_path / "certificate.html").read_text()
+    assert f"{record['tokens_identical']:,} of {record['tokens_compared']:,} tokens" in page
+    assert record["environment"]["date"] in page and chat_model in page
     distribution = record["distribution"]
     assert distribution["passed"] and distribution["num_tests"] == 3
     assert 0 < distribution["num_accepted_tokens"] < distribution["num_draft_tokens"]

@@ -86,13 +86,12 @@ def test_the_counts_of_a_request_equal_those_taken_by_hand(make_engine: Any) -> 
 
 
 def test_an_engines_own_counts_of_a_request_equal_those_taken_by_hand(make_engine: Any) -> None:
-    """By vLLM itself where it counts, else by our scheduler."""
-    from rollout_spec.vllm.features import counting_arguments, request_counters
+    from rollout_spec.vllm.scheduler import counters_of
 
-    llm = make_engine({"batch_threshold": 6}, **counting_arguments(drafts=True))
+    llm = make_engine({"batch_threshold": 6}, scheduler_cls=SCHEDULER)
     finished, counts = count_by_hand(llm, [greedy(40 + 9 * i) for i in range(8)], -1, set())
     assert sum(count["num_accepted_tokens"] for count in counts.values()) > 0
-    assert {name: request_counters(output).to_dict() for name, output in finished.items()} == counts
+    assert {name: counters_of(output).to_dict() for name, output in finished.items()} == counts
 
 
 def test_a_step_without_drafts_is_a_plain_step(make_engine: Any) -> None:

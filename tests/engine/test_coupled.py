@@ -227,7 +227,7 @@ def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engin
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     from rollout_spec.patches import PatchError
-    from rollout_spec.vllm.sampler import RowSampling
+    from rollout_spec.vllm.mrv1.sampler import RowSampling
 
     class Another(RejectionSampler):
         def forward(self, metadata, draft_probs, logits, bonus_token_ids, sampling_metadata):  # type: ignore

@@ -66,10 +66,10 @@ def test_a_mode_without_graphs_for_steps_with_drafts_is_said(
 ) -> None:
     from vllm.config import CUDAGraphMode
 
-    from rollout_spec.vllm.graphs import capture_plain_steps
+    from rollout_spec.vllm.cuda_graphs import capture_plain_steps
 
     said: list[str] = []
-    monkeypatch.setattr("rollout_spec.vllm.graphs.logger.warning", said.append)
+    monkeypatch.setattr("rollout_spec.vllm.cuda_graphs.logger.warning", said.append)
     for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"):
         assert not said
         runner.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]

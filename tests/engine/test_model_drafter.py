@@ -14,8 +14,8 @@ import pytest
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm import checks, plugin
-from rollout_spec.vllm.checks import check_options, runner_v2_misfit
-from rollout_spec.vllm.features import version
+from rollout_spec.vllm.checks import check_options, mrv2_misfit
+from rollout_spec.vllm.versions import version
 from tests.engine.conftest import assert_same_requests, engine_settings
 from tests.engine.interpreted_heads import served_heads
 from tests.engine.interpreted_model import served
@@ -23,7 +23,7 @@ from tests.engine.test_runner_v2 import interpreted
 from tests.engine.tiny_heads import DRAFT_TOKENS, make_eagle3, make_even, make_mtp
 
 pytestmark = pytest.mark.skipif(
-    version() == "0.23.0" and runner_v2_misfit() is not None, reason="V2 of 0.23 is not ours"
+    version() == "0.23.0" and mrv2_misfit() is not None, reason="V2 of 0.23 is not ours"
 )
 HIDDEN_SIZE, NUM_MODEL_TOKENS = 128, 3
 
@@ -298,9 +298,7 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
             (config.scheduler_config, "async_scheduling", True, "async_scheduling must be False with"),
             (speculative, "disable_padded_drafter_batch", True, "disable_padded_drafter_batch"),
         ),
-        "V2": (
-            (checks, "runner_v2_misfit", lambda: "it (is new)", r"V2 does not fit it \(is new\); set VLLM_U"),
-        ),
+        "V2": ((checks, "mrv2_misfit", lambda: "it (is new)", r"V2 does not fit it \(is new\); set VLLM_U"),),
     }
     for owner, name, value, refusal in (
         (config.parallel_config, "pipeline_parallel_size", 2, "pipeline_parallel_size must be 1"),

@@ -13,7 +13,7 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.vllm import SCHEDULER
-from rollout_spec.vllm.features import version
+from rollout_spec.vllm.versions import version
 from tests.engine import test_coupled as coupled
 from tests.engine.conftest import close, engine_settings, make_tiny, new_engine, proposer_of, token_ids
 from tests.engine.rollout_server import EXTENSION
@@ -114,7 +114,7 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollout_spec.verl.server import spread_groups
-    from rollout_spec.vllm.cores import EngineCores
+    from rollout_spec.vllm.engine_cores import EngineCores
 
     spec = {"method": "sam", "batch_threshold": 64, "num_speculative_tokens": 8, "history": 4}
     arguments = engine_settings(model, spec) | {"data_parallel_size": 2, "scheduler_cls": SCHEDULER}
@@ -227,7 +227,7 @@ async def serve(server: Any, num_samples: int) -> list[list[int]]:
 def test_a_client_of_several_cores_that_cannot_call_each_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-    from rollout_spec.vllm.cores import check_client
+    from rollout_spec.vllm.engine_cores import check_client
 
     check_client()
     monkeypatch.setattr(DPLBAsyncMPClient, "_call_utility_async", lambda self, method, args: None)

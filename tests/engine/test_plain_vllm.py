@@ -22,7 +22,7 @@ import pytest
 
 from rollout_spec.patches import Patch, replace_function
 from rollout_spec.vllm import speculative_config
-from rollout_spec.vllm.features import version
+from rollout_spec.vllm.versions import version
 from tests.engine.conftest import close, engine_settings
 from tests.text import save_corpus
 
@@ -224,7 +224,7 @@ SPECULATIVE = speculative_config(8)
             {},
             r"pipeline_parallel_size=2: must be 1 with rollout\.spec\.method",
         ),
-        ({"async_scheduling": True}, {}, r"^async_scheduling: needs vLLM's model runner V2[^\n]*\Z"),
+        ({"async_scheduling": True}, {}, r"^async_scheduling: needs vLLM's MRV2[^\n]*\Z"),
         (
             {"speculative_config": SPECULATIVE | {"num_speculative_tokens_per_batch_size": [[1, 64, 8]]}},
             {},
@@ -243,10 +243,10 @@ def test_refused_before_an_engine_process_is_launched(
 def test_a_vllm_that_is_too_old_is_refused_in_one_line(
     make_engine: Any, no_launch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollout_spec.vllm import features, plugin
+    from rollout_spec.vllm import plugin, versions
 
     monkeypatch.setattr(plugin, "failure", None)
-    monkeypatch.setattr(features, "version", lambda: "0.22.1")
+    monkeypatch.setattr(versions, "version", lambda: "0.22.1")
     plugin.register()
     with pytest.raises(ValueError, match=r"^vllm 0\.22\.1 is not supported: take 0\.23 or later[^\n]*$"):
         make_engine(spec())
@@ -284,7 +284,7 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     # As where vLLM's own conditions hold: here it refuses for want of Triton.
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
-    monkeypatch.setattr("rollout_spec.vllm.checks.runner_v2_misfit", lambda: "it has changed")
+    monkeypatch.setattr("rollout_spec.vllm.checks.mrv2_misfit", lambda: "it has changed")
     with pytest.raises(ValueError, match=r"verify=coupled needs .* set VLLM_USE_V2_MODEL_RUNNER=0"):
         make_engine(additional_config={"rollout_spec": {"method": "off", "verify": "coupled"}})
 

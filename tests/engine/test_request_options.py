@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from docs.request_options import NO_EFFECT, REFUSED, REQUEST, SAME, SAMPLING, THINK, Option
-from rollout_spec.vllm.features import version
 from rollout_spec.vllm.keys import GROUP_KEY, KEY
+from rollout_spec.vllm.versions import version
 from tests.engine.conftest import VOCAB_SIZE, close, new_engine, proposer_of
 
 PROMPT = "<abcabcabcab"

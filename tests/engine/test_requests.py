@@ -224,6 +224,28 @@ def test_streaming_input_is_refused(engines: Any) -> None:
             assert process().resumable
 
 
+def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
+
+    for llm, has_drafts in zip(engines, (False, True), strict=True):
+        config = llm.llm_engine.vllm_config.structured_outputs_config
+        for backend in ("xgrammar", "outlines"):
+            monkeypatch.setattr(config, "backend", backend)
+            process = functools.partial(
+                llm.llm_engine.input_processor.process_inputs, "grammar",
+                {"type": "token", "prompt_token_ids": [1]},
+                params(structured_outputs=StructuredOutputsParams(regex="[ab]{9}")), ("generate",),
+            )  # fmt: skip
+            if has_drafts and backend == "outlines" and hasattr(OutlinesGrammar, "_prev_finished"):
+                with pytest.raises(ValueError, match="structured_outputs of outlines"):
+                    process()
+            else:
+                assert process().sampling_params.structured_outputs._backend == backend
+
+
 def test_log_probabilities_of_chosen_tokens_are_refused_for_that_request(engines: Any, free: str) -> None:
     drafted = engines[1]
     with pytest.raises(ValueError, match="logprob_token_ids"):

@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 
 from rollout_spec.vllm import plugin, speculative_config
-from rollout_spec.vllm.checks import runner_v2_misfit
-from rollout_spec.vllm.features import v2_architectures, version
+from rollout_spec.vllm.checks import mrv2_misfit
+from rollout_spec.vllm.versions import v2_architectures, version
 from tests.engine.conftest import assert_same_requests, engine_settings
 from tests.engine.test_graphs import GRAPHS
 
 pytestmark = pytest.mark.skipif(
-    version() == "0.23.0" and runner_v2_misfit() is not None, reason="V2 of 0.23 is not ours: V1"
+    version() == "0.23.0" and mrv2_misfit() is not None, reason="V2 of 0.23 is not ours: V1"
 )
 ENGINES = ("drafted", "ahead", "preempted")
 
 
 def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
-    runner_v2_misfit.cache_clear()
-    assert runner_v2_misfit() is None
+    mrv2_misfit.cache_clear()
+    assert mrv2_misfit() is None
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
@@ -38,11 +38,11 @@ def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch: pytest.M
     config.speculative_config = speculative  # type: ignore[assignment]
     assert config._get_v2_model_runner_unsupported_features() == []
     monkeypatch.setattr(Sampler, "sample", lambda self, logits, pos: None)
-    runner_v2_misfit.cache_clear()
+    mrv2_misfit.cache_clear()
     [reason] = config._get_v2_model_runner_unsupported_features()
     assert "costs asynchronous scheduling" in reason
     assert "Sampler.sample takes self, logits, pos" in reason
-    runner_v2_misfit.cache_clear()
+    mrv2_misfit.cache_clear()
 
 
 def test_a_verifier_that_has_changed_is_left_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,9 +50,9 @@ def test_a_verifier_that_has_changed_is_left_alone_too(monkeypatch: pytest.Monke
 
     name = "_verify" if hasattr(RejectionSampler, "_verify") else "__call__"
     monkeypatch.setattr(RejectionSampler, name, lambda self, logits, pos: None)
-    runner_v2_misfit.cache_clear()
-    assert f"RejectionSampler.{name} takes self, logits, pos" in str(runner_v2_misfit())
-    runner_v2_misfit.cache_clear()
+    mrv2_misfit.cache_clear()
+    assert f"RejectionSampler.{name} takes self, logits, pos" in str(mrv2_misfit())
+    mrv2_misfit.cache_clear()
 
 
 @pytest.mark.parametrize(

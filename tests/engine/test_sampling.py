@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout_spec.certify.numerics import p_values
-from rollout_spec.vllm.thinking_budget import mend_thinking_budget
+from rollout_spec.vllm.upstream import thinking_budget
 from tests.engine.conftest import VOCAB_SIZE, proposer_of, token_ids
 
 FALSE_ALARM_RATE = 1e-5  # of one comparison
@@ -74,10 +74,10 @@ def test_the_comparison_fails_on_the_upstream_bug(make_engine: Any, monkeypatch:
     """Without the mend of `expand_batch_to_tokens` the same comparison finds the wrong distribution."""
     from vllm.v1.sample import rejection_sampler
 
-    from rollout_spec.vllm import mends as vllm_patches
+    from rollout_spec.vllm.upstream import cpu_expand
 
     drafting = make_engine({"num_speculative_tokens": 3}, max_num_seqs=64)
-    assert not vllm_patches.expand_is_right(), "upstream is right: this test and the mend can go"
+    assert not cpu_expand.is_right(), "upstream is right: this test and the mend can go"
     original = rejection_sampler.expand_batch_to_tokens.__rollout_spec_patch__[1]
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", original)
     plain = sample(make_engine(max_num_seqs=64), 1, temperature=0.6)
@@ -111,7 +111,7 @@ def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tu
 
     from rollout_spec import patches
     from rollout_spec.verification import standard
-    from rollout_spec.vllm import mends as vllm_patches
+    from rollout_spec.vllm.upstream import cpu_expand, cpu_rejection
 
     kernels = {
         "expand": ("_expand_kernel_impl", right_expand),
@@ -126,9 +126,10 @@ def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tu
             monkeypatch.setattr(owner, function, lambda *_: None)
     monkeypatch.setattr(patches, "_applied", {})
     before = {name: getattr(rejection_sampler, function) for name, function in replaced.items()}
-    assert vllm_patches.expand_is_right() == ("expand" in right)
-    assert vllm_patches.recovery_is_right() == ("recovery" in right)
-    vllm_patches._mend_sampling()
+    assert cpu_expand.is_right() == ("expand" in right)
+    assert cpu_rejection.is_right() == ("recovery" in right)
+    cpu_expand.mend(rejection_sampler)
+    cpu_rejection.mend(rejection_sampler)
     kept = {name for name in replaced if getattr(rejection_sampler, replaced[name]) is before[name]}
     assert kept == set(right)
     assert len(patches.applied()) == len(replaced) - len(right)
@@ -200,7 +201,7 @@ def test_a_thinking_budget_follows_its_request(budgets: dict[int, int]) -> None:
     from vllm.v1.sample import thinking_budget_state
     from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
-    mend_thinking_budget(thinking_budget_state)
+    thinking_budget.mend(thinking_budget_state)
     marks = SimpleNamespace(reasoning_start_token_ids=[1], reasoning_end_token_ids=[2])
     holder = thinking_budget_state.ThinkingBudgetStateHolder(marks, 4, 8, None, False)
     holder._state.update(budgets)

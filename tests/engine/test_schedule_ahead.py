@@ -13,6 +13,7 @@ import pytest
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm import plugin
+from rollout_spec.vllm.mrv2 import enable
 from tests.engine.conftest import engine_settings
 
 OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -25,7 +26,7 @@ def decided(tiny_model: str) -> Callable[..., Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from rollout_spec.vllm.scheduler import schedule_ahead
+    from rollout_spec.vllm.mrv2.ahead import schedule_ahead
 
     plugin.register()
 
@@ -46,7 +47,7 @@ def decided(tiny_model: str) -> Callable[..., Any]:
 def test_an_engine_with_v2_schedules_ahead_where_vllm_would(
     decided: Callable[..., Any], asked: bool | None, is_cpu: bool
 ) -> None:
-    from rollout_spec.vllm.scheduler import AHEAD_SCHEDULER
+    from rollout_spec.vllm.mrv2.ahead import AHEAD_SCHEDULER
 
     settings, expected = decided(asked, is_cpu), not is_cpu if asked is None else asked
     assert settings.async_scheduling == expected
@@ -62,7 +63,7 @@ def executor_without_it() -> Any:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (lambda: {"has_v2": False}, "needs vLLM's model runner V2 together with the drafter"),
+        (lambda: {"has_v2": False}, "needs vLLM's MRV2 together with the drafter"),
         (lambda: {"scheduler_cls": OTHER_SCHEDULER}, f"scheduler_cls='{OTHER_SCHEDULER}' does not know"),
         (
             lambda: {"distributed_executor_backend": executor_without_it()},
@@ -100,7 +101,7 @@ def test_a_step_that_waits_and_schedules_loses_no_tokens() -> None:
             self.batch_queue.clear()
             return given.pop(0)
 
-    plugin._wait_and_schedule(SimpleNamespace(EngineCore=EngineCore))
+    enable.wait_and_schedule(SimpleNamespace(EngineCore=EngineCore))
     assert EngineCore().step_with_batch_queue() == ("first", True)
     with pytest.raises(PatchError, match="a step gives tokens though"):
         EngineCore().step_with_batch_queue()

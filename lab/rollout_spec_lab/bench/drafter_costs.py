@@ -1,4 +1,4 @@
-"""What drafting costs an engine: the time of a step and of an indexed token, and bytes. Methods take turns.
+"""What drafting costs an engine: the time of a step. Methods take turns.
 
 A step is timed as vLLM's engine calls it, with what it has at hand: `propose` of vLLM's own proposers, and
 `Drafter.step` of ours with an open gate.
@@ -25,10 +25,7 @@ CONTEXT = 2048  # tokens of a row, prompt included, or what there is
 NUM_STEPS = 32  # timed, each with one new token a row
 NUM_ROUNDS = 5  # with rows of their own; more for small batches, whose rows are few
 MIN_ROWS = 640  # in all rounds together
-SIZES = (2048, 32768, 131072)
-TOKENS_PER_STEP = 512  # of all requests, to be indexed
 CALLED = ("ngram", *SUFFIX, "sam")  # what an engine could call; off and oracle it could not
-INDEXING = (*SUFFIX, "sam")
 
 Propose = Callable[[Batch, list[list[int]]], list[list[int]]]
 
@@ -44,17 +41,12 @@ class Row:
 
 
 def measure_costs(
-    lines: Sequence[Rollout],
-    methods: Sequence[str],
-    config: SpecConfig,
-    batches: Sequence[int] = BATCHES,
-    sizes: Sequence[int] = SIZES,
+    lines: Sequence[Rollout], methods: Sequence[str], config: SpecConfig, batches: Sequence[int] = BATCHES
 ) -> list[dict[str, Any]]:
     """What methods cost, each once, with the options of `config`.
 
     Returns:
-        Of each method that an engine could call: us_per_row of a step by the rows of the batch;
-        ns_per_indexed_token and bytes_per_token by the tokens of a text, None where there is no index.
+        Of each method that an engine could call: us_per_row of a step, by the rows of the batch.
 
     Raises:
         TraceError: the trace has no response that is long enough.
@@ -62,24 +54,12 @@ def measure_costs(
     check(lines)
     called = [method for method in dict.fromkeys(methods) if method in CALLED]
     costs: list[dict[str, Any]] = [
-        {
-            "method": method,
-            "num_speculative_tokens": config.num_speculative_tokens,
-            "us_per_row": {},
-            "ns_per_indexed_token": dict.fromkeys(map(str, sizes)),
-            "bytes_per_token": dict.fromkeys(map(str, sizes)),
-        }
+        {"method": method, "num_speculative_tokens": config.num_speculative_tokens, "us_per_row": {}}
         for method in called
     ]
     for size in batches:
-        for cost, time_of_row in zip(costs, time_steps(lines, called, config, size), strict=True):
-            cost["us_per_row"][str(size)] = 1e6 * time_of_row
-    indexing = [cost for cost in costs if cost["method"] in INDEXING]
-    for size in sizes:
-        found = time_indexing(lines, [cost["method"] for cost in indexing], config, size, max(sizes))
-        for cost, (nanoseconds, num_bytes) in zip(indexing, found, strict=True):
-            cost["ns_per_indexed_token"][str(size)] = nanoseconds
-            cost["bytes_per_token"][str(size)] = num_bytes
+        for cost, seconds in zip(costs, time_steps(lines, called, config, size), strict=True):
+            cost["us_per_row"][str(size)] = 1e6 * seconds
     return costs
 
 
@@ -190,64 +170,3 @@ def engine_call(method: str, config: SpecConfig, batch: Batch, rows: Sequence[Ro
         return drafter.draft(batch.req_ids, nums_new_tokens, batch.token_ids_cpu, batch.num_tokens_no_spec)
 
     return propose
-
-
-def time_indexing(
-    lines: Sequence[Rollout], methods: Sequence[str], config: SpecConfig, size: int, num_tokens: int
-) -> list[tuple[float, float]]:
-    """Nanoseconds and bytes of an indexed token, medians of NUM_ROUNDS runs.
-
-    The responses of as many requests, each of its own group and `size` tokens long, run at once; a step
-    brings TOKENS_PER_STEP tokens, to all requests alike. In all they are `num_tokens` of `long_text`.
-    """
-    texts = long_text(lines, num_tokens // size * size).reshape(-1, size)
-    found: list[list[tuple[float, float]]] = [[] for _ in methods]
-    for number in range(NUM_ROUNDS):
-        for i in _turns(len(methods), number):
-            index = _index_suffix if methods[i] in SUFFIX else _index_sam
-            found[i].append(index(methods[i], config, texts))
-    return [tuple(np.median(runs, axis=0).tolist()) for runs in found]
-
-
-def long_text(lines: Sequence[Rollout], num_tokens: int) -> Int32Array:
-    """The responses of `endless` lines, one after the other."""
-    responses: list[Int32Array] = []
-    for line in endless(lines):
-        responses += line.responses
-        if sum(map(len, responses)) >= num_tokens:
-            break
-    return np.concatenate(responses)[:num_tokens]
-
-
-def _levels(texts: Int32Array) -> Iterator[tuple[int, int]]:
-    """Where the new tokens of each step begin and end."""
-    num_new = TOKENS_PER_STEP // len(texts)
-    return ((end - num_new, end) for end in range(num_new, texts.shape[1] + 1, num_new))
-
-
-def _index_suffix(method: str, config: SpecConfig, texts: Int32Array) -> tuple[float, float]:
-    cache = Suffix(method, config.num_speculative_tokens).cache
-    names = [str(i) for i in range(len(texts))]
-    for name in names:
-        cache.start_request(name, texts[0, :0])
-    start = time.perf_counter_ns()
-    for begin, end in _levels(texts):
-        for name, text in zip(names, texts, strict=True):
-            cache.add_active_response(name, text[begin:end])
-    nanoseconds = time.perf_counter_ns() - start
-    trees = [cache._global_tree, *cache._local_trees.values()]
-    return nanoseconds / texts.size, sum(tree.estimate_memory() for tree in trees) / texts.size
-
-
-def _index_sam(method: str, config: SpecConfig, texts: Int32Array) -> tuple[float, float]:
-    drafter = Drafter(dataclasses.replace(config, batch_threshold=0))
-    names = [str(i) for i in range(len(texts))]
-    for name in names:
-        drafter.add(name, texts[0, :0], texts.shape[1], group=name)
-    levels = np.zeros(len(texts), np.int32)
-    start = time.perf_counter_ns()
-    for begin, end in _levels(texts):
-        levels.fill(end)
-        drafter.draft(names, [end - begin] * len(names), texts, levels)
-    nanoseconds = time.perf_counter_ns() - start
-    return nanoseconds / texts.size, drafter.index.stats().num_bytes / texts.size

@@ -2,8 +2,7 @@
 
 The simulated verifier is that of `replay`: the responses of a line decode in lockstep, and a draft token is
 accepted exactly when it equals the recorded one. vLLM's `ngram` and `suffix` are driven through the
-code that its engine runs (vllm.v1.spec_decode; arctic_inference.suffix_decoding), `suffix_gpu` through its
-package.
+code that its engine runs (vllm.v1.spec_decode; arctic_inference.suffix_decoding).
 """
 
 from __future__ import annotations
@@ -30,9 +29,6 @@ SUFFIX: dict[str, dict[str, float]] = {  # but for depth and factor of the tuned
     }
     for name, depth, factor in (("suffix_server", 24, 1.0), ("suffix_server_tuned", 64, 4.0))
 }
-SUFFIX_GPU_PACKAGE = "suffix-gpu==0.1.3"
-# Factor and price as vLLM's `suffix`; a delta that a CPU searches in milliseconds; the rest is its own.
-SUFFIX_GPU = {"max_spec_factor": 1.0, "min_token_prob": 0.1, "delta_capacity": 1 << 12}
 NGRAM = (2, 5)
 OF_MODELS = ("model", "choose", "sam+model")
 PRICED = ("sam", "choose", "sam+model")
@@ -63,11 +59,6 @@ def require(method: str) -> None:
     """
     if method in SUFFIX:
         require_arctic_inference()
-    if method == "suffix_gpu":
-        try:
-            import suffix_gpu  # noqa: F401
-        except ImportError as error:
-            raise MissingError(f"suffix_gpu: pip install {SUFFIX_GPU_PACKAGE} ({error})") from error
     if method in SUFFIX or method == "ngram":
         try:
             import rollout_spec_lab.bench.vllm_drafters  # noqa: F401
@@ -235,7 +226,8 @@ class Choose(IndexProposer):
         self._model_alone.start(line, earlier)
 
     def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
-        drafts, survivals, numbers = (each.copy() for each in self.propose(rows, token_ids, levels, budgets))
+        proposed = self.propose(rows, token_ids, levels, budgets)[:3]
+        drafts, survivals, numbers = (each.copy() for each in proposed)
         tokens, nums_of_model = self._model_alone.draft(rows, token_ids, levels, budgets)
         gains = np.cumprod(self._num_right / self._num_seen)[: tokens.shape[1]] - self.price
         for i, most in enumerate(nums_of_model.tolist()):
@@ -263,11 +255,6 @@ def make_proposer(method: str, config: SpecConfig) -> Proposer:
     k = config.num_speculative_tokens
     if method in SUFFIX:
         return Suffix(method, k)
-    if method == "suffix_gpu":
-        require(method)
-        from rollout_spec_lab.bench.suffix_gpu import SuffixGPU
-
-        return SuffixGPU(k, **SUFFIX_GPU)
     if method == "ngram":
         return Ngram(k)
     if method in ("sam", "sam+model"):
@@ -288,10 +275,7 @@ def all_runs(
 ) -> list[tuple[str, SpecConfig]]:
     """Every combination for `measure`; those that are not PRICED run once."""
     return [
-        (
-            method,
-            dataclasses.replace(config, num_speculative_tokens=k, history=history, min_survival=price),
-        )
+        (method, dataclasses.replace(config, num_speculative_tokens=k, history=history, min_survival=price))
         for history in histories
         for k in ks
         for method in methods

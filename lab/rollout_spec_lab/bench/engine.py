@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -209,13 +210,19 @@ def recorded(plan: Plan, folder: Path) -> dict[str, Any]:
 
 
 def answer(
-    worker: str, job: Mapping[str, Any], name: str, folder: Path, seconds: float | None = None
+    worker: str,
+    job: Mapping[str, Any],
+    name: str,
+    folder: Path,
+    seconds: float | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What `python -m WORKER JOB RESULT` says of a job, in a process of its own.
 
     Args:
         name: of the job, for messages.
         seconds: that it may take; None: any.
+        environment: its variables, beside those of this process.
 
     Raises:
         EngineError: it has failed; job and log stay in `folder`.
@@ -226,6 +233,7 @@ def answer(
     result.unlink(missing_ok=True)
     env = {
         **os.environ,
+        **environment,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that its drafter can be watched
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }

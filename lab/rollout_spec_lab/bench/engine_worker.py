@@ -25,7 +25,7 @@ from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.checks import runner_v2_misfit
+from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
 from rollout_spec_lab.bench.engine import Method, reply
@@ -47,7 +47,7 @@ class Watch:
         self._is_ours = ours is not None
         self._drafter: Any = ours or getattr(runner, "drafter", None)
         if self._drafter is not None:
-            name = "step" if self._is_ours else "propose"  # what both model runners call
+            name = SuffixProposer.draft.__name__ if self._is_ours else "propose"  # what both runners call
             setattr(self._drafter, name, self._timed(getattr(self._drafter, name)))
         # In place of vLLM's own loggers, which cost a step as much as a small model does.
         engine.logger_manager.stat_loggers[:] = [self]
@@ -115,15 +115,15 @@ class ProposalRecorder:
     """Notes what a model drafts; nothing of it is verified, so that it drafts behind every token."""
 
     def __init__(self, proposer: SuffixProposer, num_tokens: int) -> None:
-        self._proposer, self._step, self._num_tokens = proposer, proposer.step, num_tokens
+        self._proposer, self._step, self._num_tokens = proposer, proposer.draft, num_tokens
         self._said: defaultdict[str, dict[int, tuple[list[int], list[float]]]] = defaultdict(dict)
-        setattr(proposer, "step", self.step)  # noqa: B010 (a method)
+        setattr(proposer, "draft", self.step)  # noqa: B010 (a method)
 
     def step(
         self, nums_new_tokens: list[int], levels: Any, token_ids: Any, ended: float | None = None,
         in_time: bool = True, model_drafts: ModelDrafts | None = None, ranks: Ranks | None = None,
     ) -> list[list[int]]:  # fmt: skip
-        """`SuffixProposer.step`."""
+        """`SuffixProposer.draft`."""
         self._step(nums_new_tokens, levels, token_ids, ended, in_time, model_drafts, ranks)
         runner = self._proposer._runner
         if model_drafts is not None:
@@ -157,21 +157,26 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """
     engine = make_engine(job)
     watch = Watch(engine)
-    serve(engine, *_warm_up(engine))
-    prompts, params = _requests(job)
+    warm_up(engine)
     recorder = (
         watch.record_proposals(job["model_drafter"]["num_speculative_tokens"]) if job.get("records") else None
     )
+    found = rollout(engine, watch, job)
+    proposals = {"proposals": recorder.proposals(found["responses"])} if recorder else {}
+    return proposals | found | {"settings": settings_of(engine.vllm_config)}
+
+
+def rollout(engine: Any, watch: Watch, job: dict[str, Any]) -> dict[str, Any]:
+    """What `run` says of a job's requests, but for settings and proposals."""
+    prompts, params = _requests(job)
     watch.start()
     responses = serve(engine, prompts, params)
     watch.take_counters()
-    proposals = {"proposals": recorder.proposals(responses)} if recorder else {}
-    return proposals | {
+    return {
         "timeline": dataclasses.asdict(watch.timeline),
         "draft_cpu_s": watch.draft_cpu_s,
         "counters": watch.counters.to_dict(),
         "responses": responses,
-        "settings": settings_of(engine.vllm_config),
     }
 
 
@@ -180,7 +185,7 @@ def make_engine(job: dict[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    if job["method"] == "off:coupled" and runner_v2_misfit() is not None:
+    if job["method"] == "off:coupled" and mrv2_misfit() is not None:
         # Else vLLM's own choice, which can be V2 where nothing drafts.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return LLMEngine.from_engine_args(
@@ -221,14 +226,14 @@ def _requests(job: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
     return [job["prompts"][request["prompt"]] for request in job["requests"]], params
 
 
-def _warm_up(engine: Any) -> tuple[list[list[int]], list[Any]]:
+def warm_up(engine: Any) -> None:
     """A full batch of random prompts: nothing to draft from, but every code path has run once."""
     config = engine.vllm_config
     rng = np.random.default_rng(config.model_config.seed)
     shape = (config.scheduler_config.max_num_seqs, 2 * WARM_UP_TOKENS)
     prompts = rng.integers(0, config.model_config.get_vocab_size(), shape).tolist()
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
-    return prompts, [params] * len(prompts)
+    serve(engine, prompts, [params] * len(prompts))
 
 
 def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:

@@ -17,7 +17,8 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import Float64Array, Int32Array, Int64Array
-from rollout_spec.predict.simulate import Engine, Request
+from rollout_spec.predict.engine import Engine
+from rollout_spec.predict.load import Request
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import TraceError, read_trace
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from rollout_spec.report.plots import plot_rollouts
-from rollout_spec.report.tables import make_table
+from rollout_spec.cli.console import make_table
 from rollout_spec.trace import Proposals, to_line, trace_file
+from rollout_spec_lab.bench.plots import plot_rollouts
 
 _FIGURES = {  # of the table: what is shown of a result, and how
     "seconds": ("makespan_s", "{:.1f}"),

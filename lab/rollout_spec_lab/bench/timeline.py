@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.report.runs import paired, plain, ratio
+from rollout_spec.report.measures import paired
+from rollout_spec.report.runs import plain, ratio
 
 RATIOS = {  # of what, to the first method's: tokens and seconds of a rollout
     "tokens_per_s": ("num_tokens", "makespan_s"),

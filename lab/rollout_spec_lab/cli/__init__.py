@@ -1,6 +1,7 @@
 """The command `rollout-spec-lab`: demo, bench and gpu-check, one thin module each.
 
-It parses and reports errors as `rollout-spec` does.
+In: arguments. Out: tables, JSON, files and an exit code, as `rollout-spec` gives them.
+May import: rollout_spec, `bench`, `demo`, `gpu_check`, rich, torch. It imports what is slow inside `run`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,7 @@ COMMANDS = ("demo", "bench", "gpu-check")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="rollout-spec-lab",
-        description="The demo, benchmarks and checks of rollout_spec.",
-    )
+    parser = Parser(prog="rollout-spec-lab", description="The demo, benchmarks and checks of rollout_spec.")
     add_commands(parser, "rollout_spec_lab.cli", COMMANDS)
     add_example(parser, "rollout-spec-lab demo --quick")
     return parser

@@ -25,13 +25,13 @@ from rollout_spec_lab.cli.inputs import installed
 
 HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
 METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam", "oracle")
-SLOW = ("suffix_gpu",)  # on a CPU: tens of milliseconds a step
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
     **{
         name: f"--{name.replace('_', '-')} sets it"
-        for name in ("num_speculative_tokens", "model_tokens", "history", "min_survival")
+        for name in ("num_speculative_tokens", "history", "min_survival")
     },
+    "model_tokens": "--model-acceptance sets it, a number for each",
 }
 
 
@@ -45,10 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafters.add_argument(
         "--methods",
         metavar="M,M",
-        help=f"by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
-        f"({','.join(METHODS)}, without what is not installed); {','.join(SLOW)}: slow, only where named; "
-        "with a model also model alone, choose: the better of it and sam in each step, and sam+model: the "
-        "model as one more expert",
+        help="by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
+        f"({','.join(METHODS)}, without what is not installed); with a model also model alone, choose: the "
+        "better of it and sam in each step, and sam+model: the model as one more expert",
     )
     add_model_drafter_arguments(drafters)
     drafters.add_argument(
@@ -100,9 +99,8 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.certify.environment import environment
     from rollout_spec.cli.console import make_console
     from rollout_spec.drafting.native import BudgetExceeded
-    from rollout_spec.report.headlines import drafters_headline
-    from rollout_spec.report.tables import drafters_tables
     from rollout_spec_lab.bench.drafters import SUFFIX
+    from rollout_spec_lab.bench.tables import drafters_tables
 
     methods = _methods(args.methods, args.model_acceptance is not None)
     if args.equal_drafts and not set(methods) & set(SUFFIX):
@@ -116,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     except BudgetExceeded as error:
         raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
     if args.output:
-        from rollout_spec.report.plots import plot_drafters
+        from rollout_spec_lab.bench.plots import plot_drafters
 
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "drafters.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -125,7 +123,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
         return 0
     console = make_console()
-    console.print(drafters_headline(record), highlight=False)
     for table in drafters_tables(record):
         console.print(table)
     return 0
@@ -139,8 +136,8 @@ def _methods(named: str | None, has_model: bool) -> list[str]:
         return installed("bench drafters", METHODS, require) + (list(OF_MODELS) if has_model else [])
     methods = named.split(",")
     for method in methods:
-        if method not in METHODS + SLOW + OF_MODELS:
-            raise UserError(f"--methods {method}: must be one of {', '.join(METHODS + SLOW + OF_MODELS)}")
+        if method not in METHODS + OF_MODELS:
+            raise UserError(f"--methods {method}: must be one of {', '.join(METHODS + OF_MODELS)}")
     return methods
 
 
@@ -173,6 +170,5 @@ def _of_trace(
         results += [at_equal_drafts(lines, config, baseline) for baseline in wanted]
     for result in results:
         result["over"] = over_baselines(result, results)
-    timed = [method for method in methods if method not in SLOW]
-    costs = [] if args.no_cost else measure_costs(lines, timed, runs[0][1])
+    costs = [] if args.no_cost else measure_costs(lines, methods, runs[0][1])
     return {"results": results, "costs": costs}

@@ -1,8 +1,9 @@
-"""`rollout-spec-lab demo`: train twice with verl, speculation off and on, and report."""
+"""`rollout-spec-lab demo`: train twice with verl, drafts off and on, serve with both in turns, and report."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import signal
@@ -17,13 +18,14 @@ from rollout_spec_lab.cli.inputs import add_model_argument
 if TYPE_CHECKING:
     from rollout_spec_lab.demo.runner import Plan
 
-HELP = "train a small model twice with verl, speculation off and on, and report the difference"
+HELP = "train a small model twice with verl, drafts off and on, and serve with both in turns"
 STEPS = {"grpo": 4, "dapo": 1}
 TRAINERS = ("sync", "colocate_async", "separate_async")  # verl's trainer.v1.trainer_mode
 # Few rows, so that the gate opens within as few tokens.
 QUICK_OVERRIDES = ("data.max_response_length=64", "actor_rollout_ref.rollout.n=4")
 QUICK_RECIPE_OVERRIDES = {"grpo": (), "dapo": ("reward.reward_kwargs.overlong_buffer_cfg.len=16",)}
 QUICK_STEPS = 2
+QUICK_TURN_SECONDS = 20.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_argument("--recipe", choices=sorted(STEPS), default="grpo", help="algorithm and settings")
     trained.add_argument("--trainer", choices=TRAINERS, default="sync", help="verl's trainer_mode")
     trained.add_argument("--steps", type=number(int, 1), metavar="N", help="training steps (grpo 4, dapo 1)")
-    trained.add_argument(
-        "--pairs", type=number(int, 1), default=1, metavar="N", help="trainings off and on, in turn, N times"
-    )
     add_model_argument(trained)
     trained.add_argument("--train-file", type=Path, metavar="FILE", help="verl's parquet (generated)")
     trained.add_argument("--seed", type=int, default=7, metavar="N", help="of the data and its order")
@@ -51,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import print_comparison
-    from rollout_spec.report.page import write_report
+    from rollout_spec.cli.console import make_console, print_tables
     from rollout_spec_lab.cli.progress import ConsoleWatcher
+    from rollout_spec_lab.demo import report
     from rollout_spec_lab.demo.runner import RunFailedError, run_demo
 
     plan = make_plan(args)
@@ -62,11 +61,19 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(caught, _interrupt)
     try:
         with ConsoleWatcher(plan.steps) as watcher:
-            comparison = run_demo(plan, watcher)
+            comparison, turns = run_demo(plan, watcher)
     except RunFailedError as error:
         raise UserError(str(error)) from error
-    paths = write_report(comparison, plan.output, facts(plan))
-    print_comparison(comparison, paths, args.json)
+    paths = report.write(comparison, turns, plan.output, facts(plan))
+    if args.json:
+        print(json.dumps(report.to_dict(comparison, turns), indent=2, allow_nan=False))
+        return 0
+    console = make_console()
+    print_tables(console, report.tables(comparison, turns, intervals=False))
+    for sentence in report.text(comparison, turns):
+        console.print(sentence, highlight=False)
+    for kind, path in paths.items():
+        console.print(f"{kind:>6}: {path}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -91,7 +98,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         recipe=args.recipe,
         trainer=args.trainer,
         steps=args.steps or default,
-        pairs=args.pairs,
+        turn_seconds=QUICK_TURN_SECONDS if args.quick else Plan.turn_seconds,
         seed=args.seed,
         model=args.model,
         train_file=args.train_file,
@@ -111,7 +118,6 @@ def facts(plan: Plan) -> dict[str, str]:
         "Training data": str(plan.train_file or f"{num_prompts(plan)} generated problems, seed {plan.seed}"),
         "Recipe": plan.recipe,
         "Trainer": plan.trainer,
-        "Trainings": f"{plan.pairs} with each of off and sam, in turn",
         "Overrides": " ".join(plan.overrides) or "none",
         "Versions": ", ".join(f"{name} {package_version(name)}" for name in packages),
         "Machine": f"{platform.machine()}, {os.cpu_count()} cores",

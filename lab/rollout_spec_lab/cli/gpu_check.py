@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.progress import timed
+    from rollout_spec_lab.cli.progress import timed
     from rollout_spec_lab.gpu_check.gpu_check import Check
     from rollout_spec_lab.gpu_check.page import verdict, write_check
 

@@ -1,7 +1,9 @@
-"""Progress of the demo on standard error: a live line on a terminal, plain lines elsewhere."""
+"""Progress of the demo and of `gpu-check` on standard error: a live line on a terminal, else plain lines."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -57,5 +59,27 @@ class ConsoleWatcher(Watcher):
             )
         self._say(f"{self._run}: step {step.step}/{self._num_steps}: {served}, reward {step.reward:.3f}")
 
+    def turns_started(self, seconds: float) -> None:
+        self._run = "turns"
+        self._progress.stop_task(self._task)
+        self._task = self._progress.add_task("serving", run=self._run, total=None)
+        self._say(f"turns: the same requests with drafts off and on in turn, about {seconds:.0f} s of them")
+
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def timed(text: str, seconds: float) -> Iterator[Callable[[str, float], None]]:
+    """A bar of so many seconds; call what it yields with what is being done and the seconds passed."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=seconds)
+
+        def show(doing: str, passed: float) -> None:
+            progress.update(task, description=f"{text}: {doing}", completed=passed)
+            if not console.is_terminal:
+                console.print(f"{text}: {passed:.0f} s: {doing}", highlight=False, soft_wrap=True)
+
+        yield show

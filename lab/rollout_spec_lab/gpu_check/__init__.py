@@ -1,0 +1,5 @@
+"""One report of what drafts gain on this device, and whether the tokens are the same.
+
+In: a model and minutes. Out: a record and its page.
+May import: rollout_spec, `bench`, numpy, torch, vllm. Each part runs in a process of its own.
+"""

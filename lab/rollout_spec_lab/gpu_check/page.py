@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.report.certificate import render, where
 from rollout_spec.report.certificate import sentences as of_certificate
+from rollout_spec.report.certificate import where
+from rollout_spec.report.page import render
 
 FILES = {"json": "gpu-check.json", "html": "index.html"}
 NAMES = {"sam": "rollout_spec", "model": "the model's drafts", "sam+model": "rollout_spec with the model"}
@@ -26,6 +27,7 @@ def write_check(record: Mapping[str, Any], folder: Path) -> dict[str, Path]:
         render(
             "gpu-check", "What drafting does on this machine", record["verdict"], tables(record),
             facts(record), picture.read_bytes() if record["rollouts"] else None,
+            "Running requests and drafting over one rollout, by method",
         )
     )  # fmt: skip
     return paths

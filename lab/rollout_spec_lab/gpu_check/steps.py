@@ -83,7 +83,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ForcedDrafts:
-    """A stand-in for `SuffixProposer.step`: as many draft tokens a row as are to be timed, in turn."""
+    """A stand-in for `SuffixProposer.draft`: as many draft tokens a row as are to be timed, in turn."""
 
     def __init__(self, nums_drafts: Sequence[int], num_steps: int) -> None:
         self._nums = [num for num in nums_drafts for _ in range(num_steps)]
@@ -93,7 +93,7 @@ class ForcedDrafts:
     def take_the_place_of(self, proposer: Any) -> None:
         """Every step is to wait for drafts; no drafter runs that would say otherwise."""
         proposer._drafter.next_step_waits = True
-        proposer.step = self.step
+        proposer.draft = self.step
 
     def start(self, num_rows: int) -> None:
         """Turns begin where so many rows decode."""

@@ -1,11 +1,11 @@
-"""Break the code in many small ways, and see which the fast tests let live: `make mutants`.
+"""Break the code in many small ways, and see which changes the fast tests do not notice: `make mutants`.
 
-    python lab/rollout_spec_lab/studies/mutants.py [FILE ...] [--jobs 2] [--sample 60]
+    python -m rollout_spec_lab.studies.mutants [FILE ...] [--jobs 2] [--sample 60]
 
-Python by mutmut, each file with the tests that are for it, of those that start no engine; with --sample so
-many of each file whose errors would be seen, drawn by lot with a fixed seed. The C core by the list CORE, for
-mutmut knows no C; each of its mutants is built into a copy. What lives is written to build/mutants, and
-lab/record/mutants.md says why it does.
+mutmut changes the Python, and runs the tests named for each file; none of them starts an engine. --sample
+takes so many mutants of each file, drawn with a fixed seed, but all of a file whose errors nobody would see.
+mutmut knows no C: native_mutants.json lists the changes of the C core, each of them built in a copy. What
+lives is written to build/mutants; lab/record/mutants.md says why.
 """
 
 from __future__ import annotations
@@ -23,16 +23,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "build" / "mutants"
-COPIED = (
-    "benchmarks",
-    "configs",
-    "docs",
-    "native",
-    "recipes",
-    "rollout_spec",
-    "tests",
-    "pyproject.toml",
-)
+COPIED = ("configs", "docs", "lab", "native", "recipes", "rollout_spec", "tests", "pyproject.toml")
 KILLED = {1, 3, 24, 36, 152, 255, -24}  # a test failed, or the mutant hangs
 LEAST_SHARE = 0.9  # where an error is silent
 HYPOTHESIS = ("--hypothesis-seed=0", "--hypothesis-profile=mutants")
@@ -84,7 +75,7 @@ TARGETS = (
         "not promises_that and not fills_its_step",
     ),
     Target(
-        ("rollout_spec/report/runs.py",),
+        ("rollout_spec/report/runs.py", "rollout_spec/report/measures.py"),
         ("tests/test_report.py", "tests/test_logs.py"),
         "not any_byte and not runs_summary and not online and not does_not_know and not file_itself "
         "and not the_summary_has and not every_logger",
@@ -95,70 +86,25 @@ FILES = [file for target in TARGETS for file in target.files]
 
 class CoreMutant(NamedTuple):
     file: str
-    old: str  # once in the file
+    old: str
     new: str
 
 
-CORE = (
-    # step.c: what is indexed, learned and left out
-    CoreMutant("step.c", "if (predictions[i].token != new_tokens[i])", "if (false)"),
-    CoreMutant("step.c", "rs_calibrate(&index->calibration, predictions + i, new_tokens[i]);", ";"),
-    CoreMutant(
-        "step.c",
-        "i < sequence->num_predictions && i < num_new",
-        "i < sequence->num_predictions && i + 1 < num_new",
-    ),
-    CoreMutant(
-        "step.c", "batch->levels[i] >= sequence->at.level ?", "batch->levels[i] > sequence->at.level ?"
-    ),
-    CoreMutant("step.c", "rs_sequence_close(index, batch->sequences[i], NULL);", ";"),
-    CoreMutant("step.c", "        rs_sequence_restart(index, sequence);\n", ""),
-    CoreMutant("step.c", "holds = tokens[position] >= 0;", "holds = tokens[position] >= -1;"),
-    CoreMutant("step.c", "confidence >= RS_MODEL_CONFIDENCES", "confidence > RS_MODEL_CONFIDENCES"),
-    # index.c: what waits, and what is given up
-    CoreMutant("index.c", "group->idle_since < oldest->idle_since", "group->idle_since > oldest->idle_since"),
-    CoreMutant("index.c", "sequence->at = sequence->after_prompt ?", "sequence->at = !sequence->after_prompt ?"),
-    CoreMutant("index.c", "rs_sequence_restart(index, index->sequences + i);", ";"),
-    CoreMutant("index.c", "        rs_recent_push(&at->recent, token);\n", ""),
-    CoreMutant("index.c", "        group->num_tokens++;\n", ""),
-    CoreMutant("index.c", "    enter(index, found);\n", "    found->num_sequences++;\n"),
-    CoreMutant("index.c", "(*at)->is_prompt || !is_prompt", "true"),
-    # draft.c: what is proposed, and where a draft ends
-    CoreMutant("draft.c", "predictions[i].token < 0 || survival < min_survival", "predictions[i].token < 0"),
-    CoreMutant("draft.c", "survival < min_survival", "survival <= min_survival"),
-    CoreMutant("draft.c", "survival *= rs_predict", "survival = rs_predict"),
-    CoreMutant("draft.c", "    sequence->num_predictions = 0;\n", ""),
-    CoreMutant("draft.c", "count > best.count ? others", "count >= best.count ? others"),
-    CoreMutant("draft.c", "        best.total += count;\n", ""),
-    CoreMutant("draft.c", "if (match.len > w->match_len && next != NULL) {", "if (next != NULL) {"),
-    CoreMutant("draft.c", "        w->match_len++;\n", ""),
-    CoreMutant("draft.c", "        w->model.num = 0;\n", ""),
-    CoreMutant("draft.c", "w->model.confidences[w->depth]", "w->model.confidences[0]"),
-    # evidence.c: probabilities and weights
-    CoreMutant("evidence.c", "LEARNING_RATE = 0.0133", "LEARNING_RATE = 0.0134"),
-    CoreMutant("evidence.c", "RIVAL_SHARE = 0.2;", "RIVAL_SHARE = 0.25;"),
-    CoreMutant("evidence.c", "MAX_OBSERVATIONS = 250", "MAX_OBSERVATIONS = 200"),
-    CoreMutant("evidence.c", "MAX_WEIGHT = 4.0 / 3.0", "MAX_WEIGHT = 2.0"),
-    CoreMutant(
-        "evidence.c",
-        "prediction->token = score > best ? candidate : prediction->token;",
-        "prediction->token = score >= best ? candidate : prediction->token;",
-    ),
-    CoreMutant("evidence.c", "cell->probability + surprise / cell->num", "cell->probability"),
-    CoreMutant("evidence.c", "weights->bias = bounded(weights->bias + step);", ";"),
-    CoreMutant("evidence.c", "(1U << RS_CORPUS_EXPERT) - 1", "(1U << RS_MODEL_EXPERT) - 1"),
-    CoreMutant("evidence.c", "depth < RS_NUM_DEPTHS ? (uint32_t)depth", "depth < RS_NUM_DEPTHS ? 0"),
-    # contexts.c and automaton.c
-    CoreMutant(
-        "contexts.c",
-        "bucket->tags[way] = tag | confidence / 2;",
-        "bucket->tags[way] = tag | (confidence - 1);",
-    ),
-    CoreMutant("contexts.c", "found = is_weaker ? way : found;", "found = is_weaker ? found : way;"),
-    CoreMutant("automaton.c", "if (a->states[origin].len != a->states[state].len + 1) {", "if (false) {"),
-    CoreMutant("automaton.c", "        count_suffixes(a, after);\n", ""),
-    CoreMutant("automaton.c", "                remove_newest(a, last, state);\n", ""),
-)
+def core_mutants() -> list[CoreMutant]:
+    """Those of native_mutants.json.
+
+    Raises:
+        SystemExit: the code has changed: what a mutant replaces is not in its file, or not once.
+    """
+    listed = json.loads(Path(__file__).with_name("native_mutants.json").read_text())
+    found = [CoreMutant(file, old, new) for file, pairs in listed.items() for old, new in pairs]
+    stale = [each for each in found if (ROOT / "native" / each.file).read_text().count(each.old) != 1]
+    if stale:
+        lines = "".join(f"\n  native/{each.file}: {each.old!r}" for each in stale)
+        raise SystemExit(f"native_mutants.json: not once in its file:{lines}")
+    return found
+
+
 CORE_TESTS = (
     "tests/test_index.py", "tests/test_experience.py", "tests/test_index_state_machine.py",
     "tests/test_index_long.py",
@@ -238,7 +184,12 @@ def run_mutmut(folder: Path, *command: str, shown: bool = False) -> str:
     """What it prints; its progress goes to stderr where it is `shown`."""
     # This environment's packages come before mutmut's; the package itself comes from the copy.
     site = next(path for path in sys.path if path.endswith("site-packages"))
-    environment = {**os.environ, "PYTHONPATH": site, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{site}:{folder}/lab",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
     mutmut = [str(Path(sys.prefix) / "mutants" / "bin" / "python"), "-m", "mutmut", *command]
     to = sys.stderr if shown else subprocess.PIPE
     done = subprocess.run(mutmut, cwd=folder, env=environment, stdout=to, stderr=subprocess.STDOUT, text=True)
@@ -248,21 +199,16 @@ def run_mutmut(folder: Path, *command: str, shown: bool = False) -> str:
 
 
 def mutate_core() -> Result:
-    folder = BUILD / "core"
+    folder, mutants, living = BUILD / "core", core_mutants(), []
     copy_tree(folder)
-    living = []
-    for mutant in CORE:
+    for mutant in mutants:
         file = folder / "native" / mutant.file
         text = file.read_text()
-        if text.count(mutant.old) != 1:
-            raise SystemExit(
-                f"native/{mutant.file} has {mutant.old!r} {text.count(mutant.old)} times, not once"
-            )
         file.write_text(text.replace(mutant.old, mutant.new))
         if core_lives(folder):
             living.append(f"native/{mutant.file}\n-{mutant.old}\n+{mutant.new}\n")
         file.write_text(text)
-    return Result(len(CORE), len(CORE), living)
+    return Result(len(mutants), len(mutants), living)
 
 
 def core_lives(folder: Path) -> bool:
@@ -274,7 +220,7 @@ def core_lives(folder: Path) -> bool:
     build = [sys.executable, "native/build_native.py"]
     subprocess.run(build, cwd=folder, check=True, capture_output=True)
     options = ["-q", "-x", "-p", "no:cacheprovider", "--rootdir", ".", *HYPOTHESIS]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder}/lab"}
     pytest = [sys.executable, "-m", "pytest", *options, *CORE_TESTS]
     return not subprocess.run(pytest, cwd=folder, env=environment, capture_output=True).returncode
 

@@ -1,20 +1,17 @@
-"""Time of verification: ours, vLLM's on the CPU, and the functions that vllm-ascend published.
+"""Time of verification: ours, vLLM's on the CPU, and vllm-ascend's where it is on PYTHONPATH.
 
-    python lab/rollout_spec_lab/studies/verify.py --output FILE
-
-vllm-ascend is 0.11.0; or the one on PYTHONPATH, as `make test-ascend` has it, by its path without Triton.
+    python -m rollout_spec_lab.studies.verify --output FILE
 
 Each is timed from the logits of a step, temperature applied, to its tokens, bonus tokens included; no top-k,
 no top-p. K = 0 is a plain step, one token a request. Of small batches several steps take turns. The clock is
 the thread's processor time, on one thread, so that other work on the machine counts little. All contestants
-take turns, in another order in every round. vllm-ascend's functions are taken from its source as they stand.
+take turns, in another order in every round. vllm-ascend takes its path without Triton.
 vLLM's kernel for recovered tokens fails on the CPU for an argument it does not know; here it does not get it.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
 import importlib.util
 import json
@@ -42,43 +39,28 @@ from vllm.v1.sample.ops.topk_topp_sampler import compiled_random_sample, random_
 from rollout_spec.verification import coupled, standard
 from rollout_spec.vllm.ascend import MODULE, import_worker
 
-PUBLISHED = (
-    Path(__file__).parents[3] / "tests/data/vllm-ascend-0.11.0/vllm_ascend/sample/rejection_sampler.py"
-)
 VOCAB_SIZES = (32_000, 151_936)
 BATCH_SIZES = (1, 8, 64, 256)
 NUMS_SPECULATIVE_TOKENS = (0, 3, 8)
 NUM_REQUESTS = 40  # of all steps of a small batch together
+ASCEND = "vllm-ascend"
 # The columns behind the time of `coupled`.
-RATIOS = (
-    ("vllm-ascend", "coupled"), ("vllm", "coupled"), ("vllm-ascend", "standard"), ("vllm", "standard"),
-    ("coupled", "read"),
-)  # fmt: skip
+RATIOS = [("vllm", "coupled"), ("vllm", "standard"), ("coupled", "read")]
+if importlib.util.find_spec("vllm_ascend"):
+    RATIOS += [(ASCEND, "coupled"), (ASCEND, "standard")]
 
 
 @functools.cache
 def published_functions() -> Any:
-    """The functions of vllm-ascend's rejection sampler; of 0.11.0 without its imports and its class."""
-    if importlib.util.find_spec("vllm_ascend"):
-        import_worker()
-        module = importlib.import_module(MODULE)
-        config = types.SimpleNamespace(enable_block_verify=False, enable_entropy_verify=False)
-        config.posterior_threshold = config.posterior_alpha = 0.0
-        options = types.SimpleNamespace(enable_reduce_sample=False, rejection_sampler_config=config)
-        for user in (module, sys.modules["vllm_ascend.sample.sampler"]):
-            user.get_ascend_config = lambda: options  # type: ignore[attr-defined]
-        return module
-    tree = ast.parse(PUBLISHED.read_text())
-    tree.body = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.Assign))]
-    # The last statement replaces a function of vLLM's.
-    tree.body = [
-        n for n in tree.body if not isinstance(n, ast.Assign) or not isinstance(n.targets[0], ast.Attribute)
-    ]
-    names: dict[str, Any] = {"torch": torch, "Optional": __import__("typing").Optional}
-    names["SamplingMetadata"] = Any
-    names["generate_uniform_probs"] = rejection_sampler.generate_uniform_probs
-    exec(compile(tree, str(PUBLISHED), "exec"), names)
-    return types.SimpleNamespace(**names)
+    """vllm-ascend's module of the rejection sampler."""
+    import_worker()
+    module = importlib.import_module(MODULE)
+    config = types.SimpleNamespace(enable_block_verify=False, enable_entropy_verify=False)
+    config.posterior_threshold = config.posterior_alpha = 0.0
+    options = types.SimpleNamespace(enable_reduce_sample=False, rejection_sampler_config=config)
+    for user in (module, sys.modules["vllm_ascend.sample.sampler"]):
+        user.get_ascend_config = lambda: options  # type: ignore[attr-defined]
+    return module
 
 
 def use_cpu_kernels() -> None:
@@ -127,34 +109,30 @@ class Step:
         given = (self.drafts, self.counts, self.k, self.ends, None, self.logits, bonus, self.metadata)
         return function(*given)
 
-    def ascend(self, published: Any) -> torch.Tensor:
+    def ascend(self) -> torch.Tensor:
         bonus = random_sample(self.bonus_logits.softmax(dim=-1), {}).unsqueeze(-1)
         if not self.k:
             return bonus
-        if hasattr(published, "apply_sampling_constraints"):
-            self.metadata.top_k = self.metadata.top_p = None
-            logits = published.apply_sampling_constraints(self.logits, self.ends, self.metadata, None)
-            given = (self.drafts, self.counts, self.k, self.ends, None, logits, bonus, self.metadata)
-            return published.rejection_sample(*given)
-        temperature = published.expand_batch_to_tokens(
-            self.metadata.temperature, self.ends, len(self.drafts), replace_from=-1, replace_to=1
-        )
-        probs = self.logits.div_(temperature.unsqueeze(-1)).softmax(dim=-1)
-        given = (self.drafts, self.counts, self.k, self.ends, None, probs, bonus, self.metadata)
+        published = published_functions()
+        self.metadata.top_k = self.metadata.top_p = None
+        logits = published.apply_sampling_constraints(self.logits, self.ends, self.metadata, None)
+        given = (self.drafts, self.counts, self.k, self.ends, None, logits, bonus, self.metadata)
         return published.rejection_sample(*given)
 
     def read(self) -> Any:
         """Reading every logit once, the least that any method does."""
         return self.bonus_logits.amax(dim=-1), self.logits.amax(dim=-1) if self.k else None
 
-    def contestants(self, published: Any) -> dict[str, Callable[[], Any]]:
-        return {
+    def contestants(self) -> dict[str, Callable[[], Any]]:
+        all_of_them: dict[str, Callable[[], Any]] = {
             "coupled": self.coupled,
             "standard": functools.partial(self.rejecting, standard.rejection_sample),
             "vllm": functools.partial(self.rejecting, rejection_sampler.rejection_sample),
-            "vllm-ascend": functools.partial(self.ascend, published),
+            ASCEND: self.ascend,
             "read": self.read,
         }
+        compared = {name for pair in RATIOS for name in pair}
+        return {name: call for name, call in all_of_them.items() if name in compared}
 
 
 def peaked(num_rows: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,11 +164,8 @@ def times_ms(steps: list[dict[str, Callable[[], Any]]], repeats: int) -> dict[st
 
 def measure(batch_size: int, k: int, vocab_size: int, repeats: int) -> dict[str, Any]:
     """One cell of the table: median times, and the quartiles of ratios round by round."""
-    published = published_functions()
-    steps = [
-        Step(batch_size, k, vocab_size, seed).contestants(published)
-        for seed in range(max(1, NUM_REQUESTS // batch_size))
-    ]
+    seeds = range(max(1, NUM_REQUESTS // batch_size))
+    steps = [Step(batch_size, k, vocab_size, seed).contestants() for seed in seeds]
     times = times_ms(steps, repeats)
     ratios = {
         f"{name} / {other}": statistics.quantiles(

@@ -22,8 +22,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.predict.load import copied
 from rollout_spec.predict.roofline import DEVICES, HOSTS, Model, Roofline
-from rollout_spec.predict.simulate import Cluster, copied, simulate
+from rollout_spec.predict.simulate import Cluster, simulate
 from rollout_spec.trace import Rollout, read_trace
 
 _RECIPES = Path(__file__).parents[3] / "recipes" / "models"

@@ -55,7 +55,7 @@ LOAD = {"group_size": 4, "median_tokens": 24.0, "max_tokens": 64}
 def test_rollouts_without_and_with_drafts(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rollout_spec.cli import main
+    from rollout_spec_lab.cli import main
 
     options = ["--methods", ",".join(METHODS), "--load", "random", "--num-prompts", "3", "--group-size", "4"]
     options += ["--max-num-seqs", "6", "--tail-threshold", "4", "--median-tokens", "24", "--max-tokens", "64"]

@@ -11,7 +11,7 @@ METHODS = ["off", "sam+model"]
 
 
 def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rollout_spec.cli import main
+    from rollout_spec_lab.cli import main
 
     options = ["--minutes", "60", "--repeats", "1", "--methods", ",".join(METHODS), "--output", str(tmp_path)]
     drafter = ["--model-drafter", f"draft_model:{chat_model}:2"]  # the policy itself

@@ -1,0 +1,53 @@
+"""Two engines in one process that take turns: `python -m rollout_spec_lab.demo.turns_worker JOB RESULT`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rollout_spec.vllm.proposer import proposer_of
+from rollout_spec_lab.bench.engine import reply
+from rollout_spec_lab.bench.engine_worker import Watch, make_engine, rollout, settings_of, warm_up
+from rollout_spec_lab.demo.turns import METHODS, in_turn
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Serve one pair of rollouts after the other: the same requests without drafts and with them.
+
+    Behind each pair both engines forget what they have kept, as they do behind a weight sync.
+
+    Args:
+        job: of `engine.Plan.job`, and `pairs`, the requests of each; `seconds`, after which no pair begins,
+            but for the first `least`.
+
+    Returns:
+        pairs: of each what `engine_worker.rollout` gives, by method; settings: of the engine that drafts.
+    """
+    engines = {method: make_engine(job | {"method": method}) for method in METHODS}
+    watches = {method: Watch(engine) for method, engine in engines.items()}
+    for engine in engines.values():
+        warm_up(engine)
+        forget(engine)
+    pairs: list[dict[str, Any]] = []
+    began = time.monotonic()
+    for number, requests in enumerate(job["pairs"]):
+        if number >= job["least"] and time.monotonic() - began > job["seconds"]:
+            break
+        of_pair = job | {"requests": requests}
+        pairs.append({m: rollout(engines[m], watches[m], of_pair) for m in in_turn(number)})
+        for engine in engines.values():
+            forget(engine)
+    return {"pairs": pairs, "settings": settings_of(engines[METHODS[1]].vllm_config)}
+
+
+def forget(engine: Any) -> None:
+    """What a weight sync makes an engine forget: cached prefixes, and texts but for the history."""
+    engine.reset_prefix_cache()
+    if proposer := proposer_of(
+        engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    ):
+        proposer.drop_texts()
+
+
+if __name__ == "__main__":
+    reply(run)

@@ -1,0 +1,170 @@
+"""What the demo makes of its trainings and of its turns, without either."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_spec.report.measures import compare
+from rollout_spec.report.runs import read_run, read_steps
+from rollout_spec.trace import to_line, trace_file
+from rollout_spec_lab.bench.engine import EngineError, Load
+from rollout_spec_lab.bench.timeline import Timeline
+from rollout_spec_lab.cli.progress import ConsoleWatcher
+from rollout_spec_lab.demo import report, runner
+from rollout_spec_lab.demo.turns import METHODS, Turns, figures, in_turn, pairs_of, plan_of
+from tests.test_report import write_run
+
+
+def side(seconds: float, *responses: list[int]) -> dict[str, Any]:
+    """One rollout: the prefills in half of the seconds, all that is left in one step with as many drafts."""
+    line, decoded = Timeline(), sum(len(response) - 1 for response in responses)
+    num = len(responses)
+    common = {"seconds": seconds / 2, "num_running": num, "num_accepted_tokens": 0, "is_on": 0}
+    line.add(num_rows=0, num_tokens=num, num_prefills=num, num_draft_tokens=0, **common)
+    common |= {"num_accepted_tokens": decoded - num}
+    line.add(num_rows=num, num_tokens=decoded, num_prefills=0, num_draft_tokens=2 * decoded, **common)
+    return {"timeline": vars(line), "responses": list(responses)}
+
+
+def turns(*seconds: tuple[float, float], differs: bool = False) -> Turns:
+    text = [list(range(6)), list(range(9))]
+    other = [[*range(4), 99, 98], text[1]] if differs else text
+    sides = [(side(off, *text), side(on, *other)) for off, on in seconds]
+    return figures([dict(zip(METHODS, pair, strict=True)) for pair in sides])
+
+
+def test_a_machine_that_gets_slower_from_pair_to_pair_changes_nothing() -> None:
+    found = turns((3.0, 2.0), (6.0, 4.0), (30.0, 20.0))
+    assert found.speedup.value == pytest.approx(1.5)
+    assert found.speedup.ci95 == pytest.approx((1.5, 1.5))
+    assert found.on.value == pytest.approx(3 * 15 / 26)
+    assert found.seconds == [(3.0, 2.0), (6.0, 4.0), (30.0, 20.0)]
+    assert (found.agreement.num_tokens, found.agreement.num_identical) == (45, 45)
+    assert found.tokens_per_step == 13 / 2
+    assert found.acceptance_rate == 11 / 26
+
+
+def test_tokens_that_differ_are_counted_up_to_the_first() -> None:
+    agreement = turns((3.0, 2.0), differs=True).agreement
+    assert (agreement.num_tokens, agreement.num_identical) == (5 + 9, 4 + 9)
+
+
+def test_pairs_take_the_prompts_in_turn_with_noise_of_their_own() -> None:
+    load = Load([[1], [2], [3]], group_size=2, natural_ends=True, max_tokens=8)
+    pairs = list(itertools.islice(pairs_of(load, 2), 4))
+    assert [[one["prompt"] for one in pair] for pair in pairs] == [
+        [0, 0, 1, 1], [2, 2, 0, 0], [1, 1, 2, 2], [0, 0, 1, 1],
+    ]  # fmt: skip
+    names = {json.dumps(one["name"]) for pair in pairs for one in pair}
+    assert len(names) == 16
+    assert [len(pair) for pair in itertools.islice(pairs_of(load, 5), 2)] == [6, 6]
+    assert [in_turn(number)[0] for number in range(4)] == [METHODS[0], METHODS[1]] * 2
+
+
+CONFIG = """
+rollout: {spec: {method: sam, history: 2, model_drafter: null}}
+data: {max_response_length: 40, train_batch_size: 3}
+actor_rollout_ref:
+  rollout:
+    {n: 2, temperature: 0.5, dtype: float32, max_num_seqs: 6, max_num_batched_tokens: 64, enforce_eager: true,
+     engine_kwargs: {vllm: {block_size: 32, speculative_config: "${rollout_spec.no_resolver:}"}}}
+"""
+
+
+def test_the_turns_serve_what_the_training_served(tmp_path: Path) -> None:
+    """Its prompts in the order of its steps, each once; its lengths, temperature, engine and drafter."""
+    (tmp_path / "hydra/.hydra").mkdir(parents=True)
+    (tmp_path / "hydra/.hydra/config.yaml").write_text(CONFIG)
+    (tmp_path / "rollouts").mkdir()
+    lines = [to_line("b", 2, [4, 5, 6], [[1]]), to_line("a", 1, [7], [[1]]), to_line("a", 3, [7], [[2]])]
+    trace_file(tmp_path / "rollouts", 0).write_text("".join(lines))
+    plan, size = plan_of(tmp_path, Path("/policy"))
+    assert (size, plan.load.prompts) == (3, [(7,), (4, 5, 6)])
+    assert {one["max_tokens"] for one in plan.load.requests(0)} == {40} and len(plan.load.requests(0)) == 4
+    job = plan.job(0, "sam")
+    assert (job["temperature"], job["natural_ends"], job["dtype"], job["model"]) == (
+        0.5,
+        True,
+        "float32",
+        "/policy",
+    )
+    assert job["spec"] == {"method": "sam", "history": 2}
+    assert {"max_num_seqs": 6, "max_model_len": 43, "block_size": 32, "enforce_eager": True}.items() <= job[
+        "engine"
+    ].items()
+
+
+def trainings(folder: Path, training: float) -> Any:
+    """Twice as fast with drafts; `training`: seconds of a step without its rollouts, with drafts."""
+    off = write_run(folder / "off", [10.0, 20.0], [100, 200], training=20.0)
+    sam = write_run(folder / "sam", [5.0, 10.0], [100, 200], training=training)
+    return compare(read_run(off, "off"), read_run(sam, "sam"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "training", "says"),
+    [
+        (
+            [(3.0, 2.0)] * 4,
+            20.0,
+            "Drafts made rollouts faster: 1.50× tokens per second (95% interval 1.50 to 1.50).",
+        ),
+        ([(2.0, 4.0)] * 4, 10.0, "Drafts made rollouts slower: 0.50×"),
+        ([(3.0, 2.0), (2.0, 3.0)], 30.0, "No clear difference with drafts and without: 1.00×"),
+    ],
+)
+def test_the_headline_is_that_of_the_turns(seconds: list, training: float, says: str, tmp_path: Path) -> None:
+    comparison, found = trainings(tmp_path, training), turns(*seconds)
+    first, *others = report.text(comparison, found)
+    assert first.startswith(says)
+    [of_trainings] = [sentence for sentence in others if "Their ratio was 2.00×" in sentence]
+    assert (f"took {training / 20:.2f}× as long" in of_trainings) == (training != 20.0)
+    paths = report.write(comparison, found, tmp_path, {"Model": "m"})
+    summary = json.loads(paths["json"].read_text())
+    assert summary["speedup"] == summary["turns"]["speedup"]["value"] == found.speedup.value
+    assert summary["measures"]["tokens_per_second"]["ratio"]["value"] == 2.0
+    page = paths["html"].read_text()
+    assert first in page and "In turns" in page and "http" not in page
+
+
+def test_the_demo_trains_without_drafts_then_with_them_and_then_takes_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+
+    def train(plan: runner.Plan, method: str, *_: Any) -> None:
+        done.append(method)
+        write_run(plan.output / method, [10.0, 20.0], [100, 200])
+
+    def serve(plan: str, size: int, seconds: float, folder: Path) -> Turns:
+        done.append((plan, size, seconds, folder))
+        if seconds < 0:
+            raise EngineError("turns: its process ended with code 1: out of memory")
+        return turns((3.0, 2.0))
+
+    monkeypatch.setattr(runner, "train", train)
+    monkeypatch.setattr(runner, "plan_of", lambda training, model: (f"{training.name} of {model.name}", 2))
+    monkeypatch.setattr(runner, "serve_in_turns", serve)
+    given = {"output": tmp_path, "model": tmp_path / "policy", "train_file": tmp_path / "train.parquet"}
+    comparison, found = runner.run_demo(runner.Plan(**given), runner.Watcher())
+    assert done == ["off", "sam", ("sam of policy", 2, 60.0, tmp_path)]
+    assert comparison.on.column("step") == [1, 2] and found.speedup.value == pytest.approx(1.5)
+    with pytest.raises(
+        runner.RunFailedError, match=r"out of memory; log: .*rollout-spec compare \S+/off \S+/sam"
+    ):
+        runner.run_demo(runner.Plan(**given, turn_seconds=-1.0), runner.Watcher())
+
+
+def test_a_step_without_tokens_of_its_own_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "off", [10.0, 0.0], [1000, 0])
+    with ConsoleWatcher(2) as watcher:
+        for step in read_steps(run / "metrics.jsonl"):
+            watcher.step(step)
+    assert "step 2/2: no tokens of its own, " in capsys.readouterr().err

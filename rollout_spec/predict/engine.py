@@ -1,0 +1,316 @@
+"""A simulated engine: it serves recorded responses in virtual time, with the real drafter and gate.
+
+Requests are served first come, first served, at most max_num_seqs at a time and as many as the KV cache
+holds. A step takes what `Times` says. A draft token is accepted exactly when it equals the recorded token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.gate.costs import Ranks
+from rollout_spec.drafting.index import ModelDrafts
+from rollout_spec.predict.load import Request
+from rollout_spec.predict.replay import drafts_at
+from rollout_spec.predict.step_times import Times
+
+
+class ModelDrafter(NamedTuple):
+    """A draft model of an engine. What it drafts was recorded or simulated, and is in the requests.
+
+    It makes one pass over all tokens of every step, and one more over the rows for each further draft token.
+    The further passes are left out while the gate lets nothing be drafted, and where they do not pay.
+    """
+
+    num_tokens: int  # of a draft, at most
+    times: Times  # of a pass
+
+    def seconds(self, num_tokens: int, num_rows: int, num_context: int, num_passes: int) -> float:
+        first = self.times.seconds(num_tokens, False, num_context)
+        return first + (num_passes - 1) * self.times.seconds(num_rows, False, num_context)
+
+
+@dataclasses.dataclass
+class EngineRun:
+    """What one engine did in all its rollouts."""
+
+    seconds: float = 0.0
+    tail_seconds: float = 0.0  # of these, with at most tail_rows requests running
+    num_steps: int = 0
+    num_row_steps: int = 0
+    num_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class StepWork(NamedTuple):
+    """What an engine, or a data-parallel rank, has to do in a step; the fields are arguments of `Times`."""
+
+    num_tokens: int
+    num_context: int
+    num_rows: int
+    drafted: bool
+
+
+class Engine:
+    """One rollout engine, or one of its data-parallel ranks.
+
+    A prompt is prefilled in the step that admits its first request; siblings find it in the prefix cache.
+    When the KV cache is full, the newest request goes back to the queue and is prefilled again later, as in
+    vLLM.
+
+    Args:
+        config: of the drafter. method=off: there is none, and all that the model drafts is verified.
+        tail_rows: the tail is the time with at most so many requests running.
+        kv_tokens: tokens that the KV cache holds.
+        fills_drafts: draft up to K tokens in every row, as `Drafter` does it.
+        model: a model that drafts too.
+    """
+
+    def __init__(
+        self,
+        config: SpecConfig,
+        times: Times,
+        max_num_seqs: int,
+        tail_rows: int,
+        kv_tokens: float = math.inf,
+        fills_drafts: bool = False,
+        model: ModelDrafter | None = None,
+    ) -> None:
+        self.total = EngineRun()
+        self.drafter: Drafter | None = None
+        if config.enabled:
+            self.drafter = Drafter(
+                config,
+                lambda: self.total.seconds,
+                fills=fills_drafts,
+                model_tokens=min(model.num_tokens, config.num_speculative_tokens) if model else 0,
+            )
+        self.times, self._model = times, model
+        self._max_num_seqs, self._tail_rows, self._kv_tokens = max_num_seqs, tail_rows, kv_tokens
+        self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
+        self._running: list[Request] = []  # by row, as the arrays below
+        self._admitted: dict[str, None] = {}  # names of running requests, the newest last
+        self._drafts: list[list[int]] = []
+        self._prefilled: set[str] = set()  # groups whose prompt is in the prefix cache
+        self._num_interrupted_tokens = 0  # the next step prefills them again
+        self._begin = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not admitted yet."""
+        return len(self._queue)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue or self._running)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of this rollout."""
+        return self.total.seconds - self._begin
+
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """Take the requests of a rollout; none of the rollout before may be left."""
+        self._queue.extend((request, 0) for request in requests)
+        num_rows = min(self._max_num_seqs, len(requests))
+        longest = max((len(r.prompt_token_ids) + len(r.response) for r in requests), default=0)
+        num_rows, longest = max(1, num_rows), max(1, longest)  # the index takes no empty array
+        self._token_ids = np.zeros((num_rows, longest), np.int32)  # whole responses
+        # Of each row the tokens that exist, and those that it ends with.
+        self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        self._prefilled.clear()
+        self._begin = self.total.seconds
+
+    def step(self) -> int:
+        """Run one engine step; returns the number of tokens that it gave."""
+        return step_together([self])
+
+    def interrupt(self) -> None:
+        """A weight sync within a rollout: running requests are aborted and go on from their own text."""
+        self._num_interrupted_tokens = self._num_context
+        self._prefilled.clear()
+        self._drafts = [[] for _ in self._running]
+        if self.drafter is None:
+            return
+        self.drafter.clear(aborted=list(self._admitted))
+        for row, request in enumerate(self._running):
+            text, num_group_tokens = self._token_ids[row, : self._levels[row]], len(request.prompt_token_ids)
+            self.drafter.add(request.name, text, int(self._ends[row]), request.group, num_group_tokens)
+
+    def begin_step(self) -> StepWork:
+        num_tokens, self._num_interrupted_tokens = self._num_interrupted_tokens, 0
+        num_tokens += 0 if self._preempt() else self._admit()
+        num_tokens += self._num_verified
+        return StepWork(num_tokens, self._num_context, len(self._running), any(self._drafts))
+
+    def seconds(self, work: StepWork, num_tokens_of_others: int) -> float:
+        """Of the step that has begun; the other data-parallel ranks bring `num_tokens_of_others`."""
+        num_tokens, num_context, num_rows, drafted = work
+        seconds = self.times.seconds(num_tokens, drafted, num_context, num_tokens_of_others, num_rows)
+        if self._model is None:
+            return seconds
+        return seconds + self._model.seconds(num_tokens, num_rows, num_context, max(1, self._model_tokens))
+
+    @property
+    def _model_tokens(self) -> int:
+        """What the model drafts in each row of this step."""
+        if self._model is None:
+            return 0
+        if self.drafter is None:
+            return self._model.num_tokens
+        return self.drafter.model_tokens if self.drafter.next_step_waits else 0
+
+    def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
+        """End the step that has begun.
+
+        Args:
+            seconds: that it took, the same for all data-parallel ranks.
+            ranks: what `Drafter.step` is told of them.
+
+        Returns:
+            The number of tokens that it gave.
+        """
+        total, num_running = self.total, len(self._running)
+        total.seconds += seconds
+        total.tail_seconds += seconds if num_running <= self._tail_rows else 0.0
+        total.num_steps += 1
+        total.num_row_steps += num_running
+        nums_new = self._verify()
+        num_gained = sum(nums_new)
+        total.num_tokens += num_gained
+        self._levels[:num_running] += np.array(nums_new, np.int32)
+        self._drafts = self._draft(nums_new, ranks)
+        for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
+            self._remove(int(row))
+        return num_gained
+
+    def _verify(self) -> list[int]:
+        """The number of tokens that every row gets: the accepted ones of its draft, and one more."""
+        nums_new = [1] * len(self._running)
+        for row, draft in enumerate(self._drafts):
+            if not draft:
+                continue
+            level, end = int(self._levels[row]), int(self._ends[row])
+            recorded = self._token_ids[row, level : min(end, level + len(draft))]
+            agrees = np.append(recorded == draft[: len(recorded)], False)
+            accepted = int(np.argmin(agrees))
+            nums_new[row] = min(accepted + 1, end - level)
+            self.total.num_draft_tokens += len(draft)
+            self.total.num_accepted_tokens += accepted
+        return nums_new
+
+    def _draft(self, nums_new: list[int], ranks: Ranks | None) -> list[list[int]]:
+        """Drafts for the next step, by row."""
+        model = self._drafts_of_model()
+        if self.drafter is not None:
+            names = [request.name for request in self._running]
+            # If the model did not draft for it, the next step has begun already, without drafts of the index.
+            in_time = self._model is None or model is not None
+            return self.drafter.draft(
+                names, nums_new, self._token_ids, self._levels, ranks, None, in_time, model
+            )
+        if model is None:
+            return [[] for _ in self._running]
+        rooms = self._ends[: len(self._running)] - self._levels[: len(self._running)] - 1
+        return [
+            [token for token in tokens[: max(0, room)] if token >= 0]
+            for tokens, room in zip(model.tokens.tolist(), rooms.tolist(), strict=True)
+        ]
+
+    def _drafts_of_model(self) -> ModelDrafts | None:
+        if not self._model_tokens:
+            return None
+        nums_done = [
+            int(level) - len(request.prompt_token_ids)
+            for level, request in zip(self._levels, self._running, strict=False)
+        ]
+        return drafts_at([request.proposals for request in self._running], nums_done, self._model_tokens)
+
+    @property
+    def _num_context(self) -> int:
+        return int(self._levels[: len(self._running)].sum())
+
+    @property
+    def _num_verified(self) -> int:
+        """Tokens that the rows bring to the step: one each, and their drafts."""
+        return len(self._running) + sum(map(len, self._drafts))
+
+    def _preempt(self) -> bool:
+        """Send the newest requests back until the rest has room, or one is left; whether any went."""
+        num_before = self.total.num_preemptions
+        while len(self._running) > 1 and self._num_context + self._num_verified > self._kv_tokens:
+            newest = next(reversed(self._admitted))
+            row = next(i for i, request in enumerate(self._running) if request.name == newest)
+            request = self._running[row]
+            self._queue.appendleft((request, int(self._levels[row]) - len(request.prompt_token_ids)))
+            self._remove(row, has_ended=False)
+            self.total.num_preemptions += 1
+        return self.total.num_preemptions > num_before
+
+    def _admit(self) -> int:
+        """Fill the batch from the queue; returns the number of tokens to prefill."""
+        num_tokens, needed = 0, self._num_context + self._num_verified
+        while self._queue and len(self._running) < self._max_num_seqs:
+            request, num_done = self._queue[0]
+            needed += len(request.prompt_token_ids) + num_done + 1
+            if self._running and needed > self._kv_tokens:
+                break
+            self._queue.popleft()
+            self._start(request, num_done)
+            if request.group not in self._prefilled:
+                self._prefilled.add(request.group)
+                num_tokens += len(request.prompt_token_ids)
+            num_tokens += num_done
+        return num_tokens
+
+    def _start(self, request: Request, num_done: int) -> None:
+        """Give a request the next row; `num_done` tokens of its response exist."""
+        row, prompt = len(self._running), request.prompt_token_ids
+        end = len(prompt) + len(request.response)
+        self._token_ids[row, : len(prompt)] = prompt
+        self._token_ids[row, len(prompt) : end] = request.response
+        self._levels[row], self._ends[row] = len(prompt) + num_done, end
+        self._running.append(request)
+        self._admitted[request.name] = None
+        self._drafts.append([])
+        if self.drafter is not None:
+            self.drafter.add(request.name, prompt, end, request.group)
+
+    def _remove(self, row: int, *, has_ended: bool = True) -> None:
+        """Take a request out of the batch; the last row takes its place, as in vLLM's."""
+        last = len(self._running) - 1
+        del self._admitted[self._running[row].name]
+        if self.drafter is not None:
+            self.drafter.remove(self._running[row].name, remember=has_ended)
+        for rows in (self._token_ids, self._levels, self._ends):
+            rows[row] = rows[last]
+        self._running[row], self._drafts[row] = self._running[last], self._drafts[last]
+        self._running.pop()
+        self._drafts.pop()
+
+
+def step_together(ranks: Sequence[Engine]) -> int:
+    """Run one step of data-parallel ranks, which takes as long as the slowest rank's.
+
+    Returns:
+        The number of tokens that it gave.
+    """
+    works = [rank.begin_step() for rank in ranks]
+    total = sum(work.num_tokens for work in works)
+    seconds = max(
+        rank.seconds(work, total - work.num_tokens) for rank, work in zip(ranks, works, strict=True)
+    )
+    known = None
+    if len(ranks) > 1:  # what vLLM tells each of them
+        known = Ranks(ranks[0].total.num_steps, max(work.num_tokens for work in works))
+    return sum(rank.end_step(seconds, known) for rank in ranks)

@@ -1,0 +1,98 @@
+"""The load of a simulation: which requests come in which rollout, and which engine serves them.
+
+A load is the lines of a recording, perhaps copied, each with all responses or the first. The lines of one
+training step are one rollout, and all its requests are there from its beginning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rollout_spec.drafting.native import Int32Array
+from rollout_spec.trace import Proposals, Rollout
+from rollout_spec.verl.routing import Homes
+
+MAX_IMBALANCE = 8  # as in `configs/rollout_spec_router/group.yaml`
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One response that an engine decodes."""
+
+    name: str
+    group: str
+    prompt_token_ids: Int32Array
+    response: Int32Array
+    proposals: Proposals | None = None
+
+
+def rollouts_of(lines: Iterable[Rollout]) -> list[list[Rollout]]:
+    """The lines of each training step, in the recording's order; lines without a step are one rollout."""
+    rollouts: dict[int | None, list[Rollout]] = {}
+    for line in lines:
+        rollouts.setdefault(line.step, []).append(line)
+    return list(rollouts.values())
+
+
+def comes_back(lines: Iterable[Rollout]) -> bool:
+    """Whether any group has lines in more than one rollout."""
+    groups = [group for rollout in rollouts_of(lines) for group in {line.group for line in rollout}]
+    return len(set(groups)) < len(groups)
+
+
+def copied(lines: Sequence[Rollout], num_copies: int) -> list[Rollout]:
+    """Every line `num_copies` times. A copy has groups and tokens of its own: the drafter learns nothing from
+    one copy about another."""
+    arrays = [array for line in lines for array in (line.prompt_token_ids, *line.responses) if len(array)]
+    vocabulary = 1 + max((int(array.max()) for array in arrays), default=0)
+    return [_shifted(line, i, np.int32(i * vocabulary)) for i in range(num_copies) for line in lines]
+
+
+def _shifted(line: Rollout, number: int, shift: np.int32) -> Rollout:
+    return dataclasses.replace(
+        line,
+        group=f"{line.group}.{number}" if number else line.group,
+        prompt_token_ids=line.prompt_token_ids + shift,
+        responses=[response + shift for response in line.responses],
+        proposals=[
+            each._replace(tokens=np.where(each.tokens < 0, -1, each.tokens + shift))
+            for each in line.proposals
+        ],
+    )
+
+
+def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Request]:
+    """The requests of one rollout: the first `group_size` responses of every line, None: all of them.
+
+    A response without a token needs no step and is left out.
+    """
+    return [
+        Request(
+            f"{i}.{j}",
+            line.group,
+            line.prompt_token_ids,
+            response,
+            line.proposals[j] if line.proposals else None,
+        )
+        for i, line in enumerate(lines)
+        for j, response in enumerate(line.responses[:group_size])
+        if len(response)
+    ]
+
+
+def assign(requests: Sequence[Request], num_engines: int, by_group: bool) -> list[list[Request]]:
+    """The requests of every engine, all placed before the first one ends.
+
+    Args:
+        by_group: keep a group together, as our router does; else to the engine with fewest, as verl's does.
+    """
+    engines: list[list[Request]] = [[] for _ in range(num_engines)]
+    homes = Homes(MAX_IMBALANCE)
+    for request in requests:
+        loads = {i: len(engine) for i, engine in enumerate(engines)}
+        place = homes.choose(request.group, loads) if by_group else min(loads, key=loads.__getitem__)
+        engines[place].append(request)
+    return engines

@@ -1,0 +1,277 @@
+"""A comparison of two runs as sentences, a table, a picture, a page and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.report.measures import Compared, Comparison, Estimate, Measure
+from rollout_spec.report.page import png, render
+from rollout_spec.report.runs import Run
+
+COLOURS = ("#8a94a3", "#1463d8")
+MAX_MARKERS = 40
+NUM_COLUMNS = 3  # of the picture
+FILES = {"json": "summary.json", "png": "report.png", "html": "report.html"}
+MEASURED = {
+    "rollout time": "From the first request of a training step to its last token, on the slowest server.",
+    "speed": "Tokens per second and not seconds, because the runs write responses of different lengths.",
+    "intervals": "95 %, by a bootstrap over training steps. A step is drawn in both runs at once: its "
+    "prompts are the same.",
+    "change": "The second run divided by the first (×), or minus the first (with a sign).",
+    "training step time": "Includes a wait: verl looks every two seconds whether rollouts have ended.",
+    "tokens per step": "Over every decode step of every response, steps without a draft included.",
+    "acceptance rate": "Accepted draft tokens / draft tokens.",
+}
+
+
+def write_report(comparison: Comparison, folder: Path, facts: Mapping[str, str]) -> dict[str, Path]:
+    """Write summary, picture and page into `folder`; `facts` describe the runs in the page.
+
+    Returns:
+        The path of each file, by kind: json, png, html.
+    """
+    paths = {kind: folder / name for kind, name in FILES.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = draw(comparison)
+    paths["json"].write_text(json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n")
+    paths["png"].write_bytes(picture)
+    alt = f"Each measure over the training steps, {comparison.off.name} and {comparison.on.name}"
+    tables = [("Means, with 95 % intervals", table_columns(comparison), table_rows(comparison))]
+    facts = {**facts, **MEASURED}
+    text = sentences(comparison)
+    paths["html"].write_text(render("compare", headline(comparison), text, tables, facts, picture, alt))
+    return paths
+
+
+def shown(comparison: Comparison) -> list[Compared]:
+    """The measures that at least one of the runs has."""
+    return [
+        compared
+        for compared in comparison.measures.values()
+        if math.isfinite(compared.off.value) or math.isfinite(compared.on.value)
+    ]
+
+
+def headline(comparison: Comparison) -> str:
+    """The speed-up; where the machine has changed, the corrected one beside it."""
+    speedup = _times(comparison.speedup)
+    if comparison.has_drifted and math.isfinite(comparison.corrected_speedup):
+        speedup += f" (corrected {_times(comparison.corrected_speedup)})"
+    return f"{speedup} tokens per second ({interval(comparison)})"
+
+
+def interval(comparison: Comparison) -> str:
+    low, high = comparison.speedup_ci95
+    if math.isnan(low):
+        return "one step gives no interval" if len(comparison.on.steps) == 1 else "no interval"
+    return f"95% interval {low:.2f} to {high:.2f}"
+
+
+def sentences(comparison: Comparison, speed: Sequence[str] | None = None) -> list[str]:
+    """What the numbers say, losses and doubts included; `speed` in the place of what they say of it."""
+    off, on = comparison.off, comparison.on
+    text = [
+        *comparison.warnings,
+        *(_speed(comparison) if speed is None else speed),
+        f"Rollouts took {_work(off)} and {_work(on)}.",
+        *(
+            f"Steps that only {name} has are left out: {', '.join(map(str, steps))}."
+            for name, steps in comparison.left_out.items()
+            if steps
+        ),
+        *_drafts(comparison),
+    ]
+    if not math.isnan(on.looping_share):
+        text.append(
+            f"Responses that repeat themselves: {_percent(off.looping_share)} with {off.name}, "
+            f"{_percent(on.looping_share)} with {on.name}. Repetition is easy to draft, so a policy that "
+            "repeats itself makes the speed-up look better than it is."
+        )
+    if comparison.agreement is None:
+        text.append(
+            "The rollouts were not recorded in both runs, so their tokens are not compared. Reward and "
+            "response length can differ by chance."
+        )
+    else:
+        same, compared = comparison.agreement.num_identical, comparison.agreement.num_tokens
+        text.append(
+            f"Before the first weight sync, {same:,} of {compared:,} tokens were the same in both runs; a "
+            "response counts up to its first difference. From then on, rounding in the training makes the "
+            "runs differ."
+        )
+    return text + _asynchronous(off, on) + _few_steps(len(on.steps))
+
+
+def _speed(comparison: Comparison) -> list[str]:
+    """How fast the second run was, and whether the machine was the same for both, where that is known."""
+    off, on, num_steps = comparison.off.name, comparison.on.name, len(comparison.on.steps)
+    over = f"{interval(comparison)}; {num_steps} step{'s' if num_steps > 1 else ''}"
+    times = f"{_times(comparison.speedup)} the generated tokens per second of {off} ({over})."
+    took = f"took {comparison.drift:.2f}× as long per token with {on} as with {off}"
+    if comparison.has_drifted:
+        said = (
+            "Do not trust this ratio: the machine itself changed. Training without rollouts, which drafts do "
+            f"not touch, {took}."
+        )
+        if math.isfinite(comparison.corrected_speedup):
+            said += f" Corrected for that, the ratio is {_times(comparison.corrected_speedup)}."
+        return [said, f"As measured, {on} had {times}"]
+    verdicts = {
+        "faster": f"{on} was faster: {times}",
+        "slower": f"{on} was slower: {times}",
+        "unclear": f"No clear difference between {on} and {off}: {times}",
+    }
+    if math.isnan(comparison.drift):
+        return [verdicts[comparison.verdict]]
+    same = "The machine was as fast for both: training without rollouts, which drafts do not touch,"
+    return [verdicts[comparison.verdict], f"{same} {took}."]
+
+
+def _drafts(comparison: Comparison) -> list[str]:
+    on, of = comparison.on, comparison.measures
+    if on.total("num_drafts"):
+        accepted, tokens = (of[name].on.value for name in ("acceptance_rate", "tokens_per_step"))
+        return [
+            f"{_percent(accepted)} of the draft tokens were accepted. A decode step gave "
+            f"{_number(tokens, 2)} tokens; plain decoding gives 1."
+        ]
+    if not on.has_drafter:
+        return []
+    return [
+        f"{on.name} drafted nothing, so this says nothing about drafting. If rollout/spec_share_off_cost is "
+        "high, drafts cost more time than they save here. If rollout/spec_share_off_threshold is high, set "
+        "rollout.spec.batch_threshold=auto."
+    ]
+
+
+def _asynchronous(off: Run, on: Run) -> list[str]:
+    """What an asynchronous trainer does to the figures."""
+    text = []
+    interrupted = [run.total("num_interrupted") for run in (off, on)]
+    if any(interrupted):
+        text.append(
+            f"The trainer was asynchronous: weight syncs interrupted {interrupted[0]:,.0f} requests with "
+            f"{off.name} and {interrupted[1]:,.0f} with {on.name}, which went on afterwards. Rollouts ran "
+            "beside the training, so look at the training step time for what the training gained."
+        )
+    empty = [sum(not step.generated_tokens for step in run.steps) for run in (off, on)]
+    if any(empty):
+        text.append(
+            f"Steps without tokens of their own: {empty[0]} with {off.name}, {empty[1]} with {on.name}. "
+            "Their batch was ready before the weights changed, so the step before counts its tokens."
+        )
+    return text
+
+
+def _few_steps(num_steps: int) -> list[str]:
+    if num_steps >= 8:
+        return []
+    few = f"An interval from {num_steps} steps is rough" if num_steps > 1 else "One step gives no interval"
+    return [f"{few}; train longer for a firm figure."]
+
+
+def _work(run: Run) -> str:
+    seconds, tokens = run.total("rollout_seconds"), run.total("generated_tokens")
+    return f"{seconds:,.1f} s for {tokens:,.0f} tokens with {run.name}"
+
+
+def table_columns(comparison: Comparison) -> list[str]:
+    return ["", comparison.off.name, comparison.on.name, "Change"]
+
+
+def table_rows(comparison: Comparison, intervals: bool = True) -> list[list[str]]:
+    """Every measure, with or without the 95 % intervals of the runs' values; then the totals."""
+    rows = []
+    for of in shown(comparison):
+        measure = of.measure
+        amount = f"{{:,.{_DIGITS.get(measure.name, 1)}f}}"
+        change = "{:.2f}" if measure.is_ratio else "{:+.3f}"
+        sides = (_estimate(side, amount, measure, intervals) for side in (of.off, of.on))
+        rows.append(
+            [_label(measure), *sides, _estimate(of.change, change, measure, sign="×" * measure.is_ratio)]
+        )
+    return rows + _totals(comparison)
+
+
+def _estimate(estimate: Estimate, shape: str, measure: Measure, interval: bool = True, sign: str = "") -> str:
+    """Without the unit, which the label names: 1.25× [1.10, 1.40], +0.012 [-0.003, +0.027]."""
+    if not math.isfinite(estimate.value):
+        return "–"
+    scale = 100.0 if measure.unit == "%" else 1.0
+    value, low, high = (shape.format(scale * bound) for bound in (estimate.value, *estimate.ci95))
+    return value + sign + (f" [{low}, {high}]" if interval and math.isfinite(estimate.ci95[0]) else "")
+
+
+def _label(measure: Measure) -> str:
+    return measure.title + (f" ({measure.unit})" if measure.unit else "")
+
+
+_DIGITS = {"reward": 3, "entropy": 3, "tokens_per_step": 2, "training_ms": 3, "draft_ms": 2}
+
+
+def _totals(comparison: Comparison) -> list[list[str]]:
+    runs = (comparison.off, comparison.on)
+    rows = [
+        [title, *(_number(run.total(name), 0) for run in runs), ""]
+        for title, name in (
+            ("Generated tokens, all steps", "generated_tokens"),
+            ("Drafts, all steps", "num_drafts"),
+            ("Interrupted requests, all steps", "num_interrupted"),
+        )
+        if name != "num_interrupted" or any(run.total(name) for run in runs)
+    ]
+    if not all(math.isnan(run.looping_share) for run in runs):
+        rows.append(["Looping responses", *(_percent(run.looping_share) for run in runs), ""])
+    return rows
+
+
+def draw(comparison: Comparison) -> bytes:
+    """Every measure, step by step, both runs; a PNG."""
+    from matplotlib.figure import Figure  # without pyplot, so no display and no global state
+
+    measures = shown(comparison)
+    num_rows = -(-len(measures) // NUM_COLUMNS)
+    figure = Figure(figsize=(3.7 * NUM_COLUMNS, 2.9 * num_rows), layout="constrained")
+    panels = list(figure.subplots(num_rows, NUM_COLUMNS, squeeze=False).flat)
+    for axes, compared in zip(panels, measures, strict=False):
+        _panel(axes, comparison, compared.measure)
+    for axes in panels[len(measures) :]:
+        axes.set_visible(False)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=11)
+    return png(figure, dpi=160)
+
+
+def _panel(axes: Any, comparison: Comparison, measure: Measure) -> None:
+    scale = 100.0 if measure.unit == "%" else 1.0
+    for run, colour in zip((comparison.off, comparison.on), COLOURS, strict=True):
+        steps, values = run.column("step"), [scale * value for value in run.column(measure.name)]
+        marker = "o" if len(steps) <= MAX_MARKERS else None
+        axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.8, label=run.name)
+    axes.set_title(_label(measure), loc="left", fontsize=11)
+    axes.set_xlabel("training step", fontsize=9, color="#555b66")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.tick_params(labelsize=9, colors="#555b66", length=0)
+    axes.grid(axis="y", color="#e4e7ec", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#c3c8d0")
+    # A reward may be negative; anything else starts at 0 and leaves room above its highest point.
+    if measure.name != "reward" and axes.dataLim.y1 > 0:
+        axes.set_ylim(0, 1.12 * axes.dataLim.y1)
+
+
+def _times(ratio: float) -> str:
+    return f"{_number(ratio, 2)}×"
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:,.{digits}f}" if math.isfinite(value) else "–"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if math.isfinite(share) else "–"

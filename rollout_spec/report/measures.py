@@ -1,0 +1,219 @@
+"""What two training runs say about each other: measures with 95 % intervals, and whether to trust them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.report.logs import RunError
+from rollout_spec.report.responses import Agreement
+from rollout_spec.report.runs import MAX_DRIFT, Run, plain
+
+NUM_RESAMPLES = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """What is compared: per step `numerator / denominator`, over all steps the ratio of their sums.
+
+    Both are names in `Step`; without a denominator every step weighs the same. The change from one run to the
+    other is a ratio where the measure is a positive amount, else a difference.
+    """
+
+    name: str
+    title: str
+    unit: str
+    numerator: str
+    denominator: str = ""
+    is_ratio: bool = True
+
+
+MEASURES = (
+    Measure("rollout_seconds", "Rollout time per step", "s", "rollout_seconds"),
+    Measure("step_seconds", "Training step time", "s", "step_seconds"),
+    Measure("tokens_per_second", "Generated tokens per second", "", "generated_tokens", "rollout_seconds"),
+    Measure("tokens_per_step", "Tokens per step", "", "generated_tokens", "decode_steps"),
+    Measure("acceptance_rate", "Acceptance rate", "%", "num_accepted_tokens", "num_draft_tokens", False),
+    Measure("draft_ms", "Drafter time per engine step", "ms", "draft_ms"),
+    Measure("reward", "Reward", "", "reward", is_ratio=False),
+    Measure("response_length", "Response length", "tokens", "response_length"),
+    Measure("entropy", "Entropy", "nats", "entropy", is_ratio=False),
+    Measure("training_ms", "Training without rollouts, per token", "ms", "update_ms", "trained_tokens"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval; NaN where it is not known."""
+
+    value: float
+    ci95: tuple[float, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"value": plain(self.value), "ci95": plain(self.ci95)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One measure in both runs, and the change from `off` to `on`: on / off, or on - off."""
+
+    measure: Measure
+    off: Estimate
+    on: Estimate
+    change: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        change = "ratio" if self.measure.is_ratio else "difference"
+        return {"off": self.off.to_dict(), "on": self.on.to_dict(), change: self.change.to_dict()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two runs over the same steps. `speedup` is the ratio of generated tokens per second."""
+
+    off: Run
+    on: Run
+    measures: Mapping[str, Compared]
+    agreement: Agreement | None = None  # of the first step; None where samples were not named and recorded
+    left_out: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)  # steps of one run only
+
+    @property
+    def speedup(self) -> float:
+        return self.measures["tokens_per_second"].change.value
+
+    @property
+    def speedup_ci95(self) -> tuple[float, float]:
+        return self.measures["tokens_per_second"].change.ci95
+
+    @property
+    def drift(self) -> float:
+        """How many times as long the machine took with `on` for what drafts do not touch: verl's training.
+
+        NaN where it was not logged, took no time, or ran beside the rollouts: it then is no measure.
+        """
+        if self.off.trains_beside_rollouts or self.on.trains_beside_rollouts:
+            return math.nan
+        drift = self.measures["training_ms"].change.value
+        return drift if 0.0 < drift < math.inf else math.nan
+
+    @property
+    def corrected_speedup(self) -> float:
+        """The speedup had the machine not drifted."""
+        return self.speedup * self.drift
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether the machine differs too much between the runs for the speedup to be trusted."""
+        return abs(self.drift - 1.0) > MAX_DRIFT
+
+    @property
+    def verdict(self) -> str:
+        """faster, slower, or unclear: the interval holds 1, there is none, or the machine has drifted."""
+        if self.has_drifted:
+            return "unclear"
+        low, high = self.speedup_ci95
+        if low > 1.0:
+            return "faster"
+        return "slower" if high < 1.0 else "unclear"
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is wrong with the choice of the two runs; a comparison all the same."""
+        off, on = self.off, self.on
+        if off.column("rollout_seconds") == on.column("rollout_seconds"):
+            return [
+                "Both runs took exactly the same time in every step: this looks like one run, given twice."
+            ]
+        if off.has_drafter and not on.has_drafter:
+            return [f"The runs look swapped: {off.name} was trained with drafts, {on.name} without."]
+        if not on.has_drafter:
+            return [f"Neither run had drafts: {on.name} was not trained with +rollout.spec=sam."]
+        if off.has_drafter:
+            return [f"Both runs had drafts: {off.name} was not trained with +rollout.spec=off."]
+        return []
+
+    def to_dict(self) -> dict[str, Any]:
+        over_all = ("tokens_per_second", "tokens_per_step", "acceptance_rate")
+        values = [self.measures[name] for name in over_all]
+        return {
+            self.off.name: self.off.to_dict() | {c.measure.name: plain(c.off.value) for c in values},
+            self.on.name: self.on.to_dict() | {c.measure.name: plain(c.on.value) for c in values},
+            "speedup": plain(self.speedup),
+            "first_step_agreement": self.agreement and dataclasses.asdict(self.agreement),
+            "speedup_ci95": plain(self.speedup_ci95),
+            "drift": plain(self.drift),
+            "has_drifted": self.has_drifted,
+            "corrected_speedup": plain(self.corrected_speedup),
+            "warnings": self.warnings,
+            "measures": {name: compared.to_dict() for name, compared in self.measures.items()},
+        }
+
+
+def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None) -> Comparison:
+    """Compare the steps that both runs have.
+
+    The intervals are those of `paired` over steps: a step is drawn in both runs at once, because its prompts
+    are the same. One step gives no interval (NaN).
+    """
+    common = {step.step for step in off.steps} & {step.step for step in on.steps}
+    if not common:
+        raise RunError(f"the runs {off.name} and {on.name} have no step in common")
+    left_out = {run.name: [step.step for step in run.steps if step.step not in common] for run in (off, on)}
+    off, on = (
+        dataclasses.replace(run, steps=tuple(step for step in run.steps if step.step in common))
+        for run in (off, on)
+    )
+    measures = {
+        measure.name: Compared(
+            measure, *paired(_amounts(off, measure), _amounts(on, measure), measure.is_ratio, seed)
+        )
+        for measure in MEASURES
+    }
+    return Comparison(off, on, measures, agreement, left_out)
+
+
+def paired(
+    off: np.ndarray, on: np.ndarray, is_ratio: bool = True, seed: int = 0
+) -> tuple[Estimate, Estimate, Estimate]:
+    """What was measured in pairs: both sides, and the change, each with a percentile bootstrap over pairs.
+
+    Args:
+        off, on: [numerator or denominator, pair]; a side's value is the ratio of the sums.
+
+    Returns:
+        `off`, `on`, and on / off, or on - off unless `is_ratio`.
+    """
+    draws = _draws(off.shape[1], seed)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sides = [np.divide(*(amounts @ draws.T)) for amounts in (off, on)]
+        change = sides[1] / sides[0] if is_ratio else sides[1] - sides[0]
+    first, second, third = (_estimate(values, off.shape[1]) for values in (*sides, change))
+    return first, second, third
+
+
+@functools.lru_cache(maxsize=1)
+def _draws(num_pairs: int, seed: int) -> np.ndarray:
+    """[1 + resample, pair], how often a pair was drawn; first the pairs themselves, each once."""
+    draws = np.random.default_rng(seed).multinomial(num_pairs, [1 / num_pairs] * num_pairs, NUM_RESAMPLES)
+    return np.vstack([np.ones(num_pairs), draws])
+
+
+def _amounts(run: Run, measure: Measure) -> np.ndarray:
+    """[numerator or denominator, step]; both are 0 where a step lacks one of them: it does not count."""
+    numerator = np.array(run.column(measure.numerator), float)
+    denominator = np.array(run.column(measure.denominator), float) if measure.denominator else 1.0
+    amounts = np.array(np.broadcast_arrays(numerator, denominator))
+    amounts[:, ~np.isfinite(amounts).all(axis=0)] = 0.0
+    return amounts
+
+
+def _estimate(values: np.ndarray, num_pairs: int) -> Estimate:
+    if num_pairs < 2 or not np.isfinite(values[0]):
+        return Estimate(float(values[0]), (math.nan, math.nan))
+    low, high = np.nanpercentile(np.where(np.isfinite(values[1:]), values[1:], np.nan), [2.5, 97.5])
+    return Estimate(float(values[0]), (float(low), float(high)))

@@ -1,0 +1,84 @@
+"""The drafters of a rollout server's engine, one in each engine core."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout_spec.metrics import EngineCounters, RequestCounters
+from rollout_spec.vllm.engine_cores import EngineCores
+from rollout_spec.vllm.plugin import TAKE_ABORTED
+
+
+class Drafters:
+    """Calls the drafters, adds up their counts, and notices one that does not work.
+
+    Args:
+        engine: gives vLLM's AsyncLLM, once it runs.
+        replica_rank: for messages.
+    """
+
+    def __init__(self, engine: Callable[[], Any], replica_rank: int) -> None:
+        self._engine, self._replica_rank = engine, replica_rank
+        self._decoded = set[int]()  # engine cores, since their drafters' counters were taken
+        self._aborted, self._finished = list[str](), list[str]()  # requests, since the drafters were told
+        self.defect: str | None = None
+        """Why the run must end. It ends with its next report, because a weight sync is no place to fail."""
+
+    def end_request(self, request_id: str, is_aborted: bool, core: int, has_decoded: bool) -> None:
+        """A request has ended on this engine core; has_decoded: it got more than its first token."""
+        (self._aborted if is_aborted else self._finished).append(request_id)
+        if has_decoded:
+            self._decoded.add(core)
+
+    async def drop_texts(self) -> None:
+        """The weights have changed."""
+        aborted, _ = self.take_ended()
+        await self.call("drop_texts", aborted)
+
+    def take_ended(self) -> tuple[list[str], list[str]]:
+        """The aborted and the finished requests; a drafter cannot tell these from those that run on."""
+        aborted, finished = self._aborted, self._finished
+        self._aborted, self._finished = [], []
+        return aborted, finished
+
+    async def take_counters(self) -> EngineCounters | None:
+        """The sums over the engine cores; None where none has a drafter."""
+        total: EngineCounters | None = None
+        decoded, self._decoded = self._decoded, set()
+        for core, counts in enumerate(await self.call("take_counters")):
+            self._check(core, counts, core in decoded)
+            if counts is not None:
+                total = total or EngineCounters()
+                total.add(EngineCounters(**counts))
+        return total
+
+    async def take_aborted(self) -> RequestCounters:
+        """The sums over the requests that vLLM has aborted."""
+        total = RequestCounters()
+        for counts in await EngineCores(self._engine()).call_all(TAKE_ABORTED):
+            total.add(RequestCounters(**(counts or {})))
+        return total
+
+    def _check(self, core: int, counts: dict[str, Any] | None, has_decoded: bool) -> None:
+        where = f"engine core {core} of replica {self._replica_rank}"
+        if counts is None:
+            self.defect = f"{where} has no drafter of rollout_spec"
+        elif has_decoded and counts["num_steps"] + counts["num_failed_steps"] == 0:
+            self.defect = f"{where} decoded without calling its drafter"
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """What the drafter's method returns in each engine core; None where no worker has a drafter."""
+        return await self.call_each(method, [args] * len(EngineCores(self._engine())))
+
+    async def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The same, with the arguments of each engine core."""
+        cores = EngineCores(self._engine())
+        calls = (cores.call_workers(core, "rollout_spec_call", method, *own) for core, own in enumerate(args))
+        return [next(iter(kept(answers)), None) for answers in await asyncio.gather(*calls)]
+
+
+def kept(answers: Sequence[Any]) -> list[Any]:
+    """Those that are not None."""
+    return [answer for answer in answers if answer is not None]

@@ -1,0 +1,159 @@
+"""Shares the history between rollout servers, and keeps it in verl's checkpoints.
+
+So a prompt finds its earlier responses wherever it is served. A checkpoint has one file for all servers,
+beside the state of the data loader. The functions run in the trainer, and do nothing where `rollout.spec`
+keeps no history; `ServerHistory` is a server's part.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rollout_spec.drafting.history import HistoryError, read_file, write_file
+from rollout_spec.verl.drafters import Drafters, kept
+from rollout_spec.verl.trainer import num_ranks, option, servers
+
+FILE = "rollout_spec_history"
+
+logger = logging.getLogger(__name__)
+
+
+def keeps_history(trainer: Any) -> bool:
+    return option(trainer, "method") not in (None, "off") and bool(option(trainer, "history"))
+
+
+def share_history(trainer: Any) -> None:
+    """Let every server add what the others have served since the last call.
+
+    A server that is serving gives what it had at its last weight sync, and adds the others' at its next one.
+    """
+    handles = servers(trainer) if keeps_history(trainer) else []
+    if len(handles) * num_ranks(trainer) < 2:
+        return
+    taken = [handle.take_history.remote() for handle in handles]  # a server's own ranks share theirs here
+    others = [taken[:i] + taken[i + 1 :] for i in range(len(taken))]
+    ray.get([handle.add_history.remote(*parts) for handle, parts in zip(handles, others, strict=True)])
+
+
+def save_history(trainer: Any) -> None:
+    """Write what all servers have served into the folder of the checkpoint that is about to be saved.
+
+    If that fails, there is a warning and the checkpoint has no history.
+    """
+    if not keeps_history(trainer):
+        return
+    share_history(trainer)
+    packed = (ray.get(handle.pack_history.remote()) for handle in servers(trainer))  # all have the same
+    content = next((content for content in packed if content is not None), None)
+    if content is None:
+        logger.warning("rollout_spec: the checkpoint has no history: no engine gives one; its log says why")
+        return
+    folder = _checkpoint(trainer)
+    try:
+        write_file(folder / FILE, content)
+    except OSError as error:
+        logger.warning("rollout_spec: the checkpoint has no history: %s", error)
+
+
+def remove_orphans(trainer: Any) -> None:
+    """Remove the history of checkpoints whose actor verl has removed (max_actor_ckpt_to_keep)."""
+    if not keeps_history(trainer):
+        return
+    latest = _checkpoint(trainer)  # which verl may still be writing
+    for file in latest.parent.glob(f"global_step_*/{FILE}"):
+        if file.parent != latest and not (file.parent / "actor").exists():
+            try:
+                file.unlink()
+            except OSError as error:
+                logger.warning("rollout_spec: cannot remove an old history: %s", error)
+
+
+def load_history(trainer: Any) -> None:
+    """Give every server the history of the checkpoint that training resumes from, if it has one.
+
+    A file that cannot be used costs a warning that names it, and training goes on.
+    """
+    if not keeps_history(trainer) or not trainer.global_steps:
+        return
+    options = trainer.config.trainer
+    from_path = options.resume_mode == "resume_path"
+    folder = Path(options.resume_from_path) if from_path else _checkpoint(trainer)
+    if not (folder / FILE).exists():
+        logger.warning("rollout_spec: %s has no history: training begins without", folder)
+        return
+    try:
+        content = ray.put([read_file(folder / FILE)])
+    except (OSError, HistoryError) as error:
+        logger.warning("rollout_spec: training goes on without the saved history: %s", error)
+        return
+    ray.get([handle.add_history.remote(content) for handle in servers(trainer)])
+
+
+def _checkpoint(trainer: Any) -> Path:
+    """Its folder, of the current step."""
+    return Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
+
+
+class ServerHistory:
+    """Passes texts on between engine cores and servers, only between two weights: no engine step waits.
+
+    Args:
+        drafters: of the server's engine.
+        is_quiet: whether the engine has no request.
+    """
+
+    def __init__(self, drafters: Drafters, is_quiet: Callable[[], bool]) -> None:
+        self._drafters, self._is_quiet = drafters, is_quiet
+        self._is_sharing = False  # another server has asked
+        self._shared, self.received = list[bytes](), list[bytes]()  # for the others, and from them
+
+    async def end_window(self) -> None:
+        """The engine has no request."""
+        if self._is_sharing:
+            await self._exchange()
+
+    async def take(self) -> list[bytes]:
+        """The responses that this server has served, each once, as its history keeps them.
+
+        While requests are in flight, those up to the last weight sync.
+        """
+        self._is_sharing = True
+        if self._is_quiet():
+            await self._exchange()
+        taken, self._shared = self._shared, []
+        return taken
+
+    async def add(self, contents: Sequence[Sequence[bytes]]) -> None:
+        """Add what other servers' `take` returned, or what the file of a checkpoint holds.
+
+        While requests are in flight the engine does not wait for that: it follows at the next weight sync.
+        """
+        self.received += chain.from_iterable(contents)
+        if self._is_quiet():
+            await self._add_received()
+
+    async def pack(self) -> bytes | None:
+        """The whole history of this server, for a file; None where its drafter is off."""
+        await self._add_received()
+        packed = await self._drafters.call("pack_history", *self._drafters.take_ended())
+        return next(iter(kept(packed)), None)  # all engine cores have the same
+
+    async def _exchange(self) -> None:
+        """Pass on what every engine core has served: at once to the other cores, later to other servers."""
+        taken = await self._drafters.call("take_history", *self._drafters.take_ended())
+        self._shared += kept(taken)
+        if len(taken) > 1:
+            others = [kept(taken[:core] + taken[core + 1 :]) for core in range(len(taken))]
+            await self._drafters.call_each("add_history", [(texts,) for texts in others])
+        await self._add_received()
+
+    async def _add_received(self) -> None:
+        if self.received:
+            received, self.received = self.received, []
+            await self._drafters.call("add_history", received)

@@ -1,0 +1,174 @@
+"""Counts what a rollout server serves, in windows between weight syncs; the trainer logs what has ended.
+
+verl aborts what runs before a weight sync, so a request has one version of the weights from its admission to
+its end. When a window ends, its counts are final. Requests that still run when a step is logged count in a
+later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import ray
+
+from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport, rollout_metrics
+from rollout_spec.verl.trainer import option, servers
+
+MAX_WAIT_S = 30.0  # for aborted requests to hand in their counts
+_POLL_S = 0.005
+# By asyncio task, not by request id: with full_determinism verl gives many requests one id.
+_current: ContextVar[Request] = ContextVar("_current")
+
+
+def is_validation(name: Any) -> bool:
+    """Whether a request of this name (see `agent_loop.sample_name`) validates."""
+    return isinstance(name, (list, tuple)) and len(name) > 2 and name[2] == "val"
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One request from its arrival to its end."""
+
+    is_training: bool
+    is_admitted: bool = False  # else it waits for a weight sync, or was turned away
+
+
+class Windows:
+    """Counts the training requests of a server, and not those of a validation."""
+
+    def __init__(self) -> None:
+        self._open, self._ended = RolloutReport(), RolloutReport()
+        self._requests: set[Request] = set()
+        self._clock = BusyClock()
+        self.is_untouched = True  # no request was admitted since the last window ended
+        self.has_training = False  # a training request was
+
+    @contextlib.contextmanager
+    def request(self, is_training: bool) -> Iterator[Request]:
+        """A request has arrived; the engine gets it when this task calls `admit`."""
+        request = Request(is_training)
+        self._requests.add(request)
+        token = _current.set(request)
+        try:
+            yield request
+        finally:
+            _current.reset(token)
+            self._requests.remove(request)
+            if request.is_admitted and is_training:
+                self._clock.end()
+
+    def admit(self) -> None:
+        """The engine gets the request of this task, and works on it from now on."""
+        request = _current.get()
+        request.is_admitted = True
+        self.is_untouched = False
+        if request.is_training:
+            self.has_training = True
+            self._clock.begin()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the engine has no request."""
+        return not any(request.is_admitted for request in self._requests)
+
+    async def wait_until_quiet(self, max_wait_s: float = MAX_WAIT_S) -> bool:
+        """Whether all requests, which were aborted, end in this time."""
+        end = time.monotonic() + max_wait_s
+        while not self.is_quiet and time.monotonic() < end:
+            await asyncio.sleep(_POLL_S)
+        return self.is_quiet
+
+    def count(self, request: Request, num_tokens: int, counts: RequestCounters | None, stop: str) -> None:
+        """A request has ended.
+
+        Args:
+            request: as `request` gave it.
+            num_tokens: generated.
+            counts: of the engine's scheduler; None where it gives none.
+            stop: verl's stop_reason.
+        """
+        if not request.is_training or not request.is_admitted:
+            return
+        self._open.num_generated_tokens += num_tokens
+        self._open.num_interrupted += stop == "aborted"
+        if counts is not None:
+            self._open.requests.append(counts)
+
+    def end(self, engine: EngineCounters | None, aborted: RequestCounters) -> None:
+        """The weights may change now.
+
+        Args:
+            engine: what the drafter has counted since the last window ended; None where there is none.
+            aborted: the sums over the training requests that vLLM has aborted in this time.
+        """
+        window, self._open = self._open, RolloutReport()
+        window.engine, window.aborted = engine, aborted
+        window.rollout_seconds = self._clock.take_seconds()
+        if self.has_training:
+            self._ended.add(window)
+        self.is_untouched, self.has_training = True, False
+
+    def take(self) -> RolloutReport:
+        """The sums over the windows that have ended since the last call."""
+        taken, self._ended = self._ended, RolloutReport()
+        return taken
+
+
+class BusyClock:
+    """Seconds of wall time in which at least one request was in flight."""
+
+    def __init__(self) -> None:
+        self._num_in_flight, self._since, self._seconds = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        """One more request."""
+        if not self._num_in_flight:
+            self._since = time.perf_counter()
+        self._num_in_flight += 1
+
+    def end(self) -> None:
+        """One request less."""
+        self._num_in_flight -= 1
+        if not self._num_in_flight:
+            self._seconds += time.perf_counter() - self._since
+
+    def take_seconds(self) -> float:
+        """Those since the last call; a request in flight goes on counting towards the next one."""
+        now = time.perf_counter()
+        if self._num_in_flight:
+            self._seconds += now - self._since
+            self._since = now
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def take_reports(trainer: Any) -> list[RolloutReport]:
+    """From each rollout server, the windows that have ended since the last call; [] without rollout.spec."""
+    if option(trainer, "method") is None:
+        return []
+    return ray.get([handle.take_rollout_report.remote() for handle in servers(trainer)])
+
+
+def end_validation(trainer: Any) -> None:
+    """Tell every rollout server that a validation has ended."""
+    if option(trainer, "method") is not None:
+        ray.get([handle.end_validation.remote() for handle in servers(trainer)])
+
+
+def step_metrics(reports: list[RolloutReport]) -> dict[str, float]:
+    """The metrics of one training step: ours, and verl's own of speculative decoding."""
+    from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
+
+    metrics = rollout_metrics(reports) if reports else {}
+    requests = [request for report in reports for request in report.requests]
+    return metrics | compute_spec_decode_metrics(
+        [request.num_draft_tokens for request in requests],
+        [request.num_accepted_tokens for request in requests],
+        [request.num_drafts for request in requests],
+    )

@@ -1,0 +1,61 @@
+"""Reads verl's configuration, and the config.json of the policy."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rollout_spec.config import ConfigError
+
+MTP = "actor_rollout_ref.model.mtp"
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+
+_STATES = (  # entries of a config.json
+    "linear_num_value_heads",  # Qwen3-Next, Qwen3.5, OLMo hybrid
+    "mamba_d_state",  # Bamba, Falcon-H1, Granite, Jamba, Zamba2
+    "ssm_state_size",  # Nemotron-H
+    "state_size",  # Mamba
+    "conv_L_cache",  # LFM2
+    "linear_attn_config",  # Kimi Linear
+)
+
+
+def value(config: DictConfig, key: str) -> Any:
+    """Plain Python; None where there is no such key."""
+    node = OmegaConf.select(config, key)
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def require(config: DictConfig, key: str, allowed: Sequence[Any], reason: str) -> None:
+    """Raise a ConfigError that names the key, unless its value is one of these."""
+    found = value(config, key)
+    if found not in allowed:
+        raise ConfigError(f"{key}={found}: {reason}")
+
+
+def is_for_npus(config: DictConfig) -> bool:
+    return value(config, "trainer.device") == "npu" or importlib.util.find_spec("torch_npu") is not None
+
+
+def has_recurrent_state(config: DictConfig) -> bool:
+    """Whether the policy is recurrent; False where its files cannot be read here: then the engine says so."""
+    fields = policy_fields(config)
+    fields = fields.get("text_config") or fields  # of a model that also sees
+    only_attends = set(fields.get("layer_types") or ()) == {"attention"}  # as the smallest Granite
+    return not only_attends and any(map(fields.get, _STATES))
+
+
+def policy_fields(config: DictConfig) -> Mapping[str, Any]:
+    """The policy's config.json; nothing where it cannot be read here."""
+    from transformers import PretrainedConfig
+
+    path = os.path.expanduser(str(value(config, "actor_rollout_ref.model.path")))
+    try:
+        return PretrainedConfig.get_config_dict(path)[0] or {}
+    except (OSError, ValueError):
+        return {}

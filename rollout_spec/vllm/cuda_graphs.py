@@ -1,0 +1,66 @@
+"""Full graphs for plain steps, which an engine without a drafter has.
+
+With speculation vLLM captures its full graphs for steps in which every row has K draft tokens. Those of a
+drafter that chooses are seldom so, and a plain step would go piece by piece. Here full graphs are captured
+for plain steps; steps with drafts have piecewise ones. On NPUs it stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def fills_drafts(vllm_config: VllmConfig) -> bool:
+    """Whether only steps in which every row has K draft tokens have a graph.
+
+    With vllm-ascend's FULL_DECODE_ONLY: it keeps a graph's parameters by its number of tokens, so graphs of
+    plain steps have no place beside those.
+    """
+    if not current_platform.is_out_of_tree():
+        return False
+    return vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def capture_plain_steps(runner: Any) -> None:
+    """Do so in an MRV1 that has not loaded its model yet."""
+    _say_what_has_none(runner)
+    runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1
+
+
+def capture_plain_steps_mrv2(runner: Any) -> None:
+    """Do so in an MRV2, whose `decode_query_len` has other uses when the cache is there.
+
+    The dummy batch of a data-parallel rank without requests is a plain step too: else it would be of K + 1
+    tokens, and no rank's plain step would have a full graph beside it.
+    """
+    _say_what_has_none(runner)
+    for name in ("initialize_kv_cache", "_dummy_run"):
+        setattr(runner, name, _for_plain_steps(runner, getattr(runner, name)))
+
+
+def _for_plain_steps(runner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call_for_plain_steps(*args: Any, **kwargs: Any) -> Any:
+        decode_query_len, runner.decode_query_len = runner.decode_query_len, 1
+        try:
+            return method(*args, **kwargs)
+        finally:
+            runner.decode_query_len = decode_query_len
+
+    return call_for_plain_steps
+
+
+def _say_what_has_none(runner: Any) -> None:
+    if runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
+        logger.warning(
+            "rollout_spec: compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without "
+            "CUDA graphs; take FULL_AND_PIECEWISE"
+        )

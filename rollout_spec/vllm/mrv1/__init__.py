@@ -1,0 +1,7 @@
+"""What belongs to vLLM's model runner V1 (MRV1) only: its samplers, and a model that drafts there.
+
+In: the runner, its batch, the calls of its samplers and of its drafter. Out: tokens drawn with a request's
+own noise; a model's drafts, for the proposer.
+May import: `drafting`, `patches`, `verification`, `vllm`, `vllm.upstream`, numpy, torch, vllm.
+It never imports `plugin`, `checks` or MRV2's.
+"""

@@ -1,0 +1,308 @@
+"""From the target's logits to a step's tokens: vLLM's two samplers, with our noise. An adapter, no algorithm.
+
+A plain step calls vLLM's `Sampler`. A step with drafts calls its `RejectionSampler`, which asks `Sampler` for
+the tokens behind the drafts, then calls `rejection_sample`. Penalties, masks, temperature and
+log-probabilities stay vLLM's. Both samplers get `SamplingMetadata`, whose `generators` say what noise a row
+has. So hooks on the two modules (torch's own) put a `RowGenerators` there, with the step's keys and
+positions. Two places draw with it: `CoupledTopKTopPSampler` in plain steps and behind drafts, and the
+`rejection_sample` of `couple_rejection_sample` at the draft positions. Both call
+`rollout_spec.verification.coupled`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.sampler import Sampler
+
+from rollout_spec.patches import Patch, guard_parameters, misfit, record, replace_function
+from rollout_spec.verification import coupled, noise
+from rollout_spec.verification.transfers import sent
+from rollout_spec.vllm.ascend import MODULE as ASCEND
+from rollout_spec.vllm.keys import keys_of
+from rollout_spec.vllm.upstream.kept_logprobs import KEPT_LOGPROBS, PARAMETERS, kept_logprobs
+from rollout_spec.vllm.upstream.min_tokens import MIN_TOKENS, counting_drafts
+from rollout_spec.vllm.upstream.plain_steps import PLAIN_STEPS, sample_plainly
+
+logger = init_logger(f"vllm.{__name__}")
+
+_KEYED = Patch(
+    name="vllm-keyed-sampler",
+    reason="vLLM draws from generators whose state depends on what was drafted, so the same seed gives other "
+    "tokens with drafts than without (the runner's sampler gets our top-k-top-p sampler and a hook)",
+    upstream="vllm/v1/sample/ops/topk_topp_sampler.py, TopKTopPSampler",
+    until="vLLM's noise is a function of the request and the position",
+)
+_COUPLED = Patch(
+    name="vllm-coupled-verification",
+    reason="rejection sampling needs noise that a plain step does not, so the same seed gives other tokens "
+    "with drafts than without; used by engines with rollout.spec.verify=coupled only",
+    upstream="vllm/v1/sample/rejection_sampler.py, rejection_sample",
+    until="vLLM's noise is a function of the request and the position",
+)
+SHARED_NOISE = Patch(
+    name="vllm-shared-noise",
+    reason="vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted "
+    "than tokens drawn with the target's noise, which coupled verification allows; used by engines with "
+    "rollout.spec.verify=coupled and a model drafter only",
+    upstream="vllm/v1/spec_decode/llm_base_proposer.py, SpecDecodeBaseProposer._sample_draft_tokens",
+    until="vLLM verifies with the tokens that a plain step would have drawn",
+)
+# What an engine's processes apply to themselves; _KEYED, _COUPLED and KEPT_LOGPROBS with
+# rollout.spec.verify=coupled only.
+ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS, PLAIN_STEPS, SHARED_NOISE)
+
+# What hooks and our top-k-top-p sampler take vLLM's calls to pass on.
+_PARAMETERS = {
+    _KEYED: (
+        (Sampler, "forward", ("logits", "sampling_metadata")),
+        (TopKTopPSampler, "forward_native", ("logits", "generators", "k", "p")),
+    ),
+    MIN_TOKENS: (
+        (Sampler, "forward", ("logits", "sampling_metadata", "predict_bonus_token")),
+        (rejection_sampler.RejectionSampler, "forward",
+         ("metadata", "draft_probs", "logits", "sampling_metadata")),
+    ),
+    KEPT_LOGPROBS: ((rejection_sampler.RejectionSampler, "_get_logprobs_tensors", PARAMETERS),),
+}  # fmt: skip
+
+HookResult = tuple[tuple[Any, ...], dict[str, Any]] | None  # the arguments of a call, None to leave them
+
+
+class RowGenerators(dict[int, torch.Generator]):
+    """A batch's generators, and what is known of its rows besides.
+
+    Attributes:
+        step: the noise of the step's rows; None where vLLM's own is used.
+        num_draft_tokens: per row; all 0 in a step without drafts.
+    """
+
+    def __init__(
+        self,
+        generators: dict[int, torch.Generator],
+        step: coupled.CoupledStep | None,
+        num_draft_tokens: list[int],
+    ) -> None:
+        super().__init__(generators)
+        self.step = step
+        self.num_draft_tokens = num_draft_tokens
+
+
+class RowSampling:
+    """Gives a model runner's samplers a `RowGenerators`, step by step."""
+
+    def __init__(self, runner: Any, is_coupled: bool) -> None:
+        self._runner = runner
+        self._is_coupled = is_coupled
+        self._keys = keys_of(runner)
+        self._row_keys: list[int] = []
+
+    def install(self) -> None:
+        """Hook the runner's samplers; once in a runner's life.
+
+        Raises:
+            PatchError: the samplers take other arguments than vLLM's that are known here.
+            RuntimeError: the device cannot compute the noise.
+        """
+        sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
+        if verifier is not None:
+            _check_parameters(MIN_TOKENS, sampler, verifier)
+            verifier.register_forward_pre_hook(self._before_verification, with_kwargs=True)
+            sampler.register_forward_pre_hook(_before_bonus_tokens, with_kwargs=True)
+            record(MIN_TOKENS)
+            if hasattr(self._runner, "_sample"):  # not a platform's own runner
+                self._runner._sample = functools.partial(sample_plainly, self._runner._sample)
+                record(PLAIN_STEPS)
+        if not self._is_coupled:
+            return
+        if verifier is not None:  # only here, where verification waits for the device anyway
+            _check_parameters(KEPT_LOGPROBS, verifier)
+            verifier._get_logprobs_tensors = functools.partial(kept_logprobs, verifier)
+            record(KEPT_LOGPROBS)
+        _check_parameters(_KEYED, sampler, sampler.topk_topp_sampler)
+        noise.check(self._runner.device)
+        for module in _rejection_samplers():
+            couple_rejection_sample(module)
+        sampler.topk_topp_sampler = CoupledTopKTopPSampler(sampler.topk_topp_sampler, sampler.logprobs_mode)
+        sampler.register_forward_pre_hook(self._before_plain_step, with_kwargs=True)
+        record(_KEYED)
+        logger.info("rollout_spec: the noise of every token is keyed by its request and its position")
+
+    def keys_and_ends(self, nums_sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's key, and the position behind the tokens that it has: int64 [num_rows], on the device.
+
+        Args:
+            nums_sampled: int64 [num_rows], on the device: of these tokens, those that the batch lacks.
+        """
+        levels = self._runner.input_batch.num_tokens_no_spec[: len(nums_sampled)].astype(np.int64)
+        known = np.stack([np.array(self._row_keys, np.int64), levels])
+        keys, positions = sent(known, nums_sampled.device)
+        return keys, positions + nums_sampled
+
+    def _before_verification(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> HookResult:
+        metadata, draft_probs, logits, sampling = args
+        rows = self._rows(sampling.generators, metadata.num_draft_tokens)
+        if rows is None:
+            return None
+        return (metadata, draft_probs, logits, dataclasses.replace(sampling, generators=rows)), kwargs
+
+    def _before_plain_step(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> HookResult:
+        sampling = kwargs["sampling_metadata"]
+        if isinstance(sampling.generators, RowGenerators):  # the bonus tokens of a verification
+            return None
+        rows = self._rows(sampling.generators, [0] * kwargs["logits"].shape[0])
+        if rows is None:
+            return None
+        return args, {**kwargs, "sampling_metadata": dataclasses.replace(sampling, generators=rows)}
+
+    def _rows(
+        self, generators: dict[int, torch.Generator], num_draft_tokens: list[int]
+    ) -> RowGenerators | None:
+        """What is known of the step's rows; None in a warm-up, which has no requests."""
+        batch = self._runner.input_batch
+        if not batch.num_reqs:
+            return None
+        if batch.num_reqs != len(num_draft_tokens):
+            raise RuntimeError(
+                f"rollout_spec: {len(num_draft_tokens)} rows are sampled, the batch has {batch.num_reqs}; "
+                "set rollout.spec.verify=standard and run `rollout-spec doctor`"
+            )
+        if not self._is_coupled:
+            return RowGenerators(generators, None, num_draft_tokens)
+        self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests)
+        positions = batch.num_tokens_no_spec[: batch.num_reqs]
+        # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt comes
+        # in chunks: it sets the generator back, and a CPU generator has no offset.
+        batch.generators.clear()
+        step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens)
+        return RowGenerators({}, step, num_draft_tokens)
+
+
+def _before_bonus_tokens(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> HookResult:
+    sampling = kwargs["sampling_metadata"]
+    if not kwargs.get("predict_bonus_token") or not isinstance(sampling.generators, RowGenerators):
+        return None
+    counting = counting_drafts(sampling, sampling.generators.num_draft_tokens)
+    return args, {**kwargs, "sampling_metadata": counting}
+
+
+class CoupledTopKTopPSampler(torch.nn.Module):
+    """vLLM's top-k-top-p sampler, drawing with keyed noise where the rows have keys."""
+
+    def __init__(self, plain: torch.nn.Module, logprobs_mode: str) -> None:
+        super().__init__()
+        self.plain = plain
+        self.logprobs_mode = logprobs_mode
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """int64 [batch_size] tokens of logits [batch_size, vocab_size], and what log-probabilities are of."""
+        if not isinstance(generators, RowGenerators) or generators.step is None:
+            return self.plain(logits, generators, k, p)
+        # That of verification: both must leave the same tokens.
+        logits = _rejection_samplers()[-1].apply_top_k_top_p(logits, k, p)
+        processed = None
+        if self.logprobs_mode == "processed_logits":
+            processed = logits
+        elif self.logprobs_mode == "processed_logprobs":
+            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
+        return generators.step.sample_behind(logits), processed
+
+
+def couple_rejection_sample(module: Any) -> None:
+    """Let a module's `rejection_sample` be coupled verification in steps whose rows have keys.
+
+    Raises:
+        PatchError: it takes other arguments than vLLM's or vllm-ascend's that are known here.
+    """
+    standard, target = module.rejection_sample, _checked_target(module)
+    signature = inspect.signature(standard)
+
+    @functools.wraps(standard)
+    def rejection_sample(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        rows = given["sampling_metadata"].generators
+        if not isinstance(rows, RowGenerators) or rows.step is None:
+            return standard(*args, **kwargs)
+        return coupled.coupled_sample(
+            given["draft_token_ids"],
+            given["max_spec_len"],
+            _whole(given[target]),
+            given["bonus_token_ids"],
+            given["sampling_metadata"],
+            rows.step,
+        )
+
+    replace_function(module, "rejection_sample", rejection_sample, patch=_COUPLED)
+
+
+def _whole(target: Any) -> torch.Tensor:
+    """vllm-ascend hands logits on with the token ids that it has kept, None for all."""
+    logits, token_ids = target if isinstance(target, tuple) else (target, None)
+    if token_ids is not None:
+        raise RuntimeError(
+            "rollout_spec: vllm-ascend's enable_reduce_sample keeps a part of the vocabulary; switch it off "
+            "or set rollout.spec.verify=standard"
+        )
+    return logits
+
+
+_ARGUMENTS = (
+    "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens", "draft_probs",
+    "target_logits", "bonus_token_ids", "sampling_metadata",
+)  # fmt: skip
+_TARGETS = ("target_logits", "target_logits_or_tuple")  # vLLM's, and vllm-ascend's
+
+
+def _checked_target(module: Any) -> str:
+    """The name of that which a module's `rejection_sample` takes for the target's logits."""
+    names = tuple(inspect.signature(module.rejection_sample).parameters)[: len(_ARGUMENTS)]
+    for target in _TARGETS:
+        if names == tuple(target if name == "target_logits" else name for name in _ARGUMENTS):
+            return target
+    raise misfit(_COUPLED, f"{module.__name__}.rejection_sample takes {', '.join(names)}")
+
+
+def _rejection_samplers() -> list[Any]:
+    """The modules whose `rejection_sample` is called: vLLM's, and vllm-ascend's sampler calls its own."""
+    return [rejection_sampler, *([sys.modules[ASCEND]] if ASCEND in sys.modules else [])]
+
+
+def check_engine_patches() -> None:
+    """See, without an engine, that `ENGINE_PATCHES` fit the installed packages.
+
+    Raises:
+        PatchError: one of them does not.
+    """
+    for patch in _PARAMETERS:
+        _check_parameters(patch)
+    for module in _rejection_samplers():
+        _checked_target(module)
+
+
+def _check_parameters(patch: Patch, *modules: torch.nn.Module) -> None:
+    """See that a patch fits the modules, or vLLM's own classes where none is given."""
+    for base, name, expected in _PARAMETERS[patch]:
+        # A platform may have a class of its own.
+        owner = next((type(module) for module in modules if isinstance(module, base)), base)
+        guard_parameters(patch, owner, name, ("self", *expected))

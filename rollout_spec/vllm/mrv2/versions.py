@@ -1,0 +1,160 @@
+"""Where the MRV2 of vLLM 0.24, 0.29 and 0.32 differ in what our speculator and sampler use.
+
+What is installed is asked for its parameters. Arguments go by the names that vLLM 0.32 has for them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.sample import gumbel
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+# A function's owner, its name, and its first parameters in each version.
+Parameters = tuple[Any, str, tuple[tuple[str, ...], ...]]
+
+# Attributes of a speculator (vLLM 0.29, 0.32) that choose one CUDA graph for all passes behind the first.
+_FUSES = ("_configure_fused_multi_step_decode", "_configure_decode_metadata_update")
+
+ADD_REQUEST: Parameters = (
+    Sampler,
+    "add_request",
+    (("self", "req_idx", "prompt_len", "sampling_params"), ("self", "req_idx", "sampling_params")),
+)
+_SAMPLE = (
+    ("logits", "expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos"),
+    ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids",
+     "expanded_local_pos"),
+    ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids",
+     "expanded_local_pos", "seq_lens_upper_bound_np"),
+)  # fmt: skip
+# What comes behind tells the second from the third.
+SAMPLE: Parameters = (Sampler, "sample", tuple(("self", *names, "return_logprobs") for names in _SAMPLE))
+_SAMPLE_NAMES = [name for name in inspect.signature(Sampler.sample).parameters if name in _SAMPLE[-1]]
+
+HAS_VERIFY = hasattr(RejectionSampler, "_verify")
+_VERIFY: Parameters = (
+    RejectionSampler,
+    "_verify",
+    (
+        ("self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping",
+         "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos"),
+    ),
+)  # fmt: skip
+_CALL: tuple[Parameters, ...] = (
+    (RejectionSampler, "__call__", (("self", "logits", "input_batch", "draft_logits"),)),
+    (RejectionSampler, "_get_logprobs_tensors",
+     (("self", "input_batch", "sampled", "num_sampled", "logits"),)),
+    (rejection_sampler, "get_num_sampled_and_rejected",
+     (("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len"),)),
+    (SamplerOutput, "__init__",
+     (("self", "sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"),)),
+)  # fmt: skip
+VERIFY: tuple[Parameters, ...] = (_VERIFY,) if HAS_VERIFY else _CALL
+
+_DRAW = ("idx_mapping", "temperature", "seeds", "draft_step", "draft_logits")
+SAMPLE_DRAFT: tuple[Parameters, ...] = (
+    (DraftModelSpeculator, "sample_draft",
+     tuple(("self", "hidden_states", name, *_DRAW) for name in ("positions", "sample_src_positions"))),
+    (gumbel, "gumbel_sample",
+     (("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature"),)),
+)  # fmt: skip
+_HAS_SALT = "is_drafting" in inspect.signature(gumbel.gumbel_sample).parameters
+
+Verified = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # as `RejectionSampler._verify` returns it
+Verify = Callable[[Mapping[str, Any]], Verified]  # gets the arguments of `_verify`, by name
+
+
+def sample(sampler: Sampler, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Sampler.sample` at every position of `given`, as of a `Verify`: tokens and processed logits."""
+    inputs = {**given, "input_ids": given["draft_sampled"]}
+    return sampler.sample(**{name: inputs[name] for name in _SAMPLE_NAMES})
+
+
+def draw_as_target(
+    speculator: DraftModelSpeculator,
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+) -> torch.Tensor:
+    """Draw a draft's tokens with the noise that the target draws with where it verifies them.
+
+    Args:
+        speculator: vLLM's.
+        logits: [num_rows, vocab_size], of the target's vocabulary.
+        positions, idx_mapping, temperature, seeds: what `DraftModelSpeculator.sample_draft` is given.
+
+    Returns:
+        int64 [num_rows].
+    """
+    # vLLM 0.24 gives the position of the input token, and has no other noise for drafts.
+    where = {"pos": positions, "is_drafting": False} if _HAS_SALT else {"pos": positions + 1}
+    return gumbel.gumbel_sample(
+        logits, idx_mapping, temperature, seeds, apply_temperature=True,
+        use_fp64=speculator.use_fp64_gumbel, **where,
+    )  # fmt: skip
+
+
+def verifying_by(verifier: RejectionSampler, verify: Verify) -> RejectionSampler:
+    """What takes the place of vLLM's verifier: it chooses tokens by `verify`."""
+    if not HAS_VERIFY:
+        return _Verifier(verifier, verify)
+    names = list(inspect.signature(RejectionSampler._verify).parameters)[1:]
+
+    def verify_by_name(*values: Any) -> Verified:
+        given = dict(zip(names, values, strict=True))
+        # Before 0.32 nothing tells a padded request's placeholders from drafts: they are what the row had
+        # before, and were inputs, so one that is right may stay.
+        return verify({"verify_draft_sampled": given["draft_sampled"], **given})
+
+    verifier._verify = verify_by_name
+    return verifier
+
+
+class _Verifier(RejectionSampler):
+    """vLLM 0.24's, whose `__call__` does all by itself, with the `_verify` that later ones have."""
+
+    def __init__(self, verifier: RejectionSampler, verify: Verify) -> None:
+        self.__dict__.update(verifier.__dict__)
+        self._verify = verify
+
+    def __call__(
+        self, logits: torch.Tensor, input_batch: Any, draft_logits: torch.Tensor | None = None
+    ) -> SamplerOutput:
+        num_nans = rejection_sampler.get_num_nans(logits) if self.sampler.compute_nans else None
+        inputs = input_batch.input_ids[input_batch.logits_indices]
+        processed, sampled, num_sampled = self._verify({
+            "logits": logits, "draft_logits": draft_logits,
+            "draft_sampled": inputs, "verify_draft_sampled": inputs,
+            "pos": input_batch.positions[input_batch.logits_indices],
+            "cu_num_logits": input_batch.cu_num_logits, "idx_mapping": input_batch.idx_mapping,
+            "idx_mapping_np": input_batch.idx_mapping_np,
+            "expanded_idx_mapping": input_batch.expanded_idx_mapping,
+            "expanded_local_pos": input_batch.expanded_local_pos,
+        })  # fmt: skip
+        kept = processed if self.sampler.logprobs_mode == "processed_logprobs" else logits
+        logprobs = self._get_logprobs_tensors(input_batch, sampled, num_sampled, kept)
+        num_sampled, num_rejected = rejection_sampler.get_num_sampled_and_rejected(
+            num_sampled, input_batch.seq_lens, input_batch.cu_num_logits, input_batch.idx_mapping,
+            self.sampler.req_states.prefill_len.gpu,
+        )  # fmt: skip
+        return SamplerOutput(
+            sampled_token_ids=sampled, logprobs_tensors=logprobs, num_nans=num_nans, num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )  # fmt: skip
+
+
+def draft_pass_by_pass(speculator: DraftModelSpeculator) -> None:
+    """Let a speculator run its passes one by one: a graph of all of them could leave none out."""
+    for name in _FUSES:
+        if hasattr(speculator, name):
+            setattr(speculator, name, lambda: None)

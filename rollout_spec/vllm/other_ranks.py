@@ -1,0 +1,86 @@
+"""What the data-parallel ranks of a mixture of experts, which step together, know of each other.
+
+Before every forward pass vLLM tells each rank how many tokens every rank has in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from rollout_spec.drafting.gate.costs import Ranks
+from rollout_spec.patches import Patch, replace_function
+
+_WATCH = Patch(
+    name="vllm-watch-ranks",
+    reason="a step takes as long as the rank with most tokens, and a proposer is not told how many it had",
+    upstream="vllm/v1/worker/gpu_model_runner.py, coordinate_batch_across_dp; "
+    "vllm/v1/worker/gpu/model_runner.py, dispatch_cg_and_sync_dp",
+    until="the model runner keeps the number of tokens of every rank",
+)
+V2_NAME = "dispatch_cg_and_sync_dp"
+_SIGNATURE = (
+    "(num_tokens_unpadded: int, allow_microbatching: bool, "
+    "parallel_config: vllm.config.parallel.ParallelConfig, num_tokens_padded: int | None = None, "
+    "uniform_decode: bool | None = None, cudagraph_mode: int = 0)"
+    " -> tuple[bool, torch.Tensor | None, int]"
+)
+
+
+class OtherRanks:
+    """The steps of the ranks, as a worker sees them.
+
+    Attributes:
+        ranks: of the last step; None where it is not known, as with a platform's own model runner.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.ranks: Ranks | None = None
+        self._num_steps = 0
+        self._is_v2, self._compilation = vllm_config.use_v2_model_runner, vllm_config.compilation_config
+
+    def watch(self) -> None:
+        """Look at what vLLM tells this process's worker.
+
+        Raises:
+            PatchError: the installed vLLM is not one that this was written for.
+        """
+        if self._is_v2:  # `runner_v2.check_runner` knows its parameters
+            from vllm.v1.worker.gpu import model_runner as module
+
+            name, own, signature = V2_NAME, "num_tokens", None
+        else:
+            from vllm.v1.worker import gpu_model_runner as module
+
+            name, own, signature = "coordinate_batch_across_dp", "num_tokens_unpadded", _SIGNATURE
+        coordinate: Any = getattr(module, name, None)
+
+        @functools.wraps(coordinate)
+        def coordinate_and_look(*args: Any, **kwargs: Any) -> Any:
+            result = coordinate(*args, **kwargs)
+            agreed = result[1]
+            if agreed is not None:  # else no rank has a token
+                nums_tokens = getattr(agreed, "num_tokens_across_dp", agreed)  # MRV2's, from vLLM 0.29 on
+                num_own = inspect.signature(coordinate).bind(*args, **kwargs).arguments[own]
+                self._num_steps += 1
+                graphs = self._compilation.cudagraph_capture_sizes or ()
+                self.ranks = Ranks(self._num_steps, most_tokens(num_own, int(nums_tokens.max()), graphs))
+            return result
+
+        replace_function(module, name, coordinate_and_look, patch=_WATCH, expected_signature=signature)
+
+
+def most_tokens(num_own: int, num_padded: int, graphs: Iterable[int]) -> int:
+    """Tokens of the rank with most, of which vLLM says how many fill that rank's graph.
+
+    Args:
+        num_own: tokens of this rank. It counts for the fullest where its own graph is as large.
+        num_padded: tokens of the rank with most, with what fills its graph up.
+        graphs: the sizes that graphs have.
+    """
+    own_graph = min((size for size in graphs if size >= num_own), default=num_own)
+    return num_padded if num_padded > own_graph else num_own

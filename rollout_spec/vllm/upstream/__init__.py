@@ -1,0 +1,25 @@
+"""Faults of vLLM that we mend, a module each: a file is deleted when its Patch's `until` has come.
+
+In: a module of vLLM that has just been imported (MODULE), to be mended by `mend`; or a call of a sampler's.
+Out: the same module, patched where it is wrong; a PatchError where it is not the one that the mend knows.
+May import: `patches`, `verification`, `vllm`, numpy, torch, vllm.
+Of `rollout_spec.vllm` it imports `options` only. It never draws a token and knows no drafter.
+"""
+
+from __future__ import annotations
+
+from rollout_spec.vllm.upstream import (
+    allowed_tokens,
+    cpu_expand,
+    cpu_experts,
+    cpu_rejection,
+    reasoning_end,
+    refused_requests,
+    stop_strings,
+    thinking_budget,
+)
+
+# Wrong with drafts only: without the mend, drafts would change what a request gets.
+OF_DRAFTS = (cpu_expand, cpu_rejection, reasoning_end, refused_requests, stop_strings)
+# Wrong without drafts too: where a mend does not fit, vLLM is left as it is.
+OF_VLLM = (allowed_tokens, cpu_experts, thinking_budget)

@@ -1,0 +1,45 @@
+"""Temperatures of draft tokens on the CPU engine, which reads them from memory that nobody has written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rollout_spec.patches import Patch, replace_function
+from rollout_spec.verification import standard
+
+MODULE = "vllm.v1.sample.rejection_sampler"
+_PATCH = Patch(
+    name="vllm-cpu-expand",
+    reason="with draft tokens, temperature, top-k and top-p of a row are read from uninitialised memory, so "
+    "tokens are drawn from the wrong distribution: _expand_kernel_impl fills an int64 copy of a float output",
+    upstream="vllm/utils/cpu_triton_utils.py, _expand_kernel_impl",
+    until="the CPU kernel writes its output for every dtype (the probe then finds nothing to mend)",
+)
+
+
+def mend(rejection_sampler: Any) -> None:
+    """Repeat each request's value for its draft tokens in plain torch, where the CPU's kernel is wrong.
+
+    Raises:
+        PatchError: what is to be replaced is no longer there.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and not is_right():
+        replace_function(
+            rejection_sampler, "expand_batch_to_tokens", standard.expand_batch_to_tokens, patch=_PATCH
+        )
+
+
+def is_right() -> bool:
+    """Whether the CPU engine's expand kernel repeats a float value for each token."""
+    from vllm.utils import cpu_triton_utils
+
+    kernel = getattr(cpu_triton_utils, "_expand_kernel_impl", None)
+    if kernel is None:  # Triton runs on the CPU instead
+        return True
+    output = torch.full((3,), -1.0)
+    kernel(output, torch.tensor([0.5, 0.25]), torch.tensor([1, 3]), 0, 1, MAX_NUM_TOKENS=128)
+    return output.tolist() == [0.5, 0.25, 0.25]

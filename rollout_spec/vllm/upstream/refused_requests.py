@@ -1,0 +1,71 @@
+"""Requests that vLLM takes and cannot serve together with drafts: refused one by one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from rollout_spec.patches import Patch, replace_function
+from rollout_spec.vllm.options import guards_requests, has_our_drafter
+from rollout_spec.vllm.upstream.reasoning_end import sees_reasoning_end
+
+MODULE = "vllm.v1.engine.input_processor"
+_PATCH = Patch(
+    name="vllm-refuse-requests",
+    reason="vLLM lets requests pass that it cannot serve together with drafts: they come out wrong, or end "
+    "the engine",
+    upstream="vllm/v1/engine/input_processor.py, InputProcessor.process_inputs",
+    until="vLLM refuses them as it refuses min_p and logit_bias, or serves them",
+)
+
+
+def refusal(vllm_config: Any, request: Any) -> str | None:
+    """Why an engine with drafts does not take this EngineCoreRequest of vLLM's; None where it does."""
+    if not guards_requests(vllm_config):
+        return None
+    if request.resumable:
+        return "streaming input (resumable): vLLM takes what comes behind a stop for a part of the turn"
+    if getattr(request.sampling_params, "logprob_token_ids", None):
+        return "logprob_token_ids: vLLM has no log-probabilities of them at a draft's tokens"
+    structured = getattr(request.sampling_params, "structured_outputs", None)
+    if structured and _overlooks_reasoning_end(vllm_config):
+        return "a grammar behind reasoning: vLLM's own drafts go on where the reasoning ends"
+    if structured and _opens_its_mask(structured):
+        return "structured_outputs of outlines: any token passes behind a draft, until vLLM 0.32"
+    return None
+
+
+def _overlooks_reasoning_end(vllm_config: Any) -> bool:
+    """Whether a draft of vLLM's own goes past the end of reasoning.
+
+    Where it schedules ahead it verifies what the workers hold, whatever the scheduler cuts.
+    """
+    if has_our_drafter(vllm_config) or not vllm_config.scheduler_config.async_scheduling:
+        return False  # `reasoning_end` cuts those
+    outputs = vllm_config.structured_outputs_config
+    return bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning and not sees_reasoning_end()
+
+
+def _opens_its_mask(structured: Any) -> bool:
+    """Whether a grammar thinks that it has ended: vLLM asks it twice a position, and outlines counts that."""
+    if structured._backend != "outlines":
+        return False
+    from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
+
+    return hasattr(OutlinesGrammar, "_prev_finished")
+
+
+def mend(input_processor: Any) -> None:
+    """Refuse single requests where vLLM checks them: the caller gets a ValueError, the engine nothing."""
+    processor = input_processor.InputProcessor
+    process_inputs = processor.process_inputs
+
+    @functools.wraps(process_inputs)
+    def process_supported_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process_inputs(self, *args, **kwargs)
+        reason = refusal(self.vllm_config, request)
+        if reason is not None:
+            raise ValueError(f"rollout_spec: not supported together with drafts: {reason}")
+        return request
+
+    replace_function(processor, "process_inputs", process_supported_inputs, patch=_PATCH)

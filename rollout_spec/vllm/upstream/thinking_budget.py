@@ -1,0 +1,46 @@
+"""thinking_token_budget in the row of another request: vLLM moves what it counts wrongly."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from rollout_spec.patches import Patch, guard_parameters, replace_function
+
+MODULE = "vllm.v1.sample.thinking_budget_state"
+_PATCH = Patch(
+    name="vllm-thinking-budget",
+    reason="with drafts and without, a request gets the end of another's reasoning: where it takes the place "
+    "of one that has ended, whose budget stays there, or, before 0.29, is swapped with one that has a budget",
+    upstream="vllm/v1/sample/thinking_budget_state.py, ThinkingBudgetStateHolder.sync_batch",
+    until="sync_batch takes both rows' budgets out before it moves one, as vLLM's logits processors do",
+)
+
+
+def mend(module: Any) -> None:
+    """Let each budget follow its request, and no other.
+
+    Args:
+        module: `vllm.v1.sample.thinking_budget_state`.
+
+    Raises:
+        PatchError: its holder of budgets is not one that this was written for.
+    """
+    holder = module.ThinkingBudgetStateHolder
+    sync_batch = holder.sync_batch
+    guard_parameters(_PATCH, holder, "sync_batch", ("self", "batch_update"))
+
+    @functools.wraps(sync_batch)
+    def sync_batch_and_swap(self: Any, batch_update: Any) -> None:
+        if not batch_update:
+            return
+        sync_batch(self, dataclasses.replace(batch_update, moved=()))
+        for row, other, direction in batch_update.moved:
+            state, swapped = self._state.pop(row, None), self._state.pop(other, None)
+            if state is not None:
+                self._state[other] = state
+            if swapped is not None and direction == module.MoveDirectionality.SWAP:
+                self._state[row] = swapped
+
+    replace_function(holder, "sync_batch", sync_batch_and_swap, patch=_PATCH)

