@@ -169,10 +169,10 @@ class IndexProposer:
         for response in reversed(earlier):  # of continuations that are equally frequent the latest is drafted
             self.index.add_text(self._group, response)
         none, before = np.empty(0, np.int32), self.index.stats()
-        self.index.index_and_draft(
-            none, none[None], none, none, none, max_waiting_tokens=before.num_waiting_tokens
-        )
-        self._check_room(self.index.stats().num_tokens == before.num_tokens + before.num_waiting_tokens)
+        waiting = before.num_waiting_tokens
+        self.index.index_and_draft(none, none[None], none, none, none, max_waiting_tokens=waiting)
+        if self.index.stats().num_tokens != before.num_tokens + waiting:
+            raise BudgetExceeded("earlier responses do not fit")
         sequences = [self.index.open_sequence(self._group) for _ in line.responses]
         self._sequences = np.array(sequences, np.int32)
         has_model = self._mixes and line.proposals
@@ -193,12 +193,9 @@ class IndexProposer:
         result = self.index.index_and_draft(
             sequences, token_ids, rows, levels, max_draft_tokens, self.price, model_drafts=model
         )
-        self._check_room(result.num_left_out == 0)
+        if result.num_left_out:  # an engine goes on without them; here they are what is measured
+            raise BudgetExceeded(f"{result.num_left_out} responses do not fit")
         return result
-
-    def _check_room(self, has_room: bool) -> None:
-        if not has_room:
-            raise BudgetExceeded(f"max_bytes={self.index.max_bytes}: reached")
 
     def finish(self) -> None:
         for sequence in self._sequences:
