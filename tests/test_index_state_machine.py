@@ -107,9 +107,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     def leave(self, group):
         """Somebody has left the group, who may have been the only one in it."""
-        if group in self.sequence_group.values():
-            return
-        self.idle = [*(each for each in self.idle if each != group), group]
+        if group not in self.sequence_group.values():
+            self.idle = [*(each for each in self.idle if each != group), group]
         while len(self.idle) > self.max_idle_groups:
             self.gone.append(self.idle[0])
             self.forget(self.idle[0])

@@ -133,6 +133,7 @@ CONFLICTS = {
     f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "rollout.spec sets it",
     f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",
     "actor_rollout_ref.rollout.name=sglang": "needs vllm",
+    "+rollout_spec_replay_buffer=bounded": "max_num_gen_batches=0: must be at least 1",
     "trainer.use_v1=false": "V1 trainer only; .*trainer_mode=separate_async",
     "trainer.v1.trainer_mode=mine": "must be sync, colocate_async, separate_async",
     f"{ENGINE}.additional_config.rollout_spec={{method: sam, batch_threshold: 3}}": "leave it alone",
@@ -290,8 +291,20 @@ def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
     assert "no such group; run `rollout-spec doctor`" in capsys.readouterr().err
 
 
+def test_a_command_that_runs_the_legacy_trainer_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As recipe.dapo.main_dapo does, which leaves trainer.use_v1=True."""
+    monkeypatch.setattr(launch, "failure", None)
+    monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo_v0", None)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        CheckConfig().on_job_start(OmegaConf.create({}))
+    error = capsys.readouterr().err
+    assert error == (f"rollout_spec: this command runs verl.trainer.main_ppo_v0: {launch.V1_TRAINER_ONLY}\n")
+
+
 @pytest.mark.slow
-def test_a_driver_without_accelerator_or_engine_passes_a_run_that_has_both() -> None:
+def test_a_driver_without_accelerator_or_engine_passes_a_run_that_has_both(tmp_path: pathlib.Path) -> None:
     """The driver of a GPU cluster may be a machine with neither."""
     code = """
 import importlib.metadata, sys
@@ -306,8 +319,11 @@ import verl
 from hydra import compose, initialize_config_dir, initialize_config_module
 from rollout_spec.verl.check_config import CheckConfig
 with initialize_config_module("verl.trainer.config", version_base=None):
-    config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam"])
+    overrides = ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam", *sys.argv[1:]]
+    config = compose("ppo_trainer", overrides)
 CheckConfig().on_job_start(config)
 """
-    done = run([sys.executable, "-c", code])
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    ahead = f"+{ENGINE}.async_scheduling=true"  # the engine knows whether it can
+    done = run([sys.executable, "-c", code, f"actor_rollout_ref.model.path={tmp_path}", ahead])
     assert done.returncode == 0, done.stderr

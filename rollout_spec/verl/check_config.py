@@ -17,12 +17,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus
 from rollout_spec.verl import launch
+from rollout_spec.verl.check_engine import check_engine
 from rollout_spec.verl.launch import config_file
 from rollout_spec.verl.model_drafter import (
     MODEL_TOKENS,
     OPTION,
     check_options,
-    check_weights,
     engine_drafter,
     engine_options,
     engine_scheduler,
@@ -36,12 +36,14 @@ from rollout_spec.verl.settings import (
     require,
     value,
 )
-from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.options import RECURRENT, refuse_long_drafts
+from rollout_spec.vllm import OPTIONS_KEY, reasons
+from rollout_spec.vllm.options import refuse_long_drafts
 from rollout_spec.vllm.versions import refuse_old_version
 
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
+REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
 MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
+_LEGACY_TRAINER = "verl.trainer.main_ppo_v0"  # verl's own command imports it after this check only
 _VARIABLES = "ray_kwargs.ray_init.runtime_env.env_vars"
 _ROUTER = f"{ROLLOUT}.router_config_path"
 _OURS = "rollout.spec sets it, leave it alone"
@@ -63,6 +65,8 @@ class CheckConfig(Callback):
         with one_line_errors():
             if launch.failure is not None:
                 raise ConfigError(f"{launch.failure}; run `rollout-spec doctor`")
+            if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
+                raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {launch.V1_TRAINER_ONLY}")
             os.environ[launch.ASKED_VARIABLE] = check_config(config).method
 
 
@@ -114,10 +118,10 @@ def check_config(config: DictConfig) -> SpecConfig:
     refuse_old_version()
     _check_trainer(config, spec)
     _check_routing(config, spec)
-    _check_engine(config, spec)
+    _check_arguments(config, spec)
     if spec.enabled:
         _check_drafting(config, spec)
-    check_weights(config, spec)
+    check_engine(config, spec)
     return spec
 
 
@@ -132,6 +136,10 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     mode = value(config, "trainer.v1.trainer_mode") or "sync"
     if mode not in MODES:
         raise ConfigError(f"trainer.v1.trainer_mode={mode}: must be {', '.join(MODES)} with rollout.spec")
+    sampler, batches = "trainer.v1.sampler.custom_sampler.path", "algorithm.filter_groups.max_num_gen_batches"
+    most = value(config, batches)
+    if value(config, sampler) == REPLAY_BUFFER and (type(most) is not int or most < 1):
+        raise ConfigError(f"{batches}={most}: must be at least 1 with +rollout_spec_replay_buffer=bounded")
     manager = f"{ROLLOUT}.agent.agent_loop_manager_class"
     if spec.coupled:
         reason = (
@@ -150,7 +158,7 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
         )
 
 
-def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
+def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
     """The group has set the engine's arguments, and nothing else contradicts them."""
     options = value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}")
     if options is None or SpecConfig.from_mapping(options) != spec:
@@ -169,11 +177,11 @@ def _check_engine(config: DictConfig, spec: SpecConfig) -> None:
 
 
 def _check_drafting(config: DictConfig, spec: SpecConfig) -> None:
-    """What a run without drafts may have, and one with them may not; engines refuse more (vllm/checks.py)."""
+    """What a run without drafts may have, and one with them may not."""
     if is_for_npus(config):
         refuse_long_drafts(spec)
     if has_recurrent_state(config):
-        raise ConfigError(f"rollout.spec=sam: {RECURRENT}")
+        raise ConfigError(f"rollout.spec=sam: {reasons.RECURRENT}")
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     require(config, f"{ROLLOUT}.disaggregation.enabled", (None, False), blind)
     if corpus := value(config, "rollout.spec.corpus"):

@@ -1,20 +1,17 @@
 """A model that drafts beside the text: how verl's configuration asks for it, and what vLLM is told of it.
 
 The policy's own MTP head is asked for by verl's options, a head or a small model of the user's own by
-`rollout.spec.model_drafter`. What an engine refuses with such a model, `vllm/checks.py` says.
+`rollout.spec.model_drafter`. What goes with such a model, `check_engine` says.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig
-
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.verl.settings import MTP, ROLLOUT, policy_fields, value
+from rollout_spec.verl.settings import MTP
 from rollout_spec.vllm import speculative_config
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER
 
@@ -22,8 +19,6 @@ OPTION = "model_drafter"
 _OWN = f"rollout.spec.{OPTION}"
 MODEL_TOKENS = f"with verl, set num_speculative_tokens of {_OWN} or of {MTP}"
 _KEYS = ("method", "model", "num_speculative_tokens")
-# By model_type: policies whose MTP head must come in one piece, while verl syncs weights in parts.
-_WHOLE_HEADS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 _Options = Mapping[str, Any]  # plain, or OmegaConf's
 
 
@@ -104,40 +99,6 @@ def _check_own(own: Any, mtp: Mapping[str, Any] | None) -> None:
     path = str(own["model"])
     if not (os.path.isabs(path) and os.path.isfile(os.path.join(path, "config.json"))):
         raise ConfigError(f"{_OWN}.model={path}: must be the absolute path of a folder with a config.json")
-
-
-def check_weights(config: DictConfig, spec: SpecConfig) -> None:
-    """Check that the model that drafts, if there is one, has its weights; warn where nobody trains it.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    own = value(config, _OWN)
-    is_ours = spec.enabled or spec.coupled or own
-    if not is_ours or asked_drafter(value(config, "rollout.spec"), value(config, MTP)) is None:
-        return
-    name = _OWN if own else f"{MTP}.enable_rollout"
-    if not spec.coupled and spec.enabled:
-        raise ConfigError(f"{name}: needs rollout.spec.verify=coupled, because its drafts share that noise")
-    if not own and policy_fields(config).get("model_type") in _WHOLE_HEADS:
-        raise ConfigError(
-            f"{name}: vLLM updates the MTP head of this model as a whole, verl syncs it in parts"
-        )
-    # verl trains MTP heads with Megatron only, and syncs their weights then.
-    is_synced = not own and value(config, "actor_rollout_ref.actor.strategy") == "megatron"
-    load_format = value(config, f"{ROLLOUT}.load_format")
-    if not is_synced and "dummy" in load_format:
-        raise ConfigError(
-            f"{ROLLOUT}.load_format={load_format}: the drafter would keep random weights, because no weight "
-            "sync brings its own; set auto"
-        )
-    if not is_synced or not value(config, f"{MTP}.enable_train"):
-        watch = "; watch rollout/spec_model_acceptance_rate" if spec.enabled else ""
-        print(
-            f"rollout_spec: {name}: this drafter is not trained, so it will be right less often when the "
-            f"policy has changed{watch}",
-            file=sys.stderr,
-        )
 
 
 def _mtp_drafts(mtp: _Options | None) -> bool:

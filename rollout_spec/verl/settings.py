@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,20 +44,36 @@ def is_for_npus(config: DictConfig) -> bool:
     return value(config, "trainer.device") == "npu" or importlib.util.find_spec("torch_npu") is not None
 
 
+def entry(config: DictConfig, key: str, name: str) -> Any:
+    """Of a dictionary of vLLM's, which verl takes as JSON text too; None where it has no such entry."""
+    found = value(config, key)
+    if isinstance(found, str):
+        with contextlib.suppress(json.JSONDecodeError):  # else a path, or a mistake that vLLM names
+            found = json.loads(found)
+    return found.get(name) if isinstance(found, Mapping) else None
+
+
 def has_recurrent_state(config: DictConfig) -> bool:
     """Whether the policy is recurrent; False where its files cannot be read here: then the engine says so."""
-    fields = policy_fields(config)
-    fields = fields.get("text_config") or fields  # of a model that also sees
+    fields = of_text(policy_fields(config))
     only_attends = set(fields.get("layer_types") or ()) == {"attention"}  # as the smallest Granite
     return not only_attends and any(map(fields.get, _STATES))
 
 
 def policy_fields(config: DictConfig) -> Mapping[str, Any]:
-    """The policy's config.json; nothing where it cannot be read here."""
+    return model_fields(str(value(config, "actor_rollout_ref.model.path")))
+
+
+def model_fields(model: str) -> Mapping[str, Any]:
+    """A model's config.json; nothing where it cannot be read here."""
     from transformers import PretrainedConfig
 
-    path = os.path.expanduser(str(value(config, "actor_rollout_ref.model.path")))
     try:
-        return PretrainedConfig.get_config_dict(path)[0] or {}
+        return PretrainedConfig.get_config_dict(os.path.expanduser(model))[0] or {}
     except (OSError, ValueError):
         return {}
+
+
+def of_text(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model that also sees, the part that reads text."""
+    return fields.get("text_config") or fields

@@ -11,13 +11,10 @@ from vllm.platforms import current_platform
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus, open_corpus
 from rollout_spec.patches import PatchError
+from rollout_spec.vllm import reasons
 from rollout_spec.vllm.ascend import refuse_uncoupled
 from rollout_spec.vllm.options import (
-    GEMMA4,
     MODEL_METHODS,
-    MODULES,
-    RECURRENT,
-    STEP3P5,
     engine_options,
     has_model_drafter,
     refuse_long_drafts,
@@ -48,7 +45,7 @@ def check_options(vllm_config: VllmConfig) -> None:
 def mrv2_misfit() -> str | None:
     """Why our drafter does not fit this vLLM's MRV2; None where it does."""
     if current_platform.is_out_of_tree():
-        return _MISFIT.format("this platform has a model runner of its own")
+        return _MISFIT.format(reasons.OWN_RUNNER)
     try:
         if current_platform.is_cpu():
             import vllm.v1.worker.cpu.shm  # noqa: F401 (before MRV2's modules, which take what it replaces)
@@ -115,7 +112,7 @@ def _refuse_beside_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> N
     parallel, method = vllm_config.parallel_config, f"rollout.spec.method={config.method}"
     launcher = parallel.distributed_executor_backend == "external_launcher"
     _raise_first(
-        (model.is_hybrid or model.is_attention_free, f"{method}: {RECURRENT}"),
+        (model.is_hybrid or model.is_attention_free, f"{method}: {reasons.RECURRENT}"),
         (
             parallel.pipeline_parallel_size > 1,
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {method}, whose "
@@ -131,14 +128,8 @@ def _refuse_beside_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> N
             "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; set "
             "rollout.spec.batch_threshold instead",
         ),
-        (
-            bool(model.logits_processors),
-            "logits_processors: vLLM does not run custom logits processors with speculative decoding",
-        ),
-        (
-            bool(model.get_diff_sampling_param().get("min_p")),
-            "generation_config.min_p: vLLM refuses min_p together with speculative decoding",
-        ),
+        (bool(model.logits_processors), f"logits_processors: {reasons.PROCESSORS}"),
+        (bool(model.get_diff_sampling_param().get("min_p")), f"generation_config.min_p: {reasons.MIN_P}"),
     )
     if current_platform.is_out_of_tree():
         refuse_long_drafts(config)
@@ -160,8 +151,9 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model, is_mrv2 = vllm_config.model_config, vllm_config.use_v2_model_runner
     misfit = mrv2_misfit() if is_mrv2 else None
+    num_positions = speculative.draft_model_config.max_model_len
     refusals = (
-        (current_platform.is_out_of_tree(), "this platform has a model runner of its own"),
+        (current_platform.is_out_of_tree(), reasons.OWN_RUNNER),
         (speculative.parallel_drafting, "parallel drafting has no order to draw its tokens in"),
         (getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
          "enable_adaptive_verification reads a confidence that drafts with shared noise do not leave"),
@@ -169,20 +161,17 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
          "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn"),
         (speculative.rejection_sample_method != "standard",
          "rejection_sample_method must be standard: verify=coupled has a way of its own"),
-        (_uses(speculative, "use_gemma4_mtp"), GEMMA4),
-        (_uses(speculative, "use_step3p5_mtp"), STEP3P5),
+        (_uses(speculative, "use_gemma4_mtp"), reasons.GEMMA4),
+        (_uses(speculative, "use_step3p5_mtp"), reasons.STEP3P5),
         (getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
          "use_heterogeneous_vocab: the noise is of the target's tokens"),
-        (_uses(speculative, "use_multi_module_mtp"), MODULES),
+        (_uses(speculative, "use_multi_module_mtp"), reasons.MODULES),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),
-        (parallel.data_parallel_size > 1 and model.is_moe,
-         "the data-parallel ranks of experts would not run the same passes of the drafter"),
-        (vllm_config.lora_config is not None, "enable_lora: a draft's token has no adapter of its own"),
+        (parallel.data_parallel_size > 1 and model.is_moe, reasons.EXPERTS),
+        (vllm_config.lora_config is not None, f"enable_lora: {reasons.ADAPTERS}"),
         (misfit is not None, f"vLLM's MRV2 does not fit {misfit}; set VLLM_USE_V2_MODEL_RUNNER=0"),
-        (not is_mrv2 and vllm_config.scheduler_config.async_scheduling,
-         "async_scheduling must be False with vLLM's MRV1"),
-        (speculative.draft_model_config.max_model_len < model.max_model_len,
-         "its positions are fewer than max_model_len: lower that"),
+        (not is_mrv2 and vllm_config.scheduler_config.async_scheduling, f"async_scheduling {reasons.AHEAD}"),
+        (num_positions < model.max_model_len, reasons.POSITIONS.format(num_positions)),
         (not is_mrv2 and speculative.disable_padded_drafter_batch,
          "disable_padded_drafter_batch must be False"),
     )  # fmt: skip

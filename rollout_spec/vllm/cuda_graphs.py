@@ -15,6 +15,8 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from rollout_spec.vllm import reasons
+
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -60,7 +62,4 @@ def _for_plain_steps(runner: Any, method: Callable[..., Any]) -> Callable[..., A
 
 def _say_what_has_none(runner: Any) -> None:
     if runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-        logger.warning(
-            "rollout_spec: compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without "
-            "CUDA graphs; take FULL_AND_PIECEWISE"
-        )
+        logger.warning("rollout_spec: %s", reasons.WITHOUT_GRAPHS)

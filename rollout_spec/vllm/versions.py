@@ -48,3 +48,16 @@ def v2_architectures() -> frozenset[str] | None:
     from vllm.config import vllm
 
     return getattr(vllm, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", None)
+
+
+def mrv2_has_draft_models() -> bool:
+    """Whether MRV2 runs a small model that drafts: that of 0.32 does, that of 0.29 does not."""
+    number = minor(version() or "")
+    return number is None or number >= 32
+
+
+def drafts_by_modules() -> bool:
+    """Whether vLLM takes each module of an MTP head that has several; 0.24 takes the first one only."""
+    from vllm.config import SpeculativeConfig
+
+    return hasattr(SpeculativeConfig, "use_multi_module_mtp")

@@ -1,0 +1,24 @@
+"""Why engines refuse a setting, where verl's driver refuses it too; imports nothing."""
+
+from __future__ import annotations
+
+# A step leaves the state in the slot of its last accepted draft; one without drafts reads the first slot.
+RECURRENT = (
+    "in a step without drafts vLLM reads an old state of a recurrent model (linear attention, Mamba, short "
+    "convolutions), so its tokens would be wrong (github.com/vllm-project/vllm/issues/39273); run it with off"
+)
+# Heads that draft in another way than ours are made to.
+GEMMA4 = "Gemma 4's drafter shares the target's KV cache"
+STEP3P5 = "Step 3.5's drafter has a layer for each token"
+MODULES = "an MTP head of several modules is not supported"
+MIN_P = "vLLM refuses min_p together with speculative decoding"
+PROCESSORS = "vLLM does not run custom logits processors with speculative decoding"
+OWN_RUNNER = "this platform has a model runner of its own"
+ADAPTERS = "a draft's token has no adapter of its own"
+EXPERTS = "the data-parallel ranks of experts would not run the same passes of the drafter"
+AHEAD = "must be False with vLLM's MRV1"
+POSITIONS = "its positions are fewer than max_model_len: lower that to {}"
+WITHOUT_GRAPHS = (
+    "compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without CUDA graphs; take "
+    "FULL_AND_PIECEWISE"
+)

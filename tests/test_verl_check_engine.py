@@ -1,0 +1,228 @@
+"""What engines would refuse, which the driver refuses before Ray starts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rollout_spec.config import ConfigError
+from rollout_spec.verl.check_config import check_config
+from tests.test_verl_check_config import ENGINE
+from tests.test_verl_check_drafter import COUPLED, LOADED, MTP, OFF, OWN, SAM, SAM_MEGATRON, changed
+
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+NPU = {"trainer.device": "npu"}
+PROCESSORS = {f"{ENGINE}.logits_processors": ["my.Processor"]}
+MIN_P, MIN_P_TEXT, PATH = (
+    {f"{ENGINE}.override_generation_config": value} for value in ({"min_p": 0.1}, '{"min_p": 0.1}', "a/path")
+)
+AHEAD, SYNCHRONOUS = ({f"{ENGINE}.async_scheduling": value} for value in (True, False))
+RANKS = {f"{ROLLOUT}.data_parallel_size": 2}
+ADAPTERS, MORE_ADAPTERS = {f"{MODEL}.lora_rank": 8}, {f"{MODEL}.lora.rank": 8}
+MERGED = {f"{MODEL}.lora.merge": True}
+ONE = {f"{OWN}.num_speculative_tokens": 1}
+BY_V1, BY_V2 = ({"architectures": [name]} for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"))
+EXPERTS = {"num_experts": 8}
+MODULES = {"num_nextn_predict_layers": 2}
+SIZES = {"max_position_embeddings": 4096, "vocab_size": 20}
+LLAMA3, YARN = ({"rope_scaling": {"rope_type": kind, "factor": 8.0}} for kind in ("llama3", "yarn"))
+SHORT = {"max_position_embeddings": 2048}
+ALONE = {**MTP, **COUPLED, **SYNCHRONOUS}  # the policy's head, verified with our noise
+
+NO_PROCESSORS = r"vllm\.logits_processors: vLLM does not run custom logits processors"
+NO_MIN_P = r"vllm\.override_generation_config\.min_p: vLLM refuses min_p"
+NOT_AHEAD = r"async_scheduling=(True|None): must be False with vLLM's MRV1, which vLLM 0\.\S+ has"
+NO_ADAPTER = "LoRA: a draft's token has no adapter"
+NO_EXPERTS = "the data-parallel ranks of experts would not run the same passes"
+NO_MODULES = "an MTP head of several modules is not supported"
+FEW = r"its positions are fewer than max_model_len: lower that to 2048"
+OTHER = "its vocabulary is of 10 tokens, the policy's of 20"
+
+
+def case(
+    refusal: str | None,
+    groups: Sequence[str],
+    *values: dict[str, Any],
+    policy: dict[str, Any] | None = None,
+    own: tuple[str, dict[str, Any]] | None = None,
+    vllm: str | None = "0.24.0",
+    runner: str | None = None,
+) -> Any:
+    """A configuration that is refused so; None: that passes.
+
+    Args:
+        policy: its config.json.
+        own: the method and the config.json of a drafter of the user's own.
+        vllm: the version of which the driver has one; None where it has none.
+        runner: what VLLM_USE_V2_MODEL_RUNNER says.
+    """
+    return refusal, groups, values, policy, own, vllm, runner
+
+
+CASES = [
+    case(NO_PROCESSORS, SAM, PROCESSORS),
+    case(NO_PROCESSORS, OFF, PROCESSORS, LOADED, own=("eagle3", {})),
+    case(NO_MIN_P, SAM, MIN_P),
+    case(NO_MIN_P, SAM, MIN_P_TEXT),
+    case(NO_MIN_P, OFF, MIN_P, LOADED, own=("eagle3", {})),
+    case(None, SAM, PATH),
+    case(None, OFF, MIN_P, PROCESSORS),
+    # MRV1 does not schedule ahead with drafts; where the model cannot be looked at, its engine says so.
+    case(NOT_AHEAD, SAM, AHEAD, policy=BY_V1),
+    case(None, SAM, AHEAD, policy=BY_V2),
+    case(None, SAM, AHEAD),
+    case(None, SAM, SYNCHRONOUS, policy=BY_V1),
+    case(None, OFF, AHEAD, policy=BY_V1),
+    case(None, SAM, AHEAD, policy=BY_V1, vllm="0.29.0"),
+    case(None, SAM, AHEAD, policy=BY_V1, vllm=None),
+    case(None, SAM, AHEAD, policy=BY_V1, runner="1"),
+    case(NOT_AHEAD, SAM, AHEAD, policy=BY_V2, runner="0"),
+    case(NOT_AHEAD, SAM, AHEAD, NPU, policy=BY_V2),
+    case(NOT_AHEAD, SAM, AHEAD, ADAPTERS, policy=BY_V2),
+    case(None, SAM, AHEAD, ADAPTERS, MERGED, policy=BY_V2),
+    case(None, SAM, AHEAD, RANKS, policy=BY_V2 | EXPERTS),
+    # A head is scheduled ahead by default, a small model not; MRV2 runs small models from 0.32 on.
+    case(NOT_AHEAD, OFF, MTP, COUPLED, policy=BY_V1),
+    case(None, OFF, ALONE, policy=BY_V1),
+    case(None, OFF, MTP, policy=BY_V1),
+    case(None, SAM_MEGATRON, MTP, policy=BY_V1),
+    *(
+        case(NOT_AHEAD if has_v1 else None, groups, LOADED, AHEAD, COUPLED, policy=BY_V2, own=own, vllm=vllm)
+        for vllm, has_v1 in (("0.24.0", True), ("0.29.0", True), ("0.32.0", False))
+        for groups in (SAM, OFF)
+        for own in [("draft_model", {})]
+    ),
+    case(None, SAM, LOADED, AHEAD, policy=BY_V2, own=("eagle3", {})),
+    case(None, OFF, LOADED, COUPLED, policy=BY_V1, own=("draft_model", {})),
+    # Beside a model that drafts.
+    case("this platform has a model runner of its own", SAM, LOADED, NPU, own=("eagle3", {})),
+    case(NO_ADAPTER, SAM, LOADED, ADAPTERS, own=("eagle3", {})),
+    case(NO_ADAPTER, SAM, LOADED, MORE_ADAPTERS, own=("eagle3", {})),
+    case(None, SAM, LOADED, MORE_ADAPTERS, MERGED, own=("eagle3", {})),
+    case(None, OFF, LOADED, ADAPTERS, NPU, RANKS, policy=EXPERTS, own=("eagle3", {})),  # vLLM's own run
+    case(NO_EXPERTS, SAM_MEGATRON, MTP, RANKS, policy=EXPERTS),
+    case(NO_EXPERTS, SAM_MEGATRON, MTP, RANKS, policy={"text_config": EXPERTS}),
+    case(None, SAM_MEGATRON, MTP, RANKS, policy=BY_V2),
+    case(None, SAM_MEGATRON, MTP, policy=EXPERTS),
+    # The policy's MTP head, and one of the user's own; of several modules vLLM 0.24 takes the first.
+    *(
+        one
+        for refusal, head in (
+            ("Gemma 4's drafter shares the target's KV cache", {"model_type": "gemma4_assistant"}),
+            ("Step 3.5's drafter has a layer for each token", {"model_type": "step3p5"}),
+            (NO_MODULES, MODULES),
+            (None, {"num_nextn_predict_layers": 1}),
+            (None, MODULES | {"architectures": ["MiMoV2FlashForCausalLM"]}),
+        )
+        for one in (
+            case(refusal, SAM_MEGATRON, MTP, policy=head, vllm="0.29.0"),
+            case(refusal, OFF, ALONE, policy=head, vllm="0.29.0"),
+            case(refusal, SAM, LOADED, own=("mtp", head), vllm="0.29.0"),
+            case(None, OFF, MTP, policy=head, vllm="0.29.0"),
+            case(None, SAM, LOADED, own=("eagle3", head), vllm="0.29.0"),
+        )
+    ),
+    case(None, SAM_MEGATRON, MTP, policy=MODULES),
+    case(None, SAM_MEGATRON, MTP, policy=MODULES, vllm=None),
+    case(None, OFF, ALONE, ONE, policy=MODULES, vllm="0.29.0"),
+    case(NO_MODULES, SAM_MEGATRON, MTP, ONE, policy=MODULES, vllm="0.29.0"),  # the text asks for more
+    # A model of the user's own.
+    case(FEW, SAM, LOADED, policy=SIZES, own=("eagle3", SHORT)),
+    case(FEW, SAM, LOADED, policy=SIZES, own=("eagle3", SHORT | LLAMA3)),
+    case(FEW, SAM, LOADED, policy=SIZES, own=("eagle3", {"text_config": SHORT})),
+    case(None, SAM, LOADED, policy=SIZES, own=("eagle3", SHORT | YARN)),
+    case(None, SAM, LOADED, {f"{ROLLOUT}.max_model_len": 2048}, policy=SIZES, own=("eagle3", SHORT)),
+    case(None, OFF, LOADED, policy=SIZES, own=("eagle3", SHORT)),  # vLLM's own drafts
+    case(OTHER, SAM, LOADED, policy=SIZES, own=("draft_model", {"vocab_size": 10})),
+    case(OTHER, OFF, LOADED, policy={"text_config": SIZES}, own=("draft_model", {"vocab_size": 10})),
+    case(None, SAM, LOADED, policy=SIZES, own=("draft_model", SIZES)),
+    case(None, SAM, LOADED, policy=SIZES, own=("eagle3", {"vocab_size": 10})),  # a head has a map
+]
+
+
+def write_model(folder: pathlib.Path, fields: dict[str, Any]) -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
+@pytest.fixture
+def with_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Has the driver see what a version of vLLM holds."""
+
+    def install(version: str | None) -> None:
+        for module in ("vllm.versions", "verl.check_engine"):
+            monkeypatch.setattr(f"rollout_spec.{module}.version", lambda: version)
+        listed, modules = (
+            "vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES",
+            "vllm.config.SpeculativeConfig.use_multi_module_mtp",
+        )
+        if version == "0.24.0":
+            monkeypatch.setattr(listed, frozenset(BY_V2["architectures"]), raising=False)
+            monkeypatch.delattr(modules, raising=False)
+        elif version is None:
+            monkeypatch.setitem(sys.modules, "vllm.config", None)
+        else:
+            monkeypatch.delattr(listed, raising=False)
+            monkeypatch.setattr(modules, lambda self: True, raising=False)
+
+    return install
+
+
+@pytest.mark.parametrize(("refusal", "groups", "values", "policy", "own", "vllm", "runner"), CASES)
+def test_what_an_engine_would_refuse(
+    refusal: str | None,
+    groups: Sequence[str],
+    values: Sequence[dict[str, Any]],
+    policy: dict[str, Any] | None,
+    own: tuple[str, dict[str, Any]] | None,
+    vllm: str | None,
+    runner: str | None,
+    tmp_path: pathlib.Path,
+    with_vllm: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_vllm(vllm)
+    if runner is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    path = {} if policy is None else {f"{MODEL}.path": write_model(tmp_path / "policy", policy)}
+    drafter = own and {"method": own[0], "model": write_model(tmp_path / "own", own[1])}
+    config = changed(groups, path, *values, drafter=drafter)
+    with pytest.raises(ConfigError, match=refusal) if refusal else contextlib.nullcontext():
+        check_config(config)
+
+
+def test_the_driver_looks_at_a_model_of_the_hub(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, with_vllm: Any
+) -> None:
+    """As a download has left it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with_vllm("0.24.0")
+    folder = tmp_path / "models--some--model"
+    write_model(folder / "snapshots/1", BY_V1)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("1")
+    with pytest.raises(ConfigError, match=NOT_AHEAD):
+        check_config(changed(SAM, AHEAD, {f"{MODEL}.path": "some/model"}))
+
+
+def test_steps_with_drafts_that_have_no_graphs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """On NPUs drafts are filled up to a graph's length."""
+    full, piecewise = ({"cudagraph_mode": mode} for mode in ("FULL_DECODE_ONLY", "PIECEWISE"))
+    for groups, value, device, is_named in (
+        (SAM, full, {}, True),
+        (SAM, json.dumps(full), {}, True),
+        (OFF, full, {}, False),
+        (SAM, piecewise, {}, False),
+        (SAM, full, NPU, False),
+    ):
+        check_config(changed(groups, {f"{ENGINE}.compilation_config": value}, device))
+        said = capsys.readouterr().err
+        assert said.count("cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without") == is_named
