@@ -66,8 +66,7 @@ TWO := --numprocesses 2 --dist loadfile
 SLOW := $(PYTEST) -m slow $(TWO) --no-loadscope-reorder # but as tests/conftest.py orders them
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
-	life_cycle requests sampling coupled counters interruptions policy plain_vllm graphs schedule_ahead \
-	runner_v2 request_options vision lora)
+	life_cycle requests engines sampling coupled counters plain_vllm graphs schedule_ahead runner_v2)
 # What needs verl, and no training.
 VERL_TESTS := $(patsubst %,tests/%.py,$(addprefix test_verl_,adapter check_config check_drafter client cpu examples history ranks router) \
 	test_recipes test_checkpoint_engine engine/test_verl_server)

@@ -19,7 +19,7 @@ class Watched:
     """An engine whose steps take what is said here, on any machine, and what each of them drafted."""
 
     def __init__(self, make_engine: Any) -> None:
-        self.llm = make_engine({"batch_threshold": "auto", "num_speculative_tokens": 2})
+        self.llm = make_engine({"batch_threshold": "auto", "num_speculative_tokens": 2}, fresh=True)
         self.proposer = proposer_of(self.llm)
         self.gate = self.proposer._drafter._gate
         self.seconds = 0.0  # that any verification takes more
@@ -73,15 +73,3 @@ def test_drafting_stops_where_verification_turns_slow_and_comes_back(make_engine
 
     engine.seconds = 0.0
     assert engine.run_until_it_drafts().num_failed_steps == 0
-
-
-def test_the_guard_alone_stops_drafting(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a model of the costs that learns nothing of the delay."""
-    engine = Watched(make_engine)
-    engine.run_until_it_drafts()
-    monkeypatch.setattr(engine.gate._costs._drafted, "learn", lambda *step: None)
-    engine.seconds = 0.05
-    drafts, turning = engine.run(2 * WITHIN)
-    assert turning.num_guard_stops >= 1
-    stopped = next(i for i in range(len(drafts)) if not any(drafts[i : i + 100]))
-    assert stopped < WITHIN

@@ -20,10 +20,9 @@ from typing import Any
 
 import pytest
 
-from rollout_spec.patches import Patch, replace_function
 from rollout_spec.vllm import speculative_config
 from rollout_spec.vllm.versions import version
-from tests.engine.conftest import close, engine_settings
+from tests.engine.conftest import OFF, close, configured, proposer_of
 from tests.text import save_corpus
 
 # The gate of the examples measures time: on some machines a short text is over before it opens.
@@ -54,7 +53,7 @@ def run(code: str, env: dict[str, str], tmp_path: pathlib.Path) -> subprocess.Co
 
 def test_the_python_example(policy: str) -> None:
     small = "max_model_len=1024, max_num_batched_tokens=512, enforce_eager=True, disable_log_stats=False"
-    small += f", kv_cache_memory_bytes=1 << 28, additional_config={DRAFTING}"
+    small += f", dtype='float32', kv_cache_memory_bytes=1 << 28, additional_config={DRAFTING}"
     names: dict[str, Any] = {}
     exec(example("python", policy).replace("LLM(\n", f"LLM(\n    {small},\n"), names)
     values = {metric.name: metric.value for metric in names["llm"].get_metrics() if hasattr(metric, "value")}
@@ -73,6 +72,7 @@ def port(policy: str, environment: dict[str, str], tmp_path_factory: pytest.Temp
     assert command[:2] == ["vllm", "serve"]
     command = [*server_command(), *command[2:]]
     command += ["--host", "127.0.0.1", "--port", str(number), "--enforce-eager"]
+    command += ["--dtype", "float32"]  # not `auto`: it would be bfloat16, whose rounding is a processor's own
     command += ["--max-model-len", "1024", "--max-num-batched-tokens", "512"]
     command += ["--additional-config", json.dumps(DRAFTING)]
     path = tmp_path_factory.mktemp("server") / "server.log"
@@ -188,20 +188,6 @@ def request(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return {"choices": [choice | whole], "usage": usage["usage"]}
 
 
-@pytest.fixture
-def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.engine import core_client
-
-    def launch(*_: Any, **__: Any) -> None:
-        pytest.fail("an engine was launched")
-
-    monkeypatch.setattr(core_client.EngineCoreClient, "make_client", launch)
-
-
-def spec(**options: Any) -> dict[str, Any]:
-    return {"batch_threshold": 8, **options}
-
-
 SPECULATIVE = speculative_config(8)
 
 
@@ -212,6 +198,18 @@ SPECULATIVE = speculative_config(8)
         ({}, {"batch_treshold": 4}, r"rollout\.spec\.batch_treshold: unknown field"),
         ({}, {"corpus": "/nowhere.sam"}, r"rollout\.spec\.corpus='/nowhere\.sam': No such file or directory"),
         ({}, {"method": "off"}, r"rollout\.spec\.method=off together with"),
+        ({}, {"verify": "exact"}, r"rollout\.spec\.verify='exact'"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            {"method": "off", "verify": "coupled"},
+            r"goes with our drafter",
+        ),
+        ({"speculative_config": None}, {}, r"rollout\.spec\.method=sam without"),
+        (
+            {"speculative_config": SPECULATIVE},
+            {"num_speculative_tokens": 4},
+            r"num_speculative_tokens=4 differs from",
+        ),
         ({"override_generation_config": {"min_p": 0.1}}, {}, r"generation_config\.min_p"),
         ({"logits_processors": ["json.JSONDecoder"]}, {}, r"logits_processors"),
         (
@@ -234,14 +232,21 @@ SPECULATIVE = speculative_config(8)
     ],
 )
 def test_refused_before_an_engine_process_is_launched(
-    make_engine: Any, no_launch: None, arguments: dict, options: dict, message: str
+    tiny_model: str, arguments: dict, options: dict, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        make_engine(spec(**options), **arguments)
+        configured(tiny_model, options, **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"dtype": "auto"}, {"dtype": "auto", **OFF}])
+def test_an_engine_of_a_test_names_its_dtype(tiny_model: str, arguments: dict[str, Any]) -> None:
+    """Else its log-probabilities would be those of one kind of processor."""
+    with pytest.raises(ValueError, match="dtype=auto: an engine of a test must name its dtype"):
+        configured(tiny_model, **arguments)
 
 
 def test_a_vllm_that_is_too_old_is_refused_in_one_line(
-    make_engine: Any, no_launch: None, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rollout_spec.vllm import plugin, versions
 
@@ -249,35 +254,19 @@ def test_a_vllm_that_is_too_old_is_refused_in_one_line(
     monkeypatch.setattr(versions, "version", lambda: "0.22.1")
     plugin.register()
     with pytest.raises(ValueError, match=r"^vllm 0\.22\.1 is not supported: take 0\.23 or later[^\n]*$"):
-        make_engine(spec())
+        configured(tiny_model, {})
 
 
-def test_a_module_that_a_patch_does_not_fit_is_imported_and_our_engines_are_refused(
-    make_engine: Any, no_launch: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rollout_spec.vllm import plugin
-
-    def mend(module: Any) -> None:
-        replace_function(module, "gone", print, patch=Patch("late", "a reason", "a file", "later"))
-
-    monkeypatch.setattr(plugin, "failure", None)
-    plugin._apply(mend, pathlib)
-    with pytest.raises(ValueError, match=r"^patch 'late' does not fit the installed [^\n]*$"):
-        make_engine(spec())
-
-
-def test_a_vllm_with_another_sampler_is_refused(
-    make_engine: Any, no_launch: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_with_another_sampler_is_refused(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.sample.sampler import Sampler
 
     monkeypatch.setattr(Sampler, "forward", lambda self, other: None)
     with pytest.raises(RuntimeError, match=r"^patch 'vllm-keyed-sampler' does not fit the installed [^\n]*$"):
-        make_engine(spec())
+        configured(tiny_model, {})
 
 
 def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(
-    make_engine: Any, no_launch: None, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.config import VllmConfig
 
@@ -286,31 +275,22 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
     monkeypatch.setattr("rollout_spec.vllm.checks.mrv2_misfit", lambda: "it has changed")
     with pytest.raises(ValueError, match=r"verify=coupled needs .* set VLLM_USE_V2_MODEL_RUNNER=0"):
-        make_engine(additional_config={"rollout_spec": {"method": "off", "verify": "coupled"}})
+        configured(tiny_model, **OFF)
 
 
 def test_a_model_with_a_recurrent_state_has_no_drafts_of_ours(tmp_path: pathlib.Path) -> None:
     import transformers
-    from vllm.engine.arg_utils import EngineArgs
 
     transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).save_pretrained(tmp_path)
-    off = {"additional_config": {"rollout_spec": {"method": "off", "verify": "coupled"}}}
-    EngineArgs(**engine_settings(str(tmp_path)) | off).create_engine_config()
+    configured(str(tmp_path), **OFF)
     with pytest.raises(ValueError, match=r"^rollout\.spec\.method=sam: .* recurrent model [^\n]*$"):
-        EngineArgs(**engine_settings(str(tmp_path), spec())).create_engine_config()
+        configured(str(tmp_path), {})
 
 
-def test_a_corpus_of_another_tokenizer_is_refused(
-    make_engine: Any, no_launch: None, tmp_path: pathlib.Path
-) -> None:
+def test_a_corpus_of_another_tokenizer_is_refused(tiny_model: str, tmp_path: pathlib.Path) -> None:
     corpus = save_corpus(tmp_path / "other.sam", [[1, 2, 10**6]])
     with pytest.raises(ValueError, match=r"other\.sam': has the token 1000000, the model's vocabulary is of"):
-        make_engine(spec(corpus=str(corpus)))
-
-
-def test_two_numbers_of_draft_tokens_are_refused(make_engine: Any) -> None:
-    with pytest.raises(ValueError, match="num_speculative_tokens=4 differs from"):
-        make_engine(spec(num_speculative_tokens=4), speculative_config=SPECULATIVE)
+        configured(tiny_model, {"corpus": str(corpus)})
 
 
 def test_without_the_plugin_the_engine_does_not_start(
@@ -318,10 +298,55 @@ def test_without_the_plugin_the_engine_does_not_start(
 ) -> None:
     code = (
         "from vllm import LLM\n"
-        f"LLM(model={tiny_model!r}, skip_tokenizer_init=True, max_model_len=128, enforce_eager=True,\n"
-        f"    speculative_config={speculative_config(2)})\n"
+        f"LLM(model={tiny_model!r}, skip_tokenizer_init=True, dtype='float32', max_model_len=128,\n"
+        f"    enforce_eager=True, speculative_config={speculative_config(2)})\n"
     )
     environment = environment | {"VLLM_PLUGINS": "none", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     result = run(code, environment, tmp_path)
     assert result.returncode != 0
     assert "vLLM did not load the plugin 'rollout_spec'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("where", "patch"),
+    [
+        ("sampler.Sampler.forward", "vllm-keyed-sampler"),
+        ("ops.topk_topp_sampler.TopKTopPSampler.forward_native", "vllm-keyed-sampler"),
+        ("rejection_sampler.RejectionSampler.forward", "vllm-min-tokens-bonus"),
+        ("rejection_sampler.RejectionSampler._get_logprobs_tensors", "vllm-kept-logprobs"),
+        ("rejection_sampler.rejection_sample", "vllm-coupled-verification"),
+    ],
+)
+def test_doctor_fails_where_an_engine_patch_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, patch: str
+) -> None:
+    from rollout_spec.certify import diagnosis
+    from rollout_spec.cli import main
+
+    monkeypatch.setattr(diagnosis, "PROBES", [("engine patches", diagnosis._engine_patches)])
+    assert main(["doctor"]) == 0
+    monkeypatch.setattr(f"vllm.v1.sample.{where}", lambda self, other: None)
+    capsys.readouterr()
+    assert main(["doctor"]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        f"fail  engine patches  PatchError: patch '{patch}' does not fit the installed packages"
+    )
+
+
+def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engine: Any) -> None:
+    """A platform's own class in the place of vLLM's, as vllm-ascend has them."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    from rollout_spec.patches import PatchError
+    from rollout_spec.vllm.mrv1.sampler import RowSampling
+
+    class Another(RejectionSampler):
+        def forward(self, metadata, draft_probs, logits, bonus_token_ids, sampling_metadata):  # type: ignore
+            raise AssertionError("must not be called")
+
+    runner = proposer_of(make_engine({}, fresh=True))._runner
+    runner.rejection_sampler = Another(runner.sampler)
+    message = "'vllm-min-tokens-bonus' does not fit .*: Another.forward takes self, metadata, "
+    with pytest.raises(PatchError, match=message):
+        RowSampling(runner, is_coupled=True).install()
