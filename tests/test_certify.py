@@ -36,7 +36,7 @@ CONFIGURATION = Configuration(8, 64, 4, 0.6)
 
 def response(token_ids: list[int], num_rejected: int = 0) -> Response:
     counters = RequestCounters(num_drafts=1, num_draft_tokens=3, num_accepted_tokens=3 - num_rejected)
-    return Response(token_ids, [0.0] * len(token_ids), "", counters)
+    return Response(token_ids, [0.0] * len(token_ids), counters)
 
 
 def test_a_configuration_that_rejected_nothing_says_nothing() -> None:

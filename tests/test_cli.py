@@ -52,6 +52,8 @@ def test_version():
     ("arguments", "message"),
     [
         (["compare", "/nowhere", "/nowhere"], "/nowhere: no such file"),
+        (["compare", "", TRACE], "RUN_OFF: must name a file or a folder"),
+        (["certify", "--model", ""], "--model: must name a file or a folder"),
         (["certify", "--model", "x", "--train-file", "/nowhere"], "--train-file /nowhere: no such file"),
         (
             ["certify", "--model", "x", "--train-file", __file__],

@@ -59,15 +59,6 @@ def test_splitmix_gives_the_known_answers() -> None:
 CPU = torch.device("cpu")
 
 
-def splitmix_by_loop(seed: int, number: int) -> int:
-    state = seed
-    for _ in range(number):
-        state = (state + 0x9E3779B97F4A7C15) % 2**64
-    word = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % 2**64
-    return word ^ (word >> 31)
-
-
 def noise_by_hand(keys: torch.Tensor, positions: torch.Tensor, num: int) -> np.ndarray:
     """Exp(1), float64 [n, num]: the noise by its definition, with nothing from the code under test."""
 
@@ -80,18 +71,6 @@ def noise_by_hand(keys: torch.Tensor, positions: torch.Tensor, num: int) -> np.n
     seeds = output(keys.numpy().astype(np.uint64), positions.numpy() + 1)
     words = output(seeds[:, np.newaxis], np.arange(num) + 1) >> np.uint64(32)
     return -np.log1p(-(words + 0.5) / 2**32)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 300)), min_size=1, max_size=4),
-    num=st.integers(1, 13),
-)
-def test_words_equal_the_loop(rows: list[tuple[int, int]], num: int) -> None:
-    keys, positions = zip(*rows, strict=True)
-    words = noise.random_words(noise.row_seeds(keys, positions), num, CPU)
-    seeds = [splitmix_by_loop(key, position + 1) for key, position in rows]
-    assert words.tolist() == [[splitmix_by_loop(seed, i + 1) >> 32 for i in range(num)] for seed in seeds]
 
 
 def test_rows_may_come_as_numbers_of_32_bits() -> None:
@@ -317,14 +296,6 @@ def test_the_distribution_test_fails_on_wrong_samplers(monkeypatch: pytest.Monke
     assert p_value(draw(logits), probs) < FALSE_ALARM_RATE, "the blocks' noise used again inside the block"
 
 
-def test_neighbouring_positions_and_samples_are_independent() -> None:
-    probs = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    tokens = draw(probs.log()).view(-1, 50).numpy()  # [key, position]
-    for one, other in ((tokens[:, 1:], tokens[:, :-1]), (tokens[1:], tokens[:-1])):
-        table = np.histogram2d(one.ravel(), other.ravel(), bins=4)[0]
-        assert chi2_contingency(table).pvalue > FALSE_ALARM_RATE
-
-
 @pytest.mark.parametrize("draft", range(4))
 def test_a_draft_token_is_accepted_as_often_as_by_rejection_sampling(draft: int) -> None:
     probs, n = torch.tensor([0.4, 0.3, 0.2, 0.1]), NUM_SAMPLES
@@ -535,27 +506,6 @@ def test_rows_without_a_number_do_no_harm(vocab_size: int) -> None:
     assert tokens[[0, 1, 3]].tolist() == expected[[0, 1, 3]].tolist()
     assert torch.equal(tokens, torch.cat(alone))
     assert bool(((tokens >= 0) & (tokens < vocab_size)).all())
-
-
-def test_chunks_of_memory_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(37, 700, generator=torch.Generator().manual_seed(3)) * 3
-    keys, positions = torch.arange(37), torch.arange(37) + 9
-    whole = coupled.keyed_sample(logits, keys, positions)
-    for size in (1, 700 * 4, 700 * 36):
-        monkeypatch.setattr(blocks, "CHUNK_SIZE", size)
-        assert torch.equal(coupled.keyed_sample(logits, keys, positions), whole)
-    assert blocks.rows_at_a_time(701 * 36) == 1
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 4.0, 30.0])
-def test_the_blocks_that_are_left_out_could_not_have_won(scale: float) -> None:
-    """`shortfall` sums them all, and finds that nothing came before the token drawn."""
-    n, vocab_size = 200, 5000
-    logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(7)) * scale
-    logits[: n // 2, 1024:3000] = -torch.inf
-    keys, positions = torch.arange(n) * 31, torch.arange(n)
-    tokens = coupled.keyed_sample(logits, keys, positions)
-    assert bool((coupled.shortfall(logits, keys, positions, tokens) == 0).all())
 
 
 def test_a_device_with_other_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,8 +226,9 @@ class IndexMachine(RuleBasedStateMachine):
             budget, model = budgets[i] * oracle.group.is_whole, models[rows[i]] if models else ()
             if models:
                 fewer = oracle.draft(budget, price, model[:-1])
-                assert result.nums_of_fewer[i] == len(fewer)
-                assert result.survivals_of_fewer[i, : len(fewer)] == pytest.approx(oracle.survivals, rel=1e-5)
+                survivals, numbers = result.fewer
+                assert numbers[i] == len(fewer)
+                assert survivals[i, : len(fewer)] == pytest.approx(oracle.survivals, rel=1e-5)
                 oracle.predictions = []
             num = result.num_draft_tokens[i]
             assert result.draft_tokens[i, :num].tolist() == oracle.draft(budget, price, model)

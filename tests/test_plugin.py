@@ -16,6 +16,7 @@ from vllm import LLM
 from vllm.v1.engine import core, input_processor
 from vllm.v1.sample import thinking_budget_state
 from vllm.v1.worker import gpu_input_batch
+from rollout_spec import patches
 from rollout_spec.vllm import plugin, speculative_config
 
 said = []
@@ -46,6 +47,8 @@ result["name"] = errors()
 input_processor.InputProcessor = processor
 plugin.register()
 result["mends"] = errors()
+plugin.import_patched()
+result["applied"] = [patch.name for patch in patches.applied()]
 print(json.dumps({**result, "left_out": sorted(plugin.left_out), "said": said}))
 """
 
@@ -81,3 +84,12 @@ def test_a_mend_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warnin
     assert not [error for error in found["mends"] if "does not fit" in error]
     assert found["left_out"] == ["allowed_tokens", "thinking_budget"]
     assert ["is left out" in message for message in found["said"]] == [True, True]
+
+
+def test_all_that_engines_patch_can_be_listed_without_one(found: dict[str, Any]) -> None:
+    """As `doctor` does; these are of each version that is tested."""
+    assert {
+        "vllm-check-options", "vllm-bind-proposer", "vllm-aborted-counts", "vllm-wait-and-schedule",
+        "vllm-refuse-requests",
+    } <= set(found["applied"])  # fmt: skip
+    assert "vllm-thinking-budget" not in found["applied"], "which was left out"

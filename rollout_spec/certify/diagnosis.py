@@ -166,10 +166,9 @@ def _hydra_group() -> Iterator[Check]:
 def _patches() -> Iterator[Check]:
     from rollout_spec.patches import applied
     from rollout_spec.vllm import plugin as vllm_plugin
-    from rollout_spec.vllm.ascend import import_worker
 
     vllm_plugin.register()
-    import_worker()  # which is patched as soon as it is imported
+    vllm_plugin.import_patched()
     if vllm_plugin.failure:
         yield Check("vllm patches", FAIL, vllm_plugin.failure, f"take vllm {', '.join(versions.TESTED)}")
     for name, reason in vllm_plugin.left_out.items():

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
@@ -15,6 +14,7 @@ from rollout_spec.cli.inputs import (
     device_arguments,
     model_folder,
     number,
+    path,
     prompt_rows,
     tokenized,
 )
@@ -41,9 +41,9 @@ PROMPTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     count, seed, share = number(int, 1), number(int, 0, MAX_SEED), number(float, 0, 1, above=True)
     served = parser.add_argument_group("what is served")
-    served.add_argument("--model", type=Path, required=True, metavar="DIR", help="its Hugging Face folder")
+    served.add_argument("--model", type=path, required=True, metavar="DIR", help="its Hugging Face folder")
     served.add_argument(
-        "--train-file", type=Path, metavar="FILE", help="prompts in verl's parquet (8 of our own)"
+        "--train-file", type=path, metavar="FILE", help="prompts in verl's parquet (8 of our own)"
     )
     served.add_argument("--dtype", choices=DTYPES, default="float32", help="the model's")
     sampling = parser.add_argument_group("sampling")
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output", type=Path, metavar="DIR", help="write certificate.json and certificate.html there"
+        "--output", type=path, metavar="DIR", help="write certificate.json and certificate.html there"
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_example(

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from rollout_spec.cli import add_example
+from rollout_spec.cli.inputs import path
 
 HELP = "compare two training runs, one without drafts and one with"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
@@ -13,12 +14,14 @@ _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     compared = parser.add_argument_group("the two runs")
-    compared.add_argument("off", metavar="RUN_OFF", help=f"run with +rollout.spec=off: {_RUN}")
-    compared.add_argument("on", metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds")
+    compared.add_argument("off", type=path, metavar="RUN_OFF", help=f"run with +rollout.spec=off: {_RUN}")
+    compared.add_argument(
+        "on", type=path, metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds"
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output",
-        type=Path,
+        type=path,
         default=Path("outputs/comparison"),
         metavar="DIR",
         help="folder for page, picture and JSON",
@@ -35,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.report.runs import read_run
 
     off, on = read_run(args.off, "off"), read_run(args.on, "on")
-    comparison = compare(off, on, agreement=first_step_agreement(Path(args.off), Path(args.on)))
+    comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
     print_comparison(comparison, paths, args.json)
     return 0

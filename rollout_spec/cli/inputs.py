@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,17 +188,6 @@ def _parsed(value: str) -> Any:
         return json.loads(value)
     except ValueError:
         return value
-
-
-@contextlib.contextmanager
-def output_folder(output: Path | None) -> Iterator[Path]:
-    """`--output`, made where it is missing; one that goes again for None."""
-    if output is None:
-        with tempfile.TemporaryDirectory(prefix="rollout_spec_") as temporary:
-            yield Path(temporary)
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    yield output
 
 
 def add_model_drafter(parser: argparse._ArgumentGroup) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
-from rollout_spec.drafting.native import Int32Array
+from rollout_spec.drafting.native import BudgetExceeded, Int32Array
 from rollout_spec.trace import Proposals, Rollout
 
 
@@ -168,9 +168,11 @@ class IndexProposer:
         self._group = self.index.open_group(line.prompt_token_ids)
         for response in reversed(earlier):  # of continuations that are equally frequent the latest is drafted
             self.index.add_text(self._group, response)
-        none = np.empty(0, np.int32)
-        num_tokens = self.index.stats().num_waiting_tokens
-        self.index.index_and_draft(none, none[None], none, none, none, max_waiting_tokens=num_tokens)
+        none, before = np.empty(0, np.int32), self.index.stats()
+        self.index.index_and_draft(
+            none, none[None], none, none, none, max_waiting_tokens=before.num_waiting_tokens
+        )
+        self._check_room(self.index.stats().num_tokens == before.num_tokens + before.num_waiting_tokens)
         sequences = [self.index.open_sequence(self._group) for _ in line.responses]
         self._sequences = np.array(sequences, np.int32)
         has_model = self._mixes and line.proposals
@@ -188,9 +190,15 @@ class IndexProposer:
         """`draft`, with the survivals."""
         model = self._model.at(rows, levels) if self._model is not None else None
         sequences = self._sequences[rows]
-        return self.index.index_and_draft(
+        result = self.index.index_and_draft(
             sequences, token_ids, rows, levels, max_draft_tokens, self.price, model_drafts=model
         )
+        self._check_room(result.num_left_out == 0)
+        return result
+
+    def _check_room(self, has_room: bool) -> None:
+        if not has_room:
+            raise BudgetExceeded(f"max_bytes={self.index.max_bytes}: reached")
 
     def finish(self) -> None:
         for sequence in self._sequences:

@@ -22,7 +22,7 @@ MEASURED = {
     "intervals": "95 %, by a bootstrap over training steps. A step is drawn in both runs at once: its "
     "prompts are the same.",
     "change": "The second run divided by the first (×), or minus the first (with a sign).",
-    "training step time": "It includes the two seconds between verl's looks for finished rollouts.",
+    "training step time": "Includes a wait: verl looks every two seconds whether rollouts have ended.",
     "tokens per step": "Over every decode step of every response, steps without a draft included.",
     "acceptance rate": "Accepted draft tokens / draft tokens.",
 }

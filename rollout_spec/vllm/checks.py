@@ -76,50 +76,72 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     Raises:
         ConfigError: naming the setting.
     """
-    speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    has_model = has_model_drafter(vllm_config)
-    misfits_v2 = vllm_config.use_v2_model_runner and mrv2_misfit() is not None
-    if config.coupled and misfits_v2 and not has_model:
-        raise ConfigError(
-            "rollout.spec.verify=coupled needs vLLM's MRV1 here: set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
+    speculative, has_model = vllm_config.speculative_config, has_model_drafter(vllm_config)
+    method = getattr(speculative, "method", None)
     if config.coupled:
         refuse_uncoupled(vllm_config.additional_config or {})
-    if has_model and config.enabled and not config.coupled:
-        raise ConfigError(
-            f"speculative_config.method={speculative.method} with rollout_spec: its drafts share the target's"
-            " noise, which rollout.spec.verify=standard does not have"
-        )
+    misfits_mrv2 = vllm_config.use_v2_model_runner and mrv2_misfit() is not None
+    _raise_first(
+        (
+            config.coupled and misfits_mrv2 and not has_model,
+            "rollout.spec.verify=coupled needs vLLM's MRV1 here: set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
+            has_model and config.enabled and not config.coupled,
+            f"speculative_config.method={method} with rollout_spec: its drafts share the target's noise, "
+            "which rollout.spec.verify=standard does not have",
+        ),
+        (
+            config.coupled and speculative is not None and not config.enabled and not has_model,
+            f"speculative_config.method={method}: rollout.spec.verify=coupled goes with our drafter, with "
+            f"{', '.join(MODEL_METHODS)}, or with none",
+        ),
+    )
     if has_model and config.coupled:
         _refuse_beside_model(vllm_config)
-    elif config.coupled and speculative is not None and not config.enabled:
-        raise ConfigError(
-            f"speculative_config.method={speculative.method}: rollout.spec.verify=coupled goes with our "
-            f"drafter, with {', '.join(MODEL_METHODS)}, or with none"
-        )
-    if not config.enabled:
-        return
-    if model.is_hybrid or model.is_attention_free:
-        raise ConfigError(f"rollout.spec.method={config.method}: {RECURRENT}")
-    parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with rollout.spec.method="
-            f"{config.method}, whose drafts reach one stage only"
-        )
+    if config.enabled:
+        _refuse_beside_our_drafter(vllm_config, config)
+
+
+def _raise_first(*refusals: tuple[bool, str]) -> None:
+    """Raise the first that holds."""
+    for is_so, message in refusals:
+        if is_so:
+            raise ConfigError(message)
+
+
+def _refuse_beside_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> None:
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    parallel, method = vllm_config.parallel_config, f"rollout.spec.method={config.method}"
     launcher = parallel.distributed_executor_backend == "external_launcher"
-    if launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == "auto":
-        raise ConfigError(
+    _raise_first(
+        (model.is_hybrid or model.is_attention_free, f"{method}: {RECURRENT}"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {method}, whose "
+            "drafts reach one stage only",
+        ),
+        (
+            launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == "auto",
             "rollout.spec.batch_threshold=auto: must be a number with distributed_executor_backend="
-            "external_launcher, where each tensor-parallel rank would choose by its own clock"
-        )
+            "external_launcher, where each tensor-parallel rank would choose by its own clock",
+        ),
+        (
+            bool(getattr(speculative, "num_speculative_tokens_per_batch_size", None)),  # from 0.24 on
+            "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; set "
+            "rollout.spec.batch_threshold instead",
+        ),
+        (
+            bool(model.logits_processors),
+            "logits_processors: vLLM does not run custom logits processors with speculative decoding",
+        ),
+        (
+            bool(model.get_diff_sampling_param().get("min_p")),
+            "generation_config.min_p: vLLM refuses min_p together with speculative decoding",
+        ),
+    )
     if current_platform.is_out_of_tree():
         refuse_long_drafts(config)
-    if getattr(speculative, "num_speculative_tokens_per_batch_size", None):  # from 0.24 on
-        raise ConfigError(
-            "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; "
-            "set rollout.spec.batch_threshold instead"
-        )
     if config.corpus:
         largest, vocab_size = open_corpus(config.corpus).largest_token, model.get_vocab_size()
         if largest >= vocab_size:
@@ -127,12 +149,6 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
                 f"rollout.spec.corpus={config.corpus!r}: has the token {largest}, the model's vocabulary "
                 f"is of {vocab_size}: build it from texts of the model's own tokenizer"
             )
-    if model.logits_processors:
-        raise ConfigError(
-            "logits_processors: vLLM does not run custom logits processors with speculative decoding"
-        )
-    if model.get_diff_sampling_param().get("min_p"):
-        raise ConfigError("generation_config.min_p: vLLM refuses min_p together with speculative decoding")
 
 
 def _refuse_beside_model(vllm_config: VllmConfig) -> None:
@@ -142,66 +158,37 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
         ConfigError: naming the setting.
     """
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    uses_v2 = vllm_config.use_v2_model_runner
-    misfit_v2 = mrv2_misfit() if uses_v2 else None
-    for is_so, reason in (
+    model, is_mrv2 = vllm_config.model_config, vllm_config.use_v2_model_runner
+    misfit = mrv2_misfit() if is_mrv2 else None
+    refusals = (
         (current_platform.is_out_of_tree(), "this platform has a model runner of its own"),
         (speculative.parallel_drafting, "parallel drafting has no order to draw its tokens in"),
-        (
-            getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
-            "enable_adaptive_verification reads a confidence that drafts with shared noise do not leave",
-        ),
-        (
-            speculative.use_local_argmax_reduction,
-            "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn",
-        ),
-        (
-            speculative.rejection_sample_method != "standard",
-            "rejection_sample_method must be standard: verify=coupled has a way of its own",
-        ),
+        (getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
+         "enable_adaptive_verification reads a confidence that drafts with shared noise do not leave"),
+        (speculative.use_local_argmax_reduction,
+         "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn"),
+        (speculative.rejection_sample_method != "standard",
+         "rejection_sample_method must be standard: verify=coupled has a way of its own"),
         (_uses(speculative, "use_gemma4_mtp"), GEMMA4),
         (_uses(speculative, "use_step3p5_mtp"), STEP3P5),
-        (
-            getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
-            "use_heterogeneous_vocab: the noise is of the target's tokens",
-        ),
+        (getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
+         "use_heterogeneous_vocab: the noise is of the target's tokens"),
         (_uses(speculative, "use_multi_module_mtp"), MODULES),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),
-        (
-            parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
-            "the data-parallel ranks of experts would not run the same passes of the drafter",
-        ),
+        (parallel.data_parallel_size > 1 and model.is_moe,
+         "the data-parallel ranks of experts would not run the same passes of the drafter"),
         (vllm_config.lora_config is not None, "enable_lora: a draft's token has no adapter of its own"),
-        (
-            misfit_v2 is not None,
-            f"vLLM's MRV2 does not fit {misfit_v2}; set VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
-        (
-            not uses_v2 and vllm_config.scheduler_config.async_scheduling,
-            "async_scheduling must be False with vLLM's MRV1",
-        ),
-        (
-            speculative.draft_model_config.max_model_len < vllm_config.model_config.max_model_len,
-            "its positions are fewer than max_model_len: lower that",
-        ),
-        (
-            not uses_v2 and speculative.disable_padded_drafter_batch,
-            "disable_padded_drafter_batch must be False",
-        ),
-    ):
-        if is_so:
-            raise ConfigError(f"speculative_config.method={speculative.method} with rollout_spec: {reason}")
-    _check_model_drafter(uses_v2)
-
-
-def _uses(speculative: Any, name: str) -> bool:
-    """What a `SpeculativeConfig` says of itself; False where this vLLM has no such drafter."""
-    ask = getattr(speculative, name, None)
-    return ask is not None and bool(ask())
-
-
-def _check_model_drafter(uses_v2: bool) -> None:
-    if uses_v2:
+        (misfit is not None, f"vLLM's MRV2 does not fit {misfit}; set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (not is_mrv2 and vllm_config.scheduler_config.async_scheduling,
+         "async_scheduling must be False with vLLM's MRV1"),
+        (speculative.draft_model_config.max_model_len < model.max_model_len,
+         "its positions are fewer than max_model_len: lower that"),
+        (not is_mrv2 and speculative.disable_padded_drafter_batch,
+         "disable_padded_drafter_batch must be False"),
+    )  # fmt: skip
+    where = f"speculative_config.method={speculative.method} with rollout_spec"
+    _raise_first(*((is_so, f"{where}: {reason}") for is_so, reason in refusals))
+    if is_mrv2:
         from rollout_spec.vllm.mrv2.model_drafter import check_speculator
 
         check_speculator()
@@ -209,3 +196,9 @@ def _check_model_drafter(uses_v2: bool) -> None:
         from rollout_spec.vllm.mrv1.model_drafter import check_drafter
 
         check_drafter()
+
+
+def _uses(speculative: Any, name: str) -> bool:
+    """What a `SpeculativeConfig` says of itself; False where this vLLM has no such drafter."""
+    ask = getattr(speculative, name, None)
+    return ask is not None and bool(ask())

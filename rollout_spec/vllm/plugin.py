@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,7 @@ from rollout_spec.vllm.options import (
     has_our_drafter,
 )
 
+_CORE = "vllm.v1.engine.core"
 TAKE_ABORTED = "rollout_spec_take_aborted"  # a method of vLLM's EngineCore, for its client's utility calls
 
 _BIND = Patch(
@@ -92,14 +95,25 @@ def connect() -> None:
     enable.decide_scheduling()
     _number_samples()
     for module, apply in (
-        ("vllm.v1.engine.core", _give_aborted_counts),
-        ("vllm.v1.engine.core", enable.wait_and_schedule),
+        (_CORE, _give_aborted_counts),
+        (_CORE, enable.wait_and_schedule),
         (RUNNER, give_runner_drafter),
         *((fault.MODULE, fault.mend) for fault in upstream.OF_DRAFTS),
     ):
         when_imported(module, functools.partial(_apply, apply))
     for fault in upstream.OF_VLLM:
         when_imported(fault.MODULE, functools.partial(_apply_or_leave_out, fault))
+
+
+def import_patched() -> None:
+    """Import what an engine's processes would, so that `failure`, `left_out` and the register have it all."""
+    from rollout_spec.vllm import upstream
+    from rollout_spec.vllm.ascend import import_worker
+
+    import_worker()
+    for module in (_CORE, *(fault.MODULE for fault in (*upstream.OF_DRAFTS, *upstream.OF_VLLM))):
+        with contextlib.suppress(ImportError):  # of another version, or for another platform
+            importlib.import_module(module)
 
 
 def _apply(apply: Callable[[Any], None], module: Any) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare  # type: ignore[import-untyped]
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -29,13 +28,11 @@ from vllm_ascend.worker import model_runner_v1  # noqa: E402
 from rollout_spec.certify import diagnosis  # noqa: E402
 from rollout_spec.config import MAX_ON_NPUS, ConfigError  # noqa: E402
 from rollout_spec.patches import PatchError, applied  # noqa: E402
-from rollout_spec.verification import coupled, standard  # noqa: E402
 from rollout_spec.vllm import ascend, plugin, versions  # noqa: E402
 from rollout_spec.vllm.cuda_graphs import fills_drafts  # noqa: E402
 from rollout_spec.vllm.mrv1 import sampler  # noqa: E402
 from rollout_spec.vllm.proposer import SuffixProposer  # noqa: E402
 from tests.ascend.engine import (  # noqa: E402
-    VOCAB_SIZE,
     Engine,
     K,
     alone,
@@ -131,86 +128,6 @@ def test_their_own_verification_gives_greedy_requests_the_same(tmp_path: Path) -
     drafted, engine = said(tmp_path, {"verify": "standard"}, [{"temperature": 0.0}])
     assert engine.num_accepted > 20
     assert drafted == plain
-
-
-@pytest.mark.parametrize(
-    ("num_batches", "num_rows", "k", "vocab_size"),
-    [(40, 6, 3, VOCAB_SIZE), (1, 1, 8, 151_936), (1, 8, 8, 151_936), (1, 64, 8, 151_936)],
-)
-def test_ours_verifies_as_theirs(
-    num_batches: int, num_rows: int, k: int, vocab_size: int, tmp_path: Path
-) -> None:
-    """With the same random numbers: seeded requests, and greedy ones."""
-    make_config(tmp_path, {})  # which sets vllm-ascend's own options
-    generator = torch.Generator().manual_seed(3)
-    num_kept = []
-    for seed in range(num_batches):
-        counts = torch.randint(0, k + 1, (num_rows,), generator=generator).tolist()
-        counts[0] = k
-        logits = torch.randn(sum(counts), vocab_size, generator=generator).mul_(4)
-        drafts = torch.where(torch.rand(len(logits), generator=generator) < 0.7, logits.argmax(-1), 5).int()
-        temperature = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0] * 8)[:num_rows]
-        outputs = []
-        for module in (standard, theirs):
-            metadata_ = SimpleNamespace(
-                temperature=temperature, all_greedy=False, all_random=False, top_k=None, top_p=None,
-                generators={i: torch.Generator().manual_seed(100 * seed + i) for i in range(num_rows)},
-            )  # fmt: skip
-            target = logits.clone() if module is standard else (logits.clone(), None)
-            outputs.append(
-                module.rejection_sample(
-                    drafts, counts, max(counts), torch.tensor(counts).cumsum(0).int(), None, target,
-                    torch.full((num_rows, 1), 7, dtype=torch.int32), metadata_,
-                ).tolist()
-            )  # fmt: skip
-        assert outputs[0] == outputs[1]
-        num_kept.append(sum(token >= 0 for row in outputs[0] for token in row))
-    assert sum(num_kept) >= num_batches * num_rows * 4 // 3
-
-
-@pytest.mark.parametrize("num_rows", [1, 8, 64])
-def test_the_distribution_is_the_targets_by_theirs_and_by_ours(num_rows: int, tmp_path: Path) -> None:
-    """Of each position that is reached, with random numbers that are not the same."""
-    make_config(tmp_path, {})
-    torch.manual_seed(num_rows)
-    num_steps = {1: 300, 8: 80, 64: 25}[num_rows]
-    row = torch.randn(3, 12).mul_(1.5)
-    logits, probs = row.repeat(num_rows, 1), row.double().softmax(-1).numpy()
-    drafts = row.argmax(-1).int().repeat(num_rows)
-    counts, bonus = [3] * num_rows, torch.full((num_rows, 1), 7, dtype=torch.int32)
-    ends = torch.tensor(counts).cumsum(0).int()
-    metadata_ = SimpleNamespace(
-        temperature=torch.ones(num_rows),
-        all_greedy=False,
-        all_random=True,
-        top_k=None,
-        top_p=None,
-        generators={},
-    )
-
-    def by_coupled(number: int) -> torch.Tensor:
-        step = coupled.CoupledStep(np.arange(num_rows), np.full(num_rows, 4 * number), counts)
-        return coupled.coupled_sample(drafts, 3, logits.clone(), bonus, metadata_, step)
-
-    ways = {
-        "theirs": lambda _: theirs.rejection_sample(
-            drafts, counts, 3, ends, None, (logits.clone(), None), bonus, metadata_
-        ),
-        "standard": lambda _: standard.rejection_sample(
-            drafts, counts, 3, ends, None, logits.clone(), bonus, metadata_
-        ),
-        "coupled": by_coupled,
-    }
-    for name, way in ways.items():
-        tokens = torch.cat([way(number) for number in range(num_steps)])
-        assert (tokens[:, 3] >= 0).sum() > num_steps * num_rows / 200  # drafts that were kept to the end
-        for position in range(3):
-            found = tokens[:, position][tokens[:, position] >= 0].numpy()
-            observed = np.bincount(found, minlength=12)
-            assert chisquare(observed, len(found) * probs[position]).pvalue > FALSE_ALARM_RATE, (
-                name,
-                position,
-            )
 
 
 def test_a_dummy_run_has_nothing_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

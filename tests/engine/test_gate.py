@@ -69,7 +69,7 @@ def test_drafting_stops_where_verification_turns_slow_and_comes_back(make_engine
     assert sum(map(bool, drafts[WITHIN:])) < 0.1 * len(drafts[WITHIN:])
     _, slow = engine.run(WITHIN)
     assert slow.num_drafts < 0.1 * slow.num_steps
-    assert slow.num_steps_off_cost + slow.num_steps_off_guard > 0.8 * slow.num_steps
+    assert slow.num_steps_off_cost > 0.8 * slow.num_steps
 
     engine.seconds = 0.0
     assert engine.run_until_it_drafts().num_failed_steps == 0

@@ -226,7 +226,8 @@ class Choose(IndexProposer):
         self._model_alone.start(line, earlier)
 
     def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
-        drafts, survivals, numbers = (each.copy() for each in self.propose(rows, token_ids, levels, budgets))
+        proposed = self.propose(rows, token_ids, levels, budgets)[:3]
+        drafts, survivals, numbers = (each.copy() for each in proposed)
         tokens, nums_of_model = self._model_alone.draft(rows, token_ids, levels, budgets)
         gains = np.cumprod(self._num_right / self._num_seen)[: tokens.shape[1]] - self.price
         for i, most in enumerate(nums_of_model.tolist()):

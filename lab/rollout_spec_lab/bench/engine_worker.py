@@ -47,7 +47,7 @@ class Watch:
         self._is_ours = ours is not None
         self._drafter: Any = ours or getattr(runner, "drafter", None)
         if self._drafter is not None:
-            name = "step" if self._is_ours else "propose"  # what both model runners call
+            name = SuffixProposer.draft.__name__ if self._is_ours else "propose"  # what both runners call
             setattr(self._drafter, name, self._timed(getattr(self._drafter, name)))
         # In place of vLLM's own loggers, which cost a step as much as a small model does.
         engine.logger_manager.stat_loggers[:] = [self]

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ WORKER = "rollout_spec_lab.bench.host_worker"
 WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
 V1 = "/v1"  # behind a method: on model runner V1
 SYNC = "off:sync"  # plain vLLM that schedules step by step
-CPU = "cpu"  # in the place of step times: the CPU runs the model
 VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's, at least
 MAX_NUM_BATCHED_TOKENS = 8192  # vLLM's own on a GPU of 80 GB
 KV_BYTES = 2 * 2 * 64 * 2  # of a token, see make_model: keys and values, layers, width, bfloat16
@@ -49,17 +47,14 @@ class Cell:
     """So many rows decode on a device whose steps take what `step` says.
 
     Attributes:
-        step: as `StepTimes.parse` takes it; CPU; or of a `Roofline`: config.json, device, tensor parallelism.
+        step: as `StepTimes.parse` takes it; or of a `Roofline`: config.json, device, tensor parallelism.
     """
 
     rows: int
     step: str | tuple[str, str, int]
     name: str
 
-    def times(self) -> Times | None:
-        """None: the CPU runs the model."""
-        if self.step == CPU:
-            return None
+    def times(self) -> Times:
         if isinstance(self.step, str):
             return StepTimes.parse(self.step)
         config, device, tensor_parallel = self.step
@@ -75,14 +70,7 @@ def split(label: str) -> tuple[str, bool]:
     name = label.removesuffix(V1)
     if name != SYNC and Method(name).label == "off:coupled":
         raise ConfigError(f"method {label!r}: bench host times {SYNC} in its place")
-    return name, name == label and name != "suffix" and (name != "ngram" or has_ngram_on_v2())
-
-
-def has_ngram_on_v2() -> bool:
-    """Whether the installed vLLM drafts by n-grams on model runner V2, as 0.32 does. Does not import it."""
-    vllm = find_spec("vllm")
-    folders = (vllm and vllm.submodule_search_locations) or ()
-    return any(Path(folder, "v1/worker/gpu/spec_decode/ngram").is_dir() for folder in folders)
+    return name, name == label and name not in ("suffix", "ngram")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +99,7 @@ class Plan:
         method, v2 = split(method)
         if method == SYNC:
             method, engine["async_scheduling"] = "off", False
-        elif v2 and method != "ngram":  # vLLM schedules ahead of that only as ngram_gpu
+        elif v2:
             engine["async_scheduling"] = True  # which the drafter does not ask for by itself on CPUs
         return {
             "method": method, "v2": v2, "model": model, "dtype": "bfloat16", "seed": 0, "natural_ends": False,

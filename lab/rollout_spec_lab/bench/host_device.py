@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from vllm.platforms import current_platform
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
@@ -26,7 +25,7 @@ from rollout_spec.predict.step_times import Times
 class Clock:
     """The host's time and the device's: nothing sleeps, and what else runs on the machine takes none of it.
 
-    The host's is its CPU time, and what it would have waited. Real kernels take none of it.
+    The host's is its CPU time, and what it would have waited.
 
     Args:
         cpu: seconds, as time.thread_time: all of an engine is in one thread.
@@ -35,16 +34,14 @@ class Clock:
         free: when the device has done all that it was given, one step after the other.
         num_steps: that were given.
         num_ahead: of them, those that found it busy with another.
-        kernel_s: CPU seconds of real kernels.
+        kernel_s: CPU seconds of what stands in the place of kernels, which are none of the host's.
         launch_s: seconds that the host takes besides its CPU time, for what is not launched here.
-        runs: whether a real kernel runs.
     """
 
     def __init__(self, cpu: Callable[[], float] = time.thread_time) -> None:
         self._cpu = cpu
         self._waited = 0.0
         self.kernel_s = self.launch_s = 0.0
-        self.runs = False
         self.num_steps = self.num_ahead = 0
         self.free = self.now()
 
@@ -67,10 +64,10 @@ class Clock:
         self._waited += max(0.0, end - self.now())
 
     def run(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a real kernel gives; it is none of the host's work."""
-        begin, self.runs = self._cpu(), True
+        """What stands in the place of a kernel gives; it is none of the host's work."""
+        begin = self._cpu()
         found = kernel(*args, **kwargs)
-        self.kernel_s, self.runs = self.kernel_s + self._cpu() - begin, False
+        self.kernel_s += self._cpu() - begin
         return found
 
 
@@ -99,7 +96,7 @@ class Recording:
     def __init__(
         self, prefix: str, requests: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]
     ) -> None:
-        self._prefix, self._requests = prefix, requests
+        self._prefix = prefix
         responses = [response for _, response in requests]
         self._tokens = np.concatenate(responses)
         self._begins = np.cumsum([0, *map(len, responses)])
@@ -112,11 +109,6 @@ class Recording:
         begins = self._begins[[self._number(request_id) for request_id in request_ids]]
         places = (begins + levels)[:, None] + np.arange(width)
         return self._tokens[np.minimum(places, len(self._tokens) - 1)]  # beyond an end vLLM cuts them off
-
-    def text(self, request_id: str, level: int) -> npt.NDArray[np.int32]:
-        """A request's prompt, and the first `level` tokens of its response."""
-        prompt, response = self._requests[self._number(request_id)]
-        return np.concatenate([prompt, response[:level]])
 
     def _number(self, request_id: str) -> int:
         """vLLM adds a dash and eight characters to a name."""
@@ -147,31 +139,11 @@ def verified(
     return np.where(columns <= num_accepted[:, None], recorded, np.int32(PLACEHOLDER_TOKEN_ID))
 
 
-def ngram_drafts(text: npt.NDArray[np.int32], least: int, most: int, num_drafts: int) -> list[int]:
-    """As vLLM's NgramGPUSpeculator: what is behind the latest of the longest earlier places of a text's end.
-
-    Args:
-        least, most: tokens of the end that a place has to share.
-
-    Returns:
-        As many draft tokens as asked for: where there are no more, the last token again.
-    """
-    found = text[:0]
-    for num in range(most, least - 1, -1):
-        if len(text) <= num:
-            continue
-        places = np.flatnonzero((sliding_window_view(text[:-1], num) == text[-num:]).all(axis=1))
-        if len(places):
-            found = text[places[-1] + num :][:num_drafts]
-            break
-    return found.tolist() + [int(text[-1])] * (num_drafts - len(found))
-
-
 class Device:
     """The device in the place of a model runner's kernels.
 
     Attributes:
-        times: what a step takes; None: the CPU runs the kernels.
+        times: what a step takes; to be set before the first.
         recording: what is sampled; None: nothing has been asked for yet.
     """
 
@@ -189,13 +161,12 @@ class Device:
         # Says what the next forward pass is of.
         runner.execute_model = self._noting(runner.execute_model)
         # The forward pass, where the step is given to the device, and the logits, which nobody reads.
-        runner._model_forward = self._forward(runner._model_forward)
-        runner.model.compute_logits = self._logits(runner.model.compute_logits)
+        runner._model_forward = self._forward
+        runner.model.compute_logits = lambda hidden: hidden
         # Sampling and verification: hooks before them stay, ours too.
-        runner.sampler.forward = self._replaced(runner.sampler.forward, self._sample)
+        runner.sampler.forward = self._sample
         if runner.speculative_config is not None:
-            verifier = runner.rejection_sampler
-            verifier.forward = self._replaced(verifier.forward, self._verify)
+            runner.rejection_sampler.forward = self._verify
         # Where the host waits for a step's tokens: a plain one, one with drafts, one scheduled ahead.
         runner._to_list = self._waiting(runner._to_list)
         RejectionSampler.parse_output = staticmethod(self._waiting(RejectionSampler.parse_output))
@@ -209,32 +180,13 @@ class Device:
 
         return execute_noted
 
-    def _forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def submit(input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            if self.times is None:
-                hidden: torch.Tensor = self.clock.run(forward, input_ids=input_ids, **kwargs)
-                self.clock.submit(0.0)
-                return hidden
-            step, cached = self._step, self._step.scheduled_cached_reqs
-            num_context = step.total_num_scheduled_tokens + sum(cached.num_computed_tokens)
-            drafted = bool(step.scheduled_spec_decode_tokens)
-            self.clock.submit(self.times.seconds(step.total_num_scheduled_tokens, drafted, num_context))
-            return self._hidden[: len(input_ids)]
-
-        return submit
-
-    def _logits(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda hidden: hidden if self.times is not None else self.clock.run(compute, hidden)
-
-    def _replaced(self, kernel: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            if self.clock.runs:  # a verification samples what comes behind the drafts
-                return kernel(*args, **kwargs)
-            if self.times is None:
-                self.clock.run(kernel, *args, **kwargs)  # its tokens are others than the recording's
-            return instead(*args, **kwargs)
-
-        return replaced
+    def _forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        assert self.times is not None
+        step, cached = self._step, self._step.scheduled_cached_reqs
+        num_context = step.total_num_scheduled_tokens + sum(cached.num_computed_tokens)
+        drafted = bool(step.scheduled_spec_decode_tokens)
+        self.clock.submit(self.times.seconds(step.total_num_scheduled_tokens, drafted, num_context))
+        return self._hidden[: len(input_ids)]
 
     def _sample(self, *_: Any, **__: Any) -> SamplerOutput:
         return _sampled(self._recorded(1))

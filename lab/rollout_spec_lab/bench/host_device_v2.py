@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.worker.gpu import model_runner
 
-from rollout_spec_lab.bench.host_device import Clock, Device, Event, ngram_drafts, verified
+from rollout_spec_lab.bench.host_device import Clock, Device, Event, verified
 
 # What Triton takes on the host to launch a compiled kernel: vLLM's pull request 34838 measured 8.7 us with
 # kernels of V2 on a GB200, tritonbench's 1002 about 11.
@@ -34,8 +34,8 @@ class DeviceV2(Device):
     def install(self) -> None:
         runner = self._runner
         runner.execute_model = self._noting(runner.execute_model)
-        runner.model.forward = self._forward(runner.model.forward)
-        runner.model.compute_logits = self._logits(runner.model.compute_logits)
+        runner.model.forward = self._forward
+        runner.model.compute_logits = lambda hidden: hidden
         runner.sample = self._recorded_behind(runner.sample)
         InterpretedFunction.run = self._launch
         # Where the host waits for a step's tokens.
@@ -65,7 +65,7 @@ class DeviceV2(Device):
     def _sampled(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As V2's samplers: int64 [rows, 1 or K + 1], tokens; int32 [rows], how many, and drafts rejected."""
         assert self.recording is not None
-        drafts = [self._drafts(name) for name in batch.req_ids]
+        drafts = [self._step.scheduled_spec_decode_tokens.get(name, ()) for name in batch.req_ids]
         nums_drafts = np.array(list(map(len, drafts)))
         width = 1 + self._runner.num_speculative_steps * bool(nums_drafts.any())
         levels = np.array([self._levels[name] for name in batch.req_ids])
@@ -81,19 +81,6 @@ class DeviceV2(Device):
             torch.from_numpy(tokens.astype(np.int64)),
             torch.from_numpy(nums.astype(np.int32)),
             torch.from_numpy(rejected.astype(np.int32)),
-        )
-
-    def _drafts(self, request_id: str) -> Sequence[int]:
-        """What a row verifies. Of its own speculators vLLM's scheduler knows the number only."""
-        told: Sequence[int] = self._step.scheduled_spec_decode_tokens.get(request_id, ())
-        level = self._levels[request_id]
-        # Before its first token a row that joins a batch may be filled up with placeholders.
-        if PLACEHOLDER_TOKEN_ID not in told or level == 0 or not self._runner.speculative_config.use_ngram():
-            return told
-        assert self.recording is not None
-        speculator = self._runner.speculator
-        return ngram_drafts(
-            self.recording.text(request_id, level), speculator.min_n, speculator.max_n, len(told)
         )
 
 

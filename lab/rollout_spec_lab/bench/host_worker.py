@@ -40,7 +40,7 @@ class Ours:
             from rollout_spec.vllm.mrv2.sampler import KeyedRequests
 
             for owner, name in (
-                (HostDrafts, "_add_requests"), (HostDrafts, "take"), (KeyedRequests, "add")
+                (HostDrafts, "_add_requests"), (HostDrafts, "draft"), (KeyedRequests, "add")
             ):  # fmt: skip
                 self._time(owner, name)
 
@@ -157,7 +157,7 @@ def _measure(
         list(serve(job["warm_up_steps"]))
     before = _read(clock, ours)
     measured = list(serve(job["steps"]))
-    host_s, device_s, drafter_s, launch_s, kernel_s, *steps = (_read(clock, ours) - before).tolist()
+    host_s, device_s, drafter_s, launch_s, *steps = (_read(clock, ours) - before).tolist()
     engine.abort_request(list(texts), internal=True)
     engine.abort_request([f"{prefix}{i}" for i in range(len(requests))])
     while core.scheduler.has_requests() or core.batch_queue:
@@ -167,8 +167,7 @@ def _measure(
     return {
         "num_steps": int(steps[0]),
         "num_ahead": int(steps[1]),
-        # From the end of a step on the device to the end of another; real kernels run in the host's thread.
-        "seconds": device_s + kernel_s * (device.times is None),
+        "seconds": device_s,  # from the end of a step on the device to the end of another
         "num_tokens": sum(len(output.new_token_ids) for outputs in measured for output in outputs.outputs),
         "num_rows": sum(len(outputs.outputs) for outputs in measured) / len(measured),
         "host_s": host_s,
@@ -181,7 +180,7 @@ def _measure(
 
 def _read(clock: Clock, ours: Ours) -> npt.NDArray[np.float64]:
     """What has passed by each clock, and the steps given to the device."""
-    seconds = (clock.host_s(), clock.free, ours.seconds, clock.launch_s, clock.kernel_s)
+    seconds = (clock.host_s(), clock.free, ours.seconds, clock.launch_s)
     return np.array([*seconds, clock.num_steps, clock.num_ahead])
 
 

@@ -100,7 +100,6 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec_lab.bench.drafters import SUFFIX
-    from rollout_spec_lab.bench.headlines import drafters_headline
     from rollout_spec_lab.bench.tables import drafters_tables
 
     methods = _methods(args.methods, args.model_acceptance is not None)
@@ -124,7 +123,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
         return 0
     console = make_console()
-    console.print(drafters_headline(record), highlight=False)
     for table in drafters_tables(record):
         console.print(table)
     return 0

@@ -13,7 +13,6 @@ from rollout_spec.cli.inputs import (
     add_spec_argument,
     device_arguments,
     number,
-    output_folder,
     spec_options,
     tokenized,
 )
@@ -25,6 +24,7 @@ from rollout_spec_lab.cli.inputs import (
     installed,
     model_folder,
     needed_model_drafter,
+    output_folder,
     prompt_rows,
 )
 
@@ -100,7 +100,6 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
     from rollout_spec_lab.bench.engine import make_record, recorded, rollouts
-    from rollout_spec_lab.bench.headlines import engine_headline
     from rollout_spec_lab.bench.rollouts import tables, write_proposals, write_rollouts
 
     plan = _plan(args)
@@ -117,7 +116,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2, allow_nan=False))
         return 0
     console = make_console()
-    console.print(engine_headline(record), highlight=False)
     for table in tables(record):
         console.print(table)
     return 0

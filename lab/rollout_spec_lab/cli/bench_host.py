@@ -13,12 +13,11 @@ from rollout_spec.cli.inputs import (
     add_device_arguments,
     add_spec_argument,
     number,
-    output_folder,
     roofline,
     spec_options,
 )
 from rollout_spec.config import UserError
-from rollout_spec_lab.cli.inputs import add_num_speculative_tokens, installed
+from rollout_spec_lab.cli.inputs import add_num_speculative_tokens, installed, output_folder
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.host import Cell, Plan
@@ -61,17 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="engine.json of `bench engine`, or tokens:seconds of a step: 1:0.02,64:0.021,256:0.04",
     )  # fmt: skip
     add_device_arguments(device)
-    device.add_argument(
-        "--cpu",
-        action="store_true",
-        help="also let this CPU run a small model: what the host takes beside it (model runner V1 only)",
-    )
-
     compared = parser.add_argument_group("what is compared")
     compared.add_argument(
         "--methods", metavar="M,M",
         help="off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; /v1 behind one: on model runner V1, as suffix is anyway, and ngram before vLLM 0.32; "
+        "sam:auto; /v1 behind one: on model runner V1, as suffix and ngram are anyway; "
         f"each is compared with the first ({','.join(METHODS)}, without what is not installed)",
     )  # fmt: skip
     add_num_speculative_tokens(compared)
@@ -92,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
     from rollout_spec.trace import read_trace
-    from rollout_spec_lab.bench.headlines import host_headline
     from rollout_spec_lab.bench.host import make_record, measure, rollout_of
     from rollout_spec_lab.bench.tables import host_table
 
@@ -108,7 +100,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2, allow_nan=False))
         return 0
     console = make_console()
-    console.print(host_headline(record), highlight=False)
     console.print(host_table(record))
     return 0
 
@@ -121,7 +112,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
     return Plan(
         trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),
-        methods=_methods(args.methods, spec, args.cpu), spec=spec,
+        methods=_methods(args.methods, spec), spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, warm_up_steps=args.warm_up_steps,
         steps=None if args.rollout else args.steps, max_tokens=args.max_tokens, repeats=args.repeats,
     )  # fmt: skip
@@ -129,9 +120,9 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
     from rollout_spec.predict.step_times import StepTimes
-    from rollout_spec_lab.bench.host import CPU, Cell
+    from rollout_spec_lab.bench.host import Cell
 
-    others = args.step_times or args.cpu or args.model_config
+    others = args.step_times or args.model_config
     given = args.step_ms or ([] if others else [5.0, 10.0, 20.0, 40.0])
     steps: dict[str, Any] = {f"{ms:g} ms": f"1:{ms / 1e3}" for ms in given}
     if args.step_times:
@@ -140,23 +131,18 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
     if args.model_config:
         roofline(args)
         steps[args.gpu] = (str(args.model_config), args.gpu, args.tp or 1)
-    if args.cpu:
-        steps[CPU] = CPU
     return [Cell(rows, step, name) for rows, (name, step) in itertools.product(args.rows, steps.items())]
 
 
-def _methods(given: str | None, spec: dict[str, Any], cpu: bool) -> list[str]:
+def _methods(given: str | None, spec: dict[str, Any]) -> list[str]:
     from rollout_spec_lab.bench.engine import Method, require
-    from rollout_spec_lab.bench.host import V1, split
+    from rollout_spec_lab.bench.host import split
 
-    default = [label for label in METHODS if not (cpu and split(label)[1])]
-    labels = installed("bench host", default, require) if given is None else given.split(",")
+    labels = installed("bench host", METHODS, require) if given is None else given.split(",")
     if len(set(labels)) < len(labels):
         raise UserError(f"--methods {given}: a method is named twice")
     for label in labels:
-        method, v2 = split(label)
-        if v2 and cpu:
-            raise UserError(f"--cpu: no CPU runs the kernels of model runner V2: name {label}{V1}")
+        method, _ = split(label)
         if method.startswith("sam"):
             Method(method).options(spec)
         require(method)

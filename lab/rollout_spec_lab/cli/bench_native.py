@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(record: dict[str, Any]) -> None:
     from rollout_spec.cli.console import make_console, make_table
-    from rollout_spec_lab.bench.headlines import native_headline
 
     step, whole, targets = record["step"], record["whole_steps"], record["targets"]
     figures = {
@@ -63,5 +62,4 @@ def _print(record: dict[str, Any]) -> None:
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:.3f}", f"{targets[name]:g}" if name in targets else "")
     console = make_console()
-    console.print(native_headline(record), highlight=False)
     console.print(table)

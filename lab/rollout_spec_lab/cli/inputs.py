@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +90,14 @@ def default_dtype() -> str:
 def prompt_rows(option: str, file: Path | None, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
     """The first rows of the verl parquet file that `option` names; generated, as the demo's are, for None."""
     return make_rows(num_rows, seed, split) if file is None else inputs.prompt_rows(option, file, num_rows)
+
+
+@contextlib.contextmanager
+def output_folder(output: Path | None) -> Iterator[Path]:
+    """`--output`, made where it is missing; one that goes again for None."""
+    if output is None:
+        with tempfile.TemporaryDirectory(prefix="rollout_spec_") as temporary:
+            yield Path(temporary)
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    yield output

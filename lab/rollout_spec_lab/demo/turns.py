@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rollout_spec import trace
+from rollout_spec.config import SpecConfig
 from rollout_spec.report.measures import Estimate, paired
 from rollout_spec.report.responses import Agreement, agreement
 from rollout_spec.report.runs import plain, ratio
@@ -76,13 +77,14 @@ def plan_of(training: Path, model: Path) -> tuple[Plan, int]:
     engine = {name: rollout[name] for name in ("max_num_seqs", "max_num_batched_tokens", "enforce_eager")}
     engine |= {"max_model_len": max(map(len, prompts)) + load.max_tokens}
     engine |= {} if engine_is_cpu_build() else {"gpu_memory_utilization": MEMORY_SHARE}
-    engine |= OmegaConf.to_container(OmegaConf.select(config, _ENGINE_KWARGS, default={}), resolve=True)
-    spec = OmegaConf.to_container(config.rollout.spec, resolve=True)
+    further = rollout.engine_kwargs.vllm  # the drafter's own arguments, too
+    engine |= {name: further[name] for name in ("block_size", "kv_cache_memory_bytes") if name in further}
+    known = {
+        field.name for field in dataclasses.fields(SpecConfig)
+    }  # not a model that drafts: the text alone
+    spec = {name: value for name, value in config.rollout.spec.items() if name in known}
     plan = Plan(load=load, methods=METHODS, model=str(model), dtype=rollout.dtype, engine=engine, spec=spec)
     return plan, config.data.train_batch_size
-
-
-_ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
 def serve_in_turns(plan: Plan, size: int, seconds: float, folder: Path) -> Turns:

