@@ -20,12 +20,13 @@ from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.versions import v2_architectures
 from tests.engine.conftest import OFF, close, engine_settings
-from tests.engine.serving import OF_RUNNER, Request, example, sampling, serve
+from tests.engine.serving import FREE, Request, example, sampling, serve
 from tests.engine.test_graphs import GRAPHS, STEPS
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
 PROMPT = [1, *[65, 66] * 14, 67]
 TEXT = "".join(map(chr, PROMPT))
+BAD_WORDS = range(64, 128)
 # Beside the table's. All are sampled but for two; their names are their keys but for one.
 REQUESTS: dict[str, dict[str, Any]] = {
     "unnamed": {"extra_args": None},
@@ -35,24 +36,30 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "temperature": 0, "frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.1,
     },
     "top_k": {"temperature": 1.2, "top_k": 6, "logprobs": 6},
+    "stop_token": {"stop_token_ids": [*range(4, 39)]},
+    "bad_words": {"bad_words": [*map(chr, BAD_WORDS)]},
     "grammar": {"structured_outputs": {"regex": "([a-d][!-+]){7,9}"}, "ignore_eos": False},
 }  # fmt: skip
+# With those of the table in which a model runner, or its sampler, takes part.
 NAMES = (
-    *REQUESTS, "top_p-0", "allowed_token_ids-0", "bad_words-0", "logprobs-1", "min_tokens-0",
-    "stop_token_ids-0",
+    *REQUESTS, "top_p-0", "allowed_token_ids-0", "logprobs-1", "min_tokens-0",
 )  # fmt: skip
+MORE = (
+    FREE, "seed-0", "frequency_penalty-0", "repetition_penalty-0", "prompt_logprobs-0",
+    "logprobs-2", "max_tokens-1", "looping",
+)  # fmt: skip
+REQUESTS["looping"] = {"temperature": 0, "max_tokens": 60}  # so that drafts are right in the end
 FEW = ("unnamed", "greedy", "sampled", "penalties", "top_k", "logprobs-1")
 
 
 def main(model: str, output: str) -> None:
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
-    every = tuple(dict.fromkeys((*NAMES, *OF_RUNNER)))
-    plain = run(model, None, names=every, max_num_seqs=64)
+    plain = run(model, None, names=(*NAMES, *MORE), max_num_seqs=64)
     stop = late(plain["requests"]["sampled"]["text"])
     result = {
         "plain": plain,
-        "drafted": run(model, {}, stop, names=every, max_num_seqs=64),
-        "ahead": run(model, {"batch_threshold": 3}, stop, async_scheduling=True),
+        "drafted": run(model, {}, stop, names=(*NAMES, *MORE), max_num_seqs=64),
+        "ahead": run(model, {"batch_threshold": 3}, stop, (*NAMES, "looping"), async_scheduling=True),
         "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **few_blocks),
         "standard": run(model, {"verify": "standard"}, names=("greedy",)),
     }

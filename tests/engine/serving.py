@@ -1,7 +1,8 @@
 """One table of requests, one way to serve them, and one comparison, for every engine of the tests.
 
 `docs/request_options.py` has an example of everything that a request may ask for. Engines on MRV1 serve them
-all (`test_requests.py`), engines on MRV2 those that the runner takes part in (`interpreted_runner.py`).
+all (`test_requests.py`), engines on MRV2, which are slow, one of each that the runner takes part in
+(`interpreted_runner.py`).
 """
 
 from __future__ import annotations
@@ -44,15 +45,6 @@ def examples(*verdicts: str) -> dict[str, tuple[Option, dict[str, Any]]]:
 
 SERVED = examples(SAME, NO_EFFECT)
 FREE = "ignore_eos-0"  # what nothing is asked of
-# Those in which a model runner, or its sampler, takes part.
-OF_RUNNER = [
-    name for name, (option, example) in SERVED.items()
-    if option.name in (
-        "n", "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty",
-        "repetition_penalty", "allowed_token_ids", "bad_words", "stop_token_ids", "ignore_eos", "max_tokens",
-        "min_tokens", "logprobs", "prompt_logprobs",
-    ) or example.keys() == {"structured_outputs"}
-]  # fmt: skip
 # Their examples give what is given where nothing is asked for.
 IDLE = {
     "skip_special_tokens", "spaces_between_special_tokens", "output_kind", "stream_interval",
@@ -74,7 +66,8 @@ def assert_none_is_idle(found: Mapping[str, dict[str, Any]]) -> None:
     options = {name: SERVED[name][0] for name in found if name in SERVED}
     same = {option.name for name, option in options.items() if found[name] == found[FREE]}
     without_effect = {option.name for option in options.values() if option.verdict == NO_EFFECT}
-    assert same - without_effect == IDLE & {option.name for option in options.values()}
+    idle = IDLE & {option.name for option in options.values()}
+    assert same - without_effect == idle, same - without_effect
 
 
 def sampling(asked: Mapping[str, Any] = MappingProxyType({}), text: str = "", key: Any = "one") -> Any:

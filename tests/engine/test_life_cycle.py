@@ -211,16 +211,16 @@ def test_a_failing_drafter_is_counted_and_generation_goes_on(
     llm = make_engine({}, fresh=True)
     proposer = proposer_of(llm)
 
-    step, num_left = proposer._drafter.step, 4
+    draft, num_left = proposer._drafter.draft, 4
 
     def fail(*arguments: Any) -> Any:
         nonlocal num_left
         if num_left == 0:
             raise ZeroDivisionError("a defect")
         num_left -= 1
-        return step(*arguments)
+        return draft(*arguments)
 
-    proposer._drafter.step = fail
+    proposer._drafter.draft = fail
     assert generate(llm) == plain
     counters = proposer.take_counters()
     assert counters.num_steps == 4, "what was counted before is not lost"

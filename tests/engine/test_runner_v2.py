@@ -16,6 +16,7 @@ from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.versions import v2_architectures, version
 from tests.engine.conftest import configured
+from tests.engine.interpreted_runner import BAD_WORDS
 from tests.engine.serving import assert_each_same, assert_none_is_idle
 from tests.engine.test_graphs import GRAPHS
 
@@ -123,7 +124,11 @@ def test_all_engines_have_v2(results: dict[str, Any]) -> None:
 
 
 def test_a_request_gets_what_it_asks_for(results: dict[str, Any]) -> None:
-    assert_none_is_idle(results["plain"]["requests"])
+    found = results["plain"]["requests"]
+    assert_none_is_idle(found)
+    assert {*BAD_WORDS}.isdisjoint(found["bad_words"]["tokens"])
+    assert re.fullmatch("([a-d][!-+]){7,9}", found["grammar"]["text"])
+    assert [len(row) for row in found["top_k"]["logprobs"]] == [6] * 24, "the token is one of the six"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -15,6 +15,7 @@ import pytest
 
 from rollout_spec.drafting.history import group_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
+from rollout_spec.verl.launch import verl_is_older
 from tests.engine.conftest import EOS_TOKEN_ID, OFF, proposer_of
 from tests.engine.test_life_cycle import PROMPTS
 from tests.text import merged
@@ -157,12 +158,13 @@ def check_versions(storm: Storm) -> RequestCounters:
             for part in storm.parts
             if part.of == of and part.num_tokens and not part.is_validation
         ]
-        assert report.num_generated_tokens == sum(served)
         counts = RequestCounters()
         for request in (*report.requests, report.aborted):
             counts.add(request)
-        assert counts.num_decoded_tokens == sum(served) - len(served), "a part's first is of its prefill"
         total.add(counts)
+        if not verl_is_older():  # else requests come in the middle of a weight sync
+            assert report.num_generated_tokens == sum(served)
+            assert counts.num_decoded_tokens == sum(served) - len(served), "a part's first is of its prefill"
     return total
 
 
@@ -199,11 +201,8 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
     num_aborted = sum(part.is_aborted and part.num_tokens > 0 for part in parts)
     assert num_aborted <= total.num_interrupted <= len(parts) - len(trained)
     # Accepted behind a stop is counted too, and is no token of the response.
-    assert (
-        0
-        <= counts.num_decode_steps + counts.num_accepted_tokens - counts.num_decoded_tokens
-        <= 8 * len(trained)
-    )
+    num_behind = counts.num_decode_steps + counts.num_accepted_tokens - counts.num_decoded_tokens
+    assert 0 <= num_behind <= 8 * len(trained)
     assert counts.num_accepted_tokens > 0 == total.engine.num_failed_steps
 
     for server in servers:
