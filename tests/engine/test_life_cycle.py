@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
 import pathlib
 from typing import Any
 
@@ -68,27 +65,6 @@ def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine: Any
     params = [greedy(500), *(greedy(30) for _ in PROMPTS[1:])]
     llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     assert proposer_of(llm).take_counters().num_steps == num_steps
-
-
-def test_a_length_that_vllm_sets_later_bounds_the_drafts(make_engine: Any) -> None:
-    """As when max_model_len=-1 lets vLLM fit the length to the memory, with the drafter there already."""
-    llm = make_engine({}, fresh=True)
-    llm.collective_rpc("update_max_model_len", args=(64,))
-    llm.llm_engine.engine_core.engine_core.scheduler.max_model_len = 64
-    proposer = proposer_of(llm)
-    propose, levels_seen, ends = proposer.propose, [], []
-
-    def recording_propose(sampled: Any, levels: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = propose(sampled, levels, *args, **kwargs)
-        levels_seen.append(int(levels[0]))
-        ends.extend(int(levels[row]) + len(draft) for row, draft in enumerate(drafts) if draft)
-        return drafts
-
-    proposer.propose = recording_propose
-    [output] = generate(llm, PROMPTS[:1], greedy(400))
-    assert len(PROMPTS[0] + output) == 64
-    assert max(ends) == 63, "the target adds a token of its own"
-    assert max(levels_seen) > 64 - 8, "vLLM must go on calling the drafter near the end"
 
 
 # Greedy and sampled rows of each in one batch.
@@ -386,29 +362,3 @@ def test_the_history_has_each_finished_text_once(make_engine: Any) -> None:
     assert sorted(history_of(proposer_of(llm).pack_history())) == sorted(texts[i] for i in range(4))
     texts |= going_on(llm, aborted)
     assert sorted(history_of(proposer_of(llm).take_history())) == sorted(texts.values())
-
-
-def resident_bytes() -> int:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would hide what is kept
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_soak_memory_returns(make_engine: Any) -> None:
-    """Thousands of requests; nothing grows once the idle groups and what was learned have their full size."""
-    # What was learned grows to a share of the budget. A small one is full after the warm-up.
-    llm = make_engine({"batch_threshold": 1000, "max_index_mb": 1}, max_num_seqs=64)
-    generator = np.random.default_rng(0)
-
-    def serve(num_prompts: int) -> tuple[int, int]:
-        prompts = [[int(t) for t in generator.integers(3, 120, 12)] for _ in range(num_prompts)]
-        generate(llm, [prompt for prompt in prompts for _ in range(4)], greedy(4))
-        return int(proposer_of(llm)._drafter.index.stats().num_bytes), resident_bytes()
-
-    warm_index, warm_process = [serve(100) for _ in range(3)][-1]
-    sizes = [serve(100) for _ in range(5)]
-    assert max(index for index, _ in sizes) <= 1.25 * warm_index, (warm_index, sizes)
-    # The engine itself settles slowly; this finds what keeps some 16 KiB of each request.
-    assert max(process for _, process in sizes) <= warm_process + (32 << 20), (warm_process, sizes)
-    assert len(proposer_of(llm)._drafter.request_ids) <= 64
