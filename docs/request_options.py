@@ -1,6 +1,6 @@
 """What a request may ask of vLLM, and what comes of it together with drafts.
 
-`docs/request-options.md` is written from this table. `tests/engine/test_request_options.py` compares it with
+`docs/request-options.md` is written from this table. `tests/engine/test_requests.py` compares it with
 the installed vLLM: a field that is not here fails, and every example is run.
 """
 
@@ -130,13 +130,13 @@ SAMPLING = (
 # The fields of EngineCoreRequest: what else a request brings.
 REQUEST = (
     _same("prompt_token_ids", {"prompt": {"prompt_token_ids": [65, 66, 67] * 4}}),
-    _same("mm_features", note="images; video and audio are not tested", test="test_vision.py::test_images"),
-    _same("lora_request", note="on CPUs, vLLM itself gives a row without an adapter that of another row",
-          test="test_lora.py::test_two_adapters_and_none_in_one_batch"),
-    _same("prompt_embeds", test="test_lora.py::test_prompts_of_embeddings"),
-    _same("prompt_is_token_ids", test="test_lora.py::test_prompts_of_embeddings"),
+    _same("mm_features", note="images; video and audio are not tested", test="test_engines.py::test_images"),
+    _same("lora_request", note="on CPUs vLLM gives a row without an adapter the one of another row",
+          test="test_engines.py::test_two_adapters_and_none_in_one_batch"),
+    _same("prompt_embeds", test="test_engines.py::test_prompts_of_embeddings"),
+    _same("prompt_is_token_ids", test="test_engines.py::test_prompts_of_embeddings"),
     _same("priority", note="with `scheduling_policy=priority`",
-          test="test_lora.py::test_priorities_and_preemption"),
+          test="test_engines.py::test_priorities_and_preemption"),
     _same("cache_salt", {"prompt": {"cache_salt": "a"}}),
     _same("reasoning_ended", note="where a grammar begins after the reasoning; a caller may set it",
           test="test_requests.py::test_a_grammar_begins_where_reasoning_ends"),

@@ -78,3 +78,13 @@ def make_image(seed: int) -> Any:
     from PIL import Image
 
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), np.uint8))
+
+
+def tokens(*parts: str | int) -> list[int]:
+    """The tokens of a text, with so many images where a number is."""
+    found: list[str] = []
+    for part in parts:
+        found += (
+            ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"] * part if isinstance(part, int) else part
+        )
+    return [TOKENS[each] for each in found]

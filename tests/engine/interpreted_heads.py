@@ -15,7 +15,7 @@ if __name__ == "__main__":
 from rollout_spec.vllm.proposer import proposer_of
 from tests.engine.conftest import close, engine_settings
 from tests.engine.interpreted_model import NUM_MODEL_TOKENS
-from tests.engine.interpreted_runner import TEXT, run, serve
+from tests.engine.interpreted_runner import run, serve_named
 from tests.engine.rollout_server import EXTENSION
 
 NAMES = ("greedy", "sampled", "one")
@@ -54,8 +54,10 @@ def synced(folders: dict[str, str], spec: dict[str, Any]) -> dict[str, Any]:
     runner = worker.model_runner
 
     def served() -> dict[str, Any]:
-        requests = serve(llm, NAMES, [TEXT] * len(NAMES))
-        return {"requests": requests, "counters": proposer_of(runner).take_counters().to_dict()}
+        return {
+            "requests": serve_named(llm, NAMES),
+            "counters": proposer_of(runner).take_counters().to_dict(),
+        }
 
     found = {"wrong": served()}
     if has_verl:

@@ -22,11 +22,12 @@ from rollout_spec.vllm import proposer
 from rollout_spec.vllm.mrv2 import host_drafts
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.versions import version
+from tests.engine import interpreted_runner
 from tests.engine.interpreted_runner import REQUESTS, late, run
 
 NUM_MODEL_TOKENS = 3
 REQUESTS |= {"one": {"temperature": 1.0, "max_tokens": 40}, "short": {"max_tokens": 12}}
-NAMES = (*REQUESTS,)
+NAMES = (*interpreted_runner.NAMES, "one", "short")
 REQUESTS |= {"long": {"max_tokens": 160}}  # so that passes are learned long before its end
 AUTO = {"batch_threshold": "auto"}  # where time is virtual
 

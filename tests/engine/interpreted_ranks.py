@@ -13,8 +13,9 @@ from typing import Any
 
 import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 from rollout_spec.patches import when_imported
-from tests.engine.conftest import close, engine_settings, token_ids
-from tests.engine.interpreted_runner import OFF, PROMPT
+from tests.engine.conftest import OFF, close, engine_settings
+from tests.engine.interpreted_runner import PROMPT
+from tests.engine.serving import Request, sampling, serve
 
 # How many tokens each rank's requests get: the first rank's gate is closed while it has three of them.
 NUMS_TOKENS = {0: (24, 36, 48), 1: (40,)}
@@ -58,11 +59,8 @@ def noting(method: Any, letter: str) -> Any:
 when_imported("vllm.v1.worker.cpu_worker", note_passes)  # in the processes of the ranks, which import this
 
 
-def sampling(i: int) -> Any:
-    from vllm import SamplingParams
-
-    key = {"rollout_spec_key": ["V2", i]}
-    return SamplingParams(temperature=0.7, max_tokens=REQUESTS[i][1], ignore_eos=True, extra_args=key)
+def params(i: int) -> Any:
+    return sampling({"max_tokens": REQUESTS[i][1], "detokenize": False}, key=["V2", i])
 
 
 def plain(model: str) -> list[list[int]]:
@@ -70,10 +68,9 @@ def plain(model: str) -> list[list[int]]:
     from vllm import LLM
 
     llm = LLM(**engine_settings(model) | OFF)
-    prompts = [{"prompt_token_ids": PROMPT}] * len(REQUESTS)
-    outputs = llm.generate(prompts, [*map(sampling, range(len(REQUESTS)))], use_tqdm=False)
+    found = serve(llm, [Request(PROMPT, params(i)) for i in range(len(REQUESTS))])
     close([llm])
-    return token_ids(outputs)
+    return [one["tokens"] for one in found]
 
 
 async def ranks(model: str) -> dict[str, Any]:
@@ -92,7 +89,7 @@ async def ranks(model: str) -> dict[str, Any]:
 
     async def respond(i: int) -> list[int]:
         prompt, rank = {"prompt_token_ids": PROMPT}, REQUESTS[i][0]
-        async for output in engine.generate(prompt, sampling(i), f"{i}", data_parallel_rank=rank):
+        async for output in engine.generate(prompt, params(i), f"{i}", data_parallel_rank=rank):
             [sample] = output.outputs
         return list(sample.token_ids)
 

@@ -19,44 +19,47 @@ if __name__ == "__main__":
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.versions import v2_architectures
-from tests.engine.conftest import close, engine_settings
+from tests.engine.conftest import OFF, close, engine_settings
+from tests.engine.serving import FREE, Request, example, sampling, serve
 from tests.engine.test_graphs import GRAPHS, STEPS
-from tests.engine.test_vision import tokens
-from tests.tiny_vl import make_image, make_tiny_vl
+from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
 PROMPT = [1, *[65, 66] * 14, 67]
 TEXT = "".join(map(chr, PROMPT))
-OFF = {"additional_config": {"rollout_spec": {"method": "off"}}}
-# What each request asks for. All are sampled but for two; their names are their keys but for one.
+BAD_WORDS = range(64, 128)
+# Beside the table's. All are sampled but for two; their names are their keys but for one.
 REQUESTS: dict[str, dict[str, Any]] = {
-    "unnamed": {},
+    "unnamed": {"extra_args": None},
     "greedy": {"temperature": 0},
     "sampled": {"max_tokens": 50},
     "penalties": {
-        "temperature": 0,
-        "frequency_penalty": 0.5,
-        "presence_penalty": 0.2,
-        "repetition_penalty": 1.1,
+        "temperature": 0, "frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.1,
     },
     "top_k": {"temperature": 1.2, "top_k": 6, "logprobs": 6},
-    "top_p": {"temperature": 1.2, "top_p": 0.5, "logprobs": 6},
-    "allowed": {"allowed_token_ids": list(range(40, 120, 2))},
-    "grammar": {"regex": "([a-d][!-+]){7,9}", "ignore_eos": False},
-    "logprobs": {"logprobs": 2},
-    "min_tokens": {"stop_token_ids": list(range(64)), "min_tokens": 12},
-    "stop_token": {"stop_token_ids": list(range(4, 39))},
-}
-FEW = ("unnamed", "greedy", "sampled", "penalties", "top_k", "logprobs")
+    "stop_token": {"stop_token_ids": [*range(4, 39)]},
+    "bad_words": {"bad_words": [*map(chr, BAD_WORDS)]},
+    "grammar": {"structured_outputs": {"regex": "([a-d][!-+]){7,9}"}, "ignore_eos": False},
+}  # fmt: skip
+# With those of the table in which a model runner, or its sampler, takes part.
+NAMES = (
+    *REQUESTS, "top_p-0", "allowed_token_ids-0", "logprobs-1", "min_tokens-0",
+)  # fmt: skip
+MORE = (
+    FREE, "seed-0", "frequency_penalty-0", "repetition_penalty-0", "prompt_logprobs-0",
+    "logprobs-2", "max_tokens-1", "looping",
+)  # fmt: skip
+REQUESTS["looping"] = {"temperature": 0, "max_tokens": 60}  # so that drafts are right in the end
+FEW = ("unnamed", "greedy", "sampled", "penalties", "top_k", "logprobs-1")
 
 
 def main(model: str, output: str) -> None:
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
-    plain = run(model, None)
+    plain = run(model, None, names=(*NAMES, *MORE), max_num_seqs=64)
     stop = late(plain["requests"]["sampled"]["text"])
     result = {
         "plain": plain,
-        "drafted": run(model, {}, stop),
-        "ahead": run(model, {"batch_threshold": 3}, stop, async_scheduling=True),
+        "drafted": run(model, {}, stop, names=(*NAMES, *MORE), max_num_seqs=64),
+        "ahead": run(model, {"batch_threshold": 3}, stop, (*NAMES, "looping"), async_scheduling=True),
         "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **few_blocks),
         "standard": run(model, {"verify": "standard"}, names=("greedy",)),
     }
@@ -91,7 +94,7 @@ def run(
     model: str,
     spec: dict[str, Any] | None,
     stop: str | None = None,
-    names: tuple[str, ...] = tuple(REQUESTS),
+    names: tuple[str, ...] = NAMES,
     prompts: list[Any] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
@@ -107,8 +110,8 @@ def run(
     """
     from vllm import LLM
 
-    settings = engine_settings(model, None if spec is None else {"history": 16} | spec)
-    sizes = {"max_model_len": 256, "skip_tokenizer_init": False}
+    settings = engine_settings(model, None if spec is None else {"history": 64} | spec)
+    sizes = {"max_model_len": 256, "max_logprobs": -1, "skip_tokenizer_init": False}
     llm = LLM(**settings | sizes | ({} if spec is not None else OFF) | arguments)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
@@ -116,7 +119,7 @@ def run(
         "model_runner": type(runner).__module__,
         "steps": noted_steps(core.scheduler, runner),
         "calls": noted_calls(core),
-        "requests": serve(llm, names, prompts or [TEXT] * len(names)),
+        "requests": serve_named(llm, names, prompts),
     }
     found["steps"], found["calls"] = found["steps"].copy(), "".join(found["calls"])
     drafter = proposer_of(runner)
@@ -129,7 +132,7 @@ def run(
         if drafter is not None:
             found["history"] = history(drafter)
             drafter.take_counters()
-        found["stopped"] = given(llm.generate(TEXT, sampling("sampled", stop=[stop]), use_tqdm=False)[0])
+        [found["stopped"]] = serve(llm, [request("sampled", stop=[stop])])
     if stop is not None and drafter is not None:
         found["counters_behind"] = drafter.take_counters().to_dict()
         found |= reset(llm, FEW[1:])
@@ -137,7 +140,7 @@ def run(
         drafter.take_counters()
         if hasattr(runner, "draft_tokens_handler"):  # V2
             runner.draft_tokens_handler._batch.extend = None
-        found["failing"] = serve(llm, ("sampled",), [TEXT])
+        found["failing"] = serve_named(llm, ("sampled",))
         found["num_failed_steps"] = drafter.take_counters().num_failed_steps
     if hasattr(runner, "cudagraph_manager"):  # V2
         found["decode_query_len"] = runner.decode_query_len
@@ -146,36 +149,26 @@ def run(
     return found
 
 
-def sampling(name: str, num_tokens: int = 0, **more: Any) -> Any:
-    """The parameters of a request that has as many tokens already."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    asked = {"temperature": 0.7, "max_tokens": 24, "ignore_eos": True} | REQUESTS[name] | more
+def request(name: str, prompt: Any = TEXT, num_tokens: int = 0, **more: Any) -> Request:
+    """The request of that name, one that has as many tokens already."""
+    if name not in REQUESTS:
+        return example(name, prompt, "")
+    asked = {"max_tokens": 24} | REQUESTS[name] | more
     asked["max_tokens"] -= num_tokens
-    if "regex" in asked:
-        asked["structured_outputs"] = StructuredOutputsParams(regex=asked.pop("regex"))
-    key = {} if name == "unnamed" else {"extra_args": {"rollout_spec_key": ["V2", name]}}
-    return SamplingParams(**asked, **key)
+    return Request(prompt, sampling(asked, key=["V2", name]))
 
 
-def serve(llm: Any, names: tuple[str, ...], prompts: list[Any]) -> dict[str, Any]:
-    outputs = llm.generate(prompts, [sampling(name) for name in names], use_tqdm=False)
-    return {name: given(output) for name, output in zip(names, outputs, strict=True)}
-
-
-def given(output: Any) -> dict[str, Any]:
-    sample = output.outputs[0]
-    logprobs = [{token: one.logprob for token, one in sorted(row.items())} for row in sample.logprobs or ()]
-    return {
-        "tokens": list(sample.token_ids), "text": sample.text, "logprobs": logprobs,
-        "end": [sample.finish_reason, sample.stop_reason],
-    }  # fmt: skip
+def serve_named(llm: Any, names: tuple[str, ...], prompts: Any = None) -> dict[str, Any]:
+    """What the requests of these names get, each of its own prompt or of TEXT."""
+    asked = [
+        request(name, prompt) for name, prompt in zip(names, prompts or [TEXT] * len(names), strict=True)
+    ]
+    return dict(zip(names, serve(llm, asked), strict=True))
 
 
 def refusal(llm: Any) -> str:
     try:
-        llm.generate(TEXT, sampling("sampled", logprob_token_ids=[65]), use_tqdm=False)
+        serve(llm, [request("sampled", logprob_token_ids=[65])])
     except ValueError as error:
         return str(error)
     return "none"
@@ -191,7 +184,7 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
     arrivals = getattr(getattr(runner, "draft_tokens_handler", None), "_arrivals", ())  # V1 has none
     aborted = [f"aborted {i}" for i in range(4)]
     for each in aborted:
-        engine.add_request(each, TEXT, sampling(name))
+        engine.add_request(each, TEXT, request(name).params)
     while len(tokens) < 27:
         for output in engine.step():
             tokens = list(output.outputs[0].token_ids)
@@ -200,23 +193,22 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
     if (drafter := proposer_of(runner)) is not None:
         drafter.drop_texts(aborted)
     in_flight.append(len(arrivals))
-    prompt = {"prompt_token_ids": PROMPT + tokens}
-    [output] = llm.generate([prompt], [sampling(name, len(tokens))], use_tqdm=False)
-    return {"interrupted": tokens + list(output.outputs[0].token_ids), "sync_in_flight": in_flight}
+    [rest] = serve(llm, [request(name, {"prompt_token_ids": PROMPT + tokens}, len(tokens))])
+    return {"interrupted": tokens + rest["tokens"], "sync_in_flight": in_flight}
 
 
 def reset(llm: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """Requests' tokens where their KV cache is dropped on their way, and the steps in flight then."""
     engine, found, in_flight = llm.llm_engine, {}, []
     for name in names:
-        engine.add_request(f"reset {name}", TEXT, sampling(name))
+        engine.add_request(f"reset {name}", TEXT, request(name).params)
     for number in itertools.count(1):
         for output in engine.step():
             if output.finished:
                 found[output.request_id.removeprefix("reset ")] = list(output.outputs[0].token_ids)
         if not engine.has_unfinished_requests():
             break
-        if number % 2 == 0:
+        if number % 4 == 0:
             in_flight.append(len(engine.engine_core.engine_core.batch_queue or ()))
             assert llm.reset_prefix_cache(reset_running_requests=True)
     return {"reset": found, "reset_in_flight": in_flight}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -46,23 +45,16 @@ def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatc
         def __init__(self, llm: Any) -> None:
             self.llm = llm
             self.seeds: set[int | None] = set()
-            self.num_steps_to_abort = 0
 
         async def generate(
             self, prompt: Any, sampling_params: Any, request_id: str, **_: Any
         ) -> AsyncIterator[Any]:
             self.seeds.add(sampling_params.seed)
-            sampling_params.detokenize = bool(sampling_params.stop)
+            sampling_params.detokenize = False
             engine, output = self.llm.llm_engine, None
             engine.add_request(request_id, prompt, sampling_params)
-            for num_steps in itertools.count(1):
+            while output is None or not output.finished:
                 *_, output = engine.step()
-                if output.finished:
-                    break
-                if num_steps == self.num_steps_to_abort:
-                    engine.abort_request([request_id], internal=False)
-                    output.outputs[0].finish_reason = "abort"  # as vLLM's asynchronous engine gives it
-                    break
             yield output
 
         async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:

@@ -19,7 +19,7 @@ class Watched:
     """An engine whose steps take what is said here, on any machine, and what each of them drafted."""
 
     def __init__(self, make_engine: Any) -> None:
-        self.llm = make_engine({"batch_threshold": "auto", "num_speculative_tokens": 2})
+        self.llm = make_engine({"batch_threshold": "auto", "num_speculative_tokens": 2}, fresh=True)
         self.proposer = proposer_of(self.llm)
         self.gate = self.proposer._drafter._gate
         self.seconds = 0.0  # that any verification takes more

@@ -1,22 +1,19 @@
-"""What can happen to a request in an engine: every scenario's greedy output must equal plain vLLM's."""
+"""What can happen to a request while it runs, and what is counted and remembered of it."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, proposer_of, token_ids
-from tests.engine.test_coupled import BAD_WORDS, assert_drafts_were_accepted_and_rejected, params
-from tests.text import save_corpus
+from rollout_spec.drafting.history import group_key
+from rollout_spec.vllm import SCHEDULER
+from tests.engine.conftest import EOS_TOKEN_ID, OFF, VOCAB_SIZE, proposer_of, token_ids
+from tests.engine.serving import BAD_WORDS, Request, sampling, serve
+from tests.text import merged, save_corpus
 
-GROUP_KEY = "rollout_spec_group"  # what a user writes; importing it would import vllm too early
 LENGTH = 60
 PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(8)]
 
@@ -41,31 +38,6 @@ def begun(llm: Any) -> Any:
     return llm
 
 
-def assert_same_as_plain(
-    make_engine: Callable[..., Any],
-    arguments: dict[str, Any],
-    spec: dict[str, Any] | None = None,
-    prompts: list[list[int]] = PROMPTS,
-    params: Any = None,
-) -> Any:
-    """Generate with and without drafts; the drafting engine, which must have drafted, is returned."""
-    plain = generate(make_engine(**arguments), prompts, params)
-    llm = make_engine(spec or {}, **arguments)
-    assert generate(llm, prompts, params) == plain
-    proposer = proposer_of(llm)
-    proposer._drafter.index.validate()
-    assert proposer._drafter.counters.num_accepted_tokens > 0
-    return llm
-
-
-@pytest.mark.parametrize("num_speculative_tokens", [1, 3, 8])
-def test_greedy_equals_plain(make_engine: Any, num_speculative_tokens: int) -> None:
-    llm = assert_same_as_plain(make_engine, {}, {"num_speculative_tokens": num_speculative_tokens})
-    counters = proposer_of(llm).take_counters()
-    assert counters.num_failed_steps == 0
-    assert counters.num_steps_on == counters.num_steps < LENGTH
-
-
 def test_a_corpus_drafts_and_changes_no_token(make_engine: Any, tmp_path: pathlib.Path) -> None:
     plain = generate(make_engine())
     num_steps = []
@@ -76,14 +48,9 @@ def test_a_corpus_drafts_and_changes_no_token(make_engine: Any, tmp_path: pathli
     assert num_steps[1] <= min(LENGTH // 4, num_steps[0] - 1)
 
 
-def test_requests_end_at_the_models_length(make_engine: Any) -> None:
-    prompts = [prompt + [9] * (3 * i) for i, prompt in enumerate(PROMPTS)]
-    assert_same_as_plain(make_engine, {"max_model_len": 48}, prompts=prompts, params=greedy(500))
-
-
 def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine: Any) -> None:
     """vLLM would not call the drafter, and verify K zeros a row, while one row is within K of the end."""
-    llm = make_engine({}, max_model_len=64)
+    llm = make_engine({}, fresh=True, max_model_len=64)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     schedule, num_steps = scheduler.schedule, 0
 
@@ -98,112 +65,6 @@ def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine: Any
     params = [greedy(500), *(greedy(30) for _ in PROMPTS[1:])]
     llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     assert proposer_of(llm).take_counters().num_steps == num_steps
-
-
-def test_a_length_that_vllm_sets_later_bounds_the_drafts(make_engine: Any) -> None:
-    """As when max_model_len=-1 lets vLLM fit the length to the memory, with the drafter there already."""
-    llm = make_engine({})
-    llm.collective_rpc("update_max_model_len", args=(64,))
-    llm.llm_engine.engine_core.engine_core.scheduler.max_model_len = 64
-    proposer = proposer_of(llm)
-    propose, levels_seen, ends = proposer.propose, [], []
-
-    def recording_propose(sampled: Any, levels: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = propose(sampled, levels, *args, **kwargs)
-        levels_seen.append(int(levels[0]))
-        ends.extend(int(levels[row]) + len(draft) for row, draft in enumerate(drafts) if draft)
-        return drafts
-
-    proposer.propose = recording_propose
-    [output] = generate(llm, PROMPTS[:1], greedy(400))
-    assert len(PROMPTS[0] + output) == 64
-    assert max(ends) == 63, "the target adds a token of its own"
-    assert max(levels_seen) > 64 - 8, "vLLM must go on calling the drafter near the end"
-
-
-def test_preemption_and_recompute(make_engine: Any) -> None:
-    arguments = {
-        "num_gpu_blocks_override": 12, "block_size": 32, "max_model_len": 96, "enable_prefix_caching": False,
-    }  # fmt: skip
-    llm = make_engine({}, **arguments)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    preempted: list[str] = []
-    preempt = scheduler._preempt_request
-    scheduler._preempt_request = lambda request, *a, **k: (
-        preempted.append(request.request_id),
-        preempt(request, *a, **k),
-    )[1]
-    drafted = generate(llm)
-    assert preempted, "the scenario needs a key-value cache small enough to preempt"
-    assert proposer_of(llm).take_counters().num_accepted_tokens > 0
-    assert drafted == generate(make_engine(**arguments))
-    proposer_of(llm)._drafter.index.validate()
-
-
-def test_chunked_prefill_and_prefix_caching(make_engine: Any) -> None:
-    prompts = [[5, 6, 7, 8 + i] * 30 for i in range(4)] * 2
-    arguments = {"max_num_batched_tokens": 48, "enable_chunked_prefill": True, "enable_prefix_caching": True}
-    assert_same_as_plain(make_engine, arguments, prompts=prompts)
-
-
-def test_requests_join_and_abort_between_steps(make_engine: Any) -> None:
-    plain = generate(make_engine())
-    llm = make_engine({})
-    engine, finished, steps = llm.llm_engine, {}, 0
-    waiting = list(range(len(PROMPTS)))
-    aborted = {"2", "5"}
-    while waiting or engine.has_unfinished_requests():
-        if waiting and steps % 3 == 0:
-            i = waiting.pop(0)
-            engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i]}, greedy())
-        for output in engine.step():
-            if output.finished:
-                finished[output.request_id] = list(output.outputs[0].token_ids)
-        if steps == 18:
-            engine.abort_request(sorted(aborted), internal=False)
-        steps += 1
-    assert finished.keys() == {str(i) for i in range(len(PROMPTS))} - aborted
-    assert all(tokens == plain[int(name)] for name, tokens in finished.items())
-    generate(llm, PROMPTS[:1])
-    assert (
-        len(proposer_of(llm)._drafter.request_ids) == 1
-    )  # the last batch is closed when the next one starts
-
-
-def test_siblings_by_explicit_group_with_different_prompts(make_engine: Any) -> None:
-    plain = generate(make_engine())
-    llm = make_engine({})
-    assert generate(llm, params=greedy(extra_args={GROUP_KEY: 7})) == plain
-    assert proposer_of(llm)._drafter.index.stats().num_groups == 1
-
-
-def test_an_engine_logs_what_drafting_does(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout_spec.vllm import proposer as vllm_proposer
-
-    said: list[str] = []
-    monkeypatch.setattr(vllm_proposer, "LOG_EVERY", 10)
-    monkeypatch.setattr(vllm_proposer.logger, "info", lambda form, *values: said.append(form % values))
-    llm = make_engine({})
-    generate(llm)
-    # What was logged is still counted; each token is a row's own in a step, or an accepted one.
-    counters = proposer_of(llm).take_counters()
-    assert counters.num_row_steps + counters.num_accepted_tokens == len(PROMPTS) * LENGTH
-    assert 0 < counters.num_accepted_tokens <= counters.num_draft_tokens
-    lines = [line for line in said if "the last 10 steps: acceptance_rate" in line]
-    assert len(lines) == counters.num_steps // 10 > 0
-    assert all(", share_on 1, " in line for line in lines)
-
-
-def test_no_row_drafts_above_the_batch_threshold(make_engine: Any) -> None:
-    llm = make_engine({"batch_threshold": 3})
-    generate(llm)
-    counters = proposer_of(llm).take_counters()
-    assert (counters.num_steps_on, counters.num_drafts) == (0, 0)
-    assert proposer_of(llm)._drafter.index.stats().num_tokens >= len(PROMPTS) * (
-        LENGTH - 1
-    )  # indexing went on
-    generate(llm, PROMPTS[:3])
-    assert proposer_of(llm).take_counters().num_drafts > 0
 
 
 # Greedy and sampled rows of each in one batch.
@@ -242,17 +103,8 @@ def processed(raw: np.ndarray, setting: dict[str, Any], prompt: list[int], befor
     return logits
 
 
-@pytest.mark.parametrize(
-    ("verify", "mode"),
-    [
-        ("standard", "raw_logprobs"),
-        ("standard", "processed_logprobs"),
-        ("standard", "raw_logits"),
-        ("standard", "processed_logits"),
-        ("coupled", "raw_logits"),  # test_coupled has the other two, against plain steps
-        ("coupled", "processed_logits"),
-    ],
-)
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
+@pytest.mark.parametrize("verify", ["standard", "coupled"])
 def test_constraints_and_logprobs(make_engine: Any, tiny_model: str, verify: str, mode: str) -> None:
     """Against what the model's logits, as transformers computes them, and the settings' definitions give."""
     import torch
@@ -263,21 +115,22 @@ def test_constraints_and_logprobs(make_engine: Any, tiny_model: str, verify: str
         LlamaForCausalLM.from_pretrained(tiny_model),
     )
     settings = [{"temperature": t, "logprobs": 0} | kind for kind in CONSTRAINTS for t in (0.0, 0.8, 0.8)]
-    prompts = [{"prompt_token_ids": PROMPTS[0]}] * len(settings)
-    outputs = llm.generate(prompts, [params(setting) for setting in settings], use_tqdm=False)
-    assert_drafts_were_accepted_and_rejected(llm)
-    for setting, output in zip(settings, [request.outputs[0] for request in outputs], strict=True):
-        tokens = list(output.token_ids)
+    asked = [{"max_tokens": LENGTH} | setting for setting in settings]
+    found = serve(llm, [Request(PROMPTS[0], sampling(each, key=i)) for i, each in enumerate(asked)])
+    counters = proposer_of(llm).take_counters()
+    assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+    for setting, one in zip(settings, found, strict=True):
+        tokens = one["tokens"]
         assert len(tokens) > setting.get("min_tokens", 0)
         with torch.no_grad():
             of_model = model(torch.tensor([PROMPTS[0] + tokens])).logits[0, len(PROMPTS[0]) - 1 :].numpy()
-        for j, (token, given) in enumerate(zip(tokens, output.logprobs, strict=True)):
+        for j, (token, given) in enumerate(zip(tokens, one["logprobs"], strict=True)):
             allowed = processed(of_model[j], setting, PROMPTS[0], tokens[:j])
             assert np.isfinite(allowed[token]), setting
             assert setting["temperature"] or allowed[token] > allowed.max() - 1e-4, setting
             scores = of_model[j] if mode.startswith("raw") else allowed
             wanted = scores - (np.logaddexp.reduce(scores) if mode.endswith("logprobs") else 0)
-            np.testing.assert_allclose(given[token].logprob, wanted[token], atol=2e-4, err_msg=str(setting))
+            np.testing.assert_allclose(given[token], wanted[token], atol=2e-4, err_msg=str(setting))
 
 
 def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
@@ -299,75 +152,51 @@ def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
     assert outputs[0][0] != outputs[0][1]
 
 
-def test_requests_in_flight_go_on_after_a_weight_sync(make_engine: Any) -> None:
-    """The index drops them, the engine recomputes them, and both start from what they have written."""
-    plain = generate(make_engine())
-    llm = begun(make_engine({"history": 0}))
+@pytest.mark.parametrize("what", ["a weight sync", "a sleep of level 0", "a sleep of level 1"])
+def test_requests_in_flight_go_on(make_engine: Any, what: str) -> None:
+    """The index drops what a sync drops; a CPU engine keeps its memory, so it pauses only, and at level 1
+    recomputes. Both go on from what requests have written."""
+    plain, level = generate(make_engine()), int(what[-1]) if "sleep" in what else None
+    llm = begun(make_engine({}))
     engine, proposer, finished = llm.llm_engine, proposer_of(llm), {}
     proposer.take_counters()
-    proposer.drop_texts()
-    assert llm.reset_prefix_cache(reset_running_requests=True)
-    assert proposer._drafter.index.stats().num_tokens == 0
-    while engine.has_unfinished_requests():
+    if level is None:
+        proposer.drop_texts()
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+        assert proposer._drafter.index.stats().num_tokens == 0
+    else:
+        llm.sleep(level=level, mode="keep")
+        before = proposer._drafter.index.stats()
+        engine.step()
+        assert proposer._drafter.index.stats().num_tokens == before.num_tokens, "it must be asleep"
+        llm.wake_up()
+    while len(finished) < len(PROMPTS):
         finished |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
     assert [finished[str(i)] for i in range(len(PROMPTS))] == plain
     num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * LENGTH
     assert proposer._drafter.index.stats().num_tokens == num_tokens
     counters = proposer.take_counters()
-    assert counters.num_accepted_tokens > 0
-    assert counters.num_failed_steps == 0
+    assert counters.num_accepted_tokens > 0 == counters.num_failed_steps
     proposer._drafter.index.validate()
-
-
-@pytest.mark.parametrize("level", [0, 1])
-def test_requests_go_on_after_sleep(make_engine: Any, level: int) -> None:
-    """vLLM's own path. The CPU engine keeps its memory; it pauses, and level 1 recomputes, as everywhere."""
-    plain = generate(make_engine())
-    llm = begun(make_engine({}))
-    engine, proposer, finished = llm.llm_engine, proposer_of(llm), {}
-    llm.sleep(level=level, mode="keep")
-    before = proposer._drafter.index.stats()
-    engine.step()
-    assert proposer._drafter.index.stats().num_tokens == before.num_tokens, "it must be asleep"
-    proposer.take_counters()
-    llm.wake_up()
-    for _ in range(LENGTH):
-        finished |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
-    assert [finished[str(i)] for i in range(len(PROMPTS))] == plain
-    counters = proposer.take_counters()
-    assert counters.num_accepted_tokens > 0
-    assert counters.num_failed_steps == 0
-    proposer._drafter.index.validate()
-
-
-def test_a_full_index_costs_drafts_only(make_engine: Any) -> None:
-    prompts = np.random.default_rng(0).integers(3, 120, (24, 1900)).tolist()
-    arguments = {"max_model_len": 2048, "max_num_batched_tokens": 16384}
-    plain = generate(make_engine(**arguments), prompts)
-    llm = make_engine({"max_index_mb": 1}, **arguments)
-    assert generate(llm, prompts) == plain
-    assert proposer_of(llm)._drafter.index.stats().num_bytes <= 1 << 20
-    counters = proposer_of(llm).take_counters()
-    assert counters.num_untracked_rows > 0 == counters.num_failed_steps
 
 
 def test_a_failing_drafter_is_counted_and_generation_goes_on(
     make_engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = generate(make_engine())
-    llm = make_engine({})
+    llm = make_engine({}, fresh=True)
     proposer = proposer_of(llm)
 
-    step, num_left = proposer._drafter.step, 4
+    draft, num_left = proposer._drafter.draft, 4
 
     def fail(*arguments: Any) -> Any:
         nonlocal num_left
         if num_left == 0:
             raise ZeroDivisionError("a defect")
         num_left -= 1
-        return step(*arguments)
+        return draft(*arguments)
 
-    proposer._drafter.step = fail
+    proposer._drafter.draft = fail
     assert generate(llm) == plain
     counters = proposer.take_counters()
     assert counters.num_steps == 4, "what was counted before is not lost"
@@ -377,27 +206,159 @@ def test_a_failing_drafter_is_counted_and_generation_goes_on(
     assert "ZeroDivisionError" in warnings[0].getMessage()
 
 
-def resident_bytes() -> int:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would hide what is kept
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def count_by_hand(
+    llm: Any, params: list[Any], stop_token: int, aborted: set[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    """Run the prompts step by step; returns what finished, and per request what was seen to happen.
+
+    The requests in `aborted` are aborted when two of their drafts have been verified.
+
+    A draft is what the proposer returned; it was verified if the request got tokens in the next step, and
+    accepted as far as these tokens equal it, the last of them excluded, which is the target's own.
+    """
+    engine, proposer = llm.llm_engine, proposer_of(llm)
+    runner, propose = proposer._runner, proposer.propose
+    pending: dict[str, list[int]] = {}
+    counts: dict[str, dict[str, int]] = {}
+
+    def watching_propose(sampled: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        ids = list(runner.input_batch.req_ids)
+        for request_id, tokens in zip(ids, sampled, strict=True):
+            draft = pending.pop(request_id, None)
+            if not tokens:
+                continue
+            if draft is None:  # the prefill
+                counts[request_id] = dict.fromkeys(
+                    ("num_decoded_tokens", "num_decode_steps", "num_drafts", "num_draft_tokens",
+                     "num_accepted_tokens"), 0,
+                )  # fmt: skip
+                continue
+            agree = 0
+            while agree < min(len(draft), len(tokens) - 1) and draft[agree] == tokens[agree]:
+                agree += 1
+            assert agree == len(tokens) - 1, "only accepted tokens come before the target's own"
+            stops = runner.requests[request_id].sampling_params.stop_token_ids
+            kept = tokens[: tokens.index(stop_token) + 1] if stops and stop_token in tokens else tokens
+            counts[request_id]["num_decoded_tokens"] += len(kept)
+            counts[request_id]["num_decode_steps"] += 1
+            counts[request_id]["num_drafts"] += bool(draft)
+            counts[request_id]["num_draft_tokens"] += len(draft)
+            counts[request_id]["num_accepted_tokens"] += agree
+        drafts = propose(sampled, *args, **kwargs)
+        pending.update(zip(ids, drafts, strict=True))
+        return drafts
+
+    proposer.propose = watching_propose
+    for i, setting in enumerate(params):
+        engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i // 2]}, setting)
+    finished: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+        # The engine adds a suffix of its own to a request's id.
+        by_name = {name.split("-")[0]: count for name, count in counts.items()}
+        due = {name for name in aborted if by_name[name]["num_drafts"] == 2}
+        engine.abort_request(sorted(due), internal=False)
+        aborted -= due
+    return finished, by_name
 
 
-def test_soak_memory_returns(make_engine: Any) -> None:
-    """Thousands of requests; nothing grows once the idle groups and what was learned have their full size."""
-    # What was learned grows to a share of the budget. A small one is full after the warm-up.
-    llm = make_engine({"batch_threshold": 1000, "max_index_mb": 1}, max_num_seqs=64)
-    generator = np.random.default_rng(0)
+def test_the_counts_of_a_request_equal_those_taken_by_hand(make_engine: Any) -> None:
+    from rollout_spec.vllm.scheduler import counters_of
 
-    def serve(num_prompts: int) -> tuple[int, int]:
-        prompts = [[int(t) for t in generator.integers(3, 120, 12)] for _ in range(num_prompts)]
-        generate(llm, [prompt for prompt in prompts for _ in range(4)], greedy(4))
-        return int(proposer_of(llm)._drafter.index.stats().num_bytes), resident_bytes()
+    llm = make_engine({"batch_threshold": 6}, fresh=True, scheduler_cls=SCHEDULER)
+    stop_token = generate(llm, PROMPTS[:1])[0][15]
+    params = [greedy(40 + 9 * i, stop_token_ids=[stop_token] if i < 2 else None) for i in range(8)]
+    finished, counts = count_by_hand(llm, params, stop_token, {"5", "6"})
+    assert finished.keys() == counts.keys() - {"5", "6"}
+    assert any(output.outputs[0].finish_reason == "stop" for output in finished.values())
+    assert sum(count["num_accepted_tokens"] for count in counts.values()) > 0
+    assert counts["5"]["num_decode_steps"] > counts["5"]["num_drafts"] == 2, "steps without a draft, and with"
+    for name, output in finished.items():
+        assert counters_of(output).to_dict() == counts[name], name
+    core = llm.llm_engine.engine_core.engine_core
+    assert core.rollout_spec_take_aborted() == {
+        key: counts["5"][key] + counts["6"][key] for key in counts["5"]
+    }
+    assert not any(core.rollout_spec_take_aborted().values())
 
-    warm_index, warm_process = [serve(100) for _ in range(3)][-1]
-    sizes = [serve(100) for _ in range(5)]
-    assert max(index for index, _ in sizes) <= 1.25 * warm_index, (warm_index, sizes)
-    # The engine itself settles slowly; this finds what keeps some 16 KiB of each request.
-    assert max(process for _, process in sizes) <= warm_process + (32 << 20), (warm_process, sizes)
-    assert len(proposer_of(llm)._drafter.request_ids) <= 64
+
+def test_a_step_without_drafts_is_a_plain_step(make_engine: Any) -> None:
+    """vLLM 0.32 verifies it too, and fails with top_k."""
+    from vllm import SamplingParams
+
+    llm = make_engine({"batch_threshold": 0, "verify": "standard"}, fresh=True)
+    verifier = proposer_of(llm)._runner.rejection_sampler
+    verifier.register_forward_pre_hook(lambda *_: pytest.fail("a step without drafts was verified"))
+    top_k = SamplingParams(top_k=5, max_tokens=20, ignore_eos=True, detokenize=False)
+    assert {len(tokens) for tokens in generate(llm, params=top_k)} == {20}
+
+
+GROUP = "a prompt"
+
+
+def sampled(number: int, max_tokens: int = LENGTH) -> Any:
+    """A sample's parameters, as verl's agent loops send them in every request of it."""
+    extra_args = {"rollout_spec_key": [3, number], "rollout_spec_group": GROUP}
+    extra_args |= {"rollout_spec_group_tokens": len(PROMPTS[0]), "rollout_spec_turn_tokens": len(PROMPTS[0])}
+    settings = {"temperature": 1.0, "max_tokens": max_tokens, "extra_args": extra_args}
+    return sampling(settings | {"detokenize": False})
+
+
+def history_of(packed: bytes) -> list[list[int]]:
+    history = merged(packed)
+    assert len(history) == 1
+    return [response.tolist() for response in history.get(group_key(GROUP))]
+
+
+def going_on(llm: Any, generated: dict[int, list[int]]) -> dict[int, list[int]]:
+    """What each of the interrupted samples generates in all, once it has gone on as another request."""
+    prompts = [PROMPTS[0] + tokens for tokens in generated.values()]
+    params = [sampled(number, LENGTH - len(tokens)) for number, tokens in generated.items()]
+    return {
+        number: tokens + more
+        for (number, tokens), more in zip(generated.items(), generate(llm, prompts, params), strict=True)
+    }
+
+
+def interrupted(llm: Any) -> dict[int, list[int]]:
+    """What sample n has generated when it is aborted: n tokens, or a few more where it drafts."""
+    engine, generated = llm.llm_engine, {}
+    for number in range(1, LENGTH):
+        engine.add_request(str(number), {"prompt_token_ids": PROMPTS[0]}, sampled(number))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            number, tokens = int(output.request_id), list(output.outputs[0].token_ids)
+            if len(tokens) >= number and not output.finished:
+                generated[number] = tokens
+                engine.abort_request([output.request_id], internal=False)
+    return generated
+
+
+def test_a_sample_that_is_aborted_anywhere_goes_on_as_if_it_were_not(make_engine: Any) -> None:
+    """No position's noise is drawn twice, none is left out."""
+    llm = make_engine({})
+    between_drafts, everywhere = interrupted(llm), interrupted(make_engine({"batch_threshold": 0}))
+    assert proposer_of(llm).take_counters().num_draft_tokens > 0
+    assert len({len(tokens) for tokens in between_drafts.values()}) > LENGTH / 2
+    assert [len(tokens) for tokens in everywhere.values()] == list(range(1, LENGTH))
+    expected = going_on(make_engine(**OFF), {number: [] for number in everywhere})
+    assert going_on(llm, everywhere) == expected
+    assert going_on(llm, between_drafts) == {number: expected[number] for number in between_drafts}
+
+
+def test_the_history_has_each_finished_text_once(make_engine: Any) -> None:
+    """A weight sync: samples that had finished just before, and others that go on behind it."""
+    llm, texts = make_engine({"history": 100}), {}
+    engine, lengths = llm.llm_engine, {number: 12 if number < 4 else LENGTH for number in range(12)}
+    for number, length in lengths.items():
+        engine.add_request(str(number), {"prompt_token_ids": PROMPTS[0]}, sampled(number, length))
+    while any(len(texts.get(number, [])) < 12 for number in range(4)):
+        for output in engine.step():
+            texts[int(output.request_id)] = list(output.outputs[0].token_ids)
+    aborted = {number: texts[number] for number in range(4, 12)}
+    assert all(0 < len(tokens) < LENGTH for tokens in aborted.values())
+    engine.abort_request([str(number) for number in aborted], internal=False)
+    proposer_of(llm).drop_texts([str(number) for number in aborted])
+    assert sorted(history_of(proposer_of(llm).pack_history())) == sorted(texts[i] for i in range(4))
+    texts |= going_on(llm, aborted)
+    assert sorted(history_of(proposer_of(llm).take_history())) == sorted(texts.values())

@@ -16,9 +16,10 @@ from rollout_spec.patches import PatchError
 from rollout_spec.vllm import checks, plugin
 from rollout_spec.vllm.checks import check_options, mrv2_misfit
 from rollout_spec.vllm.versions import version
-from tests.engine.conftest import assert_same_requests, engine_settings
+from tests.engine.conftest import configured
 from tests.engine.interpreted_heads import served_heads
 from tests.engine.interpreted_model import served
+from tests.engine.serving import assert_each_same
 from tests.engine.test_runner_v2 import interpreted
 from tests.engine.tiny_heads import DRAFT_TOKENS, make_eagle3, make_even, make_mtp
 
@@ -103,7 +104,7 @@ def on_runner(runner: str, serve: Callable[..., dict[str, Any]], heads: pathlib.
 
 @pytest.mark.parametrize("engine", ["model", "model preempted", "both", "preempted", "wrong"])
 def test_a_models_drafts_change_nothing(results: dict[str, Any], engine: str) -> None:
-    assert_same_requests(results[engine]["requests"], results["plain"]["requests"])
+    assert_each_same(results[engine]["requests"], results["plain"]["requests"])
 
 
 @pytest.mark.parametrize("engine", ["model", "model preempted"])
@@ -173,7 +174,7 @@ def test_a_row_ends_where_it_must(results: dict[str, Any], engine: str) -> None:
 def test_other_heads_change_nothing(results_of_heads: dict[str, Any], engine: str, plain: str) -> None:
     results = results_of_heads
     for found in results[engine].get("heads", {"": results[engine]}).values():
-        assert_same_requests(found["requests"], results[plain]["requests"])
+        assert_each_same(found["requests"], results[plain]["requests"])
         assert found["counters"]["num_model_draft_tokens"] > 10
         assert found["counters"]["num_failed_steps"] == 0
 
@@ -213,14 +214,12 @@ def test_a_head_with_a_vocabulary_of_its_own_draws_with_the_noise_of_its_tokens(
 def test_requests_are_guarded_where_a_model_drafts_alone(
     heads: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.engine.input_processor import InputProcessor
 
     plugin.register()
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    settings = settings_of(heads, {"method": "off"}) | {"skip_tokenizer_init": False}
-    config = EngineArgs(**settings).create_engine_config()
+    config = with_eagle(heads, {"method": "off"}, skip_tokenizer_init=False)
     config.structured_outputs_config.reasoning_parser = "deepseek_r1"
     config.scheduler_config.async_scheduling = True
     processor = InputProcessor(config)
@@ -243,11 +242,11 @@ def test_requests_are_guarded_where_a_model_drafts_alone(
     assert process(**grammar).sampling_params.structured_outputs
 
 
-def settings_of(heads: pathlib.Path, spec: dict[str, Any]) -> dict[str, Any]:
-    return engine_settings(str(heads / "target")) | {
-        "additional_config": {"rollout_spec": spec},
-        "speculative_config": {"method": "eagle", "model": str(heads / "eagle"), "num_speculative_tokens": 3},
-    }
+def with_eagle(heads: pathlib.Path, spec: dict[str, Any], **arguments: Any) -> Any:
+    """The configuration of an engine whose drafts are an EAGLE head's."""
+    eagle = {"method": "eagle", "model": str(heads / "eagle"), "num_speculative_tokens": 3}
+    options = {"additional_config": {"rollout_spec": spec}, "speculative_config": eagle}
+    return configured(str(heads / "target"), **options | arguments)
 
 
 @pytest.fixture(params=["V1", "V2"])
@@ -272,26 +271,22 @@ def with_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def test_what_does_not_go_with_a_model_is_refused_by_name(
     arguments: dict[str, Any], refusal: str | None, heads: pathlib.Path, with_runner: str
 ) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = dict(arguments)
-    settings = settings_of(heads, arguments.pop("spec", {})) | arguments
+    arguments = {"spec": {}} | arguments
     if refusal is None:
-        config = EngineArgs(**settings).create_engine_config()
+        config = with_eagle(heads, **arguments)
         assert config.use_v2_model_runner == (with_runner == "V2")
         return
     message = f"^speculative_config.method=eagle with rollout_spec: {refusal}$"
     with pytest.raises(ConfigError, match=message):
-        EngineArgs(**settings).create_engine_config()
+        with_eagle(heads, **arguments)
 
 
 def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
     heads: pathlib.Path, with_runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    config = EngineArgs(**settings_of(heads, {})).create_engine_config()
+    config = with_eagle(heads, {})
     speculative = config.speculative_config
     of_runner: dict[str, tuple[tuple[Any, str, Any, str], ...]] = {
         "V1": (

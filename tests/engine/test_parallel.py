@@ -14,9 +14,10 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.versions import version
-from tests.engine import test_coupled as coupled
-from tests.engine.conftest import close, engine_settings, make_tiny, new_engine, proposer_of, token_ids
+from tests.engine.conftest import OFF, close, engine_settings, make_tiny, new_engine, proposer_of
 from tests.engine.rollout_server import EXTENSION
+from tests.engine.serving import Request, sampling
+from tests.engine.serving import serve as serve_requests
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 from tests.text import merged
 
@@ -249,11 +250,11 @@ def test_of_tensor_parallel_ranks_one_drafts(make_engine: Any) -> None:
 @pytest.mark.long
 def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model: str, make_engine: Any) -> None:
     """It is the target, so that it is always right; the scheduler tells both how many passes to take."""
-    sampling = [
-        coupled.params({"temperature": temperature}, i, length)
+    asked = [
+        Request(PROMPTS[i], sampling({"temperature": temperature, "max_tokens": length}, key=i))
         for i, (temperature, length) in enumerate(((0.0, 16), (0.7, 24), (1.0, 80), (1.0, 80)))
     ]
-    plain = token_ids(coupled.generate(make_engine(**coupled.OFF), sampling, PROMPTS[:4]))
+    plain = [one["tokens"] for one in serve_requests(make_engine(**OFF), asked)]
     llm = make_engine(
         {"batch_threshold": 2},
         speculative_config={"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 8},
@@ -262,7 +263,7 @@ def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model: str, make
         worker_extension_cls=EXTENSION,
     )
     llm.collective_rpc(note_drawn)
-    assert token_ids(coupled.generate(llm, sampling, PROMPTS[:4])) == plain
+    assert [one["tokens"] for one in serve_requests(llm, asked)] == plain
     first, second = llm.collective_rpc(drawn)
     assert first == second
     assert 2 in map(len, first), "the gate has opened for two rows"

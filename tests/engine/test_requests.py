@@ -5,150 +5,152 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import random
 import re
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from docs.request_options import REFUSED, REQUEST, SAMPLING
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY
 from rollout_spec.vllm.scheduler import UNCOUNTED_KEY
-from tests.engine.conftest import EOS_TOKEN_ID, close, new_engine, proposer_of
+from rollout_spec.vllm.versions import version
+from tests.engine.conftest import EOS_TOKEN_ID, OFF, VOCAB_SIZE, close, new_engine
+from tests.engine.serving import (
+    REASONING,
+    SERVED,
+    Request,
+    assert_each_same,
+    assert_none_is_idle,
+    assert_same,
+    example,
+    examples,
+    num_accepted,
+    sampling,
+    serve,
+)  # fmt: skip
 
-PROMPT = "abcabcabcabd"
-SPEC = {"num_speculative_tokens": 8}
-OFF: dict[bool, dict[str, Any]] = {
-    True: {"additional_config": {"rollout_spec": {"method": "off"}}},
-    False: {},
-}
-THINK, END = 28, 29  # two control characters, in the tokenizer that reasons
-
-
-def params(name: Any = "one", **settings: Any) -> Any:
-    from vllm import SamplingParams
-
-    settings = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True} | settings
-    settings["extra_args"] = {KEY: name} | settings.get("extra_args", {})
-    return SamplingParams(**settings)
-
-
-def result(output: Any) -> dict[str, Any]:
-    """All that a sample consists of."""
-    # Which of the forbidden tokens fills a place is anybody's choice.
-    logprobs = output.logprobs and [
-        {token: one for token, one in sorted(position.items()) if one.logprob > float("-inf")}
-        for position in output.logprobs
-    ]
-    return {
-        "tokens": list(output.token_ids), "text": output.text, "end": output.finish_reason,
-        "stop": output.stop_reason,
-        "logprobs": logprobs and [{token: one.logprob for token, one in row.items()} for row in logprobs],
-        "pieces": logprobs and [{token: one.decoded_token for token, one in row.items()} for row in logprobs],
-    }  # fmt: skip
+PROMPT = "<abcabcabcab"
+MARK, END = 28, 29  # of reasoning: two control characters
+Engines = tuple[Any, Any]  # without drafts and with
 
 
-def assert_same(drafted: dict[str, Any], plain: dict[str, Any]) -> None:
-    both = [{name: one[name] for name in one if name != "logprobs"} for one in (drafted, plain)]
-    assert both[0] == both[1]
-    assert (drafted["logprobs"] is None) == (plain["logprobs"] is None)
-    for one, other in zip(drafted["logprobs"] or [], plain["logprobs"] or [], strict=True):
-        assert one == pytest.approx(other, abs=2e-4)
-
-
-def samples(llm: Any, all_params: list[Any], prompt: str = PROMPT) -> list[list[dict[str, Any]]]:
-    """Of each request, its samples."""
-    outputs = llm.generate([prompt] * len(all_params), all_params, use_tqdm=False)
-    return [[result(sample) for sample in output.outputs] for output in outputs]
-
-
-@pytest.fixture(scope="module")
-def engines(chat_model: str) -> Iterator[tuple[Any, Any]]:
-    """Without drafts and with; both have generated the text of the key "one" that drafts then come from."""
-    plain, drafted = (
-        new_engine(chat_model, spec, model=chat_model, max_logprobs=20, **OFF[spec is None])
-        for spec in (None, SPEC)
-    )
+def both_engines(model: str, spec: dict[str, Any] | None = None, **arguments: Any) -> Iterator[Engines]:
+    spec = {"num_speculative_tokens": 8, "history": 8} | (spec or {})
+    plain = new_engine(model, None, model=model, **OFF, **arguments)
+    drafted = new_engine(model, spec, model=model, **arguments)
     yield plain, drafted
     close([plain, drafted])
 
 
 @pytest.fixture(scope="module")
-def free(engines: tuple[Any, Any]) -> str:
-    """The text that the key "one" gives: drafts come from it where it is asked for again."""
-    texts = [samples(llm, [params()])[0][0]["text"] for llm in engines]
-    assert texts[0] == texts[1]
-    return texts[0]
+def engines(chat_model: str) -> Iterator[Engines]:
+    yield from both_engines(chat_model, max_num_seqs=64, max_logprobs=-1, reasoning_config=REASONING)
 
 
-def same_in_both(engines: tuple[Any, Any], all_params: Callable[[], list[Any]]) -> list[list[dict[str, Any]]]:
+@pytest.fixture(scope="module")
+def text(engines: Engines) -> str:
+    """What the requests say where nothing is asked for; the drafts of the others come from it."""
+    plain, drafted = [serve(llm, [asking({"max_tokens": 60})])[0]["text"] for llm in engines]
+    assert plain == drafted
+    return plain
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Engines, text: str) -> dict[str, Any]:
+    """What every request of the table gets without drafts, by its name."""
+    return table(engines[0], text)
+
+
+def table(llm: Any, text: str) -> dict[str, Any]:
+    return dict(zip(SERVED, serve(llm, [example(name, PROMPT, text) for name in SERVED]), strict=True))
+
+
+def asking(asked: dict[str, Any], prompt: Any = PROMPT, key: Any = "one") -> Request:
+    return Request(prompt, sampling(asked, key=key))
+
+
+def same_in_both(engines: Engines, *asked: dict[str, Any], prompt: Any = PROMPT) -> list[dict[str, Any]]:
     """What the engine with drafts gives, after it is seen to be what the one without gives."""
-    plain, drafted = (samples(llm, all_params()) for llm in engines)
-    for one, other in zip(drafted, plain, strict=True):
-        for sample, expected in zip(one, other, strict=True):
-            assert_same(sample, expected)
+    plain, drafted = (serve(llm, [asking(each, prompt) for each in asked]) for llm in engines)
+    for one, other, each in zip(drafted, plain, asked, strict=True):
+        assert_same(one, other, f"{each}")
     return drafted
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"include_stop_str_in_output": True},
-        {"logprobs": 2},
-        {"n": 3},
-        {"min_tokens": 21},
-        {"max_tokens": 22},
-    ],
-    ids=str,
-)
-def test_a_stop_string_ends_tokens_and_text(engines: Any, free: str, settings: dict[str, Any]) -> None:
-    for begin in (19, 20, 21, 22, 23):
-        stop = free[begin : begin + 2]
-        same_in_both(engines, lambda stop=stop: [params(stop=[stop], **settings)])
+def test_every_field_has_a_verdict() -> None:
+    """A field that a new vLLM brings fails here until somebody decides."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    for found, options in ((SamplingParams, SAMPLING), (EngineCoreRequest, REQUEST)):
+        known = [option.name for option in options if version() in option.versions]
+        assert sorted(found.__struct_fields__) == sorted(known)
 
 
-def test_the_first_stop_string_in_the_text_ends_it(engines: Any, free: str) -> None:
-    early, late = free[20:22], free[22:24]
-    for stops in ([late, early], [early, late], [free[21:25], free[20:24]], [free[20:24], free[21:23]]):
-        same_in_both(engines, lambda stops=stops: [params(stop=stops)])
+@pytest.mark.parametrize("name", SERVED)
+def test_alone(engines: Engines, text: str, expected: dict[str, Any], name: str) -> None:
+    """The first time drafts come from what was said where nothing is asked for, also beyond the end."""
+    asked = example(name, PROMPT, text)
+    num_accepted(engines[1])
+    for _ in range(3):  # the second time drafts come from what the first gave
+        [found] = serve(engines[1], [asked])
+        assert_same(found, expected[name], name)
+        if asked.params.max_tokens == 1 or num_accepted(engines[1]):
+            return
+    pytest.fail("no draft was accepted")
 
 
-def test_a_stream_shows_nothing_behind_a_stop(engines: Any, free: str) -> None:
-    """As deltas and as whole texts; a delta holds what a step has given."""
-    from vllm.sampling_params import RequestOutputKind
-
-    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
-        [plain], [drafted] = (
-            streamed(llm, PROMPT, [params(stop=[free[20:22]], logprobs=1, output_kind=kind)])
-            for llm in engines
-        )
-        assert_same(drafted, plain)
-        assert (drafted["text"], drafted["stop"]) == (free[:20], free[20:22])
+def test_all_together(engines: Engines, text: str, expected: dict[str, Any]) -> None:
+    num_accepted(engines[1])
+    assert_each_same(table(engines[1], text), expected)
+    assert num_accepted(engines[1]) > 10 * len(SERVED)
 
 
-def streamed(llm: Any, prompt: Any, asked: list[Any]) -> list[dict[str, Any]]:
-    """What the parts of each stream come to."""
-    for number, each in enumerate(asked):
-        llm.llm_engine.add_request(f"stream {number}", prompt, each)
-    parts = defaultdict[str, list[dict[str, Any]]](list)
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            parts[output.request_id].append(result(output.outputs[0]))
-    return [
-        joined(parts[f"stream {number}"])
-        if each.output_kind.name == "DELTA"
-        else parts[f"stream {number}"][-1]
-        for number, each in enumerate(asked)
-    ]
+def test_an_option_does_what_it_is_for(expected: dict[str, Any]) -> None:
+    assert_none_is_idle(expected)
 
 
-def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
-    whole = dict(deltas[-1])
-    for name in ("tokens", "logprobs", "pieces"):
-        whole[name] = whole[name] and [each for delta in deltas for each in delta[name]]
-    return whole | {"text": "".join(delta["text"] for delta in deltas)}
+@pytest.mark.parametrize("name", examples(REFUSED))
+def test_refused(engines: Engines, text: str, name: str) -> None:
+    """In one line, while another request runs, which goes on."""
+    drafting = engines[1].llm_engine
+    drafting.add_request("other", PROMPT, sampling({}))
+    with pytest.raises(Exception, match=examples(REFUSED)[name][0].error) as error:
+        serve(engines[1], [example(name, PROMPT, text)])
+    assert "\n" not in str(error.value)
+    outputs = [output for _ in iter(drafting.has_unfinished_requests, False) for output in drafting.step()]
+    assert text.startswith(outputs[-1].outputs[0].text)
+
+
+def test_a_stop_string_ends_tokens_and_text(engines: Engines, text: str) -> None:
+    """At five places inside drafts, beside what else a request can ask for; the first of several ends it."""
+    settings: list[dict[str, Any]] = [
+        {}, {"include_stop_str_in_output": True}, {"logprobs": 2}, {"n": 3}, {"min_tokens": 21},
+        {"max_tokens": 22}, {"logprobs": 1, "output_kind": 0}, {"logprobs": 1, "output_kind": 1},
+    ]  # fmt: skip
+    asked = [{"stop": [text[i : i + 2]], **more} for i in (19, 20, 21, 22, 23) for more in settings]
+    early, late = text[20:22], text[22:24]
+    several = ([late, early], [early, late], [text[21:25], text[20:24]], [text[20:24], text[21:23]])
+    asked += [{"stop": stops} for stops in several]
+    num_accepted(engines[1])
+    found = [same_in_both(engines, {"max_tokens": 60} | each)[0] for each in asked]
+    assert num_accepted(engines[1]) > 10 * len(asked)
+    for each, one in zip(asked, found, strict=True):
+        if each.keys() - {"logprobs", "output_kind"} == {"stop"}:
+            first = min(each["stop"], key=lambda stop: text.find(stop) + len(stop))
+            assert (one["text"], one["end"]) == (text[: text.find(first)], ["stop", first])
+
+
+def test_the_samples_of_one_request_have_keys_of_their_own(engines: Engines) -> None:
+    """Sample i is that of a request with the key [key, i]."""
+    for llm in engines:
+        [together] = serve(llm, [asking({"n": 4})])
+        alone = [one["tokens"] for one in serve(llm, [asking({}, key=["one", i]) for i in range(4)])]
+        assert [one["tokens"] for one in (together, *together["others"])] == alone
+        assert len({*map(tuple, alone)}) == 4
 
 
 # Whole characters of one to four bytes, pieces that begin one, end one or both, and parts of long ones.
@@ -160,7 +162,7 @@ BYTES += [
 
 
 @pytest.fixture(scope="module")
-def byte_engines(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+def byte_engines(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Without drafts and with, of a tokenizer whose characters take up to four tokens."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -175,47 +177,38 @@ def byte_engines(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> I
     shutil.copytree(tiny_model, path)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=pieces[EOS_TOKEN_ID])
     tokenizer.save_pretrained(path)
-    plain, drafted = (
-        new_engine(str(path), spec, model=str(path), **OFF[spec is None]) for spec in (None, SPEC)
-    )
-    yield plain, drafted
-    close([plain, drafted])
+    yield from both_engines(str(path))
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_characters_of_several_tokens(
-    byte_engines: tuple[Any, Any], is_fast: bool, monkeypatch: pytest.MonkeyPatch
+    byte_engines: Engines, is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Responses end, are stopped and are streamed in the middle of characters."""
-    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import detokenizer
 
     if not is_fast:
         monkeypatch.setattr(detokenizer, "FastIncrementalDetokenizer", detokenizer.SlowIncrementalDetokenizer)
-    prompt = {"prompt_token_ids": [*range(3, 30)]}
-    ask = functools.partial(params, temperature=2.0, max_tokens=40, logprobs=2)
-    [whole], [other] = (streamed(llm, prompt, [ask()]) for llm in byte_engines)
-    assert_same(other, whole)
+    same = functools.partial(same_in_both, byte_engines, prompt={"prompt_token_ids": [*range(3, 30)]})
+    free: dict[str, Any] = {"temperature": 2.0, "max_tokens": 40, "logprobs": 2}
+    [whole] = same(free)
     tokens, text = whole["tokens"], whole["text"]
     assert len({character for character in text if character > "\x7f"}) > 5
     ends: list[dict[str, Any]] = [{"max_tokens": length} for length in range(20, 28)]
     ends += [{"stop_token_ids": [tokens[length]], "min_tokens": length} for length in range(20, 28)]
     ends += [{"stop": [text[i : i + length]]} for i in range(12, 18) for length in (1, 2)]
     ends += [{"stop": ["\ufffd"]}, {"stop": ["\ufffd"], "min_tokens": 20, "include_stop_str_in_output": True}]
-    proposer_of(byte_engines[1]).take_counters()
-    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
-        both = (streamed(llm, prompt, [ask(output_kind=kind, **end) for end in ends]) for llm in byte_engines)
-        for plain, drafted in zip(*both, strict=True):
-            assert_same(drafted, plain)
-    assert proposer_of(byte_engines[1]).take_counters().num_accepted_tokens > 10 * len(ends)
+    num_accepted(byte_engines[1])
+    same(*(free | end | {"output_kind": kind} for kind in (0, 1) for end in ends))
+    assert num_accepted(byte_engines[1]) > 10 * len(ends)
 
 
-def test_streaming_input_is_refused(engines: Any) -> None:
+def test_streaming_input_is_refused(engines: Engines) -> None:
     """With drafts, vLLM would take the tokens that a stop cut off for a part of the next turn."""
     for llm, is_refused in zip(engines, (False, True), strict=True):
         process = functools.partial(
             llm.llm_engine.input_processor.process_inputs, "turns",
-            {"type": "token", "prompt_token_ids": [1]}, params(), ("generate",), resumable=True,
+            {"type": "token", "prompt_token_ids": [1]}, sampling(), ("generate",), resumable=True,
         )  # fmt: skip
         if is_refused:
             with pytest.raises(ValueError, match="streaming input"):
@@ -225,9 +218,8 @@ def test_streaming_input_is_refused(engines: Any) -> None:
 
 
 def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(
-    engines: Any, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
 
     for llm, has_drafts in zip(engines, (False, True), strict=True):
@@ -237,21 +229,13 @@ def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(
             process = functools.partial(
                 llm.llm_engine.input_processor.process_inputs, "grammar",
                 {"type": "token", "prompt_token_ids": [1]},
-                params(structured_outputs=StructuredOutputsParams(regex="[ab]{9}")), ("generate",),
+                sampling({"structured_outputs": {"regex": "[ab]{9}"}}), ("generate",),
             )  # fmt: skip
             if has_drafts and backend == "outlines" and hasattr(OutlinesGrammar, "_prev_finished"):
                 with pytest.raises(ValueError, match="structured_outputs of outlines"):
                     process()
             else:
                 assert process().sampling_params.structured_outputs._backend == backend
-
-
-def test_log_probabilities_of_chosen_tokens_are_refused_for_that_request(engines: Any, free: str) -> None:
-    drafted = engines[1]
-    with pytest.raises(ValueError, match="logprob_token_ids"):
-        drafted.generate([PROMPT], params(logprob_token_ids=[65, 66]), use_tqdm=False)
-    [[sample]] = same_in_both(engines, lambda: [params(logprobs=2)])
-    assert sample["text"] == free
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +246,7 @@ def reasoning_model(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -
     text = (path / "tokenizer.json").read_text()
     contents = json.loads(text)
     vocabulary = contents["model"]["vocab"]
-    for token, mark in ((THINK, "<think>"), (END, "</think>")):
+    for token, mark in ((MARK, "<think>"), (END, "</think>")):
         del vocabulary[chr(token)]
         vocabulary[mark] = token
         contents["added_tokens"].append(
@@ -278,23 +262,16 @@ def test_a_grammar_begins_where_reasoning_ends(reasoning_model: str) -> None:
 
     Also where the caller says that the reasoning has ended, or that it has not.
     """
-    num, both = 12, []
-    for spec in (None, SPEC):
-        more = {"reasoning_parser": "deepseek_r1", **OFF[spec is None]}
-        llm = new_engine(reasoning_model, spec, model=reasoning_model, **more)
-        free = [
-            one for [one] in samples(llm, [params(i, temperature=2.0, max_tokens=200) for i in range(num)])
-        ]
-        both.append([answers(llm, num, ended) for ended in (None, False, True)])
-        assert sum(END in one["tokens"] for one in free) >= num / 3
-        if spec:
-            assert proposer_of(llm).take_counters().num_accepted_tokens > 100
-        close([llm])
-    for plain, drafted in zip(*both, strict=True):
-        for one, other in zip(drafted, plain, strict=True):
-            assert_same(one, other)
-    for ended, drafted in zip((None, False, True), both[1], strict=True):
-        for tokens in (one["tokens"] for one in drafted):
+    num, given = 12, (None, False, True)
+    for plain, drafted in both_engines(reasoning_model, reasoning_parser="deepseek_r1"):
+        for llm in (plain, drafted):
+            long = [asking({"temperature": 2.0, "max_tokens": 200}, key=i) for i in range(num)]
+            assert sum(END in one["tokens"] for one in serve(llm, long)) >= num / 3
+        both = [[answers(llm, num, ended) for ended in given] for llm in (plain, drafted)]
+        assert num_accepted(drafted) > 100
+    assert_same(both[1], both[0])
+    for ended, answered in zip(given, both[1], strict=True):
+        for tokens in (one["tokens"] for one in answered):
             if ended or END in tokens:
                 answer = "".join(map(chr, tokens if ended else tokens[tokens.index(END) + 1 :]))
                 assert re.fullmatch(f"[0-9]{{0,30}}{chr(EOS_TOKEN_ID)}?", answer)
@@ -302,21 +279,20 @@ def test_a_grammar_begins_where_reasoning_ends(reasoning_model: str) -> None:
 
 def answers(llm: Any, num: int, reasoning_ended: bool | None) -> list[dict[str, Any]]:
     """Of requests with a grammar behind the reasoning, and what their caller says of it."""
-    from vllm.sampling_params import StructuredOutputsParams
+    process = llm.llm_engine.input_processor.process_inputs
+    asked = {
+        "temperature": 2.0, "max_tokens": 200, "ignore_eos": False, "skip_special_tokens": False,
+        "structured_outputs": {"regex": "[0-9]{5,30}"},
+    }  # fmt: skip
 
-    engine, found = llm.llm_engine, dict[str, dict[str, Any]]()
-    for i in range(num):
-        asked = params(
-            i, temperature=2.0, max_tokens=200, ignore_eos=False, skip_special_tokens=False,
-            structured_outputs=StructuredOutputsParams(regex="[0-9]{5,30}"),
-        )  # fmt: skip
-        prompt = {"type": "token", "prompt_token_ids": [*map(ord, PROMPT)]}
-        request = engine.input_processor.process_inputs(str(i), prompt, asked, ("generate",))
+    def process_and_say(*args: Any, **kwargs: Any) -> Any:
+        request = process(*args, **kwargs)
         request.reasoning_ended = reasoning_ended
-        engine.add_request(str(i), request, asked)
-    while engine.has_unfinished_requests():
-        found |= {output.request_id: result(output.outputs[0]) for output in engine.step()}
-    return [found[str(i)] for i in range(num)]
+        return request
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.llm_engine.input_processor, "process_inputs", process_and_say)
+        return serve(llm, [asking(asked, "abcabcabcabd", key=i) for i in range(num)])
 
 
 STRANGE = {
@@ -326,18 +302,80 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("word", STRANGE)
-def test_a_strange_word_costs_nobody_else_a_draft(engines: Any, free: str, word: str) -> None:
+def test_a_strange_word_costs_nobody_else_a_draft(engines: Engines, text: str, word: str) -> None:
     """In whatever a request says of itself."""
     from vllm.exceptions import VLLMValidationError
 
-    drafted = engines[1]
     for name in (KEY, GROUP_KEY, GROUP_TOKENS_KEY, TURN_TOKENS_KEY, UNCOUNTED_KEY):
-        said = {GROUP_KEY: "group", name: STRANGE[word]}
+        said = {KEY: "other", GROUP_KEY: "group", name: STRANGE[word]}
         with contextlib.suppress(ValueError, VLLMValidationError):  # vLLM 0.32 refuses long numbers itself
-            same_in_both(engines, lambda said=said: [params("other", extra_args=said, max_tokens=8)])
-    proposer_of(drafted).take_counters()
-    [[sample]] = samples(drafted, [params()])
-    counters = proposer_of(drafted).take_counters()
-    assert sample["text"] == free
-    assert counters.num_accepted_tokens > 0
-    assert counters.num_failed_steps == 0
+            same_in_both(engines, {"extra_args": said, "max_tokens": 8})
+    num_accepted(engines[1])
+    [sample] = serve(engines[1], [asking({})])
+    assert text.startswith(sample["text"])
+    assert num_accepted(engines[1]) > 0
+
+
+NUM_MIXED, NUM_ALONE = 70, 6  # of each seed
+CHARACTERS = [chr(i) for i in range(33, 123)]  # no braces, which stand for parts of a text in stop strings
+MIXED = {option.name: option.examples for option, _ in SERVED.values() if option in SAMPLING}
+
+
+def random_request(draw: random.Random) -> Request:
+    """A request with up to six options, each an example of the table or with values of its own.
+
+    There are few prompts and keys: texts begin alike, and drafts come from them.
+    """
+    options: list[dict[str, Any]] = [
+        {"stop": [*draw.choices(CHARACTERS, k=2), "".join(draw.choices(CHARACTERS, k=2))]},
+        {"stop_token_ids": draw.sample(range(VOCAB_SIZE), 6)},
+        {"min_tokens": draw.randint(1, 12)},
+        {"frequency_penalty": -0.2},
+        {"top_k": draw.randint(1, 20), "top_p": draw.uniform(0.3, 1.0)},
+        {"bad_words": draw.choices(CHARACTERS, k=4)},
+        {"allowed_token_ids": draw.sample(range(3, VOCAB_SIZE), 100)},
+        {"structured_outputs": {"regex": draw.choice(["[a-z]+", "([0-9]{2}-){4,9}", "(ab|cd)+e"])}},
+        {"extra_args": {KEY: "grouped", GROUP_KEY: draw.choice(["a", "b"])}},
+        {"seed": draw.randrange(4), "extra_args": None},
+    ]
+    options += map(draw.choice, MIXED.values())
+    asked: dict[str, Any] = {
+        "extra_args": {KEY: ["mixed", draw.randrange(4)]}, "temperature": draw.choice([0.0, 0.7, 1.0]),
+        "max_tokens": draw.randint(1, 40), "ignore_eos": draw.random() < 0.8,
+    }  # fmt: skip
+    for option in draw.sample(options, draw.randint(0, 6)):
+        asked |= option
+    if "structured_outputs" in asked:  # together they may allow nothing
+        for name in ("allowed_token_ids", "bad_words", "thinking_token_budget"):
+            asked.pop(name, None)
+        asked["ignore_eos"] = False
+    if "n" in asked:  # vLLM refuses several greedy samples
+        asked["temperature"] = asked["temperature"] or 1.0
+    if not asked.get("detokenize", True):
+        asked.pop("stop", None)
+    asked["min_tokens"] = min(asked.get("min_tokens", 0), asked["max_tokens"])
+    text = "".join(draw.choices(CHARACTERS, k=28))
+    prompt = draw.choice([PROMPT, "123123", "hello"])
+    return Request(prompt, sampling(asked, text), {"priority": draw.randrange(3)})
+
+
+@pytest.fixture(scope="module")
+def mixing_engines(chat_model: str) -> Iterator[Engines]:
+    """Prompts come in chunks, the gate opens and closes; log-probabilities are of what is sampled from."""
+    spec = {"num_speculative_tokens": 3, "batch_threshold": 12}
+    yield from both_engines(
+        chat_model, spec, scheduling_policy="priority", max_num_batched_tokens=24, max_logprobs=-1,
+        reasoning_config=REASONING, logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [31, 32, 33])
+def test_random_mixtures(mixing_engines: Engines, seed: int) -> None:
+    """Requests of all kinds beside each other, and then some alone."""
+    draw = random.Random(seed)
+    requests = [random_request(draw) for _ in range(NUM_MIXED)]
+    plain, drafted = (serve(llm, requests) for llm in mixing_engines)
+    assert num_accepted(mixing_engines[1]) > 100
+    drafted += [serve(mixing_engines[1], [request])[0] for request in requests[:NUM_ALONE]]
+    for i, found in enumerate(drafted):
+        assert_same(found, plain[i % NUM_MIXED], f"{requests[i % NUM_MIXED]}")

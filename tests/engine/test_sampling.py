@@ -1,4 +1,4 @@
-"""Sampled output with drafts follows plain vLLM's distribution on the CPU engine, and would not unmended."""
+"""Sampled output with drafts follows plain vLLM's distribution, and what is mended for that on CPUs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ PROMPT = [5, 6, 7, 8] * 4
 PENALTIES = {
     "temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.6,
 }  # fmt: skip
-
-cpu_only = pytest.mark.skipif(
-    "not __import__('vllm').platforms.current_platform.is_cpu()",
-    reason="only vLLM's CPU engine has these defects: elsewhere nothing is mended and nothing can fail",
-)
 
 
 def sample(llm: Any, seed: int, **settings: Any) -> list[list[int]]:
@@ -69,21 +64,6 @@ def test_drafts_leave_the_distribution(make_engine: Any, settings: list[dict[str
         assert min(p_values(expected, sample(coupled, 8, **kept))) < 1e-8
 
 
-@cpu_only
-def test_the_comparison_fails_on_the_upstream_bug(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the mend of `expand_batch_to_tokens` the same comparison finds the wrong distribution."""
-    from vllm.v1.sample import rejection_sampler
-
-    from rollout_spec.vllm.upstream import cpu_expand
-
-    drafting = make_engine({"num_speculative_tokens": 3}, max_num_seqs=64)
-    assert not cpu_expand.is_right(), "upstream is right: this test and the mend can go"
-    original = rejection_sampler.expand_batch_to_tokens.__rollout_spec_patch__[1]
-    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", original)
-    plain = sample(make_engine(max_num_seqs=64), 1, temperature=0.6)
-    assert min(p_values(plain, sample(drafting, 2, temperature=0.6))) < 1e-12
-
-
 def right_expand(
     output: Any, values: Any, cu_num_tokens: Any, replace_from: int, replace_to: int, **_: Any
 ) -> None:
@@ -102,7 +82,10 @@ def wrong_recovery(*_: Any, USE_FP64_GUMBEL: None = None) -> None:  # noqa: N803
     """As vLLM 0.24.0's, which does not take all that it is called with."""
 
 
-@cpu_only
+@pytest.mark.skipif(
+    "not __import__('vllm').platforms.current_platform.is_cpu()",
+    reason="only vLLM's CPU engine has these defects: elsewhere nothing is mended and nothing can fail",
+)
 @pytest.mark.parametrize("right", [(), ("expand",), ("recovery",), ("expand", "recovery")], ids="+".join)
 def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tuple[str, ...]) -> None:
     """Where upstream is right its functions stay: here its kernels are exchanged for right and wrong ones."""
@@ -135,12 +118,11 @@ def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tu
     assert len(patches.applied()) == len(replaced) - len(right)
 
 
-@pytest.mark.parametrize("method", ["coupled", "standard"])
-def test_seeded_requests_repeat(make_engine: Any, method: str) -> None:
+def test_seeded_requests_repeat_in_standard_verification(make_engine: Any) -> None:
     from vllm import SamplingParams
 
     def run(engine_seed: int) -> list[list[int]]:
-        llm = make_engine({"verify": method}, seed=engine_seed)
+        llm = make_engine({"verify": "standard"}, seed=engine_seed)
         params = [
             SamplingParams(temperature=1.0, seed=i, max_tokens=30, ignore_eos=True, detokenize=False)
             for i in range(8)

@@ -12,9 +12,8 @@ import pytest
 
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import PatchError
-from rollout_spec.vllm import plugin
 from rollout_spec.vllm.mrv2 import enable
-from tests.engine.conftest import engine_settings
+from tests.engine.conftest import configured
 
 OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 
@@ -23,15 +22,12 @@ OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 def decided(tiny_model: str) -> Callable[..., Any]:
     """`decided(asked, is_cpu=False, has_v2=True, **arguments)`: that engine's scheduler's settings."""
     from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     from rollout_spec.vllm.mrv2.ahead import schedule_ahead
 
-    plugin.register()
-
     def decide(asked: bool | None, is_cpu: bool = False, has_v2: bool = True, **arguments: Any) -> Any:
-        config = EngineArgs(**engine_settings(tiny_model, {}) | arguments).create_engine_config()
+        config = configured(tiny_model, {}, **arguments)
         assert not config.scheduler_config.async_scheduling, "this is a CPU, without Triton"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(current_platform, "is_cpu", lambda: is_cpu)

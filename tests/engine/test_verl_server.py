@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import time
+import pathlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from rollout_spec.drafting.history import group_key, prompt_key
-from rollout_spec.metrics import RequestCounters, RolloutReport
-from rollout_spec.verl.launch import verl_is_older
-from rollout_spec.vllm.keys import KEY
-from tests.engine.conftest import proposer_of
+from rollout_spec.drafting.history import prompt_key
+from rollout_spec.metrics import RolloutReport
+from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY
+from tests.engine.conftest import OFF, proposer_of
 from tests.engine.test_life_cycle import PROMPTS
 from tests.text import merged
+from tests.tiny_vl import TOKENS, make_image, make_processor, make_tiny_vl, tokens
 
 
 def serve(server: Any) -> None:
@@ -136,31 +136,13 @@ def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
         serve(server)  # and it goes on
 
 
-def test_a_response_that_was_interrupted_is_remembered_once(make_server: Any) -> None:
-    server = make_server({"history": 3})
-
-    def respond(prompt: list[int], request_id: str) -> Any:
-        extra_args = {"rollout_spec_group": "one", "rollout_spec_group_tokens": len(PROMPTS[0])}
-        params = {"max_tokens": 40 - len(prompt) + len(PROMPTS[0]), "temperature": 0, "ignore_eos": True}
-        return asyncio.run(server.generate(prompt, params | {"extra_args": extra_args}, request_id))
-
-    server.engine.num_steps_to_abort = 5
-    before = respond(PROMPTS[0], "first")
-    assert before.stop_reason == "aborted" and 5 <= len(before.token_ids) < 40
-    asyncio.run(server.set_global_steps(1))
-    server.engine.num_steps_to_abort = 0
-    after = respond(PROMPTS[0] + list(before.token_ids), "second")
-    [response] = merged(*asyncio.run(server.take_history())).get(group_key("one"))
-    assert response.tolist() == list(before.token_ids) + list(after.token_ids)
-
-
 def test_an_engine_without_the_drafter_fails_the_run(make_server: Any) -> None:
     with pytest.raises(RuntimeError, match=r"engine core 0 of replica 3 has no drafter of rollout_spec"):
         serve_a_step(make_server(None))
 
 
 def test_an_engine_that_never_calls_its_drafter_fails_the_run(make_server: Any) -> None:
-    server = make_server({})
+    server = make_server({}, fresh=True)
     proposer_of(server.engine.llm)._runner.effective_drafter_max_model_len = 0
     with pytest.raises(RuntimeError, match=r"engine core 0 of replica 3 decoded without calling its drafter"):
         serve_a_step(server)
@@ -221,130 +203,44 @@ def test_each_call_of_one_sample_is_a_draw_of_its_own(make_server: Any) -> None:
     assert asyncio.run(sample(is_aborted=True)) == first and aborts == [3]
 
 
-MAX_TOKENS = 120
-needs_gate = pytest.mark.skipif(verl_is_older(), reason="requests come in the middle of a weight sync")
+def test_turns_with_images(tmp_path: pathlib.Path, make_server: Any) -> None:
+    """Siblings of three turns, with images in the first, the second and the third turn."""
+    from verl.workers.rollout.utils import get_vision_placeholder_token_ids
+
+    model, processor = make_tiny_vl(tmp_path), make_processor()
+    banned = get_vision_placeholder_token_ids(processor)
+    assert len(banned) == 2
+    results = []
+    for spec, more in ((None, OFF), ({}, {})):
+        server = make_server(spec, fresh=True, model=model, limit_mm_per_prompt={"image": 4}, **more)
+        server.model_config.processor = processor
+        # As verl does before it serves.
+        server.engine.llm.collective_rpc("monkey_patch_model", args=(len(TOKENS), banned))
+        results += [asyncio.run(trajectory(server, sibling)) for sibling in (0, 1, 0)]
+        counters = asyncio.run(server.engine.collective_rpc("rollout_spec_call", args=("take_counters",)))
+    assert counters[0]["num_accepted_tokens"] > 60
+    assert results[:3] == results[3:]
+    assert results[0] == results[2] != results[1]
 
 
-async def finish(server: Any, number: int, kind: str, parts: list[tuple[int, int, str]]) -> list[int]:
-    """Generate as verl's client does, which goes on behind an abort; adds (version, tokens, kind) by part."""
-    prompt, tokens, stop = PROMPTS[number % 4], [], "aborted"
-    extra_args = {"rollout_spec_key": [0, 1, kind, number], "rollout_spec_group": str(number % 4)}
-    extra_args |= dict.fromkeys(("rollout_spec_group_tokens", "rollout_spec_turn_tokens"), len(prompt))
-    while stop == "aborted":
-        params = {"max_tokens": MAX_TOKENS - len(tokens), "temperature": 1.0, "ignore_eos": True}
-        params["extra_args"] = extra_args
-        output = await server.generate(prompt + tokens, params, f"{kind}{number}x{len(parts)}")
-        parts.append((output.extra_fields["global_steps"], len(output.token_ids), kind))
-        tokens += output.token_ids
-        stop = output.stop_reason
-        await asyncio.sleep(0.01)
-    return tokens
-
-
-async def train(server: Any, num_syncs: int, pause_s: float) -> tuple[list[Any], list[Any], dict[int, Any]]:
-    """Twelve samples, four of them of a validation, while the weights change `num_syncs` times.
-
-    Returns:
-        The texts, the parts that they came in, and the servers' reports by version.
-    """
-    steps, parts, reports = asyncio.create_task(server.engine.run()), [], {}
-    await server.set_global_steps(0)
-    samples = [(number, "train") for number in range(8)] + [(number, "val") for number in range(4)]
-    texts = asyncio.gather(*(finish(server, number, kind, parts) for number, kind in samples))
-    for version in range(num_syncs + 1):
-        while server._windows.is_untouched or server._admitting:
-            await asyncio.sleep(0)
-        for _ in range(6):
-            await asyncio.sleep(0)
-        await server.abort_all_requests(reject_request=version % 2 == 1)
-        reports[version] = await server.take_rollout_report()
-        await server.end_validation()
-        await asyncio.sleep(pause_s)
-        await server.set_global_steps(version + 1)
-        await server.resume_generation()
-    done = await texts
-    await server.set_global_steps(version + 2)
-    reports[version + 1] = await server.take_rollout_report()
-    steps.cancel()
-    return done, parts, reports
-
-
-@needs_gate
-def test_every_version_has_exactly_the_counts_of_what_it_generated(make_server: Any) -> None:
-    """Both sides: what verl's clients got of each version, and what the server and its engine counted."""
-    server = make_server({"history": 100}, is_stepping=True)
-    started = time.monotonic()
-    texts, parts, reports = asyncio.run(train(server, num_syncs=3, pause_s=0.2))
-    seconds = time.monotonic() - started
-    assert [len(text) for text in texts] == [MAX_TOKENS] * 12
-    assert len(parts) > 24, "samples were interrupted, and more than once"
-    for version, report in reports.items():
-        served = [num for of, num, kind in parts if of == version and kind == "train" and num > 0]
-        assert report.num_generated_tokens == sum(served)
-        counts = RequestCounters()
-        for request in (*report.requests, report.aborted):
-            counts.add(request)
-        assert counts.num_decoded_tokens == sum(served) - len(served), "a part's first is of its prefill"
-        assert counts.num_decoded_tokens == counts.num_decode_steps + counts.num_accepted_tokens
-    num_ended = sum(len(report.requests) for report in reports.values())
-    assert num_ended == 8 and all(request.num_drafts for request in reports[4].requests)
-    # The gate has turned some away, which were not interrupted then.
-    num_interrupted = sum(report.num_interrupted for report in reports.values())
-    assert 0 < num_interrupted <= sum(kind == "train" for *_, kind in parts) - 8
-    assert sum(report.rollout_seconds for report in reports.values()) < seconds - 4 * 0.2
-
-
-@needs_gate
-def test_servers_share_whole_texts_and_only_between_two_versions(make_server: Any) -> None:
-    server = make_server({"history": 100}, is_stepping=True)
-    drafter = proposer_of(server.engine.llm)._drafter
-
-    async def step() -> list[bytes]:
-        assert await server.take_history() != [], "it begins to share"
-        await train(server, num_syncs=2, pause_s=0.0)
-        taken = await server.take_history()
-        running = asyncio.create_task(server.engine.run())
-        sample = asyncio.create_task(finish(server, 1, "train", []))
-        while not drafter.request_ids:
-            await asyncio.sleep(0)
-        assert await server.take_history() == []
-        await server.add_history(taken)
-        assert server._history.received == taken, "no engine step waits for that"
-        packed = await server.pack_history()
-        assert drafter.request_ids, "its requests run on"
-        await sample
-        running.cancel()
-        return [packed, *taken]
-
-    packed, *taken = asyncio.run(step())
-    for history, times in ((merged(packed), 2), (merged(*taken), 1)):
-        texts = [text for name in "0123" for text in history.get(group_key(name))]
-        assert [len(text) for text in texts] == [MAX_TOKENS] * 12 * times
-
-
-def test_a_stop_string_ends_what_is_trained_on(make_server: Any, chat_model: str) -> None:
-    """A trajectory's tokens and log-probabilities end where its text does, also behind accepted drafts."""
-
-    def outputs(spec: dict[str, Any] | None) -> list[Any]:
-        off = {} if spec else {"additional_config": {"rollout_spec": {"method": "off"}}}
-        server = make_server(spec, model=chat_model, **off)
-        params = {"max_tokens": 60, "temperature": 0.8, "ignore_eos": True, "logprobs": True}
-        params["extra_args"] = {KEY: "one"}
-        prompt = list(b"abcabcabcabd")
-        free = asyncio.run(server.generate(prompt, dict(params), "free"))
-        text = bytes(free.token_ids).decode()
-        if spec is not None:
-            proposer_of(server.engine.llm).take_counters()
-        stops = [text[begin : begin + 2] for begin in (19, 20, 21, 22, 23)]
-        found = [
-            asyncio.run(server.generate(prompt, params | {"stop": [stop]}, f"{number}"))
-            for number, stop in enumerate(stops)
+async def trajectory(server: Any, sibling: int) -> list[list[int]]:
+    """The responses of three turns; as verl's agent loops, each prompt has an image's four tokens."""
+    prompt, images, responses = list[int](), list[int](), list[list[int]]()
+    for turn, more in enumerate([[0], [1, 2], [0]]):
+        question = tokens("Turn ", len(more), "?")
+        prompt += [
+            token for each in question for token in [each] * (4 if each == TOKENS["<|image_pad|>"] else 1)
         ]
-        assert spec is None or proposer_of(server.engine.llm).take_counters().num_draft_tokens > 20
-        return found
-
-    drafted, plain = outputs({"num_speculative_tokens": 8}), outputs(None)
-    for one, other in zip(drafted, plain, strict=True):
-        assert (one.token_ids, one.stop_reason) == (other.token_ids, other.stop_reason)
-        assert one.log_probs == pytest.approx(other.log_probs, abs=2e-4)
-        assert len(one.log_probs) == len(one.token_ids)
+        images += more
+        extra_args = {
+            KEY: [sibling, turn],
+            GROUP_KEY: "g",
+            GROUP_TOKENS_KEY: len(tokens("Turn ", 1, "?")) + 3,
+        }
+        params = {"temperature": 0.8, "max_tokens": 30, "ignore_eos": True, "extra_args": extra_args}
+        output = await server.generate(
+            list(prompt), params, f"{sibling}-{turn}", image_data=[make_image(each) for each in images]
+        )
+        responses.append(list(output.token_ids))
+        prompt += responses[-1]
+    return responses

@@ -1,0 +1,200 @@
+"""Drafts change nothing of what requests get, however an engine schedules them and whatever they bring."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from rollout_spec.vllm.keys import KEY
+from tests.engine.conftest import OFF, close, new_engine, proposer_of
+from tests.engine.serving import Request, assert_same, num_accepted, sampling, serve
+from tests.tiny_vl import make_image, make_tiny_vl, tokens
+
+LENGTHS = (60, 30, 60)  # so that the batch gets smaller
+PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(5) for _ in range(3)][:13]
+NAMES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"seed": 4, "extra_args": None},
+    {"extra_args": None},
+]
+FEW_BLOCKS = {
+    "num_gpu_blocks_override": 12, "block_size": 32, "max_model_len": 96, "enable_prefix_caching": False,
+}  # fmt: skip
+
+
+def requests(**others: Any) -> list[Request]:
+    """Named, greedy, seeded and unnamed ones, siblings beside others; `others` by number."""
+    settings = {"temperature": 1.0, "logprobs": 1}
+    return [
+        Request(
+            prompt,
+            sampling(settings | {"max_tokens": LENGTHS[i % 3]} | NAMES[i % 4], key=[3, i]),
+            {name: value(i) for name, value in others.items()},
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: str) -> list[dict[str, Any]]:
+    """What the requests get without drafts where there is room for all of them."""
+    llm = new_engine(tiny_model, **OFF)
+    found = serve(llm, requests())
+    close([llm])
+    return found
+
+
+# Options of the drafter, arguments of vLLM, and what requests bring besides.
+SCENARIOS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]]] = {
+    "one draft token": ({"num_speculative_tokens": 1}, {}, {}),
+    "three draft tokens": ({"num_speculative_tokens": 3}, {}, {}),
+    "a gate that opens and closes": ({"batch_threshold": 9, "history": 8}, {}, {}),
+    "preemption": ({}, FEW_BLOCKS, {}),
+    "priorities and preemption": (
+        {}, FEW_BLOCKS | {"scheduling_policy": "priority"}, {"priority": lambda i: -i}
+    ),
+    "prompts in chunks": ({}, {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}, {}),
+    "waiting": ({}, {"max_num_seqs": 5}, {}),
+    "the model's length": ({}, {"max_model_len": 48}, {}),
+    "no drafts, scheduled ahead": (None, OFF | {"async_scheduling": True}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scheduling_does_not_matter(name: str, expected: list[dict[str, Any]], make_engine: Any) -> None:
+    spec, arguments, others = SCENARIOS[name]
+    llm = make_engine(spec, fresh=True, **arguments)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+    scheduler._preempt_request = lambda request, *a: (preempted.append(request), preempt(request, *a))
+    found = serve(llm, requests(**others))
+    for i, (one, whole) in enumerate(zip(found, expected, strict=True)):
+        if others and NAMES[i % 4].keys() == {"extra_args"}:
+            continue  # unnamed, it is numbered where it comes
+        most = min(LENGTHS[i % 3], arguments.get("max_model_len", 512) - len(PROMPTS[i]))
+        assert one["tokens"] == whole["tokens"][:most], i
+        assert one["end"] == ["length", None]
+        assert_same(one["logprobs"], whole["logprobs"][:most], f"{i}")
+    assert bool(preempted) == ("preemption" in name)
+    if spec is not None:
+        proposer_of(llm)._drafter.index.validate()
+        counters = proposer_of(llm).take_counters()
+        assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+        assert counters.num_failed_steps == 0
+        assert (counters.num_steps_on < counters.num_steps) == ("batch_threshold" in spec)
+
+
+def test_a_key_names_its_tokens(make_engine: Any) -> None:
+    """Neither the place in the batch nor the engine's seed matters; siblings with one seed differ."""
+    asked = [Request(PROMPTS[0], sampling({"seed": 1}, key=[3, i])) for i in range(6)]
+    first = serve(make_engine({}), asked)
+    assert len({tuple(one["tokens"]) for one in first}) == 6
+    again = serve(make_engine({}, seed=5), [*asked[::-1], asked[0]])
+    assert [one["tokens"] for one in again] == [one["tokens"] for one in [*first[::-1], first[0]]]
+
+
+def same_with_drafts(
+    model: str, asked: list[Request], num_times: int = 2, **arguments: Any
+) -> list[dict[str, Any]]:
+    """What the requests get; the second time drafts come from what the first gave."""
+    found, accepted = [], 0
+    for spec, off in ((None, OFF), ({"history": 8}, {})):
+        llm = new_engine(model, spec, model=model, **off, **arguments)
+        found += [serve(llm, asked) for _ in range(num_times)]
+        accepted = num_accepted(llm) if spec is not None else 0
+        close([llm])
+    for results in found[1:]:
+        assert_same(results, found[0])
+    assert accepted > 20 * len(asked) * (num_times - 1)
+    return found[0]
+
+
+def named(prompt: Any, i: int, **others: Any) -> Request:
+    return Request(prompt, sampling({"max_tokens": 40, "logprobs": 1}, key=i), others)
+
+
+def make_adapter(folder: pathlib.Path, seed: int) -> str:
+    """A LoRA adapter of the tiny model, as peft saves it."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(2):
+        for name, num_out in (("q_proj", 128), ("v_proj", 64)):
+            path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{path}.lora_A.weight"] = torch.randn(8, 128, generator=generator)
+            weights[f"{path}.lora_B.weight"] = torch.randn(num_out, 8, generator=generator) / 20
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_two_adapters_and_none_in_one_batch(chat_model: str, tmp_path_factory: Any) -> None:
+    from vllm.lora.request import LoRARequest
+
+    adapters = [
+        LoRARequest(f"adapter {i}", i, make_adapter(tmp_path_factory.mktemp("adapter"), i)) for i in (1, 2)
+    ]
+    asked = [named(PROMPTS[0], i, lora_request=each) for each in (None, *adapters) for i in range(3)]
+    found = same_with_drafts(chat_model, asked, enable_lora=True, max_loras=2, max_lora_rank=8)
+    # On CPUs vLLM gives a request without an adapter the last one's, so these are two policies or three.
+    assert len({tuple(one["tokens"]) for one in found}) >= 6
+
+
+def test_prompts_of_embeddings(chat_model: str) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    prompts: list[Any] = [{"prompt_embeds": torch.randn(12, 128, generator=generator) / 50} for _ in range(2)]
+    prompts = [*prompts, *prompts, PROMPTS[0], PROMPTS[0]]
+    asked = [named(prompt, i % 3) for i, prompt in enumerate(prompts)]
+    same_with_drafts(chat_model, asked, enable_prompt_embeds=True)
+
+
+def test_images(tmp_path: pathlib.Path) -> None:
+    """One image and several, another one behind the same tokens, and none."""
+    prompts = [
+        (tokens("Look. ", 1, "What is it?"), [0]),
+        (tokens("Look. ", 1, "What is it?"), [1]),
+        (tokens(2, "Which one?"), [0, 1]),
+        (tokens("First ", 1, " and then ", 2), [2, 0, 2]),
+        (tokens("No image at all."), []),
+    ]
+    asked = [
+        named(
+            {
+                "prompt_token_ids": prompt,
+                "multi_modal_data": {"image": [make_image(each) for each in images]},
+            },
+            i,
+        )
+        for i, (prompt, images) in enumerate(prompts)
+    ]
+    found = same_with_drafts(make_tiny_vl(tmp_path), asked, limit_mm_per_prompt={"image": 3})
+    assert len({tuple(one["tokens"]) for one in found}) == len(found)
+
+
+QUESTIONS = [
+    "List the days of the week, one a line, and then list them again in the same order.",
+    "What is 17 + 25? Show each step, then give the answer as `Answer: <number>`.",
+    "Write a short poem about rain and repeat its first line at the end.",
+    "Name three fruits and three vegetables.",
+]
+
+
+def test_the_pretrained_policy(policy: str) -> None:
+    """Greedy and sampled, with a stop string in the second."""
+    asked = []
+    for i, question in enumerate(QUESTIONS):
+        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        settings = {"max_tokens": 96, "ignore_eos": False, "stop": ["Answer:"] if i == 1 else []}
+        asked.append(
+            Request(prompt, sampling(settings | {"temperature": i % 2 * 0.3, "extra_args": {KEY: i}}))
+        )
+    same_with_drafts(policy, asked, num_times=1)
