@@ -55,8 +55,8 @@ def _of_vllm(name: str, versions: tuple[str, ...] = VERSIONS) -> Option:
 
 _BY_VLLM = "by vLLM, together with any drafter"
 _SPECULATIVE = "not yet supported with speculative decoding"
-_NEEDS_V2 = "by vLLM: it needs model runner V2"
-_PARTS = "a stream's parts add up to the same; a part may have more tokens"
+_NEEDS_V2 = "by vLLM: it needs MRV2"
+_PARTS = "the parts of a stream add up to the same; one part may have several tokens"
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 _ENDING = {"ignore_eos": False}
 
@@ -101,13 +101,13 @@ SAMPLING = (
         {"structured_outputs": {"choice": ["abcabcabd", "abcabcabe"]}} | _ENDING,
         {"structured_outputs": {"json_object": True}} | _ENDING,
         {"structured_outputs": {"grammar": 'root ::= "abc" root | "."'}} | _ENDING,
-        note="with the backend `outlines` refused by us, before vLLM 0.32",
+        note="before vLLM 0.32, we refuse grammars of the backend `outlines`",
         test="test_requests.py::test_a_grammar_of_outlines_is_refused_where_its_mask_would_open",
     ),
     _same("thinking_token_budget", {"thinking_token_budget": 12}),
     _same("repetition_detection", {"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}),
     _same("extra_args", {"extra_args": {"rollout_spec_key": ["a", 1], "rollout_spec_group": "g"}},
-          note="with it a request gives its name and its group"),
+          note="here a request gives its name and its group"),
     Option("watermarking", NO_EFFECT, "vLLM refuses an engine with watermarks and our drafter",
            examples=({"watermarking": True},), versions=FROM_32),
     _refused("trace_decode_token_ids", "trace_decode_token_ids", _BY_VLLM,
@@ -116,7 +116,7 @@ SAMPLING = (
           test="test_parallel.py::test_the_experts_that_are_returned_are_each_tokens_own",
           note="with `enable_return_routed_experts`: the experts of each token are those without drafts"),
     Option("routed_experts_prompt_start", NO_EFFECT,
-           "not tested: CPUs (0.29) and model runner V1 (0.32) return no experts",
+           "not tested: CPUs (0.29) and MRV1 (0.32) return no experts",
            examples=({"routed_experts_prompt_start": 2},), versions=FROM_29),
     _same("skip_reading_prefix_cache", {"skip_reading_prefix_cache": True}),
     Option("skip_clone", NO_EFFECT, "how vLLM copies the options", examples=({"skip_clone": True},)),
@@ -131,14 +131,14 @@ SAMPLING = (
 REQUEST = (
     _same("prompt_token_ids", {"prompt": {"prompt_token_ids": [65, 66, 67] * 4}}),
     _same("mm_features", note="images; video and audio are not tested", test="test_vision.py::test_images"),
-    _same("lora_request", note="on CPUs vLLM gives a row without an adapter the one of another row",
+    _same("lora_request", note="on CPUs, vLLM itself gives a row without an adapter that of another row",
           test="test_lora.py::test_two_adapters_and_none_in_one_batch"),
     _same("prompt_embeds", test="test_lora.py::test_prompts_of_embeddings"),
     _same("prompt_is_token_ids", test="test_lora.py::test_prompts_of_embeddings"),
     _same("priority", note="with `scheduling_policy=priority`",
           test="test_lora.py::test_priorities_and_preemption"),
     _same("cache_salt", {"prompt": {"cache_salt": "a"}}),
-    _same("reasoning_ended", note="where a grammar begins behind the reasoning; also a caller's own",
+    _same("reasoning_ended", note="where a grammar begins after the reasoning; a caller may set it",
           test="test_requests.py::test_a_grammar_begins_where_reasoning_ends"),
     _same("reasoning_parser_kwargs", note="as `reasoning_ended`",
           test="test_requests.py::test_a_grammar_begins_where_reasoning_ends"),

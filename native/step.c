@@ -23,7 +23,7 @@ static rs_status check_batch(const rs_index *index, const rs_batch *batch, rs_er
     if (!(batch->min_survival >= 0.0 && batch->min_survival <= 1.0)) {
         return rs_fail(error, RS_EINVAL, -1, "min_survival=%g: must be between 0 and 1", batch->min_survival);
     }
-    if (batch->num_matrix_rows < 1 || batch->num_columns < 0 || batch->row_stride < batch->num_columns) {
+    if (batch->num_matrix_rows < 0 || batch->num_columns < 0 || batch->row_stride < batch->num_columns) {
         return rs_fail(error, RS_EINVAL, -1,
                        "token_ids: %" PRId64 " rows of %" PRId64 " columns, stride %" PRId64 ": out of range",
                        batch->num_matrix_rows, batch->num_columns, batch->row_stride);

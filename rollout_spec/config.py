@@ -94,7 +94,7 @@ class SpecConfig:
     batch_threshold: int | str = _option(
         AUTO,
         "auto: draft where it saves time; a number: draft while at most this many requests decode",
-        "you want the published rule (8), or `share_off_guard` stays high because step times vary",
+        "you want the published rule (8), or `achieved_gain` stays below 1 because step times vary",
         0,
         1 << 20,
         int,

@@ -89,7 +89,7 @@ METRICS = (
     Metric(
         "achieved_gain",
         "The same ratio as measured, in the steps with drafts only. A whole rollout gains less.",
-        "Below 1: the guard pauses drafting. If it lasts, set `batch_threshold` to a number.",
+        "Below 1 for long: step times vary too much to predict. Set `batch_threshold` to a number.",
     ),
     Metric(
         "share_off_threshold",
@@ -98,14 +98,8 @@ METRICS = (
     ),
     Metric(
         "share_off_cost",
-        "Share of steps without drafts because no draft token would save more time than it costs.",
+        "Share of steps without drafts because drafts would gain less than 2 % over a plain step.",
         "Fine in full batches. High at the end of a rollout too: the text rarely repeats; run `replay`.",
-    ),
-    Metric(
-        "share_off_guard",
-        "Share of steps without drafts because the guard compares with plain steps, or pauses drafting; "
-        "0.02 is normal.",
-        "Above 0.05: drafts cost time. Look for other work on the machine.",
     ),
     Metric(
         "num_model_passes",
@@ -177,9 +171,7 @@ class EngineCounters(_Counters):
     # Steps without drafts, by what decided so
     num_steps_off_threshold: int = 0  # more rows than batch_threshold
     num_steps_off_cost: int = 0  # no draft paid for its cost
-    num_steps_off_guard: int = 0  # to compare with plain steps, or a pause after a loss
     num_steps_off_probe: int = 0  # to measure a step without drafts
-    num_guard_stops: int = 0
     # Over the steps with drafts that the automatic gate could compare
     gate_seconds: float = 0.0  # what they took
     gate_plain_seconds: float = 0.0  # what steps without drafts would have for the same tokens
@@ -277,7 +269,7 @@ def _engine_metrics(engine: EngineCounters) -> dict[str, float]:
     values |= _ratio("draft_ms", engine.draft_seconds * 1e3, engine.num_steps)
     values |= _ratio("achieved_gain", engine.gate_plain_seconds, engine.gate_seconds)
     values |= _ratio("expected_gain", engine.gate_expected_plain_seconds, engine.gate_expected_seconds)
-    for reason in ("threshold", "cost", "guard"):
+    for reason in ("threshold", "cost"):
         num_steps_off = getattr(engine, f"num_steps_off_{reason}")
         values |= _ratio(f"share_off_{reason}", num_steps_off, engine.num_steps)
     return values | _model_metrics(engine)

@@ -25,7 +25,6 @@ from rollout_spec.drafting.corpus import (
 )
 from rollout_spec.drafting.index import SuffixIndex, make_index
 from rollout_spec.drafting.native import InvalidArgument
-from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 from tests.test_replay import write_trace
 from tests.text import int32, save_corpus
 
@@ -40,37 +39,6 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("corpora")
 
 
-WORDS = [[1], [2, 3], [3, 2, 2], [1, 1, 1, 1], [4, 5, 6, 7]]
-SPOKEN = st.lists(st.sampled_from(WORDS), max_size=8).map(lambda words: list(chain(*words)))
-
-
-@given(
-    corpus=st.lists(SPOKEN, min_size=1, max_size=4),
-    prompt=SPOKEN,
-    pieces=st.lists(SPOKEN | st.lists(st.integers(0, 9), max_size=2), min_size=1, max_size=6),
-    min_survival=st.sampled_from([0.0, 0.3]),
-    after_prompt=st.booleans(),
-)
-@settings(max_examples=150, deadline=None)
-def test_drafts_equal_the_oracle(folder, corpus, prompt, pieces, min_survival, after_prompt):
-    group = GroupOracle(prompt, Options(num_speculative_tokens=5, corpus=CorpusOracle(corpus)))
-    slow = SequenceOracle(group, after_prompt, Experience())
-    mapped = open_corpus(save_corpus(folder / "corpus.sam", corpus))
-    with SuffixIndex(num_speculative_tokens=5, corpus=mapped) as index:
-        group = index.open_group(np.array(prompt, np.int32))
-        sequence = int32(index.open_sequence(group, after_prompt=after_prompt))
-        text = list(slow.start)
-        for piece in [*pieces[:-1], None, pieces[-1]]:  # None: the request starts again
-            text = list(slow.start) if piece is None else text + piece
-            row = np.array([*text, 0], np.int32)[None]
-            result = index.index_and_draft(sequence, row, int32(0), int32(len(text)), int32(5), min_survival)
-            slow.index(text)
-            num = int(result.num_draft_tokens[0])
-            assert result.draft_tokens[0, :num].tolist() == slow.draft(5, min_survival)
-            assert result.survivals[0, :num] == pytest.approx(slow.survivals, rel=1e-5)
-        index.validate()
-
-
 @pytest.mark.parametrize(("repeated", "first"), [(False, 203), (True, 7)])
 def test_the_corpus_counts_where_its_match_is_longer_than_the_groups(path, repeated, first):
     """Where the group continues as long a suffix, its continuation comes first."""
@@ -80,15 +48,6 @@ def test_the_corpus_counts_where_its_match_is_longer_than_the_groups(path, repea
         sequence = int32(index.open_sequence(index.open_group(prompt)))
         result = index.index_and_draft(sequence, text, int32(0), int32(text.size), int32(3))
         assert result.draft_tokens[0, 0] == first
-
-
-def test_the_end_of_a_text_has_no_continuation(path):
-    with SuffixIndex(num_speculative_tokens=3, corpus=open_corpus(path)) as index:
-        sequence = int32(index.open_sequence(index.open_group(int32())))
-        result = index.index_and_draft(sequence, int32(101, 7)[None], int32(0), int32(2), int32(3))
-        assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == [8]
-        result = index.index_and_draft(sequence, int32(101, 7, 8)[None], int32(0), int32(3), int32(3))
-        assert result.num_draft_tokens.tolist() == [0]
 
 
 def test_what_is_cleared_or_left_out_leaves_the_corpus(path):
@@ -220,31 +179,6 @@ def with_right_checksum(path, content):
         mapped[CONTENT_OFFSET:] = content
 
     write_corpus(path, len(content), fill)
-
-
-@pytest.mark.parametrize("field", ["len", "link", "count", "first", "token", "target"])
-@pytest.mark.parametrize("value", [5, 7, 2**30, 2**31 - 1, 2**31, 2**32 - 1])
-def test_a_right_checksum_of_wrong_content_costs_drafts_only(path, field, value):
-    """Whatever is read, and wherever a text leaves the corpus."""
-    corpus = open_corpus(path)
-    content = np.frombuffer(path.read_bytes(), np.uint32, offset=CONTENT_OFFSET).copy()
-    states, transitions = np.split(content[4:], [4 * (corpus.num_states + 1)])
-    fields = dict(zip(("len", "link", "count", "first"), states[:-4].reshape(-1, 4).T, strict=True))
-    fields |= dict(zip(("token", "target"), transitions.reshape(-1, 2).T, strict=True))
-    fields[field][5::3] = value
-    with_right_checksum(path, content.tobytes())
-    with pytest.raises(
-        ConfigError, match=rf"^rollout\.spec\.corpus='{path}': damaged before its checksum was made"
-    ):
-        check_corpus(path)
-    text = np.tile(np.arange(100, 130, dtype=np.int32), 3)
-    text[4::7] = 200, 399, 7, 101, 8, 250, 1, 300, 100, 399, 102, 200, 9
-    with SuffixIndex(num_speculative_tokens=4, corpus=open_corpus(path)) as index:
-        sequence = int32(index.open_sequence(index.open_group(int32())))
-        for level in range(text.size + 1):
-            result = index.index_and_draft(sequence, text[None], int32(0), int32(level), int32(4))
-            drafted = result.draft_tokens[0, : result.num_draft_tokens[0]]
-            assert ((drafted >= 0) & (drafted < 400)).all()
 
 
 @pytest.mark.parametrize(

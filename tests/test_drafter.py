@@ -172,7 +172,7 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not() -> None:
     share_drafted(200)
     assert share_drafted(100) < 0.1
     dear = 0.0
-    share_drafted(400)
+    share_drafted(1200)
     assert share_drafted(100) > 0.8
 
 
@@ -332,16 +332,6 @@ def test_steps_with_new_rows_count_where_less_than_a_quarter_is_without(period: 
     assert seconds == 2 * [*[0.125 if all_count else None] * (period - 1), 0.125]
 
 
-def test_a_full_index_gives_up_idle_groups_first() -> None:
-    drafter = Drafter(SpecConfig(max_index_mb=1))
-    random = np.random.default_rng(0)
-    for i in range(20):
-        drafter.add(str(i), random.integers(0, 50_000, 4000, dtype=np.int32), 8000)
-        drafter.remove(str(i))
-    assert 0 < drafter.index.stats().num_groups < 20
-    assert drafter.index.stats().num_bytes <= 1 << 20
-
-
 @pytest.mark.usefixtures("at_once")
 def test_a_request_that_does_not_fit_is_left_out_and_the_others_draft() -> None:
     drafter = Drafter(SpecConfig(max_index_mb=1, batch_threshold=8))
@@ -376,14 +366,6 @@ def test_a_row_that_holds_no_text_is_left_out_and_the_others_draft(token: int) -
     assert batch.drafter.counters.num_untracked_rows == 2
     for name in ("a", "b", "c"):
         batch.drafter.remove(name)
-
-
-def test_the_first_row_that_holds_no_text_costs_no_longer_row_its_drafts() -> None:
-    batch = make(num_speculative_tokens=3)
-    for name in ("a", "b"):
-        batch.add(name)
-    batch.step([[10], [10, 11, 12, 13]])
-    assert batch.step([[-1], [10]]) == [[], [11, 12, 13]]
 
 
 def test_a_prompt_that_holds_no_text_is_left_out_and_the_others_draft() -> None:
@@ -471,7 +453,7 @@ def test_an_open_gate_is_on_though_no_row_fits(batch_threshold: object) -> None:
         batch.step([[7]])
     counters = batch.drafter.take_counters()
     assert counters.num_untracked_rows == counters.num_steps == 41
-    reasons = ("threshold", "cost", "guard", "probe")
+    reasons = ("threshold", "cost", "probe")
     num_off = sum(getattr(counters, f"num_steps_off_{reason}") for reason in reasons)
     assert counters.num_steps_on == 41 - num_off > 0
 
@@ -488,22 +470,6 @@ def count_calls(drafter: Drafter) -> list[int]:
 
     drafter.index.index_and_draft = counted  # type: ignore[method-assign, assignment]
     return counts
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_step_takes_the_room_of_as_many_idle_groups_as_it_needs() -> None:
-    random = np.random.default_rng(0)
-    drafter = Drafter(SpecConfig(max_index_mb=2, batch_threshold=8))
-    for i in range(MAX_IDLE_GROUPS):
-        drafter.add(str(i), random.integers(0, 50_000, 1000, dtype=np.int32), 2000)
-        drafter.remove(str(i))
-    before, nums_open = drafter.index.stats().num_groups, count_calls(drafter)
-    batch = Batch(drafter, num_rows=1, length=20_000)
-    batch.add("long", max_level=20_000)
-    batch.step([random.integers(0, 50_000, 15_000).tolist()])
-    assert drafter.counters.num_untracked_rows == 0
-    assert len(nums_open) == 1 and before - nums_open[0] > 10
-    drafter.index.validate()
 
 
 def test_a_full_index_closes_no_more_groups_than_it_needs() -> None:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.costs import PROBE_EVERY, Ranks, Step
+from rollout_spec.drafting.gate.costs import EARLY_PROBE_EVERY, EARLY_STEPS, PROBE_EVERY, Ranks, Step
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS, AutoGate, FixedGate, make_gate
-from rollout_spec.drafting.gate.guard import GUARD_STEPS, GUARD_WINDOW, MIN_PAUSE, Guard
 from rollout_spec.drafting.gate.passes import Passes
 from rollout_spec.drafting.gate.step_cost import ENOUGH
 from rollout_spec.metrics import EngineCounters
@@ -74,9 +73,9 @@ def budgets(chosen):
 
 
 def test_tokens_that_cost_nothing_are_all_verified():
-    machine = Machine([0.9, 0.5, 0.1], lambda drafted: 0.1)
+    machine = Machine([0.9, 0.6], lambda drafted: 0.1)
     machine.steps(200)
-    assert set(budgets(machine.steps(50))) == {3 * NUM_ROWS}
+    assert set(budgets(machine.steps(50))) == {2 * NUM_ROWS}
     # 10 tokens a step in place of 4, and so foreseen.
     counters = machine.counters
     assert counters.gate_seconds > 10.0
@@ -109,47 +108,6 @@ def test_nothing_is_drafted_where_no_token_is_worth_its_cost():
     assert machine.counters.num_steps_off_cost > 300
 
 
-def test_the_guard_pauses_before_the_model_has_learned_a_loss():
-    costs = {"drafted": 0.1}
-    machine = Machine([0.9], lambda drafted: costs["drafted"] if drafted else 0.1)
-    machine.steps(300)
-    assert machine.counters.num_guard_stops == 0
-    costs["drafted"] = 0.1 * 2 * 1.06  # with 8 tokens for 4 just not worth it
-    machine.steps(4 * GUARD_STEPS)
-    assert machine.counters.num_guard_stops == 1
-    assert machine.counters.num_steps_off_guard > MIN_PAUSE // 2
-
-
-def pauses(guard, counters, num, *, seconds):
-    """Steps without drafts in a row, so many times; steps with drafts take so many times a plain one."""
-    lengths, length = [], 0
-    while len(lengths) < num:
-        if guard.blocks(NUM_ROWS, counters):
-            guard.learn_plain(1.0)
-            length += 1
-        else:
-            lengths += [length] if length else []
-            length = 0
-            guard.learn_drafted(seconds, 1.0)
-    return np.array(lengths)
-
-
-def test_pauses_grow_to_a_bound_while_drafting_loses():
-    guard, counters = Guard(), EngineCounters()
-    lengths = pauses(guard, counters, 6, seconds=1.2)
-    assert counters.num_guard_stops == 6
-    assert (lengths - lengths[0]).tolist() == [0, 128, 384, 896, 896, 896]
-    assert lengths[0] == MIN_PAUSE + GUARD_WINDOW
-
-
-def test_a_loss_that_is_hardly_measured_is_no_reason_to_pause():
-    counters = EngineCounters()
-    pauses(Guard(), counters, 4, seconds=1.015)  # which are windows
-    assert counters.num_guard_stops == 0
-    pauses(Guard(), counters, 4, seconds=1.025)
-    assert counters.num_guard_stops == 4
-
-
 def test_one_slow_step_does_not_shut_the_gate_for_long():
     """The first with drafts, of which nothing else is known."""
     slow = {"left": 1}
@@ -178,7 +136,7 @@ def test_the_gate_opens_within_twenty_steps_though_the_first_of_each_size_are_sl
 
     machine = Machine([0.9, 0.8, 0.7, 0.6], seconds)
     machine.steps(20)
-    assert sum(sum(budgets([numbers])) > 0 for numbers in machine.steps(24)) >= 22  # then the guard looks
+    assert sum(sum(budgets([numbers])) > 0 for numbers in machine.steps(24)) >= 19  # every seventh is plain
 
 
 def test_guesses_are_tried_a_few_times_where_drafts_are_dear():
@@ -196,16 +154,53 @@ def test_an_engine_without_requests_passes_for_no_step():
     assert set(budgets(machine.steps(50))) == {2 * NUM_ROWS}
 
 
-def test_the_guard_tells_a_slower_engine_from_a_loss():
-    """All steps take twice as long, from one to the next: what a draft gains is the same."""
-    scale = {"all": 1.0}
-    machine = Machine([0.9], lambda drafted: scale["all"] * (0.15 if drafted else 0.1))
-    machine.steps(300)
-    scale["all"] = 2.0
-    slowed = machine.steps(4 * GUARD_STEPS)
-    assert machine.counters.num_steps_off_guard >= GUARD_WINDOW  # it has looked
-    assert machine.counters.num_guard_stops == 0
-    assert sum(numbers is not None for numbers in slowed) > 3 * GUARD_STEPS
+def relative_speed(times_of_a_step, slope=0.025, num_steps=1000):
+    """Tokens for the machine's work, over that of plain steps, once it has learned.
+
+    A plain step is 0.1 s of work for four rows. Every draft token costs `slope` seconds of work.
+    A step's work takes times_of_a_step(its number) times as long, and the
+    gate sees only that. A draft token comes true as often as its survival says.
+    """
+    rng, gate, counters = np.random.default_rng(0), AutoGate(), EngineCounters()
+    num_drafted = num_accepted = 0
+    work = num_tokens = 0.0
+    for number in range(num_steps):
+        if number == 200:
+            work = num_tokens = 0.0
+        work += 0.1 + slope * num_drafted
+        num_tokens += NUM_ROWS + num_accepted
+        seconds = (0.1 + slope * num_drafted) * times_of_a_step(number) * rng.lognormal(0.0, 0.05)
+        step = Step(NUM_ROWS, 100, NUM_ROWS + num_accepted, seconds)
+        num_drafted = num_accepted = 0
+        if gate.begin(step, counters) is not None:
+            rates = rng.beta(1.2, 0.8, (NUM_ROWS, 6)).clip(0.02, 0.99)
+            chosen = gate.choose(
+                rates.cumprod(1).astype(np.float32), np.full(NUM_ROWS, 6, np.int32), counters
+            )
+            num_drafted = int(chosen.sum())
+            is_right = (rng.random(rates.shape) < rates).cumprod(1)
+            num_accepted = int((is_right * (np.arange(6) < chosen[:, None])).sum())
+    return num_tokens / NUM_ROWS * 0.1 / work
+
+
+def drifting(period, seed=0):
+    """Up to twice as long as at other times: another value every `period` steps, and a line between them."""
+    values = 2.0 ** np.random.default_rng(seed).random(1000)
+    return lambda number: float(np.interp(number / period, np.arange(len(values)), values))
+
+
+@pytest.mark.parametrize("period", [10, 50, 300])
+@pytest.mark.parametrize(("slope", "least"), [(0.025, 0.98), (0.05, 0.97)])
+def test_drafts_that_cost_what_they_give_lose_little_on_a_machine_of_varying_speed(period, slope, least):
+    """As beside a training on the same cores: all steps take longer, and the gate compares old with new."""
+    assert relative_speed(drifting(period), slope) > least
+
+
+def test_drafts_that_pay_go_on_on_a_machine_of_varying_speed():
+    steady = relative_speed(lambda number: 1.0, slope=0.005)
+    assert steady > 1.4
+    for period in (10, 50, 300):
+        assert relative_speed(drifting(period), slope=0.005) > 0.95 * steady
 
 
 def test_plain_steps_that_were_slow_at_first_hide_no_loss():
@@ -256,8 +251,9 @@ def test_ranks_that_step_together_go_without_drafts_in_the_same_steps():
                 asked.add(number)
         return {number for number in asked if number > first + ENOUGH}
 
-    probes = set(range(PROBE_EVERY + 1, 200, PROBE_EVERY + 1))
-    assert asked_in(2, 0) == asked_in(12, 0) == probes
+    probes = set(range(PROBE_EVERY, 200, PROBE_EVERY))
+    early = set(range(0, EARLY_STEPS, EARLY_PROBE_EVERY))
+    assert asked_in(2, 0) == asked_in(12, 0) == {number for number in probes | early if number > ENOUGH}
     assert asked_in(5, 90) == {number for number in probes if number > 90 + ENOUGH}
 
 
@@ -291,7 +287,7 @@ def test_a_rank_fills_its_step_to_the_rows_of_the_fullest_one():
 def test_what_another_rank_drafts_does_not_make_a_draft_free():
     """The other verifies 64 tokens in all steps but the common plain ones; a token costs more than a row."""
     others = drafted_beside(
-        lambda number: 4 if number % (PROBE_EVERY + 1) == 1 else 64, lambda tokens: 0.1 + 0.04 * (tokens - 4)
+        lambda number: 4 if number % (PROBE_EVERY) == 1 else 64, lambda tokens: 0.1 + 0.04 * (tokens - 4)
     )
     assert sum(others[100:]) == 0
 

@@ -101,21 +101,3 @@ def test_thousands_of_row_steps_equal_the_oracle(tmp_path, with_corpus):
             if all(pair.is_over(row) for row in range(first, first + 4)):
                 pair.close_group(groups.pop(first), range(first, first + 4))
     pair.index.validate()
-
-
-def test_a_walk_changes_nothing():
-    """What a row drafts is the same whoever drafts beside it, before it or with it."""
-    text = speak(np.random.default_rng(3), 60, num_words=12, alphabet=9)
-    found = []
-    for others in (0, 3, 19):
-        with SuffixIndex(num_speculative_tokens=8) as index:
-            group = index.open_group(text)
-            sequences = np.array([index.open_sequence(group) for _ in range(20)], np.int32)
-            matrix = np.tile(text, (20, 1))
-            matrix = np.hstack([matrix, np.arange(20, dtype=np.int32)[:, None] % 9])
-            levels = np.full(20, 61, np.int32)
-            budgets = np.where(np.arange(20) >= 19 - others, 8, 0).astype(np.int32)
-            result = index.index_and_draft(sequences, matrix, np.arange(20, dtype=np.int32), levels, budgets)
-            num = result.num_draft_tokens[19]
-            found.append((result.draft_tokens[19, :num].tolist(), result.survivals[19, :num].tolist()))
-    assert found[0][0] and found[0] == found[1] == found[2]

@@ -107,9 +107,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     def leave(self, group):
         """Somebody has left the group, who may have been the only one in it."""
-        if group in self.sequence_group.values():
-            return
-        self.idle = [*(each for each in self.idle if each != group), group]
+        if group not in self.sequence_group.values():
+            self.idle = [*(each for each in self.idle if each != group), group]
         while len(self.idle) > self.max_idle_groups:
             self.gone.append(self.idle[0])
             self.forget(self.idle[0])
@@ -226,8 +225,9 @@ class IndexMachine(RuleBasedStateMachine):
             budget, model = budgets[i] * oracle.group.is_whole, models[rows[i]] if models else ()
             if models:
                 fewer = oracle.draft(budget, price, model[:-1])
-                assert result.nums_of_fewer[i] == len(fewer)
-                assert result.survivals_of_fewer[i, : len(fewer)] == pytest.approx(oracle.survivals, rel=1e-5)
+                survivals, numbers = result.fewer
+                assert numbers[i] == len(fewer)
+                assert survivals[i, : len(fewer)] == pytest.approx(oracle.survivals, rel=1e-5)
                 oracle.predictions = []
             num = result.num_draft_tokens[i]
             assert result.draft_tokens[i, :num].tolist() == oracle.draft(budget, price, model)

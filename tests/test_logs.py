@@ -11,10 +11,13 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from rollout_spec.cli import main
 from rollout_spec.report.comparison import sentences
 from rollout_spec.report.logs import RunError, read_log, wandb_messages
 from rollout_spec.report.measures import compare
@@ -170,34 +173,123 @@ def test_a_folder_with_nothing_or_too_much_is_named(logged: dict[str, Path], tmp
         read_log(tmp_path / "binary.jsonl")
 
 
+@pytest.mark.parametrize("source", ["wandb", "wandb/offline-run-*/*.wandb"])
+def test_the_second_runs_summary_gets_table_and_picture(
+    logged: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    source: str,
+) -> None:
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    out = tmp_path / "out"
+    (on,) = logged["wandb"].glob(source)
+    assert main(["compare", str(logged["json"]), str(on), "--wandb", "--output", str(out)]) == 0
+    (first,) = logged["wandb"].glob("wandb/offline-run-*/*.wandb")
+    file = Path(capsys.readouterr().out.splitlines()[-1].removeprefix(" wandb: "), first.name)
+    assert file.parent.parent != first.parent.parent, "a folder of its own"
+    items = {}
+    for message in wandb_messages(file):
+        record = wandb_internal_pb2.Record.FromString(message)
+        assert record.WhichOneof("record_type") != "history", "the run's history must stay as it is"
+        if record.WhichOneof("record_type") == "run":
+            assert (record.run.project, f"run-{record.run.run_id}.wandb") == (PROJECT, first.name)
+        for item in record.summary.update:
+            items[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    figures = ("speedup", "drift", "corrected_speedup")
+    assert [items[f"rollout_spec/{name}"] for name in figures] == pytest.approx([1.0] * 3)
+    table = json.loads((file.parent / "files" / items["rollout_spec/comparison"]["path"]).read_text())
+    assert table["columns"] == ["", "off", "on", "Change"]
+    assert [row[0] for row in table["data"]][:2] == ["Rollout time per step (s)", "Training step time (s)"]
+    picture = file.parent / "files" / items["rollout_spec/report"]["path"]
+    assert picture.read_bytes() == (out / "report.png").read_bytes()
+
+
+def test_a_run_that_wandb_does_not_know_takes_no_summary(
+    logged: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = str(logged["json"])
+    assert main(["compare", run, run, "--wandb", "--output", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"rollout-spec compare: --wandb: {run}: ")
+
+
 class WandbServer(http.server.BaseHTTPRequestHandler):
-    """As much of wandb's server as wandb's own client asks for when it reads a run."""
+    """As much of wandb's server as wandb's own client asks for when it reads a run, and when it resumes one.
+
+    It knows the run `abc123`, and of `gone` only what it was. `taken` is what it was sent, by path or query.
+    """
+
+    taken: ClassVar[dict[str, bytes]] = {}
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        query = json.loads(body) if self.path == "/graphql" else {}
+        self.taken[query.get("operationName") or self.path] = body
+        variables = query.get("variables") or {}
+        names = {variables.get(key) for key in ("name", "runName", "run")}
         history = [json.dumps({"_step": step, **data}) for step, data in rows(speed=2.0) if len(data) > 1]
-        known = b'"abc123"' in body or b"RunParquetHistory" in body
         run = {
             "id": "1", "name": "abc123", "displayName": NAME, "state": "finished", "projectId": "1",
             "historyLineCount": NUM_STEPS, "lastHistoryStep": NUM_STEPS, "tags": [], "config": "{}",
-            "systemMetrics": "{}", "summaryMetrics": "{}", "user": {"name": "u", "username": "u"},
-            "historyKeys": {"lastStep": NUM_STEPS, "keys": {}, "sets": []},
-            "parquetHistory": {"parquetUrls": [], "liveData": []}, "history": history,
+            "systemMetrics": "{}", "summaryMetrics": json.dumps({"before": 5}),
+            "user": {"name": "u", "username": "u"},
+            "historyKeys": {"lastStep": NUM_STEPS, "keys": {}, "sets": []}, "history": history,
+            "parquetHistory": {"parquetUrls": [], "liveData": []}, "wandbConfig": json.dumps({"t": 1}),
+            "logLineCount": 0, "eventsLineCount": 0, "historyTail": "[]", "eventsTail": "[]",
         }  # fmt: skip
-        viewer = {"id": "1", "username": "u", "entity": "e", "flags": "{}", "teams": {"edges": []}}
-        project = {"id": "1", "internalId": "1", "run": run if known else None}
-        data = {"project": project, "viewer": viewer, "serverInfo": {"features": []}}
-        answer = json.dumps({"data": data}).encode()
+        found = run if names & {"abc123", "gone"} else None
+        project = {"id": "1", "name": "p", "entity": {"id": "1", "name": "e"}}
+        artifact = {"id": "1", "state": "COMMITTED", "artifactSequence": {"latestArtifact": None}}
+        at = f"http://{self.headers['host']}/"
+        files = [{"name": name, "uploadUrl": at + name} for name in variables.get("files", ())]
+        data = {
+            "project": {"id": "1", "internalId": "1", "run": found, "artifact": None},
+            "viewer": {"id": "1", "username": "u", "entity": "e", "flags": "{}", "teams": {"edges": []}},
+            "serverInfo": {"features": []},
+            "model": {**project, "bucket": run if "abc123" in names else None},
+            "upsertBucket": {"bucket": {**run, "project": project}, "inserted": False},
+            "createArtifact": {"artifact": artifact},
+            "createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files},
+        }  # fmt: skip
+        self.answer(json.dumps({"data": data}).encode())
+
+    def do_PUT(self) -> None:
+        self.taken[self.path] = self.rfile.read(int(self.headers["content-length"]))
+        self.answer(b"")
+
+    def answer(self, body: bytes) -> None:
         self.send_response(200)
         self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(answer)))
+        self.send_header("content-length", str(len(body)))
         self.end_headers()
-        self.wfile.write(answer)
+        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None: ...
 
 
-# In a process of its own: wandb's client keeps one service per process.
+@pytest.fixture
+def online(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Runs Python with wandb's server, in a process of its own: wandb's client keeps one service in each."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {
+            **os.environ,
+            "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_DIR": str(tmp_path),
+            "WANDB_CACHE_DIR": str(tmp_path),
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
+        yield lambda *args: subprocess.run(
+            [sys.executable, *args], env=env, capture_output=True, text=True, timeout=240
+        )
+        server.shutdown()
+
+
 READ = """
 import sys
 from rollout_spec.report.logs import RunError
@@ -211,26 +303,39 @@ print(run.column("rollout_seconds"))
 """
 
 
-def test_an_online_run_is_read_with_wandbs_own_client(tmp_path: Path) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        env = {
-            **os.environ,
-            "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
-            "WANDB_API_KEY": "0" * 40,
-            "WANDB_DIR": str(tmp_path),
-            "WANDB_CACHE_DIR": str(tmp_path),
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
-        }
-        read, unknown = (
-            subprocess.run(
-                [sys.executable, "-c", READ, run], env=env, capture_output=True, text=True, timeout=120
-            )
-            for run in ("e/p/abc123", "wandb:e/p/none")
-        )
-        server.shutdown()
+def test_an_online_run_is_read_with_wandbs_own_client(online: Callable) -> None:
+    read, unknown = (online("-c", READ, run) for run in ("e/p/abc123", "wandb:e/p/none"))
     assert read.returncode == 0, read.stderr
     assert "[5.0, 10.0, 15.0]" in read.stdout
     assert unknown.returncode == 1
     assert "e/p/none: no such file or folder, and as a run of wandb: " in unknown.stderr
+
+
+def test_an_online_runs_summary_is_added_to(tmp_path: Path, online: Callable) -> None:
+    lines = [json.dumps({"step": step, "data": data}) for step, data in rows(speed=1.0)]
+    off, out = tmp_path / "off.jsonl", tmp_path / "out"
+    text = "\n".join(lines).replace("NaN", "null").replace("timing_s/update_actor", "other")
+    off.write_text(text + "\n")
+    command = ("-m", "rollout_spec.cli", "compare", str(off))
+    done = online(*command, "e/p/abc123", "--wandb", "--output", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "/e/p/runs/abc123" in done.stdout
+    taken = WandbServer.taken
+    stream = json.loads(taken["/files/e/p/abc123/file_stream"])["files"]
+    assert list(stream) == ["wandb-summary.json"], "the run's history must stay as it is"
+    (summary,) = map(json.loads, stream["wandb-summary.json"]["content"])
+    assert summary["before"] == 5
+    # Without the times of the training, the drift is not known.
+    added = {name.removeprefix("rollout_spec/") for name in summary if name.startswith("rollout_spec/")}
+    assert added == {"speedup", "comparison", "report"}
+    assert summary["rollout_spec/speedup"] == pytest.approx(2.0)
+    assert b"Rollout time per step" in taken["/" + summary["rollout_spec/comparison"]["path"]]
+    assert taken["/" + summary["rollout_spec/report"]["path"]] == (out / "report.png").read_bytes()
+    # Where and how the run was started is not written over.
+    resumed = json.loads(taken["UpsertBucket"])["variables"]
+    assert [resumed[name] for name in ("host", "program", "commit")] == [None] * 3
+    assert "/requirements.txt" not in taken
+
+    gone = online(*command, "e/p/gone", "--wandb", "--output", str(out))
+    assert gone.returncode == 2
+    assert "\nrollout-spec compare: --wandb: Run (gone) does not exist" in gone.stderr

@@ -116,7 +116,7 @@ def test_the_verdict_on_rollouts_has_every_ratio_with_its_interval() -> None:
     ]
     record = NOTHING | {"rollouts": {"results": results, "load": {"repeats": 2}}, "parts": []}
     assert verdict(record) == [
-        "Enabled, with the gate closed: 0.98 (0.96 to 1.00) times the tokens per second of off.",
+        "With our drafter, never drafting: 0.98 (0.96 to 1.00) times the tokens per second of off.",
         "rollout_spec: 1.30 (1.20 to 1.40) times the tokens per second of off; 2.00 (1.50 to 2.50) in the "
         "tail.",
         "suffix: 1.20 times the tokens per second of off; 2.00 (1.50 to 2.50) in the tail.",

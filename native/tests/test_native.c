@@ -649,53 +649,6 @@ static void test_damaged_corpus(void) {
     free(f);
 }
 
-/* Follow every link and transition of a block that has passed, as an index would, and move through it. */
-static void use_corpus(const void *content, uint64_t num_bytes) {
-    rs_options options = default_options();
-    options.corpus = content;
-    options.corpus_bytes = num_bytes;
-    rs_index *index = new_index(options);
-    fixture *f = new_fixture(1);
-    int32_t group;
-    CHECK(rs_group_open(index, NULL, 0, 0, &group, NULL) == RS_OK);
-    CHECK(rs_sequence_open(index, group, true, f->sequences, NULL) == RS_OK);
-    f->max_draft_tokens[0] = DRAFT_LEN;
-    for (int32_t level = 1; level <= 64; level++) {
-        f->token_ids[0][level - 1] = (int32_t)random_below(6);
-        f->levels[0] = level;
-        CHECK(rs_step(index, &f->batch, NULL) == RS_OK);
-    }
-    rs_index_free(index);
-    free(f);
-}
-
-static void test_wrong_corpora(void) {
-    const uint32_t values[] = {0, 1, 2, 5, 40, INT32_MAX, INT32_MAX + 1U, UINT32_MAX};
-    enum { NUM_VALUES = sizeof values / sizeof values[0] };
-    uint64_t num_bytes;
-    uint32_t *words = new_corpus(40, 4, &num_bytes); /* of exactly this size: reading behind it is an error */
-    const uint32_t num_words = (uint32_t)(num_bytes / 4);
-    uint32_t num_refused = 0;
-    CHECK(rs_corpus_validate(words, num_bytes, NULL) == RS_OK);
-    for (uint32_t i = 0; i < 8 * num_words * NUM_VALUES; i++) {
-        /* Every word by itself first, then two at a time. */
-        const uint32_t one = i % num_words, other = i < num_words * NUM_VALUES ? one : random_below(num_words);
-        const uint32_t kept_one = words[one], kept_other = words[other];
-        words[other] = values[random_below(NUM_VALUES)];
-        words[one] = values[i / num_words % NUM_VALUES];
-        if (rs_corpus_validate(words, num_bytes, NULL) == RS_OK) {
-            use_corpus(words, num_bytes);
-        } else {
-            num_refused++;
-        }
-        words[other] = kept_other;
-        words[one] = kept_one;
-    }
-    CHECK(num_refused > 4 * num_words * NUM_VALUES);
-    CHECK(rs_corpus_validate(words, num_bytes, NULL) == RS_OK);
-    free(words);
-}
-
 /* A chain of states without a continuation is followed for so long and no longer: state 1 has one, 2 .. NUM have none. */
 static void test_long_chains(void) {
     enum { NUM = 1000 };
@@ -732,7 +685,6 @@ int main(void) {
     test_corpus_allocation_failures(2);
     test_corpus_allocation_failures(100);
     test_corpus_builder();
-    test_wrong_corpora();
     test_damaged_corpus();
     test_long_chains();
     puts("native tests passed");

@@ -213,8 +213,8 @@ class Drafter:
         proposed = self._index(rows, token_ids, levels, price, model_drafts, compares)
         if ended_step.num_rows == 0:
             return [[] for _ in request_ids]
-        if compares:
-            self._gate.note_fewer(proposed.survivals_of_fewer, proposed.nums_of_fewer)
+        if proposed.fewer is not None:
+            self._gate.note_fewer(*proposed.fewer)
         self.counters.num_steps += 1
         self.counters.num_row_steps += ended_step.num_rows
         self.counters.num_untracked_rows += ended_step.num_rows - len(rows) + proposed.num_left_out
@@ -263,9 +263,8 @@ class Drafter:
             for row in rows.numbers[result.num_draft_tokens < 0].tolist():
                 self._requests[self._row_ids[row]].member = None
             self._rows = None
-            np.maximum(result.num_draft_tokens, 0, out=result.num_draft_tokens)
-            if result.nums_of_fewer is not None:
-                np.maximum(result.nums_of_fewer, 0, out=result.nums_of_fewer)
+            for numbers in (result.num_draft_tokens, *(result.fewer or ())[1:]):
+                np.maximum(numbers, 0, out=numbers)
         return result
 
     def _choose(self, proposed: StepResult | None) -> Int32Array | None:

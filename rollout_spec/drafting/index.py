@@ -34,9 +34,8 @@ class StepResult(NamedTuple):
     """[n]; -1: the row is left out, and its sequence closed."""
     num_left_out: int = 0
     """Rows."""
-    survivals_of_fewer: Float32Array | None = None
-    """As `survivals`, where the model drafts a token fewer. None: not asked for."""
-    nums_of_fewer: Int32Array | None = None
+    fewer: tuple[Float32Array, Int32Array] | None = None
+    """As `survivals` and `num_draft_tokens`, where the model drafts a token fewer. None: not asked for."""
 
 
 class ModelDrafts(NamedTuple):
@@ -274,10 +273,13 @@ class SuffixIndex:
 
     def _compared(self) -> StepResult:
         """The result of a step that compares."""
-        survivals, numbers = map(np.zeros_like, self._result[1:3])
+        survivals, numbers = (
+            np.zeros_like(self._result.survivals),
+            np.zeros_like(self._result.num_draft_tokens),
+        )
         self._batch.survivals_of_fewer = ffi.from_buffer("float[]", survivals)
         self._batch.nums_of_fewer = ffi.from_buffer("int32_t[]", numbers)
-        return self._result._replace(survivals_of_fewer=survivals, nums_of_fewer=numbers)
+        return self._result._replace(fewer=(survivals, numbers))
 
     def clear(self) -> None:
         """Close every sequence and group, as `close_group` does; what was learned stays."""
@@ -347,8 +349,8 @@ class SuffixIndex:
         self._batch.model_confidences = ffi.from_buffer("int32_t[]", confidences)
 
     def _set_result(self, num_rows: int) -> None:
-        buffers = (self._draft_tokens, self._survivals, self._num_draft_tokens)
-        self._result = StepResult(*(buffer[:num_rows] for buffer in buffers))
+        n = num_rows
+        self._result = StepResult(self._draft_tokens[:n], self._survivals[:n], self._num_draft_tokens[:n])
 
     def _make_buffers(self, num_rows: int) -> None:
         self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)

@@ -168,9 +168,11 @@ class IndexProposer:
         self._group = self.index.open_group(line.prompt_token_ids)
         for response in reversed(earlier):  # of continuations that are equally frequent the latest is drafted
             self.index.add_text(self._group, response)
-        none = np.empty(0, np.int32)
-        num_tokens = self.index.stats().num_waiting_tokens
-        self.index.index_and_draft(none, none[None], none, none, none, max_waiting_tokens=num_tokens)
+        none, before = np.empty(0, np.int32), self.index.stats()
+        waiting = before.num_waiting_tokens
+        self.index.index_and_draft(none, none[None], none, none, none, max_waiting_tokens=waiting)
+        if self.index.stats().num_tokens != before.num_tokens + waiting:
+            raise BudgetExceeded("earlier responses do not fit")
         sequences = [self.index.open_sequence(self._group) for _ in line.responses]
         self._sequences = np.array(sequences, np.int32)
         has_model = self._mixes and line.proposals

@@ -17,7 +17,7 @@ from rollout_spec.config import UserError
 METRICS_FILE = "metrics.jsonl"
 _WANDB_FILE = "*.wandb"
 _TENSORBOARD_FILE = "*tfevents*"
-_ONLINE = re.compile(r"(?:wandb:)?([\w.-]+)/([\w.-]+)/([\w.-]+)")
+ONLINE = re.compile(r"(?:wandb:)?([\w.-]+)/([\w.-]+)/([\w.-]+)")
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def read_log(run: str | Path) -> Log:
         RunError: nothing there, several runs where one is wanted, or not what its name says.
     """
     path = Path(run)
-    online = _ONLINE.fullmatch(str(run))
+    online = ONLINE.fullmatch(str(run))
     if online and not path.exists():
         return _read_online(*online.groups())
     if not path.exists():
@@ -69,7 +69,7 @@ def _find(folder: Path) -> tuple[str, Path]:
         return "json", folder / METRICS_FILE
     finders: dict[str, Callable[[Path], list[Path]]] = {
         "json": lambda folder: list(folder.glob("*.jsonl")),
-        "wandb": _wandb_files,
+        "wandb": wandb_files,
         # A tensorboard run is a folder: a run that was resumed has several files.
         "tensorboard": lambda folder: list({file.parent for file in folder.rglob(_TENSORBOARD_FILE)}),
     }
@@ -86,7 +86,7 @@ def _find(folder: Path) -> tuple[str, Path]:
     )
 
 
-def _wandb_files(folder: Path) -> list[Path]:
+def wandb_files(folder: Path) -> list[Path]:
     """In a run's own folder, in wandb's, and in the folder that holds wandb's (WANDB_DIR)."""
     patterns = (_WANDB_FILE, f"*run-*/{_WANDB_FILE}", f"wandb/*run-*/{_WANDB_FILE}")
     # `latest-run` is a link to one of the others.

@@ -73,7 +73,7 @@ def host_table(record: dict[str, Any]) -> Table:
     first = record["plan"]["methods"][0]
     columns = ("device", "method", "steps/s", f"/ {first}", "tokens/s", f"/ {first}", "vLLM ms", "drafter ms",
                "drafted", "accepted")  # fmt: skip
-    table = make_table("Steps on a device made of time; what the host takes of one", "rows", *columns)
+    table = make_table("Steps on a simulated device, and the host's time in one", "rows", *columns)
     for _, cell in groupby(record["results"], key=lambda row: (row["rows"], row["step"])):
         for row in cell:
             steps, tokens = (row["ratios"][name] for name in ("steps_per_s", "tokens_per_s"))

@@ -72,12 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[SpecConfig.min_survival],
         metavar="P",
-        help="prices of sam, choose and sam+model",
+        help="least survivals that sam, choose and sam+model draft",
     )
     drafters.add_argument(
         "--equal-drafts",
         action="store_true",
-        help="sam also at the prices, found by trial, at which it drafts as many tokens as each suffix*",
+        help="sam also with the least survivals at which it drafts as many tokens as each suffix*",
     )
     add_spec_argument(
         drafters, "another option of rollout.spec for sam, for example max_index_mb=64", REFUSED

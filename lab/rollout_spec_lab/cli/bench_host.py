@@ -1,4 +1,4 @@
-"""`rollout-spec-lab bench host`: what the host takes of a step, on a device made of time."""
+"""`rollout-spec-lab bench host`: the host's time in a step, on a simulated device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollout_spec_lab.cli.inputs import add_num_speculative_tokens, installed, o
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.host import Cell, Plan
 
-HELP = "what vLLM's and the drafter's host work costs a step, on a device made of time: no GPU is needed"
+HELP = "the time of vLLM and the drafter on the host in a step, with a simulated device: no GPU is needed"
 METHODS = ("off", "sam:0", "sam:1024", "off/v1", "off:sync/v1", "sam:0/v1", "sam:1024/v1", "suffix")
 REFUSED = {  # as --spec, and why
     "num_speculative_tokens": "--num-speculative-tokens sets it",
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compared.add_argument(
         "--methods", metavar="M,M",
         help="off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; /v1 behind one: on model runner V1, as suffix and ngram are anyway; "
+        "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway; "
         f"each is compared with the first ({','.join(METHODS)}, without what is not installed)",
     )  # fmt: skip
     add_num_speculative_tokens(compared)

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     served.add_argument(
         "--methods", metavar="M,M",
-        help="of the rollouts, as in `bench engine`; sam:0 is our drafter with the gate closed "
+        help="of the rollouts, as in `bench engine`; sam:0 has our drafter and never drafts "
         f"({METHODS}; with --model-drafter also {OF_MODEL[1:]})",
     )  # fmt: skip
     add_model_drafter(served)

@@ -63,7 +63,7 @@ def _rollouts(record: Mapping[str, Any]) -> Iterator[str]:
         ratios = results[method]["ratios"]
         whole, tail = (_ratio(ratios[name]) for name in ("tokens_per_s", "tail_tokens_per_s"))
         if method == "sam:0":
-            yield f"Enabled, with the gate closed: {whole} times the tokens per second of {first}."
+            yield f"With our drafter, never drafting: {whole} times the tokens per second of {first}."
         else:
             yield f"{_name(method)}: {whole} times the tokens per second of {first}; {tail} in the tail."
     for method in [one for one in others if one in RIVALS]:

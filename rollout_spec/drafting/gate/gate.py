@@ -1,7 +1,8 @@
 """When to draft, and how much: speculation pays in the long tail, when few requests are left running.
 
-A gate is asked twice in an engine step: `begin`, before anything is drafted, gives the price below which no
-token is proposed (None: no drafts in this step); `choose` then keeps the tokens that pay.
+A gate is asked twice in an engine step. `begin`, before anything is drafted, gives the least survival (the
+probability that a draft is accepted up to and with a token) at which a token is proposed, or None: no drafts
+in this step. `choose` then keeps the tokens that pay. A gate that drafts nothing is called closed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.costs import EXPLORE_EVERY, NOTHING, Choice, Costs, Step
-from rollout_spec.drafting.gate.guard import Guard
+from rollout_spec.drafting.gate.costs import NOTHING, Choice, Costs, Step
 from rollout_spec.drafting.gate.passes import Passes
 from rollout_spec.metrics import EngineCounters
 
@@ -21,8 +21,11 @@ from rollout_spec.metrics import EngineCounters
 HYSTERESIS_STEPS = 4
 
 # The automatic gate. Steps are engine steps.
-MIN_PRICE = 0.02  # a draft token less likely than this is never proposed
-FORGET_STEPS = 128  # without drafts, in which two thirds of the belief in what they cost are lost
+MIN_SURVIVAL = 0.02  # a draft token less likely than this is never proposed
+NUM_TRIES = 8  # of steps whose drafts are filled up, though by a guess they do not pay: the guess is far off
+MARGIN = 0.02  # of a plain step's tokens that drafts must gain
+LOOK_EVERY = 16  # steps, in one of which a closed gate weighs drafts all the same
+FORGET_STEPS = 256  # without drafts, in which two thirds of the belief in what they cost are lost
 
 _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
@@ -30,7 +33,7 @@ _Float32 = npt.NDArray[np.float32]
 
 class Gate(Protocol):
     weighs_costs: bool
-    """Whether it reads more of a step than its rows."""
+    """Whether the gate uses step times, not only the number of rows."""
     fills: bool
     """Whether the step is one with drafts also for rows that have none, where drafts are filled up."""
 
@@ -74,14 +77,14 @@ class FixedGate:
 
     Args:
         batch_threshold: draft while at most this many requests decode; 0 never drafts.
-        min_survival: the price, always.
+        min_survival: what `begin` gives, always.
         model_tokens: that a model drafts, always.
     """
 
     weighs_costs = fills = False
 
     def __init__(self, batch_threshold: int, min_survival: float, model_tokens: int = 0) -> None:
-        self._batch_threshold, self._price = batch_threshold, min_survival
+        self._batch_threshold, self._min_survival = batch_threshold, min_survival
         self.model_tokens = model_tokens
         self._is_open: bool | None = None
         self._num_against = 0
@@ -93,7 +96,7 @@ class FixedGate:
             self._is_open, self._num_against = says_open, 0
         self.fills = bool(self._is_open)
         if self._is_open:
-            return self._price
+            return self._min_survival
         counters.num_steps_off_threshold += 1
         return None
 
@@ -114,8 +117,8 @@ class AutoGate:
     """Drafts where the expected gain is more than the measured cost.
 
     A draft token pays while its survival is more than what its time would give elsewhere: seconds of the
-    token x tokens per second. So a step's budget goes, over all rows, to the tokens most likely to be
-    accepted. What that takes and gives `Costs` learns; a guard stands beside this model.
+    token x tokens per second. So a step verifies, over all rows, the tokens most likely to be accepted, as
+    many as pay. What steps take and drafts give `Costs` learns.
 
     Args:
         fill_to: as of `Costs`. Then a step with drafts takes what it takes, however few they are: it has them
@@ -126,14 +129,13 @@ class AutoGate:
     weighs_costs, fills = True, False
 
     def __init__(self, fill_to: int = 0, model_tokens: int = 0) -> None:
-        self._passes = Passes(model_tokens)
-        self._costs, self._guard = Costs(fill_to, self._passes), Guard()
+        self._costs, self._passes = Costs(fill_to), Passes(model_tokens)
         self._is_filled = fill_to > 0
         self._choice = NOTHING  # of the step now running
-        self._least_verified = MIN_PRICE  # the least survival in the latest budget
-        self._steps_since_draft = 0
+        self._least_verified = MIN_SURVIVAL  # the least survival in the latest budget
+        self._num_tries = NUM_TRIES if fill_to else 0
         self._num_refused = 0  # steps in a row in which no draft paid
-        self._looks = False  # a closed gate, until drafts have been weighed
+        self._steps_until_look = 0
         self._gain_of_fewer: float | None = None  # with a token less of the model, in tokens
 
     @property
@@ -141,41 +143,21 @@ class AutoGate:
         return self._passes.num
 
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
-        measured = self._costs.learn(step, self._choice, counters)
-        if measured is not None:
-            self._judge(*measured)
+        excess = self._costs.learn(step, self._choice, counters)
+        if excess is not None and step.num_passes:
+            self._passes.learn_share(step.num_passes, excess)
         self._choice, self.fills, self._gain_of_fewer = NOTHING, False, None
-        self._steps_since_draft += 1
-        num_stops = counters.num_guard_stops
-        is_blocked = self._guard.blocks(step.num_rows, counters)
-        if counters.num_guard_stops > num_stops:
-            # What made drafts dear may be over after the pause: forget what they cost, and try.
-            self._costs.doubt_drafts(1.0)
-            self._num_refused = 0
-        if is_blocked:
-            counters.num_steps_off_guard += 1
-            return None
         if self._costs.is_probe:
             counters.num_steps_off_probe += 1
             return None
         if self._num_refused >= HYSTERESIS_STEPS:
-            # Closed. What made drafts dear may be over: forget it by and by, and look.
-            self._costs.doubt_drafts(1.0 / FORGET_STEPS)
-            if self._steps_since_draft % EXPLORE_EVERY == 0:
-                self._looks = True
-            if not self._looks:
+            # What made drafts dear may be over: believe it less and less, and weigh drafts now and then.
+            self._costs.forget_drafts(1.0 / FORGET_STEPS)
+            self._steps_until_look -= 1
+            if self._steps_until_look > 0:
                 counters.num_steps_off_cost += 1
                 return None
-        return max(MIN_PRICE, self._least_verified / 2)
-
-    def _judge(self, drafted: bool, seconds: float, plain_seconds: float) -> None:
-        """A step took so long, and a plain one would have so long for the same tokens."""
-        if drafted:
-            # Where plain steps without graphs take twice as long, a window of them costs more than it tells.
-            if not self._is_filled or plain_seconds < 2 * seconds:
-                self._guard.learn_drafted(seconds, plain_seconds)
-        else:
-            self._guard.learn_plain(seconds / plain_seconds)
+        return max(MIN_SURVIVAL, self._least_verified / 2)
 
     def compares(self, model_tokens: int) -> bool:
         return self._passes.weighs(model_tokens)
@@ -184,19 +166,21 @@ class AutoGate:
         self._gain_of_fewer = self._best_budget(_sorted(survivals, numbers))[1]
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
-        self._looks = False
+        self._steps_until_look = LOOK_EVERY
         sorted_survivals = _sorted(survivals, numbers)
-        budget, gain = self._best_budget(sorted_survivals)
+        num, gain = self._best_budget(sorted_survivals)
         if self._costs.step.num_passes:
             self._judge_passes(gain)
         if not len(sorted_survivals):
             self._fill_empty()
             return numbers
-        num = self._costs.explored(budget, len(sorted_survivals))
-        if num == 0:
+        pays = gain > MARGIN * self._costs.most_rows
+        if not pays and self._num_tries:
+            self._num_tries -= 1
+        elif not pays:
             self._num_refused += 1
             counters.num_steps_off_cost += 1
-            self._least_verified = max(MIN_PRICE, self._least_verified / 2)
+            self._least_verified = max(MIN_SURVIVAL, self._least_verified / 2)
             return np.zeros_like(numbers)
         self._num_refused = 0
         self._least_verified = float(sorted_survivals[num - 1])
@@ -205,7 +189,7 @@ class AutoGate:
         num = int(chosen.sum())
         expected = float(self._costs.drafted_seconds(np.array([num]))[0])
         self._choice = Choice(self._costs.num_verified(num), float(sorted_survivals[:num].sum()), expected)
-        self._steps_since_draft, self.fills = 0, True
+        self.fills = True
         return chosen
 
     def _fill_empty(self) -> None:
@@ -230,12 +214,12 @@ class AutoGate:
         tokens = self._costs.gain * self._costs.most_rows  # that the time of a plain step gives
         net_gains = np.cumsum(survivals * self._costs.calibration) - tokens / plain * (costs - plain)
         best = int(np.argmax(net_gains))
-        return (best + 1, float(net_gains[best])) if net_gains[best] > 0.0 else (0, 0.0)
+        return best + 1, float(net_gains[best])
 
     def _judge_passes(self, gain: float) -> None:
         """A model's drafts and the text's gain so many tokens."""
         if self._gain_of_fewer is not None:
-            more = (gain - self._gain_of_fewer) / self._costs.step.num_rows
+            more = (max(0.0, gain) - max(0.0, self._gain_of_fewer)) / self._costs.step.num_rows
             self._passes.learn_gain(self._costs.step.num_passes, more)
         self._passes.choose(self._costs.gain)
 

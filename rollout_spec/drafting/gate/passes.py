@@ -11,7 +11,7 @@ RETRY_EVERY = 64  # the same once enough is known
 WEIGH_EVERY = 8  # of them, one in which the last pass's token is weighed
 ENOUGH = 8  # measurements of what a pass takes, and of what its token brings, before it is judged
 MEMORY = 64  # measurements after which most is forgotten
-# Times its price, below which a pass that runs is left out, and above which one more is taken. Below 1:
+# Of what its time would give: below it a pass that runs is left out, above it one more is taken. Below 1:
 # survivals promise about half of what a model's last token brings (lab/record/hybrid.md).
 LEAST_WORTH, MOST_WORTH = 0.5, 0.7
 
@@ -65,10 +65,10 @@ class Passes:
         """
         if self._most < 2:
             return
-        price, last, further = self._share * tokens_per_row, self._settled, self._settled + 1
-        if self._is_known(last) and self._gains[last] < LEAST_WORTH * price:
+        cost, last, further = self._share * tokens_per_row, self._settled, self._settled + 1
+        if self._is_known(last) and self._gains[last] < LEAST_WORTH * cost:
             self._settled = last - 1
-        elif self._is_known(further) and self._gains[further] > MOST_WORTH * price:
+        elif self._is_known(further) and self._gains[further] > MOST_WORTH * cost:
             self._settled = further
         self.num = self._settled
         self._steps_left -= 1

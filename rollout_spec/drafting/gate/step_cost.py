@@ -10,7 +10,7 @@ KNOTS = np.array(sorted({1, 2, 3} | {2**i for i in range(2, 16)} | {3 * 2**i for
 ENOUGH = 4  # measurements that make a knot known; as many near it may be cold
 MEMORY = 64  # measurements after which a knot has mostly forgotten what it was
 LEAST_WEIGHT = 0.25  # with less, of forgotten measurements, a knot is not known any more
-MAX_SLOWNESS = 3.0  # times the expected time that a step counts at most: the engine may have paused
+LEAST_SPREAD = 0.01  # of squared contexts: while few were seen, what looks like their cost may be noise
 LEAST_SHARE = 0.75  # of a knot's time, whatever the context
 UNKNOWN_GROWTH = 0.5  # twice the tokens cost sqrt(2) times as long, until they are measured
 
@@ -46,25 +46,13 @@ class StepCost:
         self._nums_cold[knot] += 1
         return True
 
-    def unmeasured_above(self, num_tokens: int) -> int | None:
-        """The next knot above that many tokens, if it was hardly ever measured."""
-        knot = int(np.searchsorted(KNOTS, num_tokens, side="right"))
-        hardly = knot < len(KNOTS) and self._weights[knot] < ENOUGH
-        return int(KNOTS[knot]) if hardly else None
-
-    def learn(self, num_tokens: int, num_context: int, seconds: float) -> float:
+    def learn(self, num_tokens: int, num_context: int, seconds: float) -> None:
         """One step took this long.
 
         Args:
             num_tokens: tokens verified, draft tokens included.
             num_context: tokens in all rows of the step.
-
-        Returns:
-            The seconds that count: a pause must not pass for the cost of a step, a lasting change comes
-            through.
         """
-        if self._weights.any():
-            seconds = min(seconds, MAX_SLOWNESS * self.seconds(np.array([num_tokens]), num_context)[0])
         position = np.interp(num_tokens, KNOTS, np.arange(len(KNOTS)))
         left = min(int(position), len(KNOTS) - 2)
         for knot, share in ((left, left + 1 - position), (left + 1, position - left)):
@@ -72,7 +60,6 @@ class StepCost:
                 # Fewer tokens than these take less; more may take as long.
                 there = seconds * min(1.0, KNOTS[knot] / num_tokens) ** UNKNOWN_GROWTH
                 self._learn_knot(knot, float(share), num_context, there)
-        return float(seconds)
 
     def forget(self, share: float) -> None:
         """Believe what was measured so far less, by this share: for where nothing is measured any more."""
@@ -128,7 +115,8 @@ class StepCost:
         With far less context than a knot has seen, as when most rows have ended, the slope is extrapolated
         and would promise steps that take no time: a step keeps LEAST_SHARE of the knot's.
         """
-        slope = max(0.0, self._covariance / self._variance) if self._variance > 0.0 else 0.0
+        spread = self._variance + LEAST_SPREAD * num_context**2
+        slope = max(0.0, self._covariance / spread) if spread > 0.0 else 0.0
         of_context = slope * (num_context - self._contexts)
         return np.maximum(self._seconds + of_context, LEAST_SHARE * self._seconds)
 
