@@ -296,7 +296,7 @@ def test_a_command_that_runs_the_legacy_trainer_is_refused(
 ) -> None:
     """As recipe.dapo.main_dapo does, which leaves trainer.use_v1=True."""
     monkeypatch.setattr(launch, "failure", None)
-    monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo_v0", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo_v0", None)
     with pytest.raises(SystemExit):
         CheckConfig().on_job_start(OmegaConf.create({}))
     error = capsys.readouterr().err

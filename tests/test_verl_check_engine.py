@@ -32,6 +32,7 @@ EXPERTS = {"num_experts": 8}
 MODULES = {"num_nextn_predict_layers": 2}
 SIZES = {"max_position_embeddings": 4096, "vocab_size": 20}
 LLAMA3, YARN = ({"rope_scaling": {"rope_type": kind, "factor": 8.0}} for kind in ("llama3", "yarn"))
+SMALL: tuple[str, dict[str, Any]] = ("draft_model", {})
 SHORT = {"max_position_embeddings": 2048}
 ALONE = {**MTP, **COUPLED, **SYNCHRONOUS}  # the policy's head, verified with our noise
 
@@ -77,6 +78,7 @@ CASES = [
     case(NOT_AHEAD, SAM, AHEAD, policy=BY_V1),
     case(None, SAM, AHEAD, policy=BY_V2),
     case(None, SAM, AHEAD),
+    case(None, SAM, AHEAD, policy=EXPERTS),
     case(None, SAM, SYNCHRONOUS, policy=BY_V1),
     case(None, OFF, AHEAD, policy=BY_V1),
     case(None, SAM, AHEAD, policy=BY_V1, vllm="0.29.0"),
@@ -90,16 +92,24 @@ CASES = [
     # A head is scheduled ahead by default, a small model not; MRV2 runs small models from 0.32 on.
     case(NOT_AHEAD, OFF, MTP, COUPLED, policy=BY_V1),
     case(None, OFF, ALONE, policy=BY_V1),
+    case(
+        "the MTP head of this model as a whole",
+        OFF,
+        MTP,
+        COUPLED,
+        policy=BY_V1 | {"model_type": "deepseek_v3"},
+    ),
     case(None, OFF, MTP, policy=BY_V1),
     case(None, SAM_MEGATRON, MTP, policy=BY_V1),
     *(
-        case(NOT_AHEAD if has_v1 else None, groups, LOADED, AHEAD, COUPLED, policy=BY_V2, own=own, vllm=vllm)
+        case(
+            NOT_AHEAD if has_v1 else None, groups, LOADED, AHEAD, COUPLED, policy=BY_V2, own=SMALL, vllm=vllm
+        )
         for vllm, has_v1 in (("0.24.0", True), ("0.29.0", True), ("0.32.0", False))
         for groups in (SAM, OFF)
-        for own in [("draft_model", {})]
     ),
     case(None, SAM, LOADED, AHEAD, policy=BY_V2, own=("eagle3", {})),
-    case(None, OFF, LOADED, COUPLED, policy=BY_V1, own=("draft_model", {})),
+    case(None, OFF, LOADED, COUPLED, policy=BY_V1, own=SMALL),
     # Beside a model that drafts.
     case("this platform has a model runner of its own", SAM, LOADED, NPU, own=("eagle3", {})),
     case(NO_ADAPTER, SAM, LOADED, ADAPTERS, own=("eagle3", {})),
@@ -216,13 +226,13 @@ def test_the_driver_looks_at_a_model_of_the_hub(
 def test_steps_with_drafts_that_have_no_graphs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """On NPUs drafts are filled up to a graph's length."""
     full, piecewise = ({"cudagraph_mode": mode} for mode in ("FULL_DECODE_ONLY", "PIECEWISE"))
-    for groups, value, device, is_named in (
+    for groups, value, others, is_named in (
         (SAM, full, {}, True),
         (SAM, json.dumps(full), {}, True),
-        (OFF, full, {}, False),
+        (OFF, full, ALONE, False),
         (SAM, piecewise, {}, False),
         (SAM, full, NPU, False),
     ):
-        check_config(changed(groups, {f"{ENGINE}.compilation_config": value}, device))
+        check_config(changed(groups, {f"{ENGINE}.compilation_config": value}, others))
         said = capsys.readouterr().err
         assert said.count("cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without") == is_named

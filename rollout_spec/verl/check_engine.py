@@ -51,8 +51,8 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
         return  # without drafts, or with those that verl configures itself
     policy = policy_fields(config)
     rows = _of_settings(config, spec, drafter, policy)
-    if drafter is not None:
-        rows += _of_weights(config, drafter, policy) + _of_model(config, spec, drafter, policy)
+    if drafter is not None:  # first what no other setting mends
+        rows = _of_weights(config, drafter, policy) + _of_model(config, spec, drafter, policy) + rows
     for is_so, setting, reason in rows:
         if is_so:
             raise ConfigError(f"{setting}: {reason}")
@@ -153,8 +153,8 @@ def _has_mrv1(config: DictConfig, policy: _Fields, is_small: bool) -> bool:
         return True
     if version() is None:  # a driver without vLLM
         return False
-    with_mrv2 = v2_architectures()
-    is_listed = with_mrv2 is None or not policy or not with_mrv2.isdisjoint(policy.get("architectures") or ())
+    with_mrv2, names = v2_architectures(), policy.get("architectures")
+    is_listed = with_mrv2 is None or not names or not with_mrv2.isdisjoint(names)
     return not is_listed or (is_small and not mrv2_has_draft_models())
 
 
