@@ -22,7 +22,7 @@ def require_v1_trainer() -> None:
     try:
         transfer_queue.get_client()
     except AssertionError:
-        message = f"this trainer has no TransferQueue, so it is a legacy trainer: {V1_TRAINER_ONLY}"
+        message = f"this is verl's legacy trainer: run verl.trainer.main_ppo with trainer.use_v1=True. {V1_TRAINER_ONLY}"
         raise ConfigError(message) from None
 
 
