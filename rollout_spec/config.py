@@ -71,7 +71,9 @@ class SpecConfig:
         MAX_SPECULATIVE_TOKENS,
     )
     min_survival: float = _option(
-        0.2,  # lab/record/gate.md compares it with others, with step times of two CPU cores and an assumed table for a GPU
+        # lab/record/gate.md compares it with others, with step times of two CPU cores and an assumed table
+        # for a GPU.
+        0.2,
         "end a draft where the probability that it holds up to there (its survival) falls below this. "
         "batch_threshold=auto measures the right value; a fixed batch_threshold needs this one, and so does "
         "`replay`, which knows no step times",

@@ -158,7 +158,7 @@ def _model_runner() -> str:
 def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", **more: Any) -> Iterator[Any]:
     """An engine with drafts as `options` say, or without; it ends on leaving, and the next has its memory."""
     is_chosen = _RUNNER in os.environ
-    # Differences are explained with MRV1's noise. MRV2's is a kernel's of vLLM, and cannot be had for one token.
+    # Differences are explained with MRV1's noise. MRV2's is a kernel's of vLLM: not to be had for one token.
     os.environ.setdefault(_RUNNER, "0")
     settings: dict[str, Any] = {
         "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,

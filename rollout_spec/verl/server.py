@@ -144,8 +144,8 @@ class SpecHttpServer(vLLMHttpServer):
         if self.node_rank == 0 and not kwargs.get("abort_only"):
             if not await self._windows.wait_until_quiet():
                 logger.warning(
-                    "rollout_spec: after %g s some aborted requests still run; their tokens count in the next "
-                    "step's metrics", MAX_WAIT_S,
+                    "rollout_spec: after %g s some aborted requests still run; their tokens count in the "
+                    "next step's metrics", MAX_WAIT_S,
                 )  # fmt: skip
             await self._end_window()
         return result

@@ -62,8 +62,8 @@ def mrv2_misfit() -> str | None:
 def mrv2_misfits(vllm_config: VllmConfig) -> list[str]:
     """Why an engine with our drafter is not to have MRV2, as an entry of vLLM's own list.
 
-    vLLM says "Model Runner V2 does not yet support ENTRY; using the V1 model runner instead", as a warning. Where
-    VLLM_USE_V2_MODEL_RUNNER asks for MRV2, it fails with the first half.
+    vLLM warns: "Model Runner V2 does not yet support ENTRY; using the V1 model runner instead". Where
+    VLLM_USE_V2_MODEL_RUNNER asks for MRV2, it raises the first half.
     """
     reason = mrv2_misfit()
     if reason is None and vllm_config.lora_config is not None:

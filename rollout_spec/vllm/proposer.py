@@ -296,7 +296,7 @@ class SuffixProposer:
         drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens)
 
     def _count_and_log(self, drafter: Drafter, nums_new_tokens: list[int]) -> None:
-        """Count what was accepted, and say every so often how drafting does, unless the counters are taken before
+        """Count what was accepted. Say every so often how drafting does, unless the counters are taken before
         (as with verl)."""
         counters = drafter.counters
         counters.num_accepted_tokens += sum(nums_new_tokens) - sum(map(bool, nums_new_tokens))
