@@ -12,6 +12,8 @@ launch() {
     # Without byte code every process of the run compiles its imports again.
     unset PYTHONDONTWRITEBYTECODE
     if [[ $size == cpu ]]; then
+        python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("rollout_spec_lab"))' ||
+            fail "size cpu needs the laboratory: pip install ./lab"
         prepare_demo
         exec python -m verl.trainer.main_ppo --config-path "$here" --config-name "$recipe" "$@"
     fi

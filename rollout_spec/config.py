@@ -56,7 +56,7 @@ class SpecConfig:
         "you need vLLM's own random generators",
     )
     num_speculative_tokens: int = _option(
-        MAX_ON_NPUS,  # so that `+rollout.spec=sam` is enough there too
+        MAX_ON_NPUS,  # everywhere, so that `+rollout.spec=sam` is enough on NPUs too
         "at most this many draft tokens per request and step",
         "text repeats in long runs (more), or memory for CUDA graphs is short (fewer)",
         1,
@@ -71,7 +71,9 @@ class SpecConfig:
         MAX_SPECULATIVE_TOKENS,
     )
     min_survival: float = _option(
-        0.2,  # lab/record/gate.md compares it with others, at step times of two CPU cores and of a GPU
+        # lab/record/gate.md compares it with others, with step times of two CPU cores and an assumed table
+        # for a GPU.
+        0.2,
         "end a draft where the probability that it holds up to there (its survival) falls below this. "
         "batch_threshold=auto measures the right value; a fixed batch_threshold needs this one, and so does "
         "`replay`, which knows no step times",
@@ -159,6 +161,10 @@ def _check(field: dataclasses.Field, value: Any) -> None:
     if field.metadata["or_auto"] and isinstance(value, str):
         if value == AUTO:
             return
+        if value.isdecimal():
+            raise ConfigError(
+                f"rollout.spec.{field.name} is the text {value!r}: write {value} without quotes, or {AUTO}"
+            )
         raise ConfigError(f"rollout.spec.{field.name}={value!r}: must be a number or {AUTO}")
     expected = field.metadata["or_auto"] or type(field.default)
     # bool is an int to Python, but `num_speculative_tokens=true` is a mistake.

@@ -26,7 +26,7 @@ from rollout_spec.certify.numerics import (
     rounding,
 )
 from rollout_spec.metrics import RequestCounters
-from rollout_spec.report.certificate import render_html
+from rollout_spec.report.certificate import render_html, sentences
 from rollout_spec.report.responses import Agreement
 from rollout_spec.verification.coupled import keyed_sample
 
@@ -215,6 +215,7 @@ def certificate(**changes):
         "unexplained_differences": 0, "tolerance": None, "num_draft_tokens": 4, "num_rejected_tokens": 2,
         "max_logprob_difference": 0.0, "mean_logprob_difference": 0.0, "untested": [],
         "distribution": None, "configurations": [],
+        "model_runner": "MRV1",
         "plan": {"model": "a <small> one", "dtype": "bfloat16", "distribution_samples": 0, "engine": {}},
         "environment": {"device": "cpu", "cpu": "a processor", "num_cores": 2, "date": "today", "torch": "2"},
     } | changes  # fmt: skip
@@ -226,6 +227,14 @@ def test_the_certificates_page_tells_no_gap_from_no_finite_gap():
     assert "was not tested: no samples asked for" in page and "2 x the epsilon of bfloat16" in page
     for name, value in {"model": "a &lt;small&gt; one", "versions": "torch 2", "date": "today"}.items():
         assert f"<dt>{name}</dt><dd>{value}</dd>" in page
+
+
+def test_a_certificate_names_the_model_runner():
+    for runner, other in (("MRV1", "MRV2"), ("MRV2", "MRV1")):
+        assert f"had vLLM's model runner {runner[2:]}" in " ".join(
+            sentences(certificate(model_runner=runner))
+        )
+        assert f"had vLLM's model runner {other[2:]}" not in render_html(certificate(model_runner=runner))
 
 
 def test_the_verdict_says_what_was_not_tested_and_what_differs():

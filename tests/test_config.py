@@ -41,6 +41,7 @@ def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
         ({"num_speculative_tokens": 2.0}, "must be of type int"),
         ({"min_survival": float("nan")}, "must be between 0 and 1"),
         ({"method": "ngram"}, "must be one of sam, off"),
+        ({"batch_threshold": "8"}, "batch_threshold is the text '8': write 8 without quotes, or auto"),
         ({"batch_threshold": "fast"}, "rollout.spec.batch_threshold='fast': must be a number or auto"),
         ({"min_survival": "auto"}, "rollout.spec.min_survival='auto': must be of type float"),
         ({"batch_threshold": 1.5}, "rollout.spec.batch_threshold=1.5: must be of type int"),

@@ -57,7 +57,7 @@ def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
     for given, detail, is_free in (
         ((None, None), "MRV2 where Triton runs, else MRV1", True),
         ((None, {"B", "A"}), "MRV2 where Triton runs for A, B; MRV1 for other models", False),
-        (("it", None), "MRV1; MRV2 does not fit it", False),
+        (("it", None), "MRV1, because MRV2 cannot be used: it", False),
     ):
         on_gpu, on_cpu = (diagnosis._model_runner(*given, is_cpu=is_cpu) for is_cpu in (False, True))
         assert (on_cpu.status, on_cpu.detail) == (diagnosis.OK, detail)

@@ -154,6 +154,15 @@ def test_a_wrong_launch_is_one_line(arguments: list[str], message: str, tmp_path
     assert done.stderr.count("\n") == 1
 
 
+def test_the_smallest_size_without_the_laboratory_is_one_line(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # with no package but its own
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    done = run_script(ROOT / "recipes/grpo/run.sh", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    message = "run.sh: size cpu needs the laboratory: pip install ./lab\n"
+    assert (done.returncode, done.stderr) == (2, message)
+
+
 @pytest.mark.slow
 def test_launch_reaches_verl_with_the_size_and_the_device(tmp_path: Path) -> None:
     """Up to our own check of the configuration, which ends the run before Ray."""

@@ -380,7 +380,9 @@ def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch: pytes
         self.is_reward_model = self.is_teacher_model = False
 
     monkeypatch.setattr(verl_server.vLLMReplica, "__init__", init)
-    with pytest.raises(ConfigError, match=r"^this trainer has no TransferQueue.*V1 trainer only"):
+    with pytest.raises(
+        ConfigError, match=r"^this is verl's legacy trainer: .*use_v1=True\. .*V1 trainer only"
+    ):
         verl_server.SpecReplica(0, config)
     monkeypatch.setattr(transfer_queue, "get_client", lambda: "that of the V1 trainer")
     serves: Any = verl_server.SpecReplica(0, config).server_class

@@ -140,7 +140,7 @@ CONFLICTS = {
     "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded": "delta weight transfer",
     "actor_rollout_ref.rollout.pipeline_model_parallel_size=2": "must be 1",
     "actor_rollout_ref.rollout.disaggregation.enabled=true": "disaggregated prefill",
-    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": "which numbers the samples",
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": "must be .* verify=standard$",
     "rollout.spec.corpus=/nowhere.sam": r"rollout\.spec\.corpus='/nowhere\.sam': No such file",
     "rollout.spec.verify=exact": "must be one of coupled, standard",
 }
@@ -169,7 +169,7 @@ def test_a_manager_of_ones_own_goes_with_standard_verification() -> None:
     own = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
     options = ["+rollout.spec=sam", "rollout.spec.verify=standard", own]
     assert not check_config(composed(*options)).coupled
-    with pytest.raises(ConfigError, match="which tells validation from training"):
+    with pytest.raises(ConfigError, match=r"must be .*KeyedAgentLoopManager \(remove your override\)$"):
         check_config(composed(*options, "trainer.v1.trainer_mode=colocate_async"))
 
 

@@ -42,7 +42,7 @@ NOT_AHEAD = r"async_scheduling=(True|None): must be False with vLLM's MRV1, whic
 NO_ADAPTER = "LoRA: a draft's token has no adapter"
 NO_EXPERTS = "the data-parallel ranks of experts would not run the same passes"
 NO_MODULES = "an MTP head of several modules is not supported"
-FEW = r"its positions are fewer than max_model_len: lower that to 2048"
+FEW = r"the drafter takes 2048 positions, max_model_len is \d+: set max_model_len to at most 2048"
 OTHER = "its vocabulary is of 10 tokens, the policy's of 20"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.envs import maybe_convert_bool
 from vllm.platforms import current_platform
 
 from rollout_spec.certify.counts import (
@@ -122,6 +123,7 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
     return {
         "verdict": verdict(found),
         "plan": dataclasses.asdict(plan),
+        "model_runner": _model_runner(),
         "environment": environment() | {
             "torch": torch.__version__, "device": str(current_platform.get_device_name()),
         },
@@ -147,11 +149,16 @@ def _pairs(plan: Plan, advance: Callable[[int], None]) -> Iterator[tuple[Configu
             yield Configuration(k, threshold, size, sample.temperature), Pair(sample, off[sample], response)
 
 
+def _model_runner() -> str:
+    """Of all engines here: MRV1, unless the user has chosen MRV2."""
+    return "MRV2" if maybe_convert_bool(os.environ.get(_RUNNER)) else "MRV1"
+
+
 @contextlib.contextmanager
 def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", **more: Any) -> Iterator[Any]:
     """An engine with drafts as `options` say, or without; it ends on leaving, and the next has its memory."""
     is_chosen = _RUNNER in os.environ
-    # Differences are explained with V1's noise. V2's is a kernel's of vLLM, and cannot be had for one token.
+    # Differences are explained with MRV1's noise. MRV2's is a kernel's of vLLM: not to be had for one token.
     os.environ.setdefault(_RUNNER, "0")
     settings: dict[str, Any] = {
         "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,

@@ -204,7 +204,7 @@ def _model_runner(misfit: str | None, with_v2: Collection[str] | None, is_cpu: b
     """Which of vLLM's model runners an engine with drafts has.
 
     Args:
-        misfit: why MRV2 does not fit, if it does not.
+        misfit: why MRV2 cannot be used, if it cannot.
         with_v2: the models for which vLLM takes MRV2; None: all.
         is_cpu: whether vLLM is the one for CPUs, which schedules synchronously in any case.
     """
@@ -213,7 +213,7 @@ def _model_runner(misfit: str | None, with_v2: Collection[str] | None, is_cpu: b
     if misfit is None:
         detail = f"MRV2 where Triton runs for {', '.join(sorted(with_v2 or ()))}; MRV1 for other models"
     else:
-        detail = f"MRV1; MRV2 does not fit {misfit}"
+        detail = f"MRV1, because MRV2 cannot be used: {misfit}"
     if is_cpu:
         return Check("model runner", OK, detail)
     fix = f"MRV2 keeps it while nothing is drafted; {GPU_CHECK} measures what MRV1 costs"

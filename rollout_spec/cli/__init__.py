@@ -2,7 +2,7 @@
 
 In: arguments. Out: tables, JSON, files and an exit code; a mistake of the user's is one line.
 May import: `config`, `trace`, `drafting`, `predict`, `report`, `certify`, pyarrow, rich, torch,
-transformers. It computes nothing itself.
+transformers. Beyond sums and ratios of what these return (`simulate`, `corpus`), it computes nothing.
 
 A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code. It imports what is slow in
 `run`, so that `--help` answers at once.
@@ -136,5 +136,5 @@ def _user_error(error: Exception) -> str | None:
     if isinstance(error, _FILE_ERRORS):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
-        return f"needs {error.name}: pip install 'rollout-spec[report]'"
+        return f"needs {error.name}: reinstall with its extra: pip install '.[report]' in the checkout"
     return None

@@ -2,8 +2,11 @@
 
 A file is mapped, never read in: opening takes the same time at any size, and all engines of a machine share
 its pages. So an engine trusts no byte of it: what a draft follows is compared with its bounds on the way, and
-a file that is wrong costs drafts. `check_corpus` reads it through before anything is launched. It is replaced
-by a move only, so an engine that has it open keeps what it has.
+a file that is wrong costs drafts. `check_corpus` reads it through before anything is launched.
+
+Replace a corpus by moving a new file over it, as `write_corpus` does: an engine that has the old one open
+keeps it. Never write into the file: if it is cut short while it is mapped, SIGBUS ends the process that reads
+behind its end.
 """
 
 from __future__ import annotations

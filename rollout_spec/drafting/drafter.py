@@ -198,7 +198,8 @@ class Drafter:
             if not fits:
                 self._gate.discard()
                 raise InvalidArgument(f"{name}: has {len(given)} entries, request_ids has {len(request_ids)}")
-        ended_step = self._ended_step(request_ids, nums_new_tokens, levels, ranks, ended, model_drafts)
+        has_no_new_rows = self._map_rows(request_ids)
+        ended_step = self._ended_step(has_no_new_rows, nums_new_tokens, levels, ranks, ended, model_drafts)
         rows = self._rows
         assert rows is not None
         if ended_step.num_rows < len(request_ids):
@@ -289,14 +290,13 @@ class Drafter:
 
     def _ended_step(
         self,
-        request_ids: Sequence[str],
+        has_no_new_rows: bool,
         nums_new_tokens: Sequence[int],
         levels: Int32Array,
         ranks: Ranks | None,
         ended: float | None,
         model_drafts: ModelDrafts | None,
     ) -> Step:
-        has_no_new_rows = self._map_rows(request_ids)
         num_rows = len(nums_new_tokens) - nums_new_tokens.count(0)
         if not self._gate.weighs_costs:
             return Step(num_rows)

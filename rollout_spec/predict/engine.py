@@ -175,7 +175,7 @@ class Engine:
 
         Args:
             seconds: that it took, the same for all data-parallel ranks.
-            ranks: what `Drafter.step` is told of them.
+            ranks: what `Drafter.draft` is told of them.
 
         Returns:
             The number of tokens that it gave.

@@ -34,6 +34,13 @@ _DIFFERENCES = {
     "explained": ("explained", "{}"),
 }
 
+_RUNNERS = {
+    "MRV1": "All engines here had vLLM's model runner V1, because differences are explained with its random "
+    "numbers. Your engines may take V2.",
+    "MRV2": "All engines here had vLLM's model runner V2, as VLLM_USE_V2_MODEL_RUNNER asks. Differences are "
+    "explained with V1's random numbers, so that none above temperature 0 can be explained.",
+}
+
 
 def write_certificate(record: Mapping[str, Any], folder: Path) -> None:
     """certificate.json and certificate.html."""
@@ -73,6 +80,7 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
         f"were rejected. Log-probabilities differ by {record['max_logprob_difference']:.1e} at most and by "
         f"{record['mean_logprob_difference']:.1e} on average.",
     ]
+    text.append(_RUNNERS[record["model_runner"]])
     if record["untested"]:
         text.append(f"Not tested, and not in these counts: {'; '.join(record['untested'])}.")
     return [*text, _distribution(record["distribution"], record["plan"])]

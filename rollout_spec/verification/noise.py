@@ -3,7 +3,7 @@
 The bits are SplitMix64's (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014;
 the generator of Java's SplittableRandom). Its i-th output is a mix of seed + i x gamma and needs none of
 those before. A request's key seeds one generator. Its outputs, one for each position, seed the generators
-that the words of a row come from. SplitMix64 passes TestU01's BigCrush; lab/record/noise.md has what
+that the words of a row come from. SplitMix64 passes TestU01's BigCrush; lab/record/verify.md has what
 dieharder says of these words.
 
 Words are int64, and every device gives the same bits: sums and products are meant to wrap. `check` finds a

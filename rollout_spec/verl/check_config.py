@@ -141,16 +141,10 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     if value(config, sampler) == REPLAY_BUFFER and (type(most) is not int or most < 1):
         raise ConfigError(f"{batches}={most}: must be at least 1 with +rollout_spec_replay_buffer=bounded")
     manager = f"{ROLLOUT}.agent.agent_loop_manager_class"
-    if spec.coupled:
-        reason = (
-            "rollout.spec.verify=coupled needs this one, which numbers the samples; leave it alone, or set "
-        )
-        require(config, manager, (MANAGER,), f"{reason}rollout.spec.verify=standard")
-    elif mode != "sync":
-        reason = (
-            f"trainer_mode={mode} needs this one: it names the samples, which tells validation from training"
-        )
-        require(config, manager, (MANAGER,), reason)
+    # An asynchronous mode needs the samples' names too: they tell validation from training.
+    if spec.coupled or mode != "sync":
+        way_out = ", or set rollout.spec.verify=standard" if mode == "sync" else ""
+        require(config, manager, (MANAGER,), f"must be {MANAGER} (remove your override){way_out}")
     if mode != "sync" and launch.verl_is_older():
         raise ConfigError(
             f"trainer.v1.trainer_mode={mode}: this verl lets requests into an engine in the middle of a "

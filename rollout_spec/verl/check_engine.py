@@ -106,16 +106,15 @@ def _of_model(config: DictConfig, spec: SpecConfig, drafter: _Drafter, policy: _
     num_ranks = value(config, f"{ROLLOUT}.data_parallel_size") or 1
     num_tokens = (spec.to_dict() if spec.enabled else drafter)["num_speculative_tokens"]
     kind = model.get("model_type") if drafter["method"] == "mtp" else None
-    noise = "needs rollout.spec.verify=coupled, because its drafts share that noise"
     of_verification = (  # whether it is so, why it is refused
-        (not spec.coupled, noise),
+        (not spec.coupled, reasons.UNCOUPLED),
         (is_for_npus(config), reasons.OWN_RUNNER),
         (_has_adapters(config), f"LoRA: {reasons.ADAPTERS}"),
         (num_ranks > 1 and any(map(policy_text.get, _NUM_EXPERTS)), reasons.EXPERTS),
         (kind in _GEMMA4, reasons.GEMMA4),
         (kind in _STEP3P5, reasons.STEP3P5),
         (drafter["method"] == "mtp" and _has_modules(model, num_tokens), reasons.MODULES),
-        (num_positions and most and num_positions < most, reasons.POSITIONS.format(num_positions)),
+        (num_positions and most and num_positions < most, reasons.POSITIONS.format(num_positions, most)),
     )
     is_verified, name = spec.enabled or spec.coupled, _name(drafter)
     return (

@@ -17,7 +17,7 @@ from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
 from rollout_spec.verl.launch import config_file, verl_is_older
-from rollout_spec.verl.metrics import Windows, is_validation
+from rollout_spec.verl.metrics import MAX_WAIT_S, Windows, is_validation
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.routing import Homes, Ranks
 from rollout_spec.verl.trainer import require_v1_trainer
@@ -32,7 +32,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 # Whether requests wait for a weight sync in verl's server. We do not look for the method that does so: if a
 # newer verl renames it, a test must fail.
-HAS_GATE = not verl_is_older()
+VERL_HOLDS_REQUESTS = not verl_is_older()
 
 
 def requested_spec(rollout_config: Any) -> SpecConfig | None:
@@ -110,7 +110,7 @@ class SpecHttpServer(vLLMHttpServer):
         if extra_args:
             sampling_params = {**sampling_params, "extra_args": extra_args}
         with self._windows.request(is_training) as request:
-            if not HAS_GATE:
+            if not VERL_HOLDS_REQUESTS:
                 self._windows.admit()
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         counters, core = _take_counters(output)
@@ -143,7 +143,10 @@ class SpecHttpServer(vLLMHttpServer):
         result = await super().abort_all_requests(*args, **kwargs)
         if self.node_rank == 0 and not kwargs.get("abort_only"):
             if not await self._windows.wait_until_quiet():
-                logger.warning("rollout_spec: aborted requests go on; the next weights will count them")
+                logger.warning(
+                    "rollout_spec: after %g s some aborted requests still run; their tokens count in the "
+                    "next step's metrics", MAX_WAIT_S,
+                )  # fmt: skip
             await self._end_window()
         return result
 

@@ -22,8 +22,8 @@ def require_v1_trainer() -> None:
     try:
         transfer_queue.get_client()
     except AssertionError:
-        message = f"this trainer has no TransferQueue, so it is a legacy trainer: {V1_TRAINER_ONLY}"
-        raise ConfigError(message) from None
+        way_out = "run verl.trainer.main_ppo with trainer.use_v1=True"
+        raise ConfigError(f"this is verl's legacy trainer: {way_out}. {V1_TRAINER_ONLY}") from None
 
 
 def option(trainer: Any, name: str) -> Any:

@@ -1,12 +1,13 @@
-"""The drafter and the verification inside a vLLM engine: hooks, no algorithm.
+"""The drafter and the verification inside a vLLM engine: mostly hooks.
 
 In: vLLM's configuration, batches and sampling metadata. Out: drafts, sampled tokens, counts per request.
 May import: `config`, `metrics`, `patches`, `drafting`, `verification`, numpy, pydantic, vllm.
 It never imports verl, and changes vLLM through `patches` only.
 
 A token's way: `plugin` binds a worker; `proposer` hands its batch to the drafter and the drafts back; `keys`
-names each row's noise; `mrv1.sampler` or `mrv2.sampler` verifies. On MRV2 `mrv2.host_drafts` brings the
-tokens to the proposer. `upstream` mends vLLM's faults, `checks` refuses what cannot work.
+names each row's noise. On MRV1 `mrv1.sampler` verifies by `verification`. On MRV2 `mrv2.sampler` verifies by
+itself, with tokens that vLLM's sampler draws, and `mrv2.host_drafts` brings the tokens to the proposer.
+`upstream` mends vLLM's faults, `checks` refuses what cannot work.
 """
 
 from __future__ import annotations

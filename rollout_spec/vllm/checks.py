@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
@@ -20,7 +21,8 @@ from rollout_spec.vllm.options import (
     refuse_long_drafts,
 )
 
-_MISFIT = "rollout_spec's drafter here, which costs asynchronous scheduling ({})"
+_NOT_MRV2 = "vLLM's model runner V2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
+_SLOWER = "; steps are then scheduled synchronously (slower)"
 
 
 def check_options(vllm_config: VllmConfig) -> None:
@@ -45,7 +47,7 @@ def check_options(vllm_config: VllmConfig) -> None:
 def mrv2_misfit() -> str | None:
     """Why our drafter does not fit this vLLM's MRV2; None where it does."""
     if current_platform.is_out_of_tree():
-        return _MISFIT.format(reasons.OWN_RUNNER)
+        return reasons.OWN_RUNNER
     try:
         if current_platform.is_cpu():
             import vllm.v1.worker.cpu.shm  # noqa: F401 (before MRV2's modules, which take what it replaces)
@@ -53,18 +55,23 @@ def mrv2_misfit() -> str | None:
 
         runner_v2.check_runner()
     except (ImportError, PatchError) as error:
-        return _MISFIT.format(error)
+        return str(error).rstrip(".")
     return None
 
 
 def mrv2_misfits(vllm_config: VllmConfig) -> list[str]:
-    """Why an engine with our drafter is not to have MRV2, as vLLM's own list would say it."""
-    misfit = mrv2_misfit()
-    if misfit is not None:
-        return [misfit]
-    if vllm_config.lora_config is not None:
-        return [_MISFIT.format("vLLM knows one LoRA adapter a request there, and not one a draft token")]
-    return []
+    """Why an engine with our drafter is not to have MRV2, as an entry of vLLM's own list.
+
+    vLLM warns: "Model Runner V2 does not yet support ENTRY; using the V1 model runner instead". Where
+    VLLM_USE_V2_MODEL_RUNNER asks for MRV2, it raises the first half.
+    """
+    reason = mrv2_misfit()
+    if reason is None and vllm_config.lora_config is not None:
+        reason = "vLLM knows one LoRA adapter a request there, and not one a draft token"
+    if reason is None:
+        return []
+    fix = "set VLLM_USE_V2_MODEL_RUNNER=0; " if envs.VLLM_USE_V2_MODEL_RUNNER else ""
+    return [f"rollout_spec's drafter ({reason}; {fix}V1 schedules its steps synchronously, which is slower)"]
 
 
 def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
@@ -77,16 +84,15 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     method = getattr(speculative, "method", None)
     if config.coupled:
         refuse_uncoupled(vllm_config.additional_config or {})
-    misfits_mrv2 = vllm_config.use_v2_model_runner and mrv2_misfit() is not None
+    misfit = mrv2_misfit() if vllm_config.use_v2_model_runner else None
     _raise_first(
         (
-            config.coupled and misfits_mrv2 and not has_model,
-            "rollout.spec.verify=coupled needs vLLM's MRV1 here: set VLLM_USE_V2_MODEL_RUNNER=0",
+            config.coupled and misfit is not None and not has_model,
+            f"rollout.spec.verify=coupled: {_NOT_MRV2.format(misfit)}",
         ),
         (
             has_model and config.enabled and not config.coupled,
-            f"speculative_config.method={method} with rollout_spec: its drafts share the target's noise, "
-            "which rollout.spec.verify=standard does not have",
+            f"speculative_config.method={method}: {reasons.UNCOUPLED}",
         ),
         (
             config.coupled and speculative is not None and not config.enabled and not has_model,
@@ -164,14 +170,14 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
         (_uses(speculative, "use_gemma4_mtp"), reasons.GEMMA4),
         (_uses(speculative, "use_step3p5_mtp"), reasons.STEP3P5),
         (getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
-         "use_heterogeneous_vocab: the noise is of the target's tokens"),
+         "use_heterogeneous_vocab: needs a drafter with the policy's vocabulary"),
         (_uses(speculative, "use_multi_module_mtp"), reasons.MODULES),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),
         (parallel.data_parallel_size > 1 and model.is_moe, reasons.EXPERTS),
         (vllm_config.lora_config is not None, f"enable_lora: {reasons.ADAPTERS}"),
-        (misfit is not None, f"vLLM's MRV2 does not fit {misfit}; set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (misfit is not None, _NOT_MRV2.format(misfit) + _SLOWER),
         (not is_mrv2 and vllm_config.scheduler_config.async_scheduling, f"async_scheduling {reasons.AHEAD}"),
-        (num_positions < model.max_model_len, reasons.POSITIONS.format(num_positions)),
+        (num_positions < model.max_model_len, reasons.POSITIONS.format(num_positions, model.max_model_len)),
         (not is_mrv2 and speculative.disable_padded_drafter_batch,
          "disable_padded_drafter_batch must be False"),
     )  # fmt: skip

@@ -146,7 +146,7 @@ class SuffixProposer:
                     request_ids, nums_new_tokens, token_ids, levels, ranks, ended, in_time, model_drafts
                 )
                 self._count_model(self._drafter.counters, request_ids, nums_new_tokens, drafts, model_drafts)
-                self._log(self._drafter, nums_new_tokens)
+                self._count_and_log(self._drafter, nums_new_tokens)
                 return drafts
             except NativeError as error:  # the index is as it was before the step
                 self._warn("step", f"this step goes without drafts: {error}")
@@ -295,8 +295,9 @@ class SuffixProposer:
         names = names_of(getattr(params, "extra_args", None))
         drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens)
 
-    def _log(self, drafter: Drafter, nums_new_tokens: list[int]) -> None:
-        """Say every so often how drafting does, unless the counters are taken before (as with verl)."""
+    def _count_and_log(self, drafter: Drafter, nums_new_tokens: list[int]) -> None:
+        """Count what was accepted. Say every so often how drafting does, unless the counters are taken before
+        (as with verl)."""
         counters = drafter.counters
         counters.num_accepted_tokens += sum(nums_new_tokens) - sum(map(bool, nums_new_tokens))
         if counters.num_steps < LOG_EVERY:

@@ -163,10 +163,13 @@ def test_longer_drafts_than_their_attention_takes_are_one_line(tmp_path: Path) -
 def test_their_model_runner_v2_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # vllm-ascend brings its own
-    with pytest.raises(ConfigError, match=r"^rollout\.spec\.verify=coupled needs vLLM's MRV1 here[^\n]*$"):
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.spec\.verify=coupled: [^\n]*of its own\. Set [^\n]*=0$"
+    ):
         make_config(tmp_path, OFF)
     with pytest.raises(
-        ValueError, match=r"V2 does not yet support: rollout_spec's drafter here[^\n]*of its own"
+        ValueError,
+        match=r"V2 does not yet support: rollout_spec's drafter \([^\n]*of its own; set [^\n]*=0;",
     ):
         make_config(tmp_path, {})
 

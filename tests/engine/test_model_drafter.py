@@ -263,7 +263,7 @@ def with_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         ({}, None),
         (
             {"spec": {"verify": "standard"}},
-            "its drafts share the target's noise, which rollout.spec.verify=standard does not have",
+            r"a draft model needs rollout\.spec\.verify=coupled \(the default\); you set standard",
         ),
         ({"enable_lora": True}, "enable_lora: a draft's token has no adapter of its own"),
     ],
@@ -276,7 +276,7 @@ def test_what_does_not_go_with_a_model_is_refused_by_name(
         config = with_eagle(heads, **arguments)
         assert config.use_v2_model_runner == (with_runner == "V2")
         return
-    message = f"^speculative_config.method=eagle with rollout_spec: {refusal}$"
+    message = f"^speculative_config.method=eagle( with rollout_spec)?: {refusal}$"
     with pytest.raises(ConfigError, match=message):
         with_eagle(heads, **arguments)
 
@@ -293,7 +293,7 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
             (config.scheduler_config, "async_scheduling", True, "async_scheduling must be False with"),
             (speculative, "disable_padded_drafter_batch", True, "disable_padded_drafter_batch"),
         ),
-        "V2": ((checks, "mrv2_misfit", lambda: "it (is new)", r"V2 does not fit it \(is new\); set VLLM_U"),),
+        "V2": ((checks, "mrv2_misfit", lambda: "it is new", r"rollout_spec: it is new\. Set VLLM_USE_V2_M"),),
     }
     for owner, name, value, refusal in (
         (config.parallel_config, "pipeline_parallel_size", 2, "pipeline_parallel_size must be 1"),
@@ -301,7 +301,12 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
         (speculative, "use_heterogeneous_vocab", True, "use_heterogeneous_vocab"),
         (speculative, "use_local_argmax_reduction", True, "use_local_argmax_reduction"),
         (speculative, "rejection_sample_method", "synthetic", "rejection_sample_method must be standard"),
-        (speculative.draft_model_config, "max_model_len", 9, "its positions are fewer than max_model_len"),
+        (
+            speculative.draft_model_config,
+            "max_model_len",
+            9,
+            "the drafter takes 9 positions, max_model_len is",
+        ),
         *of_runner[with_runner],
     ):
         with monkeypatch.context() as patch:

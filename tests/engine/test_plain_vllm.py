@@ -215,7 +215,9 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(
     # As where vLLM's own conditions hold: here it refuses for want of Triton.
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
     monkeypatch.setattr("rollout_spec.vllm.checks.mrv2_misfit", lambda: "it has changed")
-    with pytest.raises(ValueError, match=r"verify=coupled needs .* set VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(
+        ValueError, match=r"verify=coupled: .* rollout_spec: it has changed\. Set VLLM_USE_V2_MODEL_RUNNER=0$"
+    ):
         configured(tiny_model, **OFF)
 
 

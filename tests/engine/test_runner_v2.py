@@ -42,7 +42,7 @@ def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch: pytest.M
     monkeypatch.setattr(Sampler, "sample", lambda self, logits, pos: None)
     mrv2_misfit.cache_clear()
     [reason] = config._get_v2_model_runner_unsupported_features()
-    assert "costs asynchronous scheduling" in reason
+    assert reason.startswith("rollout_spec's drafter (") and "synchronously" in reason
     assert "Sampler.sample takes self, logits, pos" in reason
     mrv2_misfit.cache_clear()
 

@@ -1,7 +1,7 @@
 """What drafting costs an engine: the time of a step. Methods take turns.
 
 A step is timed as vLLM's engine calls it, with what it has at hand: `propose` of vLLM's own proposers, and
-`Drafter.step` of ours with an open gate.
+`Drafter.draft` of ours with an open gate.
 """
 
 from __future__ import annotations

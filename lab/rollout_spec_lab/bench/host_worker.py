@@ -88,7 +88,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if not job["v2"]:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     elif misfit := mrv2_misfit():
-        raise HostError(f"bench host: model runner V2 does not fit {misfit}")
+        raise HostError(f"bench host: vLLM's model runner V2 cannot be used: {misfit}")
     schedule_as_on_gpus()
     clock = Clock()
     ours = Ours(clock, job["v2"])

@@ -110,7 +110,7 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
 
 
 def _capture_for_plain_steps(speculator: DraftModelSpeculator) -> None:
-    """Its first pass has graphs for the steps for which the target has: see `graphs`."""
+    """Its first pass has graphs for the steps for which the target has: see `cuda_graphs`."""
     init_cudagraph_manager = speculator.init_cudagraph_manager
 
     def init_for_plain_steps(cudagraph_mode: Any) -> None:

@@ -1,7 +1,8 @@
 """Faults of vLLM that we mend, a module each: a file is deleted when its Patch's `until` has come.
 
-In: a module of vLLM that has just been imported (MODULE), to be mended by `mend`; or a call of a sampler's.
-Out: the same module, patched where it is wrong; a PatchError where it is not the one that the mend knows.
+In: a module of vLLM that has just been imported (MODULE), to be mended by `mend`. Out: the same module,
+patched where it is wrong; a PatchError where it is not the one that the mend knows.
+`kept_logprobs`, `min_tokens` and `plain_steps` have neither MODULE nor `mend`: `mrv1.sampler` calls them.
 May import: `patches`, `verification`, `vllm`, numpy, torch, vllm.
 Of `rollout_spec.vllm` it imports `options` only. It never draws a token and knows no drafter.
 """
