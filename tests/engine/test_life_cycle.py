@@ -133,6 +133,17 @@ def test_constraints_and_logprobs(make_engine: Any, tiny_model: str, verify: str
             np.testing.assert_allclose(given[token], wanted[token], atol=2e-4, err_msg=str(setting))
 
 
+@pytest.mark.parametrize("verify", ["standard", "coupled"])
+def test_a_stop_token_is_allowed_as_soon_as_min_tokens_is_reached(make_engine: Any, verify: str) -> None:
+    """With drafts vLLM would forbid it one draft longer; also where its own rejection sampling is used."""
+    drafting = make_engine({"verify": verify})
+    for llm in (make_engine(), drafting):
+        stopping = [greedy(min_tokens=30, stop_token_ids=text[30:32]) for text in generate(llm)]
+        lengths = [len(tokens) for tokens in generate(llm, params=stopping)]
+        assert min(lengths) == 31
+    assert lengths == [len(tokens) for tokens in generate(make_engine(), params=stopping)]
+
+
 def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
     import torch
 
