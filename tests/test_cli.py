@@ -246,7 +246,8 @@ def test_simulate_compares_thresholds_on_clusters():
     assert one["runs"][0]["makespan_s"] > two["runs"][0]["makespan_s"]
     assert max(run["speedup"] for run in one["runs"]) > 1.1
     # As wide as a file: pytest-xdist tells its workers the width of a terminal.
-    shown = run("simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, COLUMNS="200")
+    thresholds = ["--batch-thresholds", 2, "auto"]
+    shown = run("simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, *thresholds, COLUMNS="200")
     assert "sam *" in shown.stdout
     speedup = max(run["speedup"] for run in one["runs"])
     first = f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_threshold="
