@@ -51,6 +51,8 @@ MORE = (
 REQUESTS["looping"] = {"temperature": 0, "max_tokens": 60}  # so that drafts are right in the end
 FEW = ("unnamed", "greedy", "sampled", "penalties", "top_k", "logprobs-1")
 
+LATE = ("grammar", "stop_token", "min_tokens-0", "looping")  # what depends on tokens that are on their way
+
 
 def main(model: str, output: str) -> None:
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
@@ -59,7 +61,7 @@ def main(model: str, output: str) -> None:
     result = {
         "plain": plain,
         "drafted": run(model, {}, stop, names=(*NAMES, *MORE), max_num_seqs=64),
-        "ahead": run(model, {"batch_threshold": 3}, stop, (*NAMES, "looping"), async_scheduling=True),
+        "ahead": run(model, {"batch_threshold": 3}, stop, (*FEW, *LATE), async_scheduling=True),
         "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **few_blocks),
         "standard": run(model, {"verify": "standard"}, names=("greedy",)),
     }
