@@ -208,7 +208,7 @@ def reset(llm: Any, names: tuple[str, ...]) -> dict[str, Any]:
                 found[output.request_id.removeprefix("reset ")] = list(output.outputs[0].token_ids)
         if not engine.has_unfinished_requests():
             break
-        if number % 4 == 0:
+        if number % 2 == 0:
             in_flight.append(len(engine.engine_core.engine_core.batch_queue or ()))
             assert llm.reset_prefix_cache(reset_running_requests=True)
     return {"reset": found, "reset_in_flight": in_flight}

@@ -136,6 +136,34 @@ def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
         serve(server)  # and it goes on
 
 
+def test_no_engine_step_waits_for_what_servers_share(make_server: Any) -> None:
+    server = make_server({"history": 100}, is_stepping=True)
+
+    def respond(number: int, max_tokens: int) -> Any:
+        params = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        return server.generate(PROMPTS[number], params, str(number))
+
+    async def serve_and_share() -> None:
+        steps = asyncio.create_task(server.engine.run())
+        await server.set_global_steps(0)
+        await server.take_history()  # it begins to share
+        await respond(0, 20)
+        taken = await server.take_history()
+        assert len(merged(*taken)) == 1
+        await respond(1, 20)
+        running = asyncio.create_task(respond(2, 100))
+        while not server.engine.last:
+            await asyncio.sleep(0)
+        assert await server.take_history() == []
+        await server.add_history(taken)
+        assert server._history.received == taken
+        await running
+        assert len(merged(*await server.take_history())) == 2
+        steps.cancel()
+
+    asyncio.run(serve_and_share())
+
+
 def test_an_engine_without_the_drafter_fails_the_run(make_server: Any) -> None:
     with pytest.raises(RuntimeError, match=r"engine core 0 of replica 3 has no drafter of rollout_spec"):
         serve_a_step(make_server(None))
