@@ -136,7 +136,7 @@ REQUEST = (
     _same("prompt_embeds", test="test_engines.py::test_prompts_of_embeddings"),
     _same("prompt_is_token_ids", test="test_engines.py::test_prompts_of_embeddings"),
     _same("priority", note="with `scheduling_policy=priority`",
-          test="test_engines.py::test_priorities_and_preemption"),
+          test="test_engines.py::test_scheduling_does_not_matter"),
     _same("cache_salt", {"prompt": {"cache_salt": "a"}}),
     _same("reasoning_ended", note="where a grammar begins after the reasoning; a caller may set it",
           test="test_requests.py::test_a_grammar_begins_where_reasoning_ends"),

@@ -286,7 +286,7 @@ def test_build_takes_the_responses_of_traces(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "output", "message"),
     [
-        ("notes.txt", "corpus.sam", "notes.txt: it begins with b'plain text', which is neither JSON"),
+        ("notes.txt", "corpus.sam", r"notes.txt: it begins with b'plain text\n', which is neither JSON"),
         ("nowhere.jsonl", "corpus.sam", "nowhere.jsonl: No such file or directory"),
         ("good.jsonl", "nowhere/corpus.sam", "nowhere/corpus.sam: must be a file in a folder that exists"),
         ("good.jsonl", ".", "must be a file in a folder that exists"),
@@ -310,19 +310,19 @@ def test_replay_takes_a_corpus(tmp_path, capsys):
     trace = write_trace(tmp_path / "trace.jsonl", ([1], [text]))
     assert command("corpus", "build", trace, "-o", tmp_path / "corpus.sam") == 0
     found = []
-    for options in ((), ("--corpus", tmp_path / "corpus.sam")):
+    for options in ((), ("--spec", f"corpus={tmp_path / 'corpus.sam'}")):
         capsys.readouterr()
         assert command("replay", trace, "--json", "--spec", "min_survival=0", *options) == 0
         found.append(json.loads(capsys.readouterr().out)["tokens_per_step"])
     assert found[0] == 1.0 and found[1] > 5
-    assert command("replay", trace, "--corpus", tmp_path / "corpus.sam") == 0
+    assert command("replay", trace, "--spec", f"corpus={tmp_path / 'corpus.sam'}") == 0
     assert "corpus.sam" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_replay_refuses_a_damaged_corpus(path, tmp_path, capsys):
     damage(path, "damaged")
     trace = write_trace(tmp_path / "trace.jsonl", ([1], [[1, 2]]))
-    assert command("replay", trace, "--corpus", path) == 2
+    assert command("replay", trace, "--spec", f"corpus={path}") == 2
     assert capsys.readouterr().err == (
         f"rollout-spec replay: rollout.spec.corpus='{path}': damaged, its checksum does not match\n"
     )

@@ -181,7 +181,8 @@ def test_command_prints_json(path, capsys):
 
 
 @pytest.mark.parametrize("command", [["replay"], ["simulate", "--step-times", "1:0.1"]])
-def test_a_table_names_the_file_as_it_is(command, tmp_path, capsys):
+def test_a_table_names_the_file_as_it_is(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # pytest-xdist tells its workers the width of a terminal
     trace = write_trace(tmp_path / "[seed=3]:cat:.jsonl", ([1, 2], [[1, 2, 3]]))
     assert main([*command, str(trace)]) == 0
     out = capsys.readouterr().out
