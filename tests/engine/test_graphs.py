@@ -61,7 +61,8 @@ def test_a_mode_without_graphs_for_steps_with_drafts_is_said(
     from rollout_spec.vllm.cuda_graphs import capture_plain_steps
 
     said: list[str] = []
-    monkeypatch.setattr("rollout_spec.vllm.cuda_graphs.logger.warning", said.append)
+    warn = "rollout_spec.vllm.cuda_graphs.logger.warning"
+    monkeypatch.setattr(warn, lambda form, *values: said.append(form % values))
     for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"):
         assert not said
         runner.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
