@@ -15,8 +15,7 @@ def steps_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line)["data"] for line in file.read_text().splitlines()]
 
 
-def the_demo_drafted_and_measured_both_trainings(summary: dict[str, Any]) -> None:
-    assert summary["sam"]["num_drafts"] > 0, summary["sam"]
+def the_demo_measured_both_trainings(summary: dict[str, Any]) -> None:
     for method in ("off", "sam"):
         run = summary[method]
         assert len(run["rollout_seconds"]) == len(run["reward"]) == 2, run
@@ -39,20 +38,20 @@ def the_first_step_has_the_same_tokens(summary: dict[str, Any]) -> None:
 
 def the_demo_logs_what_the_gate_did() -> None:
     logged = {name for step in steps_of(DEMO / "sam/metrics.jsonl") for name in step}
-    expected = ("share_on", "budget", "acceptance_rate")
+    expected = ("share_on", "share_off_cost", "num_draft_tokens")  # how much it drafts, the machine decides
     assert {f"rollout/spec_{name}" for name in expected} <= logged, sorted(logged)
 
 
-def the_recipe_drafted_and_went_on_with_new_weights() -> None:
+def the_recipe_drafted() -> None:
+    """.ci/run has it draft at any number of rows, whatever the machine makes of it."""
     first, second = steps_of(Path("outputs/recipe.jsonl"))
-    assert first["rollout/spec_num_draft_tokens"] > 0 == first["rollout/spec_last_version"], first
-    # The second batch may have been served before the weights changed; its figures are the first step's then.
-    assert second.get("rollout/spec_last_version", 1) == 1, second
+    assert first["rollout/spec_num_draft_tokens"] > 0, first
+    assert second["training/global_step"] == 2, second
 
 
 if __name__ == "__main__":
     summary = json.loads((DEMO / "summary.json").read_text())
-    the_demo_drafted_and_measured_both_trainings(summary)
+    the_demo_measured_both_trainings(summary)
     the_first_step_has_the_same_tokens(summary)
     the_demo_logs_what_the_gate_did()
-    the_recipe_drafted_and_went_on_with_new_weights()
+    the_recipe_drafted()

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from vllm.envs import disable_envs_cache
 
-from rollout_spec.cli import main
 from rollout_spec_lab.bench import engine_worker
-from rollout_spec_lab.cli import gpu_check
+from rollout_spec_lab.cli import gpu_check, main
 from tests.engine.conftest import chat_model, own_environment, tiny_model  # noqa: F401
 
 REQUESTS = [{"prompt": i % 2, "max_tokens": 40, "name": [0, i]} for i in range(6)]

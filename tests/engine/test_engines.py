@@ -70,7 +70,10 @@ def test_scheduling_does_not_matter(name: str, expected: list[dict[str, Any]], m
     llm = make_engine(spec, fresh=True, **arguments)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preempt, preempted = scheduler._preempt_request, []
-    scheduler._preempt_request = lambda one, *a, **k: (preempted.append(one), preempt(one, *a, **k))[1]
+    scheduler._preempt_request = lambda request, *a, **k: (
+        preempted.append(request),
+        preempt(request, *a, **k),
+    )
     found = serve(llm, requests(**others))
     for i, (one, whole) in enumerate(zip(found, expected, strict=True)):
         if others and NAMES[i % 4].keys() == {"extra_args"}:

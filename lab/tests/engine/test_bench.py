@@ -55,6 +55,7 @@ LOAD = {"group_size": 4, "median_tokens": 24.0, "max_tokens": 64}
 def test_rollouts_without_and_with_drafts(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from rollout_spec.cli import main as product
     from rollout_spec_lab.cli import main
 
     options = ["--methods", ",".join(METHODS), "--load", "random", "--num-prompts", "3", "--group-size", "4"]
@@ -97,7 +98,7 @@ def test_rollouts_without_and_with_drafts(
     assert all(row["num_tokens"] > row["num_running"] for row in record["step_times"] if row["drafted"])
 
     trace, table = str(trace_file(tmp_path, 0)), str(tmp_path / "engine.json")
-    assert main(["simulate", trace, "--step-times", table, "--max-num-seqs", "6", "--json"]) == 0
+    assert product(["simulate", trace, "--step-times", table, "--max-num-seqs", "6", "--json"]) == 0
     [simulated] = json.loads(capsys.readouterr().out)["results"]
     assert simulated["runs"][0]["makespan_s"] > 0
     assert not record["engines"]["off"]["async_scheduling"] or record["engines"]["off"]["device"] != "cpu"
