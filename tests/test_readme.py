@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 RECIPES = sorted(ROOT.glob("recipes/*/README.md"))
-OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md", *sorted((ROOT / "lab/record").glob("*.md"))]
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md", *sorted((ROOT / "lab").glob("[or]*/*.md"))]
 
 # What is run elsewhere than as a line of .ci/run: a file, and the text in it that runs it.
 ELSEWHERE = {
@@ -37,6 +37,10 @@ ELSEWHERE = {
     "rollout-spec-lab bench engine": (
         "lab/tests/engine/test_bench.py",
         'main(["bench", "engine", "--model", tiny_model',
+    ),
+    "rollout-spec-lab bench verify --device cpu --rows 8 --drafts 7": (
+        "lab/tests/engine/test_offline.py",
+        "bench verify --device cpu",
     ),
     "rollout-spec-lab gpu-check": (
         "lab/tests/engine/test_gpu_check.py",

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 from lab.tests.conftest import DATA
+from rollout_spec.config import UserError
 from rollout_spec.trace import Rollout, to_line
+from rollout_spec_lab.bench.engine import rollout_of
 from rollout_spec_lab.bench.host import (
     Cell,
-    HostError,
     Plan,
     make_record,
     requests_of,
-    rollout_of,
     split,
 )
-from rollout_spec_lab.bench.host_device import Clock, Event, Recording, verified
+from rollout_spec_lab.bench.host_device import Clock, Event
+from rollout_spec_lab.bench.recorded import Recording, verified
 from rollout_spec_lab.bench.tables import host_table
 from rollout_spec_lab.cli import main
 
@@ -110,8 +111,7 @@ def test_drafts_are_accepted_as_far_as_they_are_the_recorded_tokens() -> None:
 
 
 def test_a_row_goes_on_where_its_response_is() -> None:
-    prompt, *responses = (np.array(text, np.int32) for text in ([0], [1, 2, 3], [4, 5], [6, 7, 8, 9]))
-    recording = Recording("2.", [(prompt, response) for response in responses])
+    recording = Recording([[1, 2, 3], [4, 5], [6, 7, 8, 9]], "2.")
     rows = ["2.2-0123abcd", "2.0-4567abcd"]
     assert recording.after(rows, np.array([1, 0]), 2).tolist() == [[7, 8], [1, 2]]
     assert recording.after(rows, np.array([3, 2]), 1).tolist() == [[9], [3]]
@@ -128,7 +128,7 @@ def test_the_first_rollout_of_a_trace_is_served() -> None:
     assert [len(each.responses) for each in rollout_of(lines, None)] == [1, 1]
     assert len(rollout_of(lines, 1)) == 1
     for empty in ([], [line(None, [])]):
-        with pytest.raises(HostError, match="no token in any response"):
+        with pytest.raises(UserError, match="no token in any response"):
             rollout_of(empty, None)
 
 
@@ -187,7 +187,7 @@ def test_a_record_sets_methods_beside_the_first_and_splits_the_host() -> None:
         (["--methods", "off,eagle"], "method 'eagle': must be"),
         (["--methods", ""], "method '': must be"),
         (["--methods", "off,off:coupled"], "method 'off:coupled': bench host times off:sync"),
-        (["--methods", "off/v2"], "method 'off/v2': must be"),
+        (["--methods", "off/v2"], "method 'off/v2': must be METHOD or METHOD/v1"),
         (["--methods", "off,off"], "--methods off,off: a method is named twice"),
         (["--methods", "sam:x"], "batch_threshold"),
         (["--methods", "off,sam", "--spec", "histori=1"], "histori"),

