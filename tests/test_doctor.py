@@ -110,3 +110,11 @@ def test_doctor_sees_plugins_that_are_shut_out(monkeypatch, variable, value, fai
     failed = [check for check in diagnosis._entry_points() if check.status == diagnosis.FAIL]
     assert [check.detail for check in failed] == ([f"{variable}={value} excludes it"] if fails else [])
     assert all(variable in check.fix for check in failed)
+
+
+@pytest.mark.parametrize(("wanted", "num_warnings"), [("1", 1), ("0", 0)])
+def test_doctor_says_that_vllms_sampler_wants_flashinfer(monkeypatch, wanted, num_warnings):
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", wanted)
+    monkeypatch.setattr(diagnosis, "package_version", lambda name: None)
+    found = list(diagnosis._sampler())
+    assert [(check.name, check.status) for check in found] == [("flashinfer", "warn")] * num_warnings

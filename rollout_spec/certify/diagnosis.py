@@ -117,7 +117,7 @@ def _sampler() -> Iterator[Check]:
     """On CUDA vLLM's sampler imports FlashInfer for top-k and top-p, unless it is told not to."""
     from vllm import envs
 
-    if envs.VLLM_USE_FLASHINFER_SAMPLER and importlib.util.find_spec("flashinfer") is None:
+    if envs.VLLM_USE_FLASHINFER_SAMPLER and not package_version("flashinfer-python"):
         fix = "install flashinfer-python, or set VLLM_USE_FLASHINFER_SAMPLER=0"
         yield Check("flashinfer", WARN, "not installed, and vLLM's sampler wants it", fix)
 

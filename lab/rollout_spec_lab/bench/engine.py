@@ -395,11 +395,10 @@ def predict(
     for result in record["results"] if record["step_times"] else ():
         if (method := result["method"]) in _comparable(plan):
             settings = served[method][0]["settings"]
+            roofline = rooflines.get(settings["model_runner"])
             result["predicted_tokens_per_s"] = {
                 "step_times": _predicted(plan, served, settings, None),
-                "roofline": _predicted(plan, served, settings, roofline)
-                if (roofline := rooflines.get(settings["model_runner"]))
-                else None,
+                "roofline": roofline and _predicted(plan, served, settings, roofline),
             }
 
 

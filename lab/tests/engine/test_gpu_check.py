@@ -53,7 +53,7 @@ def test_a_configuration_and_a_recording_are_enough(
     trace = tmp_path / "trace.jsonl"
     trace.write_text(to_line("g", None, [5, 6, 7], [[*range(10, 30)] * 3, [*range(10, 30)] * 2]))
     options = ["--model-config", f"{tiny_model}/config.json", "--recording", str(trace)]
-    options += ["--parts", "steps,rollouts", "--rows", "2", "96", "--methods", "off,sam", "--repeats", "1"]
+    options += ["--parts", "steps,rollouts", "--rows", "2", "96", "--methods", "off,sam:8", "--repeats", "1"]
     assert main(["gpu-check", *options, "--minutes", "60", "--output", str(tmp_path), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads((tmp_path / "gpu-check.json").read_text())

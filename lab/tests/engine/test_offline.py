@@ -41,8 +41,8 @@ def test_it_packs_unpacks_and_measures(tiny_model: str, tmp_path: Path) -> None:
     trace.write_text(to_line("g", None, [5, 6, 7], [[*range(10, 30)] * 3, [*range(10, 30)] * 2]))
     run(
         f"{lab} gpu-check --parts steps,rollouts --model-config {tiny_model}/config.json --recording {trace} "
-        f"--rows 2 --methods off,sam --repeats 1 --minutes 5 --output {out}"
+        f"--rows 2 --methods off,sam:8 --repeats 1 --minutes 5 --output {out}"
     )
     record = json.loads((out / "gpu-check.json").read_text())
     assert {part["status"] for part in record["parts"]} == {"done"}
-    assert [result["method"] for result in record["rollouts"]["results"]] == ["off", "sam"]
+    assert [result["method"] for result in record["rollouts"]["results"]] == ["off", "sam:8"]
