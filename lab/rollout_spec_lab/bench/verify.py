@@ -33,14 +33,15 @@ class Step:
     """
 
     def __init__(self, rows: int, k: int, vocab_size: int, device: torch.device) -> None:
-        generator = torch.Generator(device).manual_seed(rows * 100 + k)
+        torch.manual_seed(rows * 100 + k)
+        self.device = device
         self.logits = torch.empty(rows * (k + 1), vocab_size, dtype=torch.bfloat16, device=device)
         for part in self.logits.split(256):
-            part.normal_(generator=generator).mul_(3)
+            part.normal_().mul_(3)
         best = self.logits.argmax(dim=-1, keepdim=True)
         self.logits.scatter_(1, best, self.logits.gather(1, best) + 6)
         best = best[: rows * k, 0]
-        is_right = torch.rand(rows * k, device=device, generator=generator) < 0.5
+        is_right = torch.rand(rows * k, device=device) < 0.5
         self.drafts = torch.where(is_right, best, (best + 1) % vocab_size).int()
         self.counts, self.k, self.rows = [k] * rows, k, rows
         self.ends = torch.arange(1, rows + 1, dtype=torch.int32, device=device) * k
@@ -56,7 +57,7 @@ class Step:
             "coupled": self._coupled,
             "standard": functools.partial(self._rejecting, standard.rejection_sample, _sample),
         }
-        if (of_vllm := vllms(self.logits.device.type)) is not None:
+        if (of_vllm := vllms(self.device.type)) is not None:
             found["vllm"] = functools.partial(self._rejecting, *of_vllm)
         return found | {"read": lambda: self.logits.amax(dim=-1)}
 
