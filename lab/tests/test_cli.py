@@ -61,6 +61,11 @@ DEMO, CHECK, BENCH = "rollout-spec-lab demo", "rollout-spec-lab gpu-check", "rol
             f"{CHECK}: method 'eagle': must be off, off:coupled, ngram, suffix",
         ),
         (f"gpu-check --output {__file__}", f"{CHECK}: {__file__}: File exists"),
+        ("gpu-check --methods off --parts steps,x", f"{CHECK}: --parts x: must be one of doctor, verify"),
+        ("gpu-check --methods off --model-config x", f"{CHECK}: --model-config x: no such file"),
+        ("bench rollout x", f"{BENCH} rollout: --model-config: must name the policy's config.json"),
+        ("bench rollout x --engine 3", f"{BENCH} rollout: --engine: invalid json_object value: '3'"),
+        ("bench verify --device tpu", f"{BENCH} verify: --device tpu: must be cpu"),
         ("bench drafters x --max-index-mb 4", f"{BENCH} drafters: --max-index-mb: use --spec max_index_mb=4"),
         ("bench engine --history 0", f"{BENCH} engine: --history: use --spec history=0"),
         (

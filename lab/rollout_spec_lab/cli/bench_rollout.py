@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_device_arguments, device_arguments, number
+from rollout_spec.cli.inputs import device_arguments, number
 from rollout_spec.config import UserError
 from rollout_spec_lab.cli.bench_engine import REFUSED, add_compared_arguments, add_output_arguments, serve
 from rollout_spec_lab.cli.inputs import (
@@ -37,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-num-seqs", type=number(int, 1), default=64, metavar="N", help="requests at a time"
     )
     device = parser.add_argument_group("the model and the device")
-    add_device_arguments(device)
+    device.add_argument("--model-config", type=Path, metavar="FILE", help="the policy's config.json")
+    device.add_argument(
+        "--gpu", metavar="NAME", help="predict also with its roofline: h100, h200, a100 or 910b"
+    )
     device.add_argument("--dtype", help="of the model (bfloat16; float32 on a CPU)")
     device.add_argument(
         "--engine", type=json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
@@ -67,7 +71,7 @@ def _plan(args: argparse.Namespace, model: str) -> Plan:
         raise UserError(f"--methods {args.methods}: no model drafts here")
     load = recorded_load(recording(args.trace, args.limit_groups), args.max_tokens, model)
     engine = {"load_format": "dummy", "max_model_len": max(map(len, load.prompts)) + load.max_tokens}
-    engine |= {"tensor_parallel_size": args.tp or 1, **device_arguments(), **args.engine}
+    engine |= {**device_arguments(), **args.engine}
     return Plan(
         load=load, methods=methods, model=model, dtype=args.dtype or default_dtype(),
         engine=engine | {"max_num_seqs": args.max_num_seqs}, spec=spec,

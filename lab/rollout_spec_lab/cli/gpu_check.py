@@ -84,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--repeats", type=number(int, 1), default=5, metavar="N", help="rollouts of each method, at most"
     )
-    asked.add_argument("--gpu", metavar="NAME", help="predict the rollouts with its roofline, as `simulate`")
+    asked.add_argument(
+        "--gpu", metavar="NAME", help="predict also with its roofline: h100, h200, a100 or 910b"
+    )
     asked.add_argument("--eager", action="store_true", help="without graphs, as the recipes have it on NPUs")
     asked.add_argument(
         "--engine", type=json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
