@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.v1.outputs import SamplerOutput
 
 from lab.tests.conftest import DATA
 from rollout_spec.config import UserError
@@ -21,7 +26,7 @@ from rollout_spec_lab.bench.host import (
     split,
 )
 from rollout_spec_lab.bench.host_device import Clock, Event
-from rollout_spec_lab.bench.recorded import Recording, verified
+from rollout_spec_lab.bench.recorded import Recorded, Recording, verified
 from rollout_spec_lab.bench.tables import host_table
 from rollout_spec_lab.cli import main
 
@@ -116,6 +121,77 @@ def test_a_row_goes_on_where_its_response_is() -> None:
     assert recording.after(rows, np.array([1, 0]), 2).tolist() == [[7, 8], [1, 2]]
     assert recording.after(rows, np.array([3, 2]), 1).tolist() == [[9], [3]]
     assert recording.after(rows[:1], np.array([3]), 3).shape == (1, 3)  # beyond the end vLLM cuts
+
+
+class Runner:
+    """Of a model runner what `Recorded` touches; it samples 99 everywhere."""
+
+    device, num_speculative_steps = torch.device("cpu"), 3
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        return None
+
+
+class RunnerV1(Runner):
+    input_batch = SimpleNamespace(
+        num_reqs=2, req_ids=["1-aaaaaaaa", "0-bbbbbbbb"], num_prompt_tokens=np.array([2, 2, 0]),
+        num_tokens_no_spec=np.array([3, 4, 0]),
+    )  # fmt: skip
+
+    def _sample(self, logits: Any, metadata: Any) -> SamplerOutput:
+        return SamplerOutput(torch.full((2, 1), 99), logprobs_tensors=None)
+
+
+@dataclasses.dataclass
+class OutputV2:
+    sampled_token_ids: torch.Tensor
+    num_sampled: torch.Tensor | None = None
+    num_rejected: torch.Tensor | None = None
+
+
+class RunnerV2(Runner):
+    def sample(self, hidden: Any, batch: Any, grammar: Any) -> Any:
+        return OutputV2(torch.full((2, 1), 99)), None, None
+
+
+RESPONSES = [[10, 11, 12, 13, 14], [20, 21, 22, 23]]
+DRAFTS = SimpleNamespace(scheduled_spec_decode_tokens={"1-aaaaaaaa": [21, 7], "0-bbbbbbbb": [12]})
+PLAIN = SimpleNamespace(scheduled_spec_decode_tokens={})
+
+
+def test_on_mrv1_a_recording_comes_where_each_row_is() -> None:
+    runner: Any = RunnerV1()
+    recorded = Recorded(runner)
+    assert runner._sample(None, None).sampled_token_ids.tolist() == [[99], [99]]  # a warm-up
+    recorded.start(RESPONSES)
+    for step, tokens in ((PLAIN, [[21], [12]]), (DRAFTS, [[21, 22, -1], [12, 13, -1]])):
+        runner.execute_model(step)
+        assert runner._sample(None, None).sampled_token_ids.tolist() == tokens
+
+
+def test_on_mrv2_levels_go_by_what_rows_got_and_part_of_a_prompt_gets_nothing() -> None:
+    runner: Any = RunnerV2()
+    recorded = Recorded(runner)
+    batch = SimpleNamespace(
+        req_ids=["1-aaaaaaaa", "0-bbbbbbbb"], num_computed_tokens_np=np.array([0, 0]),
+        num_scheduled_tokens=np.array([2, 1]), prefill_len_np=np.array([2, 2]),
+    )  # fmt: skip
+
+    def sample(step: Any) -> list[Any]:
+        runner.execute_model(step)
+        output, sampled, rejected = runner.sample(None, batch, None)
+        assert output.num_sampled is sampled and output.num_rejected is rejected
+        return [each.tolist() for each in (output.sampled_token_ids, sampled, rejected)]
+
+    recorded.start(RESPONSES)
+    assert sample(PLAIN) == [[[20], [-1]], [1, 0], [0, 0]]
+    batch.num_computed_tokens_np[:] = 1
+    assert sample(PLAIN) == [[[21], [10]], [1, 1], [0, 0]]
+    drafts = {"1-aaaaaaaa": [22, 7], "0-bbbbbbbb": [7]}
+    tokens = [[22, 23, -1, -1], [11, -1, -1, -1]]
+    assert sample(SimpleNamespace(scheduled_spec_decode_tokens=drafts)) == [tokens, [2, 1], [1, 1]]
+    recorded.start(None)
+    assert runner.sample(None, batch, None)[0].sampled_token_ids.tolist() == [[99], [99]]
 
 
 def line(step: int | None, *responses: list[int]) -> Rollout:
