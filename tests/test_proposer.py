@@ -193,28 +193,6 @@ def test_drafts_belong_to_their_rows_whatever_comes_and_goes() -> None:
     engine.index.validate()
 
 
-def test_a_preempted_request_keeps_its_place() -> None:
-    engine = Engine(min_survival=0.0)
-    engine.add("a")
-    engine.add("b")
-    engine.step({"a": TEXT[:8], "b": TEXT[:1]})
-    engine.preempt("b")
-    for _ in range(3):
-        engine.step()
-    assert engine.index.stats().num_sequences == 2
-    engine.resume("b")
-    assert engine.step()["b"] == TEXT[2:6]
-
-
-def test_a_partial_prefill_gets_no_draft() -> None:
-    engine = Engine(min_survival=0.0)
-    engine.add("a")
-    engine.step({"a": TEXT[:8]})
-    engine.add("b")
-    assert engine.step({"b": []})["b"] == []
-    assert engine.step()["b"] == TEXT[1:5]
-
-
 @pytest.mark.parametrize(
     ("max_tokens", "model_len", "room"), [(6, 200, 4), (None, 9, 4), (50, 9, 4), (7, 9, 4)]
 )
@@ -229,10 +207,7 @@ def test_a_draft_ends_before_the_request(max_tokens: int | None, model_len: int,
     lengths = [len(engine.step({"b": TEXT[i : i + 1]})["b"]) for i in range(6)]
     # Behind the first token there are five more, of which the target adds the last one by itself.
     assert lengths == [room, 3, 2, 1, 0, 0]
-
-
-def test_the_runner_is_told_not_to_drop_drafts_near_the_end() -> None:
-    assert Engine().runner.effective_drafter_max_model_len > 1_000_000
+    assert engine.runner.effective_drafter_max_model_len > 1_000_000, "vLLM leaves the end to the proposer"
 
 
 def drafts_of(history: bytes | None, group: str) -> list[int]:
