@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+import rollout_spec.verification
 from rollout_spec import patches
 from rollout_spec.verification import blocks, coupled, noise, standard
 from rollout_spec.verification.transfers import fetched, sent
 from rollout_spec_lab.gpu_check.gpu_check import WAITS
 from tests.accelerator import DEVICE, Accelerator
-from tests.test_coupled import VIEWS_AND_COPIES, listed_operations
 from tests.test_proposer import K, vllm_config
 
 VOCAB_SIZE, DRAFTS = 600, [2, 0, 3]
@@ -389,24 +389,6 @@ def test_min_tokens_waits_for_nothing(vllm: None) -> None:
     assert with_it.num_sent == without.num_sent + 2 + 2
 
 
-def test_the_values_behind_an_accelerators_tensors_are_those_of_the_cpu() -> None:
-    logits, drafts = torch.randn(5, VOCAB_SIZE) * 5, torch.randint(VOCAB_SIZE, (5,))
-    accelerator = Accelerator()
-
-    def tokens(put: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        step = coupled.CoupledStep(range(3), range(3), DRAFTS)
-        sampling = types.SimpleNamespace(
-            temperature=put(torch.tensor(SOME_GREEDY)), all_greedy=False, all_random=False
-        )
-        behind = step.sample_behind(put(logits[:3])).unsqueeze(-1)
-        return coupled.coupled_sample(put(drafts), 3, put(logits), behind, sampling, step)
-
-    with accelerator:
-        there = tokens(accelerator.put)
-    assert there.device == DEVICE
-    assert torch.equal(there.value, tokens(lambda tensor: tensor))
-
-
 def test_the_accelerator_computes_the_known_answer_itself() -> None:
     with Accelerator() as accelerator:
         noise.check(DEVICE)
@@ -474,25 +456,36 @@ def has_cuda_kernel(name: str) -> bool:
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
 
 
+VIEWS_AND_COPIES = {
+    "alias", "clone", "copy", "detach", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "to_copy", "unbind", "unsafe_view", "unsqueeze", "view",
+}  # fmt: skip
+
+
 def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm: None) -> None:
     """CUDA's are in torch's register; NPUs' in the list that `rollout_spec.verification` quotes."""
-    if torch.version.cuda is None:
-        pytest.skip("this torch was built without CUDA")
     accelerators = [step() for step, *_ in STEPS.values()]
-    accelerators += [Engine(SAMPLED, 0, 9).with_drafts()]
+    accelerators += [Engine(SAMPLED, 0, 9).with_drafts(), Accelerator()]
+    with accelerators[-1] as accelerator:
+        rows = torch.arange(5)
+        logits = accelerator.put(torch.randn(5, VOCAB_SIZE))
+        coupled.shortfall(logits, rows, rows, accelerator.put(rows))
     used = set().union(*(accelerator.operations for accelerator in accelerators))
     assert len(used) > 100
-    assert not {operation.name() for operation, _ in used if not has_cuda_kernel(operation.name())}
-    assert not has_cuda_kernel("aten::_mkldnn_transpose"), "what has none is found"
     # vllm-ascend has samplers of its own, so that only our operations count, and not those for vLLM's V2.
     ours = {
-        operation.overloadpacket.__name__
+        re.sub(r"^_+|_+$|^new_|_like$", "", operation.overloadpacket.__name__).strip("_")
         for operation, place in used
         if place.startswith("rollout_spec") and ".mrv2." not in place and "standard" not in place
     }
-    names = {re.sub(r"^_+|_+$|^new_|_like$", "", name).strip("_") for name in ours}
-    known = VIEWS_AND_COPIES | listed_operations() | {"log_softmax"}  # op-plugin's list has it as well
-    assert sorted(names - known) == ["local_scalar_dense"], "at the start: `noise.check`"
+    said = re.search(r"torch_npu has.*?: ([\w,\s]+)\.", str(rollout_spec.verification.__doc__), re.DOTALL)
+    assert said is not None
+    listed = {*re.split(r",\s+", said[1])}
+    # op-plugin's list has log_softmax as well; a number is read at the start, in `noise.check`.
+    assert ours - VIEWS_AND_COPIES == listed | {"log_softmax", "local_scalar_dense"}
+    if torch.version.cuda is not None:
+        assert not {operation.name() for operation, _ in used if not has_cuda_kernel(operation.name())}
+        assert not has_cuda_kernel("aten::_mkldnn_transpose"), "what has none is found"
 
 
 def flat(num_rows: int, vocab_size: int = 151_936) -> torch.Tensor:
