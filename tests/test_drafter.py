@@ -14,7 +14,6 @@ from rollout_spec.drafting import groups
 from rollout_spec.drafting.drafter import FILLER, Drafter
 from rollout_spec.drafting.gate.costs import NOTHING, Choice, Costs, Step
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
-from rollout_spec.drafting.gate.passes import Passes
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.index import ModelDrafts
@@ -153,25 +152,6 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not() -> None:
     dear = 0.0
     share_drafted(1200)
     assert share_drafted(100) > 0.8
-
-
-def test_drafts_that_are_made_twice_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First with a token less of the model, which shows what that token brings: it changes nothing."""
-    text = np.random.default_rng(0).integers(10, 14, 200).tolist()
-    monkeypatch.setattr(Passes, "choose", lambda self, tokens_per_row: None)
-
-    def drafts(weighs: bool) -> list[list[list[int]]]:
-        monkeypatch.setattr(Passes, "weighs", lambda self, num: weighs)
-        ticks = itertools.count()
-        batch = Batch(Drafter(SpecConfig(), lambda: next(ticks), model_tokens=2), num_rows=2, length=256)
-        for name in "ab":
-            batch.add(name, max_level=256)
-        model = [[text[i + 1], 99] for i in range(190)]
-        return [batch.step([[text[i]], [text[i // 2]]], model=[model[i], model[i]]) for i in range(190)]
-
-    once = drafts(False)
-    assert drafts(True) == once
-    assert sum(map(len, itertools.chain(*once))) > 100
 
 
 def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:

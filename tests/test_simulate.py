@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.costs import EARLY_PROBE_EVERY, EARLY_STEPS, PROBE_EVERY
 from rollout_spec.drafting.gate.gate import AutoGate
-from rollout_spec.drafting.gate.step_cost import ENOUGH
 from rollout_spec.predict.engine import Engine, ModelDrafter
 from rollout_spec.predict.load import assign, comes_back, copied, requests_of, rollouts_of
 from rollout_spec.predict.model_drafts import NO_TOKEN
@@ -180,7 +178,7 @@ def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     assert [rank.total.num_tokens for rank in ranks] == [3, 1]
 
 
-@pytest.mark.parametrize("threshold", ["off", 8, "auto"])
+@pytest.mark.parametrize("threshold", ["off", "auto"])
 def test_a_cluster_of_ranks_is_as_slow_as_its_slowest(threshold):
     config = OFF if threshold == "off" else SpecConfig(batch_threshold=threshold)
     lines = rollouts(5)
@@ -240,16 +238,6 @@ def test_a_response_without_a_token_takes_no_step():
     )
 
 
-def test_drafts_change_the_time_and_nothing_else():
-    lines = rollouts()
-    requests = requests_of(lines, None)
-    plain = simulate_engine(requests, OFF, FLAT, 16, 8)
-    drafted = simulate_engine(requests, SpecConfig(batch_threshold=64), FLAT, 16, 8)
-    assert drafted.num_tokens == plain.num_tokens == sum(len(r) for one in lines for r in one.responses)
-    assert drafted.num_steps < 0.8 * plain.num_steps
-    assert 0 < drafted.num_accepted_tokens < drafted.num_draft_tokens
-
-
 def test_filled_drafts_are_all_verified_and_lose_no_token():
     config, lines = SpecConfig(batch_threshold=8, num_speculative_tokens=4), requests_of(rollouts(1), None)
     engines = [Engine(config, FLAT, 8, 8, fills_drafts=fills) for fills in (False, True)]
@@ -277,13 +265,10 @@ def test_replicas_share_the_requests_and_the_slowest_counts():
     assert two["tail_share"] > one["tail_share"] > 0.0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_drafts_of_ranks_that_step_together_do_not_seem_free(
-    num_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_of_ranks_that_step_together_do_not_seem_free(monkeypatch):
     """Each taking the time that all need for its own, they lose; knowing of each other, they do not."""
-    cluster = Cluster(1, 8, None, num_ranks=num_ranks)
-    lines, on = rollouts(4 * num_ranks), SpecConfig(batch_threshold="auto")
+    cluster = Cluster(1, 8, None, num_ranks=2)
+    lines, on = rollouts(8), SpecConfig(batch_threshold="auto")
     drafted = seconds(lines, cluster, on, STEPPED)
     assert drafted < seconds(lines, cluster, OFF, STEPPED)
     begin = AutoGate.begin
@@ -403,16 +388,6 @@ def test_a_models_passes_run_as_far_as_it_is_right(num_right, num_passes):
         taken.append(max(1, engine._model_tokens))
         engine.step()
     assert abs(sum(taken[300:]) - 150 * num_passes) < 20
-
-
-def test_every_so_often_a_step_goes_without_drafts():
-    engine = started(requests_of([line("0", 10, 4000, 4000)], None), FLAT, 2)
-    for _ in range(300):
-        engine.step()
-    counters = engine.drafter.counters
-    turns = {*range(0, 300, PROBE_EVERY), *range(0, EARLY_STEPS, EARLY_PROBE_EVERY), *range(ENOUGH + 1)}
-    assert abs(counters.num_steps_off_probe - len(turns)) <= 1
-    assert counters.num_steps == 300
 
 
 def test_gain_is_told_as_it_was():
