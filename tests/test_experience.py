@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -12,94 +10,54 @@ from rollout_spec.drafting.index import ModelDrafts, SuffixIndex
 from tests.oracle import CorpusOracle, Experience, GroupOracle, ModelProposal, Options, SequenceOracle
 from tests.text import int32, save_corpus, speak
 
-NUM_ROWS, MAX_RESPONSE, NUM_COLUMNS, K = 20, 40, 64, 4
-
-
-class Pair:
-    """An index and its oracle, which live through the same."""
-
-    def __init__(self, seed, texts, path):
-        self.rng = np.random.default_rng(seed)
-        self.options = Options(num_speculative_tokens=K, corpus=CorpusOracle(texts))
-        self.index = SuffixIndex(num_speculative_tokens=K, corpus=open_corpus(save_corpus(path, texts)))
-        self.experience = Experience()
-        self.matrix = np.zeros((NUM_ROWS, NUM_COLUMNS), np.int32)
-        self.rows = {}  # row: sequence, oracle, the text that the target will have
-
-    def speak(self, length):
-        return speak(self.rng, length, num_words=12, alphabet=9)
-
-    def open_group(self, rows):
-        """Siblings behind one prompt; the last of them begins at the root."""
-        prompt = self.speak(int(self.rng.integers(0, 20)))
-        group, oracle = self.index.open_group(prompt), GroupOracle(prompt.tolist(), self.options)
-        for row in rows:
-            after_prompt = row != rows[-1]
-            sequence = self.index.open_sequence(group, after_prompt=after_prompt)
-            slow = SequenceOracle(oracle, after_prompt, self.experience)
-            self.rows[row] = (sequence, slow, [*slow.start, *self.speak(MAX_RESPONSE).tolist()])
-        return group
-
-    def close_group(self, group, rows):
-        for row in rows:
-            self.index.close_sequence(self.rows.pop(row)[0])
-        self.index.close_group(group)
-
-    def step(self, rows):
-        """Each row gets what a target would sample: its draft as far as that is right, and one token more.
-
-        Now and then more, as after a step that was left out: of what it drafted behind the first wrong token,
-        which is about another text, nothing is learned.
-        """
-        price = float(self.rng.choice([0.0, 0.0, 0.2]))
-        for row in rows:
-            _, slow, text = self.rows[row]
-            known = len(slow.text)
-            num_new = self.num_accepted(slow.last_draft, text[known:]) + int(self.rng.choice([1, 1, 1, 4]))
-            level = min(len(text), known + num_new)
-            self.matrix[row, :level] = text[:level]
-            slow.index(text[:level])
-        levels = np.array([len(self.rows[row][1].text) for row in rows], np.int32)
-        sequences = np.array([self.rows[row][0] for row in rows], np.int32)
-        budgets = np.full(len(rows), K, np.int32)
-        result = self.index.index_and_draft(
-            sequences, self.matrix, np.array(rows, np.int32), levels, budgets, price
-        )
-        for i, row in enumerate(rows):
-            slow = self.rows[row][1]
-            num = result.num_draft_tokens[i]
-            assert result.draft_tokens[i, :num].tolist() == slow.draft(K, price)
-            assert result.survivals[i, :num] == pytest.approx(slow.survivals, rel=1e-5)
-
-    @staticmethod
-    def num_accepted(draft, text):
-        pairs = zip(draft, text, strict=False)
-        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-    def is_over(self, row):
-        _, slow, text = self.rows[row]
-        return len(slow.text) == len(text)
+NUM_ROWS, K = 20, 4
 
 
 def test_thousands_of_row_steps_equal_the_oracle(tmp_path):
-    """Twenty rows, more than one turn of walks: what a walk changed would show in another row's draft."""
-    text = speak(np.random.default_rng(9), 60, num_words=12, alphabet=9).tolist()
-    pair = Pair(2, [text], tmp_path / "corpus.sam")
-    num_row_steps = 0
-    groups = {}
-    while num_row_steps < 1500:
-        for first in range(0, NUM_ROWS, 4):
-            if first not in groups:
-                groups[first] = pair.open_group(range(first, first + 4))
-        rows = [row for row in pair.rng.permutation(NUM_ROWS).tolist() if not pair.is_over(row)]
-        pair.step(rows)
-        num_row_steps += len(rows)
-        for first in list(groups):
-            if all(pair.is_over(row) for row in range(first, first + 4)):
-                pair.close_group(groups.pop(first), range(first, first + 4))
+    """Twenty rows, more than one turn of walks: what a walk changed would show in another row's draft.
+
+    Siblings behind five prompts, the last of each begins at the root. Each row gets what a target would
+    sample: its draft as far as that is right, and one token more. Now and then more, as after a step that was
+    left out: of what it drafted behind the first wrong token nothing is learned.
+    """
+    rng = np.random.default_rng(2)
+
+    def say(length):
+        return speak(rng, length, num_words=12, alphabet=9).tolist()
+
+    corpus = [say(60)]
+    options, experience = Options(num_speculative_tokens=K, corpus=CorpusOracle(corpus)), Experience()
+    mapped = open_corpus(save_corpus(tmp_path / "corpus.sam", corpus))
+    index = SuffixIndex(num_speculative_tokens=K, corpus=mapped)
+    sequences, oracles, matrix = [], [], np.zeros((NUM_ROWS, 128), np.int32)
+    for row in range(NUM_ROWS):
+        after_prompt = row % 4 != 3
+        if row % 4 == 0:
+            prompt = say(int(rng.integers(0, 20)))
+            group, of_group = index.open_group(int32(*prompt)), GroupOracle(prompt, options)
+        sequences.append(index.open_sequence(group, after_prompt=after_prompt))
+        oracles.append(SequenceOracle(of_group, after_prompt, experience))
+    texts = [[*oracle.start, *say(100)] for oracle in oracles]
+    while rows := [i for i in rng.permutation(NUM_ROWS).tolist() if len(oracles[i].text) < len(texts[i])]:
+        price = float(rng.choice([0.0, 0.0, 0.2]))
+        for row in rows:
+            text, known = texts[row], len(oracles[row].text)
+            agrees = [a == b for a, b in zip(oracles[row].last_draft, text[known:], strict=False)]
+            level = min(len(text), known + [*agrees, False].index(False) + int(rng.choice([1, 1, 1, 4])))
+            matrix[row, :level] = text[:level]
+            oracles[row].index(text[:level])
+        levels = int32(*(len(oracles[row].text) for row in rows))
+        budgets = np.full(len(rows), K, np.int32)
+        result = index.index_and_draft(
+            int32(*(sequences[row] for row in rows)), matrix, int32(*rows), levels, budgets, price
+        )
+        for i, row in enumerate(rows):
+            num = result.num_draft_tokens[i]
+            assert result.draft_tokens[i, :num].tolist() == oracles[row].draft(K, price)
+            assert result.survivals[i, :num] == pytest.approx(oracles[row].survivals, rel=1e-5)
+    index.validate()
     # Long enough for the table of contexts to grow, and for the weights to move.
-    assert len(pair.experience.contexts.buckets) >= 512
-    pair.index.validate()
+    assert len(experience.contexts.buckets) >= 512
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])

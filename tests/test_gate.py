@@ -243,41 +243,6 @@ def test_ranks_that_step_together_go_without_drafts_in_the_same_steps():
     assert asked_in(5, 90) == {number for number in probes if number > 90 + ENOUGH}
 
 
-def drafted_beside(nums_others, seconds):
-    """What a gate of NUM_ROWS rows, with almost sure drafts, verifies beside a rank with so many tokens."""
-    gate, budgets, num_drafted = AutoGate(), [], 0
-    survivals = np.tile(np.linspace(0.98, 0.92, K - 1, dtype=np.float32), (NUM_ROWS, 1))
-    for number in range(400):
-        most = max(NUM_ROWS + num_drafted, nums_others(number))
-        num_new = NUM_ROWS + round(0.95 * num_drafted)
-        step = Step(NUM_ROWS, 100, num_new, seconds(most), Ranks(number, most))
-        num_drafted = 0
-        if gate.begin(step, EngineCounters()) is not None:
-            numbers = np.full(NUM_ROWS, K - 1, np.int32)
-            num_drafted = int(gate.choose(survivals, numbers, EngineCounters()).sum())
-            budgets.append(num_drafted)
-    return budgets
-
-
-def test_a_rank_fills_its_step_to_the_rows_of_the_fullest_one():
-    """Every token beyond these costs more than it gives."""
-    dear = drafted_beside(lambda number: 12, lambda tokens: 0.1 + 0.5 * max(0, tokens - 12))
-    assert set(dear[200:]) == {12 - NUM_ROWS}  # before, it has looked what a larger step takes
-    # One step in four holds a prefill of the other rank, also some of those without drafts.
-    prefills = drafted_beside(
-        lambda number: 12 if number % 4 else 500, lambda tokens: 0.1 + 0.5 * max(0, tokens - 12)
-    )
-    assert set(prefills[200:]) == {12 - NUM_ROWS}
-
-
-def test_what_another_rank_drafts_does_not_make_a_draft_free():
-    """The other verifies 64 tokens in all steps but the common plain ones; a token costs more than a row."""
-    others = drafted_beside(
-        lambda number: 4 if number % (PROBE_EVERY) == 1 else 64, lambda tokens: 0.1 + 0.04 * (tokens - 4)
-    )
-    assert sum(others[100:]) == 0
-
-
 class FilledMachine(Machine):
     """Every step with drafts verifies K tokens of every row, whatever was proposed; in some steps nothing."""
 

@@ -165,23 +165,6 @@ def test_a_prompt_that_comes_back_is_drafted_from_its_earlier_responses():
     assert accepted[2] > 100
 
 
-def test_a_group_can_go_before_its_history_is_indexed():
-    prompts = np.arange(8, dtype=np.int32).reshape(4, 2)
-    drafter = Drafter(SpecConfig(history=1))
-    for prompt in prompts:
-        drafter.history.add(prompt_key(prompt), np.arange(2000, dtype=np.int32))
-    token_ids = np.zeros((1, 2000), np.int32)
-    for name, prompt in zip("abcd", prompts, strict=True):
-        drafter.add(name, prompt, 2000)
-        token_ids[0, :2] = prompt
-        drafter.draft([name], [1], token_ids, int32(3))
-        drafter.remove(name)
-    drafter.clear()
-    drafter.add("a", prompts[0], 2000)
-    drafter.draft(["a"], [1], token_ids, int32(3))
-    drafter.index.validate()
-
-
 @pytest.mark.parametrize("num_tokens", [60_000, 10_000])
 def test_a_full_index_does_without_history(num_tokens):
     """Long responses do not begin to wait; of others that turn out too long for it the rest is dropped."""

@@ -279,31 +279,6 @@ def test_the_index_of_a_configuration_has_its_options():
         SuffixIndex(num_speculative_tokens=4, max_bytes=1)
 
 
-def test_buffers_grow_with_the_batch(index):
-    n = 300
-    group = index.open_group(int32(1, 2, 3, 1))
-    sequences = np.array([index.open_sequence(group) for _ in range(n)], np.int32)
-    tokens = np.tile(int32(1, 2, 3, 1, 2), (n, 1))
-    rows = np.arange(n, dtype=np.int32)
-    result = index.index_and_draft(sequences, tokens, rows, np.full(n, 5, np.int32), np.full(n, 4, np.int32))
-    assert result.draft_tokens.shape == (n, 4)
-    assert (result.draft_tokens[:, 0] == 3).all()
-
-
-def test_ids_are_small_and_the_one_closed_last_comes_first(index):
-    group = index.open_group(int32())
-    first = [index.open_sequence(group) for _ in range(4)]
-    assert first == [0, 1, 2, 3]
-    for sequence in (2, 0, 3):
-        index.close_sequence(sequence)
-    assert [index.open_sequence(group) for _ in range(4)] == [3, 0, 2, 4]
-    groups = [index.open_group(int32(i)) for i in range(3)]
-    index.close_group(groups[1])
-    index.close_group(groups[0])
-    assert [index.open_group(int32()), index.open_group(int32())] == [groups[0], groups[1]]
-    index.validate()
-
-
 def test_soak():
     """Thousands of sequences come and go; memory grows no further than what is learned may."""
     index = SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20)
