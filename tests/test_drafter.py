@@ -13,7 +13,6 @@ from rollout_spec.drafting import drafter as drafter_module
 from rollout_spec.drafting import groups
 from rollout_spec.drafting.drafter import FILLER, Drafter
 from rollout_spec.drafting.gate.costs import NOTHING, Choice, Costs, Step
-from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.index import ModelDrafts
@@ -83,18 +82,6 @@ def test_a_models_drafts_are_those_of_their_rows() -> None:
     assert batch.drafter.counters.num_untracked_rows == 1
     drafts = batch.step([[], [11], [11], [21]], model=[[50, 50], [60, 60], [70, 10], [-1, 80]])
     assert drafts == [[], [], [70, 10, 11], []]
-
-
-def test_the_gate_closes_above_its_threshold_and_indexing_goes_on() -> None:
-    batch = make(batch_threshold=1)
-    batch.add("a")
-    batch.add("b")
-    assert batch.step([[10, 11, 12, 13], [10, 11]]) == [[], []]
-    assert batch.drafter.counters.num_steps_on == 0
-    for token in range(20, 20 + HYSTERESIS_STEPS - 1):
-        assert batch.step([[], [token]]) == [[], []]
-    assert batch.drafter.counters.num_steps_off_threshold == HYSTERESIS_STEPS
-    assert batch.step([[], [10, 11]])[1]
 
 
 @pytest.mark.parametrize("batch_threshold", [8, "auto"])
@@ -355,22 +342,6 @@ def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytes
     drafter.index.validate()
     for name in ("long", "short"):
         drafter.remove(name)
-
-
-@pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("batch_threshold", [8, "auto"])
-def test_an_open_gate_is_on_though_no_row_fits(batch_threshold: object) -> None:
-    config = SpecConfig(max_index_mb=1, batch_threshold=batch_threshold)  # type: ignore[arg-type]
-    batch = Batch(Drafter(config), num_rows=1, length=200_000)
-    batch.add("long", max_level=200_000)
-    batch.step([[7] * 190_000])
-    for _ in range(40):
-        batch.step([[7]])
-    counters = batch.drafter.take_counters()
-    assert counters.num_untracked_rows == counters.num_steps == 41
-    reasons = ("threshold", "cost", "probe")
-    num_off = sum(getattr(counters, f"num_steps_off_{reason}") for reason in reasons)
-    assert counters.num_steps_on == 41 - num_off > 0
 
 
 def count_calls(drafter: Drafter) -> list[int]:

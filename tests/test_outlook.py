@@ -15,7 +15,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.predict.outlook import num_running, outlook
 from rollout_spec.predict.replay import replay
 from rollout_spec.predict.simulate import TAIL_ROWS, Cluster
-from rollout_spec.report.outlook import headline, sentences
+from rollout_spec.report.outlook import headline
 from rollout_spec.trace import Rollout, to_line
 
 QWEN = Path(__file__).parents[1] / "recipes" / "models" / "qwen3_8b.json"
@@ -122,13 +122,3 @@ def test_a_prediction_has_the_models_drafts(tmp_path, capsys):
     assert without["off"] == right["off"] == wrong["off"]
     assert without["on"]["tokens_per_step"] == 1.0 < right["on"]["tokens_per_step"]
     assert wrong["on"]["makespan_s"] > without["on"]["makespan_s"], "of its passes"
-
-
-@pytest.mark.parametrize(
-    ("groups", "responses", "doubt"),
-    [(70, 75, "a prompt has two"), (1, 65, "group=NAME"), (3, 65, None), (1, 64, None)],
-)
-def test_groups_that_are_none_are_doubted(record, groups, responses, doubt):
-    found = record | {"num_groups": groups, "num_responses": responses, "predicted": None}
-    said = " ".join(sentences(found))
-    assert [word for word in ("a prompt has two", "group=NAME") if word in said] == [doubt] * bool(doubt)

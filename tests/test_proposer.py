@@ -336,20 +336,6 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: 
     assert engine.proposer.take_counters().num_steps == 0
 
 
-def test_drafting_goes_on_under_a_log_line_every_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(proposer_module, "LOG_EVERY", 3)
-    logger = Value(info=lambda message, *args: lines.append(message % args))
-    monkeypatch.setattr(proposer_module, "logger", logger)
-    engine = Engine(min_survival=0.0)
-    engine.add("a")
-    for _ in range(7):
-        engine.step()
-    assert len(lines) == 1 + 2 and "the last 3 steps" in lines[1]
-    # The lines take nothing from the counters.
-    assert engine.proposer.take_counters().num_steps == 7
-
-
 HUGE = 10**5000
 
 

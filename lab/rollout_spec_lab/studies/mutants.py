@@ -23,7 +23,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "build" / "mutants"
-COPIED = ("configs", "docs", "lab", "native", "recipes", "rollout_spec", "tests", "pyproject.toml")
+COPIED = (
+    "configs", "docs", "lab", "native", "recipes", "rollout_spec", "tests", "pyproject.toml", "setup.py",
+    "README.md",
+)  # fmt: skip
 KILLED = {1, 3, 24, 36, 152, 255, -24}  # a test failed, or the mutant hangs
 LEAST_SHARE = 0.9  # where an error is silent
 HYPOTHESIS = ("--hypothesis-seed=0", "--hypothesis-profile=mutants")
@@ -216,7 +219,7 @@ def core_lives(folder: Path) -> bool:
         ["make", "-C", "native", "test", f"BUILD={folder}/c"], cwd=folder, capture_output=True
     ).returncode:
         return False
-    build = [sys.executable, "native/build_native.py"]
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
     subprocess.run(build, cwd=folder, check=True, capture_output=True)
     options = ["-q", "-x", "-p", "no:cacheprovider", "--rootdir", ".", *HYPOTHESIS]
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder}/lab"}
