@@ -74,8 +74,8 @@ TARGETS = (
             "rollout_spec/drafting/groups.py",
             "rollout_spec/drafting/history.py",
         ),
-        ("tests/test_gate.py", "tests/test_drafter.py", "tests/test_history.py"),
-        "not promises_that and not fills_its_step",
+        ("tests/test_gate.py", "tests/test_drafter.py", "tests/test_history.py", "tests/test_proposer.py"),
+        "not promises_that",
     ),
     Target(
         ("rollout_spec/report/runs.py", "rollout_spec/report/measures.py"),
