@@ -48,9 +48,8 @@ TARGETS = (
             for name in ("blocks", "prefixes", "noise", "coupled", "transfers")
         ),
         ("tests/test_coupled.py", "tests/test_standard.py", "tests/test_device_waits.py"),
-        "races or little or a_step_draws or a_step_keeps or shortfall or ties_go or number or masked_tokens "
-        "or chunks or words or every_part or arithmetic or extreme or known or loop or accelerator "
-        "or not_copied",
+        "races or little or a_step_draws or a_step_keeps or shortfall or infinity or ties_go or number "
+        "or words or every_part or arithmetic or extreme or known or loop or accelerator or not_copied",
         is_silent=True,
     ),
     Target(
