@@ -270,13 +270,6 @@ def test_suffix_is_compared_where_it_is_installed(
     assert ("rollout-spec-lab bench engine: without suffix: " in capsys.readouterr().err) != has_arctic
 
 
-def test_the_plot_is_drawn(tmp_path: Path):
-    from rollout_spec_lab.bench.plots import plot_rollouts
-
-    plot_rollouts({"off": asdict(LINE), "sam": asdict(LINE)}, 2, tmp_path / "engine.png")
-    assert (tmp_path / "engine.png").stat().st_size > 10_000
-
-
 LINES = [line("a", [1, 2, 3], [4, 5, 6, 7], [4, 5]), line("b", [8, 9], [5, 5, 5])]
 
 

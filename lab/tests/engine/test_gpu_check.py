@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.trace import to_line
 from rollout_spec_lab.gpu_check import PARTS
 
 METHODS = ["off", "sam+model"]
@@ -42,30 +41,3 @@ def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.C
     page = (tmp_path / "index.html").read_text()
     assert "http" not in page and "data:image/png;base64," in page
     assert all(sentence.split(":")[0] in page for sentence in record["verdict"])
-
-
-def test_a_configuration_and_a_recording_are_enough(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No weights, no tokenizer: steps and the recorded rollout; what does not fit into a step is named."""
-    from rollout_spec_lab.cli import main
-
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(to_line("g", None, [5, 6, 7], [[*range(10, 30)] * 3, [*range(10, 30)] * 2]))
-    options = ["--model-config", f"{tiny_model}/config.json", "--recording", str(trace)]
-    options += ["--parts", "steps,rollouts", "--rows", "2", "96", "--methods", "off,sam:8", "--repeats", "1"]
-    assert main(["gpu-check", *options, "--minutes", "60", "--output", str(tmp_path), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record == json.loads((tmp_path / "gpu-check.json").read_text())
-    assert [part for part in PARTS if record[part]] == ["steps", "rollouts"]
-    assert {(row["num_rows"], row["num_drafts"]) for row in record["steps"]["steps"]} == {
-        (2, 0), (2, 3), (2, 7), (96, 0), (96, 3)
-    }  # fmt: skip
-    assert (
-        "96 rows of 64 tokens, 7 drafts: more than the 512 tokens that a step may have"
-        in record["steps"]["skipped"]
-    )
-    off, sam = record["rollouts"]["results"]
-    assert off["repeats"][0]["num_tokens"] == sam["repeats"][0]["num_tokens"] == 100
-    assert sam["repeats"][0]["num_accepted_tokens"] > 10
-    assert sam["predicted_tokens_per_s"]["step_times"] > 0

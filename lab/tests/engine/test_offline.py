@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from rollout_spec.trace import to_line
+from rollout_spec_lab.gpu_check import PARTS
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,8 +42,17 @@ def test_it_packs_unpacks_and_measures(tiny_model: str, tmp_path: Path) -> None:
     trace.write_text(to_line("g", None, [5, 6, 7], [[*range(10, 30)] * 3, [*range(10, 30)] * 2]))
     run(
         f"{lab} gpu-check --parts steps,rollouts --model-config {tiny_model}/config.json --recording {trace} "
-        f"--rows 2 --methods off,sam:8 --repeats 1 --minutes 5 --output {out}"
+        f"--rows 2 96 --methods off,sam:8 --repeats 1 --minutes 5 --output {out}"
     )
     record = json.loads((out / "gpu-check.json").read_text())
-    assert {part["status"] for part in record["parts"]} == {"done"}
-    assert [result["method"] for result in record["rollouts"]["results"]] == ["off", "sam:8"]
+    assert [part for part in PARTS if record[part]] == ["steps", "rollouts"]
+    steps = record["steps"]
+    assert {(row["num_rows"], row["num_drafts"]) for row in steps["steps"]} == {
+        (2, 0), (2, 3), (2, 7), (96, 0), (96, 3)
+    }  # fmt: skip
+    too_many = "96 rows of 64 tokens, 7 drafts: more than the 512 tokens that a step may have"
+    assert too_many in steps["skipped"]
+    plain, drafted = record["rollouts"]["results"]
+    assert plain["repeats"][0]["num_tokens"] == drafted["repeats"][0]["num_tokens"] == 100
+    assert drafted["repeats"][0]["num_accepted_tokens"] > 10
+    assert drafted["predicted_tokens_per_s"]["step_times"] > 0
