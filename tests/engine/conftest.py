@@ -170,7 +170,7 @@ def shared_engines() -> Iterator[dict[str, Any]]:
     yield engines
     close(engines.values())
     for engine in engines.values():
-        engine.llm_engine.engine_core.engine_core.shutdown()
+        core_of(engine).shutdown()
 
 
 @pytest.fixture
@@ -197,12 +197,11 @@ def make_engine(tiny_model: str, shared_engines: dict[str, Any]) -> Iterator[Cal
 
 def as_new(llm: Any) -> Any:
     """An engine that has served, with nothing left of it."""
-    core = llm.llm_engine.engine_core.engine_core
     assert not llm.llm_engine.has_unfinished_requests()
     llm.reset_prefix_cache()
     if (proposer := proposer_of(llm)) is not None:
         proposer.start_afresh()
-    core.rollout_spec_take_aborted()
+    core_of(llm).rollout_spec_take_aborted()
     return llm
 
 
@@ -232,11 +231,19 @@ def close(engines: Iterable[Any]) -> None:
 num_closed = 0
 
 
+def core_of(llm: Any) -> Any:
+    """The engine core of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def runner_of(llm: Any) -> Any:
+    return core_of(llm).model_executor.driver_worker.worker.model_runner
+
+
 def proposer_of(llm: Any) -> Any:
     from rollout_spec.vllm import proposer
 
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    return proposer.proposer_of(worker.model_runner)
+    return proposer.proposer_of(runner_of(llm))
 
 
 def token_ids(outputs: list[Any]) -> list[list[int]]:

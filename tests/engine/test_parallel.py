@@ -14,7 +14,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.versions import version
-from tests.engine.conftest import OFF, close, engine_settings, make_tiny, new_engine, proposer_of
+from tests.engine.conftest import OFF, close, engine_settings, make_tiny, new_engine, proposer_of, runner_of
 from tests.engine.rollout_server import EXTENSION
 from tests.engine.serving import Request, sampling
 from tests.engine.serving import serve as serve_requests
@@ -70,7 +70,7 @@ def test_the_experts_that_are_returned_are_each_tokens_own(
     llm = new_engine(
         tiny_experts, spec, model=tiny_experts, tokenizer=chat_model, enable_return_routed_experts=True
     )
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     capturer = runner.routed_experts_capturer
 
     def note() -> Any:
@@ -101,9 +101,7 @@ def test_the_experts_that_are_returned_are_each_tokens_own(
 
 
 def test_every_data_parallel_rank_is_counted_shared_and_checked(
-    tiny_experts: str,
-    make_engine: Any,
-    server_of: Any,
+    tiny_experts: str, make_engine: Any, server_of: Any
 ) -> None:
     prompts = list(GROUPS.values())
     plain = generate(make_engine(model=tiny_experts, skip_tokenizer_init=True), prompts, greedy(LENGTH))
