@@ -59,7 +59,6 @@ class Storm:
         return sum(part.is_aborted and part.num_tokens > 0 for part in self.parts)
 
     async def run(self) -> None:
-        engines = [asyncio.create_task(server.engine.run()) for server in self.servers]
         numbers = itertools.count()
         await asyncio.gather(*(server.set_global_steps(0) for server in self.servers))
         await self.share()
@@ -71,8 +70,6 @@ class Storm:
             await self.sync(server, server.global_steps + 1)
             await server.end_validation()
         await self.share()
-        for task in engines:
-            task.cancel()
 
     async def clients(self, numbers: Iterator[int]) -> None:
         while self.num_aborted < self.num_interruptions:
@@ -173,7 +170,7 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
 ) -> None:
     """The longer one also sees that memory stays as it is, behind 2000 interruptions to warm up."""
     spec = {"history": 32, "max_index_mb": 16}
-    servers = [make_server(spec, is_stepping=True, fresh=True) for _ in range(2)]
+    servers = [make_server(spec, fresh=True) for _ in range(2)]
     storm = Storm(servers, num_interruptions)
     asyncio.run(storm.run())
     reference = make_engine(**OFF)

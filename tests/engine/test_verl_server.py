@@ -170,13 +170,12 @@ def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
 
 
 def test_no_engine_step_waits_for_what_servers_share(make_server: Any) -> None:
-    server = make_server({"history": 100}, is_stepping=True)
+    server = make_server({"history": 100})
 
     def respond(number: int, max_tokens: int) -> Any:
         return server.generate(PROMPTS[number], GREEDY | {"max_tokens": max_tokens}, str(number))
 
     async def serve_and_share() -> None:
-        steps = asyncio.create_task(server.engine.run())
         await server.set_global_steps(0)
         await server.take_history()  # it begins to share
         await respond(0, 20)
@@ -191,7 +190,6 @@ def test_no_engine_step_waits_for_what_servers_share(make_server: Any) -> None:
         assert server._history.received == taken
         await running
         assert len(merged(*await server.take_history())) == 2
-        steps.cancel()
 
     asyncio.run(serve_and_share())
 
