@@ -222,12 +222,13 @@ def test_a_vllm_whose_samplers_have_changed_is_refused_and_doctor_fails(
     assert main(["doctor"]) == 0
     monkeypatch.setattr(f"vllm.v1.sample.{where}", lambda self, other: None)
     message = f"patch '{patch}' does not fit the installed packages"
-    with pytest.raises(RuntimeError, match=rf"^{message}[^\n]*$"):
-        configured(tiny_model, {})
     capsys.readouterr()
     assert main(["doctor"]) == 1
     line, _ = capsys.readouterr().out.splitlines()  # and the verdict
     assert line.startswith(f"fail  engine patches  PatchError: {message}")
+    if not where.endswith("rejection_sample"):  # which the CPU's mend replaces whatever it is
+        with pytest.raises(RuntimeError, match=rf"^{message}[^\n]*$"):
+            configured(tiny_model, {})
 
 
 def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engine: Any) -> None:
