@@ -78,20 +78,21 @@ def collect_unless_vllm_asks(generation: int = 2, *, collect: Callable[[int], in
     return 0 if asks.split(".")[0] == "vllm" else collect(generation)
 
 
-def make_tiny(name: str, folder: pathlib.Path, num_layers: int = 2, **more: Any) -> str:
+def make_tiny(name: str, folder: pathlib.Path, peak: int = 12, **more: Any) -> str:
     """A small model with random weights: for what an engine does, not for what a model says."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, num_hidden_layers=num_layers,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=4096,
-        bos_token_id=1, eos_token_id=EOS_TOKEN_ID, **more,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 4096,
+        "bos_token_id": 1, "eos_token_id": EOS_TOKEN_ID,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**settings | more)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
-        model.lm_head.weight.mul_(12)  # a peaked distribution, as a trained model's is
+        model.lm_head.weight.mul_(peak)  # a peaked distribution, as a trained model's is
     model.save_pretrained(folder)
     return str(folder)
 

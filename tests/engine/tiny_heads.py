@@ -7,7 +7,7 @@ import pathlib
 import shutil
 from typing import Any
 
-from tests.engine.conftest import VOCAB_SIZE
+from tests.engine.conftest import VOCAB_SIZE, make_tiny
 
 HIDDEN_SIZE = 128
 DRAFT_TOKENS = range(0, VOCAB_SIZE, 2)  # of a head with a vocabulary of its own
@@ -75,23 +75,15 @@ def make_eagle(target: pathlib.Path, folder: pathlib.Path, reads: str) -> None:
 def make_mtp(folder: pathlib.Path, chat_model: str) -> None:
     """A MiMo whose last token decides, and whose MTP head is wrong; `right.safetensors` has the right one."""
     import torch
-    import transformers
     from safetensors.torch import save_file
 
     shutil.copytree(chat_model, folder)
-    torch.manual_seed(0)
-    tokens = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    of_chat_model = transformers.AutoConfig.from_pretrained(chat_model)
-    config = transformers.Qwen2Config(
-        hidden_size=HIDDEN_SIZE, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=4096, num_nextn_predict_layers=1,
-        **{name: getattr(of_chat_model, name) for name in tokens},
-    )  # fmt: skip
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    mimo = config.to_dict() | {"architectures": ["MiMoForCausalLM"]}
+    of_chat_model = json.loads((folder / "config.json").read_text())
+    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    make_tiny("Qwen2", folder, num_nextn_predict_layers=1, **{name: of_chat_model[name] for name in names})
+    mimo = json.loads((folder / "config.json").read_text()) | {"architectures": ["MiMoForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(mimo))
     path, weights = folder / "model.safetensors", loaded(folder)
-    weights["lm_head.weight"] *= 12  # a peaked distribution, as a trained model's is
     let_the_last_token_decide(weights)
     head = {name.removeprefix(LAST): value for name, value in weights.items() if name.startswith(LAST)}
     head |= {f"{name}_layernorm.weight": torch.ones(HIDDEN_SIZE) for name in ("token", "hidden", "final")}
