@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.envs import disable_envs_cache
 
 from tests.engine.conftest import (  # noqa: F401 (fixtures)
     chat_model,
     close,
     core_of,
+    environment_of_engines,
     make_tiny,
     new_engine,
-    own_environment,
     tiny_model,
 )
 from tests.engine.serving import Request, sampling
@@ -43,19 +44,11 @@ def coarse_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environment_of_engines() -> Iterator[None]:
-    from vllm.envs import disable_envs_cache
-
-    with own_environment():
-        yield
-    disable_envs_cache()  # with which an engine has begun: other tests set variables
-
-
 @contextlib.contextmanager
 def engine(model: str, spec: dict[str, Any] | None, **arguments: Any) -> Iterator[Any]:
     """One that drafts where there is a `spec`."""
     llm = new_engine(model, None if spec is None else {"num_speculative_tokens": K} | spec, **arguments)
+    disable_envs_cache()  # with which an engine has begun: other tests set variables
     yield llm
     close([llm])
 

@@ -58,10 +58,12 @@ def drafting(coarse_model: str) -> Iterator[Any]:
         yield llm
 
 
-def assert_drafts_change_nothing(plain: Any, drafting: Any, *kinds: dict[str, Any]) -> None:
+def assert_drafts_change_nothing(
+    plain: Any, drafting: Any, *kinds: dict[str, Any], more_than: int = 20
+) -> None:
     num_accepted(drafting)
     expected, found = (serve(llm, siblings(*kinds)) for llm in (plain, drafting))
-    assert num_accepted(drafting) > 20
+    assert num_accepted(drafting) > more_than
     assert_same(found, expected)
 
 
@@ -117,7 +119,7 @@ def test_what_relaxes_their_verification_does_not_reach_ours(plain: Any, coarse_
     options = {"history": 0, "batch_threshold": 64, "num_speculative_tokens": K}
     with engine(coarse_model, {}, additional_config={"rollout_spec": options, **relaxed}) as llm:
         assert theirs.get_ascend_config().rejection_sampler_config.enable_entropy_verify
-        assert_drafts_change_nothing(plain, llm, {"temperature": 2.0})
+        assert_drafts_change_nothing(plain, llm, {"temperature": 2.0}, more_than=0)
 
 
 def test_their_own_verification_gives_greedy_requests_the_same(plain: Any, coarse_model: str) -> None:
@@ -243,7 +245,7 @@ def test_drafts_are_filled_up_where_others_have_no_graph(
     with engine(coarse_model, {"history": 0}) as llm:
         lengths = noted_lengths(llm)
         assert_drafts_change_nothing(plain, llm, {}, {"top_k": 20})
-    assert set(lengths[8:]) == {K}  # behind the first step, and with room for K
+    assert set(lengths[8:]) == {K}  # behind the first step with drafts
 
 
 @pytest.mark.skipif(
