@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -122,8 +122,6 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
     try:
         server, cores = server_of(engine, spec), EngineCores(engine)
         assert len(cores) == 2
-
-        await check_streaming_input_is_refused(engine)
         await server.set_global_steps(0)
         await server.take_history()  # it begins to share
         assert await serve(server, 2) == plain
@@ -177,21 +175,6 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
             await server.take_rollout_report()
     finally:
         engine.shutdown()
-
-
-async def check_streaming_input_is_refused(engine: Any) -> None:
-    """In one line, for that request alone: the engine serves on."""
-    from vllm import SamplingParams
-    from vllm.engine.protocol import StreamingInput
-    from vllm.sampling_params import RequestOutputKind
-
-    async def turns() -> AsyncIterator[Any]:
-        yield StreamingInput(prompt={"prompt_token_ids": PROMPTS[0]})
-
-    params = SamplingParams(max_tokens=LENGTH, output_kind=RequestOutputKind.DELTA)
-    with pytest.raises(ValueError, match=r"^rollout_spec: .* streaming input") as error:
-        [output async for output in engine.generate(turns(), params, "turns")]
-    assert "\n" not in str(error.value)
 
 
 def check_counts(report: Any) -> None:
