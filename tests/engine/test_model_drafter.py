@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -78,12 +77,6 @@ def test_a_model_alone_saves_steps(results: dict[str, Any]) -> None:
     assert sum(step["rows"] for step in results["model"]["steps"]) < num_tokens
 
 
-def test_the_target_as_its_own_drafter_is_accepted_whole(results: dict[str, Any]) -> None:
-    """Its drafts share the target's noise, at every temperature; what cuts or penalizes, it does not know."""
-    most = max(len(one["tokens"]) for one in results["same"]["requests"].values())
-    assert len(results["same"]["steps"]) == 1 + math.ceil((most - 1) / (1 + NUM_MODEL_TOKENS))
-
-
 @pytest.mark.parametrize("engine", ["both", "preempted"])
 def test_both_sources_draft(results: dict[str, Any], engine: str) -> None:
     counters, steps = results[engine]["counters"], results[engine]["steps"]
@@ -98,9 +91,9 @@ def test_both_sources_draft(results: dict[str, Any], engine: str) -> None:
     assert num_passes == NUM_MODEL_TOKENS * len(steps)
 
 
-def test_nothing_is_lost_by_passes_that_were_left_out(results: dict[str, Any]) -> None:
-    """The target as its own drafter: of two rows, behind steps with a closed gate, all it drafts is right."""
-    counters = results["reopened"]["counters"]
+def test_the_target_as_its_own_drafter_is_always_right(results: dict[str, Any]) -> None:
+    """They share noise, at temperatures of 0, 0.7 and 1; nothing is lost by passes that were left out."""
+    counters = results["same"]["counters"]
     assert counters["num_model_passes_left_out"] > 8 * (NUM_MODEL_TOKENS - 1)
     assert counters["num_model_accepted_tokens"] == counters["num_model_draft_tokens"] > 10
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
 import pathlib
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +19,7 @@ import pytest
 
 from rollout_spec.vllm import speculative_config
 from rollout_spec.vllm.versions import version
+from rollout_spec_lab.processes import started
 from tests.engine.conftest import OFF, close, configured, proposer_of
 from tests.text import save_corpus
 
@@ -58,24 +57,16 @@ def test_the_server_example(policy: str, environment: dict[str, str], tmp_path: 
         port = probe.getsockname()[1]
     command = shlex.split(example("sh", policy).replace("\\\n", " "))
     assert command[:2] == ["vllm", "serve"]
-    command = [*server_command(), *command[2:]]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    command += ["--dtype", "float32"]  # not `auto`: it would be bfloat16, whose rounding is a processor's own
+    # `auto` would be bfloat16, whose rounding is a processor's own.
+    command = [*server_command(), *command[2:], "--enforce-eager", "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--additional-config", json.dumps(DRAFTING)]
     command += ["--max-model-len", "1024", "--max-num-batched-tokens", "512"]
-    command += ["--additional-config", json.dumps(DRAFTING)]
     body = {"model": policy, "prompt": "one two three four " * 8, "temperature": 0, "max_tokens": 64}
     body |= {"ignore_eos": True, "vllm_xargs": {"rollout_spec_group": "a"}}
-    path = tmp_path / "server.log"
-    with path.open("w") as log:
-        server = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            wait_until_ready(server, port, path)
-            answer = json.loads(ask(port, "v1/completions", json.dumps(body).encode()))
-            metrics = ask(port, "metrics")
-        finally:
-            end(server)
+    with started(command, log := tmp_path / "server.log", environment) as server:
+        wait_until_ready(server, port, log)
+        answer = json.loads(ask(port, "v1/completions", json.dumps(body).encode()))
+        metrics = ask(port, "metrics")
     assert answer["usage"]["completion_tokens"] == 64
     name = "vllm:spec_decode_num_accepted_tokens_total"
     accepted = re.search(rf"^{name}\{{.*\}} ([\d.e+]+)$", metrics, re.MULTILINE)
@@ -97,15 +88,6 @@ def server_command() -> list[str]:
     except importlib.metadata.PackageNotFoundError:
         return [str(pathlib.Path(sys.executable).with_name("vllm")), "serve"]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-
-
-def end(server: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGINT)
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
 
 
 def wait_until_ready(server: subprocess.Popen, port: int, log: pathlib.Path) -> None:

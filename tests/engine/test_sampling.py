@@ -9,7 +9,8 @@ import pytest
 
 from rollout_spec.certify.numerics import p_values
 from rollout_spec.vllm.upstream import thinking_budget
-from tests.engine.conftest import VOCAB_SIZE, proposer_of, token_ids
+from tests.engine.conftest import VOCAB_SIZE, proposer_of, runner_of, token_ids
+from tests.engine.serving import Request, sampling, serve
 
 FALSE_ALARM_RATE = 1e-5  # of one comparison
 NUM_SAMPLES = 1500
@@ -18,29 +19,20 @@ PROMPT = [5, 6, 7, 8] * 4
 PENALTIES = {
     "temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.6,
 }  # fmt: skip
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0}, {"temperature": 0.6, "top_k": 5}, {"temperature": 1.0, "top_p": 0.7}, PENALTIES
+]  # fmt: skip
 
 
 def sample(llm: Any, seed: int, **settings: Any) -> list[list[int]]:
     import torch
-    from vllm import SamplingParams
 
     torch.manual_seed(seed)
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **settings)
-    inputs = [{"prompt_token_ids": PROMPT}] * NUM_SAMPLES
-    return token_ids(llm.generate(inputs, params, use_tqdm=False))
+    params = sampling(settings | {"max_tokens": NUM_TOKENS, "detokenize": False, "extra_args": None})
+    return token_ids(llm.generate([{"prompt_token_ids": PROMPT}] * NUM_SAMPLES, params, use_tqdm=False))
 
 
-@pytest.fixture(scope="module")
-def settings() -> list[dict[str, Any]]:
-    return [
-        {"temperature": 1.0},
-        {"temperature": 0.6, "top_k": 5},
-        {"temperature": 1.0, "top_p": 0.7},
-        PENALTIES,
-    ]
-
-
-def test_drafts_leave_the_distribution(make_engine: Any, settings: list[dict[str, Any]]) -> None:
+def test_drafts_leave_the_distribution(make_engine: Any) -> None:
     """Also by vLLM's own way of verification, where the CPU engine needs the mend of `rejection_sample`."""
     plain = make_engine(max_num_seqs=64)
     coupled, standard = (
@@ -48,15 +40,13 @@ def test_drafts_leave_the_distribution(make_engine: Any, settings: list[dict[str
         for verify in ("coupled", "standard")
     )
     values: list[float] = []
-    for i, setting in enumerate(settings):
+    for i, setting in enumerate(SETTINGS):
         expected = sample(plain, i, **setting)
         values += p_values(expected, sample(coupled, 100 + i, **setting))
         values += p_values(expected, sample(standard, 200 + i, **setting))
     for llm in (coupled, standard):
         counters = proposer_of(llm).take_counters()
-        assert 0.05 < counters.num_accepted_tokens / counters.num_draft_tokens < 0.95, (
-            "drafts must be accepted and rejected"
-        )
+        assert 0.05 < counters.num_accepted_tokens / counters.num_draft_tokens < 0.95, "both must occur"
     assert min(values) > FALSE_ALARM_RATE / len(values), values
     # The comparison would notice penalties that are lost or that do not see the draft's own tokens.
     for lost in (("repetition_penalty",), ("presence_penalty", "frequency_penalty")):
@@ -95,17 +85,9 @@ def test_only_a_cpu_kernel_that_is_wrong_is_mended(monkeypatch: pytest.MonkeyPat
 
 
 def test_seeded_requests_repeat_in_standard_verification(make_engine: Any) -> None:
-    from vllm import SamplingParams
-
-    def run(engine_seed: int) -> list[list[int]]:
-        llm = make_engine({"verify": "standard"}, seed=engine_seed)
-        params = [
-            SamplingParams(temperature=1.0, seed=i, max_tokens=30, ignore_eos=True, detokenize=False)
-            for i in range(8)
-        ]
-        return token_ids(llm.generate([{"prompt_token_ids": PROMPT}] * 8, params, use_tqdm=False))
-
-    assert run(0) == run(1)
+    asked = [Request(PROMPT, sampling({"temperature": 1.0, "seed": i, "extra_args": None})) for i in range(8)]
+    first, second = (serve(make_engine({"verify": "standard"}, seed=seed), asked) for seed in (0, 1))
+    assert first == second
 
 
 @pytest.mark.parametrize("spec", [None, {}], ids=["plain", "drafting"])
@@ -116,41 +98,39 @@ def test_allowed_tokens_leave_with_their_request(make_engine: Any, spec: dict[st
     llm = make_engine(spec, fresh=True)
     engine = llm.llm_engine
 
-    def add(name: str, max_tokens: int, **settings: Any) -> None:
-        from vllm import SamplingParams
+    def add(name: str, max_tokens: int, **asked: Any) -> None:
+        asked = {"temperature": 0, "max_tokens": max_tokens, "detokenize": False} | asked
+        engine.add_request(name, {"prompt_token_ids": PROMPT}, sampling(asked))
 
-        params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **settings
-        )
-        engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
-
-    def finish(*names: str) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        while not found.keys() >= set(names):
-            found |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
-        return found
+    def finish(name: str) -> list[int]:
+        while True:
+            for output in engine.step():
+                if output.finished and output.request_id == name:
+                    return list(output.outputs[0].token_ids)
 
     add("alone", 20)
-    expected = finish("alone")["alone"]
+    expected = finish("alone")
     few = sorted(set(range(3, VOCAB_SIZE)) - set(expected))
     add("first", 2)
     add("few", 80, allowed_token_ids=few)
     finish("first")
     engine.step()  # "few" moves to its row
     add("next", 20)
-    assert finish("next")["next"] == expected
+    assert finish("next") == expected
 
-    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
-    batch = worker.model_runner.input_batch
-    mask = batch.allowed_token_ids_mask_cpu_tensor
+    batch = runner_of(llm).input_batch
     add("other", 20)
     engine.step()
-    assert mask.any(dim=1).tolist()[:3] == [True, False, False]
+
+    def masked() -> list[bool]:
+        return batch.allowed_token_ids_mask_cpu_tensor.any(dim=1).tolist()[:3]
+
+    assert masked() == [True, False, False]
     with torch.inference_mode():
         batch.swap_states(0, 1)
-        assert mask.any(dim=1).tolist()[:3] == [False, True, False]
+        assert masked() == [False, True, False]
         batch.swap_states(0, 1)
-    assert set(finish("few")["few"]) <= set(few)
+    assert set(finish("few")) <= set(few)
 
 
 @pytest.mark.parametrize("budgets", [{0: 7}, {1: 7}, {0: 7, 1: 9}], ids=str)
