@@ -12,9 +12,8 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -27,6 +26,7 @@ from rollout_spec.report.runs import read_run
 SPEC = "rollout/spec_"
 NUM_STEPS = 3
 PROJECT, NAME = "logs", "on"
+
 
 # verl's tracker writes what the tests read, with three loggers at once, in a process of its own.
 WRITE = """
@@ -286,53 +286,62 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-@pytest.fixture
-def online(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Runs Python with wandb's server, in a process of its own: wandb's client keeps one service in each."""
+# Reads a run and one that is not there, then adds to the summaries of two; prints what each ended with.
+ONLINE = """
+import contextlib, io, json, sys
+from rollout_spec.cli import main
+from rollout_spec.report.logs import RunError
+from rollout_spec.report.runs import read_run
+
+found, (off, out) = [], sys.argv[1:]
+for run in ("e/p/abc123", "wandb:e/p/none"):
+    try:
+        found.append(read_run(run, "on").column("rollout_seconds"))
+    except RunError as error:
+        found.append(str(error))
+for run in ("e/p/abc123", "e/p/gone"):
+    said, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+        code = main(["compare", off, run, "--wandb", "--output", out])
+    found.append([code, said.getvalue(), errors.getvalue()])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def online(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    """What ONLINE prints beside wandb's server, and the report that it wrote.
+
+    In a process of its own: wandb's client keeps one service in each.
+    """
+    folder = tmp_path_factory.mktemp("online")
+    off = write_run_off(folder / "off.jsonl", "other")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         env = {
             **os.environ,
             "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
             "WANDB_API_KEY": "0" * 40,
-            "WANDB_DIR": str(tmp_path),
-            "WANDB_CACHE_DIR": str(tmp_path),
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
+            **dict.fromkeys(("WANDB_DIR", "WANDB_CACHE_DIR"), str(folder)),
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1"),
         }
-        yield lambda *args: subprocess.run(
-            [sys.executable, *args], env=env, capture_output=True, text=True, timeout=240
-        )
+        command = [sys.executable, "-c", ONLINE, off, str(folder / "out")]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
         server.shutdown()
-
-
-READ = """
-import sys
-from rollout_spec.report.logs import RunError
-from rollout_spec.report.runs import read_run
-
-try:
-    run = read_run(sys.argv[1], "on")
-except RunError as error:
-    sys.exit(str(error))
-print(run.column("rollout_seconds"))
-"""
-
-
-def test_an_online_run_is_read_with_wandbs_own_client(online: Callable) -> None:
-    read, unknown = (online("-c", READ, run) for run in ("e/p/abc123", "wandb:e/p/none"))
-    assert read.returncode == 0, read.stderr
-    assert "[5.0, 10.0, 15.0]" in read.stdout
-    assert unknown.returncode == 1
-    assert "e/p/none: no such file or folder, and as a run of wandb: " in unknown.stderr
-
-
-def test_an_online_runs_summary_is_added_to(tmp_path: Path, online: Callable) -> None:
-    out = tmp_path / "out"
-    command = ("-m", "rollout_spec.cli", "compare", write_run_off(tmp_path / "off.jsonl", "other"))
-    done = online(*command, "e/p/abc123", "--wandb", "--output", str(out))
     assert done.returncode == 0, done.stderr
-    assert "/e/p/runs/abc123" in done.stdout
+    return json.loads(done.stdout.splitlines()[-1]), folder / "out"
+
+
+def test_an_online_run_is_read_with_wandbs_own_client(online: tuple[list[Any], Path]) -> None:
+    read, unknown, *_ = online[0]
+    assert read == [5.0, 10.0, 15.0]
+    assert "e/p/none: no such file or folder, and as a run of wandb: " in unknown
+
+
+def test_an_online_runs_summary_is_added_to(online: tuple[list[Any], Path]) -> None:
+    (*_, [code, said, errors], gone), out = online
+    assert code == 0, errors
+    assert "/e/p/runs/abc123" in said
     taken = WandbServer.taken
     stream = json.loads(taken["/files/e/p/abc123/file_stream"][-1])["files"]
     assert list(stream) == ["wandb-summary.json"], "the run's history must stay as it is"
@@ -347,7 +356,5 @@ def test_an_online_runs_summary_is_added_to(tmp_path: Path, online: Callable) ->
     resumed = json.loads(taken["UpsertBucket"][0])["variables"]
     assert [resumed[name] for name in ("host", "program", "commit")] == [None] * 3
     assert "/requirements.txt" not in taken
-
-    gone = online(*command, "e/p/gone", "--wandb", "--output", str(out))
-    assert gone.returncode == 2
-    assert "\nrollout-spec compare: --wandb: Run (gone) does not exist" in gone.stderr
+    assert gone[0] == 2
+    assert "rollout-spec compare: --wandb: Run (gone) does not exist" in gone[2]

@@ -28,7 +28,7 @@ ELSEWHERE = {
         "tests/test_dumps.py",
         'main(["replay", str(dump), "--tokenizer", str(tokenizer), "--output", str(output)])',
     ),
-    "rollout-spec doctor": ("tests/test_doctor.py", 'run("doctor", "--json")'),
+    "rollout-spec doctor": ("tests/test_doctor.py", 'doctor("pass", "--json")'),
     "rollout-spec certify --model outputs/demo/model": (
         "tests/engine/test_certify.py",
         'main(["certify", *arguments])',

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import pathlib
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import verl  # loads the plugin, which puts our groups on Hydra's search path
 from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError, SpecConfig
@@ -21,9 +24,26 @@ VLLM = "actor_rollout_ref.rollout.name=vllm"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
-def composed(*overrides: str) -> Any:
+# The words that choose files; every other one sets a value.
+GROUPS = ("rollout.spec", "rollout.spec.routing", "rollout_spec_replay_buffer", "model_engine")
+
+
+@functools.cache
+def composed_once(*overrides: str) -> Any:
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", [VLLM, *overrides])
+
+
+def composed(*overrides: str) -> Any:
+    """verl's configuration. Groups are composed once: that takes most of a second."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    groups = [each.input_line for each in parsed if each.key_or_group in GROUPS or "@" in each.input_line]
+    config = copy.deepcopy(composed_once(*groups))
+    for each in parsed:
+        if each.input_line not in groups:
+            force_add = each.is_add() or each.is_force_add()
+            OmegaConf.update(config, each.key_or_group, each.value(), force_add=force_add)
+    return config
 
 
 def test_the_group_is_a_mapping_and_reaches_the_engine() -> None:
@@ -92,17 +112,10 @@ def test_several_engines_have_a_router_for_groups(overrides: tuple[str, ...], ha
 
 @pytest.mark.parametrize(
     ("overrides", "num_lines"),
-    [
-        ((f"{DEVICES}=2",), 1),
-        ((f"{DEVICES}=1",), 0),
-        ((f"{DEVICES}=2", "rollout.spec.routing=verl"), 0),
-    ],
+    [((f"{DEVICES}=2",), 1), ((f"{DEVICES}=1",), 0), ((f"{DEVICES}=2", "rollout.spec.routing=verl"), 0)],
 )
 def test_a_verl_without_a_router_has_no_option_for_one(
-    overrides: tuple[str, ...],
-    num_lines: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    overrides: tuple[str, ...], num_lines: int, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of its main branch before 0.9.1; it would refuse the option when it makes its own class of it."""
     monkeypatch.setattr(launch, "verl_is_older", lambda: True)
@@ -146,18 +159,15 @@ CONFLICTS = {
 }
 
 
+OFF_TOO = [key for key in CONFLICTS if key.startswith("trainer.") or "pipe" in key]  # it is measured likewise
+
+
 @pytest.mark.parametrize(
-    "override", [key for key in CONFLICTS if key.startswith("trainer.") or "pipe" in key]
+    ("method", "override"), [*(("sam", key) for key in CONFLICTS), *(("off", key) for key in OFF_TOO)]
 )
-def test_the_reference_run_needs_such_a_trainer_too(override: str) -> None:
+def test_what_does_not_go_together_is_refused(method: str, override: str) -> None:
     with pytest.raises(ConfigError, match=CONFLICTS[override]):
-        check_config(composed("+rollout.spec=off", override))
-
-
-@pytest.mark.parametrize("override", CONFLICTS)
-def test_what_does_not_go_together_is_refused(override: str) -> None:
-    with pytest.raises(ConfigError, match=CONFLICTS[override]):
-        check_config(composed("+rollout.spec=sam", override))
+        check_config(composed(f"+rollout.spec={method}", override))
 
 
 def test_the_reference_run_of_coupled_verification_composes() -> None:
@@ -173,20 +183,15 @@ def test_a_manager_of_ones_own_goes_with_standard_verification() -> None:
         check_config(composed(*options, "trainer.v1.trainer_mode=colocate_async"))
 
 
-@released
-@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
 @pytest.mark.parametrize("method", ["off", "sam"])
-def test_asynchronous_modes_of_verls_trainer_compose(method: str, mode: str) -> None:
-    config = composed(f"+rollout.spec={method}", f"trainer.v1.trainer_mode={mode}")
-    assert check_config(config).method == method
-
-
-@pytest.mark.parametrize("method", ["off", "sam"])
-def test_they_are_refused_where_requests_do_not_wait_for_a_weight_sync(
+def test_asynchronous_modes_of_verls_trainer_need_requests_that_wait_for_a_weight_sync(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "verl_is_older", lambda: True)
-    check_config(composed(f"+rollout.spec={method}"))
+    for is_older, modes in ((False, ("colocate_async", "separate_async")), (True, ("sync",))):
+        monkeypatch.setattr(launch, "verl_is_older", lambda is_older=is_older: is_older)
+        for mode in modes:
+            config = composed(f"+rollout.spec={method}", f"trainer.v1.trainer_mode={mode}")
+            assert check_config(config).method == method
     with pytest.raises(ConfigError, match="separate_async: this verl lets requests into an engine"):
         check_config(composed(f"+rollout.spec={method}", "trainer.v1.trainer_mode=separate_async"))
 
@@ -257,30 +262,33 @@ import verl
     assert done.stderr.splitlines()[-1] == "rollout_spec: the verl plugin failed: no such group"
 
 
-@pytest.mark.parametrize(
-    ("argument", "variable", "is_asked_for"),
-    [("trainer.nnodes=1", None, False), ("+rollout.spec=sam", None, True), ("", "sam", True)],
-)
-def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
-    argument: str,
-    variable: str | None,
-    is_asked_for: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The plugin cannot be loaded."""
+
     def fail() -> None:
         raise RuntimeError("no such group")
 
     monkeypatch.setattr("rollout_spec.verl.hydra_plugin.install", fail)
     monkeypatch.setattr(launch, "failure", None)
-    monkeypatch.setattr(sys, "argv", ["main_ppo", argument])
     monkeypatch.delenv(launch.ASKED_VARIABLE, raising=False)
-    if variable:
-        monkeypatch.setenv(launch.ASKED_VARIABLE, variable)
-    if is_asked_for:
-        with pytest.raises(SystemExit, match="the verl plugin failed: no such group"):
-            entry_point.activate()
-        return
+    monkeypatch.setattr(sys, "argv", ["main_ppo", "trainer.nnodes=1"])
+    return monkeypatch
+
+
+@pytest.mark.parametrize("where", ["argument", "variable"])
+def test_a_broken_plugin_exits_where_it_was_asked_for(where: str, broken: pytest.MonkeyPatch) -> None:
+    if where == "argument":
+        broken.setattr(sys, "argv", ["main_ppo", "+rollout.spec=sam"])
+    else:
+        broken.setenv(launch.ASKED_VARIABLE, "sam")
+    with pytest.raises(SystemExit, match="the verl plugin failed: no such group"):
+        entry_point.activate()
+
+
+def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
+    broken: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     entry_point.activate()
     error = capsys.readouterr().err
     assert "Traceback" in error

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import pickle
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -152,11 +151,8 @@ def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch: p
     )
     asyncio.run(call(client, [1, 2], params()))
     asyncio.run(call(client, [1, 2, 8, 9, 8, 9, 8, 9, 5], params()))
-    assert [request["prompt_ids"] for request in server.requests][:3] == [
-        [1, 2],
-        [1, 2, 8, 9],
-        [1, 2, 8, 9, 8, 9],
-    ]
+    prompts = [request["prompt_ids"] for request in server.requests]
+    assert prompts[:3] == [[1, 2], [1, 2, 8, 9], [1, 2, 8, 9, 8, 9]]
     assert [server.names.index(name) for name in server.names] == [0, 0, 0, 3]
     lengths = [(sent["rollout_spec_group_tokens"], sent["rollout_spec_turn_tokens"]) for sent in server.sent]
     assert lengths == [(2, 2)] * 3 + [(2, 9)], "the group's prompt, and the turn's"
@@ -217,13 +213,19 @@ def test_a_copy_is_verls_client_and_counts_with_the_others(verls: type, copied: 
     assert len(set(server.names)) == 4
 
 
-def test_copies_are_of_their_worker_and_one_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process is a table of its own of who is there."""
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Another process is a table of its own of who is there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verl_client, "_calls_here", {})
+        yield
+
+
+def test_copies_are_of_their_worker_and_one_in_each_process() -> None:
     first, second = Calls(), Calls()
     data = pickle.dumps(first), pickle.dumps(second)
     assert pickle.loads(data[0]) is first and pickle.loads(data[1]) is second
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(verl_client, "_calls_here", {})
+    with elsewhere():
         there = [pickle.loads(each) for each in data]
         assert all(isinstance(calls, Calls) for calls in there) and there[0] is not there[1]
         assert pickle.loads(data[0]) is there[0]
@@ -231,38 +233,17 @@ def test_copies_are_of_their_worker_and_one_in_each_process(monkeypatch: pytest.
     assert pickle.loads(back) is first
 
 
-def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated() -> None:
     def names_of_a_run() -> list[str]:
-        calls = Calls()
-        sent = [pickle.dumps(calls) for _ in range(2)]
-        here = [calls]
-        for data in sent:
-            with monkeypatch.context() as elsewhere:
-                elsewhere.setattr(verl_client, "_calls_here", {})
+        here = [Calls()]
+        for data in [pickle.dumps(here[0]) for _ in range(2)]:
+            with elsewhere():
                 here.append(pickle.loads(data))
         return [json.dumps(each.named([1], params())["extra_args"][KEY]) for each in here for _ in range(2)]
 
     names = names_of_a_run()
     assert len(set(names)) == len(names) == 6
     assert names_of_a_run() == names
-
-
-def test_a_copy_names_calls_in_another_process() -> None:
-    server = Server()
-    client = make(server)
-    code = f"""
-import asyncio, json, pickle
-client = pickle.loads({pickle.dumps(client)!r})
-for _ in range(2):
-    asyncio.run(client.generate("r", prompt_ids=[1], sampling_params={params()!r}))
-print(json.dumps(client._load_balancer._server.names))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for _ in range(2):
-        asyncio.run(call(client, [1], params()))
-    assert len({*json.loads(done.stdout.splitlines()[-1]), *server.names}) == 4
 
 
 def test_a_dead_server_is_met_by_whoever_wants_more_of_it() -> None:

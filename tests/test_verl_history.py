@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterator
 from itertools import chain
@@ -85,6 +84,13 @@ def texts_of(trainer: Any) -> list[list[list[int]]]:
     return [sorted(texts) for texts in ray.get([handle.texts.remote() for handle in trainer.handles])]
 
 
+def served(*args: Any, **options: Any) -> Any:
+    """A trainer each of whose servers has served a response, which is its number."""
+    trainer = make_trainer(*args, **options)
+    ray.get([handle.serve.remote([i]) for i, handle in enumerate(trainer.handles)])
+    return trainer
+
+
 def test_every_server_learns_once_what_the_others_served() -> None:
     trainer = make_trainer(num_servers=3)
     for step in (0, 10):
@@ -96,25 +102,20 @@ def test_every_server_learns_once_what_the_others_served() -> None:
         assert ray.get(server.texts.remote()) == expected
 
 
-def test_one_server_has_nobody_to_share_with() -> None:
-    trainer = make_trainer(num_servers=1)
-    ray.get(trainer.handles[0].serve.remote([1]))
-    share_history(trainer)
-    assert texts_of(trainer) == [[[1]]]
-
-
-def test_the_ranks_of_one_server_share_when_it_is_asked_what_it_has_served() -> None:
-    trainer = make_trainer(num_servers=1)
-    OmegaConf.update(trainer.config, "actor_rollout_ref.rollout.data_parallel_size", 2, force_add=True)
-    [server] = trainer.handles
-    ray.get(server.serve.remote([1]))
-    share_history(trainer)
-    assert len(merged(*ray.get(server.take_history.remote()))) == 0
+def test_a_server_shares_with_its_own_ranks_alone() -> None:
+    ranks = "actor_rollout_ref.rollout.data_parallel_size"
+    for num_ranks, left in ((1, [[1]]), (2, [])):
+        trainer = make_trainer(num_servers=1)
+        OmegaConf.update(trainer.config, ranks, num_ranks, force_add=True)
+        [server] = trainer.handles
+        ray.get(server.serve.remote([1]))
+        share_history(trainer)
+        taken = merged(*ray.get(server.take_history.remote()))
+        assert [text.tolist() for text in taken.get(PROMPT)] == left, "taken when it is asked to share"
 
 
 def test_a_checkpoint_has_what_all_served_and_any_number_of_servers_resumes(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    ray.get([handle.serve.remote([i]) for i, handle in enumerate(trainer.handles)])
+    trainer = served(tmp_path)
     save_history(trainer)
     assert texts_of(trainer) == [[[0], [1]]] * 2
     assert [path.name for path in (tmp_path / "global_step_5").iterdir()] == [FILE]
@@ -128,8 +129,7 @@ def test_a_checkpoint_has_what_all_served_and_any_number_of_servers_resumes(tmp_
 
 
 def test_an_engine_that_does_not_draft_any_more_leaves_the_file_to_another(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    ray.get([handle.serve.remote([i]) for i, handle in enumerate(trainer.handles)])
+    trainer = served(tmp_path)
     ray.get(trainer.handles[0].stop_drafting.remote())
     save_history(trainer)
     resumed = make_trainer(tmp_path)
@@ -146,9 +146,8 @@ def test_a_history_goes_with_its_checkpoint(tmp_path: Path) -> None:
         if has_actor:
             (file.parent / "actor").mkdir()
     remove_orphans(make_trainer(tmp_path, step=20, num_servers=0))
-    assert sorted(file.parent.name for file in tmp_path.glob(f"*/{FILE}")) == [
-        *("global_step_10_best", "global_step_20", "global_step_40", "global_step_5")
-    ]
+    left = sorted(file.parent.name for file in tmp_path.glob(f"*/{FILE}"))
+    assert left == [f"global_step_{step}" for step in ("10_best", "20", "40", "5")]
     remove_orphans(make_trainer(tmp_path / "nowhere", step=20, num_servers=0))
 
 
@@ -172,8 +171,7 @@ def test_training_resumes_without_a_file_that_cannot_be_used(
     if content is not None:
         file.write_bytes(content)
     trainer = make_trainer(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        load_history(trainer)
+    load_history(trainer)
     assert message in caplog.text
     assert str(file.parent) in caplog.text
     assert texts_of(trainer) == [[], []]
@@ -187,8 +185,7 @@ def test_a_full_disk_costs_the_history_and_leaves_the_rest_of_it_to_the_checkpoi
     before, free = (small_disk / "global_step_5" / FILE).read_bytes(), shutil.disk_usage(small_disk).free
     text = np.random.default_rng(0).integers(0, 1 << 30, 50_000).tolist()
     ray.get(trainer.handles[0].serve.remote(text))
-    with caplog.at_level(logging.WARNING):
-        save_history(trainer)
+    save_history(trainer)
     assert "the checkpoint has no history: [Errno 28] No space left on device" in caplog.text
     assert [file.name for file in (small_disk / "global_step_5").iterdir()] == [FILE]
     assert (small_disk / "global_step_5" / FILE).read_bytes() == before
@@ -200,9 +197,8 @@ def test_a_checkpoint_is_saved_where_its_history_cannot_be(
 ) -> None:
     (tmp_path / "global_step_5").write_text("no folder")
     trainer = make_trainer(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        save_history(trainer)
-        assert "the checkpoint has no history" in caplog.text
-        ray.get([handle.stop_drafting.remote() for handle in trainer.handles])
-        save_history(trainer)
-        assert "no engine gives one" in caplog.text
+    save_history(trainer)
+    assert "the checkpoint has no history" in caplog.text
+    ray.get([handle.stop_drafting.remote() for handle in trainer.handles])
+    save_history(trainer)
+    assert "no engine gives one" in caplog.text
