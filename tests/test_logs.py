@@ -149,14 +149,6 @@ def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(
     assert "Steps that only off has are left out: 3." in sentences(result)
 
 
-def test_different_kinds_compare(logged: dict[str, Path], tmp_path: Path) -> None:
-    off = write_run_off(tmp_path / "off.jsonl", "timing_s/update_actor")
-    for kind in ("wandb", "tensorboard"):
-        result = compare(read_run(off, "off"), read_run(logged[kind], "on"))
-        assert result.speedup == pytest.approx(2.0)
-        assert result.measures["entropy"].change.value == pytest.approx(0.0)
-
-
 def test_a_folder_with_nothing_or_too_much_is_named(logged: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no log of a run in it"):
         read_log(tmp_path)

@@ -92,8 +92,6 @@ def test_a_mend_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warnin
 
 def test_all_that_engines_patch_can_be_listed_without_one(found: dict[str, Any]) -> None:
     """As `doctor` does; these are of each version that is tested."""
-    assert {
-        "vllm-check-options", "vllm-bind-proposer", "vllm-aborted-counts", "vllm-wait-and-schedule",
-        "vllm-refuse-requests",
-    } <= set(found["applied"])  # fmt: skip
+    names = {"check-options", "bind-proposer", "aborted-counts", "wait-and-schedule", "refuse-requests"}
+    assert {f"vllm-{name}" for name in names} <= set(found["applied"])
     assert "vllm-thinking-budget" not in found["applied"], "which was left out"

@@ -118,13 +118,8 @@ def test_a_server_is_busy_while_its_engine_has_requests(pass_seconds: Callable[[
     from rollout_spec.verl.metrics import BusyClock, Windows
 
     clock = BusyClock()
-    for seconds, act in (
-        (0, clock.begin),
-        (0, clock.begin),
-        (1, clock.end),
-        (2, clock.end),
-        (4, clock.begin),
-    ):
+    begin, end = clock.begin, clock.end
+    for seconds, act in ((0, begin), (0, begin), (1, end), (2, end), (4, begin)):
         pass_seconds(seconds)
         act()
     pass_seconds(8)
@@ -348,14 +343,15 @@ def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
     # A run that is repeated with another release gets the same tokens.
     assert name == [7, 3, "train", "4", "119630b4882f7920", 0, 0]
     assert sample_name(7, {"step": 3.0, "validate": True}, 2, sample) == [7, 3, "val", *name[3:5], 2, 0]
-    others = [
-        sample_name(8, step, 0, sample),
-        sample_name(7, step | {"step": 4}, 0, sample),
-        sample_name(7, step | {"validate": True}, 0, sample),
-        sample_name(7, step, 1, sample),
-        sample_name(7, step, 0, sample | {"session_id": 1}),
-        sample_name(7, step, 0, sample | {"index": 5}),
-        sample_name(7, step, 0, sample | {"raw_prompt": [{"role": "user", "content": "2 + 3"}]}),
+    others = [sample_name(8, step, 0, sample), sample_name(7, step, 1, sample)]
+    others += [sample_name(7, step | change, 0, sample) for change in ({"step": 4}, {"validate": True})]
+    others += [
+        sample_name(7, step, 0, sample | change)
+        for change in (
+            {"session_id": 1},
+            {"index": 5},
+            {"raw_prompt": [{"role": "user", "content": "2 + 3"}]},
+        )
     ]
     assert len({json.dumps(other) for other in [name, *others]}) == 8
     assert is_validation(sample_name(7, step | {"validate": True}, 0, sample)) and not is_validation(name)
@@ -432,7 +428,7 @@ def test_the_worker_names_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
     verls: Any = KeyedAgentLoopWorker.__mro__[1]
     monkeypatch.setattr(
-        verls, "__init__", lambda self, *args, **kwargs: self.__dict__.update(*args, **kwargs)
+        verls, "__init__", lambda self, fields, llm_client: vars(self).update(fields, llm_client=llm_client)
     )
     monkeypatch.setattr(AgentLoopWorker, "_run_agent_loop", run)
     client = object.__new__(LLMServerClient)
@@ -443,12 +439,8 @@ def test_the_worker_names_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = {"index": np.int64(4), "raw_prompt": np.array(prompt, dtype=object), "agent_name": "any"}
     given = {"temperature": 1.0, "extra_args": {"mine": 1}}
     digest = "119630b4882f7920"
-    for session, occurrence in (
-        (0, {"rollout_spec_occurrence": 1}),
-        (1, {"rollout_spec_occurrence": 1}),
-        (0, {}),
-    ):
-        step = {"step": 3, "validate": False}
+    drawn, step = {"rollout_spec_occurrence": 1}, {"step": 3, "validate": False}
+    for session, occurrence in ((0, drawn), (1, drawn), (0, {})):
         sampling, kwargs = asyncio.run(
             worker._run_agent_loop(dict(given), step, session_id=session, **occurrence, **sample)
         )
@@ -466,11 +458,8 @@ def test_what_verl_itself_dumps_is_read(tmp_path):
     """Its rollout_data_dir and validation_data_dir, with token ids in the place of texts."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    inputs, outputs, scores = (
-        [[7], [7], [7], [8]],
-        [[1], [2, 3], [4], [5]],
-        [np.float32(1), float("nan"), 0, 0],
-    )
+    inputs, outputs = [[7], [7], [7], [8]], [[1], [2, 3], [4], [5]]
+    scores = [np.float32(1), float("nan"), 0, 0]
     extra = {"uid": ["u_0_0", "u_1_0", "v_0_0", "w_0_0"], "acc": [np.bool_(True)] * 4}
     for step in (2, 10):
         PPOTrainer._write_generations(inputs, outputs, [None] * 4, scores, extra, str(tmp_path), step)

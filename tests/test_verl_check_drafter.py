@@ -126,11 +126,9 @@ def test_a_drafter_that_vllm_could_not_load_is_refused(
 
 
 def test_what_does_not_go_with_a_model_that_drafts_is_refused(head: dict[str, Any]) -> None:
+    standard = {"rollout.spec.verify": "standard"}
     for values, refusal in (
-        (
-            {"rollout.spec.verify": "standard"},
-            "model_drafter: a draft model needs rollout.spec.verify=coupled",
-        ),
+        (standard, "model_drafter: a draft model needs rollout.spec.verify=coupled"),
         (MTP, "use one of the two"),
         (DUMMY, r"load_format=dummy: .* random weights.* set auto"),
     ):

@@ -39,6 +39,7 @@ ALONE = {**MTP, **COUPLED, **SYNCHRONOUS}  # the policy's head, verified with ou
 NO_PROCESSORS = r"vllm\.logits_processors: vLLM does not run custom logits processors"
 NO_MIN_P = r"vllm\.override_generation_config\.min_p: vLLM refuses min_p"
 NOT_AHEAD = r"async_scheduling=(True|None): must be False with vLLM's MRV1, which vLLM 0\.\S+ has"
+WHOLE = "the MTP head of this model as a whole"
 NO_ADAPTER = "LoRA: a draft's token has no adapter"
 NO_EXPERTS = "the data-parallel ranks of experts would not run the same passes"
 NO_MODULES = "an MTP head of several modules is not supported"
@@ -92,20 +93,12 @@ CASES = [
     # A head is scheduled ahead by default, a small model not; MRV2 runs small models from 0.32 on.
     case(NOT_AHEAD, OFF, MTP, COUPLED, policy=BY_V1),
     case(None, OFF, ALONE, policy=BY_V1),
-    case(
-        "the MTP head of this model as a whole",
-        OFF,
-        MTP,
-        COUPLED,
-        policy=BY_V1 | {"model_type": "deepseek_v3"},
-    ),
+    case(WHOLE, OFF, MTP, COUPLED, policy=BY_V1 | {"model_type": "deepseek_v3"}),
     case(None, OFF, MTP, policy=BY_V1),
     case(None, SAM_MEGATRON, MTP, policy=BY_V1),
     *(
-        case(
-            NOT_AHEAD if has_v1 else None, groups, LOADED, AHEAD, COUPLED, policy=BY_V2, own=SMALL, vllm=vllm
-        )
-        for vllm, has_v1 in (("0.24.0", True), ("0.29.0", True), ("0.32.0", False))
+        case(refusal, groups, LOADED, AHEAD, COUPLED, policy=BY_V2, own=SMALL, vllm=vllm)
+        for vllm, refusal in (("0.24.0", NOT_AHEAD), ("0.29.0", NOT_AHEAD), ("0.32.0", None))
         for groups in (SAM, OFF)
     ),
     case(None, SAM, LOADED, AHEAD, policy=BY_V2, own=("eagle3", {})),
@@ -169,10 +162,8 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(version: str | None) -> None:
         for module in ("vllm.versions", "verl.check_engine"):
             monkeypatch.setattr(f"rollout_spec.{module}.version", lambda: version)
-        listed, modules = (
-            "vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES",
-            "vllm.config.SpeculativeConfig.use_multi_module_mtp",
-        )
+        listed = "vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
+        modules = "vllm.config.SpeculativeConfig.use_multi_module_mtp"
         if version == "0.24.0":
             monkeypatch.setattr(listed, frozenset(BY_V2["architectures"]), raising=False)
             monkeypatch.delattr(modules, raising=False)
