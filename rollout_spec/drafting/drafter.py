@@ -238,7 +238,7 @@ class Drafter:
                 raise InvalidArgument(f"{name}: has {len(given)} entries, request_ids has {len(request_ids)}")
 
     def _count(self, num_decoding: int, num_tracked: int, proposed: StepResult) -> None:
-        """A step of so many decoding rows, of which so many had a place in the index when it began."""
+        """Count a step: its decoding rows, and those of them that had a place in the index before it."""
         self.counters.num_steps += 1
         self.counters.num_row_steps += num_decoding
         self.counters.num_untracked_rows += num_decoding - num_tracked + proposed.num_left_out

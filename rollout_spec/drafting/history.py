@@ -40,7 +40,7 @@ class Responses:
         self._max_bytes = max_bytes
         # The prompt that was met longest ago first.
         self._responses: OrderedDict[bytes, deque[Int32Array]] = OrderedDict()
-        # The prompts that have so many; the one that has been among them longest first.
+        # By number of responses, the prompts that have that many; first the one that has had it longest.
         self._prompts_with: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         self.num_bytes = 0
 

@@ -112,11 +112,11 @@ class Costs:
         return float(self._plain.seconds(self.most_rows, self.step.num_context))
 
     def num_verified(self, num_draft_tokens: int) -> int:
-        """Draft tokens that a step verifies for so many that are drafted."""
+        """How many draft tokens a step verifies, with what fills drafts up."""
         return self.step.num_rows * self._fill_to or num_draft_tokens
 
     def drafted_seconds(self, nums_draft_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Seconds of steps with so many draft tokens, never less than a plain one."""
+        """Seconds that a step takes with each of these numbers of draft tokens; a plain step's at least."""
         num_rows, plain = self.most_rows, self.plain_seconds
         if self._fill_to:
             nums_draft_tokens = np.full_like(nums_draft_tokens, self.num_verified(0))

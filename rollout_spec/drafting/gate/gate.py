@@ -45,10 +45,10 @@ class Gate(Protocol):
         """The least survival at which a token is drafted now; None: draft nothing."""
 
     def compares(self, model_tokens: int) -> bool:
-        """Whether drafts beside so many tokens of a model are first to be made beside one fewer."""
+        """Whether the index is to draft twice: beside all `model_tokens` of a model, and beside one fewer."""
 
     def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
-        """These are that, as of `choose`, which follows."""
+        """The drafts made beside one token of the model fewer, as `choose` takes them; `choose` follows."""
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         """How much of each draft to verify.
@@ -121,8 +121,8 @@ class AutoGate:
     many as pay. What steps take and drafts give `Costs` learns.
 
     Args:
-        fill_to: as of `Costs`. Then a step with drafts takes what it takes, however few they are: it has them
-            all, or is a plain one.
+        fill_to: as in `Costs`. Then all steps with drafts take equally long: a step verifies every draft that
+            is proposed, or is a plain step.
         model_tokens: most tokens of a model's draft; it chooses how many pay.
     """
 
@@ -188,7 +188,7 @@ class AutoGate:
         return chosen
 
     def _drafts_for(self, gain: float) -> bool:
-        """Whether the step has drafts, if they gain so many tokens: also in the few first tries."""
+        """Whether the step has drafts that gain `gain` tokens; the first few tries have them in any case."""
         if gain > MARGIN * self._costs.most_rows:
             return True
         if self._num_tries:
@@ -227,7 +227,7 @@ class AutoGate:
         return best + 1, float(net_gains[best])
 
     def _judge_passes(self, gain: float) -> None:
-        """A model's drafts and the text's gain so many tokens."""
+        """Learn how many passes of a model pay. gain: in tokens, of its drafts and the text's together."""
         if self._gain_of_fewer is not None:
             more = (max(0.0, gain) - max(0.0, self._gain_of_fewer)) / self._costs.step.num_rows
             self._passes.learn_gain(self._costs.step.num_passes, more)
