@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -61,6 +62,8 @@ SERVERS: list[Any] = []  # of all tests; a trainer restarts those that it has
 @pytest.fixture(scope="module", autouse=True)
 def servers() -> Iterator[None]:
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    # Else each of them would import this file, and verl and vLLM with it.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     SERVERS[:] = [ray.remote(num_cpus=0)(Server).remote() for _ in range(3)]
     yield
     SERVERS.clear()
