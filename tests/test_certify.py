@@ -39,7 +39,7 @@ def response(token_ids: list[int], num_rejected: int = 0) -> Response:
     return Response(token_ids, [0.0] * len(token_ids), counters)
 
 
-def test_a_configuration_that_rejected_nothing_says_nothing() -> None:
+def test_a_configuration_that_rejected_nothing_says_nothing():
     accepted = {"num_draft_tokens": 5, "num_rejected_tokens": 0}
     rejected = {"num_draft_tokens": 5, "num_rejected_tokens": 1}
     nothing = {"num_draft_tokens": 0, "num_rejected_tokens": 0}
@@ -52,7 +52,7 @@ def test_a_configuration_that_rejected_nothing_says_nothing() -> None:
     }
 
 
-def test_counts_end_at_the_first_difference() -> None:
+def test_counts_end_at_the_first_difference():
     """Two samples in two configurations; the second differs in its first response."""
     off = response([1, 2, 3, 4])
     same = Pair(Sample(0, 1.0, 1), off, response([1, 2, 3, 4]))
@@ -69,7 +69,7 @@ def test_counts_end_at_the_first_difference() -> None:
     assert (longer.agreement, longer.tokens) == (Agreement(5, 4), (-1, 5))
 
 
-def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:
+def test_the_gap_says_how_wrong_the_logits_must_have_been():
     logprobs = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)).mul(2).log_softmax(0)
     order = logprobs.argsort(descending=True).tolist()
     assert explain(logprobs, 0.0, 0, 1.0, 1, 1, order[:2], 1e-4) == pytest.approx(
@@ -90,7 +90,7 @@ def drawn(logits: torch.Tensor, kept: list[int], position: int = 3) -> int:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (0, 0.5), (30, 0.5), (4, 0.99)])
-def test_a_boundary_that_was_on_either_side_explains(top_k: int, top_p: float) -> None:
+def test_a_boundary_that_was_on_either_side_explains(top_k, top_p):
     """Logits whose boundary is moved to 1e-5 beyond a token, or before it; with either, either draw."""
     checked = 0
     for seed in range(40):
@@ -124,7 +124,7 @@ def test_a_boundary_that_was_on_either_side_explains(top_k: int, top_p: float) -
     assert checked > 5
 
 
-def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn() -> None:
+def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn():
     explained = []
     for seed in range(30):
         logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)).mul(2)
@@ -141,9 +141,7 @@ def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn() ->
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.1, 0, 1.0), (0.5, 0, 1.0), (0.3, 50, 0.95)])
-def test_a_token_that_is_out_of_reach_is_never_explained(
-    temperature: float, top_k: int, top_p: float
-) -> None:
+def test_a_token_that_is_out_of_reach_is_never_explained(temperature, top_k, top_p):
     """Whichever engine drew it, and however much less than float32's smallest number is its probability."""
     for seed in range(8):
         logits = torch.randn(1000, generator=torch.Generator().manual_seed(seed)).mul(3)
@@ -156,7 +154,7 @@ def test_a_token_that_is_out_of_reach_is_never_explained(
     assert explain(logits, temperature, top_k, top_p, 7, 0, [own, own], 1e-4) == np.inf
 
 
-def test_logits_of_few_bits_are_explained() -> None:
+def test_logits_of_few_bits_are_explained():
     """Ties at the boundary, distances that are multiples of 1 / 32, pairs that change places."""
     rng = torch.Generator().manual_seed(0)
     explained = []
@@ -174,19 +172,19 @@ def test_logits_of_few_bits_are_explained() -> None:
     assert all(explained)
 
 
-def test_what_is_rounded_is_tolerated() -> None:
+def test_what_is_rounded_is_tolerated():
     logits = torch.tensor([3.0, -16.0, -torch.inf])  # of a token that the model never says
     assert rounding("bfloat16", logits, 1.0) == rounding("bfloat16", logits, 0.0) == 2 * 16 * 2**-7
     assert rounding("float16", logits, 0.5) == 2 * 2 * 16 * 2**-10
 
 
-def test_the_chi_square_test_is_scipys() -> None:
+def test_the_chi_square_test_is_scipys():
     for table in map(np.array, ([[300, 500], [450, 350]], [[90, 20, 7, 3], [60, 30, 20, 10]])):
         expected = chi2_contingency(table, correction=False).pvalue
         assert _chi_square(table) == pytest.approx(expected, rel=1e-9)
 
 
-def test_what_a_thousand_samples_find() -> None:
+def test_what_a_thousand_samples_find():
     """A temperature 30 % off, not one 10 % off: of Zipf's law; certificate.md has it of the demo's policy."""
     rng, logits = np.random.default_rng(0), -np.log(np.arange(1, 201))
 

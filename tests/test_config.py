@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
 from rollout_spec.config import ConfigError, SpecConfig
 
 
-def test_defaults_are_valid_and_survive_a_round_trip() -> None:
+def test_defaults_are_valid_and_survive_a_round_trip():
     config = SpecConfig()
     assert config.enabled
     assert SpecConfig.from_mapping(config.to_dict()) == config
@@ -20,7 +19,7 @@ NUMBERS = [field for field in dataclasses.fields(SpecConfig) if field.metadata["
 
 @pytest.mark.parametrize("field", NUMBERS, ids=lambda field: field.name)
 @pytest.mark.parametrize("end", ["low", "high"])
-def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
+def test_both_ends_of_a_range(field, end):
     number = field.metadata["or_auto"] or type(field.default)
     limit = field.metadata[end]
     inside, outside = number(limit), number(limit + (1 if end == "high" else -1))
@@ -46,11 +45,11 @@ def test_both_ends_of_a_range(field: dataclasses.Field, end: str) -> None:
         ({"routing": "random"}, "rollout.spec.routing='random': must be one of group, verl"),
     ],
 )
-def test_bad_options_name_the_field(options: dict[str, Any], message: str) -> None:
+def test_bad_options_name_the_field(options, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         SpecConfig.from_mapping(options)
 
 
 @pytest.mark.parametrize(("name", "value"), [("batch_threshold", "auto"), ("min_survival", 1)])
-def test_what_else_a_number_may_be(name: str, value: Any) -> None:
+def test_what_else_a_number_may_be(name, value):
     assert getattr(SpecConfig.from_mapping({name: value}), name) == value

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -65,7 +65,7 @@ def rows(speed: float) -> list[tuple[int, dict[str, float]]]:
 
 
 @pytest.fixture(scope="module")
-def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def logged(tmp_path_factory):
     """Folders of one run by kind of log."""
     folder = tmp_path_factory.mktemp("logged")
     paths = {kind: folder / kind for kind in ("json", "wandb", "tensorboard")}
@@ -85,7 +85,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", ["json", "wandb", "tensorboard"])
-def test_every_logger_says_the_same(logged: dict[str, Path], kind: str) -> None:
+def test_every_logger_says_the_same(logged, kind):
     run = read_run(logged[kind], "on")
     assert run.column("step") == [1, 2, 3]
     assert run.column("rollout_seconds") == pytest.approx([5.0, 10.0, 15.0])
@@ -100,7 +100,7 @@ def test_every_logger_says_the_same(logged: dict[str, Path], kind: str) -> None:
         assert data["filler/799"] == 799
 
 
-def test_wandbs_file_is_read_to_its_last_record(logged: dict[str, Path], tmp_path: Path) -> None:
+def test_wandbs_file_is_read_to_its_last_record(logged, tmp_path):
     file = next(logged["wandb"].glob("wandb/offline-run-*/*.wandb"))
     data = file.read_bytes()
     assert len(data) > 2 * 32768, "records must run across the blocks of the format"
@@ -129,9 +129,7 @@ def test_wandbs_file_is_read_to_its_last_record(logged: dict[str, Path], tmp_pat
         ("tensorboard", "tensorboard: step 3 was not logged to its end"),
     ],
 )
-def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(
-    logged: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, what: str
-) -> None:
+def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(logged, tmp_path, caplog, kind, what):
     """Its last count is not written to its end; tensorboard has those before it."""
     run = tmp_path / kind
     shutil.copytree(logged[kind], run, ignore=shutil.ignore_patterns("latest-run"))
@@ -149,7 +147,7 @@ def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(
     assert "Steps that only off has are left out: 3." in sentences(result)
 
 
-def test_a_folder_with_nothing_or_too_much_is_named(logged: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_with_nothing_or_too_much_is_named(logged, tmp_path):
     with pytest.raises(RunError, match="no log of a run in it"):
         read_log(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
@@ -180,14 +178,8 @@ def write_run_off(file: Path, update_seconds: str) -> str:
     ],
 )
 def test_the_second_runs_summary_gets_table_and_picture(
-    logged: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-    source: str,
-    update_seconds: str,
-    figures: dict[str, float],
-) -> None:
+    logged, tmp_path, monkeypatch, capsys, source, update_seconds, figures
+):
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -215,9 +207,7 @@ def test_the_second_runs_summary_gets_table_and_picture(
     assert picture.read_bytes() == (out / "report.png").read_bytes()
 
 
-def test_a_run_that_wandb_does_not_know_takes_no_summary(
-    logged: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_that_wandb_does_not_know_takes_no_summary(logged, tmp_path, capsys):
     run = str(logged["json"])
     assert main(["compare", run, run, "--wandb", "--output", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -301,7 +291,7 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def online(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+def online(tmp_path_factory):
     """What ONLINE prints beside wandb's server, and the report that it wrote.
 
     In a process of its own: wandb's client keeps one service in each.
@@ -324,13 +314,13 @@ def online(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     return json.loads(done.stdout.splitlines()[-1]), folder / "out"
 
 
-def test_an_online_run_is_read_with_wandbs_own_client(online: tuple[list[Any], Path]) -> None:
+def test_an_online_run_is_read_with_wandbs_own_client(online):
     read, unknown, *_ = online[0]
     assert read == [5.0, 10.0, 15.0]
     assert "e/p/none: no such file or folder, and as a run of wandb: " in unknown
 
 
-def test_an_online_runs_summary_is_added_to(online: tuple[list[Any], Path]) -> None:
+def test_an_online_runs_summary_is_added_to(online):
     (*_, [code, said, errors], gone), out = online
     assert code == 0, errors
     assert "/e/p/runs/abc123" in said

@@ -58,11 +58,15 @@ def test_figures_by_step_and_by_length(record):
     found, _ = record
     by_step = {row["step"]: row for row in found["by_step"]}
     assert by_step[1]["tokens_per_step"] > 2 > by_step[2]["tokens_per_step"] == 1.0
-    assert 0 < by_step[1]["acceptance_rate"] == found["acceptance_rate"] < 1
-    assert not by_step[2]["acceptance_rate"]
+    assert (
+        0 < by_step[1]["acceptance_rate"] == found["acceptance_rate"] < 1
+        and not by_step[2]["acceptance_rate"]
+    )
     assert [by_step[step]["num_tokens"] for step in (1, 2)] == [41, 40]
-    lengths = [(row["from"], row["to"], row["num_responses"]) for row in found["by_length"]]
-    assert lengths == [(0, 15, 1), (32, 63, 2)]
+    assert [(row["from"], row["to"], row["num_responses"]) for row in found["by_length"]] == [
+        (0, 15, 1),
+        (32, 63, 2),
+    ]
     assert found["lengths"] == {"median": 40.0, "longest_tenth": 40.0, "longest": 40}
     assert found["running"] == [1] * 41, "one at a time: 40 steps and one"
     assert found["tail_share"] == 1.0
@@ -95,7 +99,10 @@ def test_a_prediction_names_the_runner_whose_host_it_has(options, runner, tmp_pa
     command += ["--model-config", str(QWEN), "--gpu", "h100"]
     assert main(command) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"Predicted, not measured, with what drafting costs the host on MR{runner.upper()}:" in said
+    assert (
+        f"Predicted, not measured, with what drafting costs the host on vLLM's model runner {runner.upper()}"
+        in said
+    )
     assert "Groups: 2, responses: 2." in said
     assert f"<dt>model runner</dt><dd>{runner}</dd>" in (tmp_path / "replay.html").read_text()
     assert main([*command, "--json"]) == 0
@@ -130,15 +137,17 @@ def test_groups_that_are_none_are_doubted(record, groups, responses, doubt):
     assert [word for word in ("a prompt has two", "group=NAME") if word in said] == [doubt] * bool(doubt)
 
 
-def test_the_page_has_everything_inside_it_and_a_short_table(record):
-    found, folder = record
-    axes = Figure().subplots()
-    _draw_steps(axes, found)
-    assert axes.get_ylim() == (0, 1.1 * max(row["tokens_per_step"] for row in found["by_step"]))
-    assert all(float(tick).is_integer() for tick in axes.get_xticks()), "whole training steps"
-    page = (folder / "replay.html").read_text()
-    assert "<h1>Drafts would " in page and "data:image/png;base64," in page and "By training step" in page
-    assert (folder / "replay.png").read_bytes().startswith(b"\x89PNG")
-    steps = [found["by_step"][0] | {"step": step} for step in range(100)]
-    title, _, rows = next(tables(found | {"by_step": steps}))
+def test_a_long_training_has_a_short_table(record):
+    steps = [record[0]["by_step"][0] | {"step": step} for step in range(100)]
+    title, _, rows = next(tables(record[0] | {"by_step": steps}))
     assert (title, len(rows), rows[0][0], rows[-1][0]) == ("By training step", MAX_ROWS, "0", "99")
+
+
+def test_the_page_has_everything_inside_it_and_whole_training_steps(record):
+    axes = Figure().subplots()
+    _draw_steps(axes, record[0])
+    assert axes.get_ylim() == (0, 1.1 * max(row["tokens_per_step"] for row in record[0]["by_step"]))
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+    page = (record[1] / "replay.html").read_text()
+    assert "<h1>Drafts would " in page and "data:image/png;base64," in page and "By training step" in page
+    assert (record[1] / "replay.png").read_bytes().startswith(b"\x89PNG")

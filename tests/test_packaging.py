@@ -59,7 +59,7 @@ IGNORED = shutil.ignore_patterns("__pycache__", "*.so", "_native.c", "*.egg-info
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """The folder with the sdist of the tree and the wheel of the sdist; no network, no isolation."""
     tree = tmp_path_factory.mktemp("tree")
     for name in BUILT_FROM:
@@ -75,11 +75,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(built: Path) -> Path:
+def wheel(built):
     return next(built.glob("*.whl"))
 
 
-def test_the_sdist_holds_what_can_be_built_and_run(built: Path, tmp_path: Path) -> None:
+def test_the_sdist_holds_what_can_be_built_and_run(built, tmp_path):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path, filter="data")
     [sdist] = tmp_path.iterdir()
@@ -106,7 +106,7 @@ def packaged(wheel: Path) -> set[str]:
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
-def test_no_link_of_the_packages_page_leads_nowhere(wheel: Path) -> None:
+def test_no_link_of_the_packages_page_leads_nowhere(wheel):
     """The page shows the README away from the repository's other files."""
     page = metadata_of(wheel).get_payload()
     links = re.findall(r"\[([^]]*)\]\(([^)]*)\)", page)
@@ -115,7 +115,7 @@ def test_no_link_of_the_packages_page_leads_nowhere(wheel: Path) -> None:
     assert "(`docs/results.md`)" in page
 
 
-def test_installing_never_replaces_the_users_engine(wheel: Path) -> None:
+def test_installing_never_replaces_the_users_engine(wheel):
     metadata = metadata_of(wheel)
     names = {re.split(r"[\[<>=; ]", required)[0] for required in metadata.get_all("Requires-Dist")}
     assert {"numpy", "cffi", "rich"} <= names
@@ -123,7 +123,7 @@ def test_installing_never_replaces_the_users_engine(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
-def test_the_wheel_holds_the_packages_and_nothing_of_the_laboratory(wheel: Path) -> None:
+def test_the_wheel_holds_the_packages_and_nothing_of_the_laboratory(wheel):
     """Through the sdist, so nothing that is built from is missing there either."""
     assert "-cp311-abi3-linux_" in wheel.name
     files = [*(ROOT / "rollout_spec").rglob("*"), *(ROOT / "configs").rglob("*")]
@@ -140,7 +140,7 @@ def test_the_wheel_holds_the_packages_and_nothing_of_the_laboratory(wheel: Path)
     }
 
 
-def test_the_laboratorys_wheel_holds_its_own_package_and_nothing_else(tmp_path: Path) -> None:
+def test_the_laboratorys_wheel_holds_its_own_package_and_nothing_else(tmp_path):
     tree = tmp_path / "lab"
     shutil.copytree(ROOT / "lab", tree, ignore=IGNORED)
     run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, tree, cwd=tmp_path)
@@ -159,7 +159,7 @@ def test_the_laboratorys_wheel_holds_its_own_package_and_nothing_else(tmp_path: 
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     """A user's environment: all packages that are here, but nothing of ours."""
     home = tmp_path / "venv"
     venv.create(home, system_site_packages=False, with_pip=False)
@@ -181,7 +181,7 @@ def install(wheel: Path, home: Path) -> Path:
     return python
 
 
-def test_it_installs_and_works_outside_the_checkout(wheel: Path, home: Path, tmp_path: Path) -> None:
+def test_it_installs_and_works_outside_the_checkout(wheel, home, tmp_path):
     python = install(wheel, home)
     site = next(home.glob("lib/python3.*/site-packages"))
     assert run(python, "-P", "-c", INSPECT, site, cwd=tmp_path).strip() == "inspected"
@@ -189,7 +189,7 @@ def test_it_installs_and_works_outside_the_checkout(wheel: Path, home: Path, tmp
 
 
 @pytest.mark.slow
-def test_a_user_of_verl_has_the_one_word_and_no_laboratory(wheel: Path, home: Path, tmp_path: Path) -> None:
+def test_a_user_of_verl_has_the_one_word_and_no_laboratory(wheel, home, tmp_path):
     """What README says of a set-up with verl, as far as that goes without a device that verl trains on."""
     python = install(wheel, home)
     assert run(python, "-c", NO_LABORATORY, cwd=tmp_path).strip() == "none"
@@ -201,7 +201,7 @@ def test_a_user_of_verl_has_the_one_word_and_no_laboratory(wheel: Path, home: Pa
 
 
 @pytest.mark.slow
-def test_the_steps_of_the_image_install_it(home: Path, tmp_path: Path) -> None:
+def test_the_steps_of_the_image_install_it(home, tmp_path):
     """The Dockerfile's own, on a plain file system in the place of verl's image."""
     steps = [line.split(maxsplit=1) for line in (ROOT / "Dockerfile").read_text().splitlines() if line]
     assert {name for name, _ in steps} == {"#", "ARG", "FROM", "COPY", "RUN"}
@@ -220,7 +220,7 @@ def test_the_steps_of_the_image_install_it(home: Path, tmp_path: Path) -> None:
     assert list(home.glob("lib/python3.*/site-packages/rollout_spec/drafting/_native.abi3.so"))
 
 
-def test_uv_run_keeps_what_was_installed_beside_a_lock(wheel: Path, tmp_path: Path) -> None:
+def test_uv_run_keeps_what_was_installed_beside_a_lock(wheel, tmp_path):
     """The lines of docs/getting-started/verl.md, in a project with the extras that they name."""
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/getting-started/verl.md").read_text(), re.DOTALL)
     [lines] = [block.replace("\\\n", "").splitlines() for block in blocks if "uv sync" in block]

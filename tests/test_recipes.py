@@ -10,7 +10,6 @@ import random
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def check_layout(rollout: Any, num_devices: int, node_size: int) -> None:
     assert min(node_size, tp * dp) % tp == 0
 
 
-def test_the_recipes_train_without_drafts_too() -> None:
+def test_the_recipes_train_without_drafts_too():
     off = SpecConfig(method="off", verify="standard", routing="verl")
     assert check_config(composed("dapo", "qwen3_8b", "rollout.spec=off")) == off
 
@@ -103,9 +102,7 @@ def layouts() -> list[tuple[str, str, str, str]]:
 
 @pytest.mark.parametrize(("recipe", "size", "device", "mode"), layouts())
 @pytest.mark.filterwarnings("ignore:Disabled critic")
-def test_every_size_composes_for_every_device_and_mode_of_the_trainer(
-    recipe: str, size: str, device: str, mode: str
-) -> None:
+def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, size, device, mode):
     """They fit into its memory, and verl's trainer, which checks the rest, takes them."""
     config = composed(recipe, size, f"rollout_spec_device={device}", f"trainer.v1.trainer_mode={mode}")
     check(config)
@@ -135,7 +132,7 @@ def run_script(*arguments: object, **env: str) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture
-def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def prepare(tmp_path, monkeypatch):
     """`prepare(recipe, *arguments)`: its prepare.py, as `python` runs it, with a cache of its own."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -156,7 +153,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         (["qwen3_8b", "npu", "a=b"], "train.parquet: not found; make it: python recipes/dapo/prepare.py"),
     ],
 )
-def test_a_wrong_launch_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_a_wrong_launch_is_one_line(arguments, message, tmp_path):
     env = {"ROLLOUT_SPEC_DATA_DIR": str(tmp_path), "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl")}
     done = run_script(ROOT / "recipes/dapo/run.sh", *arguments, **env)
     assert done.returncode == 2
@@ -164,7 +161,7 @@ def test_a_wrong_launch_is_one_line(arguments: list[str], message: str, tmp_path
     assert done.stderr.count("\n") == 1
 
 
-def test_the_smallest_size_without_the_laboratory_is_one_line(tmp_path: Path) -> None:
+def test_the_smallest_size_without_the_laboratory_is_one_line(tmp_path):
     python = tmp_path / "python"  # with no package but its own
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     python.chmod(0o755)
@@ -174,7 +171,7 @@ def test_the_smallest_size_without_the_laboratory_is_one_line(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_launch_reaches_verl_with_the_size_and_the_device(tmp_path: Path) -> None:
+def test_launch_reaches_verl_with_the_size_and_the_device(tmp_path):
     """Up to our own check of the configuration, which ends the run before Ray."""
     (tmp_path / "train.parquet").touch()
     done = run_script(
@@ -214,7 +211,7 @@ RIGHT = {"grpo": "It is \\boxed{2}.", "dapo": "Answer: 2"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_copy_becomes_rows_that_verl_scores(recipe: str, tmp_path: Path, prepare: Callable) -> None:
+def test_a_copy_becomes_rows_that_verl_scores(recipe, tmp_path, prepare):
     copy = tmp_path / "copy.jsonl"
     copy.write_text(2 * (json.dumps(COPIES[recipe]) + "\n"))
     prepare(recipe, "--train", copy, "--val", copy, "--output", tmp_path / "data")
@@ -242,9 +239,7 @@ NO_CHAT = "row 0: prompt must be a list of messages, each with role and content"
         ("grpo", [COPIES["grpo"]], "--output "),  # which is a file
     ],
 )
-def test_data_that_cannot_be_had_is_one_line(
-    recipe: str, copy: Any, message: str, tmp_path: Path, prepare: Callable, capsys: pytest.CaptureFixture
-) -> None:
+def test_data_that_cannot_be_had_is_one_line(recipe, copy, message, tmp_path, prepare, capsys):
     file, output = tmp_path / "copy.json", tmp_path / "data"
     file.write_text(json.dumps(copy))
     if "--output" in message:
@@ -335,9 +330,7 @@ def sample(buffer: BoundedReplayBuffer, queue: Queue, step: int, batch_size: int
     max_batches=st.integers(1, 6),
     seed=st.integers(0, 1000),
 )
-def test_dynamic_sampling_ends(
-    signal: float, batch_size: int, max_inflight: int, max_batches: int, seed: int
-) -> None:
+def test_dynamic_sampling_ends(signal, batch_size, max_inflight, max_batches, seed):
     queue = Queue(signal, batch_size, seed)
     groups, metrics = sample(make_buffer(queue, batch_size, max_inflight, max_batches), queue, 1, batch_size)
     assert len(groups) == batch_size
@@ -356,8 +349,8 @@ def test_dynamic_sampling_ends(
     seed=st.integers(0, 1000),
 )
 def test_dynamic_sampling_ends_in_every_step_of_an_asynchronous_trainer(
-    signal: float, mini_batch: int, num_mini_batches: int, max_batches: int, seed: int
-) -> None:
+    signal, mini_batch, num_mini_batches, max_batches, seed
+):
     """As verl drives it: a batch is under way when the first step begins, and each step adds another."""
     batch_size = mini_batch * num_mini_batches
     queue = Queue(signal, batch_size, seed)
@@ -375,6 +368,6 @@ def test_dynamic_sampling_ends_in_every_step_of_an_asynchronous_trainer(
         assert sum("_" not in key for key in queue.items) == batch_size, "as many are under way as before"
 
 
-def test_a_bound_of_nothing_is_refused() -> None:
+def test_a_bound_of_nothing_is_refused():
     with pytest.raises(ValueError, match="max_num_gen_batches=0: must be at least 1"):
         make_buffer(Queue(1.0, 2, 0), 2, 1, 0)

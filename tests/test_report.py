@@ -215,19 +215,13 @@ def test_training_that_took_no_time_or_was_not_logged_measures_no_machine(tmp_pa
     assert "inf" not in text and "drafts do not touch" not in text
 
 
-def test_means_have_intervals_and_a_missing_value_is_left_out(tmp_path):
-    seconds = np.random.default_rng(3).uniform(5, 20, size=30).tolist()
-    whole = compared(tmp_path, seconds, seconds)
-    steps = list(whole.on.steps)
-    steps[4] = dataclasses.replace(steps[4], reward=math.nan)
+def test_a_missing_value_is_left_out(tmp_path):
+    whole = compared(tmp_path, [10.0] * 4, [10.0] * 4)
+    steps = [
+        dataclasses.replace(step, reward=math.nan) if step.step == 3 else step for step in whole.on.steps
+    ]
     result = compare(whole.off, dataclasses.replace(whole.on, steps=tuple(steps)))
-    time, reward = result.measures["rollout_seconds"], result.measures["reward"]
-    # The interval of a mean of 30: two standard errors to each side, about.
-    mean, error = np.mean(seconds), np.std(seconds) / math.sqrt(30)
-    assert time.off.value == pytest.approx(mean)
-    assert time.off.ci95 == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=0.15 * error)
-    assert time.change.value == 1.0 and time.change.ci95 == (1.0, 1.0)
-    assert reward.on.value == pytest.approx(np.mean([0.1 * step for step in range(1, 31) if step != 5]))
+    assert result.measures["reward"].on.value == pytest.approx(np.mean([0.1, 0.2, 0.4]))
     acceptance = result.measures["acceptance_rate"].off
     assert np.isnan([acceptance.value, *acceptance.ci95]).all()
 
@@ -352,7 +346,9 @@ def test_runs_cut_at_any_byte_of_their_last_lines_compare_as_far_as_they_are_who
             file.write_bytes(data[:length])
             assert read_run(run, "sam").column("step") == [1, 2, 3][: 2 if file == metrics else 3]
             first_step_agreement(runs[0], run)
-        file.write_bytes(data[:-9])
+        file.write_bytes(data)
+    for file in (metrics, trace):
+        file.write_bytes(file.read_bytes()[:-9])
     caplog.clear()
     assert main(["compare", str(runs[0]), str(run), "--output", str(tmp_path / "out")]) == 0
     assert "Steps that only off has are left out: 3." in " ".join(capsys.readouterr().out.split())

@@ -156,7 +156,7 @@ def write_model(folder: pathlib.Path, fields: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def with_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+def with_vllm(monkeypatch):
     """Has the driver see what a version of vLLM holds."""
 
     def install(version: str | None) -> None:
@@ -178,17 +178,8 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(("refusal", "groups", "values", "policy", "own", "vllm", "runner"), CASES)
 def test_what_an_engine_would_refuse(
-    refusal: str | None,
-    groups: Sequence[str],
-    values: Sequence[dict[str, Any]],
-    policy: dict[str, Any] | None,
-    own: tuple[str, dict[str, Any]] | None,
-    vllm: str | None,
-    runner: str | None,
-    tmp_path: pathlib.Path,
-    with_vllm: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    refusal, groups, values, policy, own, vllm, runner, tmp_path, with_vllm, monkeypatch
+):
     with_vllm(vllm)
     if runner is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
@@ -199,9 +190,7 @@ def test_what_an_engine_would_refuse(
         check_config(config)
 
 
-def test_the_driver_looks_at_a_model_of_the_hub(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, with_vllm: Any
-) -> None:
+def test_the_driver_looks_at_a_model_of_the_hub(tmp_path, monkeypatch, with_vllm):
     """As a download has left it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -214,7 +203,7 @@ def test_the_driver_looks_at_a_model_of_the_hub(
         check_config(changed(SAM, AHEAD, {f"{MODEL}.path": "some/model"}))
 
 
-def test_steps_with_drafts_that_have_no_graphs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_with_drafts_that_have_no_graphs_are_named(capsys):
     """On NPUs drafts are filled up to a graph's length."""
     full, piecewise = ({"cudagraph_mode": mode} for mode in ("FULL_DECODE_ONLY", "PIECEWISE"))
     for groups, value, others, is_named in (

@@ -109,7 +109,7 @@ async def best_of(client: Any, sampling_params: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("verls", [LLMServerClient, FullyAsyncLLMServerClient])
-def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(verls: type) -> None:
+def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(verls):
     runs = []
     for _ in range(2):
         server, given = Server(), params()
@@ -125,7 +125,7 @@ def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(
     assert json.loads(runs[0][3]) == [*SAMPLE, "0c730b69905c5ef7", 3]
 
 
-def test_what_else_a_caller_gives_is_handed_on() -> None:
+def test_what_else_a_caller_gives_is_handed_on():
     server = Server()
     client = make(server)
     client.config = OmegaConf.merge(CONFIG, {"actor_rollout_ref": {"rollout": {"full_determinism": True}}})
@@ -133,7 +133,7 @@ def test_what_else_a_caller_gives_is_handed_on() -> None:
     assert (server.requests[0]["request_id"], server.requests[0]["image_data"]) == ("mine", ["a"])
 
 
-def test_calls_of_many_threads_have_names_of_their_own() -> None:
+def test_calls_of_many_threads_have_names_of_their_own():
     server, given = Server(), params()
     client = make(server)
     with ThreadPoolExecutor(8) as threads:
@@ -141,7 +141,7 @@ def test_calls_of_many_threads_have_names_of_their_own() -> None:
     assert len(set(server.names)) == 40
 
 
-def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
     async def at_once(*_: Any) -> None: ...
 
     server = Server(aborted=(0, 1))
@@ -158,7 +158,7 @@ def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch: p
     assert lengths == [(2, 2)] * 3 + [(2, 9)], "the group's prompt, and the turn's"
 
 
-def test_a_name_may_be_the_users_own_or_none() -> None:
+def test_a_name_may_be_the_users_own_or_none():
     """None of an agent loop that keeps none of the parameters; one that cannot be read is handed on."""
     server, deep = Server(), []
     client = make(server)
@@ -173,7 +173,7 @@ def test_a_name_may_be_the_users_own_or_none() -> None:
     assert server.sent[-2][KEY] is deep and server.sent[-1] is None
 
 
-def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch):
     monkeypatch.setattr(verl_client, "MAX_SAMPLES", 3)
     server, calls = Server(), Calls()
     client = make(server, calls=calls)
@@ -191,7 +191,7 @@ def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch: pyt
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda client: pickle.loads(pickle.dumps(client))]
 )
-def test_a_copy_is_verls_client_and_counts_with_the_others(verls: type, copied: Callable) -> None:
+def test_a_copy_is_verls_client_and_counts_with_the_others(verls, copied):
     from pydantic import BaseModel, ConfigDict
 
     class ChatModel(BaseModel):
@@ -221,7 +221,7 @@ def elsewhere() -> Iterator[None]:
         yield
 
 
-def test_copies_are_of_their_worker_and_one_in_each_process() -> None:
+def test_copies_are_of_their_worker_and_one_in_each_process():
     first, second = Calls(), Calls()
     data = pickle.dumps(first), pickle.dumps(second)
     assert pickle.loads(data[0]) is first and pickle.loads(data[1]) is second
@@ -233,7 +233,7 @@ def test_copies_are_of_their_worker_and_one_in_each_process() -> None:
     assert pickle.loads(back) is first
 
 
-def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated() -> None:
+def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated():
     def names_of_a_run() -> list[str]:
         here = [Calls()]
         for data in [pickle.dumps(here[0]) for _ in range(2)]:
@@ -246,7 +246,7 @@ def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated()
     assert names_of_a_run() == names
 
 
-def test_a_dead_server_is_met_by_whoever_wants_more_of_it() -> None:
+def test_a_dead_server_is_met_by_whoever_wants_more_of_it():
     """Also the error that a server raises for its engine, as Ray hands it on; also where a copy met it."""
     from ray.exceptions import ActorDiedError, RayTaskError
     from vllm.v1.engine.exceptions import EngineDeadError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +59,7 @@ SERVERS: list[Any] = []  # of all tests; a trainer restarts those that it has
 
 
 @pytest.fixture(scope="module", autouse=True)
-def servers() -> Iterator[None]:
+def servers():
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     # Else each of them would import this file, and verl and vLLM with it.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -94,7 +93,7 @@ def served(*args: Any, **options: Any) -> Any:
     return trainer
 
 
-def test_every_server_learns_once_what_the_others_served() -> None:
+def test_every_server_learns_once_what_the_others_served():
     trainer = make_trainer(num_servers=3)
     for step in (0, 10):
         ray.get([server.serve.remote([step + i]) for i, server in enumerate(trainer.handles)])
@@ -105,7 +104,7 @@ def test_every_server_learns_once_what_the_others_served() -> None:
         assert ray.get(server.texts.remote()) == expected
 
 
-def test_a_server_shares_with_its_own_ranks_alone() -> None:
+def test_a_server_shares_with_its_own_ranks_alone():
     ranks = "actor_rollout_ref.rollout.data_parallel_size"
     for num_ranks, left in ((1, [[1]]), (2, [])):
         trainer = make_trainer(num_servers=1)
@@ -117,7 +116,7 @@ def test_a_server_shares_with_its_own_ranks_alone() -> None:
         assert [text.tolist() for text in taken.get(PROMPT)] == left, "taken when it is asked to share"
 
 
-def test_a_checkpoint_has_what_all_served_and_any_number_of_servers_resumes(tmp_path: Path) -> None:
+def test_a_checkpoint_has_what_all_served_and_any_number_of_servers_resumes(tmp_path):
     trainer = served(tmp_path)
     save_history(trainer)
     assert texts_of(trainer) == [[[0], [1]]] * 2
@@ -131,7 +130,7 @@ def test_a_checkpoint_has_what_all_served_and_any_number_of_servers_resumes(tmp_
     assert texts_of(chosen) == [[[0], [1]]] * 2
 
 
-def test_an_engine_that_does_not_draft_any_more_leaves_the_file_to_another(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_draft_any_more_leaves_the_file_to_another(tmp_path):
     trainer = served(tmp_path)
     ray.get(trainer.handles[0].stop_drafting.remote())
     save_history(trainer)
@@ -140,7 +139,7 @@ def test_an_engine_that_does_not_draft_any_more_leaves_the_file_to_another(tmp_p
     assert texts_of(resumed) == [[[0], [1]]] * 2
 
 
-def test_a_history_goes_with_its_checkpoint(tmp_path: Path) -> None:
+def test_a_history_goes_with_its_checkpoint(tmp_path):
     """Whatever other folders there are, and whichever step was saved last (a run may be rolled back)."""
     for name, has_actor in (("3", False), ("5", True), ("20", False), ("40", True), ("10_best", True)):
         file = tmp_path / f"global_step_{name}" / FILE
@@ -157,7 +156,7 @@ def test_a_history_goes_with_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "history", "kept"), [("sam", 2, True), ("sam", 0, False), ("off", 2, False)]
 )
-def test_history_is_kept_where_it_is_drafted_from(method: str, history: int, kept: bool) -> None:
+def test_history_is_kept_where_it_is_drafted_from(method, history, kept):
     spec = {"method": method, "history": history}
     assert keeps_history(SimpleNamespace(config=OmegaConf.create({"rollout": {"spec": spec}}))) == kept
     assert not keeps_history(SimpleNamespace(config=OmegaConf.create({"trainer": {}})))
@@ -166,9 +165,7 @@ def test_history_is_kept_where_it_is_drafted_from(method: str, history: int, kep
 @pytest.mark.parametrize(
     ("content", "message"), [(b"a foreign file", "not a history of this version"), (None, "has no history")]
 )
-def test_training_resumes_without_a_file_that_cannot_be_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None, message: str
-) -> None:
+def test_training_resumes_without_a_file_that_cannot_be_used(tmp_path, caplog, content, message):
     file = tmp_path / "global_step_5" / FILE
     file.parent.mkdir()
     if content is not None:
@@ -180,9 +177,7 @@ def test_training_resumes_without_a_file_that_cannot_be_used(
     assert texts_of(trainer) == [[], []]
 
 
-def test_a_full_disk_costs_the_history_and_leaves_the_rest_of_it_to_the_checkpoint(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_costs_the_history_and_leaves_the_rest_of_it_to_the_checkpoint(small_disk, caplog):
     trainer = make_trainer(small_disk)
     save_history(trainer)
     before, free = (small_disk / "global_step_5" / FILE).read_bytes(), shutil.disk_usage(small_disk).free
@@ -195,9 +190,7 @@ def test_a_full_disk_costs_the_history_and_leaves_the_rest_of_it_to_the_checkpoi
     assert shutil.disk_usage(small_disk).free == free
 
 
-def test_a_checkpoint_is_saved_where_its_history_cannot_be(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_is_saved_where_its_history_cannot_be(tmp_path, caplog):
     (tmp_path / "global_step_5").write_text("no folder")
     trainer = make_trainer(tmp_path)
     save_history(trainer)

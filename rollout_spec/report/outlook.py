@@ -52,8 +52,8 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
         return [*text, "That says nothing of time: --model-config and --gpu predict it, with the gate."]
     return [
         *text,
-        "Predicted, not measured, with what drafting costs the host on "
-        f"MR{record['runner'].upper()}: with the gate a step gives "
+        "Predicted, not measured, with what drafting costs the host on vLLM's model runner "
+        f"{record['runner'].upper()}: with the gate a step gives "
         f"{predicted['on']['tokens_per_step']:.2f} tokens; the tail takes "
         f"{predicted['off']['tail_share']:.0%} of the time without drafts.",
     ]
