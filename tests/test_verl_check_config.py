@@ -24,10 +24,6 @@ VLLM = "actor_rollout_ref.rollout.name=vllm"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
-# The words that choose files; every other one sets a value.
-GROUPS = ("rollout.spec", "rollout.spec.routing", "rollout_spec_replay_buffer", "model_engine")
-
-
 @functools.cache
 def composed_once(*overrides: str) -> Any:
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -37,7 +33,8 @@ def composed_once(*overrides: str) -> Any:
 def composed(*overrides: str) -> Any:
     """verl's configuration. Groups are composed once: that takes most of a second."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    groups = [each.input_line for each in parsed if each.key_or_group in GROUPS or "@" in each.input_line]
+    chosen = ("rollout.spec", "rollout.spec.routing")  # files, though their names have a dot
+    groups = [o.input_line for o in parsed if "." not in o.key_or_group or o.key_or_group in chosen]
     config = copy.deepcopy(composed_once(*groups))
     for each in parsed:
         if each.input_line not in groups:

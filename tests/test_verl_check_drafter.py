@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -24,7 +22,6 @@ LOADED = {"actor_rollout_ref.rollout.load_format": "auto"}
 DUMMY = {"actor_rollout_ref.rollout.load_format": "dummy"}
 COUPLED = {"rollout.spec.verify": "coupled"}
 
-composed_once = functools.cache(composed)
 SAM, OFF = ("+rollout.spec=sam",), ("+rollout.spec=off", "model_engine=megatron")
 SAM_MEGATRON = (*SAM, "model_engine=megatron")
 
@@ -38,7 +35,7 @@ def head(tmp_path):
 
 def changed(groups: Sequence[str], *values: dict[str, Any], drafter: Any = None) -> Any:
     """A composition of these groups with other values."""
-    config = copy.deepcopy(composed_once(*groups))
+    config = composed(*groups)
     for key, value in itertools.chain(*(each.items() for each in values)):
         OmegaConf.update(config, key, value, force_add=key.startswith(ENGINE))
     config.rollout.spec.model_drafter = drafter
