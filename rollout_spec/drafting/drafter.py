@@ -46,7 +46,7 @@ class _Rows:
         return len(self.numbers)
 
     def among(self, kept: npt.NDArray[np.bool_]) -> _Rows:
-        """Those of the rows that are kept, bool [rows of the matrix]."""
+        """The rows for which `kept`, bool [rows of the matrix], is true."""
         chosen = kept[self.numbers]
         return _Rows(self.numbers[chosen], self.sequences[chosen], self._last_levels[chosen])
 

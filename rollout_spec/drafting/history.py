@@ -158,7 +158,7 @@ def read_file(path: Path) -> bytes:
 
 
 def _checked(content: bytes, where: str) -> bytes:
-    """What `pack` made, without version and checksum. Raises HistoryError, beginning with `where`."""
+    """Take version and checksum off what `pack` made. Raises HistoryError, beginning with `where`."""
     if not content.startswith(_MAGIC):
         raise HistoryError(f"{where}: not a history of this version")
     digest = content[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES]

@@ -21,7 +21,7 @@ PRIOR_TOKENS = 8.0  # the weight of the belief that what survivals promise comes
 
 
 class Ranks(NamedTuple):
-    """What every data-parallel rank of a mixture of experts knows of all of them, which step together."""
+    """What each data-parallel rank of a mixture of experts knows of all ranks: they step together."""
 
     num_steps: int
     """So far, with those that a rank runs without requests."""
@@ -91,13 +91,13 @@ class Costs:
 
     @property
     def gain(self) -> float:
-        """Of late, times the speed without drafts; at least 1."""
+        """How many times as fast as without drafts the engine was of late; at least 1."""
         seconds, plain_seconds = self._sums[:2]
         return max(1.0, float(plain_seconds / seconds)) if seconds > 0.0 else 1.0
 
     @property
     def calibration(self) -> float:
-        """Of what survivals promise, how much came true of late."""
+        """The share of the tokens promised by survivals that was accepted of late."""
         return float((PRIOR_TOKENS + self._sums[3]) / (PRIOR_TOKENS + self._sums[2]))
 
     @property

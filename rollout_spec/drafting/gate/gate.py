@@ -239,5 +239,5 @@ def _is_draft(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.bool_]:
 
 
 def _sorted(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.float64]:
-    """Of all draft tokens, the largest first."""
+    """The survivals of all draft tokens, the largest first."""
     return np.sort(survivals[_is_draft(survivals, numbers)])[::-1].astype(float)
