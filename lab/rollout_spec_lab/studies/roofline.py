@@ -1,15 +1,23 @@
 """Step times of the roofline beside published ones.
 
-    python -m rollout_spec_lab.studies.roofline
+    python -m rollout_spec_lab.studies.roofline [--sweeps DIR] [--products DIR]
 
 Prints, for every pair of a model and a device, milliseconds of decoding steps: published, and predicted.
 published_step_times.json has the published ones, and the shape of each model that no recipe has. Of a step it
 has the rows, the mean length of a row while it decodes, and the milliseconds; a fourth number is that of the
-prompt's tokens, whose prefill is a 2,048th part of the milliseconds.
+prompt's tokens, whose prefill is a 2,048th part of the milliseconds. Of a step with drafts it has the rows,
+the draft tokens of each, the context of each, and the milliseconds.
+
+DIR are checkouts of others, of whose measurements it prints the errors by numbers of tokens: --sweeps
+github.com/furiosa-ai/EfficientRollout, steps with and without drafts on an A100; --products
+github.com/microsoft/vidur, matrix products of a layer on H100 and A100.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +38,11 @@ class Step(NamedTuple):
     context: float
     milliseconds: float
     num_prompt: int = 0
+    num_drafted: int = 0  # in each row
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * (1 + self.num_drafted)
 
 
 class Pair(NamedTuple):
@@ -45,6 +58,14 @@ CALIBRATION, CHECK = (
     [Pair(**pair | {"steps": [Step(*step) for step in pair["steps"]]}) for pair in _PUBLISHED[kind]]
     for kind in ("calibration", "check")
 )
+VERIFIED = [
+    Pair(
+        **pair | {"tp": 1, "expert_parallel": False},
+        steps=[Step(rows, context, ms, 0, drafted) for rows, drafted, context, ms in steps],
+    )
+    for pair in _PUBLISHED["verified"]
+    for steps in [pair.pop("steps")]
+]
 
 
 def errors(pair: Pair) -> Iterator[tuple[Step, float, float]]:
@@ -57,7 +78,7 @@ def errors(pair: Pair) -> Iterator[tuple[Step, float, float]]:
         memory_share=0.99,
     )
     for step in pair.steps:
-        seconds = roofline.seconds(step.rows, False, int(step.rows * step.context))
+        seconds = roofline.seconds(step.num_tokens, False, int(step.rows * step.context))
         if step.num_prompt:
             seconds += roofline.seconds(step.num_prompt, False) / 2048
         yield step, 1e3 * seconds, 1e3 * seconds / step.milliseconds - 1.0
@@ -84,6 +105,80 @@ def print_pairs(title: str, pairs: list[Pair]) -> None:
     )
 
 
-if __name__ == "__main__":
+SWEEPS = {"qwen257b": "qwen2_5_7b", "qwen2514b": "qwen2_5_14b", "llama318binstruct": "llama_3_1_8b"}
+PRODUCTS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
+Errors = list[tuple[int, float]]  # numbers of tokens, each with an error as a share
+
+
+def sweep_errors(root: Path, name: str) -> Errors:
+    """Of all median step times of a model on an A100; `gamma` draft tokens in each of `batch` rows."""
+    roofline = Roofline(MODELS[SWEEPS[name]], DEVICES["a100"])
+    found = []
+    for row in csv.DictReader((root / f"sd_toggle/configs/sweep_a100_tp1_{name}.csv").open()):
+        rows, context, drafted = int(row["batch"]), int(row["seq"]), int(row["gamma"])
+        if rows and row["mode"] in ("target_decode", "target_verify"):
+            num_tokens = rows * (1 + drafted)
+            seconds = roofline.seconds(num_tokens, drafted > 0, rows * context)
+            found.append((num_tokens, 1e3 * seconds / float(row["median_ms"]) - 1.0))
+    return found
+
+
+def product_errors(file: Path, device: str) -> Errors:
+    """Of a layer's four products, with half of a layer's floor; from 1 to 2,048 tokens."""
+    found = []
+    for row in csv.DictReader(file.open()):
+        hidden, wide, heads, kv_heads, tp, num_tokens = (
+            int(row[name])
+            for name in (
+                *("n_embd", "n_expanded_embd", "n_head", "n_kv_head"),
+                *("num_tensor_parallel_workers", "num_tokens"),
+            )
+        )
+        if num_tokens in TOKENS and kv_heads % tp == 0:
+            attention = hidden * hidden * 2 * (heads + kv_heads) // heads
+            params = (attention + (3 if row["use_gated_mlp"] == "True" else 2) * hidden * wide) / tp
+            one = Model(hidden, 1, heads, kv_heads, hidden // heads, wide, 1)
+            seconds = Roofline(one, DEVICES[device])._product_seconds(params, num_tokens * params)
+            seconds += DEVICES[device].launch_s / 2
+            measured = sum(float(row[f"time_stats.{product}.median"]) for product in PRODUCTS)
+            found.append((num_tokens, 1e3 * seconds / measured - 1.0))
+    return found
+
+
+TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
+RANGES = (1, 9, 65, 129, 257, 513, 2049)
+
+
+def print_errors(title: str, found: Errors) -> None:
+    """By number of tokens, mean and mean absolute errors, and of all."""
+    cells = []
+    for low, high in (*itertools.pairwise(RANGES), (1, 1 << 30)):
+        of_range = [error for num_tokens, error in found if low <= num_tokens < high]
+        cells.append(f"{np.mean(of_range):+.0%} ({np.mean(np.abs(of_range)):.0%})")
+    print(f"| {title} | {len(found)} | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sweeps", type=Path, help="a checkout of furiosa-ai/EfficientRollout")
+    parser.add_argument("--products", type=Path, help="a checkout of microsoft/vidur")
+    args = parser.parse_args()
     print_pairs("Calibration", CALIBRATION)
     print_pairs("Check", CHECK)
+    print("\n## By number of tokens\n")
+    ranges = [f"{low} to {high - 1}" for low, high in itertools.pairwise(RANGES)]
+    print(f"| what | times | {' | '.join(ranges)} | all |")
+    print("|---" * (3 + len(ranges)) + "|")
+    for name in SWEEPS if args.sweeps else ():
+        print_errors(f"steps of {SWEEPS[name]}, a100", sweep_errors(args.sweeps, name))
+    for file in (
+        sorted(args.products.glob("data/profiling/compute/*100/*/*/mlp.csv")) if args.products else ()
+    ):
+        device = file.parts[-4]
+        print_errors(f"products of {file.parent.name}, {device}", product_errors(file, device))
+
+
+if __name__ == "__main__":
+    main()
