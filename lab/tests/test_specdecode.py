@@ -62,17 +62,19 @@ def test_speed_and_price_by_hand(checkout: Path) -> None:
     assert price(clock, [request], steps, 2) == pytest.approx(2 * 3.5 / 21)
 
 
-def test_the_command_has_all_methods(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["bench", "specdecode", str(checkout), "--datasets", "gsm8k", "--rows", "1", "8", "--json"]) == 0
-    )
+def test_the_command_has_all_methods(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "specdecode", str(checkout), "--datasets", "gsm8k", "--rows", "1", "8"]
+    assert main([*command, "--json", "--plot", str(tmp_path / "plot.png")]) == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     found = {each["method"]: each for each in json.loads(capsys.readouterr().out)["gsm8k"]}
     assert found["EAGLE, oracle"]["tokens_per_step"] == 3.5
     assert found["oracle of both"]["tokens_per_step"] == 3.5
     assert found["oracle of both"]["speed"].keys() == {"1", "8"}
     names = ("ours, text alone", "one of the two a step", "ours, text and EAGLE")
     assert all(found[name]["tokens_per_step"] >= 1 for name in names)
-    assert main(["bench", "specdecode", str(checkout), "--datasets", "gsm8k", "--rows", "1"]) == 0
+    assert main(command) == 0
     assert "oracle of both" in capsys.readouterr().out
 
 

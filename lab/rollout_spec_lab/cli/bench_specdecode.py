@@ -12,6 +12,8 @@ from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig
 
 HELP = "replay the public SpecDecode-Bench: our drafter beside EAGLE, n-gram and their oracles"
 
+PLOTTED = ["n-gram, 5", "EAGLE, 5", "ours, text alone", "oracle of both", "ours, text and EAGLE"]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from rollout_spec_lab.bench.specdecode import MATCHED, ROWS
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that EAGLE drafts beside our text (3)",
     )  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="our drafter begins afresh in every request")
+    parser.add_argument("--plot", type=path, metavar="FILE", help="draw tokens per step, as PNG")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_example(parser, "rollout-spec-lab bench specdecode simulator --datasets gsm8k")
 
@@ -50,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
         )
         for name in tracked(args.datasets, "replaying")
     }
+    if args.plot:
+        from rollout_spec_lab.bench.plots import plot_specdecode
+
+        plot_specdecode(found, PLOTTED, args.plot)
     if args.json:
         print(json.dumps(found, indent=2))
         return 0

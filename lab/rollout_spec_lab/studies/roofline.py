@@ -169,7 +169,7 @@ def draw(sweeps: Path, products: Path, path: Path) -> None:
     ):
         at = [cell for cell in sweep(sweeps, name) if cell.context == 1024]
         steps.plot(*_sorted(at, "milliseconds"), ".", color=colour, ms=4, label=f"{title}, published")
-        steps.plot(*_sorted(at, "predicted"), "-", color=colour, lw=0.8, label="predicted")
+        steps.plot(*_sorted(at, "predicted"), "+", color=colour, ms=5, label="predicted")
     steps.set_title("A100: a step at 1 to 64 rows of 1,024 tokens, 0 to 15 draft tokens a row", fontsize=8)
     for i, (name, tp) in enumerate((("Llama-2-70b-hf", 1), ("Llama-2-70b-hf", 4), ("Llama-2-7b-hf", 1))):
         file = next(products.glob(f"data/profiling/compute/h100/*/{name}/mlp.csv"))
