@@ -219,7 +219,9 @@ def test_requests_last_and_say_nothing_of_those_before() -> None:
         assert sum(len(response) for _, response in requests) >= 2 * 3 * 4
         (first, _), (second, _), (copy, _) = requests[:3]
         assert first.tolist() == second.tolist() and not {*first} & {*copy}
-    assert len(requests_of(lines, 0, rows=2, num_steps=None, max_tokens=3, vocab_size=151_936)) == 2
+    rollout = requests_of(lines, 0, rows=40, num_steps=None, max_tokens=None, vocab_size=151_936)
+    assert [len(response) for _, response in rollout] == [4, 2] * 20
+    assert len({prompt.tobytes() for prompt, _ in rollout}) == 20, "copies have tokens of their own"
     prompts = [{token for prompt, _ in requests for token in prompt.tolist()} for requests in cells]
     assert not prompts[0] & prompts[1]
     assert all(0 <= token < 151_936 for token in prompts[1])

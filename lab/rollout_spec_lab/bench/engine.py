@@ -193,7 +193,7 @@ def recorded_load(lines: Sequence[Rollout], max_tokens: int, model: str) -> Load
 
 
 def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
-    """The lines of the first training step, which are one rollout, without responses that hold no token.
+    """The lines of the first training step, without responses that hold no token.
 
     Raises:
         UserError: no response holds one.

@@ -43,11 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_recording_arguments(served)
     served.add_argument(
+        "--max-tokens", type=count, metavar="N", help="no response is longer (1024; all, with --rollout)"
+    )
+    served.add_argument(
         "--rows", type=count, nargs="+", default=[1, 8, 64, 256], metavar="N", help="requests that decode"
     )
     served.add_argument(
         "--rollout", action="store_true",
-        help="the rollout once, from its first step to its last, with at most --rows requests at a time",
+        help="one rollout from its first step to its last, of as many requests as --rows, 32 at least; a "
+        "shorter recording is copied",
     )  # fmt: skip
 
     device = parser.add_argument_group(
@@ -103,11 +107,12 @@ def _plan(args: argparse.Namespace) -> Plan:
     from rollout_spec_lab.bench.host import Plan, drafting
 
     spec = spec_of(args, REFUSED)
+    longest = args.max_tokens or (None if args.rollout else 1024)
     return Plan(
         trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),
         methods=checked_methods("bench host", METHODS, args.methods, spec, drafting), spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, warm_up_steps=args.warm_up_steps,
-        steps=None if args.rollout else args.steps, max_tokens=args.max_tokens, repeats=args.repeats,
+        steps=None if args.rollout else args.steps, max_tokens=longest, repeats=args.repeats,
     )  # fmt: skip
 
 

@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_recording_arguments(served)
     served.add_argument(
+        "--max-tokens", type=number(int, 1), default=1024, metavar="N", help="no response is longer"
+    )
+    served.add_argument(
         "--max-num-seqs", type=number(int, 1), default=64, metavar="N", help="requests at a time"
     )
     device = parser.add_argument_group("the model and the device")

@@ -40,14 +40,11 @@ def add_num_speculative_tokens(group: argparse._ActionsContainer) -> None:
 
 
 def add_recording_arguments(group: Any) -> None:
-    """Add the recording, and what of it is served."""
+    """Add the recording, and how many of its lines are served."""
     group.add_argument(
         "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz; its first `step` is taken"
     )
     group.add_argument("--limit-groups", type=number(int, 1), metavar="N", help="only the first N lines")
-    group.add_argument(
-        "--max-tokens", type=number(int, 1), default=1024, metavar="N", help="no response is longer"
-    )
 
 
 def recording(trace: Path, limit_groups: int | None = None) -> list[Rollout]:
