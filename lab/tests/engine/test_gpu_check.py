@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
@@ -40,4 +41,5 @@ def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.C
 
     page = (tmp_path / "index.html").read_text()
     assert "http" not in page and "data:image/png;base64," in page
-    assert all(sentence.split(":")[0] in page for sentence in record["verdict"])
+    said = html.unescape(page)
+    assert all(sentence.split(":")[0] in said for sentence in record["verdict"])
