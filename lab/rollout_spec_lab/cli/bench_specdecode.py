@@ -23,24 +23,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument(
         "checkout", type=path, metavar="CHECKOUT", help="of github.com/SpecDecode-Bench/simulator"
     )
-    served.add_argument(
-        "--datasets", nargs="+", choices=MATCHED, default=list(MATCHED), metavar="NAME", help="of its sets"
-    )
+    served.add_argument("--datasets", nargs="+", choices=MATCHED, default=list(MATCHED), metavar="NAME",
+        help=f"of its sets ({' '.join(MATCHED)})",
+    )  # fmt: skip
     served.add_argument("--limit", type=count, metavar="N", help="only the first N requests of a set")
-    served.add_argument(
-        "--rows", type=count, nargs="+", default=list(ROWS), metavar="N",
+    served.add_argument("--rows", type=count, nargs="+", default=list(ROWS), metavar="N",
         help="requests that decode at a time, in the speeds",
     )  # fmt: skip
-    drafter = parser.add_argument_group("our drafter")
-    drafter.add_argument(
-        "--num-speculative-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), default=15, metavar="K",
-        help="most draft tokens of ours",
+    ours = parser.add_argument_group("our drafter")
+    ours.add_argument("--num-speculative-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), default=15,
+        metavar="K", help="most draft tokens of ours (15)",
     )  # fmt: skip
-    drafter.add_argument(
-        "--eagle-tokens", type=number(int, 1, 12), default=3, metavar="N",
-        help="tokens that EAGLE drafts beside our text",
+    ours.add_argument("--eagle-tokens", type=number(int, 1, 12), default=3, metavar="N",
+        help="tokens that EAGLE drafts beside our text (3)",
     )  # fmt: skip
-    drafter.add_argument("--fresh", action="store_true", help="our drafter begins afresh in every request")
+    ours.add_argument("--fresh", action="store_true", help="our drafter begins afresh in every request")
     output = parser.add_argument_group("output")
     output.add_argument("--plot", type=path, metavar="FILE", help="draw tokens per step, as PNG")
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
