@@ -179,6 +179,21 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys)
     assert error.count("\n") == 1
 
 
+def test_policies_with_recurrent_layers_are_simulated_with_few_draft_tokens(tmp_path, capsys):
+    fields = json.loads(Path(QWEN).read_text()) | {
+        "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_value_head_dim": 128,
+        "linear_key_head_dim": 128, "full_attention_interval": 4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    command = ["simulate", TRACE, "--limit-groups", "1", "--batch-thresholds", "8", "--json", "--gpu", "h100"]
+    command += ["--tp", "2", "--model-config", str(tmp_path / "config.json")]
+    assert main(command) == 0
+    [result] = json.loads(capsys.readouterr().out)["results"]
+    assert [figures["num_speculative_tokens"] for figures in result["runs"]] == [None, 3]
+    assert main([*command, "--num-speculative-tokens", "15"]) == 2
+    assert "num_speculative_tokens=15: must be at most 7" in capsys.readouterr().err
+
+
 def parsers(parser, name="rollout-spec"):
     yield name, parser
     for action in parser._actions:

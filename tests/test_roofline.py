@@ -83,6 +83,13 @@ SHAPE = {
 }  # fmt: skip
 
 
+# Four of the six layers, with states of 8 x 64 x 32.
+LINEAR = {
+    "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_value_head_dim": 64,
+    "linear_key_head_dim": 32, "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "num_expert_layers"),
     [
@@ -92,6 +99,8 @@ SHAPE = {
         ("qwen3_moe", EXPERTS | {"num_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, 2),
         ("qwen2_moe", EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 160}, 6),
         ("glm4_moe", EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 3, "first_k_dense_replace": 2}, 4),
+        ("qwen3_5_text", LINEAR, 0),
+        ("qwen3_next", LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 160}, 6),
     ],
 )
 def test_a_model_has_the_parameters_that_transformers_builds(kind, changes, num_expert_layers, tmp_path):
@@ -123,6 +132,27 @@ def test_context_costs_the_bytes_of_its_keys_and_values():
     two, four = (Roofline(DENSE, BARE, tensor_parallel=tp) for tp in (2, 4))
     costs = [one.seconds(7, False, 1000) - one.seconds(7, False) for one in (two, four)]
     assert costs == pytest.approx([more / 2, more / 2])
+
+
+def test_recurrent_layers_cost_their_states_and_no_keys_and_values(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(SHAPE | LINEAR | {"mamba_ssm_dtype": "float32"}))
+    model = Model.read(file)
+    roofline, size = Roofline(model, BARE), 4 * 8 * 64 * 32 * 4
+    plain = dataclasses.replace(roofline, model=dataclasses.replace(model, states=None))
+    for one, of in ((roofline, 2), (plain, 6)):
+        more = one.seconds(7, False, num_context=1000) - one.seconds(7, False)
+        assert more == pytest.approx(1000 * 2 * of * 2 * 64 * 2 / BYTES_PER_S)
+    # A plain step of 3 rows reads and writes 3 states; with 4 draft tokens it writes 7.
+    both = roofline.seconds(7, True, num_rows=3) - roofline.seconds(7, False, num_rows=3)
+    assert both == pytest.approx(4 * size / BYTES_PER_S)
+    prompt = roofline.seconds(500, False, num_rows=3) - roofline.seconds(500, False, num_rows=2)
+    assert prompt == pytest.approx(2 * size / BYTES_PER_S)
+    # 2 + K states of 4 layers, in tokens of 2 layers' keys and values.
+    window = 4 * (8 * 64 + 2 * 4 * 32) * 2
+    for k in (0, 3):
+        assert roofline.row_tokens(k) == (2 + k) * (size + window * (3 + k)) / (2 * 2 * 2 * 64 * 2)
+    assert plain.row_tokens(3) == 0
 
 
 def test_tensor_parallel_devices_share_the_weights_and_pay_for_two_all_reduces_a_layer():
@@ -211,6 +241,8 @@ def config(**changes):
                 ("moe_layer_freq", 2, {}),
                 ("quantization_config", {"bits": 8}, {}),
                 ("layer_types", ["full_attention", "linear_attention"], {}),
+                ("ssm_state_size", 128, {}),  # Nemotron-H
+                ("mamba_d_state", 128, {}),  # Falcon-H1
             )
         ),
         ({"num_experts": None}, "num_experts_per_tok: needs the number of experts, one of num_experts, "),

@@ -149,6 +149,15 @@ def test_a_full_cache_sends_the_newest_request_back_to_the_queue():
     assert (roomy.seconds, roomy.num_preemptions) == ((5 + 2) + 2 + 2 + 1, 0)
 
 
+def test_fewer_requests_run_where_each_keeps_states():
+    """Beside its tokens each row takes some of the cache: both run, the second goes back, or waits."""
+    requests = requests_of([line("0", 5, 4, 3)], None)
+    for row_tokens, num_steps in ((3, 4), (4, 5), (9, 7)):
+        engine = Engine(OFF, FLAT, 2, 0, kv_tokens=22, row_tokens=row_tokens)
+        serve(engine, requests)
+        assert (engine.total.num_tokens, engine.total.num_steps) == (7, num_steps)
+
+
 def test_the_newest_request_goes_back_wherever_its_row_is():
     """The first ends at once, and the last row takes its place."""
     requests = requests_of([line("0", 5, 1, 6, 9)], None)

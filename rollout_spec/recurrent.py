@@ -1,0 +1,168 @@
+"""Policies with recurrent layers: which of them can have drafts, and what their states take of the memory.
+
+A recurrent layer keeps one state per request instead of keys and values per token. With drafts it keeps 1 +
+K: the state behind each token that may be the last accepted one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_spec.config import ConfigError, SpecConfig
+
+# Draft tokens (K). CUDA's fused kernel takes 8 tokens of a row, and each of them costs a state of each layer.
+DEFAULT_SPECULATIVE_TOKENS = 3
+MAX_SPECULATIVE_TOKENS = 7
+CACHE_MODES = ("none", "align")  # of vLLM's mamba_cache_mode
+
+# Architectures, as config.json names them, and the first minor version of vLLM (0.N) that keeps their states
+# for drafts. Of those with the gated delta rule every row may be a row of a graph of plain steps.
+_GATED_DELTA = {
+    "Qwen3NextForCausalLM": 24,
+    "Qwen3_5ForCausalLM": 29,
+    "Qwen3_5MoeForCausalLM": 29,
+    "Qwen3_5ForConditionalGeneration": 29,
+    "Qwen3_5MoeForConditionalGeneration": 29,
+    "OlmoHybridForCausalLM": 29,
+}
+_MAMBA_2 = {
+    "NemotronHForCausalLM": 29,
+    "FalconH1ForCausalLM": 32,
+    "GraniteMoeHybridForCausalLM": 32,
+    "Zamba2ForCausalLM": 32,
+}
+_REFUSED = {
+    "Mamba": "has no attention, and vLLM counts no accepted tokens for such models",
+    "FalconMamba": "has no attention, and vLLM counts no accepted tokens for such models",
+    "Jamba": "has layers of Mamba 1, which drop the number of accepted tokens",
+    "Lfm2": "gives tokens that depend on the batch, without drafts too",
+    "Kimi": "has not been tested with drafts, and vLLM 0.24 counts no accepted tokens for it",
+}
+
+
+def refusal(architecture: str, minor: int | None) -> str | None:
+    """Why a policy with recurrent layers has no drafts; None where it can have them.
+
+    Args:
+        architecture: as config.json names it.
+        minor: N of vLLM 0.N; None: newer than all releases.
+    """
+    oldest = (_GATED_DELTA | _MAMBA_2).get(architecture)
+    if oldest is None:
+        known = (reason for start, reason in _REFUSED.items() if architecture.startswith(start))
+        reason = next(known, "has recurrent layers that have not been tested with drafts")
+        return f"{architecture} {reason}; run it with off"
+    if minor is not None and minor < oldest:
+        return (
+            f"{architecture} has recurrent layers whose drafts need vLLM 0.{oldest} or later, this is "
+            f"0.{minor}; run it with off"
+        )
+    return None
+
+
+def check_settings(config: SpecConfig, cache_mode: str | None, states: States | None = None) -> None:
+    """Raise for settings that a policy with recurrent layers cannot have beside drafts.
+
+    Args:
+        config: of the drafter.
+        cache_mode: vLLM's mamba_cache_mode; None: vLLM decides.
+        states: the policy's, if they are known.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    k, most = config.num_speculative_tokens, MAX_SPECULATIVE_TOKENS
+    if k > most:
+        cost = ""
+        if states is not None:
+            plain, drafted = (mib(states.num_bytes(num)) for num in (0, k))
+            cost = f" (a request's take {drafted} MiB, {plain} without drafts)"
+        raise ConfigError(
+            f"rollout.spec.num_speculative_tokens={k}: must be at most {most} with a policy that has "
+            f"recurrent layers, which keep a state for each draft token{cost}; {DEFAULT_SPECULATIVE_TOKENS} "
+            "is a good start"
+        )
+    if cache_mode is not None and cache_mode not in CACHE_MODES:
+        raise ConfigError(
+            f"mamba_cache_mode={cache_mode}: must be {' or '.join(CACHE_MODES)} with drafts of ours: "
+            "align with prefix caching, none without"
+        )
+
+
+def mib(num_bytes: float) -> int:
+    return round(num_bytes / 2**20)
+
+
+def takes_plain_graphs(architecture: str) -> bool:
+    """Whether full CUDA graphs can be captured for plain steps: Mamba 2 asserts K + 1 tokens in every row."""
+    return architecture in _GATED_DELTA
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """What a request's states take, by the number of its draft tokens."""
+
+    num_layers: int
+    recurrent_bytes: int  # of one state of one layer
+    channel_bytes: int  # of one token in the window of one layer's convolution
+    width: int  # of the convolution
+
+    def num_bytes(self, num_speculative_tokens: int, cached: bool = False) -> int:
+        """Of one request with K draft tokens at most: 1 + K states in each layer, each with its window.
+
+        Args:
+            num_speculative_tokens: K; 0 without drafts.
+            cached: there is prefix caching (vLLM's mode `align`), which takes one state more.
+        """
+        k = num_speculative_tokens
+        size = self.recurrent_bytes + self.channel_bytes * (self.width - 1 + k)
+        return self.num_layers * (1 + k + cached) * size
+
+
+def states_of(
+    fields: Mapping[str, Any],
+    state_dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    dtype_bytes: int = 2,
+) -> States | None:
+    """Of a text model's config.json; None where its fields do not say how large a state is.
+
+    Args:
+        fields: of config.json, or of its text_config.
+        state_dtype: vLLM's mamba_ssm_cache_dtype.
+        tensor_parallel_size: ranks that share each layer's heads.
+        dtype_bytes: of what the model computes in.
+    """
+    if fields.get("linear_num_value_heads"):  # the gated delta rule
+        values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
+        channels = values + 2 * fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+        size, width = values * fields["linear_key_head_dim"], fields.get("linear_conv_kernel_dim", 4)
+    elif heads := fields.get("mamba_num_heads") or fields.get("mamba_n_heads"):
+        size_of_state = fields.get("ssm_state_size") or fields.get("mamba_d_state")
+        values = heads * (fields.get("mamba_head_dim") or fields.get("mamba_d_head") or 0)
+        groups = fields.get("n_groups") or fields.get("mamba_n_groups") or 1
+        if not size_of_state or not values:
+            return None
+        channels, size = values + 2 * groups * size_of_state, values * size_of_state
+        width = fields.get("conv_kernel") or fields.get("mamba_d_conv") or 4
+    else:
+        return None
+    if state_dtype == "auto":  # as vLLM decides it
+        for_nemotron = "float32" if "ssm_state_size" in fields else "auto"
+        state_dtype = fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype") or for_nemotron
+    state_bytes = {"auto": dtype_bytes, "float32": 4}.get(state_dtype, 2)
+    ranks = tensor_parallel_size
+    return States(_num_layers(fields), state_bytes * size // ranks, dtype_bytes * channels // ranks, width)
+
+
+def _num_layers(fields: Mapping[str, Any]) -> int:
+    """Recurrent ones."""
+    kinds = fields.get("layer_types") or fields.get("layers_block_type")
+    if kinds:
+        return sum(kind in ("linear_attention", "mamba", "hybrid") for kind in kinds)
+    if pattern := fields.get("hybrid_override_pattern"):  # Nemotron-H
+        return pattern.count("M")
+    num, interval = fields.get("num_hidden_layers", 0), fields.get("full_attention_interval")
+    return num - num // interval if interval else num

@@ -1,0 +1,212 @@
+"""What an engine of a recurrent policy serves, with drafts and without; run as a program, on MRV2."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any
+
+if __name__ == "__main__":
+    import tests.engine.interpreted_triton  # noqa: F401 (before all others)
+
+from tests.engine.conftest import OFF, close, engine_settings, proposer_of
+from tests.engine.serving import sampling
+
+Tokens = list[list[int]]
+# Four groups of three siblings.
+PROMPTS = [([5, 6, 7, 8 + i] * 6)[: 21 + i] for i in range(4) for _ in range(3)]
+LONG_PROMPTS = [[3 + (7 * j + i) % 90 for j in range(40 + 5 * i)] + [5, 6, 7, 8] * 4 for i in range(8)]
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {}, {"frequency_penalty": 0.5}, {"min_tokens": 9, "stop_token_ids": [*range(3, 40)]}, {"top_k": 5},
+    {"logit_bias": {7: 2.0}}, {"allowed_token_ids": [*range(3, 30)]}, {"top_p": 0.8, "min_p": 0.0},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.3},
+)  # fmt: skip
+
+
+def asked(i: int, max_tokens: int = 48, **more: Any) -> Any:
+    """Parameters of a request with a name: greedy and sampled ones in turn, of different lengths."""
+    kinds: dict[str, Any] = {"temperature": [0.0, 1.0, 0.7][i % 3], "max_tokens": max_tokens - 9 * (i % 4)}
+    return sampling(kinds | more, key=[3, i])
+
+
+def generate(llm: Any, prompts: Iterable[list[int]], params: Iterable[Any]) -> Tokens:
+    params = list(params)
+    for each in params:
+        each.detokenize = False
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [list(sample.token_ids) for output in outputs for sample in output.outputs]
+
+
+def batch(llm: Any) -> Tokens:
+    return generate(llm, PROMPTS, map(asked, range(len(PROMPTS))))
+
+
+def many_lengths(llm: Any) -> Tokens:
+    """A row's last draft is cut, down to none."""
+    return generate(llm, PROMPTS, (asked(i, 14 + i + 9 * (i % 4)) for i in range(len(PROMPTS))))
+
+
+def options(llm: Any) -> Tokens:
+    n = len(OPTIONS)
+    return generate(llm, PROMPTS[:n], (asked(i, **OPTIONS[i]) for i in range(n)))
+
+
+def siblings(llm: Any) -> Tokens:
+    return generate(llm, PROMPTS[::3], (asked(i, 40, n=4, temperature=1.0) for i in range(4)))
+
+
+def long_prompts(llm: Any) -> Tokens:
+    """They are prefilled in chunks where the engine's steps are short."""
+    return generate(llm, LONG_PROMPTS, map(asked, range(8)))
+
+
+def single_tokens(llm: Any) -> Tokens:
+    """Prompts of one token."""
+    return generate(llm, [[5 + i] for i in range(4)], map(asked, range(4)))
+
+
+def gate(llm: Any) -> Tokens:
+    """Three requests, then six more, then few again: a gate of 4 rows is open, closes and opens."""
+    engine, found, step = llm.llm_engine, dict[str, list[int]](), 0
+    while step == 0 or step <= 6 or engine.has_unfinished_requests():
+        for i in {0: range(3), 6: range(3, 9)}.get(step, ()):
+            params = asked(i, (70 if i < 3 else 18 + i) + 9 * (i % 4))
+            add(engine, f"gate {i}", PROMPTS[i], params)
+        take(engine, found)
+        step += 1
+    return [found[f"gate {i}"] for i in range(9)]
+
+
+def preempted(llm: Any) -> Tokens:
+    """All running requests lose their states every five steps."""
+    engine, found, step = llm.llm_engine, dict[str, list[int]](), 0
+    for i in range(6):
+        add(engine, f"preempted {i}", PROMPTS[i], asked(i, 50))
+    while engine.has_unfinished_requests():
+        take(engine, found)
+        step += 1
+        if step % 5 == 0:
+            llm.reset_prefix_cache(reset_running_requests=True)
+    return [found[f"preempted {i}"] for i in range(6)]
+
+
+def resumed(llm: Any) -> Tokens:
+    """Aborted after some tokens; a request of prompt and tokens goes on. Without drafts none is aborted."""
+    lengths = [50 - 9 * (i % 4) for i in range(6)]
+    if proposer_of(llm) is None:
+        return generate(llm, PROMPTS[:6], (asked(i, 50) for i in range(6)))
+    engine, found = llm.llm_engine, dict[str, list[int]]()
+    for i in range(6):
+        add(engine, f"resumed {i}", PROMPTS[i], asked(i, 50))
+    while len(found) < 6 or min(map(len, found.values())) < 8:
+        take(engine, found)
+    engine.abort_request([f"resumed {i}" for i in range(6)], internal=False)
+    tokens = [found[f"resumed {i}"] for i in range(6)]
+    going = [i for i in range(6) if len(tokens[i]) < lengths[i]]
+    rest = generate(
+        llm,
+        [PROMPTS[i] + tokens[i] for i in going],
+        [asked(i, max_tokens=lengths[i] - len(tokens[i]) + 9 * (i % 4)) for i in going],
+    )
+    for i, more in zip(going, rest, strict=True):
+        tokens[i] = tokens[i] + more
+    return tokens
+
+
+def reloaded(llm: Any) -> Tokens:
+    """The weights come anew, as in a weight sync."""
+    first = batch(llm)
+    llm.collective_rpc("reload_weights")
+    llm.reset_prefix_cache()
+    return first + batch(llm)
+
+
+def add(engine: Any, name: str, prompt: list[int], params: Any) -> None:
+    params.detokenize = False
+    engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+
+def take(engine: Any, found: dict[str, list[int]]) -> None:
+    for output in engine.step():
+        found[output.request_id] = list(output.outputs[0].token_ids)
+
+
+SCENARIOS: tuple[Callable[[Any], Tokens], ...] = (
+    batch, gate, many_lengths, options, siblings, long_prompts, single_tokens, preempted, resumed, reloaded,
+)  # fmt: skip
+
+
+def new_recurrent_engine(model: str, spec: dict[str, Any] | None, **arguments: Any) -> Any:
+    from vllm import LLM
+
+    settings = engine_settings(model, None if spec is None else {"history": 8} | spec)
+    sizes = {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
+    return LLM(**settings | sizes | (OFF if spec is None else {}) | arguments)
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def served(
+    model: str, spec: dict[str, Any] | None, names: Iterable[str] | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """What an engine gives in each scenario, and what its drafter and its scheduler counted."""
+    scenarios = {each.__name__: each for each in SCENARIOS}
+    llm = new_recurrent_engine(model, spec, **arguments)
+    try:
+        rows = note_rows(llm.llm_engine.engine_core.engine_core.scheduler)
+        found: dict[str, Any] = {name: scenarios[name](llm) for name in names or scenarios}
+        drafter = proposer_of(llm)
+        if drafter is not None:
+            found["counters"] = drafter.take_counters().to_dict()
+            found["rows"], found["model_runner"] = rows, type(runner_of(llm)).__module__
+        return found
+    finally:
+        close([llm])
+
+
+def note_rows(scheduler: Any) -> dict[str, int]:
+    """Count the rows that vLLM before 0.32 gets wrong: without a draft, behind a step with one."""
+    schedule, drafted, rows = scheduler.schedule, set[str](), {"alone": 0, "beside drafts": 0}
+
+    @functools.wraps(schedule)
+    def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
+        nonlocal drafted
+        output = schedule(*args, **kwargs)
+        if output.total_num_scheduled_tokens:
+            drafts = {name for name, draft in output.scheduled_spec_decode_tokens.items() if draft}
+            kind = "beside drafts" if drafts else "alone"
+            rows[kind] += len((drafted - drafts) & set(output.num_scheduled_tokens))
+            drafted = drafts
+        return output
+
+    scheduler.schedule = schedule_and_note
+    return rows
+
+
+def main(model: str, path: str) -> None:
+    """Of MRV2: what an engine without drafts gives and what one with drafts does, as JSON."""
+    names = ("batch", "gate", "long_prompts", "many_lengths", "preempted", "resumed")
+    cached = {"enable_prefix_caching": True, "block_size": 32}
+    results = {
+        name: served(model, spec, names, **cached)
+        for name, spec in {
+            "plain": None,
+            "drafted": {"num_speculative_tokens": 3, "batch_threshold": 4},
+        }.items()
+    }
+    pathlib.Path(path).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    from tests.engine.recurrent_layers import replace_layers
+    from tests.engine.tiny_recurrent import make_recurrent
+
+    replace_layers()
+    with tempfile.TemporaryDirectory() as folder:
+        main(make_recurrent(sys.argv[1], pathlib.Path(folder)), sys.argv[2])

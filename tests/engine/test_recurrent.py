@@ -1,0 +1,189 @@
+"""Policies with recurrent layers: with drafts they give the tokens that they give without.
+
+The layers are in plain torch (`recurrent_layers.py`): where states are kept and read is vLLM's own doing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from rollout_spec import recurrent
+from rollout_spec.vllm import plugin
+from rollout_spec.vllm.upstream import recurrent_rows
+from rollout_spec.vllm.versions import minor, version
+from tests.engine.conftest import OFF, close, configured
+from tests.engine.recurrent_layers import replace_layers
+from tests.engine.recurrent_scenarios import (
+    asked,
+    generate,
+    new_recurrent_engine,
+    runner_of,
+    served,
+)
+from tests.engine.tiny_recurrent import make_recurrent
+
+MINOR = minor(version() or "") or 99
+# 0.24 runs no Qwen3.5 of text alone, and no Mamba 2 on CPUs; 0.23 has no such drafts.
+MODELS = {24: ["qwen3_next"], 29: ["qwen3_5", "nemotron_h"]}.get(
+    MINOR, ["qwen3_5", "nemotron_h", "falcon_h1"]
+)
+GATED = {"num_speculative_tokens": 7, "batch_threshold": 4}
+SHORT_STEPS = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
+
+pytestmark = pytest.mark.skipif(MINOR < 24, reason="refused, as the driver's tests show")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of tiny models, by name; engines from here on have the layers in torch."""
+    plugin.register()
+    replace_layers()
+    return {name: make_recurrent(name, tmp_path_factory.mktemp(name)) for name in MODELS}
+
+
+@pytest.fixture
+def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own treatment of recurrent layers."""
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    for owner, name in (
+        (GDNAttentionMetadataBuilder, "build"),
+        (GPUModelRunner, "_prepare_inputs"),
+        (GPUModelRunner, "_build_attention_metadata"),
+    ):
+        current = getattr(owner, name)
+        if hasattr(current, "__rollout_spec_patch__"):
+            monkeypatch.setattr(owner, name, current.__wrapped__)
+    monkeypatch.setattr(recurrent_rows, "mend", lambda _: None)
+
+
+def wrong(drafted: dict[str, Any], plain: dict[str, Any]) -> set[str]:
+    """The scenarios with other tokens."""
+    assert drafted["counters"]["num_accepted_tokens"] > 50
+    assert drafted["counters"]["num_failed_steps"] == 0
+    assert drafted["rows"]["alone"] > 0, "rows without a draft behind one, in steps without drafts"
+    return {name for name in plain if plain[name] != drafted[name]}
+
+
+def test_drafts_change_nothing(models: dict[str, str]) -> None:
+    model = models[MODELS[0]]
+    drafted = served(model, GATED)
+    assert drafted["rows"]["beside drafts"] > 0
+    assert wrong(drafted, served(model, None)) == set()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("spec", "arguments"),
+    [({"num_speculative_tokens": 3}, {}), (GATED, SHORT_STEPS)],
+    ids=["K=3", "K=7, gate and chunks"],
+)
+def test_drafts_change_nothing_in_any_policy(
+    models: dict[str, str], name: str, spec: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    assert wrong(served(models[name], spec, **arguments), served(models[name], None, **arguments)) == set()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_the_mend_is_needed_until_vllm_is_right(models: dict[str, str], name: str, as_it_is: None) -> None:
+    assert bool(wrong(served(models[name], GATED), served(models[name], None))) == (MINOR < 32)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(MINOR < 29, reason="refused: MRV2 of 0.24 has no prefix caching for them")
+def test_drafts_change_nothing_on_mrv2(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "results.json"
+    command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", "qwen3_5_small", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    results = json.loads(path.read_text())
+    assert results["drafted"]["model_runner"].endswith(".cpu.model_runner")
+    assert wrong(results["drafted"], results["plain"]) == set()
+
+
+@pytest.mark.parametrize("name", MODELS[:2])
+def test_a_full_graph_of_plain_steps_is_for_decoding_rows(models: dict[str, str], name: str) -> None:
+    """On MRV1, which takes it by a step's shape. Mamba 2 has vLLM's own: of K + 1 tokens in every row."""
+    llm = new_recurrent_engine(models[name], GATED, **SHORT_STEPS)
+    try:
+        runner, steps = runner_of(llm), set[tuple[bool, bool, bool]]()
+        is_uniform = runner._is_uniform_decode
+
+        def note(*args: Any, **kwargs: Any) -> bool:
+            found, n = is_uniform(*args, **kwargs), runner.input_batch.num_reqs
+            batch = runner.input_batch
+            has_prompt = bool((batch.num_computed_tokens_cpu[:n] < batch.num_prompt_tokens[:n]).any())
+            steps.add((has_prompt, kwargs["max_num_scheduled_tokens"] == 1, found))
+            return found
+
+        runner._is_uniform_decode = note
+        generate(llm, [[5], [*range(5, 30)]], [asked(0, 20), asked(1, 20)])  # 25 tokens: the last one alone
+        takes_plain = name != "nemotron_h"
+        assert runner.cudagraph_dispatcher.uniform_decode_query_len == (1 if takes_plain else 8)
+        assert (True, True, False) in steps and (True, True, True) not in steps
+        assert ((False, True, True) in steps) == takes_plain
+    finally:
+        close([llm])
+
+
+def test_the_states_are_as_large_as_the_driver_says(models: dict[str, str]) -> None:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    for name in MODELS:
+        llm = new_recurrent_engine(models[name], {"num_speculative_tokens": 3})
+        specs = [each for each in runner_of(llm).get_kv_cache_spec().values() if isinstance(each, MambaSpec)]
+        close([llm])
+        num_bytes = sum(
+            (1 + spec.num_speculative_blocks) * math.prod(shape) * dtype.itemsize
+            for spec in specs
+            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        )
+        fields = json.loads((pathlib.Path(models[name]) / "config.json").read_text())
+        states = recurrent.states_of(fields, dtype_bytes=4)
+        assert states is not None and states.num_bytes(3) == num_bytes
+
+
+NEXT, QWEN, LFM, JAMBA = "Qwen3Next", "Qwen3_5", "Lfm2", "Jamba"
+
+
+@pytest.mark.parametrize(
+    ("stem", "arguments", "k", "message"),
+    [
+        (NEXT, {}, 15, r"^rollout\.spec\.num_speculative_tokens=15: must be at most 7 with [^\n]*\Z"),
+        (LFM, {}, 3, r"^rollout\.spec\.method=sam: Lfm2ForCausalLM gives tokens that depend on [^\n]*\Z"),
+        (JAMBA, {}, 3, r"^rollout\.spec\.method=sam: JambaForCausalLM has layers of Mamba 1[^\n]*\Z"),
+    ],
+)
+def test_refused_before_an_engine_process_is_launched(
+    stem: str, arguments: dict[str, Any], k: int, message: str, tmp_path: pathlib.Path
+) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{stem}Config")(architectures=[f"{stem}ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    configured(str(tmp_path), **OFF)
+    with pytest.raises(ValueError, match=message):
+        configured(str(tmp_path), {"num_speculative_tokens": k}, **arguments)
+
+
+@pytest.mark.parametrize("mode", ["all", "some"])
+def test_a_cache_mode_that_is_not_known_is_refused(
+    models: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollout_spec.vllm.checks import check_options
+
+    config = configured(models[MODELS[0]], {"num_speculative_tokens": 3})
+    check_options(config)
+    monkeypatch.setattr(config.cache_config, "mamba_cache_mode", mode)
+    with pytest.raises(ValueError, match=rf"^mamba_cache_mode={mode}: must be none or align [^\n]*\Z"):
+        check_options(config)
