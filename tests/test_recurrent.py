@@ -86,6 +86,13 @@ def test_policies_whose_drafts_are_refused_by_name(
         check_config(run_of(fields, tmp_path, SAM))
 
 
+def test_no_policy_with_recurrent_layers_drafts_on_npus(tmp_path: pathlib.Path) -> None:
+    config = run_of(QWEN3_NEXT, tmp_path, SAM, 3)
+    config.trainer.device = "npu"
+    with pytest.raises(ConfigError, match=r"^rollout\.spec=sam: Qwen3NextForCausalLM has recurrent [^\n]*\Z"):
+        check_config(config)
+
+
 def test_every_supported_policy_is_known_from_its_release_on() -> None:
     for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForConditionalGeneration", "NemotronHForCausalLM"):
         assert [recurrent.refusal(architecture, n) is None for n in (24, 28, 29, 32, None)] == [

@@ -9,7 +9,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollout_spec import recurrent
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.verl.settings import ENGINE, ROLLOUT, has_recurrent_state, of_text, policy_fields, value
+from rollout_spec.verl.settings import (
+    ENGINE,
+    ROLLOUT,
+    has_recurrent_state,
+    is_for_npus,
+    of_text,
+    policy_fields,
+    value,
+)
+from rollout_spec.vllm import reasons
 from rollout_spec.vllm.versions import minor, version
 
 _NUM_TOKENS = "rollout.spec.num_speculative_tokens"
@@ -33,6 +42,8 @@ def check_recurrent(config: DictConfig, spec: SpecConfig) -> None:
     named = policy_fields(config).get("architectures") or ("This policy",)
     if reason := recurrent.refusal(named[0], minor(version() or "")):
         raise ConfigError(f"rollout.spec=sam: {reason}")
+    if is_for_npus(config):
+        raise ConfigError(f"rollout.spec=sam: {named[0]} has recurrent layers, and {reasons.OWN_RUNNER}")
     recurrent.check_settings(spec, value(config, f"{ENGINE}.mamba_cache_mode"), _states(config))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pathlib
 import sys
 import tempfile
@@ -22,7 +23,7 @@ PROMPTS = [([5, 6, 7, 8 + i] * 6)[: 21 + i] for i in range(4) for _ in range(3)]
 LONG_PROMPTS = [[3 + (7 * j + i) % 90 for j in range(40 + 5 * i)] + [5, 6, 7, 8] * 4 for i in range(8)]
 OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"frequency_penalty": 0.5}, {"min_tokens": 9, "stop_token_ids": [*range(3, 40)]}, {"top_k": 5},
-    {"logit_bias": {7: 2.0}}, {"allowed_token_ids": [*range(3, 30)]}, {"top_p": 0.8, "min_p": 0.0},
+    {"allowed_token_ids": [*range(3, 30)]}, {"top_p": 0.8},
     {"repetition_penalty": 1.2, "presence_penalty": 0.3},
 )  # fmt: skip
 
@@ -148,6 +149,11 @@ def new_recurrent_engine(model: str, spec: dict[str, Any] | None, **arguments: A
     return LLM(**settings | sizes | (OFF if spec is None else {}) | arguments)
 
 
+FAST = ("batch", "gate", "options", "long_prompts", "single_tokens", "preempted")
+# The last token of some of the long prompts is computed alone.
+SHORT_STEPS = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
+
+
 def runner_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
@@ -159,12 +165,16 @@ def served(
     scenarios = {each.__name__: each for each in SCENARIOS}
     llm = new_recurrent_engine(model, spec, **arguments)
     try:
-        rows = note_rows(llm.llm_engine.engine_core.engine_core.scheduler)
+        rows, graphs = (
+            note_rows(llm.llm_engine.engine_core.engine_core.scheduler),
+            note_graphs(runner_of(llm)),
+        )
         found: dict[str, Any] = {name: scenarios[name](llm) for name in names or scenarios}
         drafter = proposer_of(llm)
         if drafter is not None:
             found["counters"] = drafter.take_counters().to_dict()
-            found["rows"], found["model_runner"] = rows, type(runner_of(llm)).__module__
+            found |= {"rows": rows, "graphs": graphs, "state_bytes": state_bytes(runner_of(llm))}
+            found["model_runner"] = type(runner_of(llm)).__module__
         return found
     finally:
         close([llm])
@@ -189,6 +199,36 @@ def note_rows(scheduler: Any) -> dict[str, int]:
     return rows
 
 
+def note_graphs(runner: Any) -> set[tuple[bool, bool, bool]]:
+    """Of MRV1's steps: is a row in its prompt, has every row one token, may the step have a full graph."""
+    steps = set[tuple[bool, bool, bool]]()
+    if not hasattr(runner, "_is_uniform_decode"):
+        return steps
+    is_uniform = runner._is_uniform_decode
+
+    def note(*args: Any, **kwargs: Any) -> bool:
+        found, batch = is_uniform(*args, **kwargs), runner.input_batch
+        n = batch.num_reqs
+        in_prompt = bool((batch.num_computed_tokens_cpu[:n] < batch.num_prompt_tokens[:n]).any())
+        steps.add((in_prompt, kwargs["num_tokens"] == kwargs["num_reqs"], found))
+        return found
+
+    runner._is_uniform_decode = note
+    return steps
+
+
+def state_bytes(runner: Any) -> int:
+    """Of a request, by vLLM's own specification of its cache."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return sum(
+        (1 + spec.num_speculative_blocks) * math.prod(shape) * dtype.itemsize
+        for spec in runner.get_kv_cache_spec().values()
+        if isinstance(spec, MambaSpec)
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+
+
 def main(model: str, path: str) -> None:
     """Of MRV2: what an engine without drafts gives and what one with drafts does, as JSON."""
     names = ("batch", "gate", "long_prompts", "many_lengths", "preempted", "resumed")
@@ -200,6 +240,8 @@ def main(model: str, path: str) -> None:
             "drafted": {"num_speculative_tokens": 3, "batch_threshold": 4},
         }.items()
     }
+    for found in results.values():
+        found.pop("graphs", None)
     pathlib.Path(path).write_text(json.dumps(results))
 
 

@@ -6,7 +6,6 @@ The layers are in plain torch (`recurrent_layers.py`): where states are kept and
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import subprocess
 import sys
@@ -18,15 +17,9 @@ from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
 from rollout_spec.vllm.upstream import recurrent_rows
 from rollout_spec.vllm.versions import minor, version
-from tests.engine.conftest import OFF, close, configured
+from tests.engine.conftest import OFF, configured
 from tests.engine.recurrent_layers import replace_layers
-from tests.engine.recurrent_scenarios import (
-    asked,
-    generate,
-    new_recurrent_engine,
-    runner_of,
-    served,
-)
+from tests.engine.recurrent_scenarios import FAST, SHORT_STEPS, served
 from tests.engine.tiny_recurrent import make_recurrent
 
 MINOR = minor(version() or "") or 99
@@ -35,7 +28,6 @@ MODELS = {24: ["qwen3_next"], 29: ["qwen3_5", "nemotron_h"]}.get(
     MINOR, ["qwen3_5", "nemotron_h", "falcon_h1"]
 )
 GATED = {"num_speculative_tokens": 7, "batch_threshold": 4}
-SHORT_STEPS = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
 
 pytestmark = pytest.mark.skipif(MINOR < 24, reason="refused, as the driver's tests show")
 
@@ -73,11 +65,38 @@ def wrong(drafted: dict[str, Any], plain: dict[str, Any]) -> set[str]:
     return {name for name in plain if plain[name] != drafted[name]}
 
 
-def test_drafts_change_nothing(models: dict[str, str]) -> None:
+@pytest.fixture(scope="module")
+def results(models: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Of the first of the models."""
     model = models[MODELS[0]]
-    drafted = served(model, GATED)
-    assert drafted["rows"]["beside drafts"] > 0
-    assert wrong(drafted, served(model, None)) == set()
+    return {
+        name: served(model, spec, FAST, **SHORT_STEPS)
+        for name, spec in {"drafted": GATED, "plain": None}.items()
+    }
+
+
+def test_drafts_change_nothing(results: dict[str, dict[str, Any]]) -> None:
+    assert results["drafted"]["rows"]["beside drafts"] > 0
+    assert wrong(results["drafted"], results["plain"]) == set()
+
+
+def test_a_full_graph_of_plain_steps_is_for_decoding_rows(results: dict[str, dict[str, Any]]) -> None:
+    """On MRV1, which takes it by a step's shape."""
+    steps = results["drafted"]["graphs"]
+    assert (False, True, True) in steps
+    assert (True, True, False) in steps and (True, True, True) not in steps, "prompts of one token left"
+
+
+def test_the_states_are_as_large_as_the_driver_says(
+    results: dict[str, dict[str, Any]], models: dict[str, str]
+) -> None:
+    assert results["drafted"]["state_bytes"] == said_bytes(models[MODELS[0]], 7)
+
+
+def said_bytes(model: str, k: int) -> int:
+    states = recurrent.states_of(json.loads((pathlib.Path(model) / "config.json").read_text()), dtype_bytes=4)
+    assert states is not None
+    return states.num_bytes(k)
 
 
 @pytest.mark.long
@@ -90,7 +109,11 @@ def test_drafts_change_nothing(models: dict[str, str]) -> None:
 def test_drafts_change_nothing_in_any_policy(
     models: dict[str, str], name: str, spec: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
-    assert wrong(served(models[name], spec, **arguments), served(models[name], None, **arguments)) == set()
+    drafted = served(models[name], spec, **arguments)
+    assert wrong(drafted, served(models[name], None, **arguments)) == set()
+    assert drafted["state_bytes"] == said_bytes(models[name], spec["num_speculative_tokens"])
+    if name in ("nemotron_h", "falcon_h1"):  # of K + 1 tokens in every row, as vLLM has it
+        assert not any(is_single and is_full for _, is_single, is_full in drafted["graphs"])
 
 
 @pytest.mark.long
@@ -111,49 +134,7 @@ def test_drafts_change_nothing_on_mrv2(tmp_path: pathlib.Path) -> None:
     assert wrong(results["drafted"], results["plain"]) == set()
 
 
-@pytest.mark.parametrize("name", MODELS[:2])
-def test_a_full_graph_of_plain_steps_is_for_decoding_rows(models: dict[str, str], name: str) -> None:
-    """On MRV1, which takes it by a step's shape. Mamba 2 has vLLM's own: of K + 1 tokens in every row."""
-    llm = new_recurrent_engine(models[name], GATED, **SHORT_STEPS)
-    try:
-        runner, steps = runner_of(llm), set[tuple[bool, bool, bool]]()
-        is_uniform = runner._is_uniform_decode
-
-        def note(*args: Any, **kwargs: Any) -> bool:
-            found, n = is_uniform(*args, **kwargs), runner.input_batch.num_reqs
-            batch = runner.input_batch
-            has_prompt = bool((batch.num_computed_tokens_cpu[:n] < batch.num_prompt_tokens[:n]).any())
-            steps.add((has_prompt, kwargs["max_num_scheduled_tokens"] == 1, found))
-            return found
-
-        runner._is_uniform_decode = note
-        generate(llm, [[5], [*range(5, 30)]], [asked(0, 20), asked(1, 20)])  # 25 tokens: the last one alone
-        takes_plain = name != "nemotron_h"
-        assert runner.cudagraph_dispatcher.uniform_decode_query_len == (1 if takes_plain else 8)
-        assert (True, True, False) in steps and (True, True, True) not in steps
-        assert ((False, True, True) in steps) == takes_plain
-    finally:
-        close([llm])
-
-
-def test_the_states_are_as_large_as_the_driver_says(models: dict[str, str]) -> None:
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    for name in MODELS:
-        llm = new_recurrent_engine(models[name], {"num_speculative_tokens": 3})
-        specs = [each for each in runner_of(llm).get_kv_cache_spec().values() if isinstance(each, MambaSpec)]
-        close([llm])
-        num_bytes = sum(
-            (1 + spec.num_speculative_blocks) * math.prod(shape) * dtype.itemsize
-            for spec in specs
-            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-        )
-        fields = json.loads((pathlib.Path(models[name]) / "config.json").read_text())
-        states = recurrent.states_of(fields, dtype_bytes=4)
-        assert states is not None and states.num_bytes(3) == num_bytes
-
-
-NEXT, QWEN, LFM, JAMBA = "Qwen3Next", "Qwen3_5", "Lfm2", "Jamba"
+NEXT, LFM, JAMBA = "Qwen3Next", "Lfm2", "Jamba"
 
 
 @pytest.mark.parametrize(
