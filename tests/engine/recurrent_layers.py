@@ -3,7 +3,8 @@
 vLLM's own CPU kernels do not serve rows with drafts of different lengths. These read and write the slots
 that vLLM's GPU kernels do: a row reads the slot of its last accepted token, and writes the state behind its
 token t to slot t. Which slots those are, and how many tokens were accepted, is vLLM's own doing, and what
-is tested. A token computed alone and as one of a draft has the same bits.
+is tested. What torch computes with other last bits in larger tensors is computed in float64, so that a token
+has the same bits alone and in a draft.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def convolved(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None, ac
         out = out + whole[:, k : k + x.shape[0]] * weight[:, k, None].float()
     if bias is not None:
         out = out + bias.float()[:, None]
-    return (out * torch.sigmoid(out) if activation in ("silu", "swish", True) else out).T
+    if activation in ("silu", "swish", True):
+        out = out * torch.sigmoid(out.double()).float()
+    return out.T
 
 
 def convolve_speculative(
@@ -173,12 +176,12 @@ def delta_rule(
     """The gated delta rule over a row's tokens [q, dim]; the state behind token t goes to slot writes[t]."""
     q, k, v = (each[0].float() for each in layer.rearrange_mixed_qkv(conv.contiguous()))
     repeats = v.shape[1] // k.shape[1]
-    q, k = ((each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6)) for each in (q, k))
-    q, k = q.repeat_interleave(repeats, 1) * q.shape[-1] ** -0.5, k.repeat_interleave(repeats, 1)
-    decay = torch.exp(
-        -torch.exp(layer.A_log.float()) * functional.softplus(a.float() + layer.dt_bias.float())
+    q, k = (
+        each * torch.rsqrt((each * each).sum(-1, keepdim=True).double() + 1e-6).float() for each in (q, k)
     )
-    beta = torch.sigmoid(b.float())
+    q, k = q.repeat_interleave(repeats, 1) * q.shape[-1] ** -0.5, k.repeat_interleave(repeats, 1)
+    rate = torch.exp(layer.A_log.double()) * functional.softplus(a.double() + layer.dt_bias.double())
+    decay, beta = torch.exp(-rate).float(), torch.sigmoid(b.double()).float()
     num_slots, num_heads, dim_v, dim_k = states.shape
     pool = states.view(num_slots, num_heads, dim_k, dim_v)
     s = torch.zeros(num_heads, dim_k, dim_v) if read is None else pool[read].float().clone()

@@ -77,9 +77,9 @@ def main() -> None:
     parser.add_argument("--recipes", type=Path, help="a checkout of verl-recipe, whose scripts run")
     parser.add_argument("--vllm", help="check policies with recurrent layers as if it was installed")
     arguments = parser.parse_args()
-    PretrainedConfig.get_config_dict = classmethod(fields_of)
+    PretrainedConfig.get_config_dict = classmethod(fields_of)  # type: ignore[arg-type]
     if arguments.vllm:
-        recurrent_policy.version = lambda: arguments.vllm
+        recurrent_policy.version = lambda: arguments.vllm  # type: ignore[attr-defined]
     if not (arguments.checkout / "examples").is_dir():
         parser.error(f"{arguments.checkout}: no checkout of verl (no examples/)")
     counts: Counter[str] = Counter()

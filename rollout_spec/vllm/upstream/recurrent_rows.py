@@ -34,15 +34,20 @@ def mend(is_mrv2: bool) -> None:
     Raises:
         PatchError: the installed vLLM is not one that this was written for.
     """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    if "zero_draft_decode_mask" in inspect.getsource(GPUModelRunner._prepare_inputs):
+    if is_right():
         return
     _mend_linear_attention()
     if is_mrv2:
         _mend_mrv2()
     else:
-        _mend_mrv1(GPUModelRunner)
+        _mend_mrv1()
+
+
+def is_right() -> bool:
+    """Whether this vLLM takes a decoding row without a draft for a speculative one."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return "zero_draft_decode_mask" in inspect.getsource(GPUModelRunner._prepare_inputs)
 
 
 def _mend_linear_attention() -> None:
@@ -71,11 +76,13 @@ def _mend_linear_attention() -> None:
     replace_function(Builder, "build", build_with_speculative_rows, patch=RECURRENT_ROWS)
 
 
-def _mend_mrv1(runner: Any) -> None:
+def _mend_mrv1() -> None:
     """Mark the rows behind `_prepare_inputs`, and have the marks read in steps without drafts too."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
+
     parameters = ("self", "scheduler_output", "num_scheduled_tokens")
-    guard_parameters(RECURRENT_ROWS, runner, "_prepare_inputs", parameters)
-    prepare, build = runner._prepare_inputs, runner._build_attention_metadata
+    guard_parameters(RECURRENT_ROWS, Runner, "_prepare_inputs", parameters)
+    prepare, build = Runner._prepare_inputs, Runner._build_attention_metadata
     if "use_spec_decode" not in inspect.signature(build).parameters:
         raise misfit(RECURRENT_ROWS, "GPUModelRunner._build_attention_metadata takes no use_spec_decode")
 
@@ -92,8 +99,8 @@ def _mend_mrv1(runner: Any) -> None:
             kwargs["use_spec_decode"] = True
         return build(self, *args, **kwargs)
 
-    replace_function(runner, "_prepare_inputs", prepare_and_mark, patch=RECURRENT_ROWS)
-    replace_function(runner, "_build_attention_metadata", build_from_marks, patch=RECURRENT_ROWS)
+    replace_function(Runner, "_prepare_inputs", prepare_and_mark, patch=RECURRENT_ROWS)
+    replace_function(Runner, "_build_attention_metadata", build_from_marks, patch=RECURRENT_ROWS)
 
 
 def _has_states(runner: Any) -> bool:
