@@ -148,7 +148,7 @@ def new_recurrent_engine(model: str, spec: dict[str, Any] | None, **arguments: A
     settings = engine_settings(model, None if spec is None else {"history": 8} | spec)
     sizes = {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
     # vLLM 0.24 takes chunks from linear attention where its own kernels would use AMX.
-    with mock.patch("torch.cpu._is_amx_tile_supported", lambda: False):
+    with mock.patch("torch.cpu._is_amx_tile_supported", return_value=False):
         return LLM(**settings | sizes | (OFF if spec is None else {}) | arguments)
 
 
