@@ -184,7 +184,7 @@ def _patches() -> Iterator[Check]:
 
 
 def _engine_patches() -> Iterator[Check]:
-    """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
+    """The patches that an engine applies to itself. Runs after `_patches`, which imports vllm-ascend."""
     from rollout_spec.vllm.checks import mrv2_misfit
     from rollout_spec.vllm.mrv1.sampler import ENGINE_PATCHES, check_engine_patches
     from rollout_spec.vllm.upstream import recurrent_rows

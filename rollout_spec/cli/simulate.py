@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     times.add_argument(
         "--longest-response", type=positive, metavar="TOKENS",
-        help="stretch all texts by one factor, so that the longest response has so many tokens",
+        help="stretch all texts by one factor, so that the longest response has TOKENS tokens",
     )  # fmt: skip
     add_runner_argument(times)
     cluster = parser.add_argument_group("cluster (with several values, every combination is simulated)")
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
         "--batch-thresholds", nargs="+", default=["4", "8", "16", "32", "auto"], metavar="T",
-        help="numbers: draft while at most so many requests run; auto: the gate decides by measured time",
+        help="numbers: draft while at most T requests run; auto: the gate decides by measured time",
     )  # fmt: skip
     drafter.add_argument(
         "--num-speculative-tokens", type=int, nargs="+", metavar="K",
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_drafter_arguments(drafter)
     drafter.add_argument(
         "--model-pass-ms", type=number(float, 0.0), metavar="MS",
-        help="milliseconds of a pass of that model (with --model-config: predicted, for a head of one layer)",
+        help="milliseconds of a pass of the model (with --model-config: predicted, for a head of one layer)",
     )  # fmt: skip
     drafter.add_argument(
         "--fill-drafts", action="store_true",

@@ -70,7 +70,7 @@ class Engine:
 
     Args:
         config: of the drafter. method=off: there is none, and all that the model drafts is verified.
-        tail_rows: the tail is the time with at most so many requests running.
+        tail_rows: the tail is the time in which at most this many requests run.
         kv_tokens: tokens that the KV cache holds.
         row_tokens: tokens that would fill what a running request takes of it beside its own.
         fills_drafts: draft up to K tokens in every row, as `Drafter` does it.

@@ -281,7 +281,7 @@ class Roofline:
         data_parallel: ranks that step together and spread the experts over all their devices.
         expert_parallel: a device has whole experts, not a slice of each; always with several ranks.
         host: what steps wait for; None: they are scheduled ahead, as without a drafter.
-        stretch: a recorded step stands for so many, with a context so many times as long.
+        stretch: a recorded step stands for this many steps, with a context as many times as long.
 
     Raises:
         RooflineError: the model has no such layout, or does not fit.
@@ -401,7 +401,7 @@ class Roofline:
         return self._product_seconds(experts * model.expert_params, num_products * model.expert_params)
 
     def _product_seconds(self, params: float, products: float) -> float:
-        """Of matrix products that read so many parameters for so many multiplications on a device."""
+        """Of matrix products on one device: the parameters that they read, their multiplications."""
         device = self.device
         memory = params * self.model.bytes_per_value / (MEMORY_EFFICIENCY * device.bytes_per_s)
         compute = 2 * products / (COMPUTE_EFFICIENCY * device.flops_per_s)

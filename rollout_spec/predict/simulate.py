@@ -17,7 +17,7 @@ from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import Rollout
 
 TAIL_ROWS = 8
-"""The tail of a rollout: at most so many requests run in an engine."""
+"""A rollout is in its tail while an engine runs at most this many requests."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rollout_spec.vllm.options import (
     refuse_long_drafts,
 )
 
-_NOT_MRV2 = "vLLM's model runner V2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
+_NOT_MRV2 = "vLLM's MRV2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
 _SLOWER = "; steps are then scheduled synchronously (slower)"
 
 

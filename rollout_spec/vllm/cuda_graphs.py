@@ -34,7 +34,7 @@ def fills_drafts(vllm_config: VllmConfig) -> bool:
 
 
 def capture_plain_steps(runner: Any) -> None:
-    """Do so in an MRV1 that has not loaded its model yet."""
+    """Capture full graphs for plain steps in an MRV1. Call it before the model is loaded."""
     if not _has_plain_graphs(runner):
         return
     _say_what_has_none(runner)
@@ -66,7 +66,7 @@ def _keep_prompts_out(runner: Any) -> None:
 
 
 def capture_plain_steps_mrv2(runner: Any) -> None:
-    """Do so in an MRV2, whose `decode_query_len` has other uses when the cache is there.
+    """Capture full graphs for plain steps in an MRV2. Behind the capture `decode_query_len` has other uses.
 
     The dummy batch of a data-parallel rank without requests is a plain step too: else it would be of K + 1
     tokens, and no rank's plain step would have a full graph beside it.

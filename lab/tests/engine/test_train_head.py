@@ -26,7 +26,7 @@ PROMPTS = [[65 + i, 70, 75 + i] for i in range(8)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny("Llama", tmp_path_factory.mktemp("models"), num_layers=8)
+    return make_tiny("Llama", tmp_path_factory.mktemp("models"), num_hidden_layers=8)
 
 
 def test_vllm_drafts_as_the_trained_head_does(

@@ -45,10 +45,10 @@ class Gate(Protocol):
         """The least survival at which a token is drafted now; None: draft nothing."""
 
     def compares(self, model_tokens: int) -> bool:
-        """Whether drafts beside so many tokens of a model are first to be made beside one fewer."""
+        """Whether the index is to draft twice: beside all `model_tokens` of a model, and beside one fewer."""
 
     def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
-        """These are that, as of `choose`, which follows."""
+        """The drafts made beside one token of the model fewer, as `choose` takes them; `choose` follows."""
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         """How much of each draft to verify.
@@ -121,8 +121,8 @@ class AutoGate:
     many as pay. What steps take and drafts give `Costs` learns.
 
     Args:
-        fill_to: as of `Costs`. Then a step with drafts takes what it takes, however few they are: it has them
-            all, or is a plain one.
+        fill_to: as in `Costs`. Then all steps with drafts take equally long: a step verifies every draft that
+            is proposed, or is a plain step.
         model_tokens: most tokens of a model's draft; it chooses how many pay.
     """
 
@@ -171,13 +171,10 @@ class AutoGate:
         num, gain = self._best_budget(sorted_survivals)
         if self._costs.step.num_passes:
             self._judge_passes(gain)
-        if not len(sorted_survivals):
-            self._fill_empty()
+        if not num:
+            self._fill_empty(sorted_survivals)
             return numbers
-        pays = gain > MARGIN * self._costs.most_rows
-        if not pays and self._num_tries:
-            self._num_tries -= 1
-        elif not pays:
+        if not self._drafts_for(gain):
             self._num_refused += 1
             counters.num_steps_off_cost += 1
             self._least_verified = max(MIN_SURVIVAL, self._least_verified / 2)
@@ -186,19 +183,32 @@ class AutoGate:
         self._least_verified = float(sorted_survivals[num - 1])
         is_chosen = (survivals >= np.float32(self._least_verified)) & _is_draft(survivals, numbers)
         chosen = is_chosen.sum(axis=1).astype(np.int32)
-        num = int(chosen.sum())
-        expected = float(self._costs.drafted_seconds(np.array([num]))[0])
-        self._choice = Choice(self._costs.num_verified(num), float(sorted_survivals[:num].sum()), expected)
-        self.fills = True
+        # There may be more of the last survival than the budget has.
+        self._choice, self.fills = self._choice_of(sorted_survivals[: chosen.sum()]), True
         return chosen
 
-    def _fill_empty(self) -> None:
-        """Nothing is proposed: the step is one with drafts all the same where that takes no longer."""
+    def _drafts_for(self, gain: float) -> bool:
+        """Whether the step has drafts that gain `gain` tokens; the first few tries have them in any case."""
+        if gain > MARGIN * self._costs.most_rows:
+            return True
+        if self._num_tries:
+            self._num_tries -= 1
+            return True
+        return False
+
+    def _fill_empty(self, none: npt.NDArray[np.float64]) -> None:
+        """Nothing is proposed: where drafts are filled up, the step has them if that takes no longer."""
         if not self._is_filled:
             return
-        expected = float(self._costs.drafted_seconds(np.array([0]))[0])
-        if expected <= self._costs.plain_seconds:
-            self._choice, self.fills = Choice(self._costs.num_verified(0), 0.0, expected), True
+        choice = self._choice_of(none)
+        if choice.expected_seconds <= self._costs.plain_seconds:
+            self._choice, self.fills = choice, True
+
+    def _choice_of(self, survivals: npt.NDArray[np.float64]) -> Choice:
+        """The step that verifies draft tokens of these survivals."""
+        num = len(survivals)
+        seconds = float(self._costs.drafted_seconds(np.array([num]))[0])
+        return Choice(self._costs.num_verified(num), float(survivals.sum()), seconds)
 
     def discard(self) -> None:
         self._choice, self.fills = NOTHING, False
@@ -217,7 +227,7 @@ class AutoGate:
         return best + 1, float(net_gains[best])
 
     def _judge_passes(self, gain: float) -> None:
-        """A model's drafts and the text's gain so many tokens."""
+        """Learn how many passes of a model pay. gain: in tokens, of its drafts and the text's together."""
         if self._gain_of_fewer is not None:
             more = (max(0.0, gain) - max(0.0, self._gain_of_fewer)) / self._costs.step.num_rows
             self._passes.learn_gain(self._costs.step.num_passes, more)
@@ -229,5 +239,5 @@ def _is_draft(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.bool_]:
 
 
 def _sorted(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.float64]:
-    """Of all draft tokens, the largest first."""
+    """The survivals of all draft tokens, the largest first."""
     return np.sort(survivals[_is_draft(survivals, numbers)])[::-1].astype(float)
