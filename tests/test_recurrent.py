@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
 import pathlib
 from typing import Any
@@ -31,13 +29,10 @@ NEMOTRON_H: dict[str, Any] = {
 }  # fmt: skip
 
 
-composed_once = functools.cache(composed)
-
-
 def run_of(fields: dict[str, Any], folder: pathlib.Path, group: str, k: int | None = None) -> Any:
     """A composition with a policy of this config.json, and K draft tokens."""
     (folder / "config.json").write_text(json.dumps(fields))
-    config = copy.deepcopy(composed_once(group))
+    config = composed(group)
     config.actor_rollout_ref.model.path = str(folder)
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
     if k is not None:
