@@ -62,7 +62,8 @@ def wrong(drafted: dict[str, Any], plain: dict[str, Any]) -> set[str]:
     assert drafted["counters"]["num_accepted_tokens"] > 50
     assert drafted["counters"]["num_failed_steps"] == 0
     assert drafted["rows"]["alone"] > 0, "rows without a draft behind one, in steps without drafts"
-    return {name for name in plain if plain[name] != drafted[name]}
+    # A prompt of one token reads what an earlier request left in its block, without drafts too (0.24).
+    return {name for name in plain if plain[name] != drafted[name]} - {"single_tokens"}
 
 
 @pytest.fixture(scope="module")
