@@ -15,9 +15,9 @@ from rollout_spec_lab.bench.host import (
     Cell,
     HostError,
     Plan,
+    lines_of,
     make_record,
     requests_of,
-    rollout_of,
     split,
 )
 from rollout_spec_lab.bench.host_device import Clock, Event, Recording, verified
@@ -125,11 +125,11 @@ def line(step: int | None, *responses: list[int]) -> Rollout:
 
 def test_the_first_rollout_of_a_trace_is_served() -> None:
     lines = [line(4, [1, 2], []), line(4, [3]), line(5, [4])]
-    assert [len(each.responses) for each in rollout_of(lines, None)] == [1, 1]
-    assert len(rollout_of(lines, 1)) == 1
+    assert [len(each.responses) for each in lines_of(lines, None)] == [1, 1]
+    assert len(lines_of(lines, 1)) == 1
     for empty in ([], [line(None, [])]):
         with pytest.raises(HostError, match="no token in any response"):
-            rollout_of(empty, None)
+            lines_of(empty, None)
 
 
 def test_requests_last_and_say_nothing_of_those_before() -> None:
@@ -143,7 +143,9 @@ def test_requests_last_and_say_nothing_of_those_before() -> None:
         assert sum(len(response) for _, response in requests) >= 2 * 3 * 4
         (first, _), (second, _), (copy, _) = requests[:3]
         assert first.tolist() == second.tolist() and not {*first} & {*copy}
-    assert len(requests_of(lines, 0, rows=2, num_steps=None, max_tokens=3, vocab_size=151_936)) == 2
+    rollout = requests_of(lines, 0, rows=40, num_steps=None, max_tokens=None, vocab_size=151_936)
+    assert [len(response) for _, response in rollout] == [4, 2] * 20
+    assert len({prompt.tobytes() for prompt, _ in rollout}) == 20, "copies have tokens of their own"
     prompts = [{token for prompt, _ in requests for token in prompt.tolist()} for requests in cells]
     assert not prompts[0] & prompts[1]
     assert all(0 <= token < 151_936 for token in prompts[1])

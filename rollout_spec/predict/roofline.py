@@ -1,12 +1,10 @@
 """Step times predicted from a model's config.json and a device's datasheet.
 
 A step reads the weights and the KV cache, computes on its tokens, talks to its peers and launches kernels: a
-roofline (Williams et al. 2009) for each kind of layer, and a floor. A matrix product takes the hypotenuse of
-its memory time and its compute time: near the ridge neither hides the other. A mixture of experts reads the
-experts that its tokens touch, if routed uniformly; expert-parallel devices wait for the one that has most of
-them. Attention reads the KV cache once a step, however many tokens are verified: its FLOPs stay below the
-ridge up to K = 16. A layer with the gated delta rule reads a state of each row and writes one of
-each token.
+roofline (Williams et al. 2009) for each kind of layer, and a floor. A mixture of experts reads the experts
+that its tokens touch, if routed uniformly; expert-parallel devices wait for the one that has most of them.
+Attention reads the KV cache once a step, however many tokens are verified: its FLOPs stay below the ridge up
+to K = 16. A layer with the gated delta rule reads a state of each row and writes one of each token.
 """
 
 from __future__ import annotations
@@ -22,10 +20,9 @@ from typing import Any
 from rollout_spec.config import UserError
 from rollout_spec.recurrent import MAX_SPECULATIVE_TOKENS, States, states_of
 
-# Of the datasheet's bandwidth and FLOP/s, what an engine gets: calibrated on one pair, Qwen3-8B on an H100,
-# and checked on others (lab/record/roofline.md).
-MEMORY_EFFICIENCY = 0.85
-COMPUTE_EFFICIENCY = 0.55
+BLEND = 1.6
+"""A product takes the norm with this exponent of its memory time and its compute time: 1 would be their sum,
+infinity the longer one. Rounding tokens up to tiles of 64, 128 or 256 fits no device better."""
 # Times that a sampler reads or writes the float32 logits: conversion, temperature, and a race in two passes.
 LOGIT_PASSES = 6
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -47,6 +44,8 @@ class Device:
     flops_per_s: float  # dense, bfloat16
     bytes_per_s: float
     memory_bytes: float
+    memory_efficiency: float  # of the bandwidth, what an engine gets
+    compute_efficiency: float  # of the FLOP/s
     launch_s: float  # of each layer and step, that reading and computing do not hide
     link_bytes_per_s: float
     link_s: float
@@ -55,20 +54,23 @@ class Device:
     node_size: int = 8
 
 
+# Efficiencies and launch_s are fitted to step times that others published, and checked on further ones
+# (lab/record/roofline.md).
 DEVICES: Mapping[str, Device] = {
     # NVIDIA H100 SXM datasheet: 1,979 TFLOP/s with sparsity, 3.35 TB/s, 80 GB, NVLink 900 GB/s both ways; DGX
     # H100: one 400 Gb/s port a GPU. Collectives of one token: vLLM's custom all-reduce, about 10 us; DeepEP's
-    # low-latency dispatch over InfiniBand, about 20 us. launch_s: calibrated with the efficiencies.
-    "h100": Device(989.4e12, 3.35e12, 80e9, 42e-6, 450e9, 10e-6, 50e9, 20e-6),
+    # low-latency dispatch over InfiniBand, about 20 us. Fitted: Qwen3-8B.
+    "h100": Device(989.4e12, 3.35e12, 80e9, 0.9, 0.72, 52e-6, 450e9, 10e-6, 50e9, 20e-6),
     # NVIDIA H200 datasheet: an H100 with 4.8 TB/s and 141 GB.
-    "h200": Device(989.4e12, 4.8e12, 141e9, 42e-6, 450e9, 10e-6, 50e9, 20e-6),
+    "h200": Device(989.4e12, 4.8e12, 141e9, 0.9, 0.72, 52e-6, 450e9, 10e-6, 50e9, 20e-6),
     # NVIDIA A100 80GB SXM datasheet: 312 TFLOP/s dense, 2,039 GB/s, NVLink 600 GB/s both ways; DGX A100: one
-    # 200 Gb/s port a GPU. launch_s: of Qwen3-1.7B, whose step is mostly that.
-    "a100": Device(312e12, 2.039e12, 80e9, 93e-6, 300e9, 10e-6, 25e9, 20e-6),
+    # 200 Gb/s port a GPU. Fitted: Qwen2.5-7B with and without drafts, and Qwen3-1.7B, whose step is mostly
+    # the floor.
+    "a100": Device(312e12, 2.039e12, 80e9, 0.95, 0.84, 99e-6, 300e9, 10e-6, 25e9, 20e-6),
     # Huawei publishes no datasheet. As the dies of the 910C: 376 TFLOP/s, 1.6 TB/s, 64 GB, 196 GB/s one way
     # between devices and a 200 Gb/s port ("Serving LLMs on Huawei CloudMatrix384", arXiv 2506.12708).
-    # launch_s: of Qwen3-32B on four.
-    "910b": Device(376e12, 1.6e12, 64e9, 370e-6, 196e9, 15e-6, 25e9, 30e-6),
+    # The efficiencies are an H100's; launch_s: of Qwen3-32B on four.
+    "910b": Device(376e12, 1.6e12, 64e9, 0.9, 0.72, 380e-6, 196e9, 15e-6, 25e9, 30e-6),
 }
 
 
@@ -346,7 +348,7 @@ class Roofline:
         read_bytes += LOGIT_PASSES * _LOGIT_BYTES * num_tokens * model.vocab_size
         seconds = self._shared_seconds(num_tokens)
         seconds += self._expert_seconds(num_tokens + num_tokens_of_others)
-        seconds += read_bytes / (MEMORY_EFFICIENCY * device.bytes_per_s)
+        seconds += read_bytes / (device.memory_efficiency * device.bytes_per_s)
         seconds += self._collective_seconds(num_tokens) + model.num_layers * device.launch_s
         if self.host is not None:
             seconds += self.host.seconds(num_rows, drafted)
@@ -403,9 +405,9 @@ class Roofline:
     def _product_seconds(self, params: float, products: float) -> float:
         """Of matrix products on one device: the parameters that they read, their multiplications."""
         device = self.device
-        memory = params * self.model.bytes_per_value / (MEMORY_EFFICIENCY * device.bytes_per_s)
-        compute = 2 * products / (COMPUTE_EFFICIENCY * device.flops_per_s)
-        return math.hypot(memory, compute)
+        memory = params * self.model.bytes_per_value / (device.memory_efficiency * device.bytes_per_s)
+        compute = 2 * products / (device.compute_efficiency * device.flops_per_s)
+        return (memory**BLEND + compute**BLEND) ** (1 / BLEND)
 
     def _collective_seconds(self, num_tokens: int) -> float:
         """Two all-reduces a layer in a rank; between ranks, a token's way to its experts and back."""

@@ -280,12 +280,28 @@ def test_a_step_without_drafts_is_a_plain_step(make_engine: Any) -> None:
 GROUP = "a prompt"
 
 
-def sampled(number: int, num_tokens: int = 0) -> Any:
-    """A sample's parameters, as verl's agent loops send them; of one that has some tokens already."""
-    lengths = dict.fromkeys(("rollout_spec_group_tokens", "rollout_spec_turn_tokens"), len(PROMPTS[0]))
-    extra_args = {"rollout_spec_key": [3, number], "rollout_spec_group": GROUP} | lengths
-    asked = {"temperature": 1.0, "max_tokens": LENGTH - num_tokens, "detokenize": False}
-    return sampling(asked | {"extra_args": extra_args})
+def sampled(number: int, max_tokens: int = LENGTH) -> Any:
+    """A sample's parameters, as verl's agent loops send them in every request of it."""
+    extra_args = {"rollout_spec_key": [3, number], "rollout_spec_group": GROUP}
+    extra_args |= {"rollout_spec_group_tokens": len(PROMPTS[0]), "rollout_spec_turn_tokens": len(PROMPTS[0])}
+    settings = {"temperature": 1.0, "max_tokens": max_tokens, "extra_args": extra_args}
+    return sampling(settings | {"detokenize": False})
+
+
+def history_of(packed: bytes) -> list[list[int]]:
+    history = merged(packed)
+    assert len(history) == 1
+    return [response.tolist() for response in history.get(group_key(GROUP))]
+
+
+def going_on(llm: Any, generated: dict[int, list[int]]) -> dict[int, list[int]]:
+    """What each of the interrupted samples generates in all, once it has gone on as another request."""
+    prompts = [PROMPTS[0] + tokens for tokens in generated.values()]
+    params = [sampled(number, LENGTH - len(tokens)) for number, tokens in generated.items()]
+    return {
+        number: tokens + more
+        for (number, tokens), more in zip(generated.items(), generate(llm, prompts, params), strict=True)
+    }
 
 
 def interrupted(llm: Any) -> dict[int, list[int]]:
@@ -302,24 +318,31 @@ def interrupted(llm: Any) -> dict[int, list[int]]:
     return generated
 
 
-def going_on(llm: Any, generated: dict[int, list[int]]) -> dict[int, list[int]]:
-    """What each of the interrupted samples generates in all, once it has gone on as another request."""
-    prompts = [PROMPTS[0] + tokens for tokens in generated.values()]
-    params = [sampled(number, len(tokens)) for number, tokens in generated.items()]
-    found = zip(generated.items(), generate(llm, prompts, params), strict=True)
-    return {number: tokens + more for (number, tokens), more in found}
-
-
-def test_a_sample_that_is_aborted_anywhere_goes_on_and_is_remembered_once(make_engine: Any) -> None:
-    """No position's noise is drawn twice, none is left out; of what a weight sync ended nothing is kept."""
-    llm = make_engine({"history": 200})
-    expected = going_on(make_engine(**OFF), {number: [] for number in range(1, LENGTH)})
-    plain, drafted = interrupted(make_engine({"batch_threshold": 0})), interrupted(llm)
-    assert [len(tokens) for tokens in plain.values()] == list(range(1, LENGTH))
-    assert len({len(tokens) for tokens in drafted.values()}) > LENGTH / 2
+def test_a_sample_that_is_aborted_anywhere_goes_on_as_if_it_were_not(make_engine: Any) -> None:
+    """No position's noise is drawn twice, none is left out."""
+    llm = make_engine({})
+    between_drafts, everywhere = interrupted(llm), interrupted(make_engine({"batch_threshold": 0}))
     assert proposer_of(llm).take_counters().num_draft_tokens > 0
-    proposer_of(llm).drop_texts([str(number) for number in drafted])
-    for generated in (plain, drafted):
-        assert going_on(llm, generated) == {number: expected[number] for number in generated}
-    kept = merged(proposer_of(llm).pack_history()).get(group_key(GROUP))
-    assert sorted(response.tolist() for response in kept) == sorted([*expected.values()] * 2)
+    assert len({len(tokens) for tokens in between_drafts.values()}) > LENGTH / 2
+    assert [len(tokens) for tokens in everywhere.values()] == list(range(1, LENGTH))
+    expected = going_on(make_engine(**OFF), {number: [] for number in everywhere})
+    assert going_on(llm, everywhere) == expected
+    assert going_on(llm, between_drafts) == {number: expected[number] for number in between_drafts}
+
+
+def test_the_history_has_each_finished_text_once(make_engine: Any) -> None:
+    """A weight sync: samples that had finished just before, and others that go on behind it."""
+    llm, texts = make_engine({"history": 100}), {}
+    engine, lengths = llm.llm_engine, {number: 12 if number < 4 else LENGTH for number in range(12)}
+    for number, length in lengths.items():
+        engine.add_request(str(number), {"prompt_token_ids": PROMPTS[0]}, sampled(number, length))
+    while any(len(texts.get(number, [])) < 12 for number in range(4)):
+        for output in engine.step():
+            texts[int(output.request_id)] = list(output.outputs[0].token_ids)
+    aborted = {number: texts[number] for number in range(4, 12)}
+    assert all(0 < len(tokens) < LENGTH for tokens in aborted.values())
+    engine.abort_request([str(number) for number in aborted], internal=False)
+    proposer_of(llm).drop_texts([str(number) for number in aborted])
+    assert sorted(history_of(proposer_of(llm).pack_history())) == sorted(texts[i] for i in range(4))
+    texts |= going_on(llm, aborted)
+    assert sorted(history_of(proposer_of(llm).take_history())) == sorted(texts.values())

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from rollout_spec.certify.environment import environment
 from rollout_spec.config import ConfigError, UserError
+from rollout_spec.predict.load import one_rollout
 from rollout_spec.predict.roofline import DEVICES, Model, Roofline
 from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.measures import paired
@@ -85,7 +86,7 @@ class Plan:
     num_speculative_tokens: int | None  # None: each method's default
     warm_up_steps: int
     steps: int | None  # None: the rollout from its first step to its last
-    max_tokens: int  # no response is longer
+    max_tokens: int | None  # no response is longer; None: whole ones
     repeats: int
 
     def job(self, method: str, model: str, longest: int, vocab_size: int) -> dict[str, Any]:
@@ -110,8 +111,8 @@ class Plan:
         }  # fmt: skip
 
 
-def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
-    """The lines of the first training step, which are one rollout, without responses that hold no token."""
+def lines_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
+    """The lines of the first training step, without responses that hold no token."""
     found = [
         dataclasses.replace(line, responses=[each for each in line.responses if len(each)])
         for line in lines
@@ -123,7 +124,12 @@ def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
 
 
 def requests_of(
-    lines: Sequence[Rollout], number: int, rows: int, num_steps: int | None, max_tokens: int, vocab_size: int
+    lines: Sequence[Rollout],
+    number: int,
+    rows: int,
+    num_steps: int | None,
+    max_tokens: int | None,
+    vocab_size: int,
 ) -> list[Request]:
     """Requests for a cell, more than its rows take in so many steps; siblings are next to each other.
 
@@ -132,11 +138,15 @@ def requests_of(
 
     Args:
         number: of the cell.
-        num_steps: None: the recording once.
+        num_steps: None: `one_rollout`, as it is.
     """
+    if num_steps is None:
+        lines = one_rollout(lines, rows)
     found: list[Request] = []
     num_tokens, copy = 0, 1000 * number
-    while not found or (num_steps is not None and num_tokens < rows * (num_steps * _SPARE + max_tokens)):
+    while not found or (
+        num_steps is not None and num_tokens < rows * (num_steps * _SPARE + (max_tokens or 0))
+    ):
         for line in lines:
             for response in line.responses:
                 prompt, tokens = (
@@ -170,9 +180,9 @@ def measure(
         EngineError: an engine has failed.
     """
     texts = [text for line in lines for text in (line.prompt_token_ids, *line.responses)]
-    vocab_size = max(VOCAB_SIZE, 1 + max(int(text.max()) for text in texts))
+    vocab_size = max(VOCAB_SIZE, 2 + max(int(text.max()) for text in texts))
     longest = max(
-        len(line.prompt_token_ids) + min(plan.max_tokens, len(response))
+        len(line.prompt_token_ids) + len(response[: plan.max_tokens])
         for line in lines
         for response in line.responses
     )

@@ -21,7 +21,7 @@ from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec_lab.bench.engine import reply
 from rollout_spec_lab.bench.engine_worker import make_engine, settings_of
-from rollout_spec_lab.bench.host import Cell, HostError, requests_of, rollout_of
+from rollout_spec_lab.bench.host import Cell, HostError, lines_of, requests_of
 from rollout_spec_lab.bench.host_device import Clock, Device, Recording, schedule_as_on_gpus
 
 
@@ -99,7 +99,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     device = _device(runner, clock, job["v2"])
     device.install()
     ours.time_drafter(runner)
-    lines = rollout_of(list(read_trace(job["trace"])), job["limit_groups"])
+    lines = lines_of(list(read_trace(job["trace"])), job["limit_groups"])
     cells = [
         _measure(engine, device, ours, Cell(**cell), lines, number, job)
         for number, cell in enumerate(job["cells"])

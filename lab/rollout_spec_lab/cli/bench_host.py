@@ -39,13 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz; its first `step` is taken"
     )
     served.add_argument("--limit-groups", type=count, metavar="N", help="only the first N lines")
-    served.add_argument("--max-tokens", type=count, default=1024, metavar="N", help="no response is longer")
+    served.add_argument(
+        "--max-tokens", type=count, metavar="N", help="no response is longer (1024; all, with --rollout)"
+    )
     served.add_argument(
         "--rows", type=count, nargs="+", default=[1, 8, 64, 256], metavar="N", help="requests that decode"
     )
     served.add_argument(
         "--rollout", action="store_true",
-        help="the rollout once, from its first step to its last, with at most --rows requests at a time",
+        help="one rollout from its first step to its last, of as many requests as --rows, 32 at least; a "
+        "shorter recording is copied",
     )  # fmt: skip
 
     device = parser.add_argument_group(
@@ -85,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
     from rollout_spec.trace import read_trace
-    from rollout_spec_lab.bench.host import make_record, measure, rollout_of
+    from rollout_spec_lab.bench.host import lines_of, make_record, measure
     from rollout_spec_lab.bench.tables import host_table
 
     plan = _plan(args)
-    lines = rollout_of(list(read_trace(plan.trace)), plan.limit_groups)
+    lines = lines_of(list(read_trace(plan.trace)), plan.limit_groups)
     with output_folder(args.output) as folder:
         # What is complete is kept, if the command is stopped early.
         for found in measure(plan, lines, folder, lambda turns: tracked(turns, "measuring")):
@@ -110,11 +113,12 @@ def _plan(args: argparse.Namespace) -> Plan:
     spec = spec_options(args.spec, REFUSED)
     if args.num_speculative_tokens is not None:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
+    longest = args.max_tokens or (None if args.rollout else 1024)
     return Plan(
         trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),
         methods=_methods(args.methods, spec), spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, warm_up_steps=args.warm_up_steps,
-        steps=None if args.rollout else args.steps, max_tokens=args.max_tokens, repeats=args.repeats,
+        steps=None if args.rollout else args.steps, max_tokens=longest, repeats=args.repeats,
     )  # fmt: skip
 
 
