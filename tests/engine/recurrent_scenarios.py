@@ -47,6 +47,11 @@ def batch(llm: Any) -> Tokens:
     return generate(llm, PROMPTS, map(asked, range(len(PROMPTS))))
 
 
+def crowded(llm: Any) -> Tokens:
+    """Drafts of up to K tokens, from history: in short steps they leave none for the last of four rows."""
+    return generate(llm, PROMPTS[:4], map(asked, range(4)))
+
+
 def many_lengths(llm: Any) -> Tokens:
     """A row's last draft is cut, down to none."""
     return generate(llm, PROMPTS, (asked(i, 14 + i + 9 * (i % 4)) for i in range(len(PROMPTS))))
@@ -67,8 +72,13 @@ def long_prompts(llm: Any) -> Tokens:
 
 
 def single_tokens(llm: Any) -> Tokens:
-    """Prompts of one token."""
+    """Prompts of one token, in blocks of the cache that earlier requests have used."""
     return generate(llm, [[5 + i] for i in range(4)], map(asked, range(4)))
+
+
+def fresh_single_tokens(llm: Any) -> Tokens:
+    """The same in blocks that no request has used."""
+    return single_tokens(llm)
 
 
 def gate(llm: Any) -> Tokens:
@@ -138,7 +148,8 @@ def take(engine: Any, found: dict[str, list[int]]) -> None:
 
 
 SCENARIOS: tuple[Callable[[Any], Tokens], ...] = (
-    batch, gate, many_lengths, options, siblings, long_prompts, single_tokens, preempted, resumed, reloaded,
+    fresh_single_tokens, batch, crowded, gate, many_lengths, options, siblings, long_prompts, single_tokens,
+    preempted, resumed, reloaded,
 )  # fmt: skip
 
 
@@ -152,7 +163,7 @@ def new_recurrent_engine(model: str, spec: dict[str, Any] | None, **arguments: A
         return LLM(**settings | sizes | (OFF if spec is None else {}) | arguments)
 
 
-FAST = ("batch", "gate", "long_prompts", "single_tokens")
+FAST = ("fresh_single_tokens", "batch", "crowded", "gate", "long_prompts", "single_tokens")
 # The last token of some of the long prompts is computed alone.
 SHORT_STEPS = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
 
@@ -184,8 +195,8 @@ def served(
 
 
 def note_rows(scheduler: Any) -> dict[str, int]:
-    """Count the rows that vLLM before 0.32 gets wrong: without a draft, behind a step with one."""
-    schedule, drafted, rows = scheduler.schedule, set[str](), {"alone": 0, "beside drafts": 0}
+    """Count the rows that vLLM gets wrong: without a draft behind a step with one, and those left out."""
+    schedule, drafted, rows = scheduler.schedule, set[str](), {"alone": 0, "beside drafts": 0, "left out": 0}
 
     @functools.wraps(schedule)
     def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
@@ -195,6 +206,7 @@ def note_rows(scheduler: Any) -> dict[str, int]:
             drafts = {name for name, draft in output.scheduled_spec_decode_tokens.items() if draft}
             kind = "beside drafts" if drafts else "alone"
             rows[kind] += len((drafted - drafts) & set(output.num_scheduled_tokens))
+            rows["left out"] += len(scheduler.running) - len(output.num_scheduled_tokens)
             drafted = drafts
         return output
 
