@@ -27,13 +27,9 @@ _GATED_DELTA = {
     "Qwen3_5MoeForConditionalGeneration": 29,
     "OlmoHybridForCausalLM": 29,
 }
-_MAMBA_2 = {
-    "NemotronHForCausalLM": 29,
-    "FalconH1ForCausalLM": 32,
-    "GraniteMoeHybridForCausalLM": 32,
-    "Zamba2ForCausalLM": 32,
-}
+_MAMBA_2 = "has layers of Mamba 2, which read an old state when a request that was preempted is resumed"
 _REFUSED = {
+    **dict.fromkeys(("NemotronH", "FalconH1", "GraniteMoeHybrid", "Zamba2"), _MAMBA_2),
     "Mamba": "has no attention, and vLLM counts no accepted tokens for such models",
     "FalconMamba": "has no attention, and vLLM counts no accepted tokens for such models",
     "Jamba": "has layers of Mamba 1, which drop the number of accepted tokens",
@@ -49,7 +45,7 @@ def refusal(architecture: str, minor: int | None) -> str | None:
         architecture: as config.json names it.
         minor: N of vLLM 0.N; None: newer than all releases.
     """
-    oldest = (_GATED_DELTA | _MAMBA_2).get(architecture)
+    oldest = _GATED_DELTA.get(architecture)
     if oldest is None:
         known = (reason for start, reason in _REFUSED.items() if architecture.startswith(start))
         reason = next(known, "has recurrent layers that have not been tested with drafts")

@@ -62,8 +62,7 @@ def test_what_the_states_of_a_request_take(fields: dict[str, Any], num_mib: list
     ("fields", "reason"),
     [
         ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "need vLLM 0.29 or later, this is 0.24"),
-        ({"architectures": ["NemotronHForCausalLM"]}, "need vLLM 0.29 or later, this is 0.24"),
-        ({"architectures": ["FalconH1ForCausalLM"]}, "need vLLM 0.32 or later, this is 0.24"),
+        ({"architectures": ["NemotronHForCausalLM"]}, "an old state when a request that was preempted"),
         ({"architectures": ["JambaForCausalLM"]}, "Mamba 1, which drop the number of accepted tokens"),
         ({"architectures": ["Lfm2ForCausalLM"]}, "tokens that depend on the batch"),
         ({"architectures": ["KimiLinearForCausalLM"]}, "not been tested"),
@@ -89,12 +88,11 @@ def test_no_policy_with_recurrent_layers_drafts_on_npus(tmp_path: pathlib.Path) 
 
 
 def test_every_supported_policy_is_known_from_its_release_on() -> None:
-    for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForConditionalGeneration", "NemotronHForCausalLM"):
+    for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForConditionalGeneration"):
         assert [recurrent.refusal(architecture, n) is None for n in (24, 28, 29, 32, None)] == [
             False, False, True, True, True,
         ]  # fmt: skip
     assert [recurrent.refusal("Qwen3NextForCausalLM", n) is None for n in (23, 24)] == [False, True]
-    assert [recurrent.refusal("FalconH1ForCausalLM", n) is None for n in (29, 32)] == [False, True]
 
 
 @pytest.mark.parametrize(

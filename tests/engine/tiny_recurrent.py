@@ -28,9 +28,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronH", _COMMON | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"],
         "head_dim": 64, "mamba_num_heads": 4, "mamba_head_dim": 64, "ssm_state_size": 16, "n_groups": 1,
         "expand": 2, "chunk_size": 32, "num_nextn_predict_layers": 0}),
-    "falcon_h1": ("FalconH1", _COMMON | {"head_dim": 64, "mamba_d_ssm": 256, "mamba_n_heads": 4,
-        "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32,
-        "mamba_expand": 2}),
 }  # fmt: skip
 
 
