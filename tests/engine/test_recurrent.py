@@ -150,26 +150,27 @@ def test_drafts_change_nothing_on_mrv2(tmp_path: pathlib.Path) -> None:
 
 
 NEXT, LFM, JAMBA = "Qwen3Next", "Lfm2", "Jamba"
+MIXED = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 
 
 @pytest.mark.parametrize(
-    ("stem", "arguments", "k", "message"),
+    ("stem", "fields", "k", "message"),
     [
         (NEXT, {}, 15, r"^rollout\.spec\.num_speculative_tokens=15: must be at most 7 with [^\n]*\Z"),
-        (LFM, {}, 3, r"^rollout\.spec\.method=sam: Lfm2ForCausalLM gives tokens that depend on [^\n]*\Z"),
+        (LFM, MIXED, 3, r"^rollout\.spec\.method=sam: Lfm2ForCausalLM gives tokens that depend on [^\n]*\Z"),
         (JAMBA, {}, 3, r"^rollout\.spec\.method=sam: JambaForCausalLM has layers of Mamba 1[^\n]*\Z"),
     ],
 )
 def test_refused_before_an_engine_process_is_launched(
-    stem: str, arguments: dict[str, Any], k: int, message: str, tmp_path: pathlib.Path
+    stem: str, fields: dict[str, Any], k: int, message: str, tmp_path: pathlib.Path
 ) -> None:
     import transformers
 
-    config = getattr(transformers, f"{stem}Config")(architectures=[f"{stem}ForCausalLM"])
+    config = getattr(transformers, f"{stem}Config")(architectures=[f"{stem}ForCausalLM"], **fields)
     config.save_pretrained(tmp_path)
     configured(str(tmp_path), **OFF)
     with pytest.raises(ValueError, match=message):
-        configured(str(tmp_path), {"num_speculative_tokens": k}, **arguments)
+        configured(str(tmp_path), {"num_speculative_tokens": k})
 
 
 @pytest.mark.parametrize("mode", ["all", "some"])
