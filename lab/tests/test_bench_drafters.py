@@ -452,12 +452,12 @@ def test_what_sam_gains_on_a_recording():
     """Against a cache for all prompts, with fewer draft tokens; and by what prompts were answered before.
 
     Measured: 1.09 times the tokens per step of suffix_server with as many draft tokens, 1.06 times
-    those of suffix_server_tuned with 0.82 of them; 1.02 times the tokens with history.
+    those of suffix_server_tuned with 0.81 of them; 1.02 times the tokens with history.
     """
     lines = list(read_trace(RECORDING))
     runs = all_runs(["suffix_server", "suffix_server_tuned"], CONFIG, [8], [8], [0.0])
-    runs += all_runs(["sam"], CONFIG, [8], [8], [0.095, 0.012])
-    runs += all_runs(["sam"], CONFIG, [8], [0], [0.095])
+    runs += all_runs(["sam"], CONFIG, [8], [8], [0.115, 0.02])
+    runs += all_runs(["sam"], CONFIG, [8], [0], [0.115])
     *baselines, sam, cheap, without = measure(lines, runs)
     tokens, drafted = over_baselines(sam, baselines)["suffix_server"]
     assert tokens > 1.06 and drafted <= 1

@@ -20,7 +20,7 @@ from vllm_ascend.worker.worker import NPUWorker  # noqa: E402
 from rollout_spec.config import ConfigError  # noqa: E402
 from rollout_spec.verl.server import SpecWorkerExtension  # noqa: E402
 from tests.ascend.conftest import K, engine, noted_lengths, siblings  # noqa: E402
-from tests.engine.conftest import proposer_of  # noqa: E402
+from tests.engine.conftest import core_of, proposer_of  # noqa: E402
 from tests.engine.rollout_server import EXTENSION  # noqa: E402
 from tests.engine.serving import serve  # noqa: E402
 from tests.test_recipes import check, composed  # noqa: E402
@@ -85,6 +85,8 @@ def test_a_weight_sync_reaches_the_drafter_and_sleep_leaves_it_at_work(
     options = {"rollout_spec": {"batch_threshold": 64, "num_speculative_tokens": K}, "weight_nz_mode": 0}
     with engine(coarse_model, {}, additional_config=options, worker_extension_cls=EXTENSION) as llm:
         monkeypatch.setattr(torch.npu, "mem_get_info", lambda *_: (1 << 30, 1 << 31))
+        worker = core_of(llm).model_executor.driver_worker.worker
+        worker._sleep_saved_buffers = {}  # which an engine with sleep mode has
         for _ in range(2):
             serve(llm, siblings({"max_tokens": 30}))
             [counts] = llm.collective_rpc("rollout_spec_call", args=("take_counters",))

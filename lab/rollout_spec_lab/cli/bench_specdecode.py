@@ -19,25 +19,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from rollout_spec_lab.bench.specdecode import MATCHED, ROWS
 
     count = number(int, 1)
-    parser.add_argument(
+    served = parser.add_argument_group("what is replayed")
+    served.add_argument(
         "checkout", type=path, metavar="CHECKOUT", help="of github.com/SpecDecode-Bench/simulator"
     )
-    parser.add_argument("--datasets", nargs="+", choices=MATCHED, default=list(MATCHED), metavar="NAME",
+    served.add_argument("--datasets", nargs="+", choices=MATCHED, default=list(MATCHED), metavar="NAME",
         help=f"of its sets ({' '.join(MATCHED)})",
     )  # fmt: skip
-    parser.add_argument("--limit", type=count, metavar="N", help="only the first N requests of a set")
-    parser.add_argument("--rows", type=count, nargs="+", default=list(ROWS), metavar="N",
+    served.add_argument("--limit", type=count, metavar="N", help="only the first N requests of a set")
+    served.add_argument("--rows", type=count, nargs="+", default=list(ROWS), metavar="N",
         help="requests that decode at a time, in the speeds",
     )  # fmt: skip
-    parser.add_argument("--num-speculative-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), default=15,
+    ours = parser.add_argument_group("our drafter")
+    ours.add_argument("--num-speculative-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), default=15,
         metavar="K", help="most draft tokens of ours (15)",
     )  # fmt: skip
-    parser.add_argument("--eagle-tokens", type=number(int, 1, 12), default=3, metavar="N",
+    ours.add_argument("--eagle-tokens", type=number(int, 1, 12), default=3, metavar="N",
         help="tokens that EAGLE drafts beside our text (3)",
     )  # fmt: skip
-    parser.add_argument("--fresh", action="store_true", help="our drafter begins afresh in every request")
-    parser.add_argument("--plot", type=path, metavar="FILE", help="draw tokens per step, as PNG")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    ours.add_argument("--fresh", action="store_true", help="our drafter begins afresh in every request")
+    output = parser.add_argument_group("output")
+    output.add_argument("--plot", type=path, metavar="FILE", help="draw tokens per step, as PNG")
+    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_example(parser, "rollout-spec-lab bench specdecode simulator --datasets gsm8k")
 
 
