@@ -1,4 +1,4 @@
-"""Policies with recurrent layers: how long their drafts may be, and what their states take of the memory.
+"""Policies with recurrent layers: which of them can have drafts, and what their states take of the memory.
 
 A recurrent layer keeps one state per request instead of keys and values per token. With drafts it keeps 1 +
 K: the state behind each token that may be the last accepted one.
@@ -15,21 +15,85 @@ from rollout_spec.config import ConfigError, SpecConfig
 # Draft tokens (K). CUDA's fused kernel takes 8 tokens of a row, and each of them costs a state of each layer.
 DEFAULT_SPECULATIVE_TOKENS = 3
 MAX_SPECULATIVE_TOKENS = 7
+CACHE_MODES = ("none", "align")  # of vLLM's mamba_cache_mode
+
+# Architectures, as config.json names them, and the first minor version of vLLM (0.N) that keeps their states
+# for drafts. Of those with the gated delta rule every row may be a row of a graph of plain steps.
+_GATED_DELTA = {
+    "Qwen3NextForCausalLM": 24,
+    "Qwen3_5ForCausalLM": 29,
+    "Qwen3_5MoeForCausalLM": 29,
+    "Qwen3_5ForConditionalGeneration": 29,
+    "Qwen3_5MoeForConditionalGeneration": 29,
+    "OlmoHybridForCausalLM": 29,
+}
+_MAMBA_2 = "has layers of Mamba 2, which read an old state when a request that was preempted is resumed"
+_REFUSED = {
+    **dict.fromkeys(("NemotronH", "FalconH1", "GraniteMoeHybrid", "Zamba2"), _MAMBA_2),
+    "Mamba": "has no attention, and vLLM counts no accepted tokens for such models",
+    "FalconMamba": "has no attention, and vLLM counts no accepted tokens for such models",
+    "Jamba": "has layers of Mamba 1, which drop the number of accepted tokens",
+    "Lfm2": "gives tokens that depend on the batch, without drafts too",
+    "Kimi": "has not been tested with drafts, and vLLM 0.24 counts no accepted tokens for it",
+}
 
 
-def check_settings(config: SpecConfig) -> None:
-    """Raise for longer drafts than a policy with recurrent layers can have.
+def refusal(architecture: str, minor: int | None) -> str | None:
+    """Why a policy with recurrent layers has no drafts; None where it can have them.
+
+    Args:
+        architecture: as config.json names it.
+        minor: N of vLLM 0.N; None: newer than all releases.
+    """
+    oldest = _GATED_DELTA.get(architecture)
+    if oldest is None:
+        known = (reason for start, reason in _REFUSED.items() if architecture.startswith(start))
+        reason = next(known, "has recurrent layers that have not been tested with drafts")
+        return f"{architecture} {reason}; run it with off"
+    if minor is not None and minor < oldest:
+        return (
+            f"{architecture} has recurrent layers whose drafts need vLLM 0.{oldest} or later, this is "
+            f"0.{minor}; run it with off"
+        )
+    return None
+
+
+def check_settings(config: SpecConfig, cache_mode: str | None, states: States | None = None) -> None:
+    """Raise for settings that a policy with recurrent layers cannot have beside drafts.
+
+    Args:
+        config: of the drafter.
+        cache_mode: vLLM's mamba_cache_mode; None: vLLM decides.
+        states: the policy's, if they are known.
 
     Raises:
         ConfigError: naming the setting.
     """
     k, most = config.num_speculative_tokens, MAX_SPECULATIVE_TOKENS
     if k > most:
+        cost = ""
+        if states is not None:
+            plain, drafted = (mib(states.num_bytes(num)) for num in (0, k))
+            cost = f" (a request's take {drafted} MiB, {plain} without drafts)"
         raise ConfigError(
             f"rollout.spec.num_speculative_tokens={k}: must be at most {most} with a policy that has "
-            f"recurrent layers, which keep a state for each draft token; {DEFAULT_SPECULATIVE_TOKENS} "
+            f"recurrent layers, which keep a state for each draft token{cost}; {DEFAULT_SPECULATIVE_TOKENS} "
             "is a good start"
         )
+    if cache_mode is not None and cache_mode not in CACHE_MODES:
+        raise ConfigError(
+            f"mamba_cache_mode={cache_mode}: must be {' or '.join(CACHE_MODES)} with drafts of ours: "
+            "align with prefix caching, none without"
+        )
+
+
+def mib(num_bytes: float) -> int:
+    return round(num_bytes / 2**20)
+
+
+def takes_plain_graphs(architecture: str) -> bool:
+    """Whether full CUDA graphs can be captured for plain steps: Mamba 2 asserts K + 1 tokens in every row."""
+    return architecture in _GATED_DELTA
 
 
 @dataclasses.dataclass(frozen=True)

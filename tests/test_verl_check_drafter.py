@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,23 +140,3 @@ def test_an_mtp_head_whose_weights_no_sync_brings_is_refused(tmp_path):
     for groups in (SAM_MEGATRON, OFF):
         refused("the MTP head of this model as a whole", groups, MTP, path, COUPLED)
     check_config(changed(OFF, MTP, path))
-
-
-@pytest.mark.parametrize(
-    ("fields", "is_recurrent"),
-    [
-        ({"text_config": {"linear_num_value_heads": 32}, "num_experts": 8}, True),
-        ({"mamba_d_state": 128, "layer_types": ["mamba", "attention"]}, True),
-        ({"mamba_d_state": 128, "layer_types": ["attention", "attention"]}, False),
-        ({"linear_attn_config": None}, False),
-    ],
-)
-def test_a_model_with_a_recurrent_state_has_no_drafts_of_ours(fields, is_recurrent, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    path = {"actor_rollout_ref.model.path": str(tmp_path)}
-    for config in (changed(OFF, MTP, path), changed(OFF, path)):
-        check_config(config)
-    if is_recurrent:
-        refused(r"^rollout\.spec=sam: [^\n]* recurrent model [^\n]*$", SAM, path)
-    else:
-        check_config(changed(SAM, path))

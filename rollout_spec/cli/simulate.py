@@ -206,7 +206,7 @@ def _configs(args: argparse.Namespace, spec: dict[str, Any], times: Any) -> list
         fixed = {"batch_threshold": parse_threshold(threshold), "num_speculative_tokens": k}
         configs.append(SpecConfig.from_mapping(spec | fixed))
         if has_states:
-            check_settings(configs[-1])
+            check_settings(configs[-1], None)
     return configs
 
 

@@ -171,15 +171,6 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(
         configured(tiny_model, **OFF)
 
 
-def test_a_model_with_a_recurrent_state_has_no_drafts_of_ours(tmp_path: pathlib.Path) -> None:
-    import transformers
-
-    transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).save_pretrained(tmp_path)
-    configured(str(tmp_path), **OFF)
-    with pytest.raises(ValueError, match=r"^rollout\.spec\.method=sam: .* recurrent model [^\n]*$"):
-        configured(str(tmp_path), {})
-
-
 def test_a_corpus_of_another_tokenizer_is_refused(tiny_model: str, tmp_path: pathlib.Path) -> None:
     corpus = save_corpus(tmp_path / "other.sam", [[1, 2, 10**6]])
     with pytest.raises(ValueError, match=r"other\.sam': has the token 1000000, the model's vocabulary is of"):
