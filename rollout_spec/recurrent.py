@@ -18,7 +18,7 @@ MAX_SPECULATIVE_TOKENS = 7
 CACHE_MODES = ("none", "align")  # of vLLM's mamba_cache_mode
 
 # Architectures, as config.json names them, and the first minor version of vLLM (0.N) that keeps their states
-# for drafts. Of those with the gated delta rule every row may be a row of a graph of plain steps.
+# for drafts. All have the gated delta rule.
 _GATED_DELTA = {
     "Qwen3NextForCausalLM": 24,
     "Qwen3_5ForCausalLM": 29,
@@ -91,11 +91,6 @@ def mib(num_bytes: float) -> int:
     return round(num_bytes / 2**20)
 
 
-def takes_plain_graphs(architecture: str) -> bool:
-    """Whether full CUDA graphs can be captured for plain steps: Mamba 2 asserts K + 1 tokens in every row."""
-    return architecture in _GATED_DELTA
-
-
 @dataclasses.dataclass(frozen=True)
 class States:
     """What a request's states take, by the number of its draft tokens."""
@@ -131,23 +126,13 @@ def states_of(
         tensor_parallel_size: ranks that share each layer's heads.
         dtype_bytes: of what the model computes in.
     """
-    if fields.get("linear_num_value_heads"):  # the gated delta rule
-        values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
-        channels = values + 2 * fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
-        size, width = values * fields["linear_key_head_dim"], fields.get("linear_conv_kernel_dim", 4)
-    elif heads := fields.get("mamba_num_heads") or fields.get("mamba_n_heads"):
-        size_of_state = fields.get("ssm_state_size") or fields.get("mamba_d_state")
-        values = heads * (fields.get("mamba_head_dim") or fields.get("mamba_d_head") or 0)
-        groups = fields.get("n_groups") or fields.get("mamba_n_groups") or 1
-        if not size_of_state or not values:
-            return None
-        channels, size = values + 2 * groups * size_of_state, values * size_of_state
-        width = fields.get("conv_kernel") or fields.get("mamba_d_conv") or 4
-    else:
+    if not fields.get("linear_num_value_heads"):
         return None
+    values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
+    channels = values + 2 * fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+    size, width = values * fields["linear_key_head_dim"], fields.get("linear_conv_kernel_dim", 4)
     if state_dtype == "auto":  # as vLLM decides it
-        for_nemotron = "float32" if "ssm_state_size" in fields else "auto"
-        state_dtype = fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype") or for_nemotron
+        state_dtype = fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype") or "auto"
     state_bytes = {"auto": dtype_bytes, "float32": 4}.get(state_dtype, 2)
     ranks = tensor_parallel_size
     return States(_num_layers(fields), state_bytes * size // ranks, dtype_bytes * channels // ranks, width)
@@ -155,10 +140,7 @@ def states_of(
 
 def _num_layers(fields: Mapping[str, Any]) -> int:
     """Recurrent ones."""
-    kinds = fields.get("layer_types") or fields.get("layers_block_type")
-    if kinds:
-        return sum(kind in ("linear_attention", "mamba", "hybrid") for kind in kinds)
-    if pattern := fields.get("hybrid_override_pattern"):  # Nemotron-H
-        return pattern.count("M")
+    if kinds := fields.get("layer_types"):
+        return kinds.count("linear_attention")
     num, interval = fields.get("num_hidden_layers", 0), fields.get("full_attention_interval")
     return num - num // interval if interval else num

@@ -2,8 +2,7 @@
 
 With speculation vLLM captures its full graphs for steps in which every row has K draft tokens. Those of a
 drafter that chooses are seldom so, and a plain step would go piece by piece. Here full graphs are captured
-for plain steps; steps with drafts have piecewise ones. On NPUs it stays as it is, and for policies with
-layers of Mamba 2, whose metadata is captured for K draft tokens in every row only.
+for plain steps; steps with drafts have piecewise ones. On NPUs it stays as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from rollout_spec import recurrent
 from rollout_spec.vllm import reasons
 
 logger = init_logger(f"vllm.{__name__}")
@@ -35,17 +33,10 @@ def fills_drafts(vllm_config: VllmConfig) -> bool:
 
 def capture_plain_steps(runner: Any) -> None:
     """Capture full graphs for plain steps in an MRV1. Call it before the model is loaded."""
-    if not _has_plain_graphs(runner):
-        return
     _say_what_has_none(runner)
     runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1
     if runner.model_config.is_hybrid:
         _keep_prompts_out(runner)
-
-
-def _has_plain_graphs(runner: Any) -> bool:
-    model = runner.vllm_config.model_config
-    return not model.is_hybrid or recurrent.takes_plain_graphs(model.architecture)
 
 
 def _keep_prompts_out(runner: Any) -> None:
@@ -71,8 +62,6 @@ def capture_plain_steps_mrv2(runner: Any) -> None:
     The dummy batch of a data-parallel rank without requests is a plain step too: else it would be of K + 1
     tokens, and no rank's plain step would have a full graph beside it.
     """
-    if not _has_plain_graphs(runner):
-        return
     _say_what_has_none(runner)
     for name in ("initialize_kv_cache", "_dummy_run"):
         setattr(runner, name, _for_plain_steps(runner, getattr(runner, name)))

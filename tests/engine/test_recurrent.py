@@ -128,8 +128,6 @@ def test_layers_of_mamba_2_are_refused_for_a_reason(
     folder = make_recurrent("nemotron_h", tmp_path)
     drafted, plain = (served(folder, spec, **SHORT_STEPS) for spec in (GATED, None))
     assert wrong(drafted, plain) == {"preempted"}
-    # Full graphs stay those of K + 1 tokens in every row, as vLLM has them.
-    assert not any(is_single and is_full for _, is_single, is_full in drafted["graphs"])
 
 
 @pytest.mark.long

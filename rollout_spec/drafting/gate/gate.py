@@ -172,7 +172,7 @@ class AutoGate:
         if self._costs.step.num_passes:
             self._judge_passes(gain)
         if not num:
-            self._fill_empty(sorted_survivals)
+            self._fill_empty()
             return numbers
         if not self._drafts_for(gain):
             self._num_refused += 1
@@ -196,11 +196,11 @@ class AutoGate:
             return True
         return False
 
-    def _fill_empty(self, none: npt.NDArray[np.float64]) -> None:
+    def _fill_empty(self) -> None:
         """Nothing is proposed: where drafts are filled up, the step has them if that takes no longer."""
         if not self._is_filled:
             return
-        choice = self._choice_of(none)
+        choice = self._choice_of(np.zeros(0))
         if choice.expected_seconds <= self._costs.plain_seconds:
             self._choice, self.fills = choice, True
 
