@@ -132,11 +132,14 @@ def resumed(llm: Any) -> Tokens:
     return tokens
 
 
+LAST_NORMS = ("model.norm.weight", "model.norm_f.weight")
+
+
 def synced(llm: Any) -> Tokens:
     """The weights change, as in a weight sync. (`reload_weights` of 0.24 fails for a convolution.)"""
     first = batch(llm)
     model = runner_of(llm).get_model()
-    [weight] = [w for name, w in model.named_parameters() if name.endswith("model.norm.weight")]
+    [weight] = [w for name, w in model.named_parameters() if name.endswith(LAST_NORMS)]
     with torch.no_grad():
         weight.mul_(torch.linspace(0.2, 2.0, len(weight)))
     llm.reset_prefix_cache()
