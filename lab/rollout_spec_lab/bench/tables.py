@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -80,27 +80,11 @@ def host_table(record: dict[str, Any]) -> Table:
     return table
 
 
-def verify_table(record: dict[str, Any]) -> Table:
-    """What `bench verify` measured: a row for each cell; the caption says what the comparison found."""
-    compared = record["comparison"]
-    caption = (
-        f"noise against the CPU: {compared['noise_that_differs']} of {compared['words']:,} numbers differ, "
-        f"by {compared['noise_largest_ulps']} units in the last place at most"
-    )
-    for name in ("peaked", "flat"):
-        found = compared[name]
-        caption += (
-            f"; {name} logits: {found['differ_from_cpu']} of {found['tokens']} tokens differ (largest "
-            f"shortfall {found['largest_shortfall']:.2g}), alone and in a batch {found['differ_alone']}"
-        )
+def verify_table(record: dict[str, Any], sentences: Iterable[str]) -> Table:
+    """What `bench verify` measured: a row for each cell, and what it says in sentences below."""
     names = list(record["cells"][0]["ms"])
-    table = make_table(
-        f"Verification on {record['device']}, ms (waits of the host)",
-        "rows",
-        "drafts",
-        *names,
-        caption=caption,
-    )
+    title = f"Verification on {record['device']}, ms (waits of the host)"
+    table = make_table(title, "rows", "drafts", *names, caption=" ".join(sentences))
     for cell in record["cells"]:
         shown = (
             f"{ms:.3f}" + ("" if cell["waits"][name] is None else f" ({len(cell['waits'][name])})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
                 "methods": ",".join(methods),
                 "model_drafter": args.model_drafter,
                 "recording": args.recording and args.recording.name,
+                "batch_invariant": bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0"))),
             }
             record["verdict"] = verdict(record)
             paths = write_check(record, args.output)
