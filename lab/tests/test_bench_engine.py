@@ -16,7 +16,15 @@ from rollout_spec.cli.inputs import device_arguments
 from rollout_spec.config import ConfigError, SpecConfig, UserError
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import Rollout
-from rollout_spec_lab.bench.engine import Load, Method, Plan, make_record, predict, recorded_load
+from rollout_spec_lab.bench.engine import (
+    Load,
+    Method,
+    Plan,
+    first_responses,
+    make_record,
+    predict,
+    recorded_load,
+)
 from rollout_spec_lab.bench.rollouts import tables
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
 from rollout_spec_lab.cli import main
@@ -283,6 +291,14 @@ def test_a_recording_is_served_as_it_was(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9}))
     with pytest.raises(UserError, match="has the token 9, the model's vocabulary is of 9"):
         recorded_load(LINES, 3, str(tmp_path))
+
+
+def test_the_first_responses_of_a_recording_are_as_many_as_rows():
+    found = [(each.group, len(each.responses)) for each in first_responses(LINES, 2)]
+    assert found == [("a", 2)]
+    assert [len(each.responses) for each in first_responses(LINES, 3)] == [2, 1]
+    with pytest.raises(UserError, match="--rows 4: the recording has 3 responses"):
+        first_responses(LINES, 4)
 
 
 def test_predictions_are_beside_what_was_measured(tmp_path: Path):

@@ -13,6 +13,20 @@ from rollout_spec_lab.gpu_check import PARTS
 METHODS = ["off", "sam+model"]
 
 
+def test_a_certificate_of_a_policy_in_some_minutes(
+    chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rollout_spec_lab.cli import main
+
+    options = ["--model", chat_model, "--minutes", "60", "--parts", "doctor,certify", "--json"]
+    assert main(["gpu-check", *options, "--output", str(tmp_path)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert {part["part"]: part["status"] for part in record["parts"]} == {"doctor": "done", "certify": "done"}
+    assert record["certify"]["verdict"].startswith("identical")
+    assert record["verdict"][1].startswith("Lossless here: identical")
+
+
+@pytest.mark.long
 def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rollout_spec_lab.cli import main
 
