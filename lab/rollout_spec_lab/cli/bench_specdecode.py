@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-from typing import Any
+from itertools import starmap
+from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import number, path
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig
+from rollout_spec_lab.cli.inputs import shown
+
+if TYPE_CHECKING:
+    from rollout_spec_lab.bench.tables import Table
 
 HELP = "replay the public SpecDecode-Bench: our drafter beside EAGLE, n-gram and their oracles"
 
@@ -45,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import make_console, make_table
     from rollout_spec.cli.progress import tracked
     from rollout_spec_lab.bench.specdecode import measure
 
@@ -60,17 +63,13 @@ def run(args: argparse.Namespace) -> int:
         from rollout_spec_lab.bench.plots import plot_specdecode
 
         plot_specdecode(found, PLOTTED, args.plot)
-    if args.json:
-        print(json.dumps(found, indent=2))
-        return 0
-    console = make_console()
-    rows = [f"{n} rows" for n in args.rows]
-    for name, results in found.items():
-        table = make_table(
-            f"{name}: tokens per step, and times the speed without drafts", "", "tokens", *rows
-        )
-        for each in results:
-            cells = (f"{speed:.2f}" for speed in each["speed"].values())
-            table.add_row(each["method"], f"{each['tokens_per_step']:.2f}", *cells)
-        console.print(table)
-    return 0
+    return shown(found, args.json, lambda found: starmap(_table, found.items()))
+
+
+def _table(name: str, results: list[dict[str, Any]]) -> Table:
+    title = f"{name}: tokens per step, and times the speed without drafts"
+    rows = [
+        [each["method"], *(f"{figure:.2f}" for figure in (each["tokens_per_step"], *each["speed"].values()))]
+        for each in results
+    ]
+    return title, ["", "tokens", *(f"{n} rows" for n in results[0]["speed"])], rows

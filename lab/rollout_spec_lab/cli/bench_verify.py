@@ -47,4 +47,4 @@ def run(args: argparse.Namespace) -> int:
     for record in record_of(args.device, args.rows or rows, args.drafts or drafts, args.vocab_size):
         if args.output:
             args.output.write_text(json.dumps(record, indent=2) + "\n")
-    return shown(record, args.json, lambda record: [verify_table(record, sentences(record))])
+    return shown(record, args.json, lambda record: [verify_table(record)], sentences(record))

@@ -10,7 +10,7 @@ from typing import Any
 from rollout_spec.report.certificate import sentences as of_certificate
 from rollout_spec.report.certificate import where
 from rollout_spec.report.page import render
-from rollout_spec_lab.bench import waits
+from rollout_spec_lab.bench import rollouts, waits
 from rollout_spec_lab.bench.verify import sentences as verified
 from rollout_spec_lab.gpu_check import V2
 
@@ -146,22 +146,7 @@ def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
         for part in record["parts"]
     ]  # fmt: skip
     if record["rollouts"]:
-        load = record["rollouts"]["load"]
-        yield (
-            _rollouts_title(load),
-            ["method", "tokens/s", "tail", "accepted", "per step", "times", "tail"],
-            [
-                [
-                    result["method"],
-                    f"{result['tokens_per_s']:,.0f}",
-                    _or_dash(result["tail_tokens_per_s"], "{:,.0f}"),
-                    _or_dash(result["acceptance_rate"], "{:.0%}"),
-                    _or_dash(result["tokens_per_step"], "{:.2f}"),
-                    *(_ratio(result["ratios"][name]) for name in ("tokens_per_s", "tail_tokens_per_s")),
-                ]
-                for result in record["rollouts"]["results"]
-            ],
-        )
+        yield from rollouts.tables(record["rollouts"])
     for runner in (V2, ""):
         for title, name in (
             ("A step{}, ms (the roofline)", "steps"),
@@ -173,18 +158,6 @@ def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
         yield "batch_threshold, simulated: times as fast as without drafts", ["threshold", "times"], [
             [threshold, f"{speedup:.2f}"] for threshold, speedup in record["thresholds"]["speedups"].items()
         ]  # fmt: skip
-
-
-def _rollouts_title(load: Mapping[str, Any]) -> str:
-    return (
-        f"{load['num_requests']} responses to {load['num_prompts']} prompts, {load['max_num_seqs']} at a "
-        f"time, up to {load['max_tokens']:,} tokens, {load['repeats']} repeats; the tail: at most "
-        f"{load['tail_threshold']} requests run"
-    )
-
-
-def _or_dash(value: float | None, shape: str) -> str:
-    return "–" if value is None else shape.format(value)
 
 
 def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Rows]:

@@ -42,7 +42,8 @@ def test_it_packs_unpacks_and_measures(tiny_model: str, tmp_path: Path) -> None:
     trace.write_text(to_line("g", None, [5, 6, 7], [[*range(10, 30)] * 3, [*range(10, 30)] * 2]))
     run(
         f"{lab} gpu-check --parts steps,rollouts,thresholds --gpu h100 --recording {trace} "
-        f"--model-config {tiny_model}/config.json --rows 2 96 --methods off,sam:8 --repeats 1 --minutes 5 --output {out}"
+        f"--model-config {tiny_model}/config.json --rows 2 96 --methods off,sam:8 "
+        f"--repeats 1 --minutes 5 --output {out}"
     )
     record = json.loads((out / "gpu-check.json").read_text())
     assert [part for part in PARTS if record[part]] == ["steps", "rollouts", "thresholds"]
