@@ -96,6 +96,7 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     Its kernel of recovered tokens fails on the CPU for an argument that it does not know, so it gets none.
     """
     try:
+        from vllm.platforms import current_platform
         from vllm.v1.sample import rejection_sampler
         from vllm.v1.sample.ops import topk_topp_sampler
     except ImportError:
@@ -103,7 +104,7 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     if device == "cuda":
         random_sample = topk_topp_sampler.random_sample
         return rejection_sampler.rejection_sample, lambda logits: random_sample(logits.softmax(dim=-1), {})
-    if device != "cpu":
+    if device != "cpu" or not current_platform.is_cpu():  # a build for GPUs has no kernels for CPUs
         return None
     from vllm.utils import cpu_triton_utils
 
