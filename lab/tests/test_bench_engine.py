@@ -20,6 +20,7 @@ from rollout_spec_lab.bench.engine import (
     Load,
     Method,
     Plan,
+    answer,
     first_responses,
     make_record,
     predict,
@@ -276,6 +277,17 @@ def test_suffix_is_compared_where_it_is_installed(
     methods = checked_methods("bench engine", METHODS, None, {})
     assert methods == ["off", "ngram", *["suffix"] * has_arctic, "sam"]
     assert ("rollout-spec-lab bench engine: without suffix: " in capsys.readouterr().err) != has_arctic
+
+
+def test_the_folder_that_a_worker_starts_in_hides_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As an unbuilt checkout would."""
+    echo = "import pathlib, sys; job, result = map(pathlib.Path, sys.argv[1:]); result.write_text(job.read_text())"
+    for name, code in (("here", "raise SystemExit('the wrong one')"), ("there", echo)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "echo.py").write_text(code)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "there"))
+    assert answer("echo", {"a": 1}, "", tmp_path) == {"a": 1}
 
 
 LINES = [line("a", [1, 2, 3], [4, 5, 6, 7], [4, 5]), line("b", [8, 9], [5, 5, 5])]

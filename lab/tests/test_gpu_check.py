@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from rollout_spec.config import UserError
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec_lab.bench import engine
 from rollout_spec_lab.bench.verify import sentences as verified
+from rollout_spec_lab.cli import gpu_check as command
 from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
 from rollout_spec_lab.gpu_check import V2, gpu_check
 from rollout_spec_lab.gpu_check.gpu_check import Check, Plan, step_times
@@ -131,6 +134,18 @@ def test_the_batch_invariant_mode_is_judged_bit_for_bit(difference: float, says:
     }  # fmt: skip
     record = NOTHING | {"certify": found, "parts": [], "plan": {"batch_invariant": True}}
     assert f"log-probabilities {says} bit for bit" in verdict(record)[1]
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_engines_are_asked_on_both_model_runners_where_cuda_is(
+    has_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_cuda)
+    parts = command._parts(argparse.Namespace(parts="rollouts,steps,doctor"))
+    assert parts == ["doctor", *["steps" + V2] * has_cuda, "steps", "rollouts"]
+    assert set(command._parts(argparse.Namespace(parts=None))) >= {*ALL_PARTS, *["certify" + V2] * has_cuda}
+    with pytest.raises(UserError, match="--parts stepz: must be one of doctor, verify, certify"):
+        command._parts(argparse.Namespace(parts="doctor,stepz"))
 
 
 def row(context: int, num_rows: int, num_drafts: int, seconds: float) -> dict[str, Any]:
