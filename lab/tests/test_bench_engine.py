@@ -281,7 +281,7 @@ def test_suffix_is_compared_where_it_is_installed(
 
 def test_the_folder_that_a_worker_starts_in_hides_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As an unbuilt checkout would."""
-    echo = "import pathlib, sys; job, result = map(pathlib.Path, sys.argv[1:]); result.write_text(job.read_text())"
+    echo = "import shutil, sys; shutil.copy(*sys.argv[1:])"
     for name, code in (("here", "raise SystemExit('the wrong one')"), ("there", echo)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "echo.py").write_text(code)
