@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 HELP = "replay the public SpecDecode-Bench: our drafter beside EAGLE, n-gram and their oracles"
 
-PLOTTED = ["n-gram, 5", "EAGLE, 5", "ours, text alone", "oracle of both", "ours, text and EAGLE"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from rollout_spec_lab.bench.specdecode import MATCHED, ROWS
@@ -43,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     ours.add_argument("--fresh", action="store_true", help="our drafter begins afresh in every request")
     output = parser.add_argument_group("output")
-    output.add_argument("--plot", type=path, metavar="FILE", help="draw tokens per step, as PNG")
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_example(parser, "rollout-spec-lab bench specdecode simulator --datasets gsm8k")
 
@@ -59,10 +56,6 @@ def run(args: argparse.Namespace) -> int:
         )
         for name in tracked(args.datasets, "replaying")
     }
-    if args.plot:
-        from rollout_spec_lab.bench.plots import plot_specdecode
-
-        plot_specdecode(found, PLOTTED, args.plot)
     return shown(found, args.json, lambda found: starmap(_table, found.items()))
 
 
