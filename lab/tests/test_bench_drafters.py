@@ -169,36 +169,6 @@ def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
     assert "max_index_mb=1: a line needs more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--methods", "off,sam+model"],
-            "--methods sam+model: TRACE has no model's drafts: give --model-acc",
-        ),
-        (
-            ["--methods", "off", "--model-acceptance", "0.8,1.1"],
-            "--model-acceptance 0.8,1.1: must be numbers from 0 to 1",
-        ),
-        (
-            ["--methods", "off", "--model-acceptance", "0.8;0.7"],
-            "--model-acceptance 0.8;0.7: must be numbers from 0 to 1",
-        ),
-        (["--methods", ""], "--methods : must be one of off, ngram"),
-        (["--methods", "magic"], "--methods magic: must be one of off, ngram"),
-        (["--num-speculative-tokens", "65"], "65 must be at least 1 and at most 64"),
-        (["--history", "-1"], "--history: -1 must be at least 0"),
-        (["--min-survival", "0.1", "2"], "--min-survival: 2 must be at least 0 and at most 1"),
-        (["--equal-drafts", "--methods", "sam"], "--equal-drafts: needs one of suffix_server, suffix_s"),
-        (["--methods", "sam", "--spec", "history=2"], "--spec history=2: --history sets it"),
-        (["--methods", "sam", "--spec", "mode=frequent"], "rollout.spec.mode: unknown field"),
-    ],
-)
-def test_bad_options_are_one_line(options, message, capsys):
-    assert main(["bench", "drafters", str(TRACE), *options]) == 2
-    assert message.replace("TRACE", str(TRACE)) in capsys.readouterr().err
-
-
 def test_a_simulated_model_is_right_as_often_as_asked():
     """Behind right tokens, and oftener where the index is right; the same each time."""
     lines = list(islice(read_trace(RECORDING), 12))

@@ -17,7 +17,6 @@ from rollout_spec.trace import Rollout
 from rollout_spec_lab.bench.engine import Load, Method, Plan, make_record, predict, recorded_load
 from rollout_spec_lab.bench.rollouts import tables
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
-from rollout_spec_lab.cli import main
 from rollout_spec_lab.cli.inputs import default_dtype
 
 
@@ -129,39 +128,6 @@ def test_methods_pass_their_threshold_on():
     ):
         with pytest.raises(ConfigError, match=message):
             Method(label)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--methods", "", "--model", "nowhere"], "method '': must be off, off:coupled"),
-        (["--methods", "off,magic"], "method 'magic': must be off, off:coupled, ngram, suffix, model, sam"),
-        (["--methods", "sam,model"], "--methods sam,model: model needs --model-drafter"),
-        (["--model-drafter", "eagle:head"], "--model-drafter eagle:head: must be METHOD:MODEL:NUMBER"),
-        (["--model-drafter", "ngram:head:3"], "--model-drafter ngram:head:3: must be METHOD:MODEL:NUMBER"),
-        (["--methods", "model", "--model-drafter", "mtp::16", "--model", "nowhere"], "drafts, 1 to 15"),
-        (
-            ["--num-speculative-tokens", "4", "--model-drafter", "mtp::5", "--model", "nowhere"],
-            "drafts, 1 to 4",
-        ),
-        (["--record-proposals"], "--record-proposals: needs --model-drafter and --output"),
-        (["--methods", "off,off"], "--methods off,off: a method is named twice"),
-        (["--repeats", "0"], "--repeats: 0 must be at least 1"),
-        (["--num-speculative-tokens", "65"], "num_speculative_tokens=65: must be between 1 and 64"),
-        (["--spec", "min_survival"], "--spec min_survival: must be NAME=VALUE"),
-        (["--spec", "depth=3"], "rollout.spec.depth: unknown field"),
-        (["--spec", "num_speculative_tokens=3"], "--spec num_speculative_tokens"),
-        (["--load", "random", "--prompts", "x.parquet"], "--prompts: --load random makes prompts of its own"),
-        (["--prompts", "nowhere"], "--prompts nowhere: no such file"),
-        (["--prompts", __file__, "--model", "nowhere"], f"--prompts {__file__}: cannot be read as parquet"),
-        (["--model", "nowhere"], "--model nowhere: no Hugging Face folder"),
-    ],
-)
-def test_bad_options_are_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    installed = ["--methods", "off,sam"]  # of the others a line more may say that they are not
-    assert main(["bench", "engine", *installed, *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("has_accelerator", [True, False])
