@@ -1,4 +1,4 @@
-"""`gpu-check` from beginning to end, with the smallest load there is."""
+"""`gpu-check` from beginning to end, with the smallest load there is; `test_offline.py` has two parts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rollout_spec_lab.gpu_check import PARTS
 METHODS = ["off", "sam+model"]
 
 
+@pytest.mark.long
 def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rollout_spec_lab.cli import main
 
