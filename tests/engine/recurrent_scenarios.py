@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 import pathlib
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -61,8 +63,13 @@ def many_lengths(llm: Any) -> Tokens:
 
 
 def options(llm: Any) -> Tokens:
-    n = len(OPTIONS)
-    return generate(llm, PROMPTS[:n], (asked(i, **OPTIONS[i]) for i in range(n)))
+    """Each alone, then random mixtures of them, beside each other."""
+    draw, mixed = random.Random(47), [*OPTIONS]
+    for _ in range(12):
+        drawn = draw.sample(OPTIONS, draw.randint(0, 4))
+        mixed.append(functools.reduce(operator.or_, drawn, {"max_tokens": draw.randint(4, 50)}))
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(mixed))]
+    return generate(llm, prompts, (asked(i, **each) for i, each in enumerate(mixed)))
 
 
 def siblings(llm: Any) -> Tokens:
@@ -82,6 +89,11 @@ def single_tokens(llm: Any) -> Tokens:
 def fresh_single_tokens(llm: Any) -> Tokens:
     """The same in blocks that no request has used."""
     return single_tokens(llm)
+
+
+def long_as_drafts(llm: Any) -> Tokens:
+    """Prompts as long as a row with K = 7 drafts, one after the other."""
+    return [generate(llm, [PROMPTS[i][:8]], [asked(i)])[0] for i in range(4)]
 
 
 def gate(llm: Any) -> Tokens:
@@ -158,7 +170,7 @@ def take(engine: Any, found: dict[str, list[int]]) -> None:
 
 SCENARIOS: tuple[Callable[[Any], Tokens], ...] = (
     fresh_single_tokens, batch, crowded, gate, many_lengths, options, siblings, long_prompts, single_tokens,
-    preempted, resumed, synced,
+    long_as_drafts, preempted, resumed, synced,
 )  # fmt: skip
 
 
