@@ -140,14 +140,14 @@ def states_of(
         values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
         channels = values + 2 * fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
         size, width = values * fields["linear_key_head_dim"], fields.get("linear_conv_kernel_dim", 4)
-    elif heads := fields.get("mamba_num_heads") or fields.get("mamba_n_heads"):  # Mamba 2
-        size_of_state = fields.get("ssm_state_size") or fields.get("mamba_d_state")
-        values = heads * (fields.get("mamba_head_dim") or fields.get("mamba_d_head") or 0)
-        groups = fields.get("n_groups") or fields.get("mamba_n_groups") or 1
+    elif heads := _first(fields, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads"):  # Mamba 2
+        size_of_state = _first(fields, "ssm_state_size", "mamba_d_state")
+        values = heads * _first(fields, "mamba_head_dim", "mamba_d_head", "mamba_headdim")
         if not size_of_state or not values:
             return None
+        groups = _first(fields, "mamba_n_groups", "mamba_ngroups", "n_groups") or 1
         channels, size = values + 2 * groups * size_of_state, values * size_of_state
-        width = fields.get("conv_kernel") or fields.get("mamba_d_conv") or 4
+        width = _first(fields, "conv_kernel", "mamba_d_conv") or 4
     else:
         return None
     if state_dtype == "auto":  # as vLLM decides it
@@ -167,3 +167,8 @@ def _num_layers(fields: Mapping[str, Any]) -> int:
         return pattern.count("M")
     num, interval = fields.get("num_hidden_layers", 0), fields.get("full_attention_interval")
     return num - num // interval if interval else num
+
+
+def _first(fields: Mapping[str, Any], *names: str) -> int:
+    """The first of these that is given; 0 if none is."""
+    return next((fields[name] for name in names if fields.get(name)), 0)

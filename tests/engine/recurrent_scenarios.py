@@ -20,7 +20,9 @@ if __name__ == "__main__":
 import torch
 
 from tests.engine.conftest import OFF, close, engine_settings, proposer_of
+from tests.engine.recurrent_layers import replace_layers
 from tests.engine.serving import sampling
+from tests.engine.tiny_recurrent import make_mtp, make_recurrent
 
 Tokens = list[list[int]]
 # Four groups of three siblings.
@@ -189,6 +191,11 @@ FAST = ("fresh_single_tokens", "batch", "crowded", "gate", "long_prompts", "sing
 SHORT_STEPS = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
 
 
+def with_mtp(k: int) -> dict[str, Any]:
+    """Arguments of an engine in which the policy's own head drafts beside the text."""
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": k}}
+
+
 def runner_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
@@ -265,26 +272,24 @@ def state_bytes(runner: Any) -> int:
     )
 
 
-def main(model: str, path: str) -> None:
+def main(name: str, k: int, path: str) -> None:
     """Of MRV2: what an engine without drafts gives and what one with drafts does, as JSON."""
+    name, _, head = name.partition("+")
     names = ("batch", "gate", "long_prompts", "many_lengths", "preempted", "resumed")
     cached = {"enable_prefix_caching": True, "block_size": 32}
-    results = {
-        name: served(model, spec, names, **cached)
-        for name, spec in {
-            "plain": None,
-            "drafted": {"num_speculative_tokens": 3, "batch_threshold": 4},
-        }.items()
-    }
-    for found in results.values():
-        found.pop("graphs", None)
+    drafts = with_mtp(k) if head else {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = (make_mtp if head else make_recurrent)(name, pathlib.Path(folder))
+        results = {
+            "plain": served(model, None, names, **cached),
+            "drafted": served(
+                model, {"num_speculative_tokens": k, "batch_threshold": 4}, names, **cached | drafts
+            ),
+        }
+    del results["drafted"]["graphs"]
     pathlib.Path(path).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    from tests.engine.recurrent_layers import replace_layers
-    from tests.engine.tiny_recurrent import make_recurrent
-
     replace_layers()
-    with tempfile.TemporaryDirectory() as folder:
-        main(make_recurrent(sys.argv[1], pathlib.Path(folder)), sys.argv[2])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -19,14 +19,16 @@ from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine.conftest import OFF, configured
 from tests.engine.recurrent_layers import replace_layers
-from tests.engine.recurrent_scenarios import FAST, SHORT_STEPS, served
-from tests.engine.tiny_recurrent import make_recurrent
+from tests.engine.recurrent_scenarios import FAST, SHORT_STEPS, served, with_mtp
+from tests.engine.tiny_recurrent import make_mtp, make_recurrent
 
 MINOR = minor(version() or "") or 99
 # 0.24 runs no Qwen3.5 of text alone; 0.23 has no such drafts.
 MODEL = "qwen3_next" if MINOR == 24 else "qwen3_5"
 # What is tested in each scenario, by its first minor version of vLLM.
-TESTED = {MODEL: 24, "qwen3_5_moe": 29, "nemotron_h": 29, "falcon_h1": 32, "granite_hybrid": 32}
+TESTED = {
+    MODEL: 24, "qwen3_5_moe": 29, "nemotron_h": 29, "falcon_h1": 32, "granite_hybrid": 32, "zamba2": 32,
+}  # fmt: skip
 MAMBA_2 = ("batch", "gate", "long_as_drafts", "preempted")
 GATED = {"num_speculative_tokens": 7, "batch_threshold": 4}
 # Scenarios whose tokens depend on earlier requests, without drafts too (see the test below).
@@ -161,10 +163,20 @@ def test_the_mend_is_needed_until_vllm_is_right(model: str, as_it_is: None) -> N
 
 
 @pytest.mark.long
+def test_drafts_change_nothing_beside_an_mtp_head(model: str, tmp_path: pathlib.Path) -> None:
+    """Rows then have drafts of any length."""
+    folder = make_mtp(MODEL, tmp_path)
+    drafted = served(folder, GATED, **SHORT_STEPS | with_mtp(7))
+    assert wrong(drafted, served(folder, None, **SHORT_STEPS)) == set()
+    assert drafted["counters"]["num_model_accepted_tokens"] > 50
+
+
+@pytest.mark.long
 @pytest.mark.skipif(MINOR < 29, reason="refused: MRV2 of 0.24 has no prefix caching for them")
-def test_drafts_change_nothing_on_mrv2(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("name", "k"), [("qwen3_5_small", 7), ("nemotron_h", 3), ("qwen3_5_small+mtp", 3)])
+def test_drafts_change_nothing_on_mrv2(name: str, k: int, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "results.json"
-    command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", "qwen3_5_small", str(path)]
+    command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", name, str(k), str(path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     results = json.loads(path.read_text())
