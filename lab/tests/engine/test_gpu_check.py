@@ -1,4 +1,4 @@
-"""`gpu-check` from beginning to end, with the smallest load there is."""
+"""`gpu-check` from beginning to end, with the smallest load there is; `test_offline.py` has two parts."""
 
 from __future__ import annotations
 
