@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,10 +16,20 @@ from rollout_spec.cli.inputs import device_arguments
 from rollout_spec.config import ConfigError, SpecConfig, UserError
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import Rollout
-from rollout_spec_lab.bench.engine import Load, Method, Plan, make_record, predict, recorded_load
+from rollout_spec_lab.bench.engine import (
+    Load,
+    Method,
+    Plan,
+    answer,
+    first_responses,
+    make_record,
+    predict,
+    recorded_load,
+)
 from rollout_spec_lab.bench.rollouts import tables
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
-from rollout_spec_lab.cli.inputs import default_dtype
+from rollout_spec_lab.cli.bench_engine import METHODS
+from rollout_spec_lab.cli.inputs import checked_methods, default_dtype
 
 
 def timeline(steps: list[tuple[float, int, int, int, int, int, int]]) -> Timeline:
@@ -174,6 +186,29 @@ def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
     assert both["additional_config"]["rollout_spec"] == options
 
 
+@pytest.mark.parametrize("has_arctic", [True, False])
+def test_suffix_is_compared_where_it_is_installed(
+    has_arctic: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    name = "arctic_inference.suffix_decoding"
+    monkeypatch.setitem(sys.modules, "arctic_inference", ModuleType("arctic_inference"))
+    monkeypatch.setitem(sys.modules, name, ModuleType(name) if has_arctic else None)
+    methods = checked_methods("bench engine", METHODS, None, {})
+    assert methods == ["off", "ngram", *["suffix"] * has_arctic, "sam"]
+    assert ("rollout-spec-lab bench engine: without suffix: " in capsys.readouterr().err) != has_arctic
+
+
+def test_the_folder_that_a_worker_starts_in_hides_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As an unbuilt checkout would."""
+    echo = "import shutil, sys; shutil.copy(*sys.argv[1:])"
+    for name, code in (("here", "raise SystemExit('the wrong one')"), ("there", echo)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "echo.py").write_text(code)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "there"))
+    assert answer("echo", {"a": 1}, "", tmp_path) == {"a": 1}
+
+
 LINES = [line("a", [1, 2, 3], [4, 5, 6, 7], [4, 5]), line("b", [8, 9], [5, 5, 5])]
 
 
@@ -187,6 +222,14 @@ def test_a_recording_is_served_as_it_was(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9}))
     with pytest.raises(UserError, match="has the token 9, the model's vocabulary is of 9"):
         recorded_load(LINES, 3, str(tmp_path))
+
+
+def test_the_first_responses_of_a_recording_are_as_many_as_rows():
+    found = [(each.group, len(each.responses)) for each in first_responses(LINES, 2)]
+    assert found == [("a", 2)]
+    assert [len(each.responses) for each in first_responses(LINES, 3)] == [2, 1]
+    with pytest.raises(UserError, match="--rows 4: the recording has 3 responses"):
+        first_responses(LINES, 4)
 
 
 def test_predictions_are_beside_what_was_measured(tmp_path: Path):
@@ -213,5 +256,5 @@ def test_predictions_are_beside_what_was_measured(tmp_path: Path):
     )
     assert off["predicted_tokens_per_s"]["roofline"] == pytest.approx(6 / 16)
     assert "predicted_tokens_per_s" not in suffix
-    shown = [list(column.cells) for column in tables(record)[-1].columns]
-    assert shown == [["off"], ["1"], ["1"], ["0"]]
+    shown = [*tables(record)][-1][-1]
+    assert shown == [["off", "1", "1", "0"]]

@@ -65,8 +65,7 @@ def test_the_command_has_all_methods(
     checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["bench", "specdecode", str(checkout), "--datasets", "gsm8k", "--rows", "1", "8"]
-    assert main([*command, "--json", "--plot", str(tmp_path / "plot.png")]) == 0
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*command, "--json"]) == 0
     found = {each["method"]: each for each in json.loads(capsys.readouterr().out)["gsm8k"]}
     assert found["EAGLE, oracle"]["tokens_per_step"] == 3.5
     assert found["oracle of both"]["tokens_per_step"] == 3.5
