@@ -29,7 +29,7 @@ MODEL = "qwen3_next" if MINOR == 24 else "qwen3_5"
 TESTED = {
     MODEL: 24, "qwen3_5_moe": 29, "nemotron_h": 29, "falcon_h1": 32, "granite_hybrid": 32, "zamba2": 32,
 }  # fmt: skip
-MAMBA_2 = ("batch", "gate", "long_as_drafts", "preempted")
+MAMBA_2 = ("crowded", "gate", "long_as_drafts", "preempted")
 GATED = {"num_speculative_tokens": 7, "batch_threshold": 4}
 # Scenarios whose tokens depend on earlier requests, without drafts too (see the test below).
 UNDEFINED = {"single_tokens"} if MINOR < 32 else set[str]()

@@ -36,11 +36,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_small": ("Qwen3_5", _DELTA | {"num_key_value_heads": 2, "linear_key_head_dim": 32,
         "linear_value_head_dim": 32}),
     "qwen3_5_moe": ("Qwen3_5Moe", _DELTA | _EXPERTS),
-    # Text and vision; its requests here are of text.
-    "qwen3_5_vl": ("Qwen3_5", {"text_config": _DELTA, "vision_config": {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128,
-        "num_position_embeddings": 16}, "image_token_id": 124, "video_token_id": 125,
-        "vision_start_token_id": 126, "vision_end_token_id": 127}),
     "nemotron_h": ("NemotronH", _COMMON | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"],
         "head_dim": 64, "mamba_num_heads": 4, "mamba_head_dim": 64, "ssm_state_size": 16, "n_groups": 1,
         "expand": 2, "chunk_size": 32, "num_nextn_predict_layers": 0}),
@@ -54,8 +49,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make_recurrent(name: str, folder: pathlib.Path, **more: Any) -> str:
-    """Write one of MODELS to the folder, with more fields of its configuration.
+def make_recurrent(name: str, folder: pathlib.Path) -> str:
+    """Write one of MODELS to the folder.
 
     A weight matrix is drawn from N(0, 1 / fan-in): every layer then moves the residual stream about as
     much as the embedding does, so a wrong state shows in the tokens.
@@ -64,11 +59,9 @@ def make_recurrent(name: str, folder: pathlib.Path, **more: Any) -> str:
     import transformers
 
     stem, fields = MODELS[name]
-    is_text = "text_config" not in fields
-    config_class = f"{stem}TextConfig" if stem.startswith("Qwen3_5") and is_text else f"{stem}Config"
-    architecture = f"{stem}For{'CausalLM' if is_text else 'ConditionalGeneration'}"
+    config_class = f"{stem}TextConfig" if stem.startswith("Qwen3_5") else f"{stem}Config"
     torch.manual_seed(0)
-    model = getattr(transformers, architecture)(getattr(transformers, config_class)(**fields | more))
+    model = getattr(transformers, f"{stem}ForCausalLM")(getattr(transformers, config_class)(**fields))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -79,7 +72,7 @@ def make_recurrent(name: str, folder: pathlib.Path, **more: Any) -> str:
             elif "conv" in key and weight.dim() == 3:
                 weight.normal_(0, 0.5, generator=generator)
         model.get_output_embeddings().weight.mul_(4)  # a peaked distribution, as a trained model's is
-    model.config.architectures = [architecture]
+    model.config.architectures = [f"{stem}ForCausalLM"]
     model.to(torch.float32).save_pretrained(folder)
     return str(folder)
 
