@@ -96,9 +96,9 @@ class Trained(NamedTuple):
 
 
 def trained(run: Path) -> list[Trained]:
-    """In the order of the steps."""
+    """In the order of the steps; a sample's name begins with its seed, step, and train or val."""
     lines = [line for file in sorted((run / trace.FOLDER).glob("*.jsonl")) for line in trace.read_trace(file)]
-    found = [Trained(line.step or 0, line) for line in lines if line.names[0][2] == "train"]
+    found = [Trained(line.names[0][1], line) for line in lines if line.names[0][2] == "train"]
     return sorted(found, key=lambda each: each.step)
 
 
