@@ -236,7 +236,10 @@ def test_a_config_that_nests_its_text_model_is_read_as_hugging_face_does(tmp_pat
     for broken, message in (
         ({"model_type": "x", "text_config": {}}, "text_config: hidden_size: is missing"),
         ({"text_config": text_config}, "text_config: .*model_type"),
-        (json.loads(file.read_text()) | {"quantization_config": {"bits": 8}}, "quantization_config: quantized"),
+        (
+            json.loads(file.read_text()) | {"quantization_config": {"bits": 8}},
+            "quantization_config: quantized",
+        ),
     ):
         file.write_text(json.dumps(broken))
         with pytest.raises(RooflineError, match=message):

@@ -155,65 +155,60 @@ def print_tables(folder: Path, served: dict[int, Turns]) -> None:
     sam = runs["sam"]
     for name in ("tokens_per_step", "acceptance_rate", "response_length", "entropy"):
         print(f"| {name}, sam | {by_epoch(sam.column(name))} |")
-    loops = [
-        np.mean(
-            [
-                is_looping(r.tolist())
-                for one in texts["sam"]
-                if one.step == step.step
-                for r in one.line.responses
-            ]
-        )
-        for step in sam.steps
-    ]
+    ends: dict[int, list[bool]] = {step.step: [] for step in sam.steps}
+    for one in texts["sam"]:
+        ends[one.step] += [is_looping(response.tolist()) for response in one.line.responses]
+    loops = [sum(each) / len(each) for each in ends.values()]
     print(f"| share of responses that end in a loop | {by_epoch(loops)} |")
     for history in (0, SpecConfig.history):
         counts = list(drafted(texts["sam"], history).values())
-        steps = by_epoch([each.tokens_per_step for each in counts])
+        steps = by_epoch([count.tokens_per_step for count in counts])
         print(f"| tokens per step if all steps draft, history={history} | {steps} |")
-        print(f"| acceptance rate | {by_epoch([each.acceptance_rate for each in counts])} |")
+        print(f"| acceptance rate | {by_epoch([count.acceptance_rate for count in counts])} |")
     print("\n| weights behind step | speed, sam to off | tokens per step | accepted | the same tokens |")
     print("|---" * 5 + "|")
-    for step, one in served.items():
-        low, high = one.speedup.ci95
+    for step, each in served.items():
+        (low, high), same = each.speedup.ci95, each.agreement
         print(
-            f"| {step} | {one.speedup.value:.2f} ({low:.2f} to {high:.2f}) | {one.tokens_per_step:.2f} | "
-            f"{one.acceptance_rate:.0%} | {one.agreement.num_identical:,} of {one.agreement.num_tokens:,} |"
+            f"| {step} | {each.speedup.value:.2f} ({low:.2f} to {high:.2f}) | {each.tokens_per_step:.2f} | "
+            f"{each.acceptance_rate:.0%} | {same.num_identical:,} of {same.num_tokens:,} |"
         )
     print("\nvalidation:", {method: validations(folder / method) for method in runner.METHODS})
-    for step, one in agreements(texts["off"], texts["sam"]).items():
-        print(f"step {step}: {one.num_identical:,} of {one.num_tokens:,} tokens the same")
+    for step, agreed in agreements(texts["off"], texts["sam"]).items():
+        print(f"step {step}: {agreed.num_identical:,} of {agreed.num_tokens:,} tokens the same")
 
 
 def draw(folder: Path, served: dict[int, Turns], path: Path) -> None:
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
-    reward, steps, speed = figure.subplots(1, 3)
-    for method, style in (("off", "o"), ("sam", "-")):
-        run = read_run(folder / method, method)
-        reward.plot(run.column("step"), run.column("reward"), style, ms=3, lw=1, label=f"training, {method}")
-        checks = validations(folder / method)
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    (reward, steps), (speed, accepted) = figure.subplots(2, 2)
+    for method, style, size in (("off", "o", 7), ("sam", ".", 5)):
+        run, checks = read_run(folder / method, method), validations(folder / method)
+        look = {"mfc": "none", "ms": size, "lw": 0.8}
         reward.plot(
-            [*checks],
-            [*checks.values()],
-            "s" if method == "off" else "--",
-            mfc="none",
-            label=f"validation, {method}",
+            run.column("step"), run.column("reward"), f"C0{style}-", label=f"training, {method}", **look
         )
-    reward.set_ylabel("reward")
+        reward.plot([*checks], [*checks.values()], f"C1{style}-", label=f"validation, {method}", **look)
     sam, lines = read_run(folder / "sam", "sam"), trained(folder / "sam")
-    steps.plot(sam.column("step"), sam.column("tokens_per_step"), ".-", label="in the training")
+    steps.plot(sam.column("step"), sam.column("tokens_per_step"), "k.", label="in the training")
     for history in (0, SpecConfig.history):
         counts = drafted(lines, history)
-        label = f"every step drafts, history={history}"
+        label = f"if every step drafts, history={history}"
         steps.plot([*counts], [each.tokens_per_step for each in counts.values()], lw=1, label=label)
-    steps.set_ylabel("tokens per step")
+        accepted.plot([*counts], [each.acceptance_rate for each in counts.values()], lw=1, label=label)
     values = np.array([[one.speedup.value, *one.speedup.ci95] for one in served.values()])
-    around = np.abs(values[:, 1:].T - values[:, 0])
-    speed.errorbar([*served], values[:, 0], around, fmt="o-", capsize=3, label="sam, as a ratio to off")
+    around = np.abs(values[:, 1:].T - values[:, :1].T)
+    speed.errorbar(
+        [*served], values[:, 0], around, fmt="o-", capsize=3, label="with drafts, as a ratio to off"
+    )
     speed.axhline(1.0, color="grey", lw=0.8)
-    speed.set_ylabel("tokens per second")
-    for panel in (reward, steps, speed):
-        panel.set_xlabel("training step")
+    panels = {
+        "reward": reward,
+        "tokens per step": steps,
+        "acceptance rate": accepted,
+        "speed in turns": speed,
+    }
+    for name, panel in panels.items():
+        panel.set(xlabel="training step", ylabel=name, xlim=(-1, STEPS + 1))
         panel.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
