@@ -243,3 +243,14 @@ def test_where_every_bit_counts_log_probabilities_do_too():
     assert "promises the same bits" in render_html(exact)
     assert verdict(exact | {"max_logprob_difference": 1e-7}) == "not certified"
     assert verdict(exact | {"max_logprob_difference": 1e-7, "tolerance": 1e-4}) == "identical"
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "expected"), [("1", None, 0.0), ("1", 0.1, 0.1), ("0", None, 1e-4)]
+)
+def test_the_batch_invariant_mode_explains_no_difference(monkeypatch, mode, given, expected):
+    from rollout_spec.certify.certify import Plan
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
+    plan = Plan("a model", [], [], [], [], [], 1, 0, 1.0, 0, "float32", given, 0, {})
+    assert plan.fixed_tolerance == expected

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import pathlib
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -89,25 +87,6 @@ def test_bfloat16_is_certified_within_its_own_tolerance(
     assert (code, record["unexplained_differences"], record["tolerance"]) == (0, 0, None)
     assert record["plan"]["dtype"] == "bfloat16"
     assert all(difference["tolerance"] > 1e-3 for difference in record["differences"])
-
-
-def certificate_of(model: str) -> dict[str, Any]:
-    from rollout_spec.certify.certify import certify
-
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    return certify(tiny_plan(model))
-
-
-def test_in_the_batch_invariant_mode_every_bit_counts(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CPU has the switch only, so log-probabilities may differ. In a process of its own: the mode stays."""
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        record = process.submit(certificate_of, tiny_model).result()
-    assert (record["tolerance"], record["unexplained_differences"]) == (0.0, 0)
-    same = record["max_logprob_difference"] == 0.0
-    assert record["verdict"] == ("identical bit for bit" if same else "not certified")
 
 
 def test_a_wrong_sampler_is_not_certified(

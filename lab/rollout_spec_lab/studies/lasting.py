@@ -179,8 +179,9 @@ def print_tables(folder: Path, served: dict[int, Turns]) -> None:
 
 
 def draw(folder: Path, served: dict[int, Turns], path: Path) -> None:
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    (reward, steps), (speed, accepted) = figure.subplots(2, 2)
+    figure = Figure(figsize=(12, 3), layout="constrained")
+    names = ["reward", "tokens per step", "acceptance rate", *["speed in turns"] * bool(served)]
+    reward, steps, accepted, *speed = panels = figure.subplots(1, len(names))
     for method, style, size in (("off", "o", 7), ("sam", ".", 5)):
         run, checks = read_run(folder / method, method), validations(folder / method)
         look = {"mfc": "none", "ms": size, "lw": 0.8}
@@ -195,19 +196,12 @@ def draw(folder: Path, served: dict[int, Turns], path: Path) -> None:
         label = f"if every step drafts, history={history}"
         steps.plot([*counts], [each.tokens_per_step for each in counts.values()], lw=1, label=label)
         accepted.plot([*counts], [each.acceptance_rate for each in counts.values()], lw=1, label=label)
-    values = np.array([[one.speedup.value, *one.speedup.ci95] for one in served.values()])
-    around = np.abs(values[:, 1:].T - values[:, :1].T)
-    speed.errorbar(
-        [*served], values[:, 0], around, fmt="o-", capsize=3, label="with drafts, as a ratio to off"
-    )
-    speed.axhline(1.0, color="grey", lw=0.8)
-    panels = {
-        "reward": reward,
-        "tokens per step": steps,
-        "acceptance rate": accepted,
-        "speed in turns": speed,
-    }
-    for name, panel in panels.items():
+    for panel in speed:
+        values = np.array([[one.speedup.value, *one.speedup.ci95] for one in served.values()])
+        around = np.abs(values[:, 1:].T - values[:, :1].T)
+        panel.errorbar([*served], values[:, 0], around, fmt="o-", capsize=3, label="sam over off")
+        panel.axhline(1.0, color="grey", lw=0.8)
+    for name, panel in zip(names, panels, strict=True):
         panel.set(xlabel="training step", ylabel=name, xlim=(-1, STEPS + 1))
         panel.legend(fontsize=7)
     figure.savefig(path, dpi=110)
