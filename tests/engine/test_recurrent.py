@@ -31,7 +31,9 @@ GATED = {"num_speculative_tokens": 7, "batch_threshold": 4}
 # Scenarios whose tokens depend on earlier requests, without drafts too (see the test below).
 UNDEFINED = {"single_tokens"} if MINOR < 32 else set[str]()
 
-pytestmark = pytest.mark.skipif(MINOR < 24, reason="refused, as the driver's tests show")
+pytestmark = pytest.mark.skipif(
+    MINOR < 24, reason="recurrent policies draft from vLLM 0.24 on; tests/test_recurrent.py has the refusal"
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +117,14 @@ def mamba_2(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
     return folder, served(folder, None, SOME, **SHORT_STEPS)
 
 
-@pytest.mark.skipif(MINOR < 29, reason="refused: no Mamba 2 on CPUs to test it")
+@pytest.mark.skipif(MINOR < 29, reason="refused before vLLM 0.29, as no CPU engine there runs it")
 def test_drafts_change_nothing_with_layers_of_mamba_2(mamba_2: tuple[str, dict[str, Any]]) -> None:
     folder, plain = mamba_2
     assert_right_with_mamba_2(folder, plain)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(MINOR < 32, reason="refused: no room for the convolution's drafts")
+@pytest.mark.skipif(MINOR < 32, reason="refused before vLLM 0.32: no room for the drafts of its convolution")
 @pytest.mark.parametrize("name", ["falcon_h1", "granite_hybrid", "zamba2"])
 def test_drafts_change_nothing_with_other_policies_of_mamba_2(
     name: str, model: str, tmp_path: pathlib.Path
@@ -140,7 +142,7 @@ def assert_right_with_mamba_2(folder: str, plain: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(MINOR < 29, reason="refused: no Mamba 2 on CPUs to test it")
+@pytest.mark.skipif(MINOR < 29, reason="refused before vLLM 0.29, as no CPU engine there runs it")
 def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(
     mamba_2: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +174,7 @@ def test_the_mend_is_needed_until_vllm_is_right(model: str, as_it_is: None) -> N
 
 
 @pytest.mark.long
-@pytest.mark.skipif(MINOR < 29, reason="no Qwen3.5 of text alone")
+@pytest.mark.skipif(MINOR < 29, reason="Qwen3.5 of text alone comes from vLLM 0.29 on")
 def test_drafts_change_nothing_beside_an_mtp_head(model: str, tmp_path: pathlib.Path) -> None:
     """Rows then have drafts of any length."""
     folder = make_mtp(MODEL, tmp_path)
