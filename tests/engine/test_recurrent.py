@@ -31,9 +31,13 @@ GATED = {"num_speculative_tokens": 7, "batch_threshold": 4}
 # Scenarios whose tokens depend on earlier requests, without drafts too (see the test below).
 UNDEFINED = {"single_tokens"} if MINOR < 32 else set[str]()
 
-pytestmark = pytest.mark.skipif(
-    MINOR < 24, reason="recurrent policies draft from vLLM 0.24 on; tests/test_recurrent.py has the refusal"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        MINOR < 24,
+        reason="recurrent policies draft from vLLM 0.24 on; tests/test_recurrent.py has the refusal",
+    ),
+    pytest.mark.usefixtures("own_process_groups"),
+]
 
 
 @pytest.fixture(scope="module")
