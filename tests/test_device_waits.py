@@ -320,7 +320,8 @@ def test_drafts_of_mrv2_go_to_the_host_and_back(vllm: None, streams: None) -> No
     )
     runner: Any = types.SimpleNamespace(
         parallel_config=config.parallel_config, max_num_reqs=num, max_model_len=64, req_states=states,
-        add_requests=lambda _: None, postprocess_sampled=lambda *_: None, sample_tokens=lambda: None,
+        add_requests=lambda _: None, update_requests=lambda _: None, execute_model=lambda _: None,
+        postprocess_sampled=lambda *_: None, sample_tokens=lambda: None,
     )  # fmt: skip
     new = [
         types.SimpleNamespace(
@@ -343,7 +344,7 @@ def test_drafts_of_mrv2_go_to_the_host_and_back(vllm: None, streams: None) -> No
             types.SimpleNamespace(req_ids=["b", "a"], num_reqs=2), put(torch.tensor([1, 1]).int())
         )
         drafts = dict(zip(*dataclasses.astuple(host.get_draft_tokens()), strict=True))
-        runner.add_requests(
+        runner.update_requests(
             types.SimpleNamespace(
                 **{**step, "scheduled_new_reqs": [], "scheduled_spec_decode_tokens": drafts}
             )

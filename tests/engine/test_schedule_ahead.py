@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout_spec.config import ConfigError
-from rollout_spec.patches import PatchError
-from rollout_spec.vllm.mrv2 import enable
 from tests.engine.conftest import configured
 
 OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -82,22 +79,3 @@ def test_an_engine_that_cannot_says_why(
     assert not decided(None, **arguments()).async_scheduling
     [message] = {message for message in caplog.messages if "one by one" in message}
     assert re.search(f"the device waits for the host between them; async_scheduling: {reason}", message)
-
-
-def test_a_step_that_waits_and_schedules_loses_no_tokens() -> None:
-    given: list[Any] = [("first", False), (None, True), ("first", False), ("lost", True)]
-
-    class EngineCore:
-        scheduler = SimpleNamespace(waits=True, has_unfinished_requests=lambda: True)
-
-        def __init__(self) -> None:
-            self.batch_queue = ["a step"]
-
-        def step_with_batch_queue(self) -> Any:
-            self.batch_queue.clear()
-            return given.pop(0)
-
-    enable.wait_and_schedule(SimpleNamespace(EngineCore=EngineCore))
-    assert EngineCore().step_with_batch_queue() == ("first", True)
-    with pytest.raises(PatchError, match="a step gives tokens though"):
-        EngineCore().step_with_batch_queue()

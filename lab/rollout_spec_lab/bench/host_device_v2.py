@@ -33,7 +33,7 @@ class DeviceV2(Device):
 
     def install(self) -> None:
         runner = self._runner
-        runner.execute_model = self._noting(runner.execute_model)
+        runner.update_requests = self._noting(runner.update_requests)  # behind it a step has its drafts
         runner.model.forward = self._forward
         runner.model.compute_logits = lambda hidden: hidden
         runner.sample = self._recorded_behind(runner.sample)

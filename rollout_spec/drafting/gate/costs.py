@@ -77,6 +77,8 @@ class Costs:
         self._step: Step | None = None
         self.is_probe = False
         """Whether the step now running goes without drafts, to be measured; in all ranks."""
+        self.probes_soon = False
+        """The same of the step behind two others: this one and the next."""
         # Most tokens of a rank over this one's rows. At least one of these steps was without drafts, and
         # hardly all held a prefill: the least says how many times as many rows the fullest rank has.
         self._tokens_per_row: deque[float] = deque(maxlen=PROBE_EVERY)
@@ -142,10 +144,15 @@ class Costs:
             number = step.ranks.num_steps
             self._tokens_per_row.append(step.ranks.most_tokens / step.num_rows)
         self._num_steps += 1
-        is_turn = number % (FILLED_PROBE_EVERY if self._fill_to else PROBE_EVERY) == 0
-        is_early = number < EARLY_STEPS and not self._fill_to and number % EARLY_PROBE_EVERY == 0
-        self.is_probe = is_turn or is_early or self._num_plain < ENOUGH
+        self.is_probe = self._is_turn(number) or self._num_plain < ENOUGH
+        self.probes_soon = self._is_turn(number + 2)
         return excess
+
+    def _is_turn(self, number: int) -> bool:
+        """Whether a plain step is measured behind the step of that number."""
+        if self._fill_to:
+            return number % FILLED_PROBE_EVERY == 0
+        return number % PROBE_EVERY == 0 or (number < EARLY_STEPS and number % EARLY_PROBE_EVERY == 0)
 
     def _learn(self, step: Step, seconds: float, choice: Choice, counters: EngineCounters) -> float | None:
         num_tokens, is_plain = step.num_rows + choice.num_tokens, choice.num_tokens == 0
