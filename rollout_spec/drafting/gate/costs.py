@@ -75,6 +75,7 @@ class Costs:
         self._plain, self._drafted = StepCost(), StepCost()
         self._num_steps = self._num_plain = 0
         self._step: Step | None = None
+        self._plain_seconds: float | None = None  # of a step like that one; None: to be computed
         self.is_probe = False
         """Whether the step now running goes without drafts, to be measured; in all ranks."""
         self.probes_soon = False
@@ -111,7 +112,9 @@ class Costs:
     @property
     def plain_seconds(self) -> float:
         """Seconds of a plain step."""
-        return float(self._plain.seconds(self.most_rows, self.step.num_context))
+        if self._plain_seconds is None:
+            self._plain_seconds = float(self._plain.seconds(self.most_rows, self.step.num_context))
+        return self._plain_seconds
 
     def num_verified(self, num_draft_tokens: int) -> int:
         """Draft tokens that a step verifies for so many that are drafted."""
@@ -137,12 +140,13 @@ class Costs:
             Of a step with drafts: how much longer it took than expected, as a share of a plain step's time.
             None: it says nothing.
         """
-        self._step = step
+        self._step, self._plain_seconds = step, None
         excess = None if step.seconds is None else self._learn(step, step.seconds, choice, counters)
         number = self._num_steps
         if step.ranks is not None:
             number = step.ranks.num_steps
             self._tokens_per_row.append(step.ranks.most_tokens / step.num_rows)
+            self._plain_seconds = None
         self._num_steps += 1
         self.is_probe = self._is_turn(number) or self._num_plain < ENOUGH
         self.probes_soon = self._is_turn(number + 2)
@@ -166,6 +170,7 @@ class Costs:
             if self._num_steps < EARLY_STEPS:
                 self._plain.forget(0.0)  # so that later steps soon outweigh the first ones
             self._plain.learn(num_tokens, step.num_context, seconds)
+            self._plain_seconds = None
             self._num_plain += 1
             self._remember(seconds, seconds, 0.0, 0)
             return None

@@ -29,6 +29,7 @@ FORGET_STEPS = 256  # without drafts, in which two thirds of the belief in what 
 
 _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
+_Float64 = npt.NDArray[np.float64]
 
 
 class Gate(Protocol):
@@ -176,7 +177,7 @@ class AutoGate:
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         self._steps_until_look = LOOK_EVERY
         sorted_survivals = _sorted(survivals, numbers)
-        num, gain = self._best_budget(sorted_survivals)
+        num, gain, costs = self._best_budget(sorted_survivals)
         if self._costs.step.num_passes:
             self._judge_passes(gain)
         if not len(sorted_survivals):
@@ -195,8 +196,8 @@ class AutoGate:
         is_chosen = (survivals >= np.float32(self._least_verified)) & _is_draft(survivals, numbers)
         chosen = is_chosen.sum(axis=1).astype(np.int32)
         num = int(chosen.sum())
-        expected = float(self._costs.drafted_seconds(np.array([num]))[0])
-        self._choice = Choice(self._costs.num_verified(num), float(sorted_survivals[:num].sum()), expected)
+        promised = float(sorted_survivals[:num].sum())
+        self._choice = Choice(self._costs.num_verified(num), promised, float(costs[num - 1]))
         self.fills = True
         return chosen
 
@@ -211,18 +212,19 @@ class AutoGate:
     def discard(self) -> None:
         self._choice, self.fills = NOTHING, False
 
-    def _best_budget(self, survivals: npt.NDArray[np.float64]) -> tuple[int, float]:
-        """How many draft tokens to verify, and the tokens that they gain above what their time would give.
+    def _best_budget(self, survivals: _Float64) -> tuple[int, float, _Float64]:
+        """How many draft tokens to verify, the tokens that they gain above what their time would give, and
+        what steps with 1 draft token take, with 2, and so on: seconds.
 
         survivals: of all rows' draft tokens, the largest first.
         """
         if not len(survivals):
-            return 0, 0.0
+            return 0, 0.0, survivals
         costs, plain = self._costs.drafted_seconds(1 + np.arange(len(survivals))), self._costs.plain_seconds
         tokens = self._costs.gain * self._costs.most_rows  # that the time of a plain step gives
         net_gains = np.cumsum(survivals * self._costs.calibration) - tokens / plain * (costs - plain)
         best = int(np.argmax(net_gains))
-        return best + 1, float(net_gains[best])
+        return best + 1, float(net_gains[best]), costs
 
     def _judge_passes(self, gain: float) -> None:
         """A model's drafts and the text's gain so many tokens."""
@@ -236,6 +238,6 @@ def _is_draft(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.bool_]:
     return np.arange(survivals.shape[1]) < numbers[:, None]
 
 
-def _sorted(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.float64]:
+def _sorted(survivals: _Float32, numbers: _Int32) -> _Float64:
     """Of all draft tokens, the largest first."""
     return np.sort(survivals[_is_draft(survivals, numbers)])[::-1].astype(float)
