@@ -43,7 +43,7 @@ FAST = -m 'not slow and not long' $(TWO)
 SLOW = -m slow $(TWO) --no-loadscope-reorder # but as tests/conftest.py orders them
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
-	requests engines life_cycle sampling plain_vllm graphs schedule_ahead runner_v2)
+	requests engines life_cycle sampling plain_vllm graphs schedule_ahead runner_v2 recurrent)
 # What needs verl, and no training.
 VERL_TESTS := $(patsubst %,tests/test_%.py,verl_adapter verl_check_config verl_check_drafter verl_client \
 	verl_history verl_ranks verl_router recipes) tests/engine/test_verl_server.py tests/engine/test_storm.py \

@@ -13,7 +13,13 @@
 #include <string.h>
 
 /* The constants were chosen on recorded rollouts; a factor of two in any of them costs under 1 %. */
-static const float FIRST_WEIGHT = 0.1F;
+/* What an engine begins with: each expert's weight for its own token, and against any other; sums over the selectors.
+ * From recordings, by lab/rollout_spec_lab/studies/first_weights.py: the matches, six contexts, a model, the corpus. */
+static const float FIRST_WEIGHTS[2][RS_NUM_EXPERTS] = {
+    {0.93F, 0.45F, 0.10F, 0.26F, -0.10F, -0.21F, 0.18F, 0.15F, 0.51F, 0.30F},
+    {0.38F, 0.10F, -0.05F, -0.02F, 0.17F, 0.10F, 0.03F, 0.11F, 0.76F, 0.30F},
+};
+static const float FIRST_BIAS = 0.48F;
 static const double LEARNING_RATE = 0.0133;
 static const double MAX_WEIGHT = 4.0 / 3.0; /* no text, however adversarial, drives a weight beyond */
 static const double RIVAL_SHARE = 0.2;      /* of what an expert leaves open, for one other token */
@@ -99,8 +105,10 @@ void rs_calibration_init(rs_calibration *calibration) {
     memset(calibration, 0, sizeof *calibration);
     for (int set = 0; set < RS_NUM_WEIGHT_SETS; set++) {
         rs_weights *weights = calibration->weights + set;
+        weights->bias = FIRST_BIAS / RS_NUM_SELECTORS;
         for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-            weights->experts[0][e] = weights->experts[1][e] = FIRST_WEIGHT;
+            weights->experts[0][e] = FIRST_WEIGHTS[0][e] / RS_NUM_SELECTORS;
+            weights->experts[1][e] = FIRST_WEIGHTS[1][e] / RS_NUM_SELECTORS;
         }
     }
     for (int i = 0; i < RS_NUM_STRETCHED; i++) {

@@ -1,7 +1,8 @@
 """Model-free, lossless speculative decoding for RL rollouts with verl and vLLM.
 
 The modules beside the packages hold what all of them share: the options (`config`), what is counted
-(`metrics`), the register of changes to other packages (`patches`) and recorded rollouts (`trace`).
+(`metrics`), the register of changes to other packages (`patches`), recorded rollouts (`trace`) and policies
+with recurrent layers (`recurrent`).
 May import: numpy. They import no package of ours, and start nothing.
 """
 

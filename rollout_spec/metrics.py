@@ -196,7 +196,7 @@ class RequestCounters(_Counters):
 
 @dataclasses.dataclass
 class RolloutReport:
-    """What one rollout server has served of the training, under weights that it has no more."""
+    """What one rollout server has served for the training, under weights that have been replaced since."""
 
     engine: EngineCounters | None = None  # None: the engine has no drafter of ours (rollout.spec off)
     requests: list[RequestCounters] = dataclasses.field(default_factory=list)  # of every finished request

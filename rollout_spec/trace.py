@@ -31,7 +31,7 @@ class TraceError(UserError):
 
 
 class Proposals(NamedTuple):
-    """What a model would draft in a response of n tokens: row i behind the prompt and the first i of them."""
+    """A model's drafts in a response of n tokens. Row i follows the prompt and i tokens of the response."""
 
     tokens: npt.NDArray[np.int32]
     """[n, m]; negative: nothing from there on."""
@@ -49,9 +49,9 @@ class Rollout:
     prompt_token_ids: npt.NDArray[np.int32]
     responses: list[npt.NDArray[np.int32]]
     names: Sequence[Any] = ()
-    """Of each response that of its sample, or None; empty where a trace has no names."""
+    """The sample's name for each response, or None; empty if the trace has no names."""
     proposals: Sequence[Proposals] = ()
-    """Of each response; empty where there is no model."""
+    """One for each response; empty if no model drafted."""
 
 
 def trace_file(folder: Path, number: int) -> Path:

@@ -23,7 +23,6 @@ FIRST = [
     f"test_{name}.py"
     for name in (
         "parallel", "certify", "plain_vllm", "gpu_check", "bench", "runner_v2", "model_drafter",
-        "full_determinism",
     )
 ]  # fmt: skip
 

@@ -125,15 +125,23 @@ class Experience:
 
     NUM_EXPERTS = 10
     MAX_WEIGHT = 4.0 / 3.0
+    # The first bias, weights for an expert's own token, and for another expert's: sums over the selectors.
+    FIRST = (
+        [0.48],
+        [0.93, 0.45, 0.10, 0.26, -0.10, -0.21, 0.18, 0.15, 0.51, 0.30],
+        [0.38, 0.10, -0.05, -0.02, 0.17, 0.10, 0.03, 0.11, 0.76, 0.30],
+    )
 
     def __init__(self, max_bytes: int = 0) -> None:
         self.contexts = ContextsOracle(max_bytes)
         self.cells: dict[tuple, list] = {}
         # [bias, for an expert's own token, for another expert's] by selector and what it selects by
-        self.weights: dict[tuple, list] = defaultdict(
-            lambda: [single(0.0), [single(0.1)] * self.NUM_EXPERTS, [single(0.1)] * self.NUM_EXPERTS]
-        )
+        self.weights: dict[tuple, list] = defaultdict(self.first_weights)
         self.num_opened = 0
+
+    def first_weights(self) -> list:
+        [bias], own, other = ([single(x) / single(3) for x in part] for part in self.FIRST)
+        return [bias, own, other]
 
     def predict(
         self,

@@ -26,7 +26,7 @@ from rollout_spec.certify.numerics import (
     rounding,
 )
 from rollout_spec.metrics import RequestCounters
-from rollout_spec.report.certificate import render_html, sentences
+from rollout_spec.report.certificate import render_html
 from rollout_spec.report.responses import Agreement
 from rollout_spec.verification.coupled import keyed_sample
 
@@ -39,7 +39,7 @@ def response(token_ids: list[int], num_rejected: int = 0) -> Response:
     return Response(token_ids, [0.0] * len(token_ids), counters)
 
 
-def test_a_configuration_that_rejected_nothing_says_nothing() -> None:
+def test_a_configuration_that_rejected_nothing_says_nothing():
     accepted = {"num_draft_tokens": 5, "num_rejected_tokens": 0}
     rejected = {"num_draft_tokens": 5, "num_rejected_tokens": 1}
     nothing = {"num_draft_tokens": 0, "num_rejected_tokens": 0}
@@ -52,7 +52,7 @@ def test_a_configuration_that_rejected_nothing_says_nothing() -> None:
     }
 
 
-def test_counts_end_at_the_first_difference() -> None:
+def test_counts_end_at_the_first_difference():
     """Two samples in two configurations; the second differs in its first response."""
     off = response([1, 2, 3, 4])
     same = Pair(Sample(0, 1.0, 1), off, response([1, 2, 3, 4]))
@@ -69,7 +69,7 @@ def test_counts_end_at_the_first_difference() -> None:
     assert (longer.agreement, longer.tokens) == (Agreement(5, 4), (-1, 5))
 
 
-def test_the_gap_says_how_wrong_the_logits_must_have_been() -> None:
+def test_the_gap_says_how_wrong_the_logits_must_have_been():
     logprobs = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)).mul(2).log_softmax(0)
     order = logprobs.argsort(descending=True).tolist()
     assert explain(logprobs, 0.0, 0, 1.0, 1, 1, order[:2], 1e-4) == pytest.approx(
@@ -90,7 +90,7 @@ def drawn(logits: torch.Tensor, kept: list[int], position: int = 3) -> int:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (0, 0.5), (30, 0.5), (4, 0.99)])
-def test_a_boundary_that_was_on_either_side_explains(top_k: int, top_p: float) -> None:
+def test_a_boundary_that_was_on_either_side_explains(top_k, top_p):
     """Logits whose boundary is moved to 1e-5 beyond a token, or before it; with either, either draw."""
     checked = 0
     for seed in range(40):
@@ -124,9 +124,9 @@ def test_a_boundary_that_was_on_either_side_explains(top_k: int, top_p: float) -
     assert checked > 5
 
 
-def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn() -> None:
+def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn():
     explained = []
-    for seed in range(40):
+    for seed in range(30):
         logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)).mul(2)
         order = logits.argsort(descending=True).tolist()
         own = drawn(logits, order[:4])
@@ -137,15 +137,13 @@ def test_a_token_beyond_a_boundary_is_explained_if_it_would_have_been_drawn() ->
         wins = drawn(logits, order[:5]) == order[4] or drawn(logits, [*order[:3], order[4]]) == order[4]
         explained.append(explain(logits, 1.0, 4, 1.0, 7, 3, [own, order[4]], 1e-4) < 1e-4)
         assert explained[-1] == wins
-    assert 3 < sum(explained) < 37
+    assert 2 < sum(explained) < 28
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.1, 0, 1.0), (0.5, 0, 1.0), (0.3, 50, 0.95)])
-def test_a_token_that_is_out_of_reach_is_never_explained(
-    temperature: float, top_k: int, top_p: float
-) -> None:
+def test_a_token_that_is_out_of_reach_is_never_explained(temperature, top_k, top_p):
     """Whichever engine drew it, and however much less than float32's smallest number is its probability."""
-    for seed in range(20):
+    for seed in range(8):
         logits = torch.randn(1000, generator=torch.Generator().manual_seed(seed)).mul(3)
         logits[:128] += 15
         logits[640:768] -= 40 + 3 * seed  # a whole block
@@ -156,11 +154,11 @@ def test_a_token_that_is_out_of_reach_is_never_explained(
     assert explain(logits, temperature, top_k, top_p, 7, 0, [own, own], 1e-4) == np.inf
 
 
-def test_logits_of_few_bits_are_explained() -> None:
+def test_logits_of_few_bits_are_explained():
     """Ties at the boundary, distances that are multiples of 1 / 32, pairs that change places."""
     rng = torch.Generator().manual_seed(0)
     explained = []
-    for position in range(900):
+    for position in range(400):
         logits = (torch.randn(VOCAB_SIZE, generator=rng) * 2 * 32).round() / 32
         wrong = logits + torch.randint(-1, 2, logits.shape, generator=rng) / 32
         tolerance = 3 / 32  # any two are wrong by 2 / 32 at most
@@ -170,24 +168,23 @@ def test_logits_of_few_bits_are_explained() -> None:
             tokens.append(drawn(given, (given >= fourth).nonzero().flatten().tolist(), position))
         if tokens[0] != tokens[1]:
             explained.append(explain(logits, 1.0, 4, 1.0, 7, position, tokens, tolerance) < tolerance)
-    assert len(explained) > 10
+    assert len(explained) > 5
     assert all(explained)
 
 
-def test_what_is_rounded_is_tolerated() -> None:
+def test_what_is_rounded_is_tolerated():
     logits = torch.tensor([3.0, -16.0, -torch.inf])  # of a token that the model never says
     assert rounding("bfloat16", logits, 1.0) == rounding("bfloat16", logits, 0.0) == 2 * 16 * 2**-7
     assert rounding("float16", logits, 0.5) == 2 * 2 * 16 * 2**-10
 
 
-def test_the_chi_square_test_is_scipys() -> None:
-    for rows in ([[300, 500], [450, 350]], [[30, 50, 20], [45, 40, 15]], [[90, 20, 7, 3], [60, 30, 20, 10]]):
-        table = np.array(rows)
+def test_the_chi_square_test_is_scipys():
+    for table in map(np.array, ([[300, 500], [450, 350]], [[90, 20, 7, 3], [60, 30, 20, 10]])):
         expected = chi2_contingency(table, correction=False).pvalue
         assert _chi_square(table) == pytest.approx(expected, rel=1e-9)
 
 
-def test_what_a_thousand_samples_find() -> None:
+def test_what_a_thousand_samples_find():
     """A temperature 30 % off, not one 10 % off: of Zipf's law; certificate.md has it of the demo's policy."""
     rng, logits = np.random.default_rng(0), -np.log(np.arange(1, 201))
 
@@ -221,20 +218,14 @@ def certificate(**changes):
     } | changes  # fmt: skip
 
 
-def test_the_certificates_page_tells_no_gap_from_no_finite_gap():
+def test_the_page_tells_no_gap_from_no_finite_gap_and_names_the_runner():
     page = render_html(certificate())
     assert page.count("<td>0.0e+00</td>") == page.count("<td>inf</td>") == 1
     assert "was not tested: no samples asked for" in page and "2 x the epsilon of bfloat16" in page
     for name, value in {"model": "a &lt;small&gt; one", "versions": "torch 2", "date": "today"}.items():
         assert f"<dt>{name}</dt><dd>{value}</dd>" in page
-
-
-def test_a_certificate_names_the_model_runner():
-    for runner, other in (("MRV1", "MRV2"), ("MRV2", "MRV1")):
-        assert f"had vLLM's model runner {runner[2:]}" in " ".join(
-            sentences(certificate(model_runner=runner))
-        )
-        assert f"had vLLM's model runner {other[2:]}" not in render_html(certificate(model_runner=runner))
+    assert "All engines here had MRV1" in page
+    assert "All engines here had MRV2" in render_html(certificate(model_runner="MRV2"))
 
 
 def test_the_verdict_says_what_was_not_tested_and_what_differs():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,16 +19,24 @@ from rollout_spec.certify import diagnosis
 from rollout_spec.cli import COMMANDS, build_parser, main
 from rollout_spec.trace import read_trace, to_line
 
-COMMAND = (sys.executable, "-m", "rollout_spec.cli")
-TRACE = str(Path(__file__).parent / "data" / "demo_trace.jsonl.gz")
-RECORDING = str(Path(__file__).parent / "data" / "policy_trace.jsonl.gz")
-QWEN = str(Path(__file__).parents[1] / "recipes" / "models" / "qwen3_32b.json")
-EXPERTS = str(Path(__file__).parents[1] / "recipes" / "models" / "qwen3_235b.json")
+FOLDER = Path(__file__).parent
+TRACE = str(FOLDER / "data/demo_trace.jsonl.gz")
+RECORDING = str(FOLDER / "data/policy_trace.jsonl.gz")
+QWEN, EXPERTS = (str(FOLDER.parent / f"recipes/models/qwen3_{size}.json") for size in ("32b", "235b"))
+FILES = {"TRACE": TRACE, "QWEN": QWEN, "EXPERTS": EXPERTS, "HERE": __file__}
 
 
-def run(*arguments: object, **env: str) -> subprocess.CompletedProcess:
-    command = [*COMMAND, *(str(argument) for argument in arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+@pytest.fixture
+def printed(capsys):
+    """`printed(*arguments)`: what a command prints, which then is the only output; as JSON with `--json`."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == 0
+        said = capsys.readouterr().out
+        return json.loads(said) if "--json" in arguments else said
+
+    return run
 
 
 def test_help_lists_every_command_and_imports_nothing_slow():
@@ -43,140 +51,128 @@ def test_help_lists_every_command_and_imports_nothing_slow():
         assert re.search(rf"^    {name}\s", done.stdout, re.MULTILINE)
 
 
-def test_version():
-    done = run("--version")
-    assert (done.returncode, done.stdout) == (0, f"rollout-spec {__version__}\n")
+def test_version(printed):
+    assert printed("--version") == f"rollout-spec {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["compare", "/nowhere", "/nowhere"], "/nowhere: no such file"),
-        (["compare", "", TRACE], "RUN_OFF: must name a file or a folder"),
-        (["certify", "--model", ""], "--model: must name a file or a folder"),
-        (["certify", "--model", "x", "--train-file", "/nowhere"], "--train-file /nowhere: no such file"),
-        (
-            ["certify", "--model", "x", "--train-file", __file__],
-            f"--train-file {__file__}: cannot be read as parquet",
-        ),
-        (["certify"], "the following arguments are required: --model"),
-        (
-            ["certify", "--model", "x", "--num-prompts", "9"],
-            "--num-prompts 9: at most 8 without --train-file",
-        ),
-        (["compare", TRACE, TRACE], "not a line of verl's file logger"),
-        (["certify", "--model", "x", "--top-k", "-5"], "--top-k: -5 must be at least 0"),
-        (["certify", "--model", "x", "--top-p", "0"], "--top-p: 0 must be above 0 and at most 1"),
-        (["certify", "--model", "x", "--temperatures", "1", "nan"], "--temperatures: nan must be at least 0"),
-        (["certify", "--model", "x", "--temperatures", "inf"], "--temperatures: inf must be at least 0"),
-        (
-            ["certify", "--model", "x", "--seed", "2147483647"],
-            "--seed: 2147483647 must be at least 0 and at most 2,147,483,646",
-        ),
-        (["certify", "--model", "x", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
-        (["certify", "--model", "x", "--group-sizes", "two"], "--group-sizes: invalid int value: 'two'"),
-        (
-            ["certify", "--model", "x", "--num-speculative-tokens", "65"],
-            "rollout.spec.num_speculative_tokens=65: must be between 1 and 64",
-        ),
-        (["certify", "--model", "/nowhere"], "--model /nowhere: no Hugging Face folder"),
-        (
-            ["certify", "--model", "x", "--num-speculative-tokens", "8", "4", "--model-drafter", "mtp::5"],
-            "NUMBER the tokens that it drafts, 1 to 4",
-        ),
-        (["replay", "/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["simulate", "/nowhere.jsonl", "--step-times", "1:0.1"], "/nowhere.jsonl"),
-        (["simulate", TRACE, "--step-times", "1:1e-300,2:1"], "seconds from 1e-09 to 1e+06"),
-        (["simulate", TRACE, "--step-times", "1:0.02,1:0.03"], "1 tokens have more than one time"),
-        (["simulate", TRACE, "--step-times", "/nowhere.json"], "neither a file nor tokens:seconds"),
-        (["simulate", TRACE], "one of the arguments --step-times --model-config is required"),
-        (["simulate", TRACE, "--step-times", "1:0.1", "--tp", "2"], "--tp: belongs to --model-config"),
-        (["simulate", TRACE, "--model-config", QWEN], "--gpu: must be one of h100, h200, a100, 910b"),
-        (
-            ["simulate", TRACE, "--model-config", QWEN, "--gpu", "b200"],
-            "--gpu b200: must be one of h100, h200, a100, 910b",
-        ),
-        (["simulate", TRACE, "--model-config", "/nowhere.json", "--gpu", "h100"], "/nowhere.json"),
-        (["simulate", TRACE, "--model-config", __file__, "--gpu", "h100"], f"{__file__}: not JSON"),
-        (
-            ["simulate", TRACE, "--model-config", QWEN, "--gpu", "h100", "--tp", "5"],
-            "--tp 5: does not divide the model's 64 heads and 8 KV heads",
-        ),
-        (
-            ["simulate", TRACE, "--model-config", QWEN, "--gpu", "910b"],
-            "66 GB of weights a device do not fit into 0.9 of its 64 GB",
-        ),
-        (
-            ["simulate", TRACE, "--model-config", QWEN, "--gpu", "h100", "--gpu-memory-utilization", "1.5"],
-            "--gpu-memory-utilization: 1.5 must be above 0 and at most 1",
-        ),
-        (
-            ["simulate", TRACE, "--step-times", "1:0.1", "--replicas", "1", "0"],
-            "--replicas: 0 must be at least 1",
-        ),
-        (["replay", TRACE, "--limit-groups", "0"], "--limit-groups: 0 must be at least 1"),
-        (["replay", TRACE, "--gpu", "h100"], "--model-config: a prediction needs the policy's config.json"),
-        (
-            ["replay", TRACE, "--model-config", QWEN, "--tp", "8"],
-            "--gpu: must be one of h100, h200, a100, 910b",
-        ),
-        (["replay", TRACE, "--num-speculative-tokens", "0"], "num_speculative_tokens=0: must be between"),
-        (["replay", TRACE, "--spec", "routing=group"], "--spec routing=group: replay drafts in every step"),
-        (
-            ["simulate", TRACE, "--step-times", "1:0.1", "--batch-thresholds", "few"],
-            "rollout.spec.batch_threshold='few': must be a number or auto",
-        ),
-        (
-            ["simulate", TRACE, "--step-times", "1:0.1", "--spec", "corpus"],
-            "--spec corpus: must be NAME=VALUE",
-        ),
-        (["simulate", TRACE, "--step-times", "1:0.1", "--spec", "depth=3"], "rollout.spec.depth: unknown"),
-        (["simulate", TRACE, "--step-times", "1:0.1", "--spec", "corpus=/nowhere"], "corpus='/nowhere'"),
-        (
-            ["simulate", TRACE, "--step-times", "1:0.1", "--spec", "batch_threshold=4"],
-            "--spec batch_threshold=4: --batch-thresholds sets it",
-        ),
-        (
-            ["simulate", TRACE, "--step-times", "1:0.1", "--spec", "history=8", "--limit-groups", "2"],
-            f"--spec history: no group of {TRACE} comes back in a later step",
-        ),
-        *(
-            ([*command, "--spec", "model_tokens=1"], "--spec model_tokens=1: --model-acceptance sets it")
-            for command in (["replay", TRACE], ["simulate", TRACE, "--step-times", "1:0.1"])
-        ),
-        *(
-            (["replay", TRACE, "--model-acceptance", given], f"--model-acceptance {given}: must be numbers")
-            for given in ("", "1.1", "0.8;0.7", "0.5,", ",".join(["0.5"] * 65))
-        ),
-        (["replay", ""], "FILE_OR_FOLDER: must name a file or a folder"),
-        (
-            ["simulate", TRACE, "--limit-groups", "1", "--step-times", "1:0.1", "--model-pass-ms", "3"],
-            "--model-pass-ms: belongs to --model-acceptance",
-        ),
-        *(
-            (["replay", TRACE, option, ""], f"{option}: must name a file or a folder")
-            for option in ("--tokenizer", "--model-config", "--output")
-        ),
-        (
-            (
-                f"simulate {TRACE} --limit-groups 1 --model-acceptance 0.7 --model-config {EXPERTS}"
-                " --gpu h100 --tp 4 --dp 8"
-            ).split(),
-            "--dp 8: engines refuse a draft model on data-parallel ranks of experts",
-        ),
-        (["replay", TRACE, "--history", "0"], "--history: use --spec history=0"),
-        (["replay", TRACE, "--history=0"], "--history: use --spec history=0"),
-        (["replay", TRACE, "--batch-threshold", "8"], "--batch-threshold: replay drafts in every step"),
-        (["replay", TRACE, "--depth", "3"], "unrecognized arguments: --depth 3"),
-        (["doctor", "--history", "0"], "unrecognized arguments: --history 0"),
-    ],
-)
-def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys):
+# Arguments as a user types them; what stands in braces is one of FILES.
+MISTAKES = [
+    ("compare /nowhere /nowhere", "/nowhere: no such file"),
+    ("compare '' {TRACE}", "RUN_OFF: must name a file or a folder"),
+    ("compare {TRACE} {TRACE}", "not a line of verl's file logger"),
+    ("certify", "the following arguments are required: --model"),
+    ("certify --model ''", "--model: must name a file or a folder"),
+    ("certify --model /nowhere", "--model /nowhere: no Hugging Face folder"),
+    ("certify --model x --train-file /nowhere", "--train-file /nowhere: no such file"),
+    ("certify --model x --train-file {HERE}", "--train-file {HERE}: cannot be read as parquet"),
+    ("certify --model x --num-prompts 9", "--num-prompts 9: at most 8 without --train-file"),
+    ("certify --model x --top-k -5", "--top-k: -5 must be at least 0"),
+    ("certify --model x --top-p 0", "--top-p: 0 must be above 0 and at most 1"),
+    ("certify --model x --temperatures 1 nan", "--temperatures: nan must be at least 0"),
+    ("certify --model x --temperatures inf", "--temperatures: inf must be at least 0"),
+    (
+        "certify --model x --seed 2147483647",
+        "--seed: 2147483647 must be at least 0 and at most 2,147,483,646",
+    ),
+    ("certify --model x --dtype int8", "--dtype: invalid choice: 'int8'"),
+    ("certify --model x --group-sizes two", "--group-sizes: invalid int value: 'two'"),
+    ("certify --model x --num-speculative-tokens 65", "num_speculative_tokens=65: must be between 1 and 64"),
+    (
+        "certify --model x --num-speculative-tokens 8 4 --model-drafter mtp::5",
+        "NUMBER the tokens that it drafts, 1 to 4",
+    ),
+    ("replay ''", "FILE_OR_FOLDER: must name a file or a folder"),
+    ("replay /nowhere.jsonl", "/nowhere.jsonl"),
+    *(
+        (f"replay {{TRACE}} {option} ''", f"{option}: must name a file or a folder")
+        for option in ("--tokenizer", "--model-config", "--output")
+    ),
+    ("replay {TRACE} --limit-groups 0", "--limit-groups: 0 must be at least 1"),
+    ("replay {TRACE} --gpu h100", "--model-config: a prediction needs the policy's config.json"),
+    ("replay {TRACE} --model-config {QWEN} --tp 8", "--gpu: must be one of h100, h200, a100, 910b"),
+    ("replay {TRACE} --num-speculative-tokens 0", "num_speculative_tokens=0: must be between"),
+    ("replay {TRACE} --spec routing=group", "--spec routing=group: replay drafts in every step"),
+    ("replay {TRACE} --spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
+    *(
+        (f"replay {{TRACE}} --model-acceptance '{given}'", f"--model-acceptance {given}: must be numbers")
+        for given in ("", "1.1", "0.8;0.7", "0.5,", ",".join(["0.5"] * 65))
+    ),
+    ("replay {TRACE} --history 0", "--history: use --spec history=0"),
+    ("replay {TRACE} --history=0", "--history: use --spec history=0"),
+    ("replay {TRACE} --batch-threshold 8", "--batch-threshold: replay drafts in every step"),
+    ("replay {TRACE} --depth 3", "unrecognized arguments: --depth 3"),
+    ("doctor --history 0", "unrecognized arguments: --history 0"),
+    ("simulate {TRACE}", "one of the arguments --step-times --model-config is required"),
+    ("simulate /nowhere.jsonl --step-times 1:0.1", "/nowhere.jsonl"),
+    ("simulate {TRACE} --step-times 1:1e-300,2:1", "seconds from 1e-09 to 1e+06"),
+    ("simulate {TRACE} --step-times 1:0.02,1:0.03", "1 tokens have more than one time"),
+    ("simulate {TRACE} --step-times /nowhere.json", "neither a file nor tokens:seconds"),
+    ("simulate {TRACE} --model-config {QWEN}", "--gpu: must be one of h100, h200, a100, 910b"),
+    (
+        "simulate {TRACE} --model-config {QWEN} --gpu b200",
+        "--gpu b200: must be one of h100, h200, a100, 910b",
+    ),
+    ("simulate {TRACE} --model-config /nowhere.json --gpu h100", "/nowhere.json"),
+    ("simulate {TRACE} --model-config {HERE} --gpu h100", "{HERE}: not JSON"),
+    (
+        "simulate {TRACE} --model-config {QWEN} --gpu h100 --tp 5",
+        "--tp 5: does not divide the model's 64 heads and 8 KV heads",
+    ),
+    (
+        "simulate {TRACE} --model-config {QWEN} --gpu 910b",
+        "66 GB of weights a device do not fit into 0.9 of its 64 GB",
+    ),
+    (
+        "simulate {TRACE} --model-config {QWEN} --gpu h100 --gpu-memory-utilization 1.5",
+        "--gpu-memory-utilization: 1.5 must be above 0 and at most 1",
+    ),
+    (
+        "simulate {TRACE} --limit-groups 1 --model-acceptance 0.7 --model-config {EXPERTS} --gpu h100"
+        " --tp 4 --dp 8",
+        "--dp 8: engines refuse a draft model on data-parallel ranks of experts",
+    ),
+    *(
+        (f"simulate {{TRACE}} --limit-groups 2 --step-times 1:0.1 {options}", message)
+        for options, message in (
+            ("--tp 2", "--tp: belongs to --model-config"),
+            ("--replicas 1 0", "--replicas: 0 must be at least 1"),
+            ("--batch-thresholds few", "rollout.spec.batch_threshold='few': must be a number or auto"),
+            ("--model-pass-ms 3", "--model-pass-ms: belongs to --model-acceptance"),
+            ("--model-acceptance 0.7", "needs --model-pass-ms too"),
+            ("--spec corpus", "--spec corpus: must be NAME=VALUE"),
+            ("--spec depth=3", "rollout.spec.depth: unknown"),
+            ("--spec corpus=/nowhere", "corpus='/nowhere'"),
+            ("--spec batch_threshold=4", "--spec batch_threshold=4: --batch-thresholds sets it"),
+            ("--spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
+            ("--spec history=8", "--spec history: no group of {TRACE} comes back in a later step"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES)
+def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, capsys):
+    arguments = shlex.split(line.format(**FILES))
     assert main(arguments) == 2
     error = capsys.readouterr().err
-    assert message in error
+    assert message.format(**FILES) in error
     assert error.startswith(f"rollout-spec {arguments[0]}: ")
     assert error.count("\n") == 1
+
+
+def test_policies_with_recurrent_layers_are_simulated_with_few_draft_tokens(tmp_path, capsys):
+    fields = json.loads(Path(QWEN).read_text()) | {
+        "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_value_head_dim": 128,
+        "linear_key_head_dim": 128, "full_attention_interval": 4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    command = ["simulate", TRACE, "--limit-groups", "1", "--batch-thresholds", "8", "--json", "--gpu", "h100"]
+    command += ["--tp", "2", "--model-config", str(tmp_path / "config.json")]
+    assert main(command) == 0
+    [result] = json.loads(capsys.readouterr().out)["results"]
+    assert [figures["num_speculative_tokens"] for figures in result["runs"]] == [None, 3]
+    assert main([*command, "--num-speculative-tokens", "15"]) == 2
+    assert "num_speculative_tokens=15: must be at most 7" in capsys.readouterr().err
 
 
 def parsers(parser, name="rollout-spec"):
@@ -235,52 +231,50 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
         main(["doctor"])
 
 
-def test_simulate_compares_thresholds_on_clusters():
-    table = "1:0.02,64:0.021,256:0.04"
-    done = run("simulate", TRACE, "--step-times", table, "--replicas", 1, 2, "--max-num-seqs", 4,
-               "--batch-thresholds", 2, "auto", "--json")  # fmt: skip
-    one, two = json.loads(done.stdout)["results"]
+def test_simulate_compares_thresholds_on_clusters(printed, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # as wide as a file
+    command = ["simulate", TRACE, "--step-times", "1:0.02,64:0.021,256:0.04", "--max-num-seqs", 4]
+    command += ["--batch-thresholds", 2, "auto"]
+    one, two = printed(*command, "--replicas", 1, 2, "--json")["results"]
     assert (one["replicas"], two["replicas"]) == (1, 2)
     assert [run["batch_threshold"] for run in one["runs"]] == ["off", 2, "auto"]
     assert [run["drafter"] for run in one["runs"]] == ["off", "sam", "sam"]
     assert one["runs"][0]["makespan_s"] > two["runs"][0]["makespan_s"]
-    assert max(run["speedup"] for run in one["runs"]) > 1.1
-    # As wide as a file: pytest-xdist tells its workers the width of a terminal.
-    thresholds = ["--batch-thresholds", 2, "auto"]
-    shown = run("simulate", TRACE, "--step-times", table, "--max-num-seqs", 4, *thresholds, COLUMNS="200")
-    assert "sam *" in shown.stdout
     speedup = max(run["speedup"] for run in one["runs"])
-    first = f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_threshold="
-    assert shown.stdout.startswith(first), shown.stdout
-    shown = run("simulate", TRACE, "--step-times", "1:1,2:1000", "--limit-groups", 1)
-    assert shown.stdout.startswith("Drafts would save no time here.\n"), "a second token costs too much"
+    assert speedup > 1.1
+    shown = printed(*command)
+    assert "sam *" in shown
+    assert shown.startswith(f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_thr")
+    shown = printed("simulate", TRACE, "--step-times", "1:1,2:1000", "--limit-groups", 1)
+    assert shown.startswith("Drafts would save no time here.\n"), "a second token costs too much"
 
 
-def test_simulate_says_whether_a_model_should_draft_too(capsys):
-    """Where its passes are cheap, and not where they are dear; and not without what a pass takes."""
+def test_simulate_says_whether_a_model_should_draft_too(printed):
+    """Where its passes are cheap, and not where they are dear."""
     options = ["simulate", RECORDING, "--limit-groups", "6", "--batch-thresholds", "64"]
     options += ["--model-acceptance", "0.7,0.7,0.7"]
-    table = ["--step-times", "1:0.02,64:0.021,256:0.04"]
-    assert main([*options, *table]) == 2
-    assert "needs --model-pass-ms too" in capsys.readouterr().err
-    found = {}
-    times = {"cheap": [*table, "--model-pass-ms", "1"], "dear": [*table, "--model-pass-ms", "50"]}
-    for name, given in (times | {"head": ["--model-config", QWEN, "--gpu", "h100"]}).items():
-        assert main([*options, *given, "--json"]) == 0
-        [result] = json.loads(capsys.readouterr().out)["results"]
-        found[name] = result["best_drafter"], {run["drafter"]: run["speedup"] for run in result["runs"]}
-        assert list(found[name][1]) == ["off", "sam", "model", "sam+model"]
-    assert (found["cheap"][0], found["dear"][0]) == ("sam+model", "sam")
-    assert found["head"][1]["model"] > 1.1, "of one layer"
-    assert main([*options, *times["cheap"]]) == 0
-    assert capsys.readouterr().out.startswith("The model's drafts and the index's together would make")
+    cheap, dear = (
+        ["--step-times", "1:0.02,64:0.021,256:0.04", "--model-pass-ms", pass_ms] for pass_ms in ("1", "50")
+    )
+    best, speedups = {}, {}
+    for name, times in (
+        ("cheap", cheap),
+        ("dear", dear),
+        ("head", ["--model-config", QWEN, "--gpu", "h100"]),
+    ):
+        [result] = printed(*options, *times, "--json")["results"]
+        best[name] = result["best_drafter"]
+        speedups[name] = {run["drafter"]: run["speedup"] for run in result["runs"]}
+        assert list(speedups[name]) == ["off", "sam", "model", "sam+model"]
+    assert (best["cheap"], best["dear"]) == ("sam+model", "sam")
+    assert speedups["head"]["model"] > 1.1, "of one layer"
+    assert printed(*options, *cheap).startswith("The model's drafts and the index's together would make")
 
 
-def test_simulate_predicts_for_a_device_that_is_not_there():
-    options = ["--model-config", QWEN, "--gpu", "h100", "--group-size", 4, "--limit-groups", 2]
-    thresholds = ["--batch-thresholds", 8, "auto", "--num-speculative-tokens", 3, 16]
-    done = run("simulate", TRACE, *options, *thresholds, "--json")
-    (result,) = json.loads(done.stdout)["results"]
+def test_simulate_predicts_for_a_device_that_is_not_there(printed):
+    command = ["simulate", TRACE, "--model-config", QWEN, "--gpu", "h100", "--group-size", 4]
+    command += ["--limit-groups", 2, "--json", "--batch-thresholds"]
+    [result] = printed(*command, 8, "auto", "--num-speculative-tokens", 3, 16)["results"]
     settings = [(r["batch_threshold"], r["num_speculative_tokens"]) for r in result["runs"]]
     assert settings == [("off", None), (8, 3), (8, 16), ("auto", 3), ("auto", 16)]
     best = max(result["runs"], key=lambda r: r["speedup"])
@@ -289,8 +283,7 @@ def test_simulate_predicts_for_a_device_that_is_not_there():
     assert best["speedup"] > 1.1
 
     def makespans(*more):
-        done = run("simulate", TRACE, *options, "--batch-thresholds", 1, *more, "--json")
-        return [r["makespan_s"] for r in json.loads(done.stdout)["results"][0]["runs"]]
+        return [r["makespan_s"] for r in printed(*command, 1, *more)["results"][0]["runs"]]
 
     plain, drafted = makespans()
     # Twenty times the context costs more than twenty times the steps; the host's time is the drafter's alone.
@@ -304,19 +297,15 @@ def test_simulate_predicts_for_a_device_that_is_not_there():
     assert plain < both[0] < 1.5 * plain
 
 
-def test_simulate_takes_options_of_the_drafter(tmp_path, capsys):
+def test_simulate_takes_options_of_the_drafter(tmp_path, printed):
     """The first line's text is random; the second step says it again."""
     response = np.random.default_rng(1).integers(0, 50_000, 200).tolist()
-    lines = [
-        {"group": "a", "step": step, "prompt_token_ids": [1], "responses": [response]} for step in (1, 2)
-    ]
     trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace.write_text("".join(to_line("a", step, [1], [response]) for step in (1, 2)))
+    command = ["simulate", trace, "--step-times", "1:0.02,64:0.02", "--batch-thresholds", "4", "--json"]
 
     def speedup(*spec):
-        options = ["--step-times", "1:0.02,64:0.02", "--batch-thresholds", "4", "--json"]
-        assert main(["simulate", str(trace), *options, *spec]) == 0
-        record = json.loads(capsys.readouterr().out)
+        record = printed(*command, *spec)
         return record["spec"], record["results"][0]["runs"][1]["speedup"]
 
     spec, with_history = speedup("--spec", "history=1", "--spec", "min_survival=0.1")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
-import subprocess
-import sys
-from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rollout_spec.cli import main
 from rollout_spec.config import ConfigError, SpecConfig
@@ -34,61 +31,14 @@ def path(tmp_path):
     return save_corpus(tmp_path / "corpus.sam", [range(100, 400), [100, 101, 7, 8]])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("corpora")
-
-
-@pytest.mark.parametrize(("repeated", "first"), [(False, 203), (True, 7)])
-def test_the_corpus_counts_where_its_match_is_longer_than_the_groups(path, repeated, first):
-    """Where the group continues as long a suffix, its continuation comes first."""
-    prompt = int32(5, 200, 201, 202, 7, 5) if repeated else int32(5)
-    text = np.append(prompt, int32(200, 201, 202))[None].astype(np.int32)
-    with SuffixIndex(num_speculative_tokens=3, corpus=open_corpus(path)) as index:
-        sequence = int32(index.open_sequence(index.open_group(prompt)))
-        result = index.index_and_draft(sequence, text, int32(0), int32(text.size), int32(3))
-        assert result.draft_tokens[0, 0] == first
-
-
-def test_what_is_cleared_or_left_out_leaves_the_corpus(path):
-    with SuffixIndex(num_speculative_tokens=3, corpus=open_corpus(path)) as index:
-        for _ in range(2):
-            sequence = int32(index.open_sequence(index.open_group(int32())))
-            index.index_and_draft(sequence, int32(300, 301)[None], int32(0), int32(2), int32(3))
-            index.index_and_draft(sequence, int32(300, 301, 302, -1)[None], int32(0), int32(4), int32(3))
-            assert index.open_sequence(0) == sequence[0]
-            result = index.index_and_draft(sequence, int32(300, 301, 302)[None], int32(0), int32(3), int32(3))
-            assert result.draft_tokens[0].tolist() == [303, 304, 305]
-            index.validate()
-            index.clear()
-
-
 def test_numbers_of_a_corpus(path):
     corpus = open_corpus(path)
     assert corpus.num_tokens == 304
     # The root, 300 beginnings of the first text, 101 7 and 101 7 8 of the second.
     assert (corpus.num_states, corpus.num_transitions) == (303, 302 + 299 + 2)
+    assert corpus.largest_token == 399
     assert list(path.parent.iterdir()) == [path]
     check_corpus(path)
-
-
-@settings(deadline=None)
-@given(texts=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=6), max_size=6))
-def test_the_largest_token(folder, texts):
-    assert open_corpus(save_corpus(folder / "corpus.sam", texts)).largest_token == max(chain([-1], *texts))
-
-
-def test_an_empty_corpus_drafts_nothing(tmp_path):
-    path = save_corpus(tmp_path / "empty.sam", [])
-    with SuffixIndex(num_speculative_tokens=3, corpus=open_corpus(path)) as index:
-        sequence = int32(index.open_sequence(index.open_group(int32())))
-        assert (
-            index.index_and_draft(sequence, int32(1, 2)[None], int32(0), int32(2), int32(3)).num_draft_tokens[
-                0
-            ]
-            == 0
-        )
-        index.validate()
 
 
 def test_many_followers_are_found(tmp_path):
@@ -105,38 +55,6 @@ def test_many_followers_are_found(tmp_path):
         assert result.draft_tokens[:, 0].tolist() == tokens[places + 1].tolist()
 
 
-def damage(path, how):
-    content = bytearray(path.read_bytes())
-    if how == "gone":
-        path.unlink()
-        return
-    if how == "a folder":
-        path.unlink()
-        path.mkdir()
-        return
-    if how == "another version":
-        content[20:21] = b"7"
-    elif how == "another byte order":
-        content[22:32] = b"middle\n".ljust(10, b"\0")
-    elif how == "foreign":
-        content[:8] = b"PK\x03\x04abcd"
-    elif how == "empty":
-        content.clear()
-    elif how == "cut in the header":
-        del content[50:]
-    elif how == "cut short":
-        del content[-1:]
-    elif how == "added to":
-        content += b"\0"
-    elif how == "damaged":
-        content[len(content) // 2] ^= 1
-    elif how in WRONG_WORDS:
-        place, value = WRONG_WORDS[how]
-        struct.pack_into("=I", content, CONTENT_OFFSET + place, value)
-        content[32:64] = hashlib.sha256(content[CONTENT_OFFSET:]).digest()
-    path.write_bytes(content)
-
-
 # Wrong words under a right checksum, by their place: behind 16 bytes come states of len, link, count, first.
 WRONG_WORDS = {
     "a cycle of links": (16 + 5 * 16 + 4, 5),
@@ -145,40 +63,63 @@ WRONG_WORDS = {
     "a target beyond the end": (16 + 304 * 16 + 4, 1 << 30),
     "a token of no text": (16 + 304 * 16 + 8 * 400, 1 << 30),
 }
-
-
-REFUSALS = {
-    "gone": "No such file or directory",
-    "a folder": "Is a directory",
-    "another version": "of another version of rollout-spec or another byte order: build it again",
-    "another byte order": "of another version of rollout-spec or another byte order: build it again",
-    "foreign": "not a corpus of rollout-spec",
-    "empty": "not a corpus of rollout-spec",
-    "cut in the header": "cut short or added to",
-    "cut short": "cut short or added to",
-    "added to": "cut short or added to",
-    "damaged": "damaged, its checksum does not match",
-    **dict.fromkeys(WRONG_WORDS, r"damaged before its checksum was made \(corpus: .+\): build it again"),
+VERSION = "of another version of rollout-spec or another byte order: build it again"
+# The file in place of a whole one; whether an engine sees it, which reads its header only; the message.
+DAMAGES = {
+    "another version": (lambda whole: whole[:20] + b"7" + whole[21:], True, VERSION),
+    "another byte order": (lambda w: w[:22] + b"middle\n".ljust(10, b"\0") + w[32:], True, VERSION),
+    "foreign": (lambda whole: b"PK\x03\x04abcd" + whole[8:], True, "not a corpus of rollout-spec"),
+    "empty": (lambda whole: b"", True, "not a corpus of rollout-spec"),
+    "cut in the header": (lambda whole: whole[:50], True, "cut short or added to"),
+    "cut short": (lambda whole: whole[:-1], True, "cut short or added to"),
+    "added to": (lambda whole: whole + b"\0", True, "cut short or added to"),
+    "damaged": (
+        lambda whole: whole[:3000] + bytes([whole[3000] ^ 1]) + whole[3001:],
+        False,
+        "damaged, its checksum does not match",
+    ),
+    **{
+        name: (
+            lambda whole, word=word: with_word(whole, *word),
+            False,
+            r"damaged before its checksum was made \(corpus: .+\): build it again",
+        )
+        for name, word in WRONG_WORDS.items()
+    },
 }
 
 
-@pytest.mark.parametrize("how", REFUSALS)
-def test_a_file_that_is_not_whole_is_refused(path, how):
-    damage(path, how)
-    with pytest.raises(ConfigError, match=rf"^rollout\.spec\.corpus='{path}': {REFUSALS[how]}"):
+def with_word(whole, place, value):
+    content = bytearray(whole)
+    struct.pack_into("=I", content, CONTENT_OFFSET + place, value)
+    content[32:64] = hashlib.sha256(content[CONTENT_OFFSET:]).digest()
+    return bytes(content)
+
+
+def check_refused(path, is_seen_at_start, message, capsys):
+    with pytest.raises(ConfigError, match=rf"^rollout\.spec\.corpus='{path}': {message}"):
         check_corpus(path)
-    if how != "damaged" and how not in WRONG_WORDS:
-        with pytest.raises(ConfigError, match=REFUSALS[how]):
+    if is_seen_at_start:
+        with pytest.raises(ConfigError, match=message):
             make_index(SpecConfig(corpus=str(path)))
+    trace = write_trace(path.parent / "trace.jsonl", ([1], [[1, 2]]))
+    assert command("replay", trace, "--spec", f"corpus={path}") == 2
+    assert re.fullmatch(
+        rf"rollout-spec replay: rollout\.spec\.corpus='{path}': {message}.*\n", capsys.readouterr().err
+    )
 
 
-def with_right_checksum(path, content):
-    """Write a file whose checksum is that of its content, whatever that is."""
+@pytest.mark.parametrize(("damage", "is_seen_at_start", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_file_that_is_not_whole_is_refused(path, capsys, damage, is_seen_at_start, message):
+    path.write_bytes(damage(path.read_bytes()))
+    check_refused(path, is_seen_at_start, message, capsys)
 
-    def fill(mapped):
-        mapped[CONTENT_OFFSET:] = content
 
-    write_corpus(path, len(content), fill)
+def test_what_is_no_file_is_refused(path, capsys):
+    path.unlink()
+    check_refused(path, True, "No such file or directory", capsys)
+    path.mkdir()
+    check_refused(path, True, "Is a directory", capsys)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +136,11 @@ def test_what_is_wrong_about_a_continuation_leaves_the_groups_own(tmp_path, fiel
         transitions[14, 0] = value
     else:
         states[8, 2] = value
-    with_right_checksum(path, content.tobytes())
+    write_corpus(
+        path,
+        content.nbytes,
+        lambda mapped: mapped.__setitem__(slice(CONTENT_OFFSET, None), content.tobytes()),
+    )
     with SuffixIndex(num_speculative_tokens=1, corpus=open_corpus(path)) as index:
         group, other = (index.open_group(int32()) for _ in range(2))
         for handle, text in ((group, [7, 9]), (other, [7, 30]), (group, range(1, 8))):
@@ -228,39 +173,14 @@ def test_a_failed_write_leaves_the_older_file(path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_that_is_replaced_stays_with_those_that_have_it_open(path):
+def test_a_file_that_is_replaced_stays_with_those_that_have_it_open_and_share_its_pages(path):
     corpus = open_corpus(path)
     before = corpus.mapped[:]
+    maps = next(line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line)
+    assert maps.split()[1] == "r--s"
     save_corpus(path, [[1, 2, 3]])
     assert corpus.mapped[:] == before
     assert open_corpus(path).num_tokens == 3
-
-
-MAPS = """
-import re, sys
-from rollout_spec.drafting.corpus import open_corpus
-corpus = open_corpus(sys.argv[1])
-smaps = open("/proc/self/smaps").read()
-entry = next(part for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", smaps) if sys.argv[1] in part)
-print(entry.split()[1], re.search(r"Rss: +([0-9]+)", entry)[1])
-sum(corpus.mapped[::4096])
-smaps = open("/proc/self/smaps").read()
-entry = next(part for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", smaps) if sys.argv[1] in part)
-print(*(sum(map(int, re.findall(kind + ": +([0-9]+)", entry))) for kind in ("Rss", "Shared_[A-Z][a-z]+")))
-"""
-
-
-def test_processes_share_the_pages(tmp_path):
-    path = save_corpus(tmp_path / "large.sam", [np.random.default_rng(0).integers(0, 50_000, 100_000)])
-    num_kib = path.stat().st_size // 1024
-    corpus = open_corpus(path)
-    assert sum(corpus.mapped[::4096]) > 0  # this process has them too
-    done = subprocess.run([sys.executable, "-c", MAPS, path], capture_output=True, text=True, check=True)
-    (permissions, at_first), (rss, shared) = (line.split() for line in done.stdout.splitlines())
-    assert permissions == "r--s"
-    assert int(at_first) <= 256  # kB: opening reads the header only, the kernel a few pages around it
-    assert num_kib - 8 <= int(rss) == int(shared)
-    assert num_kib > 3000
 
 
 def command(*arguments):
@@ -317,12 +237,3 @@ def test_replay_takes_a_corpus(tmp_path, capsys):
     assert found[0] == 1.0 and found[1] > 5
     assert command("replay", trace, "--spec", f"corpus={tmp_path / 'corpus.sam'}") == 0
     assert "corpus.sam" in capsys.readouterr().out.replace("\n", "")
-
-
-def test_replay_refuses_a_damaged_corpus(path, tmp_path, capsys):
-    damage(path, "damaged")
-    trace = write_trace(tmp_path / "trace.jsonl", ([1], [[1, 2]]))
-    assert command("replay", trace, "--spec", f"corpus={path}") == 2
-    assert capsys.readouterr().err == (
-        f"rollout-spec replay: rollout.spec.corpus='{path}': damaged, its checksum does not match\n"
-    )

@@ -1,16 +1,13 @@
 """Coupled verification: the noise, the keyed sampler's distribution, and its independence of the drafts.
 
 Statistical tests have fixed keys, so they pass or fail for good; their false-alarm rate, for a choice of
-other keys, is 1e-6 each. `NUM_SAMPLES` tokens find a temperature that is 5 % off, as one of the tests shows.
+other keys, is 1e-6 each.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 import types
-import weakref
 from typing import Any
 
 import numpy as np
@@ -18,11 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chi2_contingency, chisquare, kstest
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from scipy.stats import chi2_contingency, chisquare
 
-import rollout_spec.verification
 from rollout_spec.verification import blocks, coupled, noise, prefixes
 from rollout_spec.verification.transfers import fetched
 
@@ -109,12 +103,6 @@ def test_the_noise_is_uniform_and_independent() -> None:
     # The test can fail: words that depend on position + key are the same along the diagonals.
     mixed = noise.random_words(noise.row_seeds(keys + positions, positions * 0), 1, CPU).numpy().reshape(n, n)
     assert p_value_of_pairs(mixed[1:, :-1].ravel(), mixed[:-1, 1:].ravel()) < 1e-12
-
-
-def test_exponential_noise_is_exponential() -> None:
-    drawn = noise.exponential(noise.row_seeds(range(1000), range(1000)), 100, CPU)
-    assert drawn.dtype == torch.float32 and bool((drawn > 0).all()) and bool(drawn.isfinite().all())
-    assert kstest(drawn.ravel().numpy(), "expon").pvalue > FALSE_ALARM_RATE
 
 
 def test_the_extreme_words_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +197,14 @@ def draw(logits: torch.Tensor, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
     return torch.cat(portions).cpu()
 
 
-@pytest.mark.parametrize("name", ["below one block", "random", "whole blocks", "a peak of 0.127", "a slope"])
+@pytest.mark.parametrize("name", ["random", "a peak of 0.127"])
 def test_the_distribution_is_the_targets(name: str, torch_device: str) -> None:
-    """40,000 samples each."""
+    """And is told from that of a temperature that is 5 % off."""
     logits = STRUCTURED[name]
-    assert p_value(draw(logits.to(torch_device)), logits.softmax(-1)) > FALSE_ALARM_RATE
+    tokens = draw(logits.to(torch_device))
+    assert (
+        p_value(tokens, logits.softmax(-1)) > FALSE_ALARM_RATE > p_value(tokens, (logits / 1.05).softmax(-1))
+    )
 
 
 def behind_by_hand(logits: torch.Tensor, drawn: np.ndarray, token_ids: torch.Tensor) -> np.ndarray:
@@ -261,17 +252,6 @@ def test_the_token_is_the_one_that_wins_both_races(name: str, torch_device: str)
     assert behind_by_hand(logits, drawn, tokens).max() < 1e-4
 
 
-def test_the_test_of_both_races_fails_on_another_token() -> None:
-    logits = STRUCTURED["random"].expand(1500, -1)
-    keys = torch.arange(1500)
-    tokens = coupled.keyed_sample(logits, keys, keys)
-    drawn = noise_by_hand(keys, keys, 128 + 5)
-    assert behind_by_hand(logits, drawn, tokens).max() < 1e-4
-    # The neighbours: in the same block but for some, and never drawn where they are masked.
-    others = behind_by_hand(logits, drawn, (tokens + 1) % 600)
-    assert np.median(others) > 0.5 and others.min() > 1e-4
-
-
 def test_a_flat_block_may_win_by_little() -> None:
     """Its sum is 128 times its largest probability: the bound on what can win has nothing to give."""
     logits = only(640, 130).repeat(2, 1)
@@ -282,21 +262,7 @@ def test_a_flat_block_may_win_by_little() -> None:
     assert coupled.race(logits, drawn).tolist() == [384 + 77, 130]
 
 
-def test_the_distribution_test_fails_on_wrong_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = target(600)
-    probs = logits.softmax(-1)
-    assert p_value(draw(logits / 1.05), probs) < FALSE_ALARM_RATE, "a temperature that is 5 % too high"
-
-    exponential = noise.exponential
-
-    def reused(seeds: np.ndarray, num: int, device: torch.device) -> torch.Tensor:
-        return exponential(seeds, blocks.BLOCK_SIZE, device).repeat(1, 2)[:, :num]
-
-    monkeypatch.setattr(noise, "exponential", reused)
-    assert p_value(draw(logits), probs) < FALSE_ALARM_RATE, "the blocks' noise used again inside the block"
-
-
-@pytest.mark.parametrize("draft", range(4))
+@pytest.mark.parametrize("draft", [0, 3])
 def test_a_draft_token_is_accepted_as_often_as_by_rejection_sampling(draft: int) -> None:
     probs, n = torch.tensor([0.4, 0.3, 0.2, 0.1]), NUM_SAMPLES
     step = coupled.CoupledStep(range(n), [9] * n, [1] * n)
@@ -425,7 +391,7 @@ def verified(
     return [[token for token in row if token >= 0] for row in output.tolist()]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     requests=st.lists(
         st.tuples(
@@ -445,7 +411,7 @@ def test_tokens_are_the_same_whatever_was_drafted(requests: list[tuple[int, floa
         assert drafted(table, requests, 12, np.random.default_rng(seed)) == expected
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(num_rows=st.integers(1, 40), vocab_size=st.integers(1, 1500), seed=st.integers(0, 10_000))
 def test_a_rows_token_does_not_depend_on_the_others(
     torch_device: str, num_rows: int, vocab_size: int, seed: int
@@ -526,12 +492,6 @@ def test_ties_go_to_the_lowest_token_id(monkeypatch: pytest.MonkeyPatch) -> None
     assert int(coupled.keyed_sample(logits, tensor([1]), tensor([1]))) == 3
 
 
-def test_masked_tokens_are_never_drawn() -> None:
-    logits = torch.full((2000, 600), -torch.inf)
-    logits[:, 599] = -200.0  # alone in its block, whatever its noise
-    assert set(coupled.keyed_sample(logits, torch.arange(2000), torch.arange(2000)).tolist()) == {599}
-
-
 @pytest.mark.parametrize("name", ["random", "whole blocks", "a higher peak", "near ties", "a steep slope"])
 def test_shortfall_is_the_larger_distance_to_a_winner(name: str) -> None:
     """In units of (logit + Gumbel noise); also of blocks far below the row's largest logit."""
@@ -550,110 +510,13 @@ def test_shortfall_is_the_larger_distance_to_a_winner(name: str) -> None:
     assert is_near.sum() > 20 and (name != "a steep slope" or expected[is_near].max() > 60)
 
 
-def test_shortfall_is_the_error_that_would_have_made_a_token_win() -> None:
-    logits = target(600).repeat(300, 1)
-    keys, positions = torch.arange(300), torch.full((300,), 4)
-    own = coupled.keyed_sample(logits, keys, positions)
-    assert coupled.shortfall(logits, keys, positions, own).abs().max() == 0
-    other = logits.argmax(-1)
-    missed = coupled.shortfall(logits, keys, positions, other)
-    assert bool((missed[other != own] > 0).all())
-    assert bool(coupled.shortfall(logits, keys, positions, torch.zeros_like(own)).isinf().all())
-    # Also where nothing of the token's block, or of the row, can be drawn.
-    for end in (blocks.BLOCK_SIZE, 600):
-        without = logits.clone()
-        without[:, :end] = -torch.inf
-        assert bool(coupled.shortfall(without, keys, positions, torch.zeros_like(own)).isinf().all())
-    # Raised by a little more than it missed, a token of the winning block wins.
-    same = (other // blocks.BLOCK_SIZE == own // blocks.BLOCK_SIZE) & (other != own)
-    assert int(same.sum()) > 20
-    raised = logits.clone()
-    raised[torch.arange(300), other] += missed + 1e-4
-    assert torch.equal(coupled.keyed_sample(raised, keys, positions)[same], other[same])
-
-
-class Operations(TorchDispatchMode):
-    """The operations inside, in order, by their names without the underscores of their variants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(re.sub(r"^_+|_+$|^new_|_like$", "", func.overloadpacket.__name__).strip("_"))
-        return func(*args, **(kwargs or {}))
-
-
-class PeakMemory(TorchDispatchMode):
-    """The most bytes that tensors made inside have held at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given_ = {
-            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
-        }
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given_:
-                storage = x.untyped_storage()
-                self.live[id(storage)] = storage.nbytes()
-                weakref.finalize(x, self.live.pop, id(storage), None)
-        self.peak = max(self.peak, sum(self.live.values()))
-        return result
-
-
-@pytest.mark.parametrize("vocab_size", [32_000, 151_936])
-@pytest.mark.parametrize("chunk_size", [1 << 26, 1 << 22, 1 << 20])
-def test_memory_is_at_most_one_temporary(
-    monkeypatch: pytest.MonkeyPatch, chunk_size: int, vocab_size: int
-) -> None:
-    """Ragged drafts: one of 8 tokens among 15 of 1; padded logits would take 16 x 9 rows instead of 23.
-
-    Equal noise and logits as flat as these leave every block able to win, so that all of them are summed.
-    """
-    exponential = noise.exponential
-    monkeypatch.setattr(blocks, "CHUNK_SIZE", chunk_size)
-    monkeypatch.setattr(noise, "exponential", lambda *args: exponential(*args).fill_(1.0))
-    counts = [8] + [1] * 15
-    logits, behind = torch.randn(23, vocab_size) * 0.01, torch.randn(16, vocab_size) * 0.01
-    with PeakMemory() as memory:
-        step = coupled.CoupledStep(range(16), range(16), counts)
-        bonus = step.sample_behind(behind).unsqueeze(-1)
-        coupled.coupled_sample(torch.zeros(23), 8, logits, bonus, sampling([1.0] * 8 + [0.0] * 8), step)
-    temporary, of_noise = min(logits.nbytes, 4 * chunk_size), 32 * 39 * coupled.num_drawn(vocab_size)
-    assert temporary <= memory.peak < 1.1 * temporary + of_noise
-
-
-VIEWS_AND_COPIES = {
-    "alias", "clone", "copy", "detach", "empty", "expand", "lift_fresh", "permute", "scalar_tensor", "select",
-    "slice", "split", "split_with_sizes", "squeeze", "to_copy", "unbind", "unsafe_view", "unsqueeze", "view",
-}  # fmt: skip
-
-
-def listed_operations() -> set[str]:
-    """Those that the package names as NPUs'."""
-    listed = re.search(r"torch_npu has.*?: ([\w,\s]+)\.", str(rollout_spec.verification.__doc__), re.DOTALL)
-    assert listed is not None
-    return set(re.split(r",\s+", listed[1]))
-
-
-def test_the_operations_are_those_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, drafts = [2, 0, 3], torch.tensor([1, 2, 3, 4, 5])
-    bonus, keys = torch.zeros(3, 1, dtype=torch.int32), torch.arange(3)
-    operations, asked = Operations(), sampling([1.0, 0.0, 0.7])
-    for chunk_size, vocab_size in itertools.product((1 << 10, 1 << 20), (512, 600)):
-        monkeypatch.setattr(blocks, "CHUNK_SIZE", chunk_size)
-        logits = torch.randn(5, vocab_size)
-        with operations:
-            step = coupled.CoupledStep(keys, keys, counts)
-            step.sample_behind(logits[:3])
-            coupled.coupled_sample(drafts, 3, logits, bonus, asked, step)
-            coupled.shortfall(logits, drafts, drafts, drafts)
-    assert set(operations.names) - VIEWS_AND_COPIES == listed_operations()
+def test_what_cannot_be_drawn_falls_short_by_infinity() -> None:
+    """Also where nothing of the token's block, or of the row, can be drawn."""
+    n, first = 20, torch.zeros(20, dtype=torch.int64)
+    for end in (1, blocks.BLOCK_SIZE, 600):
+        logits = target(600).repeat(n, 1)
+        logits[:, :end] = -torch.inf
+        assert bool(coupled.shortfall(logits, torch.arange(n), first, first).isinf().all())
 
 
 def test_deterministic_algorithms_give_the_same_tokens(torch_device: str) -> None:

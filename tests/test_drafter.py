@@ -13,8 +13,6 @@ from rollout_spec.drafting import drafter as drafter_module
 from rollout_spec.drafting import groups
 from rollout_spec.drafting.drafter import FILLER, Drafter
 from rollout_spec.drafting.gate.costs import NOTHING, Choice, Costs, Step
-from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
-from rollout_spec.drafting.gate.passes import Passes
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.index import ModelDrafts
@@ -75,15 +73,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_module, "MAX_TOKENS_AT_ONCE", 1 << 20)
 
 
-def test_a_sibling_drafts_what_the_other_wrote() -> None:
-    batch = make(num_speculative_tokens=3)
-    batch.add("a")
-    batch.add("b")
-    batch.step([[10, 11, 12, 13, 14], []])
-    drafts = batch.step([[15], [10, 11]])
-    assert drafts[1] == [12, 13, 14]
-
-
 def test_a_partial_prefill_is_neither_indexed_nor_drafted() -> None:
     batch = make()
     batch.add("a")
@@ -92,15 +81,6 @@ def test_a_partial_prefill_is_neither_indexed_nor_drafted() -> None:
     counters = batch.drafter.take_counters()
     assert (counters.num_steps, counters.num_row_steps) == (1, 1)
     assert batch.drafter.take_counters().num_steps == 0
-
-
-def test_a_draft_stops_one_short_of_the_requests_end() -> None:
-    batch = make(num_speculative_tokens=8)
-    batch.add("a")
-    batch.add("b", max_level=4 + 5)
-    batch.step([[10, 11, 12, 13, 14, 15, 16, 17], []])
-    # two tokens are there, three are left, and the target adds the last one itself
-    assert batch.step([[], [10, 11]])[1] == [12, 13]
 
 
 def test_a_draft_fits_the_room_of_its_row() -> None:
@@ -127,18 +107,6 @@ def test_a_models_drafts_are_those_of_their_rows() -> None:
     assert drafts == [[], [], [70, 10, 11], []]
 
 
-def test_the_gate_closes_above_its_threshold_and_indexing_goes_on() -> None:
-    batch = make(batch_threshold=1)
-    batch.add("a")
-    batch.add("b")
-    assert batch.step([[10, 11, 12, 13], [10, 11]]) == [[], []]
-    assert batch.drafter.counters.num_steps_on == 0
-    for token in range(20, 20 + HYSTERESIS_STEPS - 1):
-        assert batch.step([[], [token]]) == [[], []]
-    assert batch.drafter.counters.num_steps_off_threshold == HYSTERESIS_STEPS
-    assert batch.step([[], [10, 11]])[1]
-
-
 @pytest.mark.parametrize("batch_threshold", [8, "auto"])
 def test_drafts_that_come_too_late_say_whether_the_next_step_waits(batch_threshold: object) -> None:
     batch = make(batch_threshold=batch_threshold)
@@ -154,20 +122,17 @@ def test_drafts_that_come_too_late_say_whether_the_next_step_waits(batch_thresho
 
 
 @pytest.mark.parametrize("model_tokens", [0, 3])
-def test_a_closed_gate_waits_for_nothing(model_tokens: int) -> None:
-    batch = Batch(Drafter(SpecConfig(batch_threshold=0), model_tokens=model_tokens))
+@pytest.mark.parametrize("batch_threshold", [0, 8])
+def test_an_open_gate_alone_waits_for_drafts(batch_threshold: int, model_tokens: int) -> None:
+    """Also where the text gives nothing, if there is a model."""
+    config = SpecConfig(batch_threshold=batch_threshold)
+    batch = Batch(Drafter(config, model_tokens=model_tokens, fills=True))
     batch.add("a")
     for token in [10, 11] * 8:
         batch.step([[token]], in_time=False)
-        assert not batch.drafter.next_step_waits
-
-
-@pytest.mark.parametrize("model_tokens", [0, 3])
-def test_an_open_gate_waits_for_a_model_where_the_text_gives_nothing(model_tokens: int) -> None:
-    batch = Batch(Drafter(SpecConfig(batch_threshold=8), model_tokens=model_tokens))
-    batch.add("a")
-    batch.step([[90]], in_time=False)
-    assert batch.drafter.next_step_waits == bool(model_tokens)
+        repeats = batch.levels[0] > len(PROMPT) + 2
+        assert batch.drafter.next_step_waits == (batch_threshold > 0 and (model_tokens > 0 or repeats))
+    assert (batch.step([[10]]) == [[]]) == (batch_threshold == 0)
 
 
 def test_a_model_drafts_again_once_it_pays_though_the_text_does_not() -> None:
@@ -197,25 +162,6 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not() -> None:
     dear = 0.0
     share_drafted(1200)
     assert share_drafted(100) > 0.8
-
-
-def test_drafts_that_are_made_twice_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First with a token less of the model, which shows what that token brings: it changes nothing."""
-    text = np.random.default_rng(0).integers(10, 14, 200).tolist()
-    monkeypatch.setattr(Passes, "choose", lambda self, tokens_per_row: None)
-
-    def drafts(weighs: bool) -> list[list[list[int]]]:
-        monkeypatch.setattr(Passes, "weighs", lambda self, num: weighs)
-        ticks = itertools.count()
-        batch = Batch(Drafter(SpecConfig(), lambda: next(ticks), model_tokens=2), num_rows=2, length=256)
-        for name in "ab":
-            batch.add(name, max_level=256)
-        model = [[text[i + 1], 99] for i in range(190)]
-        return [batch.step([[text[i]], [text[i // 2]]], model=[model[i], model[i]]) for i in range(190)]
-
-    once = drafts(False)
-    assert drafts(True) == once
-    assert sum(map(len, itertools.chain(*once))) > 100
 
 
 def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
@@ -270,16 +216,6 @@ def test_what_is_wrong_changes_nothing() -> None:
     assert batch.step([[], [11]])[1][:1] == [12]
 
 
-def test_a_resumed_request_continues_behind_the_groups_prompt() -> None:
-    batch = make()
-    batch.add("a", group="g")
-    batch.step([[10, 11, 12, 13, 14]])
-    resumed = np.array([*PROMPT, 10, 11], np.int32)
-    batch.add("b", resumed, group="g")
-    assert batch.step([[], [12]])[1] == [13, 14]
-    assert batch.drafter.index.stats().num_groups == 1
-
-
 @pytest.mark.parametrize("prompt", [[5, 6, 7, 8], [1, 2, 3, 9], [1, 2, 3, 9, 4], [1, 2, 3]])
 def test_the_response_to_another_prompt_of_the_group_is_none_to_its_own(prompt: list[int]) -> None:
     """However long that is: the history would index the text behind a prompt that it does not follow."""
@@ -300,37 +236,29 @@ def test_idle_groups_are_bounded() -> None:
     assert drafter.index.stats().num_groups == MAX_IDLE_GROUPS
 
 
-def test_a_group_is_kept_until_its_last_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "MAX_IDLE_GROUPS", 0)
-    batch = make(num_speculative_tokens=3)
-    for name in ("a", "b", "c"):
-        batch.add(name)
-    batch.step([[7, 8, 9, 7], [5], [5]])
-    for name in ("a", "b"):
-        batch.drafter.remove(name)
-    batch.request_ids = ["c"]
-    batch.token_ids[0], batch.levels[0] = batch.token_ids[2], batch.levels[2]
-    assert batch.step([[7]]) == [[8, 9, 7]], "what its siblings wrote"
-
-
-def test_a_request_that_goes_on_after_a_clear_is_indexed_anew() -> None:
-    batch = make()
-    batch.add("a")
-    batch.step([[10, 11, 12, 10]])
-    batch.drafter.clear()
-    assert batch.drafter.index.stats().num_groups == 0
-    batch.drafter.add("a", PROMPT, 64)
-    assert batch.step([[11]])[0][:1] == [12]
-
-
-def seconds_of_steps(num: int, is_new: Callable[[int], bool], cleared: int = -1) -> list[float | None]:
-    """What the gate hears of steps of an eighth of a second: one row, at some of them a new one."""
-    now, seconds = 0.0, []
+@pytest.mark.parametrize(
+    ("is_new", "cleared", "seconds"),
+    [
+        # Steps with new rows count where less than a quarter is without.
+        (lambda i: i % 3 < 2, -1, [None, None, 0.125] * 2),
+        (lambda i: i % 5 < 4, -1, [0.125] * 6),
+        (
+            lambda i: True,
+            296,
+            [0.125, 0.125, None, 0.125, 0.125, 0.125],
+        ),  # not across a clear
+    ],
+)
+def test_which_times_the_gate_hears(
+    is_new: Callable[[int], bool], cleared: int, seconds: list[float | None]
+) -> None:
+    """Of 300 steps of an eighth of a second: one row, at some of them a new one."""
+    now, heard = 0.0, []
     drafter = Drafter(SpecConfig(batch_threshold="auto"), clock=lambda: now)
     begin = drafter._gate.begin
-    drafter._gate.begin = lambda step, counters: (seconds.append(step.seconds), begin(step, counters))[1]
+    drafter._gate.begin = lambda step, counters: (heard.append(step.seconds), begin(step, counters))[1]
     text, name = np.array([[*PROMPT, 10]], np.int32), ""
-    for i in range(num):
+    for i in range(300):
         now += 0.125
         if i == cleared:
             drafter.clear()
@@ -341,18 +269,7 @@ def seconds_of_steps(num: int, is_new: Callable[[int], bool], cleared: int = -1)
             name = str(i)
             drafter.add(name, PROMPT, 64)
         drafter.draft([name], [1], text, np.array([text.shape[1]], np.int32))
-    return seconds
-
-
-def test_the_time_across_a_clear_is_no_steps() -> None:
-    """Requests come and go all the time, so that any step's time counts but this one's."""
-    assert seconds_of_steps(102, lambda i: True, cleared=100)[-3:] == [0.125, None, 0.125]
-
-
-@pytest.mark.parametrize(("period", "all_count"), [(3, False), (5, True)])
-def test_steps_with_new_rows_count_where_less_than_a_quarter_is_without(period: int, all_count: bool) -> None:
-    seconds = seconds_of_steps(60 * period, lambda i: i % period < period - 1)[-2 * period :]
-    assert seconds == 2 * [*[0.125 if all_count else None] * (period - 1), 0.125]
+    assert heard[-6:] == seconds
 
 
 @pytest.mark.usefixtures("at_once")
@@ -378,34 +295,19 @@ def test_a_request_that_does_not_fit_is_left_out_and_the_others_draft() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31)])
-def test_a_row_that_holds_no_text_is_left_out_and_the_others_draft(token: int) -> None:
-    batch = make(num_speculative_tokens=3)
+def test_what_is_no_text_is_left_out_and_the_others_draft(token: int) -> None:
+    """A row, a prompt, a response of the history."""
+    batch = make(num_speculative_tokens=3, history=2)
+    batch.drafter.history.add(prompt_key(PROMPT), np.array([20, token], np.int32))
     for name in ("a", "b", "c"):
         batch.add(name)
-    batch.step([[10, 11, 12, 13], [10], [10]])
-    assert batch.step([[10], [token], [11]]) == [[11, 12, 13], [], [12, 13, 10]]
-    assert batch.drafter.counters.num_untracked_rows == 1
-    assert batch.step([[11], [12], [12]])[0] == [12, 13, 10]
-    assert batch.drafter.counters.num_untracked_rows == 2
-    for name in ("a", "b", "c"):
+    batch.add("d", np.array([1, token], np.int32))
+    batch.step([[10, 11, 12, 13], [10], [10], [10]])
+    assert batch.step([[10], [token], [11], [10]]) == [[11, 12, 13], [], [12, 13, 10], []]
+    assert batch.drafter.counters.num_untracked_rows == 3
+    assert batch.step([[11], [12], [12], []])[0] == [12, 13, 10]
+    for name in batch.request_ids:
         batch.drafter.remove(name)
-
-
-def test_a_prompt_that_holds_no_text_is_left_out_and_the_others_draft() -> None:
-    batch = make(num_speculative_tokens=3)
-    batch.add("a", np.array([1, -1], np.int32))
-    batch.add("b")
-    batch.step([[10], [10, 11, 12, 10]])
-    assert batch.step([[10], [11]]) == [[], [12, 10, 11]]
-    assert batch.drafter.counters.num_untracked_rows == 2
-
-
-def test_a_response_of_the_history_that_holds_no_text_is_left_out() -> None:
-    batch = make(num_speculative_tokens=3, history=2)
-    for response in ([20, 21, 22, 23], [20, -1]):
-        batch.drafter.history.add(prompt_key(PROMPT), np.array(response, np.int32))
-    batch.add("a")
-    assert batch.step([[10, 11, 12, 10, 11]]) == [[12, 10, 11]]
 
 
 def long_run(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[int]]:
@@ -463,22 +365,6 @@ def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytes
     drafter.index.validate()
     for name in ("long", "short"):
         drafter.remove(name)
-
-
-@pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("batch_threshold", [8, "auto"])
-def test_an_open_gate_is_on_though_no_row_fits(batch_threshold: object) -> None:
-    config = SpecConfig(max_index_mb=1, batch_threshold=batch_threshold)  # type: ignore[arg-type]
-    batch = Batch(Drafter(config), num_rows=1, length=200_000)
-    batch.add("long", max_level=200_000)
-    batch.step([[7] * 190_000])
-    for _ in range(40):
-        batch.step([[7]])
-    counters = batch.drafter.take_counters()
-    assert counters.num_untracked_rows == counters.num_steps == 41
-    reasons = ("threshold", "cost", "probe")
-    num_off = sum(getattr(counters, f"num_steps_off_{reason}") for reason in reasons)
-    assert counters.num_steps_on == 41 - num_off > 0
 
 
 def count_calls(drafter: Drafter) -> list[int]:
@@ -575,9 +461,3 @@ def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open() -> 
     assert drafts[2] == []
     assert drafter.take_counters().num_draft_tokens == 2
     assert batch.step([[], [12, 13, 14], []], in_time=False) == [[], [], []]
-
-
-def test_nothing_is_filled_up_behind_a_closed_gate() -> None:
-    batch = Batch(Drafter(SpecConfig(batch_threshold=0), fills=True))
-    batch.add("a")
-    assert batch.step([[10]]) == [[]]

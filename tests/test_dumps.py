@@ -210,20 +210,20 @@ def test_what_is_inside_a_prompt_without_an_answer_is_no_rollout(tmp_path, token
     [
         (b"", "it begins with b'.x00"),
         (b'{"a": "', "a line is longer than 1 MiB: write JSON lines"),
-        (b"{\n" + b"\n" * (1 << 20), "its one JSON document is longer than 1 MiB"),
+        (b"{\n" + (b" " * 999 + b"\n") * 1100, "its one JSON document is longer than 1 MiB"),
     ],
 )
 def test_no_more_is_read_of_a_file_than_says_that_it_is_none(tmp_path, monkeypatch, begin, message):
     monkeypatch.setattr(dumps, "MAX_JSON_BYTES", 1 << 20)
     file = tmp_path / "x.jsonl"
     file.write_bytes(begin)
-    os.truncate(file, 64 << 20)  # filled with zeros
+    os.truncate(file, 16 << 20)  # filled with zeros
     tracemalloc.start()
     with pytest.raises(TraceError, match=rf"x\.jsonl: {message}"):
         read_rollouts([file])
     _, most_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most_bytes < 10 << 20
+    assert most_bytes < 5 << 20
 
 
 @pytest.mark.parametrize("wrap", [list, lambda rows: {"info": 1, "sets": [{"results": rows}]}])
@@ -242,17 +242,12 @@ def test_compressed_files_with_a_mark_at_their_begin(tmp_path, tokenizer, pack):
         assert found([file], tokenizer) == WANTED
 
 
-@pytest.mark.parametrize("form", ["verl", "responses in a list", "outputs with token ids"])
-def test_parquet(tmp_path, tokenizer, form):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.Table.from_pylist(FORMS[form]), tmp_path / "x.parquet")
-    assert found([tmp_path], tokenizer) == WANTED
-
-
-def test_a_parquet_file_with_damaged_pages(tmp_path):
+def test_parquet_whole_and_with_damaged_pages(tmp_path, tokenizer):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     file = tmp_path / "x.parquet"
-    parquet.write_table(arrow.Table.from_pylist(FORMS["verl"]), file)
+    for form in ("outputs with token ids", "verl"):
+        parquet.write_table(arrow.Table.from_pylist(FORMS[form]), file)
+        assert found([tmp_path], tokenizer) == WANTED
     content = file.read_bytes()
     file.write_bytes(content[:4] + bytes(40) + content[44:])
     with pytest.raises(TraceError, match=r"x\.parquet: "):
@@ -275,23 +270,22 @@ def test_zstd(tmp_path, tokenizer):
 @pytest.fixture
 def piped():
     """The path of a pipe that holds a content."""
-    reader, writer = os.pipe()
+    readers = []
 
     def put(content):
+        reader, writer = os.pipe()
+        readers.append(reader)
         with open(writer, "wb") as pipe:
             pipe.write(content)
         return Path(f"/dev/fd/{reader}")
 
     yield put
-    os.close(reader)
+    for reader in readers:
+        os.close(reader)
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
-def test_a_pipe(tokenizer, piped, pack):
-    assert found([piped(pack(VERL))], tokenizer) == WANTED
-
-
-def test_a_pipe_with_parquet(piped):
+def test_a_pipe(tokenizer, piped):
+    assert found([piped(gzip.compress(VERL))], tokenizer) == WANTED
     with pytest.raises(TraceError, match=r"/dev/fd/\d+: parquet cannot be read from a pipe$"):
         found([piped(b"PAR1")])
 
@@ -423,14 +417,6 @@ def test_folders_with_the_name_of_a_file_and_hidden_files(tmp_path, tokenizer, f
     assert found([folder], tokenizer) == WANTED
 
 
-def test_a_folder_may_hold_other_files(tmp_path, tokenizer, caplog):
-    (tmp_path / "a.json").write_text('{"seed": 1}')
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "x.jsonl").write_bytes(lines(FORMS["verl"]))
-    assert found([tmp_path], tokenizer) == WANTED
-    assert "a.json: no response that is known among seed; wanted" in caplog.text
-
-
 @pytest.mark.parametrize(
     "damaged",
     [VERL + b"{\n{}\n", bz2.compress(VERL)[:9] + bytes(50), b"PAR1nothing"],
@@ -438,10 +424,11 @@ def test_a_folder_may_hold_other_files(tmp_path, tokenizer, caplog):
 )
 def test_of_a_folder_a_damaged_file_is_left_out(tmp_path, tokenizer, caplog, damaged):
     (tmp_path / "x.jsonl").write_bytes(damaged)
-    (tmp_path / "y.jsonl").write_bytes(VERL)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "y.jsonl").write_bytes(VERL)
     assert found([tmp_path], tokenizer) == WANTED
     assert f"left out: {tmp_path / 'x.jsonl'}:" in caplog.text
-    (tmp_path / "y.jsonl").write_text("{}")
+    (tmp_path / "b" / "y.jsonl").write_text("{}")
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(TraceError, match=r"x\.jsonl:"):  # of all that is there, what went wrong
         read_rollouts([tmp_path])
@@ -454,11 +441,10 @@ def test_what_a_killed_run_has_cut_is_left_out(tmp_path, tokenizer, caplog):
     assert caplog.messages == [f"{file}:3: the last line is cut off, it is left out"]
 
 
-@pytest.mark.parametrize("form", ["verl", "a recording"])
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_of_a_compressed_file_that_was_cut_the_lines_before_count(tmp_path, tokenizer, caplog, form, pack):
+def test_of_a_compressed_file_that_was_cut_the_lines_before_count(tmp_path, tokenizer, caplog, pack):
     file = tmp_path / "x.jsonl"
-    packed = pack(lines(FORMS[form]))
+    packed = pack(VERL)
     file.write_bytes(packed + packed[:12])
     assert found([file], tokenizer) == WANTED
     [message] = caplog.messages

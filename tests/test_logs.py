@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,6 +26,7 @@ from rollout_spec.report.runs import read_run
 SPEC = "rollout/spec_"
 NUM_STEPS = 3
 PROJECT, NAME = "logs", "on"
+
 
 # verl's tracker writes what the tests read, with three loggers at once, in a process of its own.
 WRITE = """
@@ -65,7 +65,7 @@ def rows(speed: float) -> list[tuple[int, dict[str, float]]]:
 
 
 @pytest.fixture(scope="module")
-def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def logged(tmp_path_factory):
     """Folders of one run by kind of log."""
     folder = tmp_path_factory.mktemp("logged")
     paths = {kind: folder / kind for kind in ("json", "wandb", "tensorboard")}
@@ -85,7 +85,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", ["json", "wandb", "tensorboard"])
-def test_every_logger_says_the_same(logged: dict[str, Path], kind: str) -> None:
+def test_every_logger_says_the_same(logged, kind):
     run = read_run(logged[kind], "on")
     assert run.column("step") == [1, 2, 3]
     assert run.column("rollout_seconds") == pytest.approx([5.0, 10.0, 15.0])
@@ -100,7 +100,7 @@ def test_every_logger_says_the_same(logged: dict[str, Path], kind: str) -> None:
         assert data["filler/799"] == 799
 
 
-def test_wandbs_file_is_read_to_its_last_record(logged: dict[str, Path], tmp_path: Path) -> None:
+def test_wandbs_file_is_read_to_its_last_record(logged, tmp_path):
     file = next(logged["wandb"].glob("wandb/offline-run-*/*.wandb"))
     data = file.read_bytes()
     assert len(data) > 2 * 32768, "records must run across the blocks of the format"
@@ -129,9 +129,7 @@ def test_wandbs_file_is_read_to_its_last_record(logged: dict[str, Path], tmp_pat
         ("tensorboard", "tensorboard: step 3 was not logged to its end"),
     ],
 )
-def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(
-    logged: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, what: str
-) -> None:
+def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(logged, tmp_path, caplog, kind, what):
     """Its last count is not written to its end; tensorboard has those before it."""
     run = tmp_path / kind
     shutil.copytree(logged[kind], run, ignore=shutil.ignore_patterns("latest-run"))
@@ -149,15 +147,7 @@ def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(
     assert "Steps that only off has are left out: 3." in sentences(result)
 
 
-def test_different_kinds_compare(logged: dict[str, Path], tmp_path: Path) -> None:
-    off = write_run_off(tmp_path / "off.jsonl", "timing_s/update_actor")
-    for kind in ("wandb", "tensorboard"):
-        result = compare(read_run(off, "off"), read_run(logged[kind], "on"))
-        assert result.speedup == pytest.approx(2.0)
-        assert result.measures["entropy"].change.value == pytest.approx(0.0)
-
-
-def test_a_folder_with_nothing_or_too_much_is_named(logged: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_with_nothing_or_too_much_is_named(logged, tmp_path):
     with pytest.raises(RunError, match="no log of a run in it"):
         read_log(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
@@ -188,14 +178,8 @@ def write_run_off(file: Path, update_seconds: str) -> str:
     ],
 )
 def test_the_second_runs_summary_gets_table_and_picture(
-    logged: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-    source: str,
-    update_seconds: str,
-    figures: dict[str, float],
-) -> None:
+    logged, tmp_path, monkeypatch, capsys, source, update_seconds, figures
+):
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -223,9 +207,7 @@ def test_the_second_runs_summary_gets_table_and_picture(
     assert picture.read_bytes() == (out / "report.png").read_bytes()
 
 
-def test_a_run_that_wandb_does_not_know_takes_no_summary(
-    logged: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_that_wandb_does_not_know_takes_no_summary(logged, tmp_path, capsys):
     run = str(logged["json"])
     assert main(["compare", run, run, "--wandb", "--output", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -286,53 +268,62 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-@pytest.fixture
-def online(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Runs Python with wandb's server, in a process of its own: wandb's client keeps one service in each."""
+# Reads a run and one that is not there, then adds to the summaries of two; prints what each ended with.
+ONLINE = """
+import contextlib, io, json, sys
+from rollout_spec.cli import main
+from rollout_spec.report.logs import RunError
+from rollout_spec.report.runs import read_run
+
+found, (off, out) = [], sys.argv[1:]
+for run in ("e/p/abc123", "wandb:e/p/none"):
+    try:
+        found.append(read_run(run, "on").column("rollout_seconds"))
+    except RunError as error:
+        found.append(str(error))
+for run in ("e/p/abc123", "e/p/gone"):
+    said, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+        code = main(["compare", off, run, "--wandb", "--output", out])
+    found.append([code, said.getvalue(), errors.getvalue()])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def online(tmp_path_factory):
+    """What ONLINE prints beside wandb's server, and the report that it wrote.
+
+    In a process of its own: wandb's client keeps one service in each.
+    """
+    folder = tmp_path_factory.mktemp("online")
+    off = write_run_off(folder / "off.jsonl", "other")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         env = {
             **os.environ,
             "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
             "WANDB_API_KEY": "0" * 40,
-            "WANDB_DIR": str(tmp_path),
-            "WANDB_CACHE_DIR": str(tmp_path),
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
+            **dict.fromkeys(("WANDB_DIR", "WANDB_CACHE_DIR"), str(folder)),
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1"),
         }
-        yield lambda *args: subprocess.run(
-            [sys.executable, *args], env=env, capture_output=True, text=True, timeout=240
-        )
+        command = [sys.executable, "-c", ONLINE, off, str(folder / "out")]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
         server.shutdown()
-
-
-READ = """
-import sys
-from rollout_spec.report.logs import RunError
-from rollout_spec.report.runs import read_run
-
-try:
-    run = read_run(sys.argv[1], "on")
-except RunError as error:
-    sys.exit(str(error))
-print(run.column("rollout_seconds"))
-"""
-
-
-def test_an_online_run_is_read_with_wandbs_own_client(online: Callable) -> None:
-    read, unknown = (online("-c", READ, run) for run in ("e/p/abc123", "wandb:e/p/none"))
-    assert read.returncode == 0, read.stderr
-    assert "[5.0, 10.0, 15.0]" in read.stdout
-    assert unknown.returncode == 1
-    assert "e/p/none: no such file or folder, and as a run of wandb: " in unknown.stderr
-
-
-def test_an_online_runs_summary_is_added_to(tmp_path: Path, online: Callable) -> None:
-    out = tmp_path / "out"
-    command = ("-m", "rollout_spec.cli", "compare", write_run_off(tmp_path / "off.jsonl", "other"))
-    done = online(*command, "e/p/abc123", "--wandb", "--output", str(out))
     assert done.returncode == 0, done.stderr
-    assert "/e/p/runs/abc123" in done.stdout
+    return json.loads(done.stdout.splitlines()[-1]), folder / "out"
+
+
+def test_an_online_run_is_read_with_wandbs_own_client(online):
+    read, unknown, *_ = online[0]
+    assert read == [5.0, 10.0, 15.0]
+    assert "e/p/none: no such file or folder, and as a run of wandb: " in unknown
+
+
+def test_an_online_runs_summary_is_added_to(online):
+    (*_, [code, said, errors], gone), out = online
+    assert code == 0, errors
+    assert "/e/p/runs/abc123" in said
     taken = WandbServer.taken
     stream = json.loads(taken["/files/e/p/abc123/file_stream"][-1])["files"]
     assert list(stream) == ["wandb-summary.json"], "the run's history must stay as it is"
@@ -347,7 +338,5 @@ def test_an_online_runs_summary_is_added_to(tmp_path: Path, online: Callable) ->
     resumed = json.loads(taken["UpsertBucket"][0])["variables"]
     assert [resumed[name] for name in ("host", "program", "commit")] == [None] * 3
     assert "/requirements.txt" not in taken
-
-    gone = online(*command, "e/p/gone", "--wandb", "--output", str(out))
-    assert gone.returncode == 2
-    assert "\nrollout-spec compare: --wandb: Run (gone) does not exist" in gone.stderr
+    assert gone[0] == 2
+    assert "rollout-spec compare: --wandb: Run (gone) does not exist" in gone[2]

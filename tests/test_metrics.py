@@ -19,7 +19,7 @@ def logged(*reports: RolloutReport) -> dict[str, float]:
     return {name.removeprefix(PREFIX): value for name, value in metrics.items()}
 
 
-def test_the_metrics_of_two_servers_by_hand() -> None:
+def test_the_metrics_of_two_servers_by_hand():
     one = RolloutReport(
         engine=EngineCounters(num_steps=10, num_steps_on=4, num_draft_tokens=20, draft_seconds=0.02,
                               num_steps_off_cost=4, num_steps_off_probe=2, gate_seconds=2.0,
@@ -65,7 +65,7 @@ def test_the_metrics_of_two_servers_by_hand() -> None:
     )
 
 
-def test_an_engines_line_by_hand() -> None:
+def test_an_engines_line_by_hand():
     """With a model that drafts beside the text."""
     engine = EngineCounters(
         num_steps=1000, num_steps_on=800, num_draft_tokens=4000, num_accepted_tokens=3000, draft_seconds=0.25,
@@ -81,7 +81,7 @@ def test_an_engines_line_by_hand() -> None:
     )
 
 
-def test_the_reference_run_reports_its_rollout_and_the_drafts_of_a_model() -> None:
+def test_the_reference_run_reports_its_rollout_and_the_drafts_of_a_model():
     plain = {"rollout_seconds": 1.0, "generated_tokens": 42, "num_interrupted": 0}
     assert logged(RolloutReport(num_generated_tokens=42, rollout_seconds=1.0)) == plain
     counts, aborted = RequestCounters(30, 12, 10, 30, 18), RequestCounters(10, 8, 4, 10, 2)
@@ -90,7 +90,7 @@ def test_the_reference_run_reports_its_rollout_and_the_drafts_of_a_model() -> No
     assert logged(RolloutReport(None, [counts], 42, 1.0, aborted), RolloutReport()) == plain | drafts | ratios
 
 
-def test_what_a_server_served_in_two_windows_adds_up() -> None:
+def test_what_a_server_served_in_two_windows_adds_up():
     counts, total = RequestCounters(6, 3, 2, 8, 3), RolloutReport()
     for _ in range(3):
         engine = EngineCounters(num_steps=5, draft_seconds=0.5)
@@ -100,6 +100,6 @@ def test_what_a_server_served_in_two_windows_adds_up() -> None:
     assert total == RolloutReport(engine, [counts] * 3, 21, 6.0, RequestCounters(3, 3), 3)
 
 
-def test_nothing_served_gives_no_ratio() -> None:
+def test_nothing_served_gives_no_ratio():
     names = logged(RolloutReport(engine=EngineCounters()))
     assert not any("share" in name or "per_step" in name for name in names)

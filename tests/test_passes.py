@@ -64,9 +64,3 @@ def test_a_head_that_gets_better_or_worse_is_noticed() -> None:
         model.gains = gains
         model.steps(3000)
         assert model.steps(RETRY_EVERY).count(best) >= RETRY_EVERY - 1
-
-
-def test_a_model_that_is_tried_in_vain_costs_little() -> None:
-    model = Model([0.0, 0.0], 0.3)
-    model.steps(1000)
-    assert model.steps(10 * RETRY_EVERY).count(2) == 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 import threading
 import types
@@ -19,6 +18,10 @@ def _original(a, b=1):
     return a + b
 
 
+def product(a, b=1):
+    return a * b
+
+
 @pytest.fixture
 def module(monkeypatch):
     monkeypatch.setattr(patches, "_applied", {})
@@ -28,56 +31,34 @@ def module(monkeypatch):
 
 
 PATCH = patches.Patch(name="double", reason="f adds", upstream="owner/f.py", until="owner 2")
+SIGNATURE = {"expected_signature": ("(a)", "(a, b=1)")}
 
 
-def test_replace_function_replaces_and_records(module):
-    before = patches.replace_function(
-        module, "f", lambda a, b=1: a * b, patch=PATCH, expected_signature=str(inspect.signature(_original))
-    )
-    assert before is _original
-    assert module.f(3, 4) == 12
+def test_patches_replace_once_and_stack_on_one_function(module):
+    for replacement, guard in ((product, SIGNATURE), (lambda a, b=1: 0, {"expected_signature": "(other)"})):
+        assert patches.replace_function(module, "f", replacement, patch=PATCH, **guard) is _original
+        assert module.f(3, 4) == 12
     assert patches.applied() == [PATCH]
-
-
-def test_second_call_returns_the_first_original_and_keeps_the_replacement(module):
-    patches.replace_function(module, "f", lambda a, b=1: a * b, patch=PATCH)
-    again = patches.replace_function(module, "f", lambda a, b=1: 0, patch=PATCH, expected_signature="(other)")
-    assert again is _original
-    assert module.f(3, 4) == 12
-    assert len(patches.applied()) == 1
+    second, inner = patches.Patch(name="negate", reason="r", upstream="u", until="v"), module.f
+    patches.replace_function(module, "f", lambda a, b=1: -inner(a, b), patch=second)
+    assert patches.applied() == [PATCH, second]
+    assert patches.replace_function(module, "f", lambda a, b=1: 0, patch=PATCH) is _original
+    assert module.f(3, 4) == -12, "the first is in force below the second"
 
 
 @pytest.mark.parametrize(
-    "guard",
-    [{"expected_signature": "(a)"}, {"expected_signature": ("(a)", "(a, b)")}],
+    ("name", "guard", "message"),
+    [
+        ("f", {"expected_signature": "(a)"}, r"'double'.*owner.f.*f adds.*owner/f.py.*owner 2"),
+        ("f", {"expected_signature": ("(a)", "(a, b)")}, r"owner\.f is \(a, b=1\), expected \(a\) or"),
+        ("g", {}, r"owner\.g does not exist"),
+    ],
 )
-def test_changed_upstream_raises_and_changes_nothing(module, guard):
-    with pytest.raises(patches.PatchError, match=r"'double'.*owner.f.*f adds.*owner/f.py.*owner 2"):
-        patches.replace_function(module, "f", lambda a, b=1: a * b, patch=PATCH, **guard)
-    assert module.f is _original
+def test_changed_upstream_raises_and_changes_nothing(module, name, guard, message):
+    with pytest.raises(patches.PatchError, match=message):
+        patches.replace_function(module, name, product, patch=PATCH, **guard)
+    assert module.f is _original and not hasattr(module, "g")
     assert patches.applied() == []
-
-
-def test_missing_function_raises(module):
-    with pytest.raises(patches.PatchError, match=r"owner\.g does not exist"):
-        patches.replace_function(module, "g", _original, patch=PATCH)
-
-
-def test_any_of_several_signatures_is_accepted(module):
-    accepted = ("(a)", "(a, b=1)")
-    patches.replace_function(module, "f", lambda a, b=1: a * b, patch=PATCH, expected_signature=accepted)
-    assert module.f(3, 4) == 12
-
-
-def test_two_patches_stack_on_one_function(module):
-    patches.replace_function(module, "f", lambda a, b=1: a * b, patch=PATCH)
-    second = patches.Patch(name="negate", reason="r", upstream="u", until="v")
-    inner = module.f
-    patches.replace_function(module, "f", lambda a, b=1: -inner(a, b), patch=second)
-    assert module.f(3, 4) == -12
-    assert [p.name for p in patches.applied()] == ["double", "negate"]
-    assert patches.replace_function(module, "f", lambda a, b=1: 0, patch=PATCH) is _original
-    assert module.f(3, 4) == -12, "the first is in force below the second"
 
 
 @pytest.fixture
@@ -101,13 +82,15 @@ def add_one(module):
     module.VALUE += 1
 
 
-def test_when_imported_waits_for_the_import(write):
+def test_patches_wait_for_the_import_and_keep_their_order(write):
     write("waited", "VALUE = 1")
     patches.when_imported("waited", add_one)
+    patches.when_imported("waited", lambda module: setattr(module, "VALUE", 10 * module.VALUE))
     module = importlib.import_module("waited")
-    assert module.VALUE == 2
+    assert module.VALUE == 20
+    assert importlib.reload(module).VALUE == 20
     patches.when_imported("waited", add_one)
-    assert module.VALUE == 3, "it is imported already"
+    assert module.VALUE == 21, "it is imported already"
 
 
 def test_a_question_whether_a_module_exists_loses_no_patch(write):
@@ -118,17 +101,7 @@ def test_a_question_whether_a_module_exists_loses_no_patch(write):
     assert importlib.import_module("waited").VALUE == 2
 
 
-def test_an_import_that_failed_is_patched_when_it_is_tried_again(write):
-    write("waited", "raise ImportError('not yet')")
-    patches.when_imported("waited", add_one)
-    with pytest.raises(ImportError, match="not yet"):
-        importlib.import_module("waited")
-    write("waited", "VALUE = 100")
-    assert importlib.import_module("waited").VALUE == 101
-
-
-def test_an_error_in_a_patch_fails_the_import_and_the_next_one_tries_again(write):
-    write("waited", "VALUE = 1")
+def test_an_import_that_failed_by_itself_or_by_a_patch_is_patched_when_it_is_tried_again(write):
     errors = [patches.PatchError("no longer fits")]
 
     def fail_once(module):
@@ -136,20 +109,15 @@ def test_an_error_in_a_patch_fails_the_import_and_the_next_one_tries_again(write
             raise errors.pop()
         add_one(module)
 
+    write("waited", "raise ImportError('not yet')")
     patches.when_imported("waited", fail_once)
+    with pytest.raises(ImportError, match="not yet"):
+        importlib.import_module("waited")
+    write("waited", "VALUE = 100")
     with pytest.raises(patches.PatchError, match="no longer fits"):
         importlib.import_module("waited")
     assert "waited" not in sys.modules
-    assert importlib.import_module("waited").VALUE == 2
-
-
-def test_patches_of_one_module_are_applied_in_their_order(write):
-    write("waited", "VALUE = 1")
-    patches.when_imported("waited", add_one)
-    patches.when_imported("waited", lambda module: setattr(module, "VALUE", 10 * module.VALUE))
-    module = importlib.import_module("waited")
-    assert module.VALUE == 20
-    assert importlib.reload(module).VALUE == 20
+    assert importlib.import_module("waited").VALUE == 101
 
 
 def test_imports_inside_imports_and_inside_patches(write):

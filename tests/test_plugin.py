@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -55,7 +54,7 @@ print(json.dumps({**result, "left_out": sorted(plugin.left_out), "said": said}))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory):
     run = subprocess.run(
         [sys.executable, "-c", MAIN, str(tmp_path_factory.mktemp("empty"))],
         env={**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"},  # a command that a test ran here has set ERROR
@@ -73,27 +72,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("name", "rollout_spec does not fit the installed vLLM: AttributeError("),
     ],
 )
-def test_a_vllm_that_was_imported_first_and_does_not_fit_is_refused(
-    found: dict[str, Any], changed: str, reason: str
-) -> None:
+def test_a_vllm_that_was_imported_first_and_does_not_fit_is_refused(found, changed, reason):
     drafting, keyed, plain = found[changed]
     assert drafting == keyed
     assert drafting.startswith(reason) and "\n" not in drafting
     assert "does not fit" not in plain, "an engine that does not ask for us is vLLM's own"
 
 
-def test_a_mend_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warning(
-    found: dict[str, Any],
-) -> None:
+def test_a_mend_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warning(found):
     assert not [error for error in found["mends"] if "does not fit" in error]
     assert found["left_out"] == ["allowed_tokens", "thinking_budget"]
     assert ["is left out" in message for message in found["said"]] == [True, True]
 
 
-def test_all_that_engines_patch_can_be_listed_without_one(found: dict[str, Any]) -> None:
+def test_all_that_engines_patch_can_be_listed_without_one(found):
     """As `doctor` does; these are of each version that is tested."""
-    assert {
-        "vllm-check-options", "vllm-bind-proposer", "vllm-aborted-counts", "vllm-wait-and-schedule",
-        "vllm-refuse-requests",
-    } <= set(found["applied"])  # fmt: skip
+    names = {"check-options", "bind-proposer", "aborted-counts", "wait-and-schedule", "refuse-requests"}
+    assert {f"vllm-{name}" for name in names} <= set(found["applied"])
     assert "vllm-thinking-budget" not in found["applied"], "which was left out"

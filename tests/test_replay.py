@@ -23,9 +23,9 @@ def write_trace(path, *lines):
     return path
 
 
-@pytest.fixture(params=["trace.jsonl", "trace.jsonl.gz"])
-def path(request, tmp_path):
-    return tmp_path / request.param
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "trace.jsonl.gz"
 
 
 class Copier:
@@ -75,6 +75,9 @@ def test_hand_counted_drafts(path):
     assert (result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens) == (2, 8, 4)
     assert result.mean_acceptance_length == 1 + 4 / 2
     assert result.acceptance_rate == 4 / 8
+    # A response that ends inside its draft: 2 3 4 5 are drafted, 2 and 3 accepted, and it is over.
+    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]])))
+    assert (result.num_steps, result.num_draft_tokens, result.num_accepted_tokens) == (1, 4, 2)
 
 
 def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(path):
@@ -92,23 +95,6 @@ def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(path):
     result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], texts)))
     assert (result.num_tail_steps, result.num_tail_tokens) == (2, 6)
     assert result.tail_tokens_per_step == 3.0
-
-
-def test_drafts_past_the_end_count_as_drafted_and_the_final_token_counts(path):
-    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]])))
-    # Step 1 drafts 2 3 4 5; 2 and 3 are accepted, and with 3 the response is over.
-    assert (result.num_steps, result.num_draft_tokens, result.num_accepted_tokens) == (1, 4, 2)
-    assert result.tokens_per_step == 2.0
-
-
-def test_siblings_see_new_tokens_from_the_next_step_on(path):
-    config = SpecConfig(min_survival=0.01)
-    # Both rows decode the same text in lockstep: neither is ahead, so neither can draft for the other.
-    same = write_trace(path, ([1], [[2, 3, 4, 5], [2, 3, 4, 5]]))
-    assert replay(read_trace(same), config).num_accepted_tokens == 0
-    behind = write_trace(path, ([1], [[2, 3, 4, 5, 6, 7], [9, 2, 3, 4, 5, 6, 7]]))
-    # In step 2 the second row has 9 2 and the first row 2 3: it drafts 3, and draws level.
-    assert replay(read_trace(behind), config).num_accepted_tokens > 0
 
 
 def test_lines_can_be_limited(path, capsys):
@@ -168,16 +154,6 @@ def test_equals_the_slow_replay(tmp_path, alphabet):
     result = replay(read_trace(path), SpecConfig(history=0, min_survival=0.2, **options))
     counted = (result.num_steps, result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens)
     assert counted == slow_replay(lines, Options(**options), 0.2)
-
-
-def test_command_prints_json(path, capsys):
-    write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]]))
-    options = ["--num-speculative-tokens", "4", "--spec", "min_survival=0.01", "--spec", "history=0"]
-    assert main(["replay", str(path), *options, "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
-    assert (values["num_groups"], values["num_tokens"]) == (1, 7)
-    assert values["tokens_per_step"] > 1
-    assert {"draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length"} <= values.keys()
 
 
 @pytest.mark.parametrize("command", [["replay"], ["simulate", "--step-times", "1:0.1"]])

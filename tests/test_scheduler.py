@@ -14,9 +14,7 @@ from rollout_spec.vllm.mrv2 import enable
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("asked", [None, SCHEDULER, "vllm.v1.core.sched.scheduler.Scheduler"])
-def test_what_counts_schedules_as_vllm_has_decided(
-    asked: str | None, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monkeypatch):
     from vllm.config import SchedulerConfig, VllmConfig
     from vllm.platforms import current_platform
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler

@@ -1,7 +1,7 @@
 """The vectorised verification against its definition: a loop over requests, and the exact distribution.
 
 Chi-square tests of 60,000 samples each, with fixed seeds, so they pass or fail for good; for a choice of
-other seeds the false-alarm rate is 1e-6 each. Samplers that are wrong in one place each fail them.
+other seeds the false-alarm rate is 1e-6 each.
 """
 
 from __future__ import annotations
@@ -45,29 +45,13 @@ def assert_distribution(tokens: torch.Tensor, probs: torch.Tensor) -> None:
     assert chisquare(counts[kept], expected[kept]).pvalue > FALSE_ALARM_RATE
 
 
-def verify_one_token(draft: int, **options: bool) -> torch.Tensor:
-    torch.manual_seed(draft)
-    logits = TARGET.log().repeat(NUM_SAMPLES, 1)
-    sampling = metadata([1.0] * NUM_SAMPLES)
-    return run([[draft]] * NUM_SAMPLES, logits, [0] * NUM_SAMPLES, sampling, **options)
-
-
-def verify_proposals() -> torch.Tensor:
-    torch.manual_seed(0)
-    proposal = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
-    drafts = torch.multinomial(proposal, NUM_SAMPLES, replacement=True)
-    return run(
-        drafts.unsqueeze(-1).tolist(),
-        TARGET.log().repeat(NUM_SAMPLES, 1),
-        [0] * NUM_SAMPLES,
-        metadata([1.0] * NUM_SAMPLES),
-        proposal.repeat(NUM_SAMPLES, 1),
-    )
-
-
-@pytest.mark.parametrize("draft", range(len(TARGET)))
+@pytest.mark.parametrize("draft", [1, 2, 5])
 def test_point_mass_drafts_leave_the_targets_distribution(draft: int) -> None:
-    output = verify_one_token(draft, use_fp64_gumbel=draft % 2 > 0)
+    torch.manual_seed(draft)
+    n = NUM_SAMPLES
+    output = run(
+        [[draft]] * n, TARGET.log().repeat(n, 1), [0] * n, metadata([1.0] * n), use_fp64_gumbel=draft % 2 > 0
+    )
     assert_distribution(output[:, 0], TARGET)
     accepted = output[:, 0] == draft
     # only behind an accepted draft token comes the bonus token
@@ -79,7 +63,11 @@ def test_point_mass_drafts_leave_the_targets_distribution(draft: int) -> None:
 
 
 def test_full_draft_distributions_leave_the_targets_distribution() -> None:
-    assert_distribution(verify_proposals()[:, 0], TARGET)
+    torch.manual_seed(0)
+    n, proposal = NUM_SAMPLES, torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+    drafts = torch.multinomial(proposal, n, replacement=True).unsqueeze(-1).tolist()
+    output = run(drafts, TARGET.log().repeat(n, 1), [0] * n, metadata([1.0] * n), proposal.repeat(n, 1))
+    assert_distribution(output[:, 0], TARGET)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -118,31 +106,6 @@ def test_what_replaces_a_draft_token_wins_the_race(
     assert behind.max() < 1e-4
 
 
-def sharpened(drawn: torch.Tensor, *_: Any) -> None:
-    """Noise that draws the recovered tokens at temperature 1.2."""
-    drawn.exponential_().pow_(1.2)
-
-
-WRONG: dict[str, tuple[str, Any]] = {
-    "every draft token is accepted": ("_uniform", lambda counts, *_: torch.zeros(sum(counts))),
-    "two in three are tried": ("_uniform", lambda counts, *_: torch.rand(sum(counts)) * 1.5),
-    "no noise": ("_fill_with_noise", lambda drawn, *_: drawn.fill_(1.0)),
-    "recovered at another temperature": ("_fill_with_noise", sharpened),
-    "a rejected token is drawn again": (
-        "_recovered",
-        lambda requests, rows, *_: TARGET.multinomial(len(rows), replacement=True),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_the_distribution_test_fails_on_a_wrong_sampler(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(standard, *WRONG[name])
-    for output in (verify_one_token(3), verify_proposals()):
-        with pytest.raises(AssertionError):
-            assert_distribution(output[:, 0], TARGET)
-
-
 def greedy_by_loop(drafts: list[list[int]], logits: torch.Tensor, bonus: list[int]) -> list[list[int]]:
     result, position = [], 0
     for draft, extra in zip(drafts, bonus, strict=True):
@@ -175,26 +138,15 @@ def test_greedy_ties_go_to_the_lowest_token_id() -> None:
 drafts_strategy = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6).filter(any)
 
 
-@settings(deadline=None, max_examples=100)
-@given(drafts=drafts_strategy, seed=st.integers(0, 1000))
-def test_greedy_equals_the_loop(drafts: list[list[int]], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(sum(map(len, drafts)), 3, generator=generator)
-    bonus = torch.randint(0, 3, (len(drafts),), generator=generator).tolist()
-    output = run(drafts, logits, bonus, metadata([0.0] * len(drafts)))
-    assert [[token for token in row if token >= 0] for row in output.tolist()] == greedy_by_loop(
-        drafts, logits, bonus
-    )
-
-
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(drafts=drafts_strategy, seed=st.integers(0, 1000), data=st.data())
 def test_mixed_rows_and_ragged_lengths(drafts: list[list[int]], seed: int, data: st.DataObject) -> None:
     """Greedy rows in a mixed batch are exact; sampled rows keep a prefix of the draft and add one token."""
     torch.manual_seed(seed)
     logits = torch.randn(sum(map(len, drafts)), 3)
     bonus = [2] * len(drafts)
-    temperature = data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=len(drafts), max_size=len(drafts)))
+    kinds = data.draw(st.sampled_from([[0.0], [0.0, 1.0]]))
+    temperature = data.draw(st.lists(st.sampled_from(kinds), min_size=len(drafts), max_size=len(drafts)))
     output = run(drafts, logits, bonus, metadata(temperature))
     exact = greedy_by_loop(drafts, logits, bonus)
     for i, row in enumerate(output.tolist()):
@@ -241,7 +193,7 @@ def sampled_by_loop(
     return result
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(drafts=drafts_strategy, seed=st.integers(0, 1000), has_probs=st.booleans(), use_fp64=st.booleans())
 def test_sampled_equals_the_loop(drafts: list[list[int]], seed: int, has_probs: bool, use_fp64: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -301,7 +253,7 @@ def test_uniform_numbers_are_of_their_requests_generators() -> None:
     assert bool(((uniform >= 0) & (uniform < 1)).all())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=8),
     dtype=st.sampled_from([torch.float32, torch.int32, torch.int64]),

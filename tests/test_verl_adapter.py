@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import pathlib
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +21,7 @@ from rollout_spec.vllm import SCHEDULER
 from tests.test_verl_check_config import composed
 
 
-def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypatch):
     """The real wrappers and windows; the trainer's methods are cut down to what they do to the servers."""
     import ray
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -100,7 +96,7 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(
 
 
 @pytest.fixture
-def pass_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+def pass_seconds(monkeypatch):
     """Let so many seconds pass for what a server measures."""
     now = 100.0
 
@@ -112,19 +108,14 @@ def pass_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return pass_by
 
 
-def test_a_server_is_busy_while_its_engine_has_requests(pass_seconds: Callable[[float], None]) -> None:
+def test_a_server_is_busy_while_its_engine_has_requests(pass_seconds):
     """However many it has; not while one waits for a weight sync, or is turned away."""
     from rollout_spec.metrics import RequestCounters
     from rollout_spec.verl.metrics import BusyClock, Windows
 
     clock = BusyClock()
-    for seconds, act in (
-        (0, clock.begin),
-        (0, clock.begin),
-        (1, clock.end),
-        (2, clock.end),
-        (4, clock.begin),
-    ):
+    begin, end = clock.begin, clock.end
+    for seconds, act in ((0, begin), (0, begin), (1, end), (2, end), (4, begin)):
         pass_seconds(seconds)
         act()
     pass_seconds(8)
@@ -146,7 +137,7 @@ def test_a_server_is_busy_while_its_engine_has_requests(pass_seconds: Callable[[
 
 
 @pytest.mark.skipif(launch.verl_is_older(), reason="verl before 0.9.1 admits requests where they arrive")
-def test_verls_server_admits_every_request_at_its_gate() -> None:
+def test_verls_server_admits_every_request_at_its_gate():
     """What `SpecHttpServer._park_until_admitted` relies on."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
@@ -160,7 +151,7 @@ def tokens(line: Rollout) -> tuple[list[int], list[list[int]]]:
     return line.prompt_token_ids.tolist(), [response.tolist() for response in line.responses]
 
 
-def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
     from rollout_spec.verl.recorder import Recorder
 
     first = {"rollout_spec_group": "first", "rollout_spec_turn_tokens": 2}
@@ -189,9 +180,7 @@ def test_the_trace_is_what_replay_reads(tmp_path: pathlib.Path, monkeypatch: pyt
     assert not idle._responses, "a run that records nothing keeps nothing"
 
 
-def test_a_disk_that_cannot_be_written_ends_the_recording_alone(
-    small_disk: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monkeypatch):
     """A full one, and a path that is no folder; inside a weight sync an error would end a training."""
     from rollout_spec.verl.recorder import Recorder
 
@@ -212,7 +201,7 @@ def test_a_disk_that_cannot_be_written_ends_the_recording_alone(
 
 
 @pytest.fixture
-def server_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+def server_of(monkeypatch):
     """`server_of(method, scheduler)`: our server around upstream's, which would need an engine."""
     from rollout_spec.verl import server as verl_server
 
@@ -227,9 +216,7 @@ def server_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"abort_only": False}, {"abort_only": True}])
-def test_an_abort_that_pauses_nothing_ends_no_window(
-    arguments: dict[str, bool], server_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_that_pauses_nothing_ends_no_window(arguments, server_of, monkeypatch):
     """verl has `abort_only` after 0.9.1: requests go on coming, and the weights stay."""
 
     async def abort_all_requests(self: Any, abort_only: bool = False) -> dict[str, Any]:
@@ -244,9 +231,7 @@ def test_an_abort_that_pauses_nothing_ends_no_window(
 
 
 @pytest.mark.parametrize(("drafter", "level"), [("custom_class", 2), (None, 2), ("eagle3", 1)])
-def test_an_engine_that_sleeps_keeps_a_head_that_no_sync_brings(
-    drafter: str | None, level: int, server_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_sleeps_keeps_a_head_that_no_sync_brings(drafter, level, server_of, monkeypatch):
     monkeypatch.setattr(server_of, "lora_as_adapter", False, raising=False)
     server = server_of("sam")
     speculative = None if drafter is None else {"method": drafter}
@@ -255,9 +240,7 @@ def test_an_engine_that_sleeps_keeps_a_head_that_no_sync_brings(
 
 
 @pytest.mark.parametrize(("scheduler", "num_decoded"), [(None, 0), (SCHEDULER, 8 + 4)])
-def test_the_reference_run_counts_the_drafts_of_a_model(
-    scheduler: str | None, num_decoded: int, server_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, server_of, monkeypatch):
     """An engine that does not count is asked for nothing."""
     counts = {"num_decoded_tokens": 8, "num_decode_steps": 4, "num_drafts": 3, "num_draft_tokens": 9}
 
@@ -291,9 +274,7 @@ def test_the_reference_run_counts_the_drafts_of_a_model(
         ({"extra_args": {"rollout_spec_key": None}, "seed": None}, ("key", '["unnamed", 0, 0, 1, 1]')),
     ],
 )
-def test_the_noise_follows_from_the_name_else_the_callers_seed(
-    sent: dict[str, Any], expected: tuple[Any, ...], server_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_noise_follows_from_the_name_else_the_callers_seed(sent, expected, server_of, monkeypatch):
     from rollout_spec.verification.noise import make_key
     from rollout_spec.vllm.keys import RequestKeys
 
@@ -310,9 +291,7 @@ def test_the_noise_follows_from_the_name_else_the_callers_seed(
 
 
 @pytest.mark.parametrize("method", ["off", "sam"])
-def test_a_response_is_recorded_once_whatever_interrupts_it(
-    method: str, tmp_path: pathlib.Path, server_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_response_is_recorded_once_whatever_interrupts_it(method, tmp_path, server_of, monkeypatch):
     async def generate(self: Any, _: Any, sampling_params: dict[str, Any], request_id: str) -> Any:
         return SimpleNamespace(token_ids=[8, 9], extra_fields={}, stop_reason=request_id)
 
@@ -337,8 +316,8 @@ def test_a_response_is_recorded_once_whatever_interrupts_it(
     ]
 
 
-def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
-    from rollout_spec.verl.agent_loop import Occurrences, prompt_name, sample_name
+def test_a_samples_name_is_its_own_and_the_same_in_every_run():
+    from rollout_spec.verl.agent_loop import prompt_name, sample_name
     from rollout_spec.verl.metrics import is_validation
 
     sample = {"index": 4, "raw_prompt": [{"role": "user", "content": "2 + 2"}], "session_id": 0, "uid": "x"}
@@ -348,27 +327,24 @@ def test_a_samples_name_is_its_own_and_the_same_in_every_run() -> None:
     # A run that is repeated with another release gets the same tokens.
     assert name == [7, 3, "train", "4", "119630b4882f7920", 0, 0]
     assert sample_name(7, {"step": 3.0, "validate": True}, 2, sample) == [7, 3, "val", *name[3:5], 2, 0]
-    others = [
-        sample_name(8, step, 0, sample),
-        sample_name(7, step | {"step": 4}, 0, sample),
-        sample_name(7, step | {"validate": True}, 0, sample),
-        sample_name(7, step, 1, sample),
-        sample_name(7, step, 0, sample | {"session_id": 1}),
-        sample_name(7, step, 0, sample | {"index": 5}),
-        sample_name(7, step, 0, sample | {"raw_prompt": [{"role": "user", "content": "2 + 3"}]}),
+    others = [sample_name(8, step, 0, sample), sample_name(7, step, 1, sample)]
+    others += [sample_name(7, step | change, 0, sample) for change in ({"step": 4}, {"validate": True})]
+    others += [
+        sample_name(7, step, 0, sample | change)
+        for change in (
+            {"session_id": 1},
+            {"index": 5},
+            {"raw_prompt": [{"role": "user", "content": "2 + 3"}]},
+        )
     ]
     assert len({json.dumps(other) for other in [name, *others]}) == 8
     assert is_validation(sample_name(7, step | {"validate": True}, 0, sample)) and not is_validation(name)
     assert not any(map(is_validation, (None, "val", ["unnamed", 0, 0, 3, 1])))
     image = {"role": "user", "content": [{"type": "image", "image": object()}]}
     assert prompt_name(None, [image]) == ("None", "8665f43eda0bcee1")
-    occurrences = Occurrences()
-    assert occurrences.of(1, [("a",), ("b",), ("a",)]) == [0, 0, 1]
-    assert occurrences.of(1, [("a",)]) == [2]
-    assert occurrences.of(2, [("a",)]) == [0]
 
 
-def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):
     """It has not joined verl's TransferQueue, whatever `trainer.use_v1` says."""
     import transfer_queue
 
@@ -389,7 +365,7 @@ def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch: pytes
     assert serves.__ray_actor_class__ is verl_server.SpecHttpServer
 
 
-def test_the_manager_numbers_prompts_that_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manager_numbers_prompts_that_are_drawn_again(monkeypatch):
     """Ours around verl's own, whose next step is only looked at: it would need Ray."""
     import verl.utils.tensordict_utils as tu
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
@@ -419,7 +395,7 @@ def test_the_manager_numbers_prompts_that_are_drawn_again(monkeypatch: pytest.Mo
     assert columns["rollout_spec_occurrence"][0].data == 1
 
 
-def test_the_worker_names_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_names_samples(monkeypatch):
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
     from verl.workers.rollout.llm_server import LLMServerClient
 
@@ -432,7 +408,7 @@ def test_the_worker_names_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
     verls: Any = KeyedAgentLoopWorker.__mro__[1]
     monkeypatch.setattr(
-        verls, "__init__", lambda self, *args, **kwargs: self.__dict__.update(*args, **kwargs)
+        verls, "__init__", lambda self, fields, llm_client: vars(self).update(fields, llm_client=llm_client)
     )
     monkeypatch.setattr(AgentLoopWorker, "_run_agent_loop", run)
     client = object.__new__(LLMServerClient)
@@ -443,12 +419,8 @@ def test_the_worker_names_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = {"index": np.int64(4), "raw_prompt": np.array(prompt, dtype=object), "agent_name": "any"}
     given = {"temperature": 1.0, "extra_args": {"mine": 1}}
     digest = "119630b4882f7920"
-    for session, occurrence in (
-        (0, {"rollout_spec_occurrence": 1}),
-        (1, {"rollout_spec_occurrence": 1}),
-        (0, {}),
-    ):
-        step = {"step": 3, "validate": False}
+    drawn, step = {"rollout_spec_occurrence": 1}, {"step": 3, "validate": False}
+    for session, occurrence in ((0, drawn), (1, drawn), (0, {})):
         sampling, kwargs = asyncio.run(
             worker._run_agent_loop(dict(given), step, session_id=session, **occurrence, **sample)
         )
@@ -466,11 +438,8 @@ def test_what_verl_itself_dumps_is_read(tmp_path):
     """Its rollout_data_dir and validation_data_dir, with token ids in the place of texts."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    inputs, outputs, scores = (
-        [[7], [7], [7], [8]],
-        [[1], [2, 3], [4], [5]],
-        [np.float32(1), float("nan"), 0, 0],
-    )
+    inputs, outputs = [[7], [7], [7], [8]], [[1], [2, 3], [4], [5]]
+    scores = [np.float32(1), float("nan"), 0, 0]
     extra = {"uid": ["u_0_0", "u_1_0", "v_0_0", "w_0_0"], "acc": [np.bool_(True)] * 4}
     for step in (2, 10):
         PPOTrainer._write_generations(inputs, outputs, [None] * 4, scores, extra, str(tmp_path), step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import pathlib
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import verl  # loads the plugin, which puts our groups on Hydra's search path
 from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError, SpecConfig
@@ -21,12 +24,26 @@ VLLM = "actor_rollout_ref.rollout.name=vllm"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
-def composed(*overrides: str) -> Any:
+@functools.cache
+def composed_once(*overrides: str) -> Any:
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", [VLLM, *overrides])
 
 
-def test_the_group_is_a_mapping_and_reaches_the_engine() -> None:
+def composed(*overrides: str) -> Any:
+    """verl's configuration. Groups are composed once: that takes most of a second."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    chosen = ("rollout.spec", "rollout.spec.routing")  # files, though their names have a dot
+    groups = [o.input_line for o in parsed if "." not in o.key_or_group or o.key_or_group in chosen]
+    config = copy.deepcopy(composed_once(*groups))
+    for each in parsed:
+        if each.input_line not in groups:
+            force_add = each.is_add() or each.is_force_add()
+            OmegaConf.update(config, each.key_or_group, each.value(), force_add=force_add)
+    return config
+
+
+def test_the_group_is_a_mapping_and_reaches_the_engine():
     config = composed("+rollout.spec=sam", "rollout.spec.num_speculative_tokens=4")
     assert OmegaConf.is_dict(config.rollout.spec)
     engine = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
@@ -35,7 +52,7 @@ def test_the_group_is_a_mapping_and_reaches_the_engine() -> None:
     assert check_config(config) == SpecConfig(num_speculative_tokens=4)
 
 
-def test_the_yaml_holds_every_field_with_its_default() -> None:
+def test_the_yaml_holds_every_field_with_its_default():
     """`model_tokens` is for vLLM alone."""
     plain = SpecConfig(method="off", verify="standard", routing="verl")
     for method, expected in (("sam", SpecConfig()), ("off", plain)):
@@ -43,7 +60,7 @@ def test_the_yaml_holds_every_field_with_its_default() -> None:
         assert options | {"model_tokens": 3} == expected.to_dict() | {"model_drafter": None}
 
 
-def test_off_asks_for_no_drafter_and_takes_the_same_overrides() -> None:
+def test_off_asks_for_no_drafter_and_takes_the_same_overrides():
     overrides = ("rollout.spec.num_speculative_tokens=4", "rollout.spec.routing=group")
     config = composed("+rollout.spec=off", *overrides)
     assert check_config(config).routing == "group"
@@ -83,7 +100,7 @@ released = pytest.mark.skipif(launch.verl_is_older(), reason="verl before 0.9.1 
         ((f"{DEVICES}=2", "rollout.spec.routing=verl"), False),
     ],
 )
-def test_several_engines_have_a_router_for_groups(overrides: tuple[str, ...], has_router: bool) -> None:
+def test_several_engines_have_a_router_for_groups(overrides, has_router):
     path = launched(*overrides).actor_rollout_ref.rollout.router_config_path
     assert (path is not None) == has_router
     if has_router:
@@ -92,18 +109,9 @@ def test_several_engines_have_a_router_for_groups(overrides: tuple[str, ...], ha
 
 @pytest.mark.parametrize(
     ("overrides", "num_lines"),
-    [
-        ((f"{DEVICES}=2",), 1),
-        ((f"{DEVICES}=1",), 0),
-        ((f"{DEVICES}=2", "rollout.spec.routing=verl"), 0),
-    ],
+    [((f"{DEVICES}=2",), 1), ((f"{DEVICES}=1",), 0), ((f"{DEVICES}=2", "rollout.spec.routing=verl"), 0)],
 )
-def test_a_verl_without_a_router_has_no_option_for_one(
-    overrides: tuple[str, ...],
-    num_lines: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_verl_without_a_router_has_no_option_for_one(overrides, num_lines, monkeypatch, capsys):
     """Of its main branch before 0.9.1; it would refuse the option when it makes its own class of it."""
     monkeypatch.setattr(launch, "verl_is_older", lambda: True)
     rollout = launched(*overrides).actor_rollout_ref.rollout
@@ -116,7 +124,7 @@ def test_a_verl_without_a_router_has_no_option_for_one(
 
 @released
 @pytest.mark.parametrize("override", [f"{ROUTER}=mine.yaml", DETERMINISM])
-def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(override: str) -> None:
+def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(override):
     for fine in ([f"{DEVICES}=1"], [f"{DEVICES}=2", "rollout.spec.routing=verl"]):
         rollout = launched(*fine, override).actor_rollout_ref.rollout
         assert rollout.router_config_path == ("mine.yaml" if "mine" in override else None)
@@ -146,26 +154,23 @@ CONFLICTS = {
 }
 
 
+OFF_TOO = [key for key in CONFLICTS if key.startswith("trainer.") or "pipe" in key]  # it is measured likewise
+
+
 @pytest.mark.parametrize(
-    "override", [key for key in CONFLICTS if key.startswith("trainer.") or "pipe" in key]
+    ("method", "override"), [*(("sam", key) for key in CONFLICTS), *(("off", key) for key in OFF_TOO)]
 )
-def test_the_reference_run_needs_such_a_trainer_too(override: str) -> None:
+def test_what_does_not_go_together_is_refused(method, override):
     with pytest.raises(ConfigError, match=CONFLICTS[override]):
-        check_config(composed("+rollout.spec=off", override))
+        check_config(composed(f"+rollout.spec={method}", override))
 
 
-@pytest.mark.parametrize("override", CONFLICTS)
-def test_what_does_not_go_together_is_refused(override: str) -> None:
-    with pytest.raises(ConfigError, match=CONFLICTS[override]):
-        check_config(composed("+rollout.spec=sam", override))
-
-
-def test_the_reference_run_of_coupled_verification_composes() -> None:
+def test_the_reference_run_of_coupled_verification_composes():
     config = composed("+rollout.spec=off", "rollout.spec.verify=coupled")
     assert check_config(config) == SpecConfig(method="off", routing="verl")
 
 
-def test_a_manager_of_ones_own_goes_with_standard_verification() -> None:
+def test_a_manager_of_ones_own_goes_with_standard_verification():
     own = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
     options = ["+rollout.spec=sam", "rollout.spec.verify=standard", own]
     assert not check_config(composed(*options)).coupled
@@ -173,20 +178,13 @@ def test_a_manager_of_ones_own_goes_with_standard_verification() -> None:
         check_config(composed(*options, "trainer.v1.trainer_mode=colocate_async"))
 
 
-@released
-@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
 @pytest.mark.parametrize("method", ["off", "sam"])
-def test_asynchronous_modes_of_verls_trainer_compose(method: str, mode: str) -> None:
-    config = composed(f"+rollout.spec={method}", f"trainer.v1.trainer_mode={mode}")
-    assert check_config(config).method == method
-
-
-@pytest.mark.parametrize("method", ["off", "sam"])
-def test_they_are_refused_where_requests_do_not_wait_for_a_weight_sync(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "verl_is_older", lambda: True)
-    check_config(composed(f"+rollout.spec={method}"))
+def test_asynchronous_modes_of_verls_trainer_need_requests_that_wait_for_a_weight_sync(method, monkeypatch):
+    for is_older, modes in ((False, ("colocate_async", "separate_async")), (True, ("sync",))):
+        monkeypatch.setattr(launch, "verl_is_older", lambda is_older=is_older: is_older)
+        for mode in modes:
+            config = composed(f"+rollout.spec={method}", f"trainer.v1.trainer_mode={mode}")
+            assert check_config(config).method == method
     with pytest.raises(ConfigError, match="separate_async: this verl lets requests into an engine"):
         check_config(composed(f"+rollout.spec={method}", "trainer.v1.trainer_mode=separate_async"))
 
@@ -198,9 +196,7 @@ def test_they_are_refused_where_requests_do_not_wait_for_a_weight_sync(
         ("one_step_off_policy", "one_step_off_ppo_trainer", "rollout.nnodes"),
     ],
 )
-def test_verls_experimental_trainers_are_refused_for_separate_async(
-    package: str, name: str, section: str
-) -> None:
+def test_verls_experimental_trainers_are_refused_for_separate_async(package, name, section):
     """Their own configurations, as their entry points compose them."""
     folder = pathlib.Path(verl.__file__).parent
     trainer = f"hydra.searchpath=[file://{folder}/trainer/config]"
@@ -210,7 +206,7 @@ def test_verls_experimental_trainers_are_refused_for_separate_async(
         check_config(config)
 
 
-def test_off_with_another_drafter_and_a_plain_string_are_refused() -> None:
+def test_off_with_another_drafter_and_a_plain_string_are_refused():
     with pytest.raises(ConfigError, match="remove it"):
         check_config(composed("+rollout.spec=off", f"+{ENGINE}.speculative_config.method=ngram"))
     with pytest.raises(ConfigError, match="not a configuration group"):
@@ -218,7 +214,7 @@ def test_off_with_another_drafter_and_a_plain_string_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_ends_before_hydra_composes(tmp_path: pathlib.Path) -> None:
+def test_the_command_ends_before_hydra_composes(tmp_path):
     """The real entry point: one line, exit code 2. test_recipes has a value out of range."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "+rollout.spec=sam", VLLM]
     done = run([*command, "rollout.spec.mode=earliest", f"hydra.run.dir={tmp_path}"])
@@ -228,7 +224,7 @@ def test_the_command_ends_before_hydra_composes(tmp_path: pathlib.Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_options_are_refused_among_other_overrides() -> None:
+def test_unknown_options_are_refused_among_other_overrides():
     fine = ["+rollout.spec=sam", "rollout.spec.history=3", "rollout.spec.routing=group", "trainer.nnodes=1"]
     check_overrides([*fine, "++rollout.spec.corpus=a.b=c", "--config-name", "x"])
     unknown = r"rollout\.spec\.colour: unknown field \(known fields: method, "
@@ -244,7 +240,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_a_broken_plugin_ends_a_run_that_asked_for_it() -> None:
+def test_a_broken_plugin_ends_a_run_that_asked_for_it():
     """verl would go on without the plugin, so what it raises must get past verl."""
     code = """
 from rollout_spec.verl import hydra_plugin
@@ -257,30 +253,31 @@ import verl
     assert done.stderr.splitlines()[-1] == "rollout_spec: the verl plugin failed: no such group"
 
 
-@pytest.mark.parametrize(
-    ("argument", "variable", "is_asked_for"),
-    [("trainer.nnodes=1", None, False), ("+rollout.spec=sam", None, True), ("", "sam", True)],
-)
-def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
-    argument: str,
-    variable: str | None,
-    is_asked_for: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def broken(monkeypatch):
+    """The plugin cannot be loaded."""
+
     def fail() -> None:
         raise RuntimeError("no such group")
 
     monkeypatch.setattr("rollout_spec.verl.hydra_plugin.install", fail)
     monkeypatch.setattr(launch, "failure", None)
-    monkeypatch.setattr(sys, "argv", ["main_ppo", argument])
     monkeypatch.delenv(launch.ASKED_VARIABLE, raising=False)
-    if variable:
-        monkeypatch.setenv(launch.ASKED_VARIABLE, variable)
-    if is_asked_for:
-        with pytest.raises(SystemExit, match="the verl plugin failed: no such group"):
-            entry_point.activate()
-        return
+    monkeypatch.setattr(sys, "argv", ["main_ppo", "trainer.nnodes=1"])
+    return monkeypatch
+
+
+@pytest.mark.parametrize("where", ["argument", "variable"])
+def test_a_broken_plugin_exits_where_it_was_asked_for(where, broken):
+    if where == "argument":
+        broken.setattr(sys, "argv", ["main_ppo", "+rollout.spec=sam"])
+    else:
+        broken.setenv(launch.ASKED_VARIABLE, "sam")
+    with pytest.raises(SystemExit, match="the verl plugin failed: no such group"):
+        entry_point.activate()
+
+
+def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(broken, capsys):
     entry_point.activate()
     error = capsys.readouterr().err
     assert "Traceback" in error
@@ -291,9 +288,7 @@ def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(
     assert "no such group; run `rollout-spec doctor`" in capsys.readouterr().err
 
 
-def test_a_command_that_runs_the_legacy_trainer_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_runs_the_legacy_trainer_is_refused(monkeypatch, capsys):
     """As recipe.dapo.main_dapo does, which leaves trainer.use_v1=True."""
     monkeypatch.setattr(launch, "failure", None)
     monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo_v0", None)
@@ -304,7 +299,7 @@ def test_a_command_that_runs_the_legacy_trainer_is_refused(
 
 
 @pytest.mark.slow
-def test_a_driver_without_accelerator_or_engine_passes_a_run_that_has_both(tmp_path: pathlib.Path) -> None:
+def test_a_driver_without_accelerator_or_engine_passes_a_run_that_has_both(tmp_path):
     """The driver of a GPU cluster may be a machine with neither."""
     code = """
 import importlib.metadata, sys

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import itertools
-import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,13 +21,12 @@ LOADED = {"actor_rollout_ref.rollout.load_format": "auto"}
 DUMMY = {"actor_rollout_ref.rollout.load_format": "dummy"}
 COUPLED = {"rollout.spec.verify": "coupled"}
 
-composed_once = functools.cache(composed)
 SAM, OFF = ("+rollout.spec=sam",), ("+rollout.spec=off", "model_engine=megatron")
 SAM_MEGATRON = (*SAM, "model_engine=megatron")
 
 
 @pytest.fixture
-def head(tmp_path: pathlib.Path) -> dict[str, Any]:
+def head(tmp_path):
     """A head of the user's own."""
     (tmp_path / "config.json").write_text("{}")
     return {"method": "eagle3", "model": str(tmp_path)}
@@ -39,7 +34,7 @@ def head(tmp_path: pathlib.Path) -> dict[str, Any]:
 
 def changed(groups: Sequence[str], *values: dict[str, Any], drafter: Any = None) -> Any:
     """A composition of these groups with other values."""
-    config = copy.deepcopy(composed_once(*groups))
+    config = composed(*groups)
     for key, value in itertools.chain(*(each.items() for each in values)):
         OmegaConf.update(config, key, value, force_add=key.startswith(ENGINE))
     config.rollout.spec.model_drafter = drafter
@@ -66,7 +61,7 @@ def told_to_vllm(config: Any) -> tuple[dict[str, Any] | None, int, str | None]:
     return speculative, spec.model_tokens, engine["scheduler_cls"]
 
 
-def test_a_model_drafts_beside_the_text_and_whatever_drafts_is_counted(head: dict[str, Any]) -> None:
+def test_a_model_drafts_beside_the_text_and_whatever_drafts_is_counted(head):
     """verl's MTP, and a model of the user's own."""
     asked, default = head | {"num_speculative_tokens": 4}, SpecConfig.model_tokens
     only_trained = {f"{OWN}.enable": True}
@@ -86,15 +81,13 @@ def test_a_model_drafts_beside_the_text_and_whatever_drafts_is_counted(head: dic
         refused(r"scheduler_cls=my\.Scheduler: rollout\.spec sets it", OFF, drafts, own, drafter=drafter)
 
 
-def test_it_is_an_override_of_one_word(head: dict[str, Any]) -> None:
+def test_it_is_an_override_of_one_word(head):
     asked = f"rollout.spec.model_drafter={{method: eagle3, model: {head['model']}}}"
     check_overrides([asked])
     assert composed(*SAM, asked).rollout.spec.model_drafter == head
 
 
-def test_who_drafts_untrained_is_warned_once(
-    head: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_drafts_untrained_is_warned_once(head, capsys):
     """verl trains MTP heads with Megatron only, where it is asked to."""
     for config, num_lines in (
         (changed(SAM_MEGATRON, TRAINED), 0),
@@ -119,18 +112,14 @@ def test_who_drafts_untrained_is_warned_once(
         ({"colour": "red"}, r"model_drafter=.*must have the keys method, model, num_speculative_tokens"),
     ],
 )
-def test_a_drafter_that_vllm_could_not_load_is_refused(
-    asked: dict[str, Any], refusal: str, head: dict[str, Any]
-) -> None:
+def test_a_drafter_that_vllm_could_not_load_is_refused(asked, refusal, head):
     refused(refusal, SAM, LOADED, drafter=head | asked)
 
 
-def test_what_does_not_go_with_a_model_that_drafts_is_refused(head: dict[str, Any]) -> None:
+def test_what_does_not_go_with_a_model_that_drafts_is_refused(head):
+    standard = {"rollout.spec.verify": "standard"}
     for values, refusal in (
-        (
-            {"rollout.spec.verify": "standard"},
-            "model_drafter: a draft model needs rollout.spec.verify=coupled",
-        ),
+        (standard, "model_drafter: a draft model needs rollout.spec.verify=coupled"),
         (MTP, "use one of the two"),
         (DUMMY, r"load_format=dummy: .* random weights.* set auto"),
     ):
@@ -140,7 +129,7 @@ def test_what_does_not_go_with_a_model_that_drafts_is_refused(head: dict[str, An
     refused(r"mtp\.method=eagle: must be mtp", SAM_MEGATRON, MTP, {f"{OWN}.method": "eagle"})
 
 
-def test_an_mtp_head_whose_weights_no_sync_brings_is_refused(tmp_path: pathlib.Path) -> None:
+def test_an_mtp_head_whose_weights_no_sync_brings_is_refused(tmp_path):
     """Without Megatron, and of a model that takes its weights as a whole. verl's own run is verl's."""
     fsdp = {"actor_rollout_ref.actor.strategy": "fsdp2"}
     refused("load_format=dummy", SAM, MTP, DUMMY)
@@ -151,25 +140,3 @@ def test_an_mtp_head_whose_weights_no_sync_brings_is_refused(tmp_path: pathlib.P
     for groups in (SAM_MEGATRON, OFF):
         refused("the MTP head of this model as a whole", groups, MTP, path, COUPLED)
     check_config(changed(OFF, MTP, path))
-
-
-@pytest.mark.parametrize(
-    ("fields", "is_recurrent"),
-    [
-        ({"text_config": {"linear_num_value_heads": 32}, "num_experts": 8}, True),
-        ({"mamba_d_state": 128, "layer_types": ["mamba", "attention"]}, True),
-        ({"mamba_d_state": 128, "layer_types": ["attention", "attention"]}, False),
-        ({"linear_attn_config": None}, False),
-    ],
-)
-def test_a_model_with_a_recurrent_state_has_no_drafts_of_ours(
-    fields: dict[str, Any], is_recurrent: bool, tmp_path: pathlib.Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    path = {"actor_rollout_ref.model.path": str(tmp_path)}
-    for config in (changed(OFF, MTP, path), changed(OFF, path)):
-        check_config(config)
-    if is_recurrent:
-        refused(r"^rollout\.spec=sam: [^\n]* recurrent model [^\n]*$", SAM, path)
-    else:
-        check_config(changed(SAM, path))

@@ -39,6 +39,7 @@ ALONE = {**MTP, **COUPLED, **SYNCHRONOUS}  # the policy's head, verified with ou
 NO_PROCESSORS = r"vllm\.logits_processors: vLLM does not run custom logits processors"
 NO_MIN_P = r"vllm\.override_generation_config\.min_p: vLLM refuses min_p"
 NOT_AHEAD = r"async_scheduling=(True|None): must be False with vLLM's MRV1, which vLLM 0\.\S+ has"
+WHOLE = "the MTP head of this model as a whole"
 NO_ADAPTER = "LoRA: a draft's token has no adapter"
 NO_EXPERTS = "the data-parallel ranks of experts would not run the same passes"
 NO_MODULES = "an MTP head of several modules is not supported"
@@ -92,20 +93,12 @@ CASES = [
     # A head is scheduled ahead by default, a small model not; MRV2 runs small models from 0.32 on.
     case(NOT_AHEAD, OFF, MTP, COUPLED, policy=BY_V1),
     case(None, OFF, ALONE, policy=BY_V1),
-    case(
-        "the MTP head of this model as a whole",
-        OFF,
-        MTP,
-        COUPLED,
-        policy=BY_V1 | {"model_type": "deepseek_v3"},
-    ),
+    case(WHOLE, OFF, MTP, COUPLED, policy=BY_V1 | {"model_type": "deepseek_v3"}),
     case(None, OFF, MTP, policy=BY_V1),
     case(None, SAM_MEGATRON, MTP, policy=BY_V1),
     *(
-        case(
-            NOT_AHEAD if has_v1 else None, groups, LOADED, AHEAD, COUPLED, policy=BY_V2, own=SMALL, vllm=vllm
-        )
-        for vllm, has_v1 in (("0.24.0", True), ("0.29.0", True), ("0.32.0", False))
+        case(refusal, groups, LOADED, AHEAD, COUPLED, policy=BY_V2, own=SMALL, vllm=vllm)
+        for vllm, refusal in (("0.24.0", NOT_AHEAD), ("0.29.0", NOT_AHEAD), ("0.32.0", None))
         for groups in (SAM, OFF)
     ),
     case(None, SAM, LOADED, AHEAD, policy=BY_V2, own=("eagle3", {})),
@@ -163,16 +156,14 @@ def write_model(folder: pathlib.Path, fields: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def with_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+def with_vllm(monkeypatch):
     """Has the driver see what a version of vLLM holds."""
 
     def install(version: str | None) -> None:
         for module in ("vllm.versions", "verl.check_engine"):
             monkeypatch.setattr(f"rollout_spec.{module}.version", lambda: version)
-        listed, modules = (
-            "vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES",
-            "vllm.config.SpeculativeConfig.use_multi_module_mtp",
-        )
+        listed = "vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
+        modules = "vllm.config.SpeculativeConfig.use_multi_module_mtp"
         if version == "0.24.0":
             monkeypatch.setattr(listed, frozenset(BY_V2["architectures"]), raising=False)
             monkeypatch.delattr(modules, raising=False)
@@ -187,17 +178,8 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(("refusal", "groups", "values", "policy", "own", "vllm", "runner"), CASES)
 def test_what_an_engine_would_refuse(
-    refusal: str | None,
-    groups: Sequence[str],
-    values: Sequence[dict[str, Any]],
-    policy: dict[str, Any] | None,
-    own: tuple[str, dict[str, Any]] | None,
-    vllm: str | None,
-    runner: str | None,
-    tmp_path: pathlib.Path,
-    with_vllm: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    refusal, groups, values, policy, own, vllm, runner, tmp_path, with_vllm, monkeypatch
+):
     with_vllm(vllm)
     if runner is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
@@ -208,9 +190,7 @@ def test_what_an_engine_would_refuse(
         check_config(config)
 
 
-def test_the_driver_looks_at_a_model_of_the_hub(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, with_vllm: Any
-) -> None:
+def test_the_driver_looks_at_a_model_of_the_hub(tmp_path, monkeypatch, with_vllm):
     """As a download has left it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -223,7 +203,7 @@ def test_the_driver_looks_at_a_model_of_the_hub(
         check_config(changed(SAM, AHEAD, {f"{MODEL}.path": "some/model"}))
 
 
-def test_steps_with_drafts_that_have_no_graphs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_with_drafts_that_have_no_graphs_are_named(capsys):
     """On NPUs drafts are filled up to a graph's length."""
     full, piecewise = ({"cudagraph_mode": mode} for mode in ("FULL_DECODE_ONLY", "PIECEWISE"))
     for groups, value, others, is_named in (

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import pickle
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -110,7 +109,7 @@ async def best_of(client: Any, sampling_params: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("verls", [LLMServerClient, FullyAsyncLLMServerClient])
-def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(verls: type) -> None:
+def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(verls):
     runs = []
     for _ in range(2):
         server, given = Server(), params()
@@ -126,7 +125,7 @@ def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(
     assert json.loads(runs[0][3]) == [*SAMPLE, "0c730b69905c5ef7", 3]
 
 
-def test_what_else_a_caller_gives_is_handed_on() -> None:
+def test_what_else_a_caller_gives_is_handed_on():
     server = Server()
     client = make(server)
     client.config = OmegaConf.merge(CONFIG, {"actor_rollout_ref": {"rollout": {"full_determinism": True}}})
@@ -134,7 +133,7 @@ def test_what_else_a_caller_gives_is_handed_on() -> None:
     assert (server.requests[0]["request_id"], server.requests[0]["image_data"]) == ("mine", ["a"])
 
 
-def test_calls_of_many_threads_have_names_of_their_own() -> None:
+def test_calls_of_many_threads_have_names_of_their_own():
     server, given = Server(), params()
     client = make(server)
     with ThreadPoolExecutor(8) as threads:
@@ -142,7 +141,7 @@ def test_calls_of_many_threads_have_names_of_their_own() -> None:
     assert len(set(server.names)) == 40
 
 
-def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
     async def at_once(*_: Any) -> None: ...
 
     server = Server(aborted=(0, 1))
@@ -152,17 +151,14 @@ def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch: p
     )
     asyncio.run(call(client, [1, 2], params()))
     asyncio.run(call(client, [1, 2, 8, 9, 8, 9, 8, 9, 5], params()))
-    assert [request["prompt_ids"] for request in server.requests][:3] == [
-        [1, 2],
-        [1, 2, 8, 9],
-        [1, 2, 8, 9, 8, 9],
-    ]
+    prompts = [request["prompt_ids"] for request in server.requests]
+    assert prompts[:3] == [[1, 2], [1, 2, 8, 9], [1, 2, 8, 9, 8, 9]]
     assert [server.names.index(name) for name in server.names] == [0, 0, 0, 3]
     lengths = [(sent["rollout_spec_group_tokens"], sent["rollout_spec_turn_tokens"]) for sent in server.sent]
     assert lengths == [(2, 2)] * 3 + [(2, 9)], "the group's prompt, and the turn's"
 
 
-def test_a_name_may_be_the_users_own_or_none() -> None:
+def test_a_name_may_be_the_users_own_or_none():
     """None of an agent loop that keeps none of the parameters; one that cannot be read is handed on."""
     server, deep = Server(), []
     client = make(server)
@@ -177,7 +173,7 @@ def test_a_name_may_be_the_users_own_or_none() -> None:
     assert server.sent[-2][KEY] is deep and server.sent[-1] is None
 
 
-def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch):
     monkeypatch.setattr(verl_client, "MAX_SAMPLES", 3)
     server, calls = Server(), Calls()
     client = make(server, calls=calls)
@@ -195,7 +191,7 @@ def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch: pyt
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda client: pickle.loads(pickle.dumps(client))]
 )
-def test_a_copy_is_verls_client_and_counts_with_the_others(verls: type, copied: Callable) -> None:
+def test_a_copy_is_verls_client_and_counts_with_the_others(verls, copied):
     from pydantic import BaseModel, ConfigDict
 
     class ChatModel(BaseModel):
@@ -217,13 +213,19 @@ def test_a_copy_is_verls_client_and_counts_with_the_others(verls: type, copied: 
     assert len(set(server.names)) == 4
 
 
-def test_copies_are_of_their_worker_and_one_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process is a table of its own of who is there."""
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Another process is a table of its own of who is there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verl_client, "_calls_here", {})
+        yield
+
+
+def test_copies_are_of_their_worker_and_one_in_each_process():
     first, second = Calls(), Calls()
     data = pickle.dumps(first), pickle.dumps(second)
     assert pickle.loads(data[0]) is first and pickle.loads(data[1]) is second
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(verl_client, "_calls_here", {})
+    with elsewhere():
         there = [pickle.loads(each) for each in data]
         assert all(isinstance(calls, Calls) for calls in there) and there[0] is not there[1]
         assert pickle.loads(data[0]) is there[0]
@@ -231,16 +233,11 @@ def test_copies_are_of_their_worker_and_one_in_each_process(monkeypatch: pytest.
     assert pickle.loads(back) is first
 
 
-def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated():
     def names_of_a_run() -> list[str]:
-        calls = Calls()
-        sent = [pickle.dumps(calls) for _ in range(2)]
-        here = [calls]
-        for data in sent:
-            with monkeypatch.context() as elsewhere:
-                elsewhere.setattr(verl_client, "_calls_here", {})
+        here = [Calls()]
+        for data in [pickle.dumps(here[0]) for _ in range(2)]:
+            with elsewhere():
                 here.append(pickle.loads(data))
         return [json.dumps(each.named([1], params())["extra_args"][KEY]) for each in here for _ in range(2)]
 
@@ -249,23 +246,7 @@ def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated(
     assert names_of_a_run() == names
 
 
-def test_a_copy_names_calls_in_another_process() -> None:
-    server = Server()
-    client = make(server)
-    code = f"""
-import asyncio, json, pickle
-client = pickle.loads({pickle.dumps(client)!r})
-for _ in range(2):
-    asyncio.run(client.generate("r", prompt_ids=[1], sampling_params={params()!r}))
-print(json.dumps(client._load_balancer._server.names))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for _ in range(2):
-        asyncio.run(call(client, [1], params()))
-    assert len({*json.loads(done.stdout.splitlines()[-1]), *server.names}) == 4
-
-
-def test_a_dead_server_is_met_by_whoever_wants_more_of_it() -> None:
+def test_a_dead_server_is_met_by_whoever_wants_more_of_it():
     """Also the error that a server raises for its engine, as Ray hands it on; also where a copy met it."""
     from ray.exceptions import ActorDiedError, RayTaskError
     from vllm.v1.engine.exceptions import EngineDeadError

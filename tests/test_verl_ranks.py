@@ -32,7 +32,7 @@ class Engine:
         return [output async for output in self.placed.generate(prompt=[1], priority=0, **options)]
 
 
-def test_siblings_go_to_one_rank_while_load_allows() -> None:
+def test_siblings_go_to_one_rank_while_load_allows():
     async def check() -> None:
         engine = Engine()
         running = [asyncio.create_task(engine.request(group)) for group in (*"abaaaa", None)]
@@ -50,7 +50,7 @@ def test_siblings_go_to_one_rank_while_load_allows() -> None:
     asyncio.run(check())
 
 
-def test_a_rank_that_the_caller_names_is_for_a_request_without_a_group() -> None:
+def test_a_rank_that_the_caller_names_is_for_a_request_without_a_group():
     """verl names one after 0.9.1, so that a sample's turns find their prefix. A group may be anything."""
 
     async def check() -> None:
@@ -63,7 +63,7 @@ def test_a_rank_that_the_caller_names_is_for_a_request_without_a_group() -> None
     asyncio.run(check())
 
 
-def test_simulate_places_by_it_without_what_verl_needs() -> None:
+def test_simulate_places_by_it_without_what_verl_needs():
     blocked = ["ray", "torch", "verl", "vllm", "hydra", "omegaconf", "transfer_queue"]
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import rollout_spec.predict.simulate"
     subprocess.run([sys.executable, "-c", code], check=True)

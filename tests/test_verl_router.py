@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.utils.import_utils import load_class_from_fqn
 
@@ -30,14 +30,14 @@ def loads(router: GroupRouter) -> dict[str, int]:
     return router.get_status()["servers"]
 
 
-def test_verl_finds_and_makes_it() -> None:
+def test_verl_finds_and_makes_it():
     config = verls._load_router_yaml(config_file("rollout_spec_router/group.yaml"))
     assert load_class_from_fqn(config["router_class"], "router") is GroupRouter
     assert GroupRouter({"a": 1}, config).acquire_server("r", sampling_params=of(1)) == ("a", 1)
     assert make().require_acquire_fields() == ["sampling_params"]
 
 
-def test_requests_without_a_group_are_verls() -> None:
+def test_requests_without_a_group_are_verls():
     """So are those whose group cannot be read: a caller may send anything."""
     router = make(num_servers=4)
     for number, group in enumerate([None, ["a"], {"a": 1}, b"a", "\ud800", None, None, None]):
@@ -47,13 +47,13 @@ def test_requests_without_a_group_are_verls() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, -1, 2.5, True, "16"])
-def test_a_wrong_limit_is_refused(limit: Any) -> None:
+def test_a_wrong_limit_is_refused(limit):
     with pytest.raises(ValueError, match=r"max_imbalance=.*: must be a whole number of at least 0"):
         make(max_imbalance=limit)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_siblings_go_together_and_prompts_are_spread(interleaved: bool) -> None:
+def test_siblings_go_together_and_prompts_are_spread(interleaved):
     """verl submits all at once; which sample arrives next is chance."""
     router, placed = make(num_servers=4), defaultdict(set)
     arrivals = [(prompt, sample) for prompt in range(8) for sample in range(16)]
@@ -63,21 +63,7 @@ def test_siblings_go_together_and_prompts_are_spread(interleaved: bool) -> None:
     assert set(loads(router).values()) == {32}
 
 
-def test_a_group_larger_than_the_limit_splits_into_large_parts() -> None:
-    router = make(num_servers=2, max_imbalance=8)
-    placed = Counter(router.acquire_server(str(i), sampling_params=of(1))[0] for i in range(64))
-    assert set(placed) == {"s0", "s1"}
-    assert abs(placed["s0"] - placed["s1"]) <= 8
-
-
-def test_zero_balances_as_verl_does() -> None:
-    router = make(num_servers=3, max_imbalance=0)
-    for i in range(30):
-        router.acquire_server(str(i), sampling_params=of(1))
-        assert max(loads(router).values()) - min(loads(router).values()) <= 1
-
-
-def test_a_request_that_goes_on_stays_and_needs_no_prompt() -> None:
+def test_a_request_that_goes_on_stays_and_needs_no_prompt():
     router = make()
     home = router.acquire_server("r", sampling_params=of(1))[0]
     router.release_server(home, "r")
@@ -85,7 +71,7 @@ def test_a_request_that_goes_on_stays_and_needs_no_prompt() -> None:
     assert router.acquire_server("without") is not None
 
 
-def test_a_prompt_of_an_earlier_epoch_goes_where_it_was() -> None:
+def test_a_prompt_of_an_earlier_epoch_goes_where_it_was():
     router = make(num_servers=3)
     first = router.acquire_server("a", sampling_params=of(1))[0]
     router.acquire_server("b", sampling_params=of(2))
@@ -94,7 +80,7 @@ def test_a_prompt_of_an_earlier_epoch_goes_where_it_was() -> None:
     assert router.acquire_server("later", sampling_params=of(1))[0] == first
 
 
-def test_servers_come_and_go() -> None:
+def test_servers_come_and_go():
     router = make(num_servers=2)
     home = router.acquire_server("a", sampling_params=of(1))[0]
     router.remove_servers([home])
@@ -108,7 +94,7 @@ def test_servers_come_and_go() -> None:
     assert router.acquire_server("c", sampling_params=of(1)) == ("new", 1)
 
 
-def test_old_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_groups_are_forgotten(monkeypatch):
     monkeypatch.setattr(routing, "MAX_GROUPS", 3)
     router = make()
     for prompt in range(10):
@@ -118,12 +104,13 @@ def test_old_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(router._homes._num_groups.values()) == 3
 
 
+@settings(max_examples=40)
 @given(
     num_servers=st.integers(1, 5),
     limit=st.integers(0, 6),
     events=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=120),
 )
-def test_no_request_exceeds_the_bound(num_servers: int, limit: int, events: list) -> None:
+def test_no_request_exceeds_the_bound(num_servers, limit, events):
     """`events`: a prompt whose next sample arrives, or (False) the oldest request ends."""
     router, running = make(num_servers, limit), []
     for number, (prompt, arrives) in enumerate(events):

@@ -17,6 +17,7 @@ from rollout_spec_lab.demo.data import make_data
 from rollout_spec_lab.demo.model import make_model
 from rollout_spec_lab.demo.runner import METRICS_FILE, environment
 from rollout_spec_lab.processes import started
+from tests.engine.conftest import make_tiny
 from tests.text import merged
 from tests.tiny_vl import make_image
 
@@ -112,21 +113,12 @@ def saved(folder: pathlib.Path, step: int) -> dict[str, list[list[int]]]:
 def make_policy(folder: pathlib.Path) -> pathlib.Path:
     """Two layers, with the tokenizer of the demo's; one token is much likelier than the others, as with a
     trained policy, so that it soon repeats itself."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=1024,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(24)
-    model.save_pretrained(folder)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    own = {name: getattr(tokenizer, name) for name in names} | {"vocab_size": len(tokenizer)}
+    make_tiny("Llama", folder, peak=24, max_position_embeddings=1024, tie_word_embeddings=False, **own)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -59,8 +59,9 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterat
             )
         yield process
     finally:
-        # A second Ctrl-C must not leave half of it running.
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A second signal must not leave half of it running.
+        signals = signal.SIGINT, signal.SIGTERM
+        before = [signal.signal(each, signal.SIG_IGN) for each in signals]
         try:
             # Also where Ctrl-C hit Popen: the process may run, though nobody has it.
             _end(process, others)
@@ -69,7 +70,8 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterat
                 _keep_logs(ray, log.with_name("ray-logs"))
             shutil.rmtree(ray, ignore_errors=True)
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for each, handler in zip(signals, before, strict=True):
+                signal.signal(each, handler)
 
 
 def _end(process: subprocess.Popen | None, others: set[int]) -> None:

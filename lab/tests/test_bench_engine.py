@@ -14,10 +14,14 @@ import pytest
 from rollout_spec.certify.engine_arguments import model_drafter
 from rollout_spec.cli.inputs import device_arguments
 from rollout_spec.config import ConfigError, SpecConfig, UserError
-from rollout_spec_lab.bench.engine import Load, Method
+from rollout_spec.predict.step_times import StepTimes
+from rollout_spec.trace import Rollout
+from rollout_spec_lab.bench.engine import Load, Method, Plan, make_record, predict, recorded_load
+from rollout_spec_lab.bench.rollouts import tables
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
 from rollout_spec_lab.cli import main
-from rollout_spec_lab.cli.inputs import default_dtype
+from rollout_spec_lab.cli.bench_engine import METHODS
+from rollout_spec_lab.cli.inputs import checked_methods, default_dtype
 
 
 def timeline(steps: list[tuple[float, int, int, int, int, int, int]]) -> Timeline:
@@ -30,6 +34,11 @@ def timeline(steps: list[tuple[float, int, int, int, int, int, int]]) -> Timelin
             is_on=on,
         )  # fmt: skip
     return line
+
+
+def line(group: str, prompt: list[int], *responses: list[int]) -> Rollout:
+    texts = [np.array(each, np.int32) for each in (prompt, *responses)]
+    return Rollout(group, None, texts[0], texts[1:])
 
 
 # Two prefills beside a decode, two steps of three, one of two with drafts, then few with and without.
@@ -124,11 +133,17 @@ def test_lengths_are_long_tailed_and_the_same_for_every_method():
 def test_methods_pass_their_threshold_on():
     assert Method("sam:16").options({"history": 2}) == {"history": 2, "batch_threshold": 16}
     assert Method("sam").options({}) == {}
+    on_v1 = Method("sam:16/v1")
+    assert (on_v1.name, on_v1.options({})) == ("sam", {"batch_threshold": 16})
+    assert [Method(each).environment for each in ("off", "off/v1", "suffix/v2")] == [
+        {}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    ]  # fmt: skip
     for label, message in (
         ("magic", "method 'magic': must be off"),
         ("off:8", "method 'off:8': must be off"),
         ("ngram:8", "method 'ngram:8'"),
         ("sam:many", "rollout.spec.batch_threshold='many'"),
+        ("sam/v3", "method 'sam/v3'"),
     ):
         with pytest.raises(ConfigError, match=message):
             Method(label)
@@ -232,13 +247,12 @@ def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
 
 def test_a_record_holds_every_option_of_ours_and_nothing_of_others():
     from rollout_spec_lab.bench.engine_worker import _method_arguments, _options
-    from rollout_spec_lab.studies.simulate import config_of
 
     def of(method: str) -> SpecConfig:
         job = {"method": method, "spec": {"history": 2}, "num_speculative_tokens": None}
         given = _method_arguments(job).get("additional_config", {})
-        record = {"engines": {method: {"options": _options(SimpleNamespace(additional_config=given))}}}
-        return config_of(method, json.loads(json.dumps(record)))
+        options = json.loads(json.dumps(_options(SimpleNamespace(additional_config=given))))
+        return SpecConfig.from_mapping(options or {"method": "off"})
 
     assert of("sam:16") == SpecConfig(history=2, batch_threshold=16)
     assert not any(of(method).enabled for method in ("off", "off:coupled", "ngram"))
@@ -248,17 +262,52 @@ def test_a_record_holds_every_option_of_ours_and_nothing_of_others():
 def test_suffix_is_compared_where_it_is_installed(
     has_arctic: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from rollout_spec_lab.cli.bench_engine import _methods
-
     name = "arctic_inference.suffix_decoding"
     monkeypatch.setitem(sys.modules, "arctic_inference", ModuleType("arctic_inference"))
     monkeypatch.setitem(sys.modules, name, ModuleType(name) if has_arctic else None)
-    assert _methods(None, {}) == ["off", "ngram", *["suffix"] * has_arctic, "sam"]
+    methods = checked_methods("bench engine", METHODS, None, {})
+    assert methods == ["off", "ngram", *["suffix"] * has_arctic, "sam"]
     assert ("rollout-spec-lab bench engine: without suffix: " in capsys.readouterr().err) != has_arctic
 
 
-def test_the_plot_is_drawn(tmp_path: Path):
-    from rollout_spec_lab.bench.plots import plot_rollouts
+LINES = [line("a", [1, 2, 3], [4, 5, 6, 7], [4, 5]), line("b", [8, 9], [5, 5, 5])]
 
-    plot_rollouts({"off": asdict(LINE), "sam": asdict(LINE)}, 2, tmp_path / "engine.png")
-    assert (tmp_path / "engine.png").stat().st_size > 10_000
+
+def test_a_recording_is_served_as_it_was(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10}))
+    load = recorded_load(LINES, 3, str(tmp_path))
+    assert [(each["prompt"], each["max_tokens"]) for each in load.requests(0)] == [(0, 3), (0, 2), (1, 3)]
+    assert load.all_recorded == [[4, 5, 6], [4, 5], [5, 5, 5]]
+    again = load.lines(0, load.all_recorded)
+    assert [[each.tolist() for each in one.responses] for one in again] == load.recorded
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9}))
+    with pytest.raises(UserError, match="has the token 9, the model's vocabulary is of 9"):
+        recorded_load(LINES, 3, str(tmp_path))
+
+
+def test_predictions_are_beside_what_was_measured(tmp_path: Path):
+    """Plain steps took 1 s in the first repeat and 2 s in the second; the roofline says 4 s."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10}))
+    load = recorded_load(LINES[:1], 4, str(tmp_path))
+    plan = Plan(load, ["off", "suffix"], "", "float32", {"max_num_seqs": 2}, {}, repeats=2)
+
+    def served(seconds: float) -> dict:
+        steps = [(seconds, 2, 0, 2, 0, 0, 0), (seconds, 2, 2, 2, 0, 0, 0)] + [(seconds, 1, 1, 1, 0, 0, 0)] * 2
+        return {
+            "timeline": asdict(timeline(steps)), "responses": load.all_recorded, "draft_cpu_s": 0.0,
+            "counters": {}, "settings": {"options": None, "model_runner": "V1"},
+        }  # fmt: skip
+
+    of_all = {method: [served(1.0), served(2.0)] for method in plan.methods}
+    record = make_record(plan, of_all)
+    predict(record, plan, of_all, {"V1": StepTimes.parse("1:4")})
+    off, suffix = record["results"]
+    steps = 6 / (2 * 2.0 + 2 * 2.0 + 2 * 1.0 + 2 * 1.0)
+    assert (off["tokens_per_s"], off["predicted_tokens_per_s"]["step_times"]) == (
+        1.0,
+        pytest.approx(2 * steps),
+    )
+    assert off["predicted_tokens_per_s"]["roofline"] == pytest.approx(6 / 16)
+    assert "predicted_tokens_per_s" not in suffix
+    shown = [list(column.cells) for column in tables(record)[-1].columns]
+    assert shown == [["off"], ["1"], ["1"], ["0"]]

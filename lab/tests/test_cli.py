@@ -61,6 +61,11 @@ DEMO, CHECK, BENCH = "rollout-spec-lab demo", "rollout-spec-lab gpu-check", "rol
             f"{CHECK}: method 'eagle': must be off, off:coupled, ngram, suffix",
         ),
         (f"gpu-check --output {__file__}", f"{CHECK}: {__file__}: File exists"),
+        ("gpu-check --methods off --parts steps,x", f"{CHECK}: --parts x: must be one of doctor, verify"),
+        ("gpu-check --methods off --model-config x", f"{CHECK}: --model-config x: no such file"),
+        ("bench rollout x", f"{BENCH} rollout: --model-config: must name the policy's config.json"),
+        ("bench rollout x --engine 3", f"{BENCH} rollout: --engine: invalid json_object value: '3'"),
+        ("bench verify --device tpu", f"{BENCH} verify: --device tpu: must be cpu"),
         ("bench drafters x --max-index-mb 4", f"{BENCH} drafters: --max-index-mb: use --spec max_index_mb=4"),
         ("bench engine --history 0", f"{BENCH} engine: --history: use --spec history=0"),
         (
@@ -77,7 +82,7 @@ DEMO, CHECK, BENCH = "rollout-spec-lab demo", "rollout-spec-lab gpu-check", "rol
         (
             "bench drafters x --methods suffix",
             f"{BENCH} drafters: --methods suffix: must be one of off, ngram, suffix_server, "
-            "suffix_server_tuned, sam, oracle, model, choose, sam+model",
+            "suffix_server_tuned, sam, oracle, model, sam+model",
         ),
     ],
 )
@@ -155,7 +160,8 @@ def test_a_failed_trainer_is_one_line_with_the_log(demo, tmp_path):
     assert str(tmp_path / "demo" / "off" / "train.log") in line
 
 
-def test_ctrl_c_ends_the_demo_and_all_it_started(demo):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_demo_and_all_it_started(demo, sent):
     process = subprocess.Popen(
         [*COMMAND, *demo],
         stderr=subprocess.PIPE,
@@ -168,12 +174,12 @@ def test_ctrl_c_ends_the_demo_and_all_it_started(demo):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     below = processes.descendants(process.pid)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     try:
         _, errors = process.communicate(timeout=5)
     except subprocess.TimeoutExpired:
         # Python drops a KeyboardInterrupt that hits a destructor; whoever sits there presses again.
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert errors.rstrip().endswith("interrupted")

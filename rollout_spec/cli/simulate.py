@@ -23,6 +23,7 @@ from rollout_spec.cli.inputs import (
     with_model,
 )
 from rollout_spec.config import ROUTINGS, SpecConfig, UserError, parse_threshold
+from rollout_spec.recurrent import DEFAULT_SPECULATIVE_TOKENS, check_settings
 
 HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
 REFUSED = {  # as --spec, and why
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     times.add_argument(
         "--longest-response", type=positive, metavar="TOKENS",
-        help="stretch all texts by one factor, so that the longest response has so many tokens",
+        help="stretch all texts by one factor, so that the longest response has TOKENS tokens",
     )  # fmt: skip
     add_runner_argument(times)
     cluster = parser.add_argument_group("cluster (with several values, every combination is simulated)")
@@ -91,16 +92,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
         "--batch-thresholds", nargs="+", default=["4", "8", "16", "32", "auto"], metavar="T",
-        help="numbers: draft while at most so many requests run; auto: the gate decides by measured time",
+        help="numbers: draft while at most T requests run; auto: the gate decides by measured time",
     )  # fmt: skip
     drafter.add_argument(
-        "--num-speculative-tokens", type=int, nargs="+", default=[SpecConfig.num_speculative_tokens],
-        metavar="K", help="most draft tokens per row and step; of several the best is marked",
+        "--num-speculative-tokens", type=int, nargs="+", metavar="K",
+        help=f"most draft tokens per row and step; of several the best is marked "
+        f"({SpecConfig.num_speculative_tokens}, and {DEFAULT_SPECULATIVE_TOKENS} with recurrent layers)",
     )  # fmt: skip
     add_model_drafter_arguments(drafter)
     drafter.add_argument(
         "--model-pass-ms", type=number(float, 0.0), metavar="MS",
-        help="milliseconds of a pass of that model (with --model-config: predicted, for a head of one layer)",
+        help="milliseconds of a pass of the model (with --model-config: predicted, for a head of one layer)",
     )  # fmt: skip
     drafter.add_argument(
         "--fill-drafts", action="store_true",
@@ -124,12 +126,12 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.predict.simulate import Cluster
 
     spec = spec_options(args.spec, REFUSED)
-    configs = _configs(args, spec)
     if spec.get("corpus"):
         check_corpus(spec["corpus"])
     lines = copied(list(itertools.islice(read(args, args.traces), args.limit_groups)), args.copies)
     lines = list(with_model(args, lines))
     times = _times(args, max((len(r) for line in lines for r in line.responses), default=0))
+    configs = _configs(args, spec, times)
     clusters = [
         Cluster(
             *combination,
@@ -195,12 +197,16 @@ def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
     return model
 
 
-def _configs(args: argparse.Namespace, spec: dict[str, Any]) -> list[Any]:
+def _configs(args: argparse.Namespace, spec: dict[str, Any], times: Any) -> list[Any]:
     """Without drafts, then every threshold with every K."""
     configs = [SpecConfig(method="off")]
-    for threshold, k in itertools.product(args.batch_thresholds, args.num_speculative_tokens):
+    has_states = times.row_tokens(0) > 0
+    default = DEFAULT_SPECULATIVE_TOKENS if has_states else SpecConfig.num_speculative_tokens
+    for threshold, k in itertools.product(args.batch_thresholds, args.num_speculative_tokens or [default]):
         fixed = {"batch_threshold": parse_threshold(threshold), "num_speculative_tokens": k}
         configs.append(SpecConfig.from_mapping(spec | fixed))
+        if has_states:
+            check_settings(configs[-1], None)
     return configs
 
 

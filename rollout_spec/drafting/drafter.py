@@ -46,7 +46,7 @@ class _Rows:
         return len(self.numbers)
 
     def among(self, kept: npt.NDArray[np.bool_]) -> _Rows:
-        """Those of the rows that are kept, bool [rows of the matrix]."""
+        """The rows for which `kept`, bool [rows of the matrix], is true."""
         chosen = kept[self.numbers]
         return _Rows(self.numbers[chosen], self.sequences[chosen], self._last_levels[chosen])
 
@@ -202,6 +202,44 @@ class Drafter:
                 what no text can.
         """
         started = time.perf_counter()
+        self._check_lengths(request_ids, nums_new_tokens, levels)
+        has_no_new_rows = self._map_rows(request_ids)
+        ended_step = self._ended_step(has_no_new_rows, nums_new_tokens, levels, ranks, ended, model_drafts)
+        rows = self._rows
+        assert rows is not None
+        if ended_step.num_rows < len(request_ids):
+            rows = rows.among(np.array(nums_new_tokens) > 0)
+        drafts: list[list[int]] = [[] for _ in request_ids]
+        if ended_step.num_rows == 0:
+            self._gate.discard()
+            self._index(rows, token_ids, levels, None, model_drafts, False, None)  # what waits there
+            return drafts
+        price = self._gate.begin(ended_step, self.counters)
+        is_asked = price is not None and model_drafts is not None and len(rows) > 0
+        compares = is_asked and self._gate.compares(ended_step.num_passes)
+        proposed = self._index(rows, token_ids, levels, price, model_drafts, compares, rooms)
+        self._count(ended_step.num_rows, len(rows), proposed)
+        # A model has drafted nothing for a step that did not wait: the text alone would say that none pays.
+        is_weighed = len(rows) > 0 and (in_time or not self._has_model)
+        chosen = self._choose(proposed if is_weighed else None) if price is not None else None
+        # A model has something for every step.
+        would_draft = price is not None if self._has_model else chosen is not None and bool(chosen.any())
+        self.next_step_waits = price is not None if in_time else would_draft
+        if not in_time:
+            self._gate.discard()
+        elif chosen is not None:
+            for row, draft in zip(rows.numbers.tolist(), self._leading(proposed, chosen), strict=True):
+                drafts[row] = draft
+        if in_time and self._fill_to and self._gate.fills:
+            for draft, num_new in zip(drafts, nums_new_tokens, strict=True):
+                if num_new:
+                    draft += [FILLER] * (self._fill_to - len(draft))
+        self.counters.draft_seconds += time.perf_counter() - started
+        return drafts
+
+    def _check_lengths(
+        self, request_ids: Sequence[str], nums_new_tokens: Sequence[int], levels: Int32Array
+    ) -> None:
         for name, given, fits in (
             ("nums_new_tokens", nums_new_tokens, len(nums_new_tokens) == len(request_ids)),
             ("levels", levels, len(levels) >= len(request_ids)),
@@ -209,44 +247,12 @@ class Drafter:
             if not fits:
                 self._gate.discard()
                 raise InvalidArgument(f"{name}: has {len(given)} entries, request_ids has {len(request_ids)}")
-        has_no_new_rows = self._map_rows(request_ids)
-        ended_step = self._ended_step(has_no_new_rows, nums_new_tokens, levels, ranks, ended, model_drafts)
-        rows = self._rows
-        assert rows is not None
-        if ended_step.num_rows < len(request_ids):
-            rows = rows.among(np.array(nums_new_tokens) > 0)
-        price, compares = None, False
-        if ended_step.num_rows == 0:
-            self._gate.discard()
-        else:
-            price = self._gate.begin(ended_step, self.counters)
-            is_asked = price is not None and model_drafts is not None and len(rows) > 0
-            compares = is_asked and self._gate.compares(ended_step.num_passes)
-        proposed = self._index(rows, token_ids, levels, price, model_drafts, compares, rooms)
-        if ended_step.num_rows == 0:
-            return [[] for _ in request_ids]
-        if proposed.fewer is not None:
-            self._gate.note_fewer(*proposed.fewer)
+
+    def _count(self, num_decoding: int, num_tracked: int, proposed: StepResult) -> None:
+        """Count a step: its decoding rows, and those of them that had a place in the index before it."""
         self.counters.num_steps += 1
-        self.counters.num_row_steps += ended_step.num_rows
-        self.counters.num_untracked_rows += ended_step.num_rows - len(rows) + proposed.num_left_out
-        # A model has drafted nothing for a step that did not wait: the text alone would say that none pays.
-        is_weighed = len(rows) > 0 and (in_time or not self._has_model)
-        chosen = self._choose(proposed if is_weighed else None) if price is not None else None
-        would_draft = chosen is not None and bool(chosen.any())
-        # A model has something for every step.
-        self.next_step_waits = price is not None if in_time or self._has_model else would_draft
-        if not in_time:
-            self._gate.discard()
-        drafts = self._leading(proposed, chosen) if chosen is not None and in_time else []
-        if len(drafts) < len(request_ids):
-            drafts = _spread(drafts, rows.numbers, len(request_ids))
-        if self._fill_to and self._gate.fills and in_time:
-            for draft, num_new in zip(drafts, nums_new_tokens, strict=True):
-                if num_new:
-                    draft += [FILLER] * (self._fill_to - len(draft))
-        self.counters.draft_seconds += time.perf_counter() - started
-        return drafts
+        self.counters.num_row_steps += num_decoding
+        self.counters.num_untracked_rows += num_decoding - num_tracked + proposed.num_left_out
 
     def _index(
         self,
@@ -284,6 +290,8 @@ class Drafter:
         """How much of each row's draft the open gate takes, int32 [rows]; None where none is weighed."""
         chosen, was_refused = None, False
         if proposed is not None:
+            if proposed.fewer is not None:
+                self._gate.note_fewer(*proposed.fewer)
             chosen = self._gate.choose(proposed.survivals, proposed.num_draft_tokens, self.counters)
             was_refused = bool(proposed.num_draft_tokens.any()) and not chosen.any()
         if not was_refused:  # that the gate has counted as off
@@ -358,13 +366,3 @@ class Drafter:
         self._row_ids = []
         self._rows = None
         self._last_end = None  # the time until the next step is no step's
-
-
-def _spread(drafts: list[list[int]], rows: Int32Array, num_rows: int) -> list[list[int]]:
-    """The draft of each of num_rows rows: of `rows` the given ones, if any; of the others an empty one."""
-    spread: list[list[int]] = [[] for _ in range(num_rows)]
-    if not drafts:
-        return spread
-    for row, draft in zip(rows.tolist(), drafts, strict=False):
-        spread[row] = draft
-    return spread

@@ -40,7 +40,7 @@ class Responses:
         self._max_bytes = max_bytes
         # The prompt that was met longest ago first.
         self._responses: OrderedDict[bytes, deque[Int32Array]] = OrderedDict()
-        # The prompts that have so many; the one that has been among them longest first.
+        # By number of responses, the prompts that have that many; first the one that has had it longest.
         self._prompts_with: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         self.num_bytes = 0
 
@@ -158,7 +158,7 @@ def read_file(path: Path) -> bytes:
 
 
 def _checked(content: bytes, where: str) -> bytes:
-    """What `pack` made, without version and checksum. Raises HistoryError, beginning with `where`."""
+    """Take version and checksum off what `pack` made. Raises HistoryError, beginning with `where`."""
     if not content.startswith(_MAGIC):
         raise HistoryError(f"{where}: not a history of this version")
     digest = content[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES]

@@ -73,7 +73,7 @@ def int32(name: str, value: Any) -> int:
 
 
 def check_vector(name: str, array: Any, length: int | None) -> None:
-    """Raise InvalidArgument unless the array is a contiguous int32 vector (of that length)."""
+    """Raise InvalidArgument unless the array is a contiguous int32 vector of `length` entries, if given."""
     fits = (
         type(array) is np.ndarray and array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous
     )

@@ -70,8 +70,9 @@ class Engine:
 
     Args:
         config: of the drafter. method=off: there is none, and all that the model drafts is verified.
-        tail_rows: the tail is the time with at most so many requests running.
+        tail_rows: the tail is the time in which at most this many requests run.
         kv_tokens: tokens that the KV cache holds.
+        row_tokens: tokens that would fill what a running request takes of it beside its own.
         fills_drafts: draft up to K tokens in every row, as `Drafter` does it.
         model: a model that drafts too.
     """
@@ -85,6 +86,7 @@ class Engine:
         kv_tokens: float = math.inf,
         fills_drafts: bool = False,
         model: ModelDrafter | None = None,
+        row_tokens: float = 0.0,
     ) -> None:
         self.total = EngineRun()
         self.drafter: Drafter | None = None
@@ -97,6 +99,7 @@ class Engine:
             )
         self.times, self._model = times, model
         self._max_num_seqs, self._tail_rows, self._kv_tokens = max_num_seqs, tail_rows, kv_tokens
+        self._row_tokens = row_tokens
         self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
         self._running: list[Request] = []  # by row, as the arrays below
         self._admitted: dict[str, None] = {}  # names of running requests, the newest last
@@ -245,10 +248,15 @@ class Engine:
         """Tokens that the rows bring to the step: one each, and their drafts."""
         return len(self._running) + sum(map(len, self._drafts))
 
+    @property
+    def _num_kept(self) -> float:
+        """Tokens of the KV cache that the step fills."""
+        return self._num_context + self._num_verified + len(self._running) * self._row_tokens
+
     def _preempt(self) -> bool:
         """Send the newest requests back until the rest has room, or one is left; whether any went."""
         num_before = self.total.num_preemptions
-        while len(self._running) > 1 and self._num_context + self._num_verified > self._kv_tokens:
+        while len(self._running) > 1 and self._num_kept > self._kv_tokens:
             newest = next(reversed(self._admitted))
             row = next(i for i, request in enumerate(self._running) if request.name == newest)
             request = self._running[row]
@@ -259,10 +267,10 @@ class Engine:
 
     def _admit(self) -> int:
         """Fill the batch from the queue; returns the number of tokens to prefill."""
-        num_tokens, needed = 0, self._num_context + self._num_verified
+        num_tokens, needed = 0, self._num_kept
         while self._queue and len(self._running) < self._max_num_seqs:
             request, num_done = self._queue[0]
-            needed += len(request.prompt_token_ids) + num_done + 1
+            needed += len(request.prompt_token_ids) + num_done + 1 + self._row_tokens
             if self._running and needed > self._kv_tokens:
                 break
             self._queue.popleft()

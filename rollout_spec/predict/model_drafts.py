@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -19,7 +19,9 @@ from rollout_spec.trace import Proposals, Rollout
 # often as on average; elsewhere it is wrong more often, so that the average is the rate that was asked for.
 EASIER = 0.5
 AGREEMENT = 0.4  # share of the places where both are wrong at which they draft the same token
-NO_TOKEN = 2**31 - 1  # a wrong token that no text has; further ones count down from it
+NO_TOKEN = 2**30
+"""From here on are the wrong tokens that no text has. A model is wrong with another one in each place: the
+drafter would learn that a token is always wrong."""
 
 
 def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Iterator[Rollout]:
@@ -31,17 +33,35 @@ def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Ite
         acceptance: how often the first, second, ... token of a draft is right where those before it are.
             There are as many tokens in a draft.
     """
-    config = SpecConfig(num_speculative_tokens=1, min_survival=0.0)
     rates = np.array(acceptance)
+
+    def nums_right(line: Rollout, guesses: list[Int32Array]) -> list[Int32Array]:
+        agrees = np.concatenate(guesses) == np.concatenate(line.responses)
+        share = min(float(agrees.mean()) if len(agrees) else 0.0, 0.99)
+        return [_nums_right(*each, rates, share) for each in zip(line.responses, guesses, strict=True)]
+
+    return with_drafts(lines, nums_right, acceptance)
+
+
+def with_drafts(
+    lines: Iterable[Rollout],
+    nums_right: Callable[[Rollout, list[Int32Array]], Sequence[Int32Array]],
+    acceptance: Sequence[float],
+) -> Iterator[Rollout]:
+    """The lines with drafts that are right for so many tokens.
+
+    Args:
+        nums_right: of each response, how many tokens are right of the draft behind its first i tokens, [n];
+            from a line and what the suffix index alone would draft in its responses, -1: nothing.
+        acceptance: as `simulate_model` has it; what the model believes of its tokens.
+    """
+    log_odds = np.array([math.log(max(rate, 1e-6) / max(1 - rate, 1e-6)) for rate in acceptance], np.float32)
+    config = SpecConfig(num_speculative_tokens=1, min_survival=0.0)
     with contextlib.closing(IndexProposer(config)) as index:
         for line in lines:
             guesses = _guesses(index, line)
-            agrees = np.concatenate(guesses) == np.concatenate(line.responses)
-            share = min(float(agrees.mean()) if len(agrees) else 0.0, 0.99)
-            proposals = [
-                _proposals(*each, rates, share) for each in zip(line.responses, guesses, strict=True)
-            ]
-            yield dataclasses.replace(line, proposals=proposals)
+            each = zip(line.responses, guesses, nums_right(line, guesses), strict=True)
+            yield dataclasses.replace(line, proposals=[_proposals(*one, log_odds) for one in each])
 
 
 def _guesses(index: IndexProposer, line: Rollout) -> list[Int32Array]:
@@ -59,21 +79,37 @@ def _guesses(index: IndexProposer, line: Rollout) -> list[Int32Array]:
     return [guesses[: end - prompt_len] for guesses, end in zip(found, ends, strict=True)]
 
 
-def _proposals(response: Int32Array, guesses: Int32Array, rates: np.ndarray, share: float) -> Proposals:
-    """Drawn with the response's own seed; `share`: how often the index is right in this line."""
-    num, num_tokens = len(response), len(rates)
-    luck, whim = np.random.default_rng(zlib.crc32(response.tobytes())).random((2, num))
+def _rng(response: Int32Array) -> np.random.Generator:
+    """The response's own."""
+    return np.random.default_rng(zlib.crc32(response.tobytes()))
+
+
+def _nums_right(response: Int32Array, guesses: Int32Array, rates: np.ndarray, share: float) -> Int32Array:
+    """`share`: how often the index is right in this line."""
+    num = len(response)
+    luck = _rng(response).random(num)
     agrees = guesses == response
-    says = np.where((guesses >= 0) & (whim < AGREEMENT), guesses, NO_TOKEN)  # where it is wrong
-    tokens = np.full((num, num_tokens), -1, np.int32)
-    is_right = np.ones(num, bool)  # whether all tokens of the draft so far are
+    harder = EASIER * share / (1 - share)
+    found = np.zeros(num, np.int32)
     for depth, rate in enumerate(rates[:num]):
         here = slice(depth, num)  # the draft behind i tokens has its token of this depth at i + depth
-        harder = EASIER * share / (1 - share)
         rate = np.where(agrees[here], 1 - (1 - rate) * EASIER, rate - (1 - rate) * harder)
-        goes_on = is_right[: num - depth]
-        is_right = goes_on & (luck[here] < rate)
-        wrong = np.where(goes_on & ~agrees[here], says[here], NO_TOKEN - depth)
-        tokens[: num - depth, depth] = np.where(is_right, response[here], wrong)
-    log_odds = np.array([math.log(max(rate, 1e-6) / max(1 - rate, 1e-6)) for rate in rates], np.float32)
+        found[: num - depth] += (found[: num - depth] == depth) & (luck[here] < rate)
+    return found
+
+
+def _proposals(
+    response: Int32Array, guesses: Int32Array, nums_right: Int32Array, log_odds: np.ndarray
+) -> Proposals:
+    """Where a draft becomes wrong, it has the index's own wrong guess in a share of the places."""
+    num = len(response)
+    _, whim = (rng := _rng(response)).random((2, num))
+    says_guess = (guesses >= 0) & (guesses != response) & (whim < AGREEMENT)
+    others = rng.integers(NO_TOKEN, 2**31, (num, len(log_odds)), np.int32)
+    tokens = np.full((num, len(log_odds)), -1, np.int32)
+    for depth in range(min(num, len(log_odds))):
+        here = slice(depth, num)
+        right = nums_right[: num - depth]
+        wrong = np.where((right == depth) & says_guess[here], guesses[here], others[here, depth])
+        tokens[: num - depth, depth] = np.where(right > depth, response[here], wrong)
     return Proposals(tokens, np.broadcast_to(log_odds, tokens.shape))

@@ -1,11 +1,10 @@
 """Step times predicted from a model's config.json and a device's datasheet.
 
 A step reads the weights and the KV cache, computes on its tokens, talks to its peers and launches kernels: a
-roofline (Williams et al. 2009) for each kind of layer, and a floor. A matrix product takes the hypotenuse of
-its memory time and its compute time: near the ridge neither hides the other. A mixture of experts reads the
-experts that its tokens touch, if routed uniformly; expert-parallel devices wait for the one that has most of
-them. Attention reads the KV cache once a step, however many tokens are verified: its FLOPs stay below the
-ridge up to K = 16.
+roofline (Williams et al. 2009) for each kind of layer, and a floor. A mixture of experts reads the experts
+that its tokens touch, if routed uniformly; expert-parallel devices wait for the one that has most of them.
+Attention reads the KV cache once a step, however many tokens are verified: its FLOPs stay below the ridge up
+to K = 16. A layer with the gated delta rule reads a state of each row and writes one of each token.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from statistics import NormalDist
 from typing import Any
 
 from rollout_spec.config import UserError
+from rollout_spec.recurrent import MAX_SPECULATIVE_TOKENS, States, states_of
 
-# Of the datasheet's bandwidth and FLOP/s, what an engine gets: calibrated on one pair, Qwen3-8B on an H100,
-# and checked on others (lab/record/roofline.md).
-MEMORY_EFFICIENCY = 0.85
-COMPUTE_EFFICIENCY = 0.55
+BLEND = 1.6
+"""A product takes the norm with this exponent of its memory time and its compute time: 1 would be their sum,
+infinity the longer one. Rounding tokens up to tiles of 64, 128 or 256 fits no device better."""
 # Times that a sampler reads or writes the float32 logits: conversion, temperature, and a race in two passes.
 LOGIT_PASSES = 6
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -45,6 +44,8 @@ class Device:
     flops_per_s: float  # dense, bfloat16
     bytes_per_s: float
     memory_bytes: float
+    memory_efficiency: float  # of the bandwidth, what an engine gets
+    compute_efficiency: float  # of the FLOP/s
     launch_s: float  # of each layer and step, that reading and computing do not hide
     link_bytes_per_s: float
     link_s: float
@@ -53,20 +54,23 @@ class Device:
     node_size: int = 8
 
 
+# Efficiencies and launch_s are fitted to step times that others published, and checked on further ones
+# (lab/record/roofline.md).
 DEVICES: Mapping[str, Device] = {
     # NVIDIA H100 SXM datasheet: 1,979 TFLOP/s with sparsity, 3.35 TB/s, 80 GB, NVLink 900 GB/s both ways; DGX
     # H100: one 400 Gb/s port a GPU. Collectives of one token: vLLM's custom all-reduce, about 10 us; DeepEP's
-    # low-latency dispatch over InfiniBand, about 20 us. launch_s: calibrated with the efficiencies.
-    "h100": Device(989.4e12, 3.35e12, 80e9, 42e-6, 450e9, 10e-6, 50e9, 20e-6),
+    # low-latency dispatch over InfiniBand, about 20 us. Fitted: Qwen3-8B.
+    "h100": Device(989.4e12, 3.35e12, 80e9, 0.9, 0.72, 52e-6, 450e9, 10e-6, 50e9, 20e-6),
     # NVIDIA H200 datasheet: an H100 with 4.8 TB/s and 141 GB.
-    "h200": Device(989.4e12, 4.8e12, 141e9, 42e-6, 450e9, 10e-6, 50e9, 20e-6),
+    "h200": Device(989.4e12, 4.8e12, 141e9, 0.9, 0.72, 52e-6, 450e9, 10e-6, 50e9, 20e-6),
     # NVIDIA A100 80GB SXM datasheet: 312 TFLOP/s dense, 2,039 GB/s, NVLink 600 GB/s both ways; DGX A100: one
-    # 200 Gb/s port a GPU. launch_s: of Qwen3-1.7B, whose step is mostly that.
-    "a100": Device(312e12, 2.039e12, 80e9, 93e-6, 300e9, 10e-6, 25e9, 20e-6),
+    # 200 Gb/s port a GPU. Fitted: Qwen2.5-7B with and without drafts, and Qwen3-1.7B, whose step is mostly
+    # the floor.
+    "a100": Device(312e12, 2.039e12, 80e9, 0.95, 0.84, 99e-6, 300e9, 10e-6, 25e9, 20e-6),
     # Huawei publishes no datasheet. As the dies of the 910C: 376 TFLOP/s, 1.6 TB/s, 64 GB, 196 GB/s one way
     # between devices and a 200 Gb/s port ("Serving LLMs on Huawei CloudMatrix384", arXiv 2506.12708).
-    # launch_s: of Qwen3-32B on four.
-    "910b": Device(376e12, 1.6e12, 64e9, 370e-6, 196e9, 15e-6, 25e9, 30e-6),
+    # The efficiencies are an H100's; launch_s: of Qwen3-32B on four.
+    "910b": Device(376e12, 1.6e12, 64e9, 0.9, 0.72, 380e-6, 196e9, 15e-6, 25e9, 30e-6),
 }
 
 
@@ -108,6 +112,8 @@ class Model:
     """Width of the shared experts, together: what every token takes beside its own."""
     num_dense_layers: int = 0  # those without experts, where there are experts
     dense_size: int = 0  # width of these layers
+    states: States | None = None  # of its layers with the gated delta rule
+    linear_params: int = 0  # of one such layer, in place of attention
 
     @classmethod
     def read(cls, path: str | Path) -> Model:
@@ -144,6 +150,7 @@ class Model:
         dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
         if dtype not in _BYTES:
             raise RooflineError(f"torch_dtype: {dtype!r} must be one of {', '.join(_BYTES)}")
+        states, linear_params = _linear_layers(fields, hidden_size)
         model = cls(
             hidden_size=hidden_size,
             num_layers=_whole(fields, "num_hidden_layers"),
@@ -154,6 +161,8 @@ class Model:
             vocab_size=_whole(fields, "vocab_size"),
             ties_embeddings=bool(fields.get("tie_word_embeddings")),
             bytes_per_value=_BYTES[dtype],
+            states=states,
+            linear_params=linear_params,
         )
         if not experts:
             return model
@@ -171,6 +180,10 @@ class Model:
         )
 
     @property
+    def num_linear_layers(self) -> int:
+        return 0 if self.states is None else self.states.num_layers
+
+    @property
     def num_expert_layers(self) -> int:
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
@@ -182,11 +195,13 @@ class Model:
     @property
     def shared_params(self) -> int:
         """That every token takes: attention, router, shared experts, dense layers and output."""
-        attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
+        # Beside linear layers the queries have a gate of their size.
+        gate = self.num_heads if self.num_linear_layers else 0
+        attention = self.head_dim * (2 * (self.num_heads + self.num_kv_heads) + gate)
         expert_layer = self.num_experts + 3 * self.shared_expert_size
         dense_layer = 3 * (self.dense_size or self.intermediate_size)
-        return self.hidden_size * (
-            self.num_layers * attention
+        return self.num_linear_layers * self.linear_params + self.hidden_size * (
+            (self.num_layers - self.num_linear_layers) * attention
             + self.num_expert_layers * expert_layer
             + (self.num_layers - self.num_expert_layers) * dense_layer
             + self.vocab_size
@@ -200,12 +215,16 @@ class Model:
 
 def _refuse_other_kinds(fields: dict[str, Any]) -> None:
     """What these formulas would get wrong, by the field that says so."""
+    is_linear = bool(fields.get("linear_num_value_heads"))
+    kinds = {"full_attention", "linear_attention"} if is_linear else {"full_attention"}
     harmless = {
         "kv_lora_rank": False,
         "quantization_config": False,
-        "layer_types": set(fields.get("layer_types") or ()) == {"full_attention"},
+        "ssm_state_size": False,
+        "mamba_d_state": False,
+        "layer_types": set(fields.get("layer_types") or ()) <= kinds,
         "sliding_window": fields.get("use_sliding_window") is False,
-        "full_attention_interval": fields.get("full_attention_interval") == 1,
+        "full_attention_interval": is_linear or fields.get("full_attention_interval") == 1,
         "moe_layer_freq": fields.get("moe_layer_freq") == 1,
     }
     for name, is_harmless in harmless.items():
@@ -214,6 +233,16 @@ def _refuse_other_kinds(fields: dict[str, Any]) -> None:
     if all(fields.get(name) is None for name in _NUM_EXPERTS):
         for name in (name for name, value in fields.items() if "expert" in name and value):
             raise RooflineError(f"{name}: needs the number of experts, one of {', '.join(_NUM_EXPERTS)}")
+
+
+def _linear_layers(fields: dict[str, Any], hidden_size: int) -> tuple[States | None, int]:
+    """The states of the layers with the gated delta rule, and the parameters of one."""
+    if not fields.get("linear_num_value_heads"):
+        return None, 0
+    heads = _whole(fields, "linear_num_value_heads")
+    values = heads * _whole(fields, "linear_value_head_dim")
+    keys = _whole(fields, "linear_num_key_heads") * _whole(fields, "linear_key_head_dim")
+    return states_of(fields), hidden_size * (2 * keys + 3 * values + 2 * heads)
 
 
 def _num_dense_layers(fields: dict[str, Any]) -> int:
@@ -254,7 +283,7 @@ class Roofline:
         data_parallel: ranks that step together and spread the experts over all their devices.
         expert_parallel: a device has whole experts, not a slice of each; always with several ranks.
         host: what steps wait for; None: they are scheduled ahead, as without a drafter.
-        stretch: a recorded step stands for so many, with a context so many times as long.
+        stretch: a recorded step stands for this many steps, with a context as many times as long.
 
     Raises:
         RooflineError: the model has no such layout, or does not fit.
@@ -290,10 +319,18 @@ class Roofline:
         free = self.memory_share * self.device.memory_bytes - self._weight_bytes
         return free / self._kv_bytes_per_token / self.stretch
 
+    def row_tokens(self, num_speculative_tokens: int) -> float:
+        """Recorded tokens that would fill what the states of a request take of the KV cache."""
+        states = self.model.states
+        if states is None:
+            return 0.0
+        num_bytes = states.num_bytes(num_speculative_tokens, cached=True) / self.tensor_parallel
+        return num_bytes / self._kv_bytes_per_token / self.stretch
+
     @property
     def head(self) -> Roofline:
         """One pass of a head that drafts for this model: a layer of its own kind, and its output layer."""
-        layer = dataclasses.replace(self.model, num_layers=1, num_dense_layers=0)
+        layer = dataclasses.replace(self.model, num_layers=1, num_dense_layers=0, states=None)
         return dataclasses.replace(self, model=layer, host=None)
 
     def seconds(
@@ -307,10 +344,11 @@ class Roofline:
         """Of one step of one rank, as `Times` says; only the host cares for `drafted` and `num_rows`."""
         device, model = self.device, self.model
         read_bytes = self.stretch * num_context * self._kv_bytes_per_token
+        read_bytes += self._state_bytes(num_tokens, num_rows, drafted)
         read_bytes += LOGIT_PASSES * _LOGIT_BYTES * num_tokens * model.vocab_size
         seconds = self._shared_seconds(num_tokens)
         seconds += self._expert_seconds(num_tokens + num_tokens_of_others)
-        seconds += read_bytes / (MEMORY_EFFICIENCY * device.bytes_per_s)
+        seconds += read_bytes / (device.memory_efficiency * device.bytes_per_s)
         seconds += self._collective_seconds(num_tokens) + model.num_layers * device.launch_s
         if self.host is not None:
             seconds += self.host.seconds(num_rows, drafted)
@@ -336,7 +374,16 @@ class Roofline:
         """On a device: with more devices than KV heads every head is there more than once."""
         model = self.model
         heads = max(1, model.num_kv_heads // self.tensor_parallel)
-        return 2 * model.num_layers * heads * model.head_dim * model.bytes_per_value
+        num_layers = model.num_layers - model.num_linear_layers
+        return 2 * num_layers * heads * model.head_dim * model.bytes_per_value
+
+    def _state_bytes(self, num_tokens: int, num_rows: int, drafted: bool) -> float:
+        """Of states read and written; a prompt's tokens write none but their last."""
+        states = self.model.states
+        if states is None:
+            return 0.0
+        num_written = min(num_tokens, num_rows * (1 + MAX_SPECULATIVE_TOKENS)) if drafted else num_rows
+        return (num_rows + num_written) * states.num_layers * states.recurrent_bytes / self.tensor_parallel
 
     def _shared_seconds(self, num_tokens: int) -> float:
         params = self.model.shared_params / self.tensor_parallel
@@ -356,11 +403,11 @@ class Roofline:
         return self._product_seconds(experts * model.expert_params, num_products * model.expert_params)
 
     def _product_seconds(self, params: float, products: float) -> float:
-        """Of matrix products that read so many parameters for so many multiplications on a device."""
+        """Of matrix products on one device: the parameters that they read, their multiplications."""
         device = self.device
-        memory = params * self.model.bytes_per_value / (MEMORY_EFFICIENCY * device.bytes_per_s)
-        compute = 2 * products / (COMPUTE_EFFICIENCY * device.flops_per_s)
-        return math.hypot(memory, compute)
+        memory = params * self.model.bytes_per_value / (device.memory_efficiency * device.bytes_per_s)
+        compute = 2 * products / (device.compute_efficiency * device.flops_per_s)
+        return (memory**BLEND + compute**BLEND) ** (1 / BLEND)
 
     def _collective_seconds(self, num_tokens: int) -> float:
         """Two all-reduces a layer in a rank; between ranks, a token's way to its experts and back."""

@@ -17,7 +17,7 @@ from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import Rollout
 
 TAIL_ROWS = 8
-"""The tail of a rollout: at most so many requests run in an engine."""
+"""A rollout is in its tail while an engine runs at most this many requests."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +64,19 @@ def simulate(
         acceptance_rate (0 without drafts); num_preemptions.
     """
     times = times if config.enabled else times.without_drafter
+    k = config.num_speculative_tokens if config.enabled else model.num_tokens if model else 0
+    row_tokens = times.row_tokens(k)
     replicas = [
         [
             Engine(
-                config, times, cluster.max_num_seqs, tail_rows, cluster.kv_tokens, cluster.fills_drafts, model
+                config,
+                times,
+                cluster.max_num_seqs,
+                tail_rows,
+                cluster.kv_tokens,
+                cluster.fills_drafts,
+                model,
+                row_tokens,
             )
             for _ in range(cluster.num_ranks)
         ]

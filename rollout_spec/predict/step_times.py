@@ -38,6 +38,9 @@ class Times(Protocol):
             num_rows: requests in the step.
         """
 
+    def row_tokens(self, num_speculative_tokens: int) -> float:
+        """Tokens that would fill what a running request takes of the KV cache beside its own; mostly 0."""
+
     @property
     def without_drafter(self) -> Times:
         """The same engine's without a drafter."""
@@ -95,6 +98,9 @@ class StepTimes:
     @property
     def without_drafter(self) -> StepTimes:
         return self
+
+    def row_tokens(self, num_speculative_tokens: int) -> float:
+        return 0.0
 
     def seconds(self, num_tokens: int, drafted: bool, *_: int, **__: int) -> float:
         at, seconds = self._drafted if drafted else self._plain

@@ -35,10 +35,10 @@ _DIFFERENCES = {
 }
 
 _RUNNERS = {
-    "MRV1": "All engines here had vLLM's model runner V1, because differences are explained with its random "
-    "numbers. Your engines may take V2.",
-    "MRV2": "All engines here had vLLM's model runner V2, as VLLM_USE_V2_MODEL_RUNNER asks. Differences are "
-    "explained with V1's random numbers, so that none above temperature 0 can be explained.",
+    "MRV1": "All engines here had MRV1, the older of vLLM's model runners, because differences are explained "
+    "with its random numbers. Your engines may take MRV2.",
+    "MRV2": "All engines here had MRV2, the newer of vLLM's model runners, as VLLM_USE_V2_MODEL_RUNNER asks. "
+    "Differences are explained with MRV1's random numbers, so none above temperature 0 can be explained.",
 }
 
 

@@ -72,7 +72,7 @@ def interval(comparison: Comparison) -> str:
 
 
 def sentences(comparison: Comparison, speed: Sequence[str] | None = None) -> list[str]:
-    """What the numbers say, losses and doubts included; `speed` in the place of what they say of it."""
+    """What the numbers say, losses and doubts included. `speed` replaces the sentences on the speed-up."""
     off, on = comparison.off, comparison.on
     text = [
         *comparison.warnings,
@@ -149,7 +149,7 @@ def _drafts(comparison: Comparison) -> list[str]:
 
 
 def _asynchronous(off: Run, on: Run) -> list[str]:
-    """What an asynchronous trainer does to the figures."""
+    """How an asynchronous trainer changes the figures."""
     text = []
     interrupted = [run.total("num_interrupted") for run in (off, on)]
     if any(interrupted):

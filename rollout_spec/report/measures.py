@@ -123,7 +123,7 @@ class Comparison:
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong with the choice of the two runs; a comparison all the same."""
+        """Doubts about the choice of the two runs. They are compared all the same."""
         off, on = self.off, self.on
         if off.column("rollout_seconds") == on.column("rollout_seconds"):
             return [
@@ -180,7 +180,7 @@ def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None
 def paired(
     off: np.ndarray, on: np.ndarray, is_ratio: bool = True, seed: int = 0
 ) -> tuple[Estimate, Estimate, Estimate]:
-    """What was measured in pairs: both sides, and the change, each with a percentile bootstrap over pairs.
+    """Estimate both sides of paired measurements and the change, each by a percentile bootstrap over pairs.
 
     Args:
         off, on: [numerator or denominator, pair]; a side's value is the ratio of the sums.

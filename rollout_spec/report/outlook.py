@@ -35,7 +35,7 @@ def headline(record: Mapping[str, Any]) -> str:
 
 
 def sentences(record: Mapping[str, Any]) -> list[str]:
-    """What comes behind `headline`."""
+    """The sentences behind `headline`."""
     lengths, batch, predicted = record["lengths"], record["batch"], record["predicted"]
     engines = "one engine" if batch["replicas"] == 1 else f"{batch['replicas']} engines"
     text = [
@@ -60,7 +60,7 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
 
 
 def _doubt(record: Mapping[str, Any]) -> str:
-    """What the groups say against the figures."""
+    """Why the groups may be wrong, and the figures with them; empty if nothing speaks for that."""
     if record["num_responses"] < 1.1 * record["num_groups"]:
         return " Hardly a prompt has two, so what siblings give, the most in a rollout, is missing here."
     if record["num_groups"] == 1 and record["num_responses"] > MAX_SIBLINGS:

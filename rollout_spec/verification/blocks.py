@@ -9,7 +9,7 @@ CHUNK_SIZE = 1 << 22  # values that a temporary of logits' size holds at a time:
 
 
 def rows_at_a_time(row_size: int) -> int:
-    """How many rows of so many values a chunk has."""
+    """The number of rows in a chunk, each row of `row_size` values."""
     return max(1, CHUNK_SIZE // row_size)
 
 

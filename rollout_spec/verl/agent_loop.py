@@ -34,7 +34,7 @@ class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         self.llm_client: Any = name_calls(self.llm_client, self._calls)
 
     async def generate_sequences(self, batch: TensorDict) -> None:
-        """As verl's, while all rollout servers live: else an async trainer replaces failed prompts forever.
+        """Generate as verl does. Refuse if a server has died: an async trainer would replace prompts forever.
 
         Raises:
             ActorDiedError, EngineDeadError: a rollout server, or the engine of one, has died.

@@ -27,6 +27,7 @@ from rollout_spec.verl.model_drafter import (
     engine_options,
     engine_scheduler,
 )
+from rollout_spec.verl.recurrent_policy import check_recurrent, fit_tokens, said_of_memory
 from rollout_spec.verl.settings import (
     ENGINE,
     MTP,
@@ -36,7 +37,7 @@ from rollout_spec.verl.settings import (
     require,
     value,
 )
-from rollout_spec.vllm import OPTIONS_KEY, reasons
+from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.options import refuse_long_drafts
 from rollout_spec.vllm.versions import refuse_old_version
 
@@ -59,6 +60,7 @@ class CheckConfig(Callback):
             OmegaConf.update(config, f"{_VARIABLES}.{launch.ASKED_VARIABLE}", str(method), force_add=True)
             if value(config, _ROUTER) == _group_router():
                 _fit_router(config)
+            fit_tokens(config)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         # Hydra turns an Exception of a callback into a warning; it lets SystemExit through.
@@ -67,7 +69,10 @@ class CheckConfig(Callback):
                 raise ConfigError(f"{launch.failure}; run `rollout-spec doctor`")
             if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
                 raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {launch.V1_TRAINER_ONLY}")
-            os.environ[launch.ASKED_VARIABLE] = check_config(config).method
+            spec = check_config(config)
+            if said := said_of_memory(config, spec):
+                print(f"rollout_spec: {said}", file=sys.stderr)
+            os.environ[launch.ASKED_VARIABLE] = spec.method
 
 
 @contextlib.contextmanager
@@ -175,7 +180,7 @@ def _check_drafting(config: DictConfig, spec: SpecConfig) -> None:
     if is_for_npus(config):
         refuse_long_drafts(spec)
     if has_recurrent_state(config):
-        raise ConfigError(f"rollout.spec=sam: {reasons.RECURRENT}")
+        check_recurrent(config, spec)
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     require(config, f"{ROLLOUT}.disaggregation.enabled", (None, False), blind)
     if corpus := value(config, "rollout.spec.corpus"):

@@ -165,7 +165,7 @@ def _has_adapters(config: DictConfig) -> bool:
 
 
 def _num_positions(fields: _Fields) -> int | None:
-    """As vLLM reads them; None where it reads more than this does."""
+    """The positions that vLLM takes from a config.json; None if they are scaled, as only vLLM knows."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     is_scaled = "factor" in rope and rope.get("rope_type", rope.get("type")) != "llama3"
     return None if is_scaled else fields.get("model_max_length") or fields.get("max_position_embeddings")

@@ -103,7 +103,7 @@ class NamingClient(LLMServerClient):
     async def generate(
         self, request_id: str, *, prompt_ids: Any, sampling_params: Mapping[str, Any], **kwargs: Any
     ) -> Any:
-        """As verl's."""
+        """Generate as verl does; the call has a name."""
         prompt_ids = normalize_token_ids(prompt_ids)
         named = self._calls.named(prompt_ids, sampling_params)
         try:

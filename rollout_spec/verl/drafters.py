@@ -73,12 +73,12 @@ class Drafters:
         return await self.call_each(method, [args] * len(EngineCores(self._engine())))
 
     async def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The same, with the arguments of each engine core."""
+        """Call the method in each engine core, each with its own arguments."""
         cores = EngineCores(self._engine())
         calls = (cores.call_workers(core, "rollout_spec_call", method, *own) for core, own in enumerate(args))
         return [next(iter(kept(answers)), None) for answers in await asyncio.gather(*calls)]
 
 
 def kept(answers: Sequence[Any]) -> list[Any]:
-    """Those that are not None."""
+    """The answers that are not None."""
     return [answer for answer in answers if answer is not None]

@@ -139,7 +139,7 @@ class BusyClock:
             self._seconds += time.perf_counter() - self._since
 
     def take_seconds(self) -> float:
-        """Those since the last call; a request in flight goes on counting towards the next one."""
+        """The seconds since the last call. A request in flight goes on counting towards the next call."""
         now = time.perf_counter()
         if self._num_in_flight:
             self._seconds += now - self._since

@@ -57,7 +57,7 @@ class BoundedReplayBuffer(ReplayBuffer):
         self._num_prompts = 0  # generated for the batch that is being sampled
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict]:
-        """As verl's, with `training/filter_groups/num_gen_batches` among the metrics."""
+        """Sample as verl does, and add `training/filter_groups/num_gen_batches` to the metrics."""
         self._begin(global_steps, batch_size)
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
         if partition_id != "val" and self.filter_groups_metric is not None:
@@ -75,7 +75,7 @@ class BoundedReplayBuffer(ReplayBuffer):
             self._submit(num_prompts)
 
     def _dapo_filtered_keys(self, partition_id: str) -> tuple[set[str], Counter]:
-        """As many of verl's as leave enough prompts for a batch: done, in flight or still allowed."""
+        """Filter verl's groups, but leave enough prompts for a batch: done, in flight or still allowed."""
         filtered, counts = super()._dapo_filtered_keys(partition_id)
         if not filtered:
             return filtered, counts

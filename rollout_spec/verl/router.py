@@ -34,7 +34,7 @@ class GroupRouter(GlobalRequestLoadBalancer):
     def acquire_server(
         self, request_id: str, sampling_params: Mapping[str, Any] | None = None
     ) -> tuple[str, Any]:
-        """As verl's; `sampling_params` name the group, and a request that does not has no siblings."""
+        """Choose a server. `sampling_params` name the group; a request without one is placed as verl does."""
         group = names_of((sampling_params or {}).get("extra_args")).group
         if group is not None and request_id not in self._request_id_to_server and self._inflight_requests:
             # What verl takes for the server of an earlier request of this id.

@@ -87,7 +87,7 @@ class Ranks:
         data_parallel_rank: int | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        """As the AsyncLLM's; `extra_args` name the group.
+        """Generate as the AsyncLLM does; `extra_args` name the group.
 
         A request without one goes to the rank that the caller names, by default to the one with the fewest.
         """

@@ -186,15 +186,15 @@ class SpecHttpServer(vLLMHttpServer):
         return self._windows.take()
 
     async def take_history(self) -> list[bytes]:
-        """As `ServerHistory.take`."""
+        """See `ServerHistory.take`."""
         return await self._history.take()
 
     async def add_history(self, *contents: Sequence[bytes]) -> None:
-        """As `ServerHistory.add`."""
+        """See `ServerHistory.add`."""
         await self._history.add(contents)
 
     async def pack_history(self) -> bytes | None:
-        """As `ServerHistory.pack`."""
+        """See `ServerHistory.pack`."""
         return await self._history.pack()
 
     def _resolve_sleep_level(self) -> int:

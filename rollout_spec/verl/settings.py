@@ -45,7 +45,7 @@ def is_for_npus(config: DictConfig) -> bool:
 
 
 def entry(config: DictConfig, key: str, name: str) -> Any:
-    """Of a dictionary of vLLM's, which verl takes as JSON text too; None where it has no such entry."""
+    """An entry of a dictionary for vLLM, which verl also takes as JSON text; None if it has no such entry."""
     found = value(config, key)
     if isinstance(found, str):
         with contextlib.suppress(json.JSONDecodeError):  # else a path, or a mistake that vLLM names
@@ -75,5 +75,5 @@ def model_fields(model: str) -> Mapping[str, Any]:
 
 
 def of_text(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a model that also sees, the part that reads text."""
+    """The fields of the language model, also of a model that takes images."""
     return fields.get("text_config") or fields

@@ -1,7 +1,7 @@
 """The drafter and the verification inside a vLLM engine: mostly hooks.
 
 In: vLLM's configuration, batches and sampling metadata. Out: drafts, sampled tokens, counts per request.
-May import: `config`, `metrics`, `patches`, `drafting`, `verification`, numpy, pydantic, vllm.
+May import: `config`, `metrics`, `patches`, `recurrent`, `drafting`, `verification`, numpy, pydantic, vllm.
 It never imports verl, and changes vLLM through `patches` only.
 
 A token's way: `plugin` binds a worker; `proposer` hands its batch to the drafter and the drafts back; `keys`

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus, open_corpus
 from rollout_spec.patches import PatchError
-from rollout_spec.vllm import reasons
+from rollout_spec.vllm import reasons, recurrent_policies
 from rollout_spec.vllm.ascend import refuse_uncoupled
 from rollout_spec.vllm.options import (
     MODEL_METHODS,
@@ -21,7 +21,7 @@ from rollout_spec.vllm.options import (
     refuse_long_drafts,
 )
 
-_NOT_MRV2 = "vLLM's model runner V2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
+_NOT_MRV2 = "vLLM's MRV2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
 _SLOWER = "; steps are then scheduled synchronously (slower)"
 
 
@@ -117,8 +117,8 @@ def _refuse_beside_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> N
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
     parallel, method = vllm_config.parallel_config, f"rollout.spec.method={config.method}"
     launcher = parallel.distributed_executor_backend == "external_launcher"
+    recurrent_policies.refuse_unsupported(vllm_config, config)
     _raise_first(
-        (model.is_hybrid or model.is_attention_free, f"{method}: {reasons.RECURRENT}"),
         (
             parallel.pipeline_parallel_size > 1,
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {method}, whose "

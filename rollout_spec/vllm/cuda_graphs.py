@@ -32,13 +32,32 @@ def fills_drafts(vllm_config: VllmConfig) -> bool:
 
 
 def capture_plain_steps(runner: Any) -> None:
-    """Do so in an MRV1 that has not loaded its model yet."""
+    """Capture full graphs for plain steps in an MRV1. Call it before the model is loaded."""
     _say_what_has_none(runner)
     runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1
+    if runner.model_config.is_hybrid:
+        _keep_prompts_out(runner)
+
+
+def _keep_prompts_out(runner: Any) -> None:
+    """MRV1 takes a full graph by a step's shape. That of recurrent layers is of decoding rows: a step with
+    the last single token of a prompt would replay it with the slots of an earlier step."""
+    name = "_determine_batch_execution_and_padding"
+    determine = getattr(runner, name)
+
+    @functools.wraps(determine)
+    def determine_for_decodes(*args: Any, **kwargs: Any) -> Any:
+        if "force_uniform_decode" not in kwargs:  # else a dummy run
+            batch, n = runner.input_batch, kwargs["num_reqs"]
+            if (batch.num_computed_tokens_cpu[:n] < batch.num_prompt_tokens[:n]).any():
+                kwargs["force_uniform_decode"] = False
+        return determine(*args, **kwargs)
+
+    setattr(runner, name, determine_for_decodes)
 
 
 def capture_plain_steps_mrv2(runner: Any) -> None:
-    """Do so in an MRV2, whose `decode_query_len` has other uses when the cache is there.
+    """Capture full graphs for plain steps in an MRV2. Behind the capture `decode_query_len` has other uses.
 
     The dummy batch of a data-parallel rank without requests is a plain step too: else it would be of K + 1
     tokens, and no rank's plain step would have a full graph beside it.

@@ -171,6 +171,7 @@ def _bind_proposers() -> None:
 def _bind(worker: Any) -> None:
     from vllm.platforms import current_platform
 
+    from rollout_spec.vllm import recurrent_policies
     from rollout_spec.vllm.cuda_graphs import capture_plain_steps
     from rollout_spec.vllm.mrv1.sampler import RowSampling
     from rollout_spec.vllm.proposer import proposer_of
@@ -181,6 +182,7 @@ def _bind(worker: Any) -> None:
         return
     if failure:
         raise ConfigError(failure)
+    recurrent_policies.keep_states_right(worker.vllm_config)
     if worker.vllm_config.use_v2_model_runner:
         from rollout_spec.vllm.mrv2 import runner as runner_v2
 

@@ -174,7 +174,7 @@ class SuffixProposer:
         self._warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
     def note_passes(self, num: int, num_left_out: int, seconds: float) -> None:
-        """A model has drafted beside the text, in so many passes, for which the host has taken so long."""
+        """A model has drafted beside the text: how many passes it took, and how many seconds of the host."""
         if self._drafter is not None:
             counters = self._drafter.counters
             counters.num_model_passes += num

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-# A step leaves the state in the slot of its last accepted draft; one without drafts reads the first slot.
-RECURRENT = (
-    "in a step without drafts vLLM reads an old state of a recurrent model (linear attention, Mamba, short "
-    "convolutions), so its tokens would be wrong (github.com/vllm-project/vllm/issues/39273); run it with off"
-)
 # Heads that draft in another way than ours are made to.
 GEMMA4 = "Gemma 4's drafter shares the target's KV cache"
 STEP3P5 = "Step 3.5's drafter has a layer for each token"

@@ -1,8 +1,8 @@
-"""Our drafter and samplers in the published vllm-ascend, on its own model runner; torch_npu is a stub."""
+"""Our drafter and samplers in whole engines of the published vllm-ascend; torch_npu is a stub."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,6 @@ from vllm_ascend.attention.attention_v1 import AscendAttentionMetadataBuilder  #
 from vllm_ascend.sample import rejection_sampler as theirs  # noqa: E402
 from vllm_ascend.sample.sampler import AscendSampler  # noqa: E402
 from vllm_ascend.spec_decode import AscendNgramProposer  # noqa: E402
-from vllm_ascend.worker import model_runner_v1  # noqa: E402
 
 from rollout_spec.certify import diagnosis  # noqa: E402
 from rollout_spec.config import MAX_ON_NPUS, ConfigError  # noqa: E402
@@ -32,33 +31,40 @@ from rollout_spec.vllm import ascend, plugin, versions  # noqa: E402
 from rollout_spec.vllm.cuda_graphs import fills_drafts  # noqa: E402
 from rollout_spec.vllm.mrv1 import sampler  # noqa: E402
 from rollout_spec.vllm.proposer import SuffixProposer  # noqa: E402
-from tests.ascend.engine import (  # noqa: E402
-    Engine,
-    K,
-    alone,
-    coarse_logits,
-    make_config,
-    make_runner,
-)
+from rollout_spec_lab.cli import gpu_check, main  # noqa: E402
+from tests.ascend.conftest import K, engine, noted_lengths, runner_alone, siblings  # noqa: E402
+from tests.engine.conftest import configured, runner_of  # noqa: E402
+from tests.engine.serving import assert_same, num_accepted, serve  # noqa: E402
 
 OFF: dict[str, Any] = {"method": "off"}
-FALSE_ALARM_RATE = 1e-4  # of a test that is right; its seed is fixed
 
 
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    with alone():
-        yield
+def config_of(model: str, spec: dict[str, Any], **others: Any) -> Any:
+    """An engine's, with other entries beside ours; `method=off` is without drafts."""
+    without = {"speculative_config": None} if spec.get("method") == "off" else {}
+    options = {"rollout_spec": {"history": 0, "batch_threshold": 64} | spec}
+    return configured(model, spec, **without, additional_config=options | others)
 
 
-def said(
-    model: Path, spec: dict[str, Any], requests: list[dict[str, Any]], **arguments: Any
-) -> tuple[dict, Engine]:
-    """What the requests get, four siblings of each kind, and the engine."""
-    engine = Engine(make_runner(make_config(model, spec, **arguments)), coarse_logits())
-    for i, params in enumerate(requests * 4):
-        engine.add(f"request {i}", [1, 2, 3 + i % len(requests)], **params)
-    return engine.run(), engine
+@pytest.fixture(scope="module")
+def plain(coarse_model: str) -> Iterator[Any]:
+    with engine(coarse_model, None, additional_config={"rollout_spec": OFF}) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def drafting(coarse_model: str) -> Iterator[Any]:
+    with engine(coarse_model, {"history": 0}) as llm:
+        yield llm
+
+
+def assert_drafts_change_nothing(
+    plain: Any, drafting: Any, *kinds: dict[str, Any], more_than: int = 20
+) -> None:
+    num_accepted(drafting)
+    expected, found = (serve(llm, siblings(*kinds)) for llm in (plain, drafting))
+    assert num_accepted(drafting) > more_than
+    assert_same(found, expected)
 
 
 def test_these_releases_are_a_pair_that_is_known() -> None:
@@ -78,23 +84,22 @@ def test_doctor_finds_the_stack_whole() -> None:
     assert "patch vllm-ascend-custom-class" in checks
 
 
-def test_the_runner_makes_our_drafter_and_leaves_others_theirs(tmp_path: Path) -> None:
-    runner = make_runner(make_config(tmp_path, {}))
+def test_the_runner_makes_our_drafter_and_leaves_others_theirs(drafting: Any, coarse_model: str) -> None:
+    runner = runner_of(drafting)
     assert type(runner.drafter) is SuffixProposer
     assert type(runner.sampler) is AscendSampler
     assert type(runner.rejection_sampler) is theirs.AscendRejectionSampler
     assert not runner.use_async_scheduling
-    theirs_drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    runner = make_runner(make_config(tmp_path, None, speculative_config=theirs_drafts))
-    assert type(runner.drafter) is AscendNgramProposer
-    engine = Engine(runner, coarse_logits())
-    engine.add("one", [1, 2, 3], temperature=0.0)
-    engine.run()
-    assert engine.num_accepted > 0
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    with engine(coarse_model, None, speculative_config=ngram) as llm:
+        assert type(runner_of(llm).drafter) is AscendNgramProposer
+        lengths = noted_lengths(llm)
+        serve(llm, siblings({"temperature": 0.0}))
+        assert sum(lengths) > 0
 
 
 @pytest.mark.parametrize(
-    "requests",
+    "kinds",
     [
         [{}],
         [{"temperature": 0.0}],
@@ -104,85 +109,71 @@ def test_the_runner_makes_our_drafter_and_leaves_others_theirs(tmp_path: Path) -
     ],
     ids=["sampled", "greedy", "cut", "mixed", "min_tokens"],
 )
-def test_tokens_are_those_without_drafts(requests: list[dict[str, Any]], tmp_path: Path) -> None:
-    plain, _ = said(tmp_path, OFF, requests)
-    drafted, engine = said(tmp_path, {}, requests)
-    assert engine.num_accepted > 20
-    assert drafted == plain
+def test_tokens_are_those_without_drafts(plain: Any, drafting: Any, kinds: list[dict[str, Any]]) -> None:
+    assert_drafts_change_nothing(plain, drafting, *kinds)
 
 
-def test_what_relaxes_their_verification_does_not_reach_ours(tmp_path: Path) -> None:
+def test_what_relaxes_their_verification_does_not_reach_ours(plain: Any, coarse_model: str) -> None:
     """Drafts that their `enable_entropy_verify` would keep, of flat rows, are as any other."""
-    plain, _ = said(tmp_path, OFF, [{"temperature": 2.0}])
-    relaxed = {"enable_entropy_verify": True, "posterior_threshold": 0.01}
-    drafted, engine = said(
-        tmp_path, {}, [{"temperature": 2.0}], additional_config={"rejection_sampler_config": relaxed}
-    )
-    assert theirs.get_ascend_config().rejection_sampler_config.enable_entropy_verify
-    assert sum(engine.lengths) > 20
-    assert drafted == plain
+    relaxed = {"rejection_sampler_config": {"enable_entropy_verify": True, "posterior_threshold": 0.01}}
+    options = {"history": 0, "batch_threshold": 64, "num_speculative_tokens": K}
+    with engine(coarse_model, {}, additional_config={"rollout_spec": options, **relaxed}) as llm:
+        assert theirs.get_ascend_config().rejection_sampler_config.enable_entropy_verify
+        assert_drafts_change_nothing(plain, llm, {"temperature": 2.0}, more_than=0)
 
 
-def test_their_own_verification_gives_greedy_requests_the_same(tmp_path: Path) -> None:
-    plain, _ = said(tmp_path, OFF, [{"temperature": 0.0}])
-    drafted, engine = said(tmp_path, {"verify": "standard"}, [{"temperature": 0.0}])
-    assert engine.num_accepted > 20
-    assert drafted == plain
+def test_their_own_verification_gives_greedy_requests_the_same(plain: Any, coarse_model: str) -> None:
+    with engine(coarse_model, {"verify": "standard"}) as llm:
+        assert_drafts_change_nothing(plain, llm, {"temperature": 0.0})
 
 
-def test_a_dummy_run_has_nothing_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dummy_run_has_nothing_to_run(drafting: Any) -> None:
     """Which every start, and data-parallel ranks without work, take."""
-    runner = make_runner(make_config(tmp_path, {}))
-    runner.model = None
-    monkeypatch.setattr(
-        model_runner_v1, "set_ascend_forward_context", lambda *_, **__: contextlib.nullcontext()
-    )
-    monkeypatch.setattr(runner, "_model_forward", lambda *_: torch.zeros(8, 1))
-    hidden, _ = runner._dummy_run(8)
-    assert hidden.shape == (8, 1)
+    with torch.inference_mode():
+        runner_of(drafting)._dummy_run(8)
 
 
 @pytest.mark.parametrize("name", ["enable_async_exponential", "enable_reduce_sample"])
-def test_what_coupled_cannot_have_is_one_line(name: str, tmp_path: Path) -> None:
+def test_what_coupled_cannot_have_is_one_line(name: str, coarse_model: str) -> None:
     for spec in ({}, OFF):
         with pytest.raises(ConfigError, match=rf"^additional_config\.{name}: not with rollout[^\n]*$"):
-            make_config(tmp_path, spec, additional_config={name: True})
-    make_config(tmp_path, {"verify": "standard"}, additional_config={name: True})
+            config_of(coarse_model, spec, **{name: True})
+    config_of(coarse_model, {"verify": "standard"}, **{name: True})
 
 
-def test_longer_drafts_than_their_attention_takes_are_one_line(tmp_path: Path) -> None:
+def test_longer_drafts_than_their_attention_takes_are_one_line(coarse_model: str) -> None:
     with pytest.raises(
         ConfigError, match=r"^rollout\.spec\.num_speculative_tokens=16: must be at most 15 [^\n]*$"
     ):
-        make_config(tmp_path, {"num_speculative_tokens": MAX_ON_NPUS + 1})
-    config = make_config(tmp_path, {"num_speculative_tokens": MAX_ON_NPUS})
+        config_of(coarse_model, {"num_speculative_tokens": MAX_ON_NPUS + 1})
+    config = config_of(coarse_model, {"num_speculative_tokens": MAX_ON_NPUS})
     spec = SimpleNamespace(page_size_bytes=1)
     AscendAttentionMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))  # which has the assertion
 
 
-def test_their_model_runner_v2_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_their_model_runner_v2_is_one_line(coarse_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # vllm-ascend brings its own
     with pytest.raises(
         ConfigError, match=r"^rollout\.spec\.verify=coupled: [^\n]*of its own\. Set [^\n]*=0$"
     ):
-        make_config(tmp_path, OFF)
+        config_of(coarse_model, OFF)
     with pytest.raises(
         ValueError,
         match=r"V2 does not yet support: rollout_spec's drafter \([^\n]*of its own; set [^\n]*=0;",
     ):
-        make_config(tmp_path, {})
+        config_of(coarse_model, {})
 
 
-def test_another_release_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_release_is_one_line(coarse_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ascend, "PAIRS", {})
     monkeypatch.setattr(plugin, "failure", None)
     plugin.register()
     message = r"^vllm-ascend 0\.2\d\.\S+ with vllm 0\.2\d\.0 is not supported[^\n]*$"
     for spec in ({}, OFF):
         with pytest.raises(ConfigError, match=message):
-            make_config(tmp_path, spec)
-    make_config(tmp_path, None)
+            config_of(coarse_model, spec)
+    configured(coarse_model)
 
 
 class RunnerThatHandsOnMore:
@@ -222,30 +213,61 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("mode", GRAPHS)
-def test_which_steps_have_a_graph_by_their_dispatcher(mode: str, tmp_path: Path) -> None:
+def test_which_steps_have_a_graph_by_their_dispatcher(mode: str, coarse_model: str) -> None:
     """As the docs have it; where a step has none for want of drafts, ours are filled up."""
-    config = make_config(tmp_path, {}, enforce_eager=False, compilation_config={"cudagraph_mode": mode})
-    runner = make_runner(config)
-    resolved = config.compilation_config.resolve_cudagraph_mode_and_sizes(
-        min_cg_support=AttentionCGSupport.ALWAYS, min_cg_attn_backend=None,
-        uniform_decode_query_len=runner.uniform_decode_query_len, max_num_reqs=runner.max_num_reqs,
-    )  # fmt: skip
-    runner.cudagraph_dispatcher.initialize_cudagraph_keys(resolved, runner.uniform_decode_query_len)
-    runner.input_batch.num_computed_tokens_cpu[:] = 9
-    found = {}
-    for num_drafted in GRAPHS[mode]:
-        length = 1 + num_drafted
-        found[num_drafted] = runner._determine_batch_execution_and_padding(
-            num_tokens=8 * length, num_reqs=8, num_scheduled_tokens_np=np.full(8, length),
-            max_num_scheduled_tokens=length, use_cascade_attn=False,
-        )[0].name  # fmt: skip
+    graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode}}
+    config = configured(coarse_model, {"num_speculative_tokens": K}, **graphs)
+    with runner_alone(config) as runner:
+        resolved = config.compilation_config.resolve_cudagraph_mode_and_sizes(
+            min_cg_support=AttentionCGSupport.ALWAYS, min_cg_attn_backend=None,
+            uniform_decode_query_len=runner.uniform_decode_query_len, max_num_reqs=runner.max_num_reqs,
+        )  # fmt: skip
+        runner.cudagraph_dispatcher.initialize_cudagraph_keys(resolved, runner.uniform_decode_query_len)
+        runner.input_batch.num_computed_tokens_cpu[:] = 9
+        found = {}
+        for num_drafted in GRAPHS[mode]:
+            length = 1 + num_drafted
+            found[num_drafted] = runner._determine_batch_execution_and_padding(
+                num_tokens=8 * length, num_reqs=8, num_scheduled_tokens_np=np.full(8, length),
+                max_num_scheduled_tokens=length, use_cascade_attn=False,
+            )[0].name  # fmt: skip
     assert found == GRAPHS[mode]
     assert fills_drafts(config) == (found[2] == CUDAGraphMode.NONE.name)
 
 
-def test_drafts_are_filled_up_where_others_have_no_graph(tmp_path: Path) -> None:
-    graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
-    plain, _ = said(tmp_path, OFF, [{}, {"top_k": 20}])
-    drafted, engine = said(tmp_path, {}, [{}, {"top_k": 20}], **graphs)
-    assert drafted == plain
-    assert set(engine.lengths[8:]) == {K}  # behind the prefills
+def test_drafts_are_filled_up_where_others_have_no_graph(
+    plain: Any,
+    coarse_model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stub has no graphs: what is seen above is said here."""
+    monkeypatch.setattr("rollout_spec.vllm.proposer.fills_drafts", lambda _: True)
+    with engine(coarse_model, {"history": 0}) as llm:
+        lengths = noted_lengths(llm)
+        assert_drafts_change_nothing(plain, llm, {}, {"top_k": 20})
+    assert set(lengths[8:]) == {K}  # behind the first step with drafts
+
+
+@pytest.mark.skipif(
+    metadata.version("vllm-ascend") != [*ascend.PAIRS][-1],
+    reason="the newest release is enough for the command",
+)
+def test_gpu_check_does_all_its_parts(
+    chat_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As the docs have a first user run it, with a CPU's load: the stub says that it is an accelerator."""
+    small = gpu_check.SIZES[False] | {"contexts": [64], "nums_rows": [1, 4], "nums_drafts": [0, 15]}
+    monkeypatch.setitem(gpu_check.SIZES, True, small)
+    options = ["--minutes", "60", "--repeats", "1", "--methods", "off,sam", "--output", str(tmp_path)]
+    assert main(["gpu-check", "--model", chat_model, "--eager", *options]) == 0
+    record = json.loads((tmp_path / "gpu-check.json").read_text())
+    reasons = {part["part"]: part["reason"] for part in record["parts"] if part["status"] != "done"}
+    assert reasons == {}
+    assert record["environment"]["device"] == "stub of an NPU"
+    assert record["environment"]["vllm-ascend"] == metadata.version("vllm-ascend")
+    assert record["certify"]["verdict"].startswith("identical")
+    assert record["rollouts"]["engines"]["sam"]["num_speculative_tokens"] == 15
+    assert {row["num_drafts"] for row in record["steps"]["steps"]} == {0, 15}

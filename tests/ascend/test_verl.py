@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,10 @@ from vllm_ascend.worker.worker import NPUWorker  # noqa: E402
 
 from rollout_spec.config import ConfigError  # noqa: E402
 from rollout_spec.verl.server import SpecWorkerExtension  # noqa: E402
-from tests.ascend.engine import Engine, alone, coarse_logits, make_config, make_runner  # noqa: E402
+from tests.ascend.conftest import K, engine, noted_lengths, siblings  # noqa: E402
+from tests.engine.conftest import core_of, proposer_of  # noqa: E402
+from tests.engine.rollout_server import EXTENSION  # noqa: E402
+from tests.engine.serving import serve  # noqa: E402
 from tests.test_recipes import check, composed  # noqa: E402
 
 # verl's quick start on Ascend, tests/special_npu/quick_start/run_qwen3_0_6b_fsdp2_vllm_ascend.sh.
@@ -43,23 +43,6 @@ QUICK_START = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
-    with alone():
-        yield
-
-
-def worker_of(runner: Any) -> Any:
-    """vllm-ascend's worker with verl's extension and ours, as vLLM puts them together."""
-    taken = set(dir(NPUWorker)) & {name for name in dir(SpecWorkerExtension) if not name.startswith("__")}
-    assert not taken
-    worker_class = type("Worker", (NPUWorker, SpecWorkerExtension), {})
-    worker = object.__new__(worker_class)
-    worker.model_runner, worker.vllm_config = runner, runner.vllm_config
-    worker._sleep_saved_buffers = {}
-    return worker
-
-
 def test_verls_quick_start_composes_with_our_option() -> None:
     ours = ["+rollout.spec=sam"]
     long = [*ours, "rollout.spec.num_speculative_tokens=16"]
@@ -73,56 +56,44 @@ def test_verls_quick_start_composes_with_our_option() -> None:
 
 
 @pytest.mark.parametrize("size", ["qwen3_32b", "qwen3_235b"])
-def test_the_published_rule_composes_and_drafts(size: str, tmp_path: Path) -> None:
-    """K = 3 while at most 8 requests decode: from the recipe's command line to the runner's drafts."""
+def test_the_published_rule_composes_and_drafts(size: str, coarse_model: str) -> None:
+    """K = 3 while at most 8 requests decode: from the recipe's command line to the engine's drafts."""
     rule = ["rollout.spec.batch_threshold=8", "rollout.spec.num_speculative_tokens=3"]
     config = composed("grpo", size, "rollout_spec_device=npu", *rule)
     check(config)
-    engine_kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
-    for num_rows, longest in ((8, 3), (9, 0)):
-        vllm_config = make_config(
-            tmp_path, None, additional_config=engine_kwargs["additional_config"],
-            speculative_config=engine_kwargs["speculative_config"],
-            enforce_eager=config.actor_rollout_ref.rollout.enforce_eager,
-        )  # fmt: skip
-        engine = Engine(make_runner(vllm_config), coarse_logits())
-        for i in range(num_rows):
-            engine.add(f"request {i}", [1, 2, 3], top_k=3, max_tokens=200)
-        for _ in range(40):
-            engine.step()
-        assert max(engine.lengths) == longest
+    rollout = OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=True)
+    assert rollout["enforce_eager"], "as here"
+    given = {
+        name: rollout["engine_kwargs"]["vllm"][name] for name in ("additional_config", "speculative_config")
+    }
+    with engine(coarse_model, None, **given) as llm:
+        lengths = noted_lengths(llm)
+        for num_rows, longest in ((9, 0), (8, 3)):  # 8 rows open the gate after four steps
+            lengths.clear()
+            serve(llm, siblings({"top_k": 3, "max_tokens": 40}, num=num_rows))
+            assert max(lengths) == longest
 
 
-def test_a_weight_sync_reaches_the_drafter(tmp_path: Path) -> None:
-    """Its texts are dropped, and its counts taken, by the calls of verl's server."""
-    runner = make_runner(make_config(tmp_path, {"history": 0}))
-    worker, engine = worker_of(runner), Engine(runner, coarse_logits())
-    for i in range(4):
-        engine.add(f"request {i}", [1, 2, 3], max_tokens=30)
-    engine.run()
-    counts = worker.rollout_spec_call("take_counters")
-    assert counts["num_accepted_tokens"] > 0
-    assert len(runner.drafter._drafter.request_ids) > 0
-    worker.rollout_spec_call("drop_texts", [])
-    assert len(runner.drafter._drafter.request_ids) == 0
-    assert not worker._use_mtp_drafter_weight_sync()  # ours has no weights to take
-
-
-def test_sleep_leaves_the_drafter_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the worker's own methods; only its allocator is not there."""
+def test_a_weight_sync_reaches_the_drafter_and_sleep_leaves_it_at_work(
+    coarse_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the calls of verl's server and the worker's own methods; only its allocator is not there."""
+    names = {name for name in dir(SpecWorkerExtension) if not name.startswith("__")}
+    assert not names & set(dir(NPUWorker)), "vLLM puts both into one class"
     allocator = SimpleNamespace(sleep=lambda **_: None, wake_up=lambda **_: None)
     monkeypatch.setattr(CaMemAllocator, "get_instance", lambda: allocator)
-    monkeypatch.setattr(torch.npu, "mem_get_info", lambda: (1 << 30, 1 << 31))
-    config = make_config(tmp_path, {}, additional_config={"weight_nz_mode": 0})
-    runner = make_runner(config)
-    runner.model = torch.nn.Linear(2, 2)
-    worker, engine = worker_of(runner), Engine(runner, coarse_logits())
-    for turn in range(2):
-        engine.lengths.clear()
-        for i in range(4):
-            engine.add(f"request {turn} {i}", [1, 2, 3], max_tokens=30)
-        engine.run()
-        assert sum(engine.lengths) > 0
-        worker.sleep(level=1)  # as verl's server has it on NPUs
-        worker.wake_up(tags=["weights"])
-        worker.rollout_spec_call("drop_texts", [])
+    options = {"rollout_spec": {"batch_threshold": 64, "num_speculative_tokens": K}, "weight_nz_mode": 0}
+    with engine(coarse_model, {}, additional_config=options, worker_extension_cls=EXTENSION) as llm:
+        monkeypatch.setattr(torch.npu, "mem_get_info", lambda *_: (1 << 30, 1 << 31))
+        worker = core_of(llm).model_executor.driver_worker.worker
+        worker._sleep_saved_buffers = {}  # which an engine with sleep mode has
+        for _ in range(2):
+            serve(llm, siblings({"max_tokens": 30}))
+            [counts] = llm.collective_rpc("rollout_spec_call", args=("take_counters",))
+            assert counts["num_accepted_tokens"] > 0 == counts["num_failed_steps"]
+            assert len(proposer_of(llm)._drafter.request_ids) > 0
+            llm.collective_rpc("sleep", kwargs={"level": 1})  # as verl's server has it on NPUs
+            llm.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
+            llm.collective_rpc("rollout_spec_call", args=("drop_texts", []))
+            assert len(proposer_of(llm)._drafter.request_ids) == 0
+        assert llm.collective_rpc("_use_mtp_drafter_weight_sync") == [False], "ours has no weights to take"

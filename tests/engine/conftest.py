@@ -78,20 +78,21 @@ def collect_unless_vllm_asks(generation: int = 2, *, collect: Callable[[int], in
     return 0 if asks.split(".")[0] == "vllm" else collect(generation)
 
 
-def make_tiny(name: str, folder: pathlib.Path, num_layers: int = 2, **more: Any) -> str:
+def make_tiny(name: str, folder: pathlib.Path, peak: int = 12, **more: Any) -> str:
     """A small model with random weights: for what an engine does, not for what a model says."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, num_hidden_layers=num_layers,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=4096,
-        bos_token_id=1, eos_token_id=EOS_TOKEN_ID, **more,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 4096,
+        "bos_token_id": 1, "eos_token_id": EOS_TOKEN_ID,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**settings | more)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
-        model.lm_head.weight.mul_(12)  # a peaked distribution, as a trained model's is
+        model.lm_head.weight.mul_(peak)  # a peaked distribution, as a trained model's is
     model.save_pretrained(folder)
     return str(folder)
 
@@ -170,7 +171,7 @@ def shared_engines() -> Iterator[dict[str, Any]]:
     yield engines
     close(engines.values())
     for engine in engines.values():
-        engine.llm_engine.engine_core.engine_core.shutdown()
+        core_of(engine).shutdown()
 
 
 @pytest.fixture
@@ -197,12 +198,11 @@ def make_engine(tiny_model: str, shared_engines: dict[str, Any]) -> Iterator[Cal
 
 def as_new(llm: Any) -> Any:
     """An engine that has served, with nothing left of it."""
-    core = llm.llm_engine.engine_core.engine_core
     assert not llm.llm_engine.has_unfinished_requests()
     llm.reset_prefix_cache()
     if (proposer := proposer_of(llm)) is not None:
         proposer.start_afresh()
-    core.rollout_spec_take_aborted()
+    core_of(llm).rollout_spec_take_aborted()
     return llm
 
 
@@ -232,11 +232,19 @@ def close(engines: Iterable[Any]) -> None:
 num_closed = 0
 
 
+def core_of(llm: Any) -> Any:
+    """The engine core of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def runner_of(llm: Any) -> Any:
+    return core_of(llm).model_executor.driver_worker.worker.model_runner
+
+
 def proposer_of(llm: Any) -> Any:
     from rollout_spec.vllm import proposer
 
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    return proposer.proposer_of(worker.model_runner)
+    return proposer.proposer_of(runner_of(llm))
 
 
 def token_ids(outputs: list[Any]) -> list[list[int]]:

@@ -75,34 +75,28 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
         same = folders["bigrams"], {"method": "eagle", "model": folders["bigrams-eagle"]}
     # For two requests of at most 64 tokens, drafts included; the first block is vLLM's.
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 5, "max_model_len": 80, "max_num_seqs": 4}
-    two_grow = ("sampled", "one", "greedy")
     # vLLM's own drafts of a request with a grammar need a device's stream.
     without_grammar = tuple(name for name in NAMES if name != "grammar")
     plain = run(target, None, names=(*NAMES, "long"))
     stop = late(plain["requests"]["sampled"]["text"])
     with virtual_time() as passes_of_wrong:
         wrong_beside_text = both(target, wrong, AUTO, names=("greedy", "sampled", "one", "long"))
+    alone = {"speculative_config": eagle | {"num_speculative_tokens": NUM_MODEL_TOKENS}}
     return {
         "plain": plain,
-        "model": alone(target, eagle, stop, names=without_grammar),
-        "model preempted": alone(target, eagle, names=two_grow, **few_blocks),
-        "same": alone(*same, names=("unnamed", "greedy", "one")),
-        "reopened": both(
+        "model": run(target, None, stop, without_grammar, **alone),
+        "same": both(
             *same,
-            {"batch_threshold": 2, "min_survival": 0.0},
-            names=("short", "sampled", "one"),
+            {"batch_threshold": 3, "min_survival": 0.0},
+            names=("short", "sampled", "one", "looping"),
             **ahead,
         ),
         "both": both(target, eagle, gate, stop, names=NAMES),
-        "preempted": both(target, eagle, {"batch_threshold": 1}, names=two_grow, **ahead, **few_blocks),
+        "preempted": both(
+            target, eagle, {"batch_threshold": 1}, names=("sampled", "one", "greedy"), **ahead, **few_blocks
+        ),
         "wrong": wrong_beside_text | {"passes": passes_of_wrong},
     }
-
-
-def alone(model: str, drafter: dict[str, Any], *others: Any, **more: Any) -> dict[str, Any]:
-    """A model's drafts without ours, verified as with them."""
-    drafter = drafter | {"num_speculative_tokens": NUM_MODEL_TOKENS}
-    return run(model, None, *others, speculative_config=drafter, **more)
 
 
 def both(model: str, drafter: dict[str, Any], spec: dict[str, Any], *others: Any, **more: Any) -> Any:

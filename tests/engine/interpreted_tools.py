@@ -7,29 +7,47 @@ import pathlib
 import sys
 from typing import Any
 
-import tests.engine.interpreted_triton  # noqa: F401 (before all others)
+if __name__ == "__main__":
+    import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 from tests.engine.conftest import engine_settings
 
 REQUESTS = [{"prompt": i // 2, "max_tokens": 24, "name": [0, i]} for i in range(4)]
 PROMPTS = [[1, *[5, 9] * 14, 7 + i] for i in range(2)]
+# Responses of a recording: they repeat, also each other, and err.
+RECORDED = [
+    [*range(10 + i, 20), *range(30, 36), *range(10, 20), 40 + i, *range(30, 50)][:44] for i in range(4)
+]
+
+
+def job_of(model: str, **engine: Any) -> dict[str, Any]:
+    settings = engine_settings(model) | {"max_model_len": 256, "max_num_seqs": 4, **engine}
+    for name in ("model", "dtype", "seed", "skip_tokenizer_init", "disable_log_stats"):
+        del settings[name]
+    return {
+        "model": model, "dtype": "float32", "seed": 0, "natural_ends": False, "engine": settings,
+        "num_speculative_tokens": None, "spec": {"num_speculative_tokens": 4, "history": 0},
+    }  # fmt: skip
+
+
+def recorded_load() -> dict[str, Any]:
+    """What `bench rollout` serves: one prompt, four at a time."""
+    from rollout_spec_lab.bench.engine import Load
+
+    load = Load(PROMPTS[:1], recorded=[RECORDED])
+    return {"prompts": load.prompts, "requests": load.requests(0), "temperature": 1.0, "recorded": RECORDED}
 
 
 def main(model: str, output: str) -> None:
     from rollout_spec_lab.bench import engine_worker
     from rollout_spec_lab.gpu_check import steps as check_steps
 
-    settings = engine_settings(model) | {"max_model_len": 256, "max_num_seqs": 4, "async_scheduling": True}
-    for name in ("model", "dtype", "seed", "skip_tokenizer_init", "disable_log_stats"):
-        del settings[name]
-    job: dict[str, Any] = {
-        "model": model, "dtype": "float32", "seed": 0, "natural_ends": False, "engine": settings,
-        "num_speculative_tokens": None, "spec": {"num_speculative_tokens": 4, "history": 0},
-    }  # fmt: skip
+    job = job_of(model, async_scheduling=True)
     load = {"prompts": PROMPTS, "requests": REQUESTS, "temperature": 0.3}
     result = {
         method: engine_worker.run(job | load | {"method": method})
         for method in ("off:coupled", "sam:0", "sam:64")
     }
+    result["recorded"] = engine_worker.run(job | recorded_load() | {"method": "sam:64"})
     steps = {"contexts": [16], "nums_rows": [1, 2], "nums_drafts": [0, 2], "num_steps": 2, "seconds": 1000}
     result["steps"] = check_steps.measure(job | steps | {"method": "sam:0"})
     pathlib.Path(output).write_text(json.dumps(result))

@@ -42,8 +42,16 @@ def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatc
     from verl.workers.rollout.vllm_rollout import utils
 
     class Engine:
+        """As AsyncLLM is to verl's server: requests come and are aborted while the engine steps.
+
+        Whoever waits for an output lets it step.
+        """
+
         def __init__(self, llm: Any) -> None:
             self.llm = llm
+            self.output_processor = SimpleNamespace(request_states={})
+            self.last: dict[str, Any] = {}
+            self.is_paused = False
             self.seeds: set[int | None] = set()
 
         async def generate(
@@ -51,51 +59,23 @@ def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatc
         ) -> AsyncIterator[Any]:
             self.seeds.add(sampling_params.seed)
             sampling_params.detokenize = False
-            engine, output = self.llm.llm_engine, None
-            engine.add_request(request_id, prompt, sampling_params)
-            while output is None or not output.finished:
-                *_, output = engine.step()
-            yield output
-
-        async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
-            return self.llm.collective_rpc(method, args=args)
-
-        @property
-        def engine_core(self) -> Any:
-            return self
-
-        async def call_utility_async(self, method: str) -> Any:
-            return getattr(self.llm.llm_engine.engine_core.engine_core, method)()
-
-    class SteppingEngine(Engine):
-        """As AsyncLLM is to verl's server: requests come and are aborted while the engine steps."""
-
-        def __init__(self, llm: Any) -> None:
-            super().__init__(llm)
-            self.output_processor = SimpleNamespace(request_states={})
-            self.last: dict[str, Any] = {}
-            self.is_paused = False
-
-        async def generate(
-            self, prompt: Any, sampling_params: Any, request_id: str, **_: Any
-        ) -> AsyncIterator[Any]:
-            sampling_params.detokenize = False
             outputs = self.output_processor.request_states[request_id] = asyncio.Queue()
             self.llm.llm_engine.add_request(request_id, prompt, sampling_params)
             is_finished = False
             while not is_finished:
-                output = await outputs.get()
+                while outputs.empty():
+                    await asyncio.sleep(0)
+                    self.step()
+                output = outputs.get_nowait()
                 is_finished = output.finished
                 yield output
             del self.output_processor.request_states[request_id], self.last[request_id]
 
-        async def run(self) -> None:
-            while True:
-                if not self.is_paused and self.llm.llm_engine.has_unfinished_requests():
-                    for output in self.llm.llm_engine.step():
-                        self.last[output.request_id] = output
-                        self.output_processor.request_states[output.request_id].put_nowait(output)
-                await asyncio.sleep(0)
+        def step(self) -> None:
+            if not self.is_paused:
+                for output in self.llm.llm_engine.step():
+                    self.last[output.request_id] = output
+                    self.output_processor.request_states[output.request_id].put_nowait(output)
 
         async def pause_generation(self, **_: Any) -> None:
             from vllm.outputs import RequestOutput
@@ -115,16 +95,19 @@ def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatc
         async def resume_generation(self) -> None:
             self.is_paused = False
 
-    def make(
-        spec: dict[str, Any] | None,
-        full_determinism: bool = False,
-        is_stepping: bool = False,
-        **arguments: Any,
-    ) -> Any:
+        async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
+            return self.llm.collective_rpc(method, args=args)
+
+        @property
+        def engine_core(self) -> Any:
+            return self
+
+        async def call_utility_async(self, method: str) -> Any:
+            return getattr(self.llm.llm_engine.engine_core.engine_core, method)()
+
+    def make(spec: dict[str, Any] | None, full_determinism: bool = False, **arguments: Any) -> Any:
         llm = make_engine(spec, scheduler_cls=SCHEDULER, worker_extension_cls=EXTENSION, **arguments)
-        options = {"method": "sam", **(spec or {})}
-        engine_class = SteppingEngine if is_stepping else Engine
-        return server_of(engine_class(llm), options, full_determinism)
+        return server_of(Engine(llm), {"method": "sam", **(spec or {})}, full_determinism)
 
     # It would kill the test's process when the process's parent ends.
     monkeypatch.setattr(utils, "set_death_signal", lambda: None)

@@ -64,38 +64,3 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
         later.rejection_sample(*given, (probs.log(), drafts), bonus, metadata)
     with pytest.raises(patches.PatchError, match=r"vllm-coupled-verification.*other\.rejection_sample"):
         couple_rejection_sample(module_with("target_scores"))
-
-
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
-@pytest.mark.parametrize("num_logprobs", [0, 3])
-@pytest.mark.parametrize("counts", [[3, 0, 1, 4], [1], [0, 2], [2] * 9])
-def test_logprobs_of_what_is_kept_are_vllms(counts: list[int], num_logprobs: int, mode: str) -> None:
-    """Against vLLM's own function, whose rows of rejected tokens are thrown away afterwards."""
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.sample.sampler import Sampler
-
-    from rollout_spec.vllm.upstream.kept_logprobs import PARAMETERS, kept_logprobs
-
-    torch.manual_seed(len(counts))
-    vocab_size, batch_size, longest = 500, len(counts), max(counts)
-    target, bonus = torch.randn(sum(counts), vocab_size), torch.randn(batch_size, vocab_size)
-    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    behind = ends.long() + torch.arange(batch_size)
-    logits = torch.empty(sum(counts) + batch_size, vocab_size)
-    is_draft = torch.ones(len(logits), dtype=torch.bool).index_fill(0, behind, False)
-    metadata = types.SimpleNamespace(
-        num_draft_tokens=counts, cu_num_sampled_tokens=ends + torch.arange(1, batch_size + 1),
-        target_logits_indices=is_draft.nonzero().squeeze(-1), bonus_logits_indices=behind,
-    )  # fmt: skip
-    verifier = RejectionSampler(Sampler(logprobs_mode=mode))
-    for _ in range(5):
-        nums_kept = torch.tensor([int(torch.randint(1, count + 2, ())) for count in counts])
-        tokens = torch.randint(vocab_size, (batch_size, longest + 1), dtype=torch.int32)
-        tokens = tokens.where(torch.arange(longest + 1) < nums_kept.unsqueeze(-1), -1)
-        given = (num_logprobs, metadata, logits, target, bonus, tokens)
-        assert len(given) == len(PARAMETERS)
-        own, theirs = kept_logprobs(verifier, *given), verifier._get_logprobs_tensors(*given)
-        is_kept = (tokens >= 0).flatten()
-        for ours, expected in zip(own[:3], theirs[:3], strict=True):
-            assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
-            torch.testing.assert_close(ours[is_kept], expected[is_kept], rtol=0, atol=1e-6)

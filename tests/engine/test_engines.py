@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 
-from rollout_spec.vllm.keys import KEY
-from tests.engine.conftest import OFF, close, new_engine, proposer_of
+from tests.engine.conftest import OFF, close, core_of, new_engine, proposer_of
 from tests.engine.serving import Request, assert_same, num_accepted, sampling, serve
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
 LENGTHS = (60, 30, 60)  # so that the batch gets smaller
 PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(5) for _ in range(3)][:13]
 NAMES: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.0},
-    {"seed": 4, "extra_args": None},
-    {"extra_args": None},
-]
+    {}, {"temperature": 0.0}, {"seed": 4, "extra_args": None}, {"extra_args": None}
+]  # fmt: skip
 FEW_BLOCKS = {
     "num_gpu_blocks_override": 12, "block_size": 32, "max_model_len": 96, "enable_prefix_caching": False,
 }  # fmt: skip
@@ -68,12 +64,9 @@ SCENARIOS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]
 def test_scheduling_does_not_matter(name: str, expected: list[dict[str, Any]], make_engine: Any) -> None:
     spec, arguments, others = SCENARIOS[name]
     llm = make_engine(spec, fresh=True, **arguments)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-    scheduler._preempt_request = lambda request, *a, **k: (
-        preempted.append(request),
-        preempt(request, *a, **k),
-    )
+    scheduler, preempted = core_of(llm).scheduler, []
+    preempt = scheduler._preempt_request
+    scheduler._preempt_request = lambda *args, **kwargs: preempted.append(args) or preempt(*args, **kwargs)
     found = serve(llm, requests(**others))
     for i, (one, whole) in enumerate(zip(found, expected, strict=True)):
         if others and NAMES[i % 4].keys() == {"extra_args"}:
@@ -170,34 +163,8 @@ def test_images(tmp_path: pathlib.Path) -> None:
         (tokens("No image at all."), []),
     ]
     asked = [
-        named(
-            {
-                "prompt_token_ids": prompt,
-                "multi_modal_data": {"image": [make_image(each) for each in images]},
-            },
-            i,
-        )
+        named({"prompt_token_ids": prompt, "multi_modal_data": {"image": [*map(make_image, images)]}}, i)
         for i, (prompt, images) in enumerate(prompts)
     ]
     found = same_with_drafts(make_tiny_vl(tmp_path), asked, limit_mm_per_prompt={"image": 3})
     assert len({tuple(one["tokens"]) for one in found}) == len(found)
-
-
-QUESTIONS = [
-    "List the days of the week, one a line, and then list them again in the same order.",
-    "What is 17 + 25? Show each step, then give the answer as `Answer: <number>`.",
-    "Write a short poem about rain and repeat its first line at the end.",
-    "Name three fruits and three vegetables.",
-]
-
-
-def test_the_pretrained_policy(policy: str) -> None:
-    """Greedy and sampled, with a stop string in the second."""
-    asked = []
-    for i, question in enumerate(QUESTIONS):
-        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-        settings = {"max_tokens": 96, "ignore_eos": False, "stop": ["Answer:"] if i == 1 else []}
-        asked.append(
-            Request(prompt, sampling(settings | {"temperature": i % 2 * 0.3, "extra_args": {KEY: i}}))
-        )
-    same_with_drafts(policy, asked, num_times=1)

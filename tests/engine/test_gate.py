@@ -8,8 +8,8 @@ import pytest
 
 from rollout_spec.metrics import EngineCounters
 from tests.engine.conftest import proposer_of
+from tests.engine.test_life_cycle import generate, greedy
 
-LENGTH = 440
 PROMPTS = [[5, 6, 7, 8 + i] for i in range(4)]
 WITHIN = 200  # steps in which drafting must have stopped
 STEP_S, DRAFT_TOKEN_S = 0.01, 0.0002  # what a step takes here, and more for each draft token
@@ -21,7 +21,6 @@ class Watched:
     def __init__(self, make_engine: Any) -> None:
         self.llm = make_engine({"batch_threshold": "auto", "num_speculative_tokens": 2}, fresh=True)
         self.proposer = proposer_of(self.llm)
-        self.gate = self.proposer._drafter._gate
         self.seconds = 0.0  # that any verification takes more
         self.num_drafts: list[int] = []  # of each engine step
         now, num_draft_tokens, propose = 0.0, 0, self.proposer.propose
@@ -39,12 +38,9 @@ class Watched:
 
     def run(self, num_steps: int) -> tuple[list[int], EngineCounters]:
         """Generate for at least so many steps: the drafts of each, and what the drafter counted."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
         begin, counters = len(self.num_drafts), EngineCounters()
         while counters.num_steps < num_steps:
-            self.llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+            generate(self.llm, PROMPTS, greedy(440))
             counters.add(self.proposer.take_counters())
         return self.num_drafts[begin:], counters
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.conftest import runner_of
+
 K = 8  # draft tokens
 # How many tokens each row has: in plain steps of all sizes that an engine here serves, in one with drafts,
 # and in one of longest drafts only.
@@ -21,8 +23,7 @@ GRAPHS = {
 
 @pytest.fixture
 def runner(make_engine: Callable) -> Any:
-    core = make_engine({"num_speculative_tokens": K}, fresh=True).llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.worker.model_runner
+    return runner_of(make_engine({"num_speculative_tokens": K}, fresh=True))
 
 
 def graphs(runner: Any, mode: str = "FULL_AND_PIECEWISE") -> list[str]:
@@ -33,10 +34,9 @@ def graphs(runner: Any, mode: str = "FULL_AND_PIECEWISE") -> list[str]:
     for keys in dispatcher.cudagraph_keys.values():
         keys.clear()
     query_len = runner.uniform_decode_query_len
-    sizes = [
-        size for size in (1, 2, 4, 8, 9, 16, 18, 27, 36) if size % query_len == 0
-    ]  # as vLLM adjusts them
-    settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = sizes, 36
+    sizes = (1, 2, 4, 8, 9, 16, 18, 27, 36)
+    settings.cudagraph_capture_sizes = [size for size in sizes if size % query_len == 0]  # as vLLM has it
+    settings.max_cudagraph_capture_size = 36
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode[mode], query_len)
 
     def graph(rows: list[int]) -> str:

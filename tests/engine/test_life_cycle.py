@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafting.history import group_key
+from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import SCHEDULER
-from tests.engine.conftest import EOS_TOKEN_ID, OFF, VOCAB_SIZE, proposer_of, token_ids
+from rollout_spec.vllm.scheduler import counters_of
+from tests.engine.conftest import EOS_TOKEN_ID, OFF, VOCAB_SIZE, core_of, proposer_of, runner_of, token_ids
 from tests.engine.serving import BAD_WORDS, Request, sampling, serve
 from tests.text import merged, save_corpus
 
@@ -51,19 +53,12 @@ def test_a_corpus_drafts_and_changes_no_token(make_engine: Any, tmp_path: pathli
 def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine: Any) -> None:
     """vLLM would not call the drafter, and verify K zeros a row, while one row is within K of the end."""
     llm = make_engine({}, fresh=True, max_model_len=64)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    schedule, num_steps = scheduler.schedule, 0
-
-    def counting_schedule(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_steps
-        output = schedule(*args, **kwargs)
-        num_steps += output.total_num_scheduled_tokens > 0
-        return output
-
-    scheduler.schedule = counting_schedule
-    prompts = [PROMPTS[0] + [9] * 44, *PROMPTS[1:]]
+    scheduler, scheduled = core_of(llm).scheduler, []
+    schedule = scheduler.schedule
+    scheduler.schedule = lambda *args, **kwargs: scheduled.append(schedule(*args, **kwargs)) or scheduled[-1]
     params = [greedy(500), *(greedy(30) for _ in PROMPTS[1:])]
-    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    generate(llm, [PROMPTS[0] + [9] * 44, *PROMPTS[1:]], params)
+    num_steps = sum(output.total_num_scheduled_tokens > 0 for output in scheduled)
     assert proposer_of(llm).take_counters().num_steps == num_steps
 
 
@@ -151,9 +146,8 @@ def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
     for spec in (None, {}):
         llm = make_engine(spec, fresh=True)
         first = generate(llm)
-        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         with torch.no_grad():
-            runner.get_model().model.norm.weight.mul_(torch.linspace(0.2, 2.0, 128))
+            runner_of(llm).get_model().model.norm.weight.mul_(torch.linspace(0.2, 2.0, 128))
         llm.reset_prefix_cache()
         if spec is not None:
             proposer_of(llm).drop_texts()
@@ -197,7 +191,6 @@ def test_a_failing_drafter_is_counted_and_generation_goes_on(
     plain = generate(make_engine())
     llm = make_engine({}, fresh=True)
     proposer = proposer_of(llm)
-
     draft, num_left = proposer._drafter.draft, 4
 
     def fail(*arguments: Any) -> Any:
@@ -218,79 +211,59 @@ def test_a_failing_drafter_is_counted_and_generation_goes_on(
 
 
 def count_by_hand(
-    llm: Any, params: list[Any], stop_token: int, aborted: set[str]
-) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    llm: Any, params: list[Any], aborted: set[str]
+) -> tuple[dict[str, Any], dict[str, RequestCounters]]:
     """Run the prompts step by step; returns what finished, and per request what was seen to happen.
 
-    The requests in `aborted` are aborted when two of their drafts have been verified.
-
-    A draft is what the proposer returned; it was verified if the request got tokens in the next step, and
-    accepted as far as these tokens equal it, the last of them excluded, which is the target's own.
+    A draft is what the proposer returned. It was verified if the request got tokens in the next step, and all
+    of them but the last one were accepted. `aborted` are aborted when two of their drafts have been verified.
     """
-    engine, proposer = llm.llm_engine, proposer_of(llm)
-    runner, propose = proposer._runner, proposer.propose
-    pending: dict[str, list[int]] = {}
-    counts: dict[str, dict[str, int]] = {}
+    proposer, runner = proposer_of(llm), runner_of(llm)
+    propose, pending, counts = proposer.propose, dict[str, list[int]](), dict[str, RequestCounters]()
 
     def watching_propose(sampled: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
-        ids = list(runner.input_batch.req_ids)
-        for request_id, tokens in zip(ids, sampled, strict=True):
-            draft = pending.pop(request_id, None)
+        for name, tokens in zip(runner.input_batch.req_ids, sampled, strict=True):
+            draft = pending.pop(name, [])
             if not tokens:
                 continue
-            if draft is None:  # the prefill
-                counts[request_id] = dict.fromkeys(
-                    ("num_decoded_tokens", "num_decode_steps", "num_drafts", "num_draft_tokens",
-                     "num_accepted_tokens"), 0,
-                )  # fmt: skip
+            if name not in counts:  # the prefill
+                counts[name] = RequestCounters()
                 continue
-            agree = 0
-            while agree < min(len(draft), len(tokens) - 1) and draft[agree] == tokens[agree]:
-                agree += 1
-            assert agree == len(tokens) - 1, "only accepted tokens come before the target's own"
-            stops = runner.requests[request_id].sampling_params.stop_token_ids
-            kept = tokens[: tokens.index(stop_token) + 1] if stops and stop_token in tokens else tokens
-            counts[request_id]["num_decoded_tokens"] += len(kept)
-            counts[request_id]["num_decode_steps"] += 1
-            counts[request_id]["num_drafts"] += bool(draft)
-            counts[request_id]["num_draft_tokens"] += len(draft)
-            counts[request_id]["num_accepted_tokens"] += agree
+            assert draft[: len(tokens) - 1] == tokens[:-1], "the last one is the target's own"
+            stops = runner.requests[name].sampling_params.stop_token_ids or ()
+            num_kept = next((i for i, token in enumerate(tokens, 1) if token in stops), len(tokens))
+            counts[name].add(RequestCounters(num_kept, 1, bool(draft), len(draft), len(tokens) - 1))
         drafts = propose(sampled, *args, **kwargs)
-        pending.update(zip(ids, drafts, strict=True))
+        pending.update(zip(runner.input_batch.req_ids, drafts, strict=True))
         return drafts
 
     proposer.propose = watching_propose
     for i, setting in enumerate(params):
-        engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i // 2]}, setting)
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i // 2]}, setting)
     finished: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        finished |= {output.request_id: output for output in engine.step() if output.finished}
-        # The engine adds a suffix of its own to a request's id.
-        by_name = {name.split("-")[0]: count for name, count in counts.items()}
-        due = {name for name in aborted if by_name[name]["num_drafts"] == 2}
-        engine.abort_request(sorted(due), internal=False)
+    while llm.llm_engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
+        by_name = {name.split("-")[0]: count for name, count in counts.items()}  # vLLM adds a suffix
+        due = {name for name in aborted if by_name[name].num_drafts == 2}
+        llm.llm_engine.abort_request(sorted(due), internal=False)
         aborted -= due
     return finished, by_name
 
 
 def test_the_counts_of_a_request_equal_those_taken_by_hand(make_engine: Any) -> None:
-    from rollout_spec.vllm.scheduler import counters_of
-
     llm = make_engine({"batch_threshold": 6}, fresh=True, scheduler_cls=SCHEDULER)
     stop_token = generate(llm, PROMPTS[:1])[0][15]
     params = [greedy(40 + 9 * i, stop_token_ids=[stop_token] if i < 2 else None) for i in range(8)]
-    finished, counts = count_by_hand(llm, params, stop_token, {"5", "6"})
-    assert finished.keys() == counts.keys() - {"5", "6"}
+    finished, counts = count_by_hand(llm, params, {"5", "6"})
+    assert {name: counters_of(output) for name, output in finished.items()} | {
+        name: counts[name] for name in ("5", "6")
+    } == counts
     assert any(output.outputs[0].finish_reason == "stop" for output in finished.values())
-    assert sum(count["num_accepted_tokens"] for count in counts.values()) > 0
-    assert counts["5"]["num_decode_steps"] > counts["5"]["num_drafts"] == 2, "steps without a draft, and with"
-    for name, output in finished.items():
-        assert counters_of(output).to_dict() == counts[name], name
-    core = llm.llm_engine.engine_core.engine_core
-    assert core.rollout_spec_take_aborted() == {
-        key: counts["5"][key] + counts["6"][key] for key in counts["5"]
-    }
-    assert not any(core.rollout_spec_take_aborted().values())
+    assert sum(count.num_accepted_tokens for count in counts.values()) > 0
+    assert counts["5"].num_decode_steps > counts["5"].num_drafts == 2, "steps without a draft, and with"
+    counts["5"].add(counts["6"])
+    assert core_of(llm).rollout_spec_take_aborted() == counts["5"].to_dict()
+    assert not any(core_of(llm).rollout_spec_take_aborted().values())
 
 
 def test_a_step_without_drafts_is_a_plain_step(make_engine: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.versions import version
-from tests.engine.conftest import OFF, close, engine_settings, make_tiny, new_engine, proposer_of
+from tests.engine.conftest import OFF, close, engine_settings, make_tiny, new_engine, proposer_of, runner_of
 from tests.engine.rollout_server import EXTENSION
 from tests.engine.serving import Request, sampling
 from tests.engine.serving import serve as serve_requests
@@ -70,7 +70,7 @@ def test_the_experts_that_are_returned_are_each_tokens_own(
     llm = new_engine(
         tiny_experts, spec, model=tiny_experts, tokenizer=chat_model, enable_return_routed_experts=True
     )
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     capturer = runner.routed_experts_capturer
 
     def note() -> Any:
@@ -101,9 +101,7 @@ def test_the_experts_that_are_returned_are_each_tokens_own(
 
 
 def test_every_data_parallel_rank_is_counted_shared_and_checked(
-    tiny_experts: str,
-    make_engine: Any,
-    server_of: Any,
+    tiny_experts: str, make_engine: Any, server_of: Any
 ) -> None:
     prompts = list(GROUPS.values())
     plain = generate(make_engine(model=tiny_experts, skip_tokenizer_init=True), prompts, greedy(LENGTH))
@@ -124,8 +122,6 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
     try:
         server, cores = server_of(engine, spec), EngineCores(engine)
         assert len(cores) == 2
-
-        await check_streaming_input_is_refused(engine)
         await server.set_global_steps(0)
         await server.take_history()  # it begins to share
         assert await serve(server, 2) == plain
@@ -179,21 +175,6 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
             await server.take_rollout_report()
     finally:
         engine.shutdown()
-
-
-async def check_streaming_input_is_refused(engine: Any) -> None:
-    """In one line, for that request alone: the engine serves on."""
-    from vllm import SamplingParams
-    from vllm.engine.protocol import StreamingInput
-    from vllm.sampling_params import RequestOutputKind
-
-    async def turns() -> AsyncIterator[Any]:
-        yield StreamingInput(prompt={"prompt_token_ids": PROMPTS[0]})
-
-    params = SamplingParams(max_tokens=LENGTH, output_kind=RequestOutputKind.DELTA)
-    with pytest.raises(ValueError, match=r"^rollout_spec: .* streaming input") as error:
-        [output async for output in engine.generate(turns(), params, "turns")]
-    assert "\n" not in str(error.value)
 
 
 def check_counts(report: Any) -> None:

@@ -203,18 +203,17 @@ def test_characters_of_several_tokens(
     assert num_accepted(byte_engines[1]) > 10 * len(ends)
 
 
+def processed(llm: Any, params: Any, **more: Any) -> Any:
+    """A request as the engine's front end hands it on."""
+    prompt = {"type": "token", "prompt_token_ids": [1]}
+    return llm.llm_engine.input_processor.process_inputs("one", prompt, params, ("generate",), **more)
+
+
 def test_streaming_input_is_refused(engines: Engines) -> None:
     """With drafts, vLLM would take the tokens that a stop cut off for a part of the next turn."""
-    for llm, is_refused in zip(engines, (False, True), strict=True):
-        process = functools.partial(
-            llm.llm_engine.input_processor.process_inputs, "turns",
-            {"type": "token", "prompt_token_ids": [1]}, sampling(), ("generate",), resumable=True,
-        )  # fmt: skip
-        if is_refused:
-            with pytest.raises(ValueError, match="streaming input"):
-                process()
-        else:
-            assert process().resumable
+    assert processed(engines[0], sampling(), resumable=True).resumable
+    with pytest.raises(ValueError, match=r"^rollout_spec: [^\n]* streaming input[^\n]*$"):
+        processed(engines[1], sampling(), resumable=True)
 
 
 def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(
@@ -223,19 +222,14 @@ def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(
     from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
 
     for llm, has_drafts in zip(engines, (False, True), strict=True):
-        config = llm.llm_engine.vllm_config.structured_outputs_config
         for backend in ("xgrammar", "outlines"):
-            monkeypatch.setattr(config, "backend", backend)
-            process = functools.partial(
-                llm.llm_engine.input_processor.process_inputs, "grammar",
-                {"type": "token", "prompt_token_ids": [1]},
-                sampling({"structured_outputs": {"regex": "[ab]{9}"}}), ("generate",),
-            )  # fmt: skip
+            monkeypatch.setattr(llm.llm_engine.vllm_config.structured_outputs_config, "backend", backend)
+            params = sampling({"structured_outputs": {"regex": "[ab]{9}"}})
             if has_drafts and backend == "outlines" and hasattr(OutlinesGrammar, "_prev_finished"):
                 with pytest.raises(ValueError, match="structured_outputs of outlines"):
-                    process()
+                    processed(llm, params)
             else:
-                assert process().sampling_params.structured_outputs._backend == backend
+                assert processed(llm, params).sampling_params.structured_outputs._backend == backend
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lab.tests.engine.test_bench import assert_recorded
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.versions import v2_architectures, version
@@ -250,6 +251,7 @@ def test_full_graphs_are_for_plain_steps(results: dict[str, Any]) -> None:
 def test_the_tools_measure_it(tiny_model: str, tmp_path: pathlib.Path) -> None:
     found = interpreted("tests.engine.interpreted_tools", tiny_model, tmp_path / "results.json")
     steps = found.pop("steps")
+    assert_recorded(found["recorded"])
     assert {one["settings"]["model_runner"] for one in (*found.values(), steps)} == {"V2"}
     assert found["off:coupled"]["responses"] == found["sam:0"]["responses"] == found["sam:64"]["responses"]
     sam = found["sam:64"]

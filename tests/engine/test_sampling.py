@@ -9,7 +9,8 @@ import pytest
 
 from rollout_spec.certify.numerics import p_values
 from rollout_spec.vllm.upstream import thinking_budget
-from tests.engine.conftest import VOCAB_SIZE, proposer_of, token_ids
+from tests.engine.conftest import VOCAB_SIZE, proposer_of, runner_of, token_ids
+from tests.engine.serving import Request, sampling, serve
 
 FALSE_ALARM_RATE = 1e-5  # of one comparison
 NUM_SAMPLES = 1500
@@ -18,29 +19,20 @@ PROMPT = [5, 6, 7, 8] * 4
 PENALTIES = {
     "temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.6,
 }  # fmt: skip
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0}, {"temperature": 0.6, "top_k": 5}, {"temperature": 1.0, "top_p": 0.7}, PENALTIES
+]  # fmt: skip
 
 
 def sample(llm: Any, seed: int, **settings: Any) -> list[list[int]]:
     import torch
-    from vllm import SamplingParams
 
     torch.manual_seed(seed)
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **settings)
-    inputs = [{"prompt_token_ids": PROMPT}] * NUM_SAMPLES
-    return token_ids(llm.generate(inputs, params, use_tqdm=False))
+    params = sampling(settings | {"max_tokens": NUM_TOKENS, "detokenize": False, "extra_args": None})
+    return token_ids(llm.generate([{"prompt_token_ids": PROMPT}] * NUM_SAMPLES, params, use_tqdm=False))
 
 
-@pytest.fixture(scope="module")
-def settings() -> list[dict[str, Any]]:
-    return [
-        {"temperature": 1.0},
-        {"temperature": 0.6, "top_k": 5},
-        {"temperature": 1.0, "top_p": 0.7},
-        PENALTIES,
-    ]
-
-
-def test_drafts_leave_the_distribution(make_engine: Any, settings: list[dict[str, Any]]) -> None:
+def test_drafts_leave_the_distribution(make_engine: Any) -> None:
     """Also by vLLM's own way of verification, where the CPU engine needs the mend of `rejection_sample`."""
     plain = make_engine(max_num_seqs=64)
     coupled, standard = (
@@ -48,15 +40,13 @@ def test_drafts_leave_the_distribution(make_engine: Any, settings: list[dict[str
         for verify in ("coupled", "standard")
     )
     values: list[float] = []
-    for i, setting in enumerate(settings):
+    for i, setting in enumerate(SETTINGS):
         expected = sample(plain, i, **setting)
         values += p_values(expected, sample(coupled, 100 + i, **setting))
         values += p_values(expected, sample(standard, 200 + i, **setting))
     for llm in (coupled, standard):
         counters = proposer_of(llm).take_counters()
-        assert 0.05 < counters.num_accepted_tokens / counters.num_draft_tokens < 0.95, (
-            "drafts must be accepted and rejected"
-        )
+        assert 0.05 < counters.num_accepted_tokens / counters.num_draft_tokens < 0.95, "both must occur"
     assert min(values) > FALSE_ALARM_RATE / len(values), values
     # The comparison would notice penalties that are lost or that do not see the draft's own tokens.
     for lost in (("repetition_penalty",), ("presence_penalty", "frequency_penalty")):
@@ -64,72 +54,40 @@ def test_drafts_leave_the_distribution(make_engine: Any, settings: list[dict[str
         assert min(p_values(expected, sample(coupled, 8, **kept))) < 1e-8
 
 
-def right_expand(
-    output: Any, values: Any, cu_num_tokens: Any, replace_from: int, replace_to: int, **_: Any
-) -> None:
-    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-    output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
-
-
-def right_recovery(
-    output: Any, cu_num_tokens: Any, draft: Any, draft_probs: Any, probs: Any, inv_q: Any, *_: Any, **__: Any
-) -> None:
-    """For drafts without probabilities, one token each."""
-    output.copy_((probs * inv_q).scatter(1, draft.unsqueeze(1), 0).argmax(dim=1))
-
-
-def wrong_recovery(*_: Any, USE_FP64_GUMBEL: None = None) -> None:  # noqa: N803
-    """As vLLM 0.24.0's, which does not take all that it is called with."""
-
-
 @pytest.mark.skipif(
     "not __import__('vllm').platforms.current_platform.is_cpu()",
     reason="only vLLM's CPU engine has these defects: elsewhere nothing is mended and nothing can fail",
 )
-@pytest.mark.parametrize("right", [(), ("expand",), ("recovery",), ("expand", "recovery")], ids="+".join)
-def test_only_what_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch, right: tuple[str, ...]) -> None:
-    """Where upstream is right its functions stay: here its kernels are exchanged for right and wrong ones."""
+def test_only_a_cpu_kernel_that_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what its probe says; that the installed ones are mended shows in the distribution above."""
     from vllm.utils import cpu_triton_utils
-    from vllm.v1.sample import rejection_sampler
 
-    from rollout_spec import patches
-    from rollout_spec.verification import standard
     from rollout_spec.vllm.upstream import cpu_expand, cpu_rejection
 
-    kernels = {
-        "expand": ("_expand_kernel_impl", right_expand),
-        "recovery": ("_sample_recovered_tokens_kernel_impl", right_recovery),
-    }
-    monkeypatch.setattr(cpu_triton_utils, kernels["recovery"][0], wrong_recovery)
-    for name in right:
-        monkeypatch.setattr(cpu_triton_utils, *kernels[name])
-    replaced = {"expand": "expand_batch_to_tokens", "recovery": "rejection_sample"}
-    for owner in (rejection_sampler, standard):  # not those that this process may have mended already
-        for function in replaced.values():
-            monkeypatch.setattr(owner, function, lambda *_: None)
-    monkeypatch.setattr(patches, "_applied", {})
-    before = {name: getattr(rejection_sampler, function) for name, function in replaced.items()}
-    assert cpu_expand.is_right() == ("expand" in right)
-    assert cpu_rejection.is_right() == ("recovery" in right)
-    cpu_expand.mend(rejection_sampler)
-    cpu_rejection.mend(rejection_sampler)
-    kept = {name for name in replaced if getattr(rejection_sampler, replaced[name]) is before[name]}
-    assert kept == set(right)
-    assert len(patches.applied()) == len(replaced) - len(right)
+    def expand(output: Any, values: Any, ends: Any, replace_from: int, replace_to: int, **_: Any) -> None:
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
+
+    def recovery(
+        output: Any, ends: Any, draft: Any, draft_probs: Any, probs: Any, inv_q: Any, *_: Any, **__: Any
+    ) -> None:
+        output.copy_((probs * inv_q).scatter(1, draft.unsqueeze(1), 0).argmax(dim=1))
+
+    def recovery_of_fewer_arguments(*_: Any, NO_DRAFT_PROBS: bool) -> None: ...  # noqa: N803
+
+    for probe, name, right, wrong in (
+        (cpu_expand, "_expand_kernel_impl", expand, lambda *_, **__: None),
+        (cpu_rejection, "_sample_recovered_tokens_kernel_impl", recovery, recovery_of_fewer_arguments),
+    ):
+        for kernel in (right, wrong):
+            monkeypatch.setattr(cpu_triton_utils, name, kernel)
+            assert probe.is_right() == (kernel is right)
 
 
 def test_seeded_requests_repeat_in_standard_verification(make_engine: Any) -> None:
-    from vllm import SamplingParams
-
-    def run(engine_seed: int) -> list[list[int]]:
-        llm = make_engine({"verify": "standard"}, seed=engine_seed)
-        params = [
-            SamplingParams(temperature=1.0, seed=i, max_tokens=30, ignore_eos=True, detokenize=False)
-            for i in range(8)
-        ]
-        return token_ids(llm.generate([{"prompt_token_ids": PROMPT}] * 8, params, use_tqdm=False))
-
-    assert run(0) == run(1)
+    asked = [Request(PROMPT, sampling({"temperature": 1.0, "seed": i, "extra_args": None})) for i in range(8)]
+    first, second = (serve(make_engine({"verify": "standard"}, seed=seed), asked) for seed in (0, 1))
+    assert first == second
 
 
 @pytest.mark.parametrize("spec", [None, {}], ids=["plain", "drafting"])
@@ -140,41 +98,39 @@ def test_allowed_tokens_leave_with_their_request(make_engine: Any, spec: dict[st
     llm = make_engine(spec, fresh=True)
     engine = llm.llm_engine
 
-    def add(name: str, max_tokens: int, **settings: Any) -> None:
-        from vllm import SamplingParams
+    def add(name: str, max_tokens: int, **asked: Any) -> None:
+        asked = {"temperature": 0, "max_tokens": max_tokens, "detokenize": False} | asked
+        engine.add_request(name, {"prompt_token_ids": PROMPT}, sampling(asked))
 
-        params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **settings
-        )
-        engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
-
-    def finish(*names: str) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        while not found.keys() >= set(names):
-            found |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
-        return found
+    def finish(name: str) -> list[int]:
+        while True:
+            for output in engine.step():
+                if output.finished and output.request_id == name:
+                    return list(output.outputs[0].token_ids)
 
     add("alone", 20)
-    expected = finish("alone")["alone"]
+    expected = finish("alone")
     few = sorted(set(range(3, VOCAB_SIZE)) - set(expected))
     add("first", 2)
     add("few", 80, allowed_token_ids=few)
     finish("first")
     engine.step()  # "few" moves to its row
     add("next", 20)
-    assert finish("next")["next"] == expected
+    assert finish("next") == expected
 
-    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
-    batch = worker.model_runner.input_batch
-    mask = batch.allowed_token_ids_mask_cpu_tensor
+    batch = runner_of(llm).input_batch
     add("other", 20)
     engine.step()
-    assert mask.any(dim=1).tolist()[:3] == [True, False, False]
+
+    def masked() -> list[bool]:
+        return batch.allowed_token_ids_mask_cpu_tensor.any(dim=1).tolist()[:3]
+
+    assert masked() == [True, False, False]
     with torch.inference_mode():
         batch.swap_states(0, 1)
-        assert mask.any(dim=1).tolist()[:3] == [False, True, False]
+        assert masked() == [False, True, False]
         batch.swap_states(0, 1)
-    assert set(finish("few")["few"]) <= set(few)
+    assert set(finish("few")) <= set(few)
 
 
 @pytest.mark.parametrize("budgets", [{0: 7}, {1: 7}, {0: 7, 1: 9}], ids=str)

@@ -16,8 +16,9 @@ import pytest
 from rollout_spec.drafting.history import group_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.verl.launch import verl_is_older
-from tests.engine.conftest import EOS_TOKEN_ID, OFF, proposer_of
-from tests.engine.test_life_cycle import PROMPTS
+from tests.engine.conftest import EOS_TOKEN_ID, OFF, core_of, proposer_of
+from tests.engine.serving import sampling
+from tests.engine.test_life_cycle import PROMPTS, generate
 from tests.text import merged
 
 
@@ -58,7 +59,6 @@ class Storm:
         return sum(part.is_aborted and part.num_tokens > 0 for part in self.parts)
 
     async def run(self) -> None:
-        engines = [asyncio.create_task(server.engine.run()) for server in self.servers]
         numbers = itertools.count()
         await asyncio.gather(*(server.set_global_steps(0) for server in self.servers))
         await self.share()
@@ -70,8 +70,6 @@ class Storm:
             await self.sync(server, server.global_steps + 1)
             await server.end_validation()
         await self.share()
-        for task in engines:
-            task.cancel()
 
     async def clients(self, numbers: Iterator[int]) -> None:
         while self.num_aborted < self.num_interruptions:
@@ -79,10 +77,10 @@ class Storm:
             self.texts[number] = await self.finish(number)
 
     async def finish(self, number: int) -> list[int]:
-        sampling, prompt = storm_sampling(number)
+        asked, prompt = storm_sampling(number)
         tokens, is_aborted = list[int](), True
         while is_aborted:
-            params = sampling | {"max_tokens": sampling["max_tokens"] - len(tokens)}
+            params = asked | {"max_tokens": asked["max_tokens"] - len(tokens)}
             at = self.rng.randrange(len(self.servers))
             server = self.servers[at]
             output = await server.generate(prompt + tokens, params, f"{number}x{len(self.parts)}")
@@ -146,18 +144,16 @@ def storm_sampling(number: int) -> tuple[dict[str, Any], list[int]]:
     }
     extra_args |= dict.fromkeys(("rollout_spec_group_tokens", "rollout_spec_turn_tokens"), len(prompt))
     max_tokens = 20 + number * 37 % 100
-    return {"max_tokens": max_tokens, "temperature": 1.0, "extra_args": extra_args}, prompt
+    asked = {"max_tokens": max_tokens, "temperature": 1.0, "extra_args": extra_args, "ignore_eos": False}
+    return asked, prompt
 
 
 def check_versions(storm: Storm) -> RequestCounters:
     """Both sides: what clients got of each server and version, and what the server and its engine counted."""
     total = RequestCounters()
     for of, report in storm.reports.items():
-        served = [
-            part.num_tokens
-            for part in storm.parts
-            if part.of == of and part.num_tokens and not part.is_validation
-        ]
+        parts = [part for part in storm.parts if part.of == of and not part.is_validation]
+        served = [part.num_tokens for part in parts if part.num_tokens]
         counts = RequestCounters()
         for request in (*report.requests, report.aborted):
             counts.add(request)
@@ -173,18 +169,13 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
     num_interruptions: int, make_server: Any, make_engine: Any
 ) -> None:
     """The longer one also sees that memory stays as it is, behind 2000 interruptions to warm up."""
-    from vllm import SamplingParams
-
-    servers = [
-        make_server({"history": 32, "max_index_mb": 16}, is_stepping=True, fresh=True) for _ in range(2)
-    ]
+    spec = {"history": 32, "max_index_mb": 16}
+    servers = [make_server(spec, fresh=True) for _ in range(2)]
     storm = Storm(servers, num_interruptions)
     asyncio.run(storm.run())
     reference = make_engine(**OFF)
-    samples = [storm_sampling(number) for number in storm.texts]
-    params = [SamplingParams(**sampling, detokenize=False) for sampling, _ in samples]
-    prompts = [{"prompt_token_ids": prompt} for _, prompt in samples]
-    plain = [list(out.outputs[0].token_ids) for out in reference.generate(prompts, params, use_tqdm=False)]
+    params, prompts = zip(*map(storm_sampling, storm.texts), strict=True)
+    plain = generate(reference, prompts, [sampling(asked | {"detokenize": False}) for asked in params])
     assert storm.num_aborted >= num_interruptions
     assert list(storm.texts.values()) == plain, "as if nothing had been interrupted"
     # What was drafted behind a stop token, and sampled as drafted, is remembered too.
@@ -207,13 +198,9 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
 
     for server in servers:
         drafter = proposer_of(server.engine.llm)._drafter
-        scheduler = server.engine.llm.llm_engine.engine_core.engine_core.scheduler
-        left = (
-            server._windows._requests,
-            *server._drafters.take_ended(),
-            server._history._shared,
-            server._history.received,
-        )
+        scheduler = core_of(server.engine.llm).scheduler
+        history = server._history
+        left = (server._windows._requests, *server._drafters.take_ended(), history._shared, history.received)
         assert not any((*left, drafter.request_ids, scheduler._request_counters, scheduler.requests))
         stats = drafter.index.stats()
         assert (stats.num_groups, stats.num_sequences, stats.num_tokens) == (0, 0, 0)

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
+import multiprocessing
 import pathlib
-from collections.abc import Callable
-from types import SimpleNamespace
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY
-from tests.engine.conftest import OFF, proposer_of
+from tests.engine.conftest import OFF, new_engine, proposer_of, runner_of
+from tests.engine.serving import Request, num_accepted, sampling
+from tests.engine.serving import serve as serve_requests
 from tests.engine.test_life_cycle import PROMPTS
 from tests.text import merged
 from tests.tiny_vl import TOKENS, make_image, make_processor, make_tiny_vl, tokens
 
+GREEDY = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
 
 def serve(server: Any) -> None:
     for prompt in PROMPTS[:2] * 2:
-        params = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
-        asyncio.run(server.generate(prompt, params, "id"))
+        asyncio.run(server.generate(prompt, dict(GREEDY), "id"))
 
 
 def serve_a_step(server: Any) -> RolloutReport:
@@ -61,8 +62,7 @@ def test_verl_logs_the_drafts_that_it_looks_for_where_mtp_drafts(
     from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
 
     server = make_server({})
-    params = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
-    fields = asyncio.run(server.generate(PROMPTS[0], params, "id")).extra_fields
+    fields = asyncio.run(server.generate(PROMPTS[0], dict(GREEDY), "id")).extra_fields
     given = [[fields[f"spec_num_{name}"]] for name in ("draft_tokens", "accepted_tokens", "verify_steps")]
     metrics = compute_spec_decode_metrics(*given)
     assert 0 < metrics["rollout/spec_accept_rate"] <= 1 < metrics["rollout/spec_accept_length"]
@@ -76,7 +76,7 @@ def test_the_turns_of_a_trajectory_and_of_its_siblings_are_one_group(make_server
 
     def respond(prompt: list[int], group: str = "first") -> list[int]:
         extra_args = {"rollout_spec_group": group, "rollout_spec_group_tokens": len(PROMPTS[0])}
-        params = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "extra_args": extra_args}
+        params = GREEDY | {"max_tokens": 20, "extra_args": extra_args}
         return list(asyncio.run(server.generate(prompt, params, "id")).token_ids)
 
     response = respond(PROMPTS[0])
@@ -116,6 +116,39 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(
     assert [respond(number) for number in (3, 0)] == [named[3], named[0]]
 
 
+def rollouts(llm: Any) -> list[list[int]]:
+    """verl hands every request of a replica the same seed; what tells siblings apart is the key."""
+    asked = {"temperature": 1.0, "max_tokens": 60, "seed": 7}
+    pairs = [(prompt, [3, i, j]) for i, prompt in enumerate(PROMPTS) for j in range(2)]
+    found = serve_requests(llm, [Request(prompt, sampling(asked, key=key)) for prompt, key in pairs])
+    return [one["tokens"] for one in found]
+
+
+def deterministic_rollouts(model: str) -> tuple[list[list[int]], list[list[int]], int]:
+    """Token ids without and with drafts, and the number of accepted ones, with full_determinism of verl."""
+    import torch
+    from verl.workers.engine.utils import enable_full_determinism
+    from vllm import envs
+
+    enable_full_determinism(seed=7)
+    plain, llm = rollouts(new_engine(model, **OFF)), new_engine(model, {})
+    drafted = rollouts(llm)
+    assert envs.VLLM_BATCH_INVARIANT and torch.are_deterministic_algorithms_enabled()
+    return plain, drafted, num_accepted(llm)
+
+
+def test_full_determinism_changes_nothing(
+    make_engine: Any, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own: verl's settings stay. Of vLLM's batch invariance a CPU has the switch only."""
+    expected = rollouts(make_engine(**OFF))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        plain, drafted, accepted = process.submit(deterministic_rollouts, tiny_model).result()
+    assert plain == drafted == expected
+    assert accepted > 0
+
+
 def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
     """Packed before the sync, as for a checkpoint: the engine still takes its last request for running."""
     packed: list[bytes] = []
@@ -137,14 +170,12 @@ def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
 
 
 def test_no_engine_step_waits_for_what_servers_share(make_server: Any) -> None:
-    server = make_server({"history": 100}, is_stepping=True)
+    server = make_server({"history": 100})
 
     def respond(number: int, max_tokens: int) -> Any:
-        params = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        return server.generate(PROMPTS[number], params, str(number))
+        return server.generate(PROMPTS[number], GREEDY | {"max_tokens": max_tokens}, str(number))
 
     async def serve_and_share() -> None:
-        steps = asyncio.create_task(server.engine.run())
         await server.set_global_steps(0)
         await server.take_history()  # it begins to share
         await respond(0, 20)
@@ -159,7 +190,6 @@ def test_no_engine_step_waits_for_what_servers_share(make_server: Any) -> None:
         assert server._history.received == taken
         await running
         assert len(merged(*await server.take_history())) == 2
-        steps.cancel()
 
     asyncio.run(serve_and_share())
 
@@ -171,64 +201,9 @@ def test_an_engine_without_the_drafter_fails_the_run(make_server: Any) -> None:
 
 def test_an_engine_that_never_calls_its_drafter_fails_the_run(make_server: Any) -> None:
     server = make_server({}, fresh=True)
-    proposer_of(server.engine.llm)._runner.effective_drafter_max_model_len = 0
+    runner_of(server.engine.llm).effective_drafter_max_model_len = 0
     with pytest.raises(RuntimeError, match=r"engine core 0 of replica 3 decoded without calling its drafter"):
         serve_a_step(server)
-
-
-class Balancer:
-    """verl's, over one server: as its client sees both through Ray."""
-
-    def __init__(self, server: Any) -> None:
-        self.require_acquire_fields = self.require_release_fields = remote(list)
-        self.acquire_server = remote(
-            lambda request_id: ("one", SimpleNamespace(generate=remote(server.generate)))
-        )
-        self.release_server = SimpleNamespace(remote=lambda **_: None)
-
-
-def remote(function: Callable[..., Any]) -> Any:
-    async def answer(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
-
-    return SimpleNamespace(remote=answer)
-
-
-def test_each_call_of_one_sample_is_a_draw_of_its_own(make_server: Any) -> None:
-    """verl's client, server and engine: three at once and a retry, twice, and once with an abort in it."""
-    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
-
-    from rollout_spec.verl.client import Calls, name_calls
-
-    server = make_server({}, is_stepping=True)
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 30}}})
-    extra_args = {"rollout_spec_key": [0, 1, "train", "4"], "rollout_spec_group": "4"}
-    params = {"temperature": 1.0, "ignore_eos": True, "extra_args": extra_args}
-    aborts: list[int] = []
-
-    async def respond(client: Any) -> tuple[int, ...]:
-        output = await client.generate("id", prompt_ids=PROMPTS[0], sampling_params=dict(params))
-        return tuple(output.token_ids)
-
-    async def sample(is_aborted: bool) -> list[tuple[int, ...]]:
-        client = name_calls(FullyAsyncLLMServerClient(config, Balancer(server)), Calls())
-        steps = asyncio.create_task(server.engine.run())
-        calls = asyncio.gather(*(respond(client) for _ in range(3)))
-        if is_aborted:
-            while len(server.engine.last) < 3 or server._admitting:  # verl would wait 10 ms for those
-                await asyncio.sleep(0)
-            aborts.append((await server.abort_all_requests())["aborted_count"])
-            await server.resume_generation()
-        responses = [*await calls, await respond(client)]
-        steps.cancel()
-        return responses
-
-    asyncio.run(server.set_global_steps(0))
-    first = asyncio.run(sample(is_aborted=False))
-    assert [len(response) for response in first] == [30] * 4 and len(set(first)) == 4
-    assert asyncio.run(sample(is_aborted=False)) == first
-    assert asyncio.run(sample(is_aborted=True)) == first and aborts == [3]
 
 
 def test_turns_with_images(tmp_path: pathlib.Path, make_server: Any) -> None:
@@ -254,20 +229,15 @@ def test_turns_with_images(tmp_path: pathlib.Path, make_server: Any) -> None:
 async def trajectory(server: Any, sibling: int) -> list[list[int]]:
     """The responses of three turns; as verl's agent loops, each prompt has an image's four tokens."""
     prompt, images, responses = list[int](), list[int](), list[list[int]]()
+    in_group = len(tokens("Turn ", 1, "?")) + 3
     for turn, more in enumerate([[0], [1, 2], [0]]):
-        question = tokens("Turn ", len(more), "?")
-        prompt += [
-            token for each in question for token in [each] * (4 if each == TOKENS["<|image_pad|>"] else 1)
-        ]
+        for each in tokens("Turn ", len(more), "?"):
+            prompt += [each] * (4 if each == TOKENS["<|image_pad|>"] else 1)
         images += more
-        extra_args = {
-            KEY: [sibling, turn],
-            GROUP_KEY: "g",
-            GROUP_TOKENS_KEY: len(tokens("Turn ", 1, "?")) + 3,
-        }
+        extra_args = {KEY: [sibling, turn], GROUP_KEY: "g", GROUP_TOKENS_KEY: in_group}
         params = {"temperature": 0.8, "max_tokens": 30, "ignore_eos": True, "extra_args": extra_args}
         output = await server.generate(
-            list(prompt), params, f"{sibling}-{turn}", image_data=[make_image(each) for each in images]
+            list(prompt), params, f"{sibling}-{turn}", image_data=[*map(make_image, images)]
         )
         responses.append(list(output.token_ids))
         prompt += responses[-1]

@@ -1,4 +1,4 @@
-"""Tiny MTP and EAGLE-3 heads, in the form in which vLLM's loaders take those that are published."""
+"""Tiny EAGLE, EAGLE-3 and MTP heads, in the form in which vLLM's loaders take those that are published."""
 
 from __future__ import annotations
 
@@ -7,38 +7,85 @@ import pathlib
 import shutil
 from typing import Any
 
-from tests.engine.conftest import VOCAB_SIZE
+from tests.engine.conftest import VOCAB_SIZE, make_tiny
 
 HIDDEN_SIZE = 128
 DRAFT_TOKENS = range(0, VOCAB_SIZE, 2)  # of a head with a vocabulary of its own
+LAST = "model.layers.1."  # of a tiny model's layers
+
+
+def let_the_last_token_decide(weights: dict[str, Any]) -> None:
+    """The layers do nothing, and the norm behind them, which heads lack, leaves embeddings as they are."""
+    weights["model.embed_tokens.weight"].sign_()
+    for name, value in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.zero_()
+
+
+def save_as(folder: pathlib.Path, weights: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def loaded(folder: pathlib.Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def save_head(target: pathlib.Path, folder: pathlib.Path, weights: dict[str, Any], **own: Any) -> None:
+    """A head of one layer, beside its target's configuration."""
+    folder.mkdir()
+    config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1} | own
+    (folder / "config.json").write_text(json.dumps(config))
+    save_as(folder, weights)
+
+
+def make_bigrams(folder: pathlib.Path) -> None:
+    """Let a model's last token decide: a head can then be the same model."""
+    weights = loaded(folder)
+    let_the_last_token_decide(weights)
+    save_as(folder, weights)
+
+
+def make_even(folder: pathlib.Path) -> None:
+    """Let a model, or a head, take every token that it has for equally likely."""
+    weights = loaded(folder)
+    weights["lm_head.weight"].zero_()
+    save_as(folder, weights)
+
+
+def make_eagle(target: pathlib.Path, folder: pathlib.Path, reads: str) -> None:
+    """A target's last layer behind what `fc` takes of its input, the token or the state."""
+    import torch
+
+    weights = loaded(target)
+    zero, one = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE), torch.eye(HIDDEN_SIZE)
+    head = {
+        "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        "fc.weight": torch.cat([one, zero] if reads == "token" else [zero, one], 1),
+    }
+    for name, value in weights.items():
+        if name.startswith(LAST) and "input_layernorm" not in name:
+            head["layers.0." + name.removeprefix(LAST)] = value
+    save_head(target, folder, head)
 
 
 def make_mtp(folder: pathlib.Path, chat_model: str) -> None:
     """A MiMo whose last token decides, and whose MTP head is wrong; `right.safetensors` has the right one."""
     import torch
-    import transformers
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     shutil.copytree(chat_model, folder)
-    torch.manual_seed(0)
-    tokens = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    of_chat_model = transformers.AutoConfig.from_pretrained(chat_model)
-    config = transformers.Qwen2Config(
-        hidden_size=HIDDEN_SIZE, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=4096, num_nextn_predict_layers=1,
-        **{name: getattr(of_chat_model, name) for name in tokens},
-    )  # fmt: skip
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    mimo = config.to_dict() | {"architectures": ["MiMoForCausalLM"]}
+    of_chat_model = json.loads((folder / "config.json").read_text())
+    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    make_tiny("Qwen2", folder, num_nextn_predict_layers=1, **{name: of_chat_model[name] for name in names})
+    mimo = json.loads((folder / "config.json").read_text()) | {"architectures": ["MiMoForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(mimo))
-    path, layer = folder / "model.safetensors", "model.layers.1."
-    weights = load_file(path)
-    weights["lm_head.weight"] *= 12  # a peaked distribution, as a trained model's is
-    weights["model.embed_tokens.weight"].sign_()  # so that a norm leaves it as it is
-    for name, value in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            value.zero_()
-    head = {name.removeprefix(layer): value for name, value in weights.items() if name.startswith(layer)}
+    path, weights = folder / "model.safetensors", loaded(folder)
+    let_the_last_token_decide(weights)
+    head = {name.removeprefix(LAST): value for name, value in weights.items() if name.startswith(LAST)}
     head |= {f"{name}_layernorm.weight": torch.ones(HIDDEN_SIZE) for name in ("token", "hidden", "final")}
     zero, one = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE), torch.eye(HIDDEN_SIZE)
     for file, reads_state, reads_token in ((path, one, zero), (folder / "right.safetensors", zero, one)):
@@ -51,12 +98,9 @@ def make_mtp(folder: pathlib.Path, chat_model: str) -> None:
 def make_eagle3(target: pathlib.Path, folder: pathlib.Path) -> None:
     """A head of DRAFT_TOKENS: a target's last layer behind what comes out of it."""
     import torch
-    from safetensors.torch import load_file, save_file
 
-    config = json.loads((target / "config.json").read_text())
-    weights, layer = load_file(target / "model.safetensors"), "model.layers.1."
+    weights, tokens = loaded(target), torch.tensor(DRAFT_TOKENS)
     zero, one = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE), torch.eye(HIDDEN_SIZE)
-    tokens = torch.tensor(DRAFT_TOKENS)
     head: dict[str, Any] = {
         "fc.weight": torch.cat([zero, zero, one], 1),
         "norm.weight": weights["model.norm.weight"].clone(),
@@ -65,25 +109,12 @@ def make_eagle3(target: pathlib.Path, folder: pathlib.Path) -> None:
         "d2t": tokens - torch.arange(len(tokens)),
     }
     for name, value in weights.items():
-        if name.startswith(layer):
+        if name.startswith(LAST):
             # Attention reads the token's embedding, and behind it the state.
             reads_two = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-            head["midlayer." + name.removeprefix(layer)] = (
-                torch.cat([value, value], 1) if reads_two else value
-            )
-    folder.mkdir()
-    own = {
-        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
-        "draft_vocab_size": len(DRAFT_TOKENS), "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config | own))
-    save_file(head, folder / "model.safetensors")
-
-
-def make_even(folder: pathlib.Path) -> None:
-    """Let a model, or a head, take every token that it has for equally likely."""
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"].zero_()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+            value = torch.cat([value, value], 1) if reads_two else value
+            head["midlayer." + name.removeprefix(LAST)] = value
+    save_head(
+        target, folder, head, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(DRAFT_TOKENS),
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+    )  # fmt: skip

@@ -30,8 +30,8 @@ SUFFIX: dict[str, dict[str, float]] = {  # but for depth and factor of the tuned
     for name, depth, factor in (("suffix_server", 24, 1.0), ("suffix_server_tuned", 64, 4.0))
 }
 NGRAM = (2, 5)
-OF_MODELS = ("model", "choose", "sam+model")
-PRICED = ("sam", "choose", "sam+model")
+OF_MODELS = ("model", "sam+model")
+PRICED = ("sam", "sam+model")
 NUM_HALVINGS = 8
 FIGURES = ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step")
 
@@ -209,43 +209,6 @@ class Model(Proposer):
         return tokens, np.minimum(numbers, budgets).astype(np.int32)
 
 
-class Choose(IndexProposer):
-    """The draft of the suffix index or the model's: the one that gains more by expectation, less its price.
-
-    A token of the model is expected to be right as often as those as deep in a draft were, behind right ones.
-    """
-
-    def __init__(self, config: SpecConfig) -> None:
-        super().__init__(config)
-        self._model_alone = Model(config.num_speculative_tokens)
-        self._num_right = np.ones(config.num_speculative_tokens)
-        self._num_seen = 2 * self._num_right
-
-    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
-        super().start(line, earlier)
-        self._model_alone.start(line, earlier)
-
-    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
-        proposed = self.propose(rows, token_ids, levels, budgets)[:3]
-        drafts, survivals, numbers = (each.copy() for each in proposed)
-        tokens, nums_of_model = self._model_alone.draft(rows, token_ids, levels, budgets)
-        gains = np.cumprod(self._num_right / self._num_seen)[: tokens.shape[1]] - self.price
-        for i, most in enumerate(nums_of_model.tolist()):
-            worth = gains[:most][gains[:most] >= 0]
-            if worth.sum() > (survivals[i, : numbers[i]] - self.price).sum():
-                numbers[i] = len(worth)
-                drafts[i, : len(worth)] = tokens[i, : len(worth)]
-            self._learn(tokens[i, :most], token_ids[rows[i], levels[i] : levels[i] + most])
-        return drafts, numbers
-
-    def _learn(self, tokens: Int32Array, sampled: Int32Array) -> None:
-        for depth, is_right in enumerate(tokens == sampled):
-            self._num_seen[depth] += 1
-            self._num_right[depth] += is_right
-            if not is_right:
-                return
-
-
 def make_proposer(method: str, config: SpecConfig) -> Proposer:
     """The drafter of a method, with the options that it takes.
 
@@ -259,8 +222,6 @@ def make_proposer(method: str, config: SpecConfig) -> Proposer:
         return Ngram(k)
     if method in ("sam", "sam+model"):
         return IndexProposer(config, mixes=method == "sam+model")
-    if method == "choose":
-        return Choose(config)
     if method == "model":
         return Model(k)
     return Oracle(k) if method == "oracle" else Off()

@@ -7,6 +7,7 @@ what its steps say.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -20,6 +21,10 @@ import numpy as np
 
 from rollout_spec.certify.environment import environment
 from rollout_spec.config import ConfigError, SpecConfig, UserError, parse_threshold
+from rollout_spec.predict.simulate import Cluster, simulate
+from rollout_spec.predict.step_times import StepTimes, Times
+from rollout_spec.report.runs import plain, ratio
+from rollout_spec.trace import Rollout
 from rollout_spec_lab.bench.drafters import require_arctic_inference
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
 from rollout_spec_lab.processes import last_error, started
@@ -46,7 +51,8 @@ class Method:
 
     `off` is plain vLLM, `off:coupled` the same with the noise of verify=coupled, `ngram` and `suffix` are
     vLLM's own drafters, `sam` is ours, `sam:N` and `sam:auto` ours with that `batch_threshold`. `model` is a
-    model's drafts with verify=coupled, `sam+model`, which takes thresholds too, ours beside it.
+    model's drafts with verify=coupled, `sam+model`, which takes thresholds too, ours beside it. /v1 or /v2
+    behind it: on that model runner, not on the one that vLLM chooses.
 
     Raises:
         ConfigError: there is no such method, or it takes no such variant.
@@ -55,7 +61,7 @@ class Method:
     label: str
 
     def __post_init__(self) -> None:
-        if self.label in ("off", "off:coupled", "ngram", "suffix", "model"):
+        if self.drafting in ("off", "off:coupled", "ngram", "suffix", "model"):
             return
         if not self.is_ours:
             raise ConfigError(
@@ -65,8 +71,19 @@ class Method:
         self.options({})
 
     @property
+    def drafting(self) -> str:
+        """The label without a model runner."""
+        return self.label.removesuffix("/v1").removesuffix("/v2")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its engine."""
+        runner = self.label.removeprefix(self.drafting)
+        return {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "/v2"))} if runner else {}
+
+    @property
     def name(self) -> str:
-        return self.label.partition(":")[0]
+        return self.drafting.partition(":")[0]
 
     @property
     def is_ours(self) -> bool:
@@ -78,7 +95,7 @@ class Method:
 
     def options(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of `rollout.spec` for ours: those given, and the method's threshold."""
-        _, _, threshold = self.label.partition(":")
+        _, _, threshold = self.drafting.partition(":")
         options = dict(spec)
         if threshold:
             options["batch_threshold"] = parse_threshold(threshold)
@@ -103,6 +120,8 @@ class Load:
             request generates exactly its length, whatever the method: ends of text are ignored.
         max_tokens: no response is longer.
         natural_ends: responses end where the model ends them, or at `max_tokens`; the method changes lengths.
+        recorded: responses to each prompt. They come, whatever is sampled; all but `temperature` and `seed`
+            goes by them.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -113,6 +132,7 @@ class Load:
     natural_ends: bool = False
     temperature: float = 1.0
     seed: int = 0
+    recorded: Sequence[Sequence[Sequence[int]]] | None = None
 
     def requests(self, repeat: int) -> list[dict[str, Any]]:
         """The requests of one repeat, the same for every method, siblings next to each other.
@@ -120,20 +140,72 @@ class Load:
         Returns:
             Of each: `prompt`, the number of its prompt; `max_tokens`; `name`, which keys its noise.
         """
-        number = len(self.prompts) * self.group_size
-        lengths = np.full(number, self.max_tokens)
-        if not self.natural_ends:
-            rng = np.random.default_rng([self.seed, repeat])
-            drawn = self.median_tokens * np.exp(self.sigma * rng.standard_normal(number))
-            lengths = np.clip(drawn.astype(int), min(MIN_RESPONSE_TOKENS, self.max_tokens), self.max_tokens)
         return [
             {
-                "prompt": i // self.group_size,
+                "prompt": prompt,
                 "max_tokens": int(length),
-                "name": ["bench", self.seed, repeat, i // self.group_size, i % self.group_size],
+                "name": ["bench", self.seed, repeat, prompt, sample],
             }
-            for i, length in enumerate(lengths)
+            for prompt, of_prompt in enumerate(self._lengths(repeat))
+            for sample, length in enumerate(of_prompt)
         ]
+
+    def _lengths(self, repeat: int) -> list[list[int]]:
+        if self.recorded is not None:
+            return [[len(response) for response in responses] for responses in self.recorded]
+        shape = len(self.prompts), self.group_size
+        if self.natural_ends:
+            return np.full(shape, self.max_tokens).tolist()
+        rng = np.random.default_rng([self.seed, repeat])
+        drawn = self.median_tokens * np.exp(self.sigma * rng.standard_normal(shape))
+        return np.clip(drawn.astype(int), min(MIN_RESPONSE_TOKENS, self.max_tokens), self.max_tokens).tolist()
+
+    @property
+    def all_recorded(self) -> list[Sequence[int]] | None:
+        """The responses to all requests, in their order."""
+        return None if self.recorded is None else list(itertools.chain.from_iterable(self.recorded))
+
+    def lines(self, repeat: int, responses: Sequence[Sequence[int]]) -> list[Rollout]:
+        """The responses to the requests of a repeat as recorded rollouts, a line for each prompt."""
+        found = [Rollout(str(i), None, np.array(each, np.int32), []) for i, each in enumerate(self.prompts)]
+        for request, response in zip(self.requests(repeat), responses, strict=True):
+            found[request["prompt"]].responses.append(np.array(response, np.int32))
+        return found
+
+
+def recorded_load(lines: Sequence[Rollout], max_tokens: int, model: str) -> Load:
+    """A recording to be served again, no response longer than `max_tokens`.
+
+    Args:
+        model: a folder with config.json.
+
+    Raises:
+        UserError: the model's vocabulary lacks a token.
+    """
+    vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    prompts = [line.prompt_token_ids.tolist() for line in lines]
+    recorded = [[each[:max_tokens].tolist() for each in line.responses] for line in lines]
+    largest = max(map(max, [*prompts, *itertools.chain.from_iterable(recorded)]))
+    if largest >= vocab_size:
+        raise UserError(f"the recording has the token {largest}, the model's vocabulary is of {vocab_size}")
+    longest = max(len(response) for responses in recorded for response in responses)
+    return Load(prompts, group_size=max(map(len, recorded)), max_tokens=longest, recorded=recorded)
+
+
+def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
+    """The lines of the first training step, without responses that hold no token.
+
+    Raises:
+        UserError: no response holds one.
+    """
+    found = [
+        dataclasses.replace(line, responses=[each for each in line.responses if len(each)])
+        for line in lines
+        if line.step == lines[0].step and len(line.prompt_token_ids)
+    ][:limit]
+    if not any(line.responses for line in found):
+        raise UserError("no token in any response of the trace")
+    return found
 
 
 def random_prompts(number: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -165,13 +237,28 @@ class Plan:
             "method": method, "seed": load.seed + repeat, "prompts": load.prompts,
             "requests": load.requests(repeat), "temperature": load.temperature,
             "natural_ends": load.natural_ends,
+            "recorded": load.all_recorded,
         }  # fmt: skip
+
+    def serve(self, repeat: int, method: str, folder: Path, seconds: float | None = None) -> dict[str, Any]:
+        """What `engine_worker.run` gives, as `answer` does."""
+        job, environment = self.job(repeat, method), Method(method).environment
+        return answer(WORKER, job, method, folder, seconds, environment)
+
+
+def turns(methods: Sequence[str], repeats: int) -> list[tuple[int, str]]:
+    """Repeat and method: every method once a repeat, each time another one first."""
+    return [
+        (repeat, methods[(repeat + i) % len(methods)])
+        for repeat in range(repeats)
+        for i in range(len(methods))
+    ]
 
 
 def rollouts(
     plan: Plan, folder: Path, tracked: Callable[[list[Any]], Iterable[Any]] = iter
 ) -> Iterator[Served]:
-    """Every method once a repeat, each time another one first; after each repeat, what was served so far.
+    """What was served so far, after each repeat of `turns`.
 
     Before that, the first method serves the first load once for nothing: the first rollout of a run
     was found slow.
@@ -183,15 +270,10 @@ def rollouts(
     Raises:
         EngineError: an engine has failed.
     """
-    methods = plan.methods
-    turns = [
-        (repeat, methods[(repeat + i) % len(methods)])
-        for repeat in range(plan.repeats)
-        for i in range(len(methods))
-    ]
-    served: Served = {method: [] for method in methods}
-    for i, (repeat, method) in enumerate(tracked([turns[0], *turns])):
-        result = answer(WORKER, plan.job(repeat, method), method, folder)
+    in_turn = turns(plan.methods, plan.repeats)
+    served: Served = {method: [] for method in plan.methods}
+    for i, (repeat, method) in enumerate(tracked([in_turn[0], *in_turn])):
+        result = plan.serve(repeat, method, folder)
         if i == 0:
             continue
         served[method].append(result)
@@ -235,6 +317,7 @@ def answer(
         **os.environ,
         **environment,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that its drafter can be watched
+        "PYTHONSAFEPATH": "1",  # a checkout that nothing was built in would hide the installed package
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
     with started([sys.executable, "-m", worker, str(task), str(result)], log, env) as process:
@@ -257,7 +340,7 @@ def reply(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def make_record(plan: Plan, served: Served) -> dict[str, Any]:
-    """What `rollout-spec-lab bench engine --json` prints, but for the names of the load."""
+    """What `rollout-spec-lab bench engine --json` prints, but for the names of the load and `predict`."""
     lines = {method: [Timeline(**one["timeline"]) for one in served[method]] for method in plan.methods}
     runs: dict[str, list[dict[str, Any]]] = {
         method: [
@@ -267,14 +350,16 @@ def make_record(plan: Plan, served: Served) -> dict[str, Any]:
         for method in plan.methods
     }
     # vLLM's other drafters take time of their own in each step.
-    comparable = [line for method in plan.methods if Method(method).name in ("off", "sam")
-                  for line in lines[method]]  # fmt: skip
-    load = dataclasses.asdict(plan.load)
+    comparable = [line for method in _comparable(plan) for line in lines[method]]
+    load = dataclasses.asdict(dataclasses.replace(plan.load, recorded=None))
+    del load["recorded"]
     return {
         "environment": environment(),
         "engines": {method: served[method][0]["settings"] for method in plan.methods},
         "load": load | {
             "num_prompts": len(load.pop("prompts")),
+            "num_requests": len(plan.load.requests(0)),
+            "is_recorded": plan.load.recorded is not None,
             "max_num_seqs": plan.engine["max_num_seqs"],
             "dtype": plan.dtype,
             "repeats": len(served[plan.methods[0]]),
@@ -286,3 +371,59 @@ def make_record(plan: Plan, served: Served) -> dict[str, Any]:
         "results": summarise(runs),
         "step_times": step_times(comparable),
     }  # fmt: skip
+
+
+def _comparable(plan: Plan) -> list[str]:
+    return [method for method in plan.methods if Method(method).name in ("off", "sam")]
+
+
+def predict(
+    record: Mapping[str, Any],
+    plan: Plan,
+    served: Served,
+    rooflines: Mapping[str, Times] = MappingProxyType({}),
+) -> None:
+    """Add to results of plain vLLM and ours the tokens per second that `simulate` says.
+
+    predicted_tokens_per_s: with these step times, a repeat with those of the others, if there are any; and
+    with the device's roofline, if there is one.
+
+    Args:
+        record: of `make_record`.
+        rooflines: by model runner, V1 and V2.
+    """
+    for result in record["results"] if record["step_times"] else ():
+        if (method := result["method"]) in _comparable(plan):
+            settings = served[method][0]["settings"]
+            roofline = rooflines.get(settings["model_runner"])
+            result["predicted_tokens_per_s"] = {
+                "step_times": _predicted(plan, served, settings, None),
+                "roofline": roofline and _predicted(plan, served, settings, roofline),
+            }
+
+
+def _predicted(plan: Plan, served: Served, settings: Mapping[str, Any], times: Times | None) -> float | None:
+    config = SpecConfig.from_mapping(settings["options"] or {"method": "off"})
+    cluster = Cluster(1, plan.engine["max_num_seqs"])
+    seconds, num_tokens, first = 0.0, 0, served[plan.methods[0]]
+    for repeat, one in enumerate(first):
+        others = [
+            Timeline(**other["timeline"])
+            for method in _comparable(plan)
+            for i, other in enumerate(served[method])
+            if i != repeat or len(first) == 1
+        ]
+        lines = plan.load.lines(repeat, one["responses"])
+        found = simulate(lines, cluster, config, times or times_of(step_times(others)), plan.tail_threshold)
+        seconds += found["makespan_s"]
+        num_tokens += sum(map(len, one["responses"]))
+    return plain(ratio(num_tokens, seconds))
+
+
+def times_of(rows: Iterable[Mapping[str, Any]]) -> StepTimes:
+    """Of rows as `timeline.step_times` gives them."""
+    curves: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+    for row in rows:
+        curves[row["drafted"]].append((row["num_tokens"], row["seconds"], row["num_steps"]))
+    plain_steps, drafted = curves[False], curves[True]
+    return StepTimes(plain_steps or drafted, drafted)

@@ -28,7 +28,8 @@ from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
-from rollout_spec_lab.bench.engine import Method, reply
+from rollout_spec_lab.bench.engine import EngineError, Method, reply
+from rollout_spec_lab.bench.recorded import Recorded
 from rollout_spec_lab.bench.timeline import Timeline
 
 # vLLM asks for all three and has a default for none. 8 draft tokens, as in earlier records: what sam drafts
@@ -41,8 +42,7 @@ class Watch:
     """The engine's only statistics logger, and the clock around its drafter."""
 
     def __init__(self, engine: Any) -> None:
-        core = engine.engine_core.engine_core  # the engine is in this process
-        runner = core.model_executor.driver_worker.worker.model_runner
+        runner = runner_of(engine)
         ours = proposer_of(runner)
         self._is_ours = ours is not None
         self._drafter: Any = ours or getattr(runner, "drafter", None)
@@ -157,22 +157,29 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         true also proposals, of each response.
     """
     engine = make_engine(job)
+    recorded = Recorded(runner_of(engine)) if job.get("recorded") else None
     watch = Watch(engine)
     warm_up(engine)
     recorder = (
         watch.record_proposals(job["model_drafter"]["num_speculative_tokens"]) if job.get("records") else None
     )
-    found = rollout(engine, watch, job)
+    found = rollout(engine, watch, job, recorded)
     proposals = {"proposals": recorder.proposals(found["responses"])} if recorder else {}
     return proposals | found | {"settings": settings_of(engine.vllm_config)}
 
 
-def rollout(engine: Any, watch: Watch, job: dict[str, Any]) -> dict[str, Any]:
+def rollout(
+    engine: Any, watch: Watch, job: dict[str, Any], recorded: Recorded | None = None
+) -> dict[str, Any]:
     """What `run` says of a job's requests, but for settings and proposals."""
     prompts, params = _requests(job)
+    if recorded:
+        recorded.start(job["recorded"])
     watch.start()
     responses = serve(engine, prompts, params)
     watch.take_counters()
+    if recorded and responses != job["recorded"]:
+        raise EngineError("a request did not get its recorded tokens")
     return {
         "timeline": dataclasses.asdict(watch.timeline),
         "draft_cpu_s": watch.draft_cpu_s,
@@ -181,12 +188,17 @@ def rollout(engine: Any, watch: Watch, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def runner_of(engine: Any) -> Any:
+    """Its model runner; the engine is in this process."""
+    return engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def make_engine(job: dict[str, Any]) -> Any:
     """vLLM's engine, in this process, of a job's model and method."""
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    if job["method"] == "off:coupled" and mrv2_misfit() is not None:
+    if Method(job["method"]).drafting == "off:coupled" and mrv2_misfit() is not None:
         # Else vLLM's own choice, which can be V2 where nothing drafts.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return LLMEngine.from_engine_args(
@@ -199,7 +211,7 @@ def make_engine(job: dict[str, Any]) -> Any:
 
 def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
     method = Method(job["method"])
-    if method.label == "off":
+    if method.drafting == "off":
         return {}
     coupled = {"additional_config": {OPTIONS_KEY: {"method": "off", "verify": "coupled"}}}
     if method.name == "off":

@@ -17,12 +17,13 @@ import numpy.typing as npt
 
 from rollout_spec.certify.environment import environment
 from rollout_spec.config import ConfigError, UserError
+from rollout_spec.predict.load import one_rollout
 from rollout_spec.predict.roofline import DEVICES, Model, Roofline
 from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.measures import paired
 from rollout_spec.report.runs import plain, ratio
 from rollout_spec.trace import Rollout
-from rollout_spec_lab.bench.engine import Method, answer
+from rollout_spec_lab.bench.engine import Method, answer, turns
 
 WORKER = "rollout_spec_lab.bench.host_worker"
 WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
@@ -70,7 +71,15 @@ def split(label: str) -> tuple[str, bool]:
     name = label.removesuffix(V1)
     if name != SYNC and Method(name).label == "off:coupled":
         raise ConfigError(f"method {label!r}: bench host times {SYNC} in its place")
+    if name.endswith("/v2"):
+        raise ConfigError(f"method {label!r}: must be METHOD or METHOD/v1 in bench host")
     return name, name == label and name not in ("suffix", "ngram")
+
+
+def drafting(label: str) -> str:
+    """What `bench engine` calls a label's method."""
+    name, _ = split(label)
+    return "off" if name == SYNC else name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Plan:
     num_speculative_tokens: int | None  # None: each method's default
     warm_up_steps: int
     steps: int | None  # None: the rollout from its first step to its last
-    max_tokens: int  # no response is longer
+    max_tokens: int | None  # no response is longer; None: whole ones
     repeats: int
 
     def job(self, method: str, model: str, longest: int, vocab_size: int) -> dict[str, Any]:
@@ -110,20 +119,13 @@ class Plan:
         }  # fmt: skip
 
 
-def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
-    """The lines of the first training step, which are one rollout, without responses that hold no token."""
-    found = [
-        dataclasses.replace(line, responses=[each for each in line.responses if len(each)])
-        for line in lines
-        if line.step == lines[0].step and len(line.prompt_token_ids)
-    ][:limit]
-    if not any(line.responses for line in found):
-        raise HostError("no token in any response of the trace")
-    return found
-
-
 def requests_of(
-    lines: Sequence[Rollout], number: int, rows: int, num_steps: int | None, max_tokens: int, vocab_size: int
+    lines: Sequence[Rollout],
+    number: int,
+    rows: int,
+    num_steps: int | None,
+    max_tokens: int | None,
+    vocab_size: int,
 ) -> list[Request]:
     """Requests for a cell, more than its rows take in so many steps; siblings are next to each other.
 
@@ -132,11 +134,15 @@ def requests_of(
 
     Args:
         number: of the cell.
-        num_steps: None: the recording once.
+        num_steps: None: `one_rollout`, as it is.
     """
+    if num_steps is None:
+        lines = one_rollout(lines, rows)
     found: list[Request] = []
     num_tokens, copy = 0, 1000 * number
-    while not found or (num_steps is not None and num_tokens < rows * (num_steps * _SPARE + max_tokens)):
+    while not found or (
+        num_steps is not None and num_tokens < rows * (num_steps * _SPARE + (max_tokens or 0))
+    ):
         for line in lines:
             for response in line.responses:
                 prompt, tokens = (
@@ -170,18 +176,16 @@ def measure(
         EngineError: an engine has failed.
     """
     texts = [text for line in lines for text in (line.prompt_token_ids, *line.responses)]
-    vocab_size = max(VOCAB_SIZE, 1 + max(int(text.max()) for text in texts))
+    vocab_size = max(VOCAB_SIZE, 2 + max(int(text.max()) for text in texts))
     longest = max(
-        len(line.prompt_token_ids) + min(plan.max_tokens, len(response))
+        len(line.prompt_token_ids) + len(response[: plan.max_tokens])
         for line in lines
         for response in line.responses
     )
-    methods = plan.methods
-    turns = [(i, methods[(i + j) % len(methods)]) for i in range(plan.repeats) for j in range(len(methods))]
-    found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in plan.methods}
     with tempfile.TemporaryDirectory(prefix="rollout_spec_") as model:
         make_model(Path(model), vocab_size, longest)
-        for repeat, method in tracked(turns):
+        for repeat, method in tracked(turns(plan.methods, plan.repeats)):
             job = plan.job(method, model, longest, vocab_size)
             worker = WORKER_V2 if job["v2"] else WORKER
             found[method].append(answer(worker, job, method, folder))

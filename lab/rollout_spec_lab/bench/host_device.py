@@ -8,18 +8,17 @@ replaced, and a clock says when it would be done. `Device.install` lists the rep
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.worker import gpu_model_runner
 
 from rollout_spec.predict.step_times import Times
+from rollout_spec_lab.bench.recorded import Recorded
 
 
 class Clock:
@@ -86,123 +85,46 @@ class Event:
         self._clock.wait(self._end)
 
 
-class Recording:
-    """The texts of a cell's requests, by the names that they were added with.
-
-    Args:
-        requests: prompt and response, int32 vectors; request i is named `prefix` and i.
-    """
-
-    def __init__(
-        self, prefix: str, requests: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]
-    ) -> None:
-        self._prefix = prefix
-        responses = [response for _, response in requests]
-        self._tokens = np.concatenate(responses)
-        self._begins = np.cumsum([0, *map(len, responses)])
-        self._numbers: dict[str, int] = {}
-
-    def after(
-        self, request_ids: Sequence[str], levels: npt.NDArray[Any], width: int
-    ) -> npt.NDArray[np.int32]:
-        """int32 [rows, width]: what comes behind the first levels[i] tokens of each row's response."""
-        begins = self._begins[[self._number(request_id) for request_id in request_ids]]
-        places = (begins + levels)[:, None] + np.arange(width)
-        return self._tokens[np.minimum(places, len(self._tokens) - 1)]  # beyond an end vLLM cuts them off
-
-    def _number(self, request_id: str) -> int:
-        """vLLM adds a dash and eight characters to a name."""
-        if request_id not in self._numbers:
-            number = request_id.removeprefix(self._prefix).rpartition("-")[0]
-            self._numbers[request_id] = int(number)
-        return self._numbers[request_id]
-
-
-def verified(
-    recorded: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32], nums_drafts: npt.ArrayLike
-) -> npt.NDArray[np.int32]:
-    """What a verification gives: each row's drafts as far as they are the recorded tokens, and one more.
-
-    Args:
-        recorded: [rows, width], what comes next in each row; width is above every number of drafts.
-        drafts: of all rows, one after the other.
-
-    Returns:
-        As `recorded`, with PLACEHOLDER_TOKEN_ID behind what a row gets.
-    """
-    nums = np.asarray(nums_drafts)
-    columns = np.arange(recorded.shape[1])
-    drafted = columns < nums[:, None]
-    proposed = np.full_like(recorded, PLACEHOLDER_TOKEN_ID)
-    proposed[drafted] = drafts
-    num_accepted = np.cumprod(proposed == recorded, axis=1).sum(axis=1)
-    return np.where(columns <= num_accepted[:, None], recorded, np.int32(PLACEHOLDER_TOKEN_ID))
-
-
 class Device:
     """The device in the place of a model runner's kernels.
 
     Attributes:
         times: what a step takes; to be set before the first.
-        recording: what is sampled; None: nothing has been asked for yet.
+        recorded: what is sampled; to be started before the first.
     """
 
     def __init__(self, runner: Any, clock: Clock) -> None:
         self.clock = clock
         self.times: Times | None = None
-        self.recording: Recording | None = None
         self._runner = runner
         self._hidden = torch.zeros((runner.max_num_tokens, 1), dtype=runner.dtype)  # nobody reads them
-        self._step: Any = None  # vLLM's SchedulerOutput
 
     def install(self) -> None:
         """Replace what a device does; once, when the engine is made."""
         runner = self._runner
-        # Says what the next forward pass is of.
-        runner.execute_model = self._noting(runner.execute_model)
         # The forward pass, where the step is given to the device, and the logits, which nobody reads.
         runner._model_forward = self._forward
         runner.model.compute_logits = lambda hidden: hidden
         # Sampling and verification: hooks before them stay, ours too.
-        runner.sampler.forward = self._sample
+        nothing = SamplerOutput(torch.zeros((1, 1), dtype=torch.int32), logprobs_tensors=None)
+        runner.sampler.forward = lambda *_, **__: nothing
         if runner.speculative_config is not None:
-            runner.rejection_sampler.forward = self._verify
+            runner.rejection_sampler.forward = lambda *_, **__: nothing
+        self.recorded = Recorded(runner, self.clock.run)
         # Where the host waits for a step's tokens: a plain one, one with drafts, one scheduled ahead.
         runner._to_list = self._waiting(runner._to_list)
         RejectionSampler.parse_output = staticmethod(self._waiting(RejectionSampler.parse_output))
         gpu_model_runner.AsyncGPUModelRunnerOutput = self._async_output()
         runner._get_or_create_async_output_copy_stream = lambda: None
 
-    def _noting(self, execute_model: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_noted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self._step = scheduler_output
-            return execute_model(scheduler_output, *args, **kwargs)
-
-        return execute_noted
-
     def _forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
         assert self.times is not None
-        step, cached = self._step, self._step.scheduled_cached_reqs
+        step = self.recorded.step
+        cached = step.scheduled_cached_reqs
         num_context = step.total_num_scheduled_tokens + sum(cached.num_computed_tokens)
         drafted = bool(step.scheduled_spec_decode_tokens)
         self.clock.submit(self.times.seconds(step.total_num_scheduled_tokens, drafted, num_context))
         return self._hidden[: len(input_ids)]
-
-    def _sample(self, *_: Any, **__: Any) -> SamplerOutput:
-        return _sampled(self._recorded(1))
-
-    def _verify(self, metadata: Any, *_: Any, **__: Any) -> SamplerOutput:
-        drafts = metadata.draft_token_ids.numpy()
-        recorded = self._recorded(metadata.max_spec_len + 1)
-        return _sampled(verified(recorded, drafts, metadata.num_draft_tokens))
-
-    def _recorded(self, width: int) -> npt.NDArray[np.int32]:
-        assert self.recording is not None
-        batch = self._runner.input_batch
-        rows = slice(batch.num_reqs)
-        # Of a step that is in flight vLLM has counted the token already.
-        levels = batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
-        return self.recording.after(batch.req_ids, levels, width)
 
     def _waiting(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def wait_and_read(*args: Any, **kwargs: Any) -> Any:
@@ -234,10 +156,6 @@ class Device:
                 self.async_copy_ready_event = Event(clock)
 
         return AsyncOutput
-
-
-def _sampled(tokens: npt.NDArray[np.int32]) -> SamplerOutput:
-    return SamplerOutput(sampled_token_ids=torch.from_numpy(tokens), logprobs_tensors=None)
 
 
 def schedule_as_on_gpus() -> None:

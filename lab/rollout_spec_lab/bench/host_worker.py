@@ -19,10 +19,10 @@ from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.proposer import SuffixProposer
-from rollout_spec_lab.bench.engine import reply
-from rollout_spec_lab.bench.engine_worker import make_engine, settings_of
-from rollout_spec_lab.bench.host import Cell, HostError, requests_of, rollout_of
-from rollout_spec_lab.bench.host_device import Clock, Device, Recording, schedule_as_on_gpus
+from rollout_spec_lab.bench.engine import reply, rollout_of
+from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, settings_of
+from rollout_spec_lab.bench.host import Cell, HostError, requests_of
+from rollout_spec_lab.bench.host_device import Clock, Device, schedule_as_on_gpus
 
 
 class Ours:
@@ -96,7 +96,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     engine = make_engine(job)
     if engine.vllm_config.use_v2_model_runner != job["v2"]:
         raise HostError(f"bench host: vLLM does not take model runner V2 for {job['method']}, see its log")
-    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(engine)
     device = _device(runner, clock, job["v2"])
     device.install()
     ours.time_drafter(runner)
@@ -126,7 +126,7 @@ def _measure(
     num_steps = job["steps"] and job["warm_up_steps"] + job["steps"]
     requests = requests_of(lines, number, cell.rows, num_steps, job["max_tokens"], job["vocab_size"])
     prefix = f"{number}."
-    device.recording = Recording(prefix, requests)
+    device.recorded.start([response for _, response in requests], prefix)
     device.times = cell.times()
     ours.forget_costs()
     for i, (prompt, response) in enumerate(requests):

@@ -1,13 +1,12 @@
 """Time and memory of the native index, seen from Python.
 
 Every time is the least of several runs of a step: on a shared machine the least is what the code costs.
-Without a trace the text is synthetic: tokens by Zipf's law, between runs of earlier text.
+The text is synthetic: tokens by Zipf's law, between runs of earlier text.
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,9 @@ from rollout_spec.drafting.native import Float64Array, Int32Array, Int64Array
 from rollout_spec.predict.engine import Engine
 from rollout_spec.predict.load import Request
 from rollout_spec.predict.step_times import StepTimes
-from rollout_spec.trace import TraceError, read_trace
 
 NUM_SPECULATIVE_TOKENS = 8
 SIZES = (2048, 32768, 131072)
-MIN_TOKENS = 1 << 14  # of a trace
 GROUP_SIZE = 8
 MAX_RESPONSE = 1024
 TARGETS = {
@@ -35,11 +32,11 @@ TARGETS = {
 }
 
 
-def measure(trace: Path | None, repeats: int) -> dict[str, Any]:
+def measure(repeats: int) -> dict[str, Any]:
     """Everything, with what is needed to read the figures later."""
-    text = load_text(trace, 4 * max(SIZES))
+    text = synthetic_text(4 * max(SIZES))
     return {
-        "text": trace.name if trace else "synthetic",
+        "text": "synthetic",
         "environment": environment(),
         "targets": TARGETS,
         "sizes": measure_sizes(text, repeats),
@@ -61,31 +58,15 @@ def synthetic_text(num_tokens: int, seed: int = 0) -> Int32Array:
     return text
 
 
-def load_text(trace: Path | None, num_tokens: int) -> Int32Array:
-    """The first num_tokens tokens of the trace's responses, one after the other.
-
-    Raises:
-        TraceError: the trace cannot be read, or is too short to measure with.
-    """
-    if trace is None:
-        return synthetic_text(num_tokens)
-    responses = [response for rollout in read_trace(trace) for response in rollout.responses]
-    if sum(map(len, responses)) < MIN_TOKENS:
-        raise TraceError(f"{trace}: must have {MIN_TOKENS:,} response tokens")
-    return np.concatenate(responses)[:num_tokens]
-
-
 def measure_sizes(text: Int32Array, repeats: int) -> dict[str, Any]:
-    """Microseconds and bytes per token of texts of each size that `text` is long enough for.
+    """Microseconds and bytes per token of texts of each size.
 
     us_per_token: every size indexes the same tokens, cut into texts of this size that stay in one index: what
     is compared is the length of a text, not one text that fits the cache with one that does not.
     bytes_per_token: the mean over indexes that hold one such text and nothing else.
     """
     sizes: dict[str, Any] = {}
-    longest = SIZES[-1] if len(text) >= SIZES[-1] else SIZES[0]
-    text = text[: len(text) // longest * longest]
-    for size in (size for size in SIZES if size <= longest):
+    for size in SIZES:
         texts = text.reshape(-1, size)
         times = np.stack([index_texts(texts)[0] for _ in range(repeats)])
         num_bytes = [index_texts(alone[None])[1] for alone in texts]

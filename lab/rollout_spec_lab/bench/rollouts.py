@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from rollout_spec.cli.console import make_table
 from rollout_spec.trace import Proposals, to_line, trace_file
+from rollout_spec_lab.bench.engine import Load
 from rollout_spec_lab.bench.plots import plot_rollouts
 
 _FIGURES = {  # of the table: what is shown of a result, and how
@@ -29,7 +31,7 @@ _CAPTION = "tail: after the last step with more than {} running requests. CPU: d
 def write_rollouts(
     record: Mapping[str, Any],
     served: Mapping[str, Sequence[Mapping[str, Any]]],
-    prompts: Sequence[Sequence[int]],
+    load: Load,
     folder: Path,
 ) -> None:
     """engine.json, timelines.json, engine.png, and the first method's rollouts-*.jsonl for `simulate`.
@@ -41,14 +43,21 @@ def write_rollouts(
     (folder / "engine.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
     (folder / "timelines.json").write_text(json.dumps(timelines) + "\n")
     first = {method: lines[0] for method, lines in timelines.items()}
-    plot_rollouts(first, record["load"]["tail_threshold"], folder / "engine.png")
-    size = record["load"]["group_size"]
+    with contextlib.suppress(ModuleNotFoundError):  # a machine without matplotlib gets no picture
+        plot_rollouts(first, record["load"]["tail_threshold"], folder / "engine.png")
     for repeat, one in enumerate(next(iter(served.values()))):
-        lines = [
-            to_line(str(i), None, prompt, one["responses"][i * size : (i + 1) * size])
-            for i, prompt in enumerate(prompts)
-        ]
-        trace_file(folder, repeat).write_text("".join(lines))
+        lines = load.lines(repeat, one["responses"])
+        trace_file(folder, repeat).write_text(
+            "".join(
+                to_line(
+                    line.group,
+                    None,
+                    line.prompt_token_ids.tolist(),
+                    [each.tolist() for each in line.responses],
+                )
+                for line in lines
+            )
+        )
 
 
 def write_proposals(
@@ -71,8 +80,8 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
     results, load = record["results"], record["load"]
     first, *others = (result["method"] for result in results)
     title = (
-        f"{load['num_prompts']} x {load['group_size']} responses, {load['max_num_seqs']} at a time, "
-        f"{load['repeats']} repeats"
+        f"{load['num_requests']} responses to {load['num_prompts']} prompts, "
+        f"{load['max_num_seqs']} at a time, {load['repeats']} repeats"
     )
     figures = make_table(title, "method", *_FIGURES, caption=_CAPTION.format(load["tail_threshold"]))
     ratios = make_table(f"times {first}, with 95 % intervals", "method", "tokens/s", "front", "tail")
@@ -83,7 +92,23 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
         figures.add_row(method, *(_cell(result[name], shape) for name, shape in _FIGURES.values()))
         ratios.add_row(method, *map(_ratio, result["ratios"].values()))
         pairs.add_row(method, *(_ratio(over.get(other)) for other in others))
-    return [figures, ratios, pairs] if len(others) > 1 else [figures, ratios]
+    return [figures, ratios, *([pairs] if len(others) > 1 else []), predictions(results)]
+
+
+def predictions(results: Sequence[Mapping[str, Any]]) -> Table:
+    """What `simulate` says of the same rollouts, by step times measured here and by a roofline."""
+    table = make_table(
+        "tokens/s, measured and as `simulate` predicts them",
+        "method",
+        "measured",
+        "these step times",
+        "roofline",
+    )
+    for result in results:
+        if predicted := result.get("predicted_tokens_per_s"):
+            speeds = result["tokens_per_s"], *predicted.values()
+            table.add_row(result["method"], *(_cell(speed, "{:.0f}") for speed in speeds))
+    return table
 
 
 def _cell(value: float | None, shape: str) -> str:

@@ -20,9 +20,9 @@ SETTING = ("method", "P", "K", "history")
 
 
 def drafters_tables(record: dict[str, Any]) -> Iterator[Table]:
-    """Of each trace in what `bench drafters` measured: the drafters, `sam` over vLLM's suffix, and costs."""
-    for rows, make in (("results", _figures), ("results", _ratios), ("costs", _costs)):
-        for trace, of_trace in groupby(record[rows], key=lambda row: row["trace"]):
+    """Of each trace in what `bench drafters` measured: the drafters, and `sam` over vLLM's suffix."""
+    for make in (_figures, _ratios):
+        for trace, of_trace in groupby(record["results"], key=lambda row: row["trace"]):
             table = make(trace, list(of_trace))
             if table.row_count:
                 yield table
@@ -59,15 +59,6 @@ def _ratios(trace: str, results: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _costs(trace: str, costs: list[dict[str, Any]]) -> Table:
-    first = costs[0]
-    columns = [f"us, {size} rows" for size in first["us_per_row"]]
-    table = make_table(f"{trace}: a step per row, K = {first['num_speculative_tokens']}", "method", *columns)
-    for cost in costs:
-        table.add_row(cost["method"], *(f"{value:.2f}" for value in cost["us_per_row"].values()))
-    return table
-
-
 def host_table(record: dict[str, Any]) -> Table:
     """What `bench host` measured: a row for each number of rows, device and method."""
     first = record["plan"]["methods"][0]
@@ -86,4 +77,34 @@ def host_table(record: dict[str, Any]) -> Table:
                 "" if acceptance is None else f"{acceptance:.2f}",
             )  # fmt: skip
         table.add_section()
+    return table
+
+
+def verify_table(record: dict[str, Any]) -> Table:
+    """What `bench verify` measured: a row for each cell; the caption says what the comparison found."""
+    compared = record["comparison"]
+    caption = (
+        f"noise against the CPU: {compared['noise_that_differs']} of {compared['words']:,} numbers differ, "
+        f"by {compared['noise_largest_ulps']} units in the last place at most"
+    )
+    for name in ("peaked", "flat"):
+        found = compared[name]
+        caption += (
+            f"; {name} logits: {found['differ_from_cpu']} of {found['tokens']} tokens differ (largest "
+            f"shortfall {found['largest_shortfall']:.2g}), alone and in a batch {found['differ_alone']}"
+        )
+    names = list(record["cells"][0]["ms"])
+    table = make_table(
+        f"Verification on {record['device']}, ms (waits of the host)",
+        "rows",
+        "drafts",
+        *names,
+        caption=caption,
+    )
+    for cell in record["cells"]:
+        shown = (
+            f"{ms:.3f}" + ("" if cell["waits"][name] is None else f" ({len(cell['waits'][name])})")
+            for name, ms in cell["ms"].items()
+        )
+        table.add_row(str(cell["rows"]), str(cell["k"]), *shown)
     return table

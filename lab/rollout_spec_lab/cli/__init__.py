@@ -7,6 +7,7 @@ May import: rollout_spec, `bench`, `demo`, `gpu_check`, rich, torch. It imports 
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Sequence
 
 from rollout_spec.cli import Parser, add_commands, add_example, run_command
@@ -22,5 +23,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command of `rollout-spec-lab`; returns the exit code, as `rollout-spec` does."""
-    return run_command(build_parser(), argv)
+    """Run one command of `rollout-spec-lab`; returns the exit code, as `rollout-spec` does.
+
+    SIGTERM is as Ctrl-C: what the command has started ends with it.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run_command(build_parser(), argv)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -5,10 +5,26 @@ from __future__ import annotations
 import argparse
 
 from rollout_spec.cli import add_example, sentence
-from rollout_spec_lab.cli import bench_drafters, bench_engine, bench_host, bench_native
+from rollout_spec_lab.cli import (
+    bench_drafters,
+    bench_engine,
+    bench_host,
+    bench_native,
+    bench_rollout,
+    bench_specdecode,
+    bench_verify,
+)
 
-HELP = "measure on this machine: drafters side by side, rollouts in engines, the host's work, the native core"
-KINDS = {"drafters": bench_drafters, "engine": bench_engine, "host": bench_host, "native": bench_native}
+HELP = "measure here: drafters side by side, rollouts in engines, the host's work, the core, SpecDecode-Bench"
+KINDS = {
+    "drafters": bench_drafters,
+    "engine": bench_engine,
+    "rollout": bench_rollout,
+    "host": bench_host,
+    "verify": bench_verify,
+    "native": bench_native,
+    "specdecode": bench_specdecode,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

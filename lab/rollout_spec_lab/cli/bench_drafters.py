@@ -21,9 +21,9 @@ from rollout_spec.cli.inputs import (
     with_model,
 )
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
-from rollout_spec_lab.cli.inputs import installed
+from rollout_spec_lab.cli.inputs import installed, shown
 
-HELP = "compare drafters on the same steps of recorded rollouts: what they gain and what they cost"
+HELP = "compare drafters on the same steps of recorded rollouts"
 METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam", "oracle")
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         metavar="M,M",
         help="by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
-        f"({','.join(METHODS)}, without what is not installed); with a model also model alone, choose: the "
-        "better of it and sam in each step, and sam+model: the model as one more expert",
+        f"({','.join(METHODS)}, without what is not installed); with a model also model alone, "
+        "and sam+model: the model as one more expert",
     )
     add_model_drafter_arguments(drafters)
     drafters.add_argument(
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[SpecConfig.min_survival],
         metavar="P",
-        help="least survivals that sam, choose and sam+model draft",
+        help="least survivals that sam and sam+model draft",
     )
     drafters.add_argument(
         "--equal-drafts",
@@ -83,13 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         drafters, "another option of rollout.spec for sam, for example max_index_mb=64", REFUSED
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--no-cost", action="store_true", help="do not time steps and indexing")
-    output.add_argument(
-        "--output", type=Path, metavar="DIR", help="write drafters.json and drafters.png there"
-    )
+    output.add_argument("--output", type=Path, metavar="DIR", help="write drafters.json there")
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     trace = "outputs/demo/off/rollouts/rollouts-0.jsonl"
-    add_example(parser, f"rollout-spec-lab bench drafters {trace} --history 0 8 --equal-drafts --no-cost")
+    add_example(parser, f"rollout-spec-lab bench drafters {trace} --history 0 8 --equal-drafts")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,7 +94,6 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from rollout_spec.certify.environment import environment
-    from rollout_spec.cli.console import make_console
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec_lab.bench.drafters import SUFFIX
     from rollout_spec_lab.bench.tables import drafters_tables
@@ -106,26 +102,18 @@ def run(args: argparse.Namespace) -> int:
     if args.equal_drafts and not set(methods) & set(SUFFIX):
         raise UserError(f"--equal-drafts: needs one of {', '.join(SUFFIX)} among the methods")
     config = SpecConfig.from_mapping(spec_options(args.spec, REFUSED))
-    record: dict[str, Any] = {"environment": environment(), "results": [], "costs": []}
+    record: dict[str, Any] = {"environment": environment(), "results": []}
     try:
         for trace in args.traces:
-            for kind, rows in _of_trace(args, trace, methods, config).items():
-                record[kind] += [{"trace": trace.name, **row} for row in rows]
+            record["results"] += [
+                {"trace": trace.name, **row} for row in _of_trace(args, trace, methods, config)
+            ]
     except BudgetExceeded as error:
         raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
     if args.output:
-        from rollout_spec_lab.bench.plots import plot_drafters
-
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "drafters.json").write_text(json.dumps(record, indent=2) + "\n")
-        plot_drafters(record["results"], args.output / "drafters.png")
-    if args.json:
-        print(json.dumps(record, indent=2))
-        return 0
-    console = make_console()
-    for table in drafters_tables(record):
-        console.print(table)
-    return 0
+    return shown(record, args.json, drafters_tables)
 
 
 def _methods(named: str | None, has_model: bool) -> list[str]:
@@ -143,9 +131,8 @@ def _methods(named: str | None, has_model: bool) -> list[str]:
 
 def _of_trace(
     args: argparse.Namespace, trace: Path, methods: list[str], config: SpecConfig
-) -> dict[str, list[dict[str, Any]]]:
+) -> list[dict[str, Any]]:
     from rollout_spec.cli.progress import tracked
-    from rollout_spec_lab.bench.drafter_costs import check, measure_costs
     from rollout_spec_lab.bench.drafters import (
         OF_MODELS,
         SUFFIX,
@@ -160,8 +147,6 @@ def _of_trace(
     for method in (method for method in methods if method in OF_MODELS):
         if not all(line.proposals for line in lines):
             raise UserError(f"--methods {method}: {trace} has no model's drafts: give --model-acceptance")
-    if not args.no_cost:
-        check(lines)
     runs = all_runs(methods, config, args.num_speculative_tokens, args.history, args.min_survival)
     results = measure(tracked(lines, trace.name), runs)
     if args.equal_drafts:
@@ -170,5 +155,4 @@ def _of_trace(
         results += [at_equal_drafts(lines, config, baseline) for baseline in wanted]
     for result in results:
         result["over"] = over_baselines(result, results)
-    costs = [] if args.no_cost else measure_costs(lines, methods, runs[0][1])
-    return {"results": results, "costs": costs}
+    return results

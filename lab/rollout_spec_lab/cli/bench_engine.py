@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
@@ -13,22 +15,24 @@ from rollout_spec.cli.inputs import (
     add_spec_argument,
     device_arguments,
     number,
-    spec_options,
     tokenized,
 )
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli.inputs import (
     add_model_argument,
     add_num_speculative_tokens,
+    checked_methods,
     default_dtype,
-    installed,
     model_folder,
     needed_model_drafter,
     output_folder,
     prompt_rows,
+    shown,
+    spec_of,
 )
 
 if TYPE_CHECKING:
+    from rollout_spec.predict.step_times import Times
     from rollout_spec_lab.bench.engine import Plan
 
 HELP = "whole rollouts in real engines: without drafts, with vLLM's drafters, with ours"
@@ -64,61 +68,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--natural-ends", action="store_true", help="instead, the model ends a response, or --max-tokens"
     )
 
-    compared = parser.add_argument_group("what is compared")
-    compared.add_argument(
-        "--methods", metavar="M,M",
-        help="off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; model and sam+model, of --model-drafter; "
-        f"each is compared with the first ({','.join(METHODS)}, without what is not installed)",
+    add_compared_arguments(
+        parser, "off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
+        "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner "
+        f"({','.join(METHODS)}, without what is not installed)",
     )  # fmt: skip
-    add_model_drafter(compared)
-    add_num_speculative_tokens(compared)
-    add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
-    compared.add_argument("--repeats", type=count, default=3, metavar="N", help="rollouts of each method")
-    compared.add_argument("--seed", type=number(int, 0), default=0, help="of prompts, lengths and noise")
-    compared.add_argument(
-        "--tail-threshold", type=number(int, 0), default=8, metavar="N",
-        help="the tail is what comes after the last step with more running requests",
-    )  # fmt: skip
-
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output", type=Path, metavar="DIR",
-        help="write engine.json, timelines.json, engine.png and rollouts-*.jsonl there",
-    )  # fmt: skip
-    output.add_argument(
+    drawn = parser.add_argument_group("what is drawn, and by which model")
+    add_model_drafter(drawn)
+    drawn.add_argument("--seed", type=number(int, 0), default=0, help="of prompts, lengths and noise")
+    drawn.add_argument(
         "--record-proposals", action="store_true",
         help="one more rollout, for bench drafters: proposals.jsonl, what the model drafts behind each token",
     )  # fmt: skip
-    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_output_arguments(parser)
     add_example(
         parser, "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
     )
 
 
+def add_compared_arguments(parser: argparse.ArgumentParser, methods: str) -> None:
+    """Add what `bench engine` and `bench rollout` both compare; `methods`: the help of --methods."""
+    compared = parser.add_argument_group("what is compared")
+    compared.add_argument("--methods", metavar="M,M", help=f"each is compared with the first: {methods}")
+    add_num_speculative_tokens(compared)
+    add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
+    compared.add_argument(
+        "--repeats", type=number(int, 1), default=3, metavar="N", help="rollouts of each method"
+    )
+    compared.add_argument(
+        "--tail-threshold", type=number(int, 0), default=8, metavar="N",
+        help="the tail is what comes after the last step with more running requests",
+    )  # fmt: skip
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output", type=Path, metavar="DIR",
+        help="write engine.json, timelines.json, engine.png and rollouts-*.jsonl there",
+    )  # fmt: skip
+    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import make_console
-    from rollout_spec.cli.progress import tracked
-    from rollout_spec_lab.bench.engine import make_record, recorded, rollouts
-    from rollout_spec_lab.bench.rollouts import tables, write_proposals, write_rollouts
+    from rollout_spec_lab.bench.engine import recorded
+    from rollout_spec_lab.bench.rollouts import write_proposals
 
     plan = _plan(args)
     with output_folder(args.output) as folder:
-        # What is complete is kept, if the command is stopped early.
-        for served in rollouts(plan, folder, lambda turns: tracked(turns, "serving")):
-            record = make_record(plan, served)
-            record["load"] |= {"kind": args.load, "prompts": args.prompts and str(args.prompts)}
-            if args.output:
-                write_rollouts(record, served, plan.load.prompts, folder)
+        kind = {"kind": args.load, "prompts": args.prompts and str(args.prompts)}
+        code = serve(args, plan, folder, {}, kind)
         if args.record_proposals:
             write_proposals(recorded(plan, folder), plan.load.prompts, plan.load.group_size, folder)
-    if args.json:
-        print(json.dumps(record, indent=2, allow_nan=False))
-        return 0
-    console = make_console()
-    for table in tables(record):
-        console.print(table)
-    return 0
+    return code
+
+
+def serve(
+    args: argparse.Namespace, plan: Plan, folder: Path, rooflines: Mapping[str, Times],
+    load: Mapping[str, Any] = MappingProxyType({}),
+) -> int:  # fmt: skip
+    """Serve a plan, keep and print its record; `load`: more of what was served."""
+    from rollout_spec.cli.progress import tracked
+    from rollout_spec_lab.bench.engine import make_record, predict, rollouts
+    from rollout_spec_lab.bench.rollouts import tables, write_rollouts
+
+    # What is complete is kept, if the command is stopped early.
+    for served in rollouts(plan, folder, lambda turns: tracked(turns, "serving")):
+        record = make_record(plan, served)
+        record["load"] |= load
+        if len(next(iter(served.values()))) == plan.repeats:
+            predict(record, plan, served, rooflines)
+        if args.output:
+            write_rollouts(record, served, plan.load, folder)
+    return shown(record, args.json, tables)
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -128,10 +150,8 @@ def _plan(args: argparse.Namespace) -> Plan:
         raise UserError("--prompts: --load random makes prompts of its own")
     if args.record_proposals and not (args.model_drafter and args.output):
         raise UserError("--record-proposals: needs --model-drafter and --output")
-    spec = spec_options(args.spec, REFUSED)
-    if args.num_speculative_tokens is not None:
-        spec["num_speculative_tokens"] = args.num_speculative_tokens
-    methods = _methods(args.methods, spec)
+    spec = spec_of(args, REFUSED)
+    methods = checked_methods("bench engine", METHODS, args.methods, spec)
     most = spec.get("num_speculative_tokens", SpecConfig.num_speculative_tokens)
     drafter = needed_model_drafter(args.model_drafter, methods, most, args.record_proposals)
     # Before the model is made, which takes longer.
@@ -156,16 +176,3 @@ def _plan(args: argparse.Namespace) -> Plan:
         num_speculative_tokens=args.num_speculative_tokens, model_drafter=drafter, repeats=args.repeats,
         tail_threshold=args.tail_threshold,
     )  # fmt: skip
-
-
-def _methods(given: str | None, spec: dict[str, Any]) -> list[str]:
-    from rollout_spec_lab.bench.engine import Method, require
-
-    labels = installed("bench engine", METHODS, require) if given is None else given.split(",")
-    if len(set(labels)) < len(labels):
-        raise UserError(f"--methods {given}: a method is named twice")
-    for method in map(Method, labels):
-        if method.is_ours:
-            method.options(spec)
-        require(method.name)
-    return labels

@@ -14,10 +14,16 @@ from rollout_spec.cli.inputs import (
     add_spec_argument,
     number,
     roofline,
-    spec_options,
 )
-from rollout_spec.config import UserError
-from rollout_spec_lab.cli.inputs import add_num_speculative_tokens, installed, output_folder
+from rollout_spec_lab.cli.inputs import (
+    add_num_speculative_tokens,
+    add_recording_arguments,
+    checked_methods,
+    output_folder,
+    recording,
+    shown,
+    spec_of,
+)
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.host import Cell, Plan
@@ -35,17 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group(
         "what is served: recorded tokens, so that drafts are accepted as they were"
     )
+    add_recording_arguments(served)
     served.add_argument(
-        "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz; its first `step` is taken"
+        "--max-tokens", type=count, metavar="N", help="no response is longer (1024; all, with --rollout)"
     )
-    served.add_argument("--limit-groups", type=count, metavar="N", help="only the first N lines")
-    served.add_argument("--max-tokens", type=count, default=1024, metavar="N", help="no response is longer")
     served.add_argument(
         "--rows", type=count, nargs="+", default=[1, 8, 64, 256], metavar="N", help="requests that decode"
     )
     served.add_argument(
         "--rollout", action="store_true",
-        help="the rollout once, from its first step to its last, with at most --rows requests at a time",
+        help="one rollout from its first step to its last, of as many requests as --rows, 32 at least; a "
+        "shorter recording is copied",
     )  # fmt: skip
 
     device = parser.add_argument_group(
@@ -82,39 +88,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import make_console
     from rollout_spec.cli.progress import tracked
-    from rollout_spec.trace import read_trace
-    from rollout_spec_lab.bench.host import make_record, measure, rollout_of
+    from rollout_spec_lab.bench.host import make_record, measure
     from rollout_spec_lab.bench.tables import host_table
 
     plan = _plan(args)
-    lines = rollout_of(list(read_trace(plan.trace)), plan.limit_groups)
+    lines = recording(plan.trace, plan.limit_groups)
     with output_folder(args.output) as folder:
         # What is complete is kept, if the command is stopped early.
         for found in measure(plan, lines, folder, lambda turns: tracked(turns, "measuring")):
             record = make_record(plan, found)
             if args.output:
                 (folder / "host.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-    if args.json:
-        print(json.dumps(record, indent=2, allow_nan=False))
-        return 0
-    console = make_console()
-    console.print(host_table(record))
-    return 0
+    return shown(record, args.json, lambda record: [host_table(record)])
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from rollout_spec_lab.bench.host import Plan
+    from rollout_spec_lab.bench.host import Plan, drafting
 
-    spec = spec_options(args.spec, REFUSED)
-    if args.num_speculative_tokens is not None:
-        spec["num_speculative_tokens"] = args.num_speculative_tokens
+    spec = spec_of(args, REFUSED)
+    longest = args.max_tokens or (None if args.rollout else 1024)
     return Plan(
         trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),
-        methods=_methods(args.methods, spec), spec=spec,
+        methods=checked_methods("bench host", METHODS, args.methods, spec, drafting), spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, warm_up_steps=args.warm_up_steps,
-        steps=None if args.rollout else args.steps, max_tokens=args.max_tokens, repeats=args.repeats,
+        steps=None if args.rollout else args.steps, max_tokens=longest, repeats=args.repeats,
     )  # fmt: skip
 
 
@@ -132,18 +130,3 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
         roofline(args)
         steps[args.gpu] = (str(args.model_config), args.gpu, args.tp or 1)
     return [Cell(rows, step, name) for rows, (name, step) in itertools.product(args.rows, steps.items())]
-
-
-def _methods(given: str | None, spec: dict[str, Any]) -> list[str]:
-    from rollout_spec_lab.bench.engine import Method, require
-    from rollout_spec_lab.bench.host import split
-
-    labels = installed("bench host", METHODS, require) if given is None else given.split(",")
-    if len(set(labels)) < len(labels):
-        raise UserError(f"--methods {given}: a method is named twice")
-    for label in labels:
-        method, _ = split(label)
-        if method.startswith("sam"):
-            Method(method).options(spec)
-        require(method)
-    return labels

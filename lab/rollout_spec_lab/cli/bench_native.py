@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import number
+from rollout_spec_lab.cli.inputs import shown
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 HELP = "measure what indexing a token, one step and a whole engine's steps cost"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured = parser.add_argument_group("what is measured")
-    measured.add_argument("--trace", type=Path, help="take the text from a recorded trace, not a made one")
     measured.add_argument(
         "--repeats", type=number(int, 1), default=7, metavar="N", help="take the least of N runs"
     )
@@ -28,20 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec_lab.bench.index_costs import measure
 
-    record = measure(args.trace, args.repeats)
-    rendered = json.dumps(record, indent=2)
+    record = measure(args.repeats)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(rendered + "\n")
-    if args.json:
-        print(rendered)
-    else:
-        _print(record)
-    return 0
+        args.output.write_text(json.dumps(record, indent=2) + "\n")
+    return shown(record, args.json, lambda record: [_table(record)])
 
 
-def _print(record: dict[str, Any]) -> None:
-    from rollout_spec.cli.console import make_console, make_table
+def _table(record: dict[str, Any]) -> Table:
+    from rollout_spec.cli.console import make_table
 
     step, whole, targets = record["step"], record["whole_steps"], record["targets"]
     figures = {
@@ -61,5 +59,4 @@ def _print(record: dict[str, Any]) -> None:
     )
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:.3f}", f"{targets[name]:g}" if name in targets else "")
-    console = make_console()
-    console.print(table)
+    return table

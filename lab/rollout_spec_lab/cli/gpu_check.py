@@ -14,17 +14,25 @@ from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli.inputs import (
     add_model_argument,
     default_dtype,
+    dummy_model,
+    installed,
+    json_object,
     model_folder,
     needed_model_drafter,
     prompt_rows,
+    recording,
+    rooflines,
 )
+from rollout_spec_lab.gpu_check import PARTS, V2
 
 if TYPE_CHECKING:
+    from rollout_spec.trace import Rollout
+    from rollout_spec_lab.bench import engine
     from rollout_spec_lab.gpu_check.gpu_check import Plan
 
 HELP = "all that a machine with a GPU can say of drafting in 15 minutes, as one file to send to us"
-METHODS = "off,sam:0,sam,suffix,ngram"
-OF_MODEL = ",model,sam+model"
+METHODS = ("off", "sam:0", "sam", "suffix", "ngram")
+OF_MODEL = ("model", "sam+model")
 OUTPUT = Path("outputs/gpu-check")
 # What is served: for an accelerator, and for a CPU.
 SIZES: dict[bool, dict[str, Any]] = {
@@ -32,11 +40,12 @@ SIZES: dict[bool, dict[str, Any]] = {
         "num_prompts": 16, "group_size": 8, "max_num_seqs": 64, "median_tokens": 256.0, "max_tokens": 2048,
         "tail_threshold": 8, "certified_tokens": 128, "contexts": [256, 2048, 7168],
         "nums_rows": [1, 4, 16, 64], "nums_drafts": [0, 1, 3, 7, 15], "num_steps": 8,
+        "vocab_size": 151_936, "recorded_tokens": 4096,
     },
     False: {
         "num_prompts": 4, "group_size": 4, "max_num_seqs": 8, "median_tokens": 40.0, "max_tokens": 200,
         "tail_threshold": 3, "certified_tokens": 32, "contexts": [64, 384], "nums_rows": [1, 4, 8],
-        "nums_drafts": [0, 3, 7], "num_steps": 4,
+        "nums_drafts": [0, 3, 7], "num_steps": 4, "vocab_size": 32_000, "recorded_tokens": 200,
     },
 }  # fmt: skip
 SIGMA = 1.0  # of response lengths: one of a hundred is ten times as long as the median
@@ -48,19 +57,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group("what is served")
     add_model_argument(served)
     served.add_argument(
-        "--minutes", type=number(float, 1, 1440), default=15.0, metavar="N",
-        help="for all of it; what there is no time for is named",
+        "--model-config", type=Path, metavar="FILE",
+        help="a config.json in the place of --model: random weights; its rollouts need --recording",
+    )  # fmt: skip
+    served.add_argument(
+        "--recording", type=Path, metavar="TRACE",
+        help="its prompts in the place of the demo's; with --model-config its first `step` is served, as "
+        "`bench rollout` does it",
     )  # fmt: skip
     served.add_argument(
         "--methods", metavar="M,M",
         help="of the rollouts, as in `bench engine`; sam:0 has our drafter and never drafts "
-        f"({METHODS}; with --model-drafter also {OF_MODEL[1:]})",
+        f"({','.join(METHODS)}, without what is not installed; with --model-drafter also "
+        f"{','.join(OF_MODEL)})",
     )  # fmt: skip
     add_model_drafter(served)
     served.add_argument(
+        "--rows", type=number(int, 1), nargs="+", metavar="N", help="of the steps that are timed (1 4 16 64)"
+    )
+    asked = parser.add_argument_group("what is asked")
+    asked.add_argument(
+        "--minutes", type=number(float, 1, 1440), default=15.0, metavar="N",
+        help="for all of it; what there is no time for is named",
+    )  # fmt: skip
+    asked.add_argument("--parts", metavar="P,P", help=f"only these of {','.join(PARTS)}")
+    asked.add_argument(
         "--repeats", type=number(int, 1), default=5, metavar="N", help="rollouts of each method, at most"
     )
-    served.add_argument("--eager", action="store_true", help="without graphs, as the recipes have it on NPUs")
+    asked.add_argument(
+        "--gpu", metavar="NAME", help="predict also with its roofline: h100, h200, a100 or 910b"
+    )
+    asked.add_argument("--eager", action="store_true", help="without graphs, as the recipes have it on NPUs")
+    asked.add_argument(
+        "--engine", type=json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output", type=Path, default=OUTPUT, metavar="DIR",
@@ -75,24 +105,24 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec_lab.gpu_check.gpu_check import Check
     from rollout_spec_lab.gpu_check.page import verdict, write_check
 
-    for package in ("jinja2", "matplotlib"):  # not at the end of all minutes
-        importlib.import_module(package)
-    default = METHODS + (OF_MODEL if args.model_drafter else "")
-    methods = _methods(default if args.methods is None else args.methods)
+    importlib.import_module("jinja2")  # not at the end of all minutes
+    methods = _methods(args)
     drafter = needed_model_drafter(args.model_drafter, methods, SpecConfig.num_speculative_tokens)
     args.output.mkdir(parents=True, exist_ok=True)
     plan = _plan(args, methods, drafter)
     with timed("gpu-check", plan.seconds) as show:
-        record = Check(plan, args.output, show).run()
-    record["plan"] = {
-        "model": str(args.model or "SmolLM2-135M-Instruct"),
-        "dtype": plan.rollouts.dtype,
-        "minutes": args.minutes,
-        "methods": ",".join(methods),
-        "model_drafter": args.model_drafter,
-    }
-    record["verdict"] = verdict(record)
-    paths = write_check(record, args.output)
+        # What there is so far is kept, if the command is stopped early.
+        for record in Check(plan, args.output, show).run():
+            record["plan"] = {
+                "model": str(args.model_config or args.model or "SmolLM2-135M-Instruct"),
+                "dtype": default_dtype(),
+                "minutes": args.minutes,
+                "methods": ",".join(methods),
+                "model_drafter": args.model_drafter,
+                "recording": args.recording and args.recording.name,
+            }
+            record["verdict"] = verdict(record)
+            paths = write_check(record, args.output)
     if args.json:
         print(json.dumps(record, indent=2, allow_nan=False))
     else:
@@ -100,55 +130,115 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _methods(given: str) -> list[str]:
-    from rollout_spec_lab.bench.engine import Method
+def _methods(args: argparse.Namespace) -> list[str]:
+    from rollout_spec_lab.bench.engine import Method, require
 
-    methods = [Method(label).label for label in given.split(",")]
+    if args.methods is None:
+        return installed("gpu-check", METHODS + (OF_MODEL if args.model_drafter else ()), require)
+    methods = [Method(label).label for label in args.methods.split(",")]
     if methods[0] != "off" or len(set(methods)) < len(methods):
-        raise UserError(f"--methods {given}: must begin with off and name no method twice")
+        raise UserError(f"--methods {args.methods}: must begin with off and name no method twice")
     return methods
 
 
+def _parts(args: argparse.Namespace) -> list[str]:
+    """The parts' names, in their order; on CUDA, which has both model runners, those of engines twice."""
+    import torch
+
+    asked = PARTS if args.parts is None else args.parts.split(",")
+    if unknown := [part for part in asked if part not in PARTS]:
+        raise UserError(f"--parts {unknown[0]}: must be one of {', '.join(PARTS)}")
+    parts = []
+    for part in (part for part in PARTS if part in asked):
+        parts += [part + V2, part] if torch.cuda.is_available() and part in ("certify", "steps") else [part]
+    return parts
+
+
 def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] | None) -> Plan:
-    from rollout_spec_lab.bench import engine
     from rollout_spec_lab.gpu_check.gpu_check import Plan
 
+    if args.model and args.model_config:
+        raise UserError("--model-config: in the place of --model, not beside it")
     on_device = device_arguments()
-    size = SIZES[not on_device]
+    parts, size = _parts(args), SIZES[not on_device]
+    config = args.model_config or (args.model and args.model / "config.json")
     dtype = default_dtype()
-    model = model_folder(args.model, dtype)
-    prompts = tokenized(model, prompt_rows("", None, size["num_prompts"], SEED, "bench"))
+    lines = recording(args.recording) if args.recording else []
+    if args.model_config:
+        model = dummy_model(args.model_config, args.output)
+    else:
+        model = model_folder(args.model, dtype)
     longest = _longest(Path(model))
-    load = engine.Load(
+    load = _load(args, size, model, longest, lines)
+    serving = {"max_num_seqs": size["max_num_seqs"], **on_device, **args.engine}
+    if args.eager:
+        serving["enforce_eager"] = True
+    if args.model_config:
+        serving["load_format"] = "dummy"
+    rollouts = _rollouts_plan(args, load, methods, drafter, size, model, serving)
+    certified = min(size["certified_tokens"], load.max_tokens)
+    certify = {
+        "model": model, "prompts": load.prompts[:4], "temperatures": [1.0],
+        "nums_speculative_tokens": [SpecConfig.num_speculative_tokens], "batch_thresholds": [64],
+        "group_sizes": [4], "max_tokens": certified, "top_k": 0, "top_p": 1.0, "seed": SEED, "dtype": dtype,
+        "tolerance": None, "distribution_samples": 0, "model_drafter": drafter,
+        "engine": {**rollouts.engine, **({"skip_tokenizer_init": True} if args.model_config else {})},
+    }  # fmt: skip
+    contexts = [one for one in size["contexts"] if one + ROOM <= longest] or [longest // 2]
+    rows, drafts = sorted(args.rows or size["nums_rows"]), size["nums_drafts"]
+    room: dict[str, Any] = {"max_num_seqs": max(rows), "max_model_len": min(longest, max(contexts) + ROOM)}
+    if not on_device:
+        room["max_num_batched_tokens"] = max(2048, max(rows) * (1 + max(drafts)))  # all rows in one step
+    jobs: dict[str, dict[str, Any]] = {
+        "verify": {"nums_rows": rows, "nums_drafts": drafts, "vocab_size": size["vocab_size"]},
+        "certify": {"plan": certify},
+        "steps": {
+            "model": model, "dtype": dtype, "seed": SEED, "natural_ends": False, "method": "sam:0",
+            "spec": {"num_speculative_tokens": max(drafts)}, "engine": serving | room | args.engine,
+            "contexts": contexts, "nums_rows": rows, "nums_drafts": drafts, "num_steps": size["num_steps"],
+        },
+    }  # fmt: skip
+    says_nothing = args.model_config and not lines
+    return Plan(
+        60.0 * args.minutes,
+        {part: jobs.get(part.removesuffix(V2), {}) for part in parts},
+        "random weights say nothing of drafts: give --recording" if says_nothing else rollouts,
+        rooflines(config, args.gpu),
+    )
+
+
+def _load(
+    args: argparse.Namespace, size: dict[str, Any], model: str, longest: int, lines: list[Rollout]
+) -> engine.Load:
+    from rollout_spec_lab.bench import engine
+
+    vocab_size = json.loads((Path(model) / "config.json").read_text()).get("vocab_size", 1 << 31)
+    if lines and args.model_config:
+        return engine.recorded_load(lines, size["recorded_tokens"], model)
+    if lines:
+        prompts = [line.prompt_token_ids.tolist() for line in lines[: size["num_prompts"]]]
+    elif args.model_config:
+        prompts = engine.random_prompts(size["num_prompts"], vocab_size, SEED)
+    else:
+        prompts = tokenized(model, prompt_rows("", None, size["num_prompts"], SEED, "bench"))
+    return engine.Load(
         prompts=prompts, group_size=size["group_size"], median_tokens=size["median_tokens"], sigma=SIGMA,
         max_tokens=min(size["max_tokens"], longest - max(map(len, prompts))), temperature=0.7, seed=SEED,
     )  # fmt: skip
-    serving = {"max_num_seqs": size["max_num_seqs"], **on_device}
-    if args.eager:
-        serving["enforce_eager"] = True
-    rollouts = engine.Plan(
-        load=load, methods=methods, model=model, dtype=dtype, spec={}, model_drafter=drafter,
+
+
+def _rollouts_plan(
+    args: argparse.Namespace, load: engine.Load, methods: list[str], drafter: dict[str, Any] | None,
+    size: dict[str, Any], model: str, serving: dict[str, Any],
+) -> engine.Plan:  # fmt: skip
+    from rollout_spec_lab.bench import engine
+
+    longest = max(map(len, load.prompts)) + load.max_tokens
+    return engine.Plan(
+        load=load, methods=methods, model=model, dtype=default_dtype(), spec={}, model_drafter=drafter,
         repeats=args.repeats, tail_threshold=size["tail_threshold"],
-        engine=serving | {"max_model_len": max(map(len, prompts)) + load.max_tokens},
+        engine=serving | {"max_model_len": longest},
     )  # fmt: skip
-    certified = min(size["certified_tokens"], load.max_tokens)
-    certify = {
-        "model": model, "prompts": prompts[:4], "temperatures": [1.0],
-        "nums_speculative_tokens": [SpecConfig.num_speculative_tokens], "batch_thresholds": [64],
-        "group_sizes": [4], "max_tokens": certified, "top_k": 0, "top_p": 1.0, "seed": SEED, "dtype": dtype,
-        "tolerance": None, "distribution_samples": 0, "engine": rollouts.engine, "model_drafter": drafter,
-    }  # fmt: skip
-    contexts = [one for one in size["contexts"] if one + ROOM <= longest] or [longest // 2]
-    steps = {
-        "model": model, "dtype": dtype, "seed": SEED, "natural_ends": False, "method": "sam:0",
-        "spec": {"num_speculative_tokens": max(size["nums_drafts"])},
-        "engine": serving | {
-            "max_num_seqs": max(size["nums_rows"]), "max_model_len": min(longest, max(contexts) + ROOM)
-        },
-        "contexts": contexts,
-        **{name: size[name] for name in ("nums_rows", "nums_drafts", "num_steps")},
-    }  # fmt: skip
-    return Plan(60.0 * args.minutes, certify, steps, rollouts)
 
 
 def _longest(model: Path) -> int:

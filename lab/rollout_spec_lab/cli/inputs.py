@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_spec.certify.engine_arguments import model_drafter
 from rollout_spec.cli import inputs
 from rollout_spec.cli.inputs import number
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.bench.drafters import MissingError
-from rollout_spec_lab.bench.engine import Method
+from rollout_spec_lab.bench.engine import Method, require
 from rollout_spec_lab.demo.data import make_rows
 from rollout_spec_lab.demo.model import make_model
+
+if TYPE_CHECKING:
+    from rollout_spec.predict.step_times import Times
+    from rollout_spec.trace import Rollout
 
 
 def add_model_argument(group: Any) -> None:
@@ -31,6 +37,97 @@ def add_num_speculative_tokens(group: argparse._ActionsContainer) -> None:
         help="of every method (each method's own default: ngram 8, suffix what vLLM takes, "
         f"sam {SpecConfig.num_speculative_tokens})",
     )  # fmt: skip
+
+
+def add_recording_arguments(group: Any) -> None:
+    """Add the recording, and how many of its lines are served."""
+    group.add_argument(
+        "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz; its first `step` is taken"
+    )
+    group.add_argument("--limit-groups", type=number(int, 1), metavar="N", help="only the first N lines")
+
+
+def recording(trace: Path, limit_groups: int | None = None) -> list[Rollout]:
+    """Its first training step."""
+    from rollout_spec.trace import read_trace
+    from rollout_spec_lab.bench.engine import rollout_of
+
+    return rollout_of(list(read_trace(trace)), limit_groups)
+
+
+def spec_of(args: argparse.Namespace, refused: Mapping[str, str]) -> dict[str, Any]:
+    """`--spec` with `--num-speculative-tokens`."""
+    spec = inputs.spec_options(args.spec, refused)
+    if args.num_speculative_tokens is not None:
+        spec["num_speculative_tokens"] = args.num_speculative_tokens
+    return spec
+
+
+def rooflines(config: Path | None, gpu: str | None) -> dict[str, Times]:
+    """A device's step times by model runner, for `engine.predict`; none where no device is named."""
+    from rollout_spec.predict.roofline import HOSTS
+
+    if gpu is None:
+        return {}
+    named = argparse.Namespace(model_config=config, gpu=gpu, tp=None)
+    return {runner.upper(): inputs.roofline(named, host=host) for runner, host in HOSTS.items()}
+
+
+def shown(record: dict[str, Any], as_json: bool, tables: Callable[[dict[str, Any]], Iterable[Any]]) -> int:
+    """Print what was measured; returns the exit code."""
+    if as_json:
+        print(json.dumps(record, indent=2, allow_nan=False))
+        return 0
+    from rollout_spec.cli.console import make_console
+
+    console = make_console()
+    for table in tables(record):
+        console.print(table)
+    return 0
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def dummy_model(config: Path | None, folder: Path) -> str:
+    """A model of which only config.json is there, for load_format=dummy: a folder inside `folder`."""
+    if config is None:
+        raise UserError("--model-config: must name the policy's config.json")
+    if not config.is_file():
+        raise UserError(f"--model-config {config}: no such file")
+    (folder / "model").mkdir(exist_ok=True)
+    shutil.copy(config, folder / "model" / "config.json")
+    return str(folder / "model")
+
+
+def checked_methods(
+    command: str,
+    methods: Sequence[str],
+    given: str | None,
+    spec: Mapping[str, Any],
+    drafting: Callable[[str], str] = str,
+) -> list[str]:
+    """`--methods`, or those of `methods` that are installed.
+
+    Args:
+        drafting: of a label what `Method` knows of it.
+
+    Raises:
+        UserError: there is no such method, one is named twice, or misses a package.
+    """
+    labels = installed(command, methods, require) if given is None else given.split(",")
+    if len(set(labels)) < len(labels):
+        raise UserError(f"--methods {given}: a method is named twice")
+    for method in map(Method, map(drafting, labels)):
+        if method.is_ours:
+            method.options(spec)
+        require(method.name)
+    return labels
 
 
 def installed(command: str, methods: Sequence[str], require: Callable[[str], None]) -> list[str]:

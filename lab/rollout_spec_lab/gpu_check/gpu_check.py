@@ -1,27 +1,26 @@
 """All that a machine can say of drafting within a number of minutes, part by part.
 
-Knows neither torch nor vLLM: each part runs in a process of its own (`check_worker`, `engine_worker`). One
-that fails, or has no time, is named in its place, and the others go on.
+Knows neither torch nor vLLM: each part runs in a process of its own (`worker`, `engine_worker`). One that
+fails, or has no time, is named in its place, and the others go on.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.certify.environment import environment
+from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import trace_file
 from rollout_spec_lab.bench import engine
-from rollout_spec_lab.bench.engine import EngineError, TimeLimitError, answer, make_record
+from rollout_spec_lab.bench.engine import EngineError, TimeLimitError, answer, make_record, predict
 from rollout_spec_lab.bench.rollouts import write_rollouts
+from rollout_spec_lab.gpu_check import PARTS, V2
 
 WORKER = "rollout_spec_lab.gpu_check.worker"
-# Of all the time, the most that a part may take. Most need less, and the rollouts have what is left.
-SHARES = {"doctor": 0.2, "certify": 0.3, "steps": 0.3, "rollouts": 1.0, "thresholds": 1.0}
 RESERVE = 0.05  # of all the time, for what comes behind the rollouts
 DONE, FAILED, DROPPED = "done", "failed", "dropped"
 WAITS = {"plain": 1, "with drafts": 3}  # as docs/how-it-works/verification.md says of sampled rows
@@ -35,15 +34,15 @@ class Plan:
 
     Args:
         seconds: for all of it.
-        certify: the fields of `certify.Plan`.
-        steps: the job of `check_worker.steps`, but for its seconds.
-        rollouts: with as many of its `repeats` as there is time for.
+        jobs: of `worker`, by the names of the parts, in their order; rollouts and thresholds have none.
+        rollouts: with as many of its `repeats` as there is time for; or why there are none.
+        rooflines: of the device, to predict the rollouts with (`engine.predict`).
     """
 
     seconds: float
-    certify: Mapping[str, Any]
-    steps: Mapping[str, Any]
-    rollouts: engine.Plan
+    jobs: Mapping[str, Mapping[str, Any]]
+    rollouts: engine.Plan | str
+    rooflines: Mapping[str, Times] = dataclasses.field(default_factory=dict)
 
 
 class Check:
@@ -52,39 +51,54 @@ class Check:
     def __init__(self, plan: Plan, folder: Path, show: Show = lambda text, seconds: None) -> None:
         self._plan, self._folder, self._show = plan, folder, show
         self._began = time.monotonic()
+        self._found: dict[str, Any] = dict.fromkeys([*plan.jobs, *PARTS])
         self.parts: list[dict[str, Any]] = []
 
-    def run(self) -> dict[str, Any]:
-        """Returns: what `rollout-spec-lab gpu-check --json` prints, but for the names of model and load.
+    def run(self) -> Iterator[dict[str, Any]]:
+        """What `rollout-spec-lab gpu-check --json` prints, but for the names of model and load: after each
+        part what there is so far.
 
         `parts` has of each part its status (done, failed or dropped), seconds and reason; what it found is
-        under its name, None where it found nothing.
+        under its name, None where it found nothing. A part may take half of the time that is left, the last
+        one all of it; the rollouts leave RESERVE.
         """
-        found: dict[str, Any] = {
-            "doctor": self._part("doctor", {}),
-            "certify": self._part("certify", {"plan": dict(self._plan.certify)}),
-            "steps": self._part("steps", dict(self._plan.steps)),
-            "rollouts": self._rollouts(),
-        }
-        found["thresholds"] = self._thresholds(found)
-        engines = [
-            *(found["rollouts"] or {}).get("engines", {}).values(),
-            (found["steps"] or {}).get("settings"),
-        ]
-        settings: dict[str, Any] = next(filter(None, engines), {})
+        for name, job in self._plan.jobs.items():
+            if name == "rollouts":
+                for record in self._rollouts():
+                    self._found[name] = record
+                    yield self._record()
+            else:
+                self._found[name] = self._thresholds() if name == "thresholds" else self._part(name, job)
+                yield self._record()
+
+    def _record(self) -> dict[str, Any]:
+        steps = (self._found[name] for name in self._found if name.startswith("steps"))
+        engines = [*(self._found["rollouts"] or {}).get("engines", {}).values()]
+        settings: dict[str, Any] = next(
+            filter(None, [*engines, *((one or {}).get("settings") for one in steps)]), {}
+        )
         where = {name: settings.get(name, "unknown") for name in ("device", "torch")}
-        return {"environment": environment() | where, "waits_expected": WAITS, "parts": self.parts} | found
+        return {
+            "environment": environment() | where, "waits_expected": WAITS, "parts": self.parts
+        } | self._found  # fmt: skip
 
     @property
     def _elapsed(self) -> float:
         return time.monotonic() - self._began
 
-    def _part(self, name: str, job: dict[str, Any]) -> dict[str, Any] | None:
+    @property
+    def _left(self) -> float:
+        return self._plan.seconds - self._elapsed
+
+    def _part(self, name: str, job: Mapping[str, Any]) -> dict[str, Any] | None:
         self._show(name, self._elapsed)
-        began, seconds = self._elapsed, min(SHARES[name] * self._plan.seconds, self._left)
-        job |= {"part": name, "seconds": seconds * 0.9}  # so that it can end by itself
+        began, seconds = self._elapsed, self._left
+        if name != [*self._plan.jobs][-1]:
+            seconds /= 2
+        # So that it can end by itself.
+        job = {**job, "part": name.removesuffix(V2), "seconds": seconds * 0.9}
         try:
-            found = answer(WORKER, job, name, self._folder, max(seconds, 0.0))
+            found = answer(WORKER, job, name, self._folder, max(seconds, 0.0), self._environment(name))
         except TimeLimitError as error:
             self._note(name, DROPPED, began, _reason(name, error))
         except EngineError as error:
@@ -97,22 +111,26 @@ class Check:
             return found
         return None
 
-    @property
-    def _left(self) -> float:
-        return self._plan.seconds - self._elapsed
+    def _environment(self, name: str) -> dict[str, str]:
+        if name.endswith(V2) or name + V2 in self._plan.jobs:
+            return {"VLLM_USE_V2_MODEL_RUNNER": str(int(name.endswith(V2)))}
+        return {}
 
     def _note(self, name: str, status: str, began: float | None, reason: str = "") -> None:
         seconds = 0.0 if began is None else self._elapsed - began
         self.parts.append({"part": name, "status": status, "seconds": seconds, "reason": reason})
 
-    def _rollouts(self) -> dict[str, Any] | None:
-        """As many repeats as there is time for; in each every method once, each time another one first."""
+    def _rollouts(self) -> Iterator[dict[str, Any] | None]:
+        """As many repeats as there is time for, whenever one is complete; in the end, with predictions."""
         plan, began = self._plan.rollouts, self._elapsed
+        if isinstance(plan, str):
+            self._note("rollouts", DROPPED, began, plan)
+            yield None
+            return
         served: engine.Served = {method: [] for method in plan.methods}
         failed: dict[str, str] = {}
         longest, until = 0.0, self._plan.seconds * (1.0 - RESERVE)
-        for repeat, i in itertools.product(range(plan.repeats), range(len(plan.methods))):
-            method = plan.methods[(repeat + i) % len(plan.methods)]
+        for repeat, method in engine.turns(plan.methods, plan.repeats):
             if self._elapsed + longest > until or len(failed) == len(plan.methods):
                 break
             if method in failed:
@@ -120,44 +138,54 @@ class Check:
             self._show(f"rollouts: {method}, repeat {repeat + 1}", self._elapsed)
             start = self._elapsed
             try:
-                served[method].append(
-                    answer(engine.WORKER, plan.job(repeat, method), method, self._folder, until - start)
-                )
+                served[method].append(plan.serve(repeat, method, self._folder, until - start))
             except TimeLimitError:
                 break
             except EngineError as error:
                 failed[method] = _reason(method, error)
             longest = max(longest, self._elapsed - start)
-        return self._record(served, failed, began)
+            yield self._served(plan, served, failed)
+        record = self._served(plan, served, failed, predicts=True)
+        self._note_rollouts(plan, record, failed, began)
+        yield record
 
-    def _record(
-        self, served: engine.Served, failed: Mapping[str, str], began: float
+    def _served(
+        self, plan: engine.Plan, served: engine.Served, failed: Mapping[str, str], predicts: bool = False
     ) -> dict[str, Any] | None:
         """Of the methods that have served at least once, the repeats that are complete."""
-        plan = self._plan.rollouts
         methods = [method for method in plan.methods if served[method] and method not in failed]
-        if plan.methods[0] in methods:
-            repeats = min(len(served[method]) for method in methods)
-            complete = {method: served[method][:repeats] for method in methods}
-            record = make_record(dataclasses.replace(plan, methods=methods), complete)
-            write_rollouts(record, complete, plan.load.prompts, self._folder)
-            self._note("rollouts", DONE, began)
-            if repeats < plan.repeats:
-                self._note("rollouts: repeats", DROPPED, None, f"no time for more than {repeats}")
-        else:
-            record = None
+        if plan.methods[0] not in methods:
+            return None
+        repeats = min(len(served[method]) for method in methods)
+        complete = {method: served[method][:repeats] for method in methods}
+        plan = dataclasses.replace(plan, methods=methods)
+        record = make_record(plan, complete)
+        if predicts:
+            predict(record, plan, complete, self._plan.rooflines)
+        write_rollouts(record, complete, plan.load, self._folder)
+        return record
+
+    def _note_rollouts(
+        self, plan: engine.Plan, record: Mapping[str, Any] | None, failed: Mapping[str, str], began: float
+    ) -> None:
+        if record is None:
             reason = f"nothing to compare with: {plan.methods[0]} has not served"
             self._note("rollouts", FAILED if failed else DROPPED, began, reason)
+        else:
+            self._note("rollouts", DONE, began)
+            if (repeats := record["load"]["repeats"]) < plan.repeats:
+                self._note("rollouts: repeats", DROPPED, None, f"no time for more than {repeats}")
+        have_served = record["engines"] if record else ()
         for method in plan.methods:
             if method in failed:
                 self._note(f"rollouts: {method}", FAILED, None, failed[method])
-            elif method not in methods:
+            elif method not in have_served:
                 self._note(f"rollouts: {method}", DROPPED, None, "no time")
-        return record
 
-    def _thresholds(self, found: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _thresholds(self) -> dict[str, Any] | None:
         """By simulation of what the first method has served, with the step times found."""
-        rollouts, steps = found["rollouts"], found["steps"]
+        rollouts = self._found["rollouts"]
+        steps = self._found.get("steps" + V2) or self._found["steps"]
         if rollouts is None:
             self._note("thresholds", DROPPED, None, "no rollouts to simulate")
             return None

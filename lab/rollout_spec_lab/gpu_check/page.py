@@ -10,10 +10,12 @@ from typing import Any
 from rollout_spec.report.certificate import sentences as of_certificate
 from rollout_spec.report.certificate import where
 from rollout_spec.report.page import render
+from rollout_spec_lab.gpu_check import V2
 
 FILES = {"json": "gpu-check.json", "html": "index.html"}
 NAMES = {"sam": "rollout_spec", "model": "the model's drafts", "sam+model": "rollout_spec with the model"}
 RIVALS = {"sam": ("suffix", "ngram"), "sam+model": ("sam", "model")}
+PREDICTIONS = {"step_times": "these step times", "roofline": "the roofline"}
 GROWTH = 1.25  # of a step's time, up to which its tokens are called cheap
 Rows = list[list[str]]
 
@@ -26,7 +28,7 @@ def write_check(record: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     paths["html"].write_text(
         render(
             "gpu-check", "What drafting does on this machine", record["verdict"], tables(record),
-            facts(record), picture.read_bytes() if record["rollouts"] else None,
+            facts(record), picture.read_bytes() if record["rollouts"] and picture.is_file() else None,
             "Running requests and drafting over one rollout, by method",
         )
     )  # fmt: skip
@@ -36,28 +38,48 @@ def write_check(record: Mapping[str, Any], folder: Path) -> dict[str, Path]:
 def verdict(record: Mapping[str, Any]) -> list[str]:
     """What was found, a sentence or two of each part; what was not, and why."""
     says = {
-        "doctor": _doctor, "certify": _certify, "rollouts": _rollouts, "steps": _steps,
+        "doctor": _doctor, "verify": _verify, "certify": _certify, "rollouts": _rollouts, "steps": _steps,
         "thresholds": _thresholds,
     }  # fmt: skip
-    found = [sentence for part, say in says.items() if record[part] for sentence in say(record)]
+    found = [
+        f"{sentence[:-1]}, on MRV2." if name.endswith(V2) else sentence
+        for part, say in says.items()
+        for name in (part + V2, part)
+        if record.get(name)
+        for sentence in say(record[name], record)
+    ]
     return found + [
         f"{part['part']}: {part['status']}: {part['reason']}." for part in record["parts"] if part["reason"]
     ]
 
 
-def _doctor(record: Mapping[str, Any]) -> Iterator[str]:
-    failed = [check["name"] for check in record["doctor"]["checks"] if check["status"] == "fail"]
+def _doctor(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+    failed = [check["name"] for check in found["checks"] if check["status"] == "fail"]
     yield f"Drafting cannot work here: {', '.join(failed)}." if failed else "Drafting can work here."
 
 
-def _certify(record: Mapping[str, Any]) -> Iterator[str]:
-    found = record["certify"]
+def _verify(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+    compared = found["comparison"]
+    tokens = sum(compared[name]["differ_from_cpu"] for name in ("peaked", "flat"))
+    yield (
+        f"The device's random numbers differ from a CPU's {compared['noise_that_differs']:,} times of "
+        f"{compared['words']:,}, its tokens {tokens} times."
+    )
+    for cell in [cell for cell in found["cells"] if "vllm" in cell["ms"]][-1:]:
+        ours, theirs = cell["ms"]["coupled"], cell["ms"]["vllm"]
+        yield (
+            f"Verification of {cell['rows']} rows with {cell['k']} drafts takes {ours:.2f} ms, "
+            f"{ours / theirs:.2f} times vLLM's."
+        )
+
+
+def _certify(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
     lossless = "Not lossless here" if found["verdict"] == "not certified" else "Lossless here"
     yield f"{lossless}: {found['verdict']}. {of_certificate(found)[0]}"
 
 
-def _rollouts(record: Mapping[str, Any]) -> Iterator[str]:
-    results = {result["method"]: result for result in record["rollouts"]["results"]}
+def _rollouts(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+    results = {result["method"]: result for result in found["results"]}
     first, *others = results
     for method in others:
         ratios = results[method]["ratios"]
@@ -70,7 +92,14 @@ def _rollouts(record: Mapping[str, Any]) -> Iterator[str]:
         over = results[method]["tokens_per_s_over"]
         for other in [one for one in RIVALS[method] if one in over]:
             yield f"{_name(method)} over {_name(other)}: {_ratio(over[other])}."
-    if record["rollouts"]["load"]["repeats"] < 3:
+    for method, result in results.items():
+        for name, speed in result.get("predicted_tokens_per_s", {}).items():
+            if speed is not None:
+                yield (
+                    f"{_name(method)}: by `simulate` with {PREDICTIONS[name]} "
+                    f"{speed / result['tokens_per_s']:.2f} times as fast as measured."
+                )
+    if found["load"]["repeats"] < 3:
         yield "With less than three repeats no interval says much: give it more --minutes."
 
 
@@ -85,8 +114,7 @@ def _ratio(ratio: Mapping[str, Any]) -> str:
     return f"{value:.2f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
 
 
-def _steps(record: Mapping[str, Any]) -> Iterator[str]:
-    found = record["steps"]
+def _steps(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
     yield _waits(found["waits"], record["waits_expected"])
     for context in sorted({row["context"] for row in found["steps"]}):
         rows = [row for row in found["steps"] if row["context"] == context]
@@ -113,8 +141,8 @@ def _waits(found: Mapping[str, Sequence[str]] | None, expected: Mapping[str, int
     return f"Waits in sampling are {'' if as_said else 'not '}as documented: {', '.join(texts)}."
 
 
-def _thresholds(record: Mapping[str, Any]) -> Iterator[str]:
-    speedups, best = record["thresholds"]["speedups"], record["thresholds"]["best"]
+def _thresholds(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+    speedups, best = found["speedups"], found["best"]
     yield (
         f"By simulation of this load with these step times, batch_threshold={best} is best "
         f"({speedups[best]:.2f} times as fast as without drafts); the default, auto: {speedups['auto']:.2f}."
@@ -144,12 +172,13 @@ def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
                 for result in record["rollouts"]["results"]
             ],
         )
-    if record["steps"]:
+    for runner in (V2, ""):
         for title, name in (
-            ("A step, ms", "steps"),
-            ("Of it, sampling and verification alone, ms", "sampling"),
+            ("A step{}, ms", "steps"),
+            ("Of it, sampling and verification alone{}, ms", "sampling"),
         ):
-            yield title, *_by_drafts(record["steps"][name])
+            if found := record.get(f"steps{runner}"):
+                yield title.format(runner), *_by_drafts(found[name])
     if record["thresholds"]:
         yield "batch_threshold, simulated: times as fast as without drafts", ["threshold", "times"], [
             [threshold, f"{speedup:.2f}"] for threshold, speedup in record["thresholds"]["speedups"].items()
@@ -158,8 +187,8 @@ def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
 
 def _rollouts_title(load: Mapping[str, Any]) -> str:
     return (
-        f"{load['num_prompts']} x {load['group_size']} responses, {load['max_num_seqs']} at a time, up to "
-        f"{load['max_tokens']:,} tokens, {load['repeats']} repeats; the tail: at most "
+        f"{load['num_requests']} responses to {load['num_prompts']} prompts, {load['max_num_seqs']} at a "
+        f"time, up to {load['max_tokens']:,} tokens, {load['repeats']} repeats; the tail: at most "
         f"{load['tail_threshold']} requests run"
     )
 

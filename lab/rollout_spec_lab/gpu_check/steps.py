@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
 import time
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from vllm import SamplingParams
 
-from rollout_spec_lab.bench.engine_worker import Watch, make_engine, serve, settings_of
+from rollout_spec_lab.bench.engine_worker import Watch, make_engine, runner_of, serve, settings_of
+from rollout_spec_lab.bench.waits import can_count_waits, synchronize, waits
 
 BEGAN = time.monotonic()
-SYNCHRONIZES = "called a synchronizing"  # in torch's warning
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,12 +34,13 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """
     engine = make_engine(dict(job))
     core = engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(engine)
     drafts = ForcedDrafts(job["nums_drafts"], job["num_steps"])
     drafts.take_the_place_of(runner.drafter)
     watch, sampling = Watch(engine), Sampling(runner)
     cache = core.vllm_config.cache_config
     kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+    most = core.scheduler.max_num_scheduled_tokens
     found, skipped = Steps(), list[str]()
     longest = 0.0
     for context in job["contexts"]:
@@ -51,18 +49,23 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
             begin = time.monotonic()
             cell = f"{num_rows} rows of {context} tokens"
             # Rows whose prompt comes first decode while the others' is read.
-            num_tokens = drafts.num_tokens + num_rows * context // core.scheduler.max_num_scheduled_tokens + 1
+            num_tokens = drafts.num_tokens + num_rows * context // most + 1
             if num_rows * (context + num_tokens) > kv_tokens:
                 skipped.append(f"{cell}: more than the {kv_tokens:,} tokens of the KV cache")
                 continue
             if begin + longest > BEGAN + job["seconds"]:
                 skipped.append(f"{cell}: no time")
                 continue
+            skipped += [
+                f"{cell}, {k} drafts: more than the {most:,} tokens that a step may have"
+                for k in job["nums_drafts"]
+                if num_rows * (1 + k) > most
+            ]
             params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
             # What is timed has run before.
             for mode in ("time", "waits", None) if context == job["contexts"][0] else (None,):
                 sampling.mode = mode
-                drafts.start(num_rows)
+                drafts.start(num_rows, most)
                 watch.start()
                 serve(engine, prompts[:num_rows], [params] * num_rows)
             line = watch.timeline
@@ -88,16 +91,16 @@ class ForcedDrafts:
     def __init__(self, nums_drafts: Sequence[int], num_steps: int) -> None:
         self._nums = [num for num in nums_drafts for _ in range(num_steps)]
         self.num_tokens = len(self._nums) + 1  # that each row needs
-        self.start(0)
+        self.start(0, 0)
 
     def take_the_place_of(self, proposer: Any) -> None:
         """Every step is to wait for drafts; no drafter runs that would say otherwise."""
         proposer._drafter.next_step_waits = True
         proposer.draft = self.step
 
-    def start(self, num_rows: int) -> None:
-        """Turns begin where so many rows decode."""
-        self._num_rows, self._left = num_rows, iter(self._nums)
+    def start(self, num_rows: int, most: int) -> None:
+        """Turns begin where so many rows decode, of those whose step has no more than `most` tokens."""
+        self._num_rows, self._left = num_rows, iter([k for k in self._nums if num_rows * (1 + k) <= most])
 
     def step(self, nums_new_tokens: list[int], *_: Any, **__: Any) -> list[list[int]]:
         all_decode = len(nums_new_tokens) == self._num_rows and all(nums_new_tokens)
@@ -159,10 +162,10 @@ class Sampling:
             return output
         if self.mode != "time":
             return sample()
-        _synchronize()
+        synchronize()
         begin = time.perf_counter()
         output = sample()
-        _synchronize()
+        synchronize()
         self.steps.add(0, num_rows, num_draft_tokens / num_rows, time.perf_counter() - begin)
         return output
 
@@ -179,40 +182,6 @@ class _Sampler:
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any) -> Any:
         sample = functools.partial(self._sampler, logits, input_batch, *args)
         return self._sampling.watch(sample, input_batch.num_reqs, input_batch.num_draft_tokens)
-
-
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
-def _set_sync_debug_mode() -> Callable[[str], None] | None:
-    """What makes torch warn of every wait for the device; None where the device has no such thing."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return getattr(getattr(torch, device.type), "set_sync_debug_mode", None) if device else None
-
-
-def can_count_waits() -> bool:
-    return _set_sync_debug_mode() is not None
-
-
-@contextlib.contextmanager
-def waits() -> Iterator[list[str]]:
-    """The places where the host waits for the device inside, once for each time; none where none is seen."""
-    set_mode, places = _set_sync_debug_mode(), list[str]()
-    if set_mode is None:
-        yield places
-        return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        set_mode("warn")
-        try:
-            yield places
-        finally:
-            set_mode("default")
-    places += [
-        f"{Path(one.filename).name}:{one.lineno}" for one in caught if SYNCHRONIZES in str(one.message)
-    ]
 
 
 def _random_prompts(engine: Any, number: int, num_tokens: int) -> list[list[int]]:

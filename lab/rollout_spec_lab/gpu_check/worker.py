@@ -5,15 +5,17 @@ Each imports what it needs, so that a package that cannot be imported costs only
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import AUTO, SpecConfig
-from rollout_spec_lab.bench.engine import reply
+from rollout_spec_lab.bench.engine import reply, times_of
 
 THRESHOLDS = (0, 4, 8, 16, 32, 64, AUTO)
 TAIL_ROWS = 8
+BEGAN = time.monotonic()
 
 
 def doctor(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,6 +23,17 @@ def doctor(job: Mapping[str, Any]) -> dict[str, Any]:
     from rollout_spec.certify.diagnosis import report
 
     return report()
+
+
+def verification(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What `bench verify --json` prints, of the cells that there is time for; `skipped`: the others."""
+    from rollout_spec_lab.bench.verify import record_of
+
+    found = record_of(None, job["nums_rows"], job["nums_drafts"], job["vocab_size"])
+    record = next(found)
+    while time.monotonic() < BEGAN + job["seconds"] and next(found, None):
+        pass
+    return record
 
 
 def certificate(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,19 +59,10 @@ def thresholds(job: Mapping[str, Any]) -> dict[str, Any]:
         job: trace (a file), step_times (rows of `timeline.step_times`), max_num_seqs.
     """
     from rollout_spec.predict.simulate import Cluster, simulate
-    from rollout_spec.predict.step_times import StepTimes
     from rollout_spec.trace import read_trace
 
-    lines = list(read_trace(Path(job["trace"])))
-    curves = (
-        [
-            (row["num_tokens"], row["seconds"], row["num_steps"])
-            for row in job["step_times"]
-            if on == row["drafted"]
-        ]
-        for on in (False, True)
-    )
-    times, cluster = StepTimes(*curves), Cluster(1, job["max_num_seqs"], None)
+    lines, times = list(read_trace(Path(job["trace"]))), times_of(job["step_times"])
+    cluster = Cluster(1, job["max_num_seqs"])
     seconds = {
         str(threshold): simulate(lines, cluster, SpecConfig(batch_threshold=threshold), times, TAIL_ROWS)[
             "makespan_s"
@@ -70,7 +74,8 @@ def thresholds(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "doctor": doctor, "certify": certificate, "steps": steps, "thresholds": thresholds,
+    "doctor": doctor, "verify": verification, "certify": certificate, "steps": steps,
+    "thresholds": thresholds,
 }  # fmt: skip
 
 

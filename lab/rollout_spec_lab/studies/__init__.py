@@ -1,6 +1,6 @@
 """Programs behind single pages of the record, each started by hand.
 
 In: arguments. Out: the figures of a page.
-May import: rollout_spec, `bench`, `cli`, `demo`, hydra, matplotlib, numpy, omegaconf, safetensors, torch,
-tqdm, transformers, verl, vllm. Nothing imports them.
+May import: rollout_spec, `bench`, `cli`, `demo`, hydra, matplotlib, numpy, omegaconf, tqdm,
+transformers, verl. Nothing imports them.
 """

@@ -1,21 +1,30 @@
 """Step times of the roofline beside published ones.
 
-    python -m rollout_spec_lab.studies.roofline
+    python -m rollout_spec_lab.studies.roofline [--sweeps DIR] [--products DIR]
 
 Prints, for every pair of a model and a device, milliseconds of decoding steps: published, and predicted.
 published_step_times.json has the published ones, and the shape of each model that no recipe has. Of a step it
 has the rows, the mean length of a row while it decodes, and the milliseconds; a fourth number is that of the
-prompt's tokens, whose prefill is a 2,048th part of the milliseconds.
+prompt's tokens, whose prefill is a 2,048th part of the milliseconds. Of a step with drafts it has the rows,
+the draft tokens of each, the context of each, and the milliseconds.
+
+DIR are checkouts of others, of whose measurements it prints the errors by numbers of tokens: --sweeps
+github.com/furiosa-ai/EfficientRollout, steps with and without drafts on an A100; --products
+github.com/microsoft/vidur, matrix products of a layer on H100 and A100.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from rollout_spec.predict.roofline import DEVICES, Model, Roofline
 
@@ -30,6 +39,11 @@ class Step(NamedTuple):
     context: float
     milliseconds: float
     num_prompt: int = 0
+    num_drafted: int = 0  # in each row
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * (1 + self.num_drafted)
 
 
 class Pair(NamedTuple):
@@ -45,6 +59,14 @@ CALIBRATION, CHECK = (
     [Pair(**pair | {"steps": [Step(*step) for step in pair["steps"]]}) for pair in _PUBLISHED[kind]]
     for kind in ("calibration", "check")
 )
+VERIFIED = [
+    Pair(
+        **pair | {"tp": 1, "expert_parallel": False},
+        steps=[Step(rows, context, ms, 0, drafted) for rows, drafted, context, ms in steps],
+    )
+    for pair in _PUBLISHED["verified"]
+    for steps in [pair.pop("steps")]
+]
 
 
 def errors(pair: Pair) -> Iterator[tuple[Step, float, float]]:
@@ -57,7 +79,7 @@ def errors(pair: Pair) -> Iterator[tuple[Step, float, float]]:
         memory_share=0.99,
     )
     for step in pair.steps:
-        seconds = roofline.seconds(step.rows, False, int(step.rows * step.context))
+        seconds = roofline.seconds(step.num_tokens, False, int(step.rows * step.context))
         if step.num_prompt:
             seconds += roofline.seconds(step.num_prompt, False) / 2048
         yield step, 1e3 * seconds, 1e3 * seconds / step.milliseconds - 1.0
@@ -84,6 +106,124 @@ def print_pairs(title: str, pairs: list[Pair]) -> None:
     )
 
 
-if __name__ == "__main__":
+SWEEPS = {"qwen257b": "qwen2_5_7b", "qwen2514b": "qwen2_5_14b", "llama318binstruct": "llama_3_1_8b"}
+PRODUCTS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
+
+
+class Cell(NamedTuple):
+    """A published time of so many tokens, in milliseconds, and ours; `context`: of a row of a step."""
+
+    num_tokens: int
+    milliseconds: float
+    predicted: float
+    context: int = 0
+    tp: int = 1
+
+
+def sweep(root: Path, name: str) -> list[Cell]:
+    """All median step times of a model on an A100; `gamma` draft tokens in each of `batch` rows."""
+    roofline = Roofline(MODELS[SWEEPS[name]], DEVICES["a100"])
+    found = []
+    for row in csv.DictReader((root / f"sd_toggle/configs/sweep_a100_tp1_{name}.csv").open()):
+        rows, context, drafted = int(row["batch"]), int(row["seq"]), int(row["gamma"])
+        if rows and row["mode"] in ("target_decode", "target_verify"):
+            num_tokens = rows * (1 + drafted)
+            seconds = roofline.seconds(num_tokens, drafted > 0, rows * context)
+            found.append(Cell(num_tokens, float(row["median_ms"]), 1e3 * seconds, context))
+    return found
+
+
+def layer_products(file: Path, device: str) -> list[Cell]:
+    """A layer's four products, with half of a layer's floor; from 1 to 2,048 tokens."""
+    found = []
+    for row in csv.DictReader(file.open()):
+        hidden, wide, heads, kv_heads, tp, num_tokens = (
+            int(row[name])
+            for name in (
+                *("n_embd", "n_expanded_embd", "n_head", "n_kv_head"),
+                *("num_tensor_parallel_workers", "num_tokens"),
+            )
+        )
+        if num_tokens in TOKENS and kv_heads % tp == 0:
+            attention = hidden * hidden * 2 * (heads + kv_heads) // heads
+            params = (attention + (3 if row["use_gated_mlp"] == "True" else 2) * hidden * wide) / tp
+            one = Model(hidden, 1, heads, kv_heads, hidden // heads, wide, 1)
+            seconds = Roofline(one, DEVICES[device])._product_seconds(params, num_tokens * params)
+            seconds += DEVICES[device].launch_s / 2
+            measured = sum(float(row[f"time_stats.{product}.median"]) for product in PRODUCTS)
+            found.append(Cell(num_tokens, measured, 1e3 * seconds, tp=tp))
+    return found
+
+
+TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
+RANGES = (1, 9, 65, 129, 257, 513, 2049)
+
+
+def draw(sweeps: Path, products: Path, path: Path) -> None:
+    """Published and predicted: an A100's steps with 0 to 15 draft tokens a row, an H100's products."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    steps, layers = figure.subplots(1, 2)
+    for name, title, colour in (
+        ("qwen2514b", "Qwen2.5-14B", "C0"),
+        ("llama318binstruct", "Llama-3.1-8B", "C1"),
+    ):
+        at = [cell for cell in sweep(sweeps, name) if cell.context == 1024]
+        steps.plot(*_sorted(at, "milliseconds"), ".", color=colour, ms=4, label=f"{title}, published")
+        steps.plot(*_sorted(at, "predicted"), "+", color=colour, ms=5, label="predicted")
+    steps.set_title("A100: a step at 1 to 64 rows of 1,024 tokens, 0 to 15 draft tokens a row", fontsize=8)
+    for i, (name, tp) in enumerate((("Llama-2-70b-hf", 1), ("Llama-2-70b-hf", 4), ("Llama-2-7b-hf", 1))):
+        file = next(products.glob(f"data/profiling/compute/h100/*/{name}/mlp.csv"))
+        at = [cell for cell in layer_products(file, "h100") if cell.tp == tp]
+        title = f"{name.removesuffix('-hf')}, {tp} device{'s' * (tp > 1)}"
+        layers.plot(*_sorted(at, "milliseconds"), ".", color=f"C{i}", ms=4, label=f"{title}, published")
+        layers.plot(*_sorted(at, "predicted"), "-", color=f"C{i}", lw=0.8, label="predicted")
+    layers.set_title("H100: the products of one layer", fontsize=8)
+    for panel in (steps, layers):
+        panel.set(xscale="log", yscale="log", xlabel="tokens in the step", ylabel="milliseconds")
+        panel.legend(fontsize=7)
+    figure.savefig(path)
+
+
+def _sorted(cells: Iterable[Cell], field: str) -> tuple[list[int], list[float]]:
+    found = sorted((cell.num_tokens, getattr(cell, field)) for cell in cells)
+    return [num for num, _ in found], [value for _, value in found]
+
+
+def print_errors(title: str, found: Sequence[Cell]) -> None:
+    """By number of tokens, mean and mean absolute errors, and of all."""
+    cells = []
+    for low, high in (*itertools.pairwise(RANGES), (1, 1 << 30)):
+        of_range = [
+            cell.predicted / cell.milliseconds - 1.0 for cell in found if low <= cell.num_tokens < high
+        ]
+        cells.append(f"{np.mean(of_range):+.0%} ({np.mean(np.abs(of_range)):.0%})")
+    print(f"| {title} | {len(found)} | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sweeps", type=Path, help="a checkout of furiosa-ai/EfficientRollout")
+    parser.add_argument("--products", type=Path, help="a checkout of microsoft/vidur")
+    parser.add_argument("--output", type=Path, help="a PNG of some of both, published and predicted")
+    args = parser.parse_args()
     print_pairs("Calibration", CALIBRATION)
     print_pairs("Check", CHECK)
+    print("\n## By number of tokens\n")
+    ranges = [f"{low} to {high - 1}" for low, high in itertools.pairwise(RANGES)]
+    print(f"| what | times | {' | '.join(ranges)} | all |")
+    print("|---" * (3 + len(ranges)) + "|")
+    for name in SWEEPS if args.sweeps else ():
+        print_errors(f"steps of {SWEEPS[name]}, a100", sweep(args.sweeps, name))
+    for file in (
+        sorted(args.products.glob("data/profiling/compute/*100/*/*/mlp.csv")) if args.products else ()
+    ):
+        device = file.parts[-4]
+        print_errors(f"products of {file.parent.name}, {device}", layer_products(file, device))
+    if args.output:
+        draw(args.sweeps, args.products, args.output)
+
+
+if __name__ == "__main__":
+    main()

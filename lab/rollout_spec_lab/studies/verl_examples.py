@@ -1,12 +1,15 @@
 """verl's own example scripts with `+rollout.spec=sam`: do they compose, and what do our checks say?
 
-    python lab/rollout_spec_lab/studies/verl_examples.py CHECKOUT [--all] [--recipes CHECKOUT]
+    python lab/rollout_spec_lab/studies/verl_examples.py CHECKOUT [--all] [--recipes CHECKOUT] [--vllm 0.29.0]
 
 CHECKOUT is the verl that is installed. Every script under its `examples/` runs in a copy, with a stub for
 whatever launches or downloads: it notes its arguments and does nothing. A script that knows `INFER_BACKEND`
 or `DEVICE` also runs with sglang, and for NPUs. What a stub was called with is composed as verl's entry point
 does it, and made into verl's own classes, first as it is and then with our option and our check. Nothing is
 launched. With a checkout of verl-recipe: the same for its scripts that launch DAPO's trainer.
+
+The policies' files are not at hand. What our check reads of Qwen3.5's, Qwen3-Next's and Nemotron's is here.
+`--vllm` checks these as if that release was installed.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ from typing import Any
 import verl  # loads the plugin, which puts our groups on Hydra's search path
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from transformers import PretrainedConfig
 from verl.utils.config import omega_conf_to_dataclass
 
+from rollout_spec.verl import recurrent_policy
 from rollout_spec.verl.check_config import CheckConfig
 
 VARIANTS: tuple[dict[str, str], ...] = ({}, {"INFER_BACKEND": "sglang"}, {"DEVICE": "npu"})
@@ -45,9 +50,21 @@ if [ "$1" = -c ]; then exec {python} "$@"; fi
 """
 # What some scripts ask the user for, and a limit that not every shell may raise.
 GIVEN = {
-    **dict.fromkeys(("MODEL_PATH", "LORA_ADAPTER_PATH", "DATA_ROOT", "HDFS_ROOT", "RAY_DATA_HOME"), "given"),
+    **dict.fromkeys(("LORA_ADAPTER_PATH", "DATA_ROOT", "HDFS_ROOT", "RAY_DATA_HOME"), "given"),
     "BASH_FUNC_ulimit%%": "() { :; }",
 }
+# Of a config.json, by what the policy's name has.
+POLICIES: dict[str, dict[str, Any]] = {
+    "qwen3.5": {"architectures": ["Qwen3_5MoeForConditionalGeneration"],
+                "text_config": {"linear_num_value_heads": 32, "linear_num_key_heads": 16,
+                                "linear_value_head_dim": 128, "linear_key_head_dim": 128,
+                                "num_hidden_layers": 40, "full_attention_interval": 4}},
+    "qwen3-next": {"architectures": ["Qwen3NextForCausalLM"], "linear_num_value_heads": 32,
+                   "linear_num_key_heads": 16, "linear_value_head_dim": 128, "linear_key_head_dim": 128,
+                   "num_hidden_layers": 48, "full_attention_interval": 4},
+    "nemotron": {"architectures": ["NemotronHForCausalLM"], "ssm_state_size": 128, "mamba_num_heads": 64,
+                 "mamba_head_dim": 64, "n_groups": 8, "hybrid_override_pattern": "MEM*" * 13},
+}  # fmt: skip
 MAIN, DAPO = "verl.trainer.main_ppo", "recipe.dapo.main_dapo"
 OPTION = "+rollout.spec=sam"
 PASSES = "passes"
@@ -58,7 +75,11 @@ def main() -> None:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--all", action="store_true", help="name every launch, not only the counts")
     parser.add_argument("--recipes", type=Path, help="a checkout of verl-recipe, whose scripts run")
+    parser.add_argument("--vllm", help="check policies with recurrent layers as if it was installed")
     arguments = parser.parse_args()
+    PretrainedConfig.get_config_dict = classmethod(fields_of)  # type: ignore[arg-type]
+    if arguments.vllm:
+        recurrent_policy.version = lambda: arguments.vllm  # type: ignore[attr-defined]
     if not (arguments.checkout / "examples").is_dir():
         parser.error(f"{arguments.checkout}: no checkout of verl (no examples/)")
     counts: Counter[str] = Counter()
@@ -70,6 +91,15 @@ def main() -> None:
     print(f"| launches | of verl {verl.__version__} with `{OPTION}` |\n|---|---|")
     for outcome, count in counts.most_common():
         print(f"| {count} | {outcome} |")
+
+
+def fields_of(_: Any, path: str, **__: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of a policy's config.json; an OSError where we have none, as without a hub."""
+    name = str(path).lower().replace("qwen3_5", "qwen3.5").replace("qwen3_next", "qwen3-next")
+    for part, fields in POLICIES.items():
+        if part in name:
+            return fields, {}
+    raise OSError(f"{path}: not at hand")
 
 
 def launches(checkout: Path, recipes: Path | None = None) -> Iterator[tuple[str, list[str]]]:
@@ -101,6 +131,7 @@ def calls_of(script: Path, copy: Path, folder: Path, variant: dict[str, str]) ->
         (stubs / name).write_text(STUB.format(python=sys.executable, notes=notes))
         (stubs / name).chmod(0o755)
     environment = {"PATH": f"{stubs}:/usr/bin:/bin", "HOME": str(folder), **GIVEN, **variant}
+    environment["MODEL_PATH"] = f"given/{script.stem}"  # which names the policy
     subprocess.run(
         ["bash", str(script)], cwd=copy, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
         timeout=120, check=False,

@@ -2,18 +2,15 @@
 
     python lab/rollout_spec_lab/studies/when_it_pays.py RECORDINGS --output docs/images/when_it_pays.png
 
-RECORDINGS holds the files that TEXTS names. Prints the tables of docs/when-it-pays.md and draws its picture.
-Each figure is `simulate`'s: one engine, step times of the roofline with the host's, the drafter's defaults.
-What a further token costs is the least certain part of the roofline, so each is predicted again with products
-that take twice as long.
+RECORDINGS holds the files that TEXTS names. Prints the table of docs/when-it-pays.md and draws its picture.
+Each figure is `simulate`'s: one engine, step times of the roofline with the host's, the drafter's
+defaults. The load of a figure is `load.one_rollout`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +19,10 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.predict.load import copied
+from rollout_spec.predict.load import one_rollout
 from rollout_spec.predict.roofline import DEVICES, HOSTS, Model, Roofline
 from rollout_spec.predict.simulate import Cluster, simulate
-from rollout_spec.trace import Rollout, read_trace
+from rollout_spec.trace import read_trace
 
 _RECIPES = Path(__file__).parents[3] / "recipes" / "models"
 QWEN2_5_1_5B = Model(1536, 28, 12, 2, 128, 8960, 151936, ties_embeddings=True)
@@ -37,7 +34,6 @@ TEXTS = {
 }
 ROWS = (1, 8, 64, 256)
 TAIL_ROWS = 8
-LEAST_REQUESTS = 32
 
 
 class Policy(NamedTuple):
@@ -62,18 +58,6 @@ class Gain(NamedTuple):
     rows: int
     times_off: dict[str, float]
     """Of the rollout's speed without drafts, by model runner."""
-    dear: float
-    """On V2, where matrix products take twice as long."""
-
-
-def rollout_of(lines: Sequence[Rollout], rows: int) -> list[Rollout]:
-    """About as many requests as run at a time, 32 at least: the first training step, again and again."""
-    lines = [dataclasses.replace(line, step=None) for line in lines if line.step == lines[0].step]
-    wanted = max(LEAST_REQUESTS, rows)
-    num_responses = sum(len(line.responses) for line in lines)
-    many = copied(lines, math.ceil(wanted / num_responses))
-    totals = itertools.accumulate(len(line.responses) for line in many)
-    return many[: next(i for i, total in enumerate(totals, 1) if total >= wanted)]
 
 
 def gains(recordings: Path) -> Iterator[Gain]:
@@ -81,7 +65,7 @@ def gains(recordings: Path) -> Iterator[Gain]:
     off, on = SpecConfig(method="off"), SpecConfig()
     cells = list(itertools.product(POLICIES, ("h100", "910b"), TEXTS, ROWS))
     for policy, device, text, rows in tqdm(cells):
-        lines = rollout_of(texts[text], rows)
+        lines = one_rollout(texts[text], rows)
         times = {
             runner: Roofline(
                 policy.model, DEVICES[device], policy.devices[device],
@@ -90,7 +74,6 @@ def gains(recordings: Path) -> Iterator[Gain]:
             for runner, host in HOSTS.items()
         }  # fmt: skip
         v2 = times["v2"]
-        dear = dataclasses.replace(v2.device, flops_per_s=v2.device.flops_per_s / 2)
         cluster = Cluster(1, rows, None, by_group=True, kv_tokens=v2.kv_tokens)
 
         def seconds(config: SpecConfig, times: Roofline, lines: Any = lines, cluster: Any = cluster) -> float:
@@ -98,8 +81,7 @@ def gains(recordings: Path) -> Iterator[Gain]:
 
         plain = seconds(off, v2)
         speeds = {runner: plain / seconds(on, each) for runner, each in times.items()}
-        slow = dataclasses.replace(v2, device=dear)
-        yield Gain(policy.name, device, text, rows, speeds, seconds(off, slow) / seconds(on, slow))
+        yield Gain(policy.name, device, text, rows, speeds)
 
 
 def table(found: Sequence[Gain]) -> str:
@@ -112,27 +94,6 @@ def table(found: Sequence[Gain]) -> str:
     return "\n".join(lines)
 
 
-def ranges(found: Sequence[Gain]) -> str:
-    """Markdown: by how much dear products change the gain on V2, from the least to the most."""
-    lines = [f"| policy | {' | '.join(map(str, ROWS))} |", "|---" * (1 + len(ROWS)) + "|"]
-    for policy in POLICIES:
-        cells = []
-        for rows in ROWS:
-            changes = [
-                100 * (gain.dear / gain.times_off["v2"] - 1)
-                for gain in found
-                if (gain.policy, gain.rows) == (policy.name, rows)
-            ]
-            cells.append(_span(changes))
-        lines.append(f"| {policy.name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _span(changes: Sequence[float]) -> str:
-    low, high = (f"{round(change):+d}" for change in (min(changes), max(changes)))
-    return (low if low == high else f"{low} to {high}").replace("+0", "0") + " %"
-
-
 def draw(found: Sequence[Gain], path: Path) -> None:
     figure = Figure(figsize=(11, 5), layout="constrained")
     panels = figure.subplots(2, len(TEXTS), sharex=True, sharey=True)
@@ -141,9 +102,7 @@ def draw(found: Sequence[Gain], path: Path) -> None:
             for policy in POLICIES:
                 cells = [gain for gain in found if gain[:3] == (policy.name, device, text)]
                 speeds = [cell.times_off["v2"] for cell in cells]
-                (line,) = panel.plot(ROWS, speeds, marker="o", ms=3, label=policy.name)
-                dear = [cell.dear for cell in cells]
-                panel.fill_between(ROWS, speeds, dear, color=line.get_color(), alpha=0.15, lw=0)
+                panel.plot(ROWS, speeds, marker="o", ms=3, label=policy.name)
             panel.axhline(1.0, color="grey", lw=0.8)
             panel.set_xscale("log")
             panel.set_xticks(ROWS, [f"{rows}" for rows in ROWS])
@@ -164,7 +123,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the picture, a PNG")
     args = parser.parse_args()
     found = list(gains(args.recordings))
-    print(table(found), ranges(found), sep="\n\n")
+    print(table(found))
     draw(found, args.output)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
 import pytest
+
+from rollout_spec_lab.gpu_check import PARTS
 
 METHODS = ["off", "sam+model"]
 
@@ -18,9 +21,7 @@ def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.C
     assert main(["gpu-check", "--model", chat_model, *options, *drafter, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads((tmp_path / "gpu-check.json").read_text())
-    assert {part["part"]: part["status"] for part in record["parts"]} == dict.fromkeys(
-        ("doctor", "certify", "steps", "rollouts", "thresholds"), "done"
-    )
+    assert {part["part"]: part["status"] for part in record["parts"]} == dict.fromkeys(PARTS, "done")
     assert record["doctor"]["works"] and record["certify"]["verdict"].startswith("identical")
     results = record["rollouts"]["results"]
     assert [result["method"] for result in results] == METHODS
@@ -40,4 +41,5 @@ def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.C
 
     page = (tmp_path / "index.html").read_text()
     assert "http" not in page and "data:image/png;base64," in page
-    assert all(sentence.split(":")[0] in page for sentence in record["verdict"])
+    said = html.unescape(page)
+    assert all(sentence.split(":")[0] in said for sentence in record["verdict"])

@@ -21,7 +21,7 @@ PRIOR_TOKENS = 8.0  # the weight of the belief that what survivals promise comes
 
 
 class Ranks(NamedTuple):
-    """What every data-parallel rank of a mixture of experts knows of all of them, which step together."""
+    """What each data-parallel rank of a mixture of experts knows of all ranks: they step together."""
 
     num_steps: int
     """So far, with those that a rank runs without requests."""
@@ -94,13 +94,13 @@ class Costs:
 
     @property
     def gain(self) -> float:
-        """Of late, times the speed without drafts; at least 1."""
+        """How many times as fast as without drafts the engine was of late; at least 1."""
         seconds, plain_seconds = self._sums[:2]
         return max(1.0, float(plain_seconds / seconds)) if seconds > 0.0 else 1.0
 
     @property
     def calibration(self) -> float:
-        """Of what survivals promise, how much came true of late."""
+        """The share of the tokens promised by survivals that was accepted of late."""
         return float((PRIOR_TOKENS + self._sums[3]) / (PRIOR_TOKENS + self._sums[2]))
 
     @property
@@ -117,11 +117,11 @@ class Costs:
         return self._plain_seconds
 
     def num_verified(self, num_draft_tokens: int) -> int:
-        """Draft tokens that a step verifies for so many that are drafted."""
+        """How many draft tokens a step verifies, with what fills drafts up."""
         return self.step.num_rows * self._fill_to or num_draft_tokens
 
     def drafted_seconds(self, nums_draft_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Seconds of steps with so many draft tokens, never less than a plain one."""
+        """Seconds that a step takes with each of these numbers of draft tokens; a plain step's at least."""
         num_rows, plain = self.most_rows, self.plain_seconds
         if self._fill_to:
             nums_draft_tokens = np.full_like(nums_draft_tokens, self.num_verified(0))

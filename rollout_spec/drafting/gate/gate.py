@@ -29,7 +29,6 @@ FORGET_STEPS = 256  # without drafts, in which two thirds of the belief in what 
 
 _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
-_Float64 = npt.NDArray[np.float64]
 
 
 class Gate(Protocol):
@@ -50,10 +49,10 @@ class Gate(Protocol):
         """The least survival at which a token is drafted now; None: draft nothing."""
 
     def compares(self, model_tokens: int) -> bool:
-        """Whether drafts beside so many tokens of a model are first to be made beside one fewer."""
+        """Whether the index is to draft twice: beside all `model_tokens` of a model, and beside one fewer."""
 
     def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
-        """These are that, as of `choose`, which follows."""
+        """The drafts made beside one token of the model fewer, as `choose` takes them; `choose` follows."""
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         """How much of each draft to verify.
@@ -126,8 +125,8 @@ class AutoGate:
     many as pay. What steps take and drafts give `Costs` learns.
 
     Args:
-        fill_to: as of `Costs`. Then a step with drafts takes what it takes, however few they are: it has them
-            all, or is a plain one.
+        fill_to: as in `Costs`. Then all steps with drafts take equally long: a step verifies every draft that
+            is proposed, or is a plain step.
         model_tokens: most tokens of a model's draft; it chooses how many pay.
     """
 
@@ -177,16 +176,13 @@ class AutoGate:
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         self._steps_until_look = LOOK_EVERY
         sorted_survivals = _sorted(survivals, numbers)
-        num, gain, costs = self._best_budget(sorted_survivals)
+        num, gain = self._best_budget(sorted_survivals)
         if self._costs.step.num_passes:
             self._judge_passes(gain)
-        if not len(sorted_survivals):
+        if not num:
             self._fill_empty()
             return numbers
-        pays = gain > MARGIN * self._costs.most_rows
-        if not pays and self._num_tries:
-            self._num_tries -= 1
-        elif not pays:
+        if not self._drafts_for(gain):
             self._num_refused += 1
             counters.num_steps_off_cost += 1
             self._least_verified = max(MIN_SURVIVAL, self._least_verified / 2)
@@ -195,39 +191,51 @@ class AutoGate:
         self._least_verified = float(sorted_survivals[num - 1])
         is_chosen = (survivals >= np.float32(self._least_verified)) & _is_draft(survivals, numbers)
         chosen = is_chosen.sum(axis=1).astype(np.int32)
-        num = int(chosen.sum())
-        promised = float(sorted_survivals[:num].sum())
-        self._choice = Choice(self._costs.num_verified(num), promised, float(costs[num - 1]))
-        self.fills = True
+        # There may be more of the last survival than the budget has.
+        self._choice, self.fills = self._choice_of(sorted_survivals[: chosen.sum()]), True
         return chosen
 
+    def _drafts_for(self, gain: float) -> bool:
+        """Whether the step has drafts that gain `gain` tokens; the first few tries have them in any case."""
+        if gain > MARGIN * self._costs.most_rows:
+            return True
+        if self._num_tries:
+            self._num_tries -= 1
+            return True
+        return False
+
     def _fill_empty(self) -> None:
-        """Nothing is proposed: the step is one with drafts all the same where that takes no longer."""
+        """Nothing is proposed: where drafts are filled up, the step has them if that takes no longer."""
         if not self._is_filled:
             return
-        expected = float(self._costs.drafted_seconds(np.array([0]))[0])
-        if expected <= self._costs.plain_seconds:
-            self._choice, self.fills = Choice(self._costs.num_verified(0), 0.0, expected), True
+        choice = self._choice_of(np.zeros(0))
+        if choice.expected_seconds <= self._costs.plain_seconds:
+            self._choice, self.fills = choice, True
+
+    def _choice_of(self, survivals: npt.NDArray[np.float64]) -> Choice:
+        """The step that verifies draft tokens of these survivals."""
+        num = len(survivals)
+        seconds = float(self._costs.drafted_seconds(np.array([num]))[0])
+        return Choice(self._costs.num_verified(num), float(survivals.sum()), seconds)
 
     def discard(self) -> None:
         self._choice, self.fills = NOTHING, False
 
-    def _best_budget(self, survivals: _Float64) -> tuple[int, float, _Float64]:
-        """How many draft tokens to verify, the tokens that they gain above what their time would give, and
-        what steps with 1 draft token take, with 2, and so on: seconds.
+    def _best_budget(self, survivals: npt.NDArray[np.float64]) -> tuple[int, float]:
+        """How many draft tokens to verify, and the tokens that they gain above what their time would give.
 
         survivals: of all rows' draft tokens, the largest first.
         """
         if not len(survivals):
-            return 0, 0.0, survivals
+            return 0, 0.0
         costs, plain = self._costs.drafted_seconds(1 + np.arange(len(survivals))), self._costs.plain_seconds
         tokens = self._costs.gain * self._costs.most_rows  # that the time of a plain step gives
         net_gains = np.cumsum(survivals * self._costs.calibration) - tokens / plain * (costs - plain)
         best = int(np.argmax(net_gains))
-        return best + 1, float(net_gains[best]), costs
+        return best + 1, float(net_gains[best])
 
     def _judge_passes(self, gain: float) -> None:
-        """A model's drafts and the text's gain so many tokens."""
+        """Learn how many passes of a model pay. gain: in tokens, of its drafts and the text's together."""
         if self._gain_of_fewer is not None:
             more = (max(0.0, gain) - max(0.0, self._gain_of_fewer)) / self._costs.step.num_rows
             self._passes.learn_gain(self._costs.step.num_passes, more)
@@ -238,6 +246,6 @@ def _is_draft(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.bool_]:
     return np.arange(survivals.shape[1]) < numbers[:, None]
 
 
-def _sorted(survivals: _Float32, numbers: _Int32) -> _Float64:
-    """Of all draft tokens, the largest first."""
+def _sorted(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.float64]:
+    """The survivals of all draft tokens, the largest first."""
     return np.sort(survivals[_is_draft(survivals, numbers)])[::-1].astype(float)

@@ -39,9 +39,11 @@ class Passes:
         self._gains, self._weights = np.zeros((2, most + 2))  # of the token of each pass, in tokens a row
 
     def learn_share(self, num: int, excess: float) -> None:
-        """A step with drafts had so many passes, and took so much longer than it was to with one.
+        """A step with drafts has ended.
 
-        excess: as a share of a plain step's time, which grows and falls with the batch as a pass's does.
+        num: the model's passes in it.
+        excess: how much longer it took than expected with one pass, as a share of a plain step's
+            time: both grow and fall with the batch.
         """
         last_num, last_excess = self._last
         if last_num and num != last_num:
@@ -50,11 +52,11 @@ class Passes:
         self._last = num, excess
 
     def weighs(self, num: int) -> bool:
-        """Whether drafts with so many tokens of the model are to be compared with those of one fewer."""
+        """Whether drafts with `num` tokens of the model are to be compared with those of one fewer."""
         return num > 1 and (num > self._settled or self._steps_left % WEIGH_EVERY == 1)
 
     def learn_gain(self, num: int, tokens_per_row: float) -> None:
-        """So much did drafts with so many tokens of the model promise above those with one fewer."""
+        """Drafts with `num` tokens of the model promise `tokens_per_row` more than those with one fewer."""
         self._weights[num] = min(self._weights[num] + 1.0, MEMORY)
         self._gains[num] += (tokens_per_row - self._gains[num]) / self._weights[num]
 

@@ -88,7 +88,7 @@ class StepCost:
     def seconds_from(
         self, num_tokens: int, seconds: float, nums_tokens: npt.ArrayLike, num_context: int
     ) -> _Floats:
-        """As `seconds`, of steps of at least `num_tokens`, which take at least so many seconds.
+        """As `seconds`, for steps of at least `num_tokens` tokens, which take at least `seconds` seconds.
 
         What was measured once is believed by half, the other half is a guess from fewer tokens; what was
         never lies between its neighbours.

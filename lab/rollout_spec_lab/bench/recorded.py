@@ -1,0 +1,156 @@
+"""A recording's next tokens in the place of what a model runner samples, on both of vLLM's runners.
+
+A draft is accepted as far as it equals the recording. What was sampled has run, and is thrown away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
+
+from rollout_spec.verification.transfers import sent
+
+
+class Recording:
+    """The responses of requests, by the names that the requests were added with: `prefix` and a number."""
+
+    def __init__(self, responses: Sequence[Any], prefix: str = "") -> None:
+        self._prefix = prefix
+        self._tokens = np.concatenate([np.asarray(response, np.int32) for response in responses])
+        self._begins = np.cumsum([0, *map(len, responses)])
+        self._numbers: dict[str, int] = {}
+
+    def after(
+        self, request_ids: Sequence[str], levels: npt.NDArray[Any], width: int
+    ) -> npt.NDArray[np.int32]:
+        """int32 [rows, width]: what comes behind the first levels[i] tokens of each row's response."""
+        begins = self._begins[[self._number(request_id) for request_id in request_ids]]
+        places = (begins + levels)[:, None] + np.arange(width)
+        return self._tokens[np.minimum(places, len(self._tokens) - 1)]  # beyond an end vLLM cuts them off
+
+    def _number(self, request_id: str) -> int:
+        """vLLM adds a dash and eight characters to a name."""
+        if request_id not in self._numbers:
+            number = request_id.removeprefix(self._prefix).rpartition("-")[0]
+            self._numbers[request_id] = int(number)
+        return self._numbers[request_id]
+
+
+def verified(
+    recorded: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32], nums_drafts: npt.ArrayLike
+) -> npt.NDArray[np.int32]:
+    """What a verification gives: each row's drafts as far as they are the recorded tokens, and one more.
+
+    Args:
+        recorded: [rows, width], what comes next in each row; width is above every number of drafts.
+        drafts: of all rows, one after the other.
+
+    Returns:
+        As `recorded`, with PLACEHOLDER_TOKEN_ID behind what a row gets.
+    """
+    nums = np.asarray(nums_drafts)
+    columns = np.arange(recorded.shape[1])
+    drafted = columns < nums[:, None]
+    proposed = np.full_like(recorded, PLACEHOLDER_TOKEN_ID)
+    proposed[drafted] = drafts
+    num_accepted = np.cumprod(proposed == recorded, axis=1).sum(axis=1)
+    return np.where(columns <= num_accepted[:, None], recorded, np.int32(PLACEHOLDER_TOKEN_ID))
+
+
+class Recorded:
+    """Replaces what a model runner samples; to be made once, when the engine is.
+
+    Drafts and levels are known on the host, so the tokens are looked up there. They go to the device in a
+    copy that nothing waits for.
+
+    Attributes:
+        recording: None: what is sampled stays, as in a warm-up.
+        step: vLLM's SchedulerOutput of the last step that was begun.
+    """
+
+    def __init__(self, runner: Any, run: Callable[..., Any] = lambda call, *args: call(*args)) -> None:
+        """`run` calls what stands in the place of a kernel."""
+        self.recording: Recording | None = None
+        self.step: Any = None
+        self._runner, self._run = runner, run
+        self._levels: defaultdict[str, int] = defaultdict(int)  # on MRV2: tokens that each request has got
+        if hasattr(runner, "_sample"):  # MRV1
+            runner.execute_model = self._noting(runner.execute_model)
+            runner._sample = self._behind_v1(runner._sample)
+        else:
+            runner.update_requests = self._noting(runner.update_requests)  # behind it a step has its drafts
+            runner.sample = self._behind_v2(runner.sample)
+
+    def start(self, responses: Sequence[Any] | None, prefix: str = "") -> None:
+        """From now on these come; None: what is sampled."""
+        self.recording = None if responses is None else Recording(responses, prefix)
+        self._levels.clear()
+
+    def _noting(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        def begin_noted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self.step = scheduler_output
+            return begin(scheduler_output, *args, **kwargs)
+
+        return begin_noted
+
+    def _behind_v1(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        def sample_recorded(*args: Any, **kwargs: Any) -> Any:
+            output = sample(*args, **kwargs)
+            batch = self._runner.input_batch
+            if self.recording is None or not batch.num_reqs:
+                return output
+            # Of a step that is in flight vLLM has counted the token already.
+            rows = slice(batch.num_reqs)
+            levels = batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
+            tokens, _ = self._run(self._tokens, batch.req_ids, levels, None)
+            return dataclasses.replace(output, sampled_token_ids=self._sent(tokens))
+
+        return sample_recorded
+
+    def _behind_v2(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        def sample_recorded(hidden_states: torch.Tensor, batch: Any, *others: Any) -> Any:
+            found = sample(hidden_states, batch, *others)
+            if self.recording is None:
+                return found
+            tokens, num_sampled, num_rejected = self._run(self._tokens_v2, batch)
+            output = dataclasses.replace(
+                found[0], sampled_token_ids=tokens, num_sampled=num_sampled, num_rejected=num_rejected
+            )
+            return output, num_sampled, num_rejected
+
+        return sample_recorded
+
+    def _tokens_v2(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As V2's samplers: int64 [rows, 1 or K + 1], tokens; int32 [rows], how many, and drafts rejected."""
+        levels = np.array([self._levels[name] for name in batch.req_ids])
+        tokens, nums_drafts = self._tokens(batch.req_ids, levels, 1 + self._runner.num_speculative_steps)
+        ends = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+        tokens[ends < batch.prefill_len_np] = PLACEHOLDER_TOKEN_ID  # rows with a part of their prompt
+        nums = (tokens != PLACEHOLDER_TOKEN_ID).sum(axis=1)
+        for name, num in zip(batch.req_ids, nums.tolist(), strict=True):
+            self._levels[name] += num
+        rejected = np.where(nums, nums_drafts + 1 - nums, 0)
+        sampled = self._sent(np.stack([nums, rejected]).astype(np.int32))
+        return self._sent(tokens.astype(np.int64)), sampled[0], sampled[1]
+
+    def _tokens(
+        self, names: Sequence[str], levels: npt.NDArray[Any], width: int | None
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """[rows, 1 or width; None: what the longest draft asks for] tokens, and [rows], numbers of drafts."""
+        assert self.recording is not None
+        drafts = [self.step.scheduled_spec_decode_tokens.get(name, ()) for name in names]
+        nums = np.array(list(map(len, drafts)))
+        width = 1 if not nums.any() else width or 1 + int(nums.max())
+        recorded = self.recording.after(names, levels, width)
+        return verified(recorded, np.fromiter(itertools.chain(*drafts), np.int32), nums), nums
+
+    def _sent(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        return sent(values, self._runner.device)

@@ -1,0 +1,253 @@
+"""SpecDecode-Bench (arXiv 2601.11580) with our drafter beside its methods, and its own time model.
+
+Its authors recorded Llama-3.1-8B-Instruct on an H100: for every position of a response, how many tokens a
+step would give with EAGLE's drafts and with n-gram's. A checkout of SpecDecode-Bench/simulator has the
+recordings and the time model (`predictor.py`). As there, a step of R rows is that of R copies of one request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.predict.model_drafts import with_drafts
+from rollout_spec.predict.replay import Proposer, ReplayResult, replay_line
+from rollout_spec.trace import Rollout
+from rollout_spec_lab.bench.drafters import make_proposer
+
+MODEL = "llama3.1-8B"
+MATCHED = {"cnn": 0.4, "gsm8k": 0.2, "sharegpt": 0.2, "instructcoder": 0.8}
+"""By dataset, how often n-gram drafts where nothing is accepted, as the authors' simulator has it."""
+ROWS = (1, 8, 16, 32, 64, 128)
+FIXED = (1, 3, 5)
+OURS = {"ours, text alone": "sam", "one of the two a step": "choose", "ours, text and EAGLE": "sam+model"}
+OUR_SECONDS = 40e-6  # of a step's drafts
+PRICE = 0.05  # of the tokens per step
+Steps = npt.NDArray[np.float64]
+"""[steps, 4] of one response: tokens before a step, its draft tokens, what it gives, whether EAGLE drafts."""
+
+
+class Recorded(NamedTuple):
+    """A request, and behind its first i + 1 tokens the tokens that a step gives, [n] each."""
+
+    line: Rollout
+    eagle: npt.NDArray[np.int64]
+    ngram: npt.NDArray[np.int64]
+
+
+class Clock(NamedTuple):
+    """The authors' time model: seconds of a token in the KV cache, of a batched one, and of a step."""
+
+    target_c_kv: float
+    target_c_compute: float
+    target_c_fixed: float
+    draft_c_kv: float
+    draft_c_fixed: float
+    ngram_draft_percentage: float
+    overhead_constant_per_step: float
+
+    @classmethod
+    def read(cls, checkout: Path) -> Clock:
+        text = (checkout / "predictor.py").read_text()
+        found = dict(re.findall(r"^    (\w+) = ([0-9.e+-]+)$", text, re.MULTILINE))
+        if missing := [name for name in cls._fields if name not in found]:
+            raise UserError(f"{checkout}/predictor.py: {missing[0]} is missing")
+        return cls(*(float(found[name]) for name in cls._fields))
+
+    def forward(self, num_context: Any, num_tokens: Any) -> Any:
+        return num_context * self.target_c_kv + num_tokens * self.target_c_compute + self.target_c_fixed
+
+
+def read(checkout: Path, dataset: str, limit: int | None = None) -> list[Recorded]:
+    """Requests of which both runs have as many entries as the response has tokens: likely the same text."""
+    found = []
+    with (checkout / f"data/{MODEL}/combined_{dataset}.jsonl").open() as opened:
+        for text in opened:
+            row = json.loads(text)
+            response = np.array(row["generated_token_ids"], np.int32)
+            lens = [np.array(row[f"acc_{name}"]["acc_len"], np.int64) for name in ("eagle", "ngram")]
+            if len(response) > 1 and all(len(each) == len(response) for each in lens):
+                prompt = np.array(row["prompt_token_ids"], np.int32)
+                found.append(Recorded(Rollout(str(row["id"]), None, prompt, [response]), *lens))
+    return found[:limit]
+
+
+def with_eagle(requests: Sequence[Recorded], num_tokens: int) -> Iterator[Rollout]:
+    """The lines with EAGLE's drafts. What it says where it is wrong is not recorded: see `model_drafts`."""
+    rights = [np.minimum(np.append(0, each.eagle - 1)[: len(each.eagle)], num_tokens) for each in requests]
+    every = np.concatenate(rights)
+    rates = [(every > depth).sum() / max(1, (every >= depth).sum()) for depth in range(num_tokens)]
+    each = iter(rights)
+    return with_drafts((one.line for one in requests), lambda line, guesses: [next(each)], rates)
+
+
+# ---- the steps of a response ----
+
+
+def recorded_steps(
+    gives: npt.NDArray[np.int64], num_drafted: int | None, eagle: Any, matched: float = 1.0
+) -> Steps:
+    """Of a recorded drafter that drafts so many tokens in each step; None: as many as are accepted.
+
+    Args:
+        eagle: of each position whether EAGLE drafts.
+        matched: how often it drafts where nothing is accepted; time is linear in tokens, so the mean will do.
+    """
+    steps, done = [], 1
+    while done < len(gives):
+        accepted = int(gives[done - 1]) - 1
+        drafted: float = accepted if num_drafted is None else num_drafted
+        gained = min(accepted, int(drafted)) + 1
+        steps.append((done, drafted if accepted else drafted * matched, gained, eagle[done - 1]))
+        done += gained
+    return np.array(steps, np.float64).reshape(-1, 4)
+
+
+class _Noting(Proposer):
+    """A proposer of lines of one response, which notes what each step drafts and where."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+
+    def start(self, line: Rollout, earlier: Any) -> None:
+        self._prompt_len, self.noted = len(line.prompt_token_ids), [(0, 0)]
+        self._proposer.start(line, earlier)
+
+    def draft(self, rows: Any, token_ids: Any, levels: Any, max_draft_tokens: Any) -> Any:
+        drafts, numbers = self._proposer.draft(rows, token_ids, levels, max_draft_tokens)
+        self.noted.append((int(levels[0]) - self._prompt_len, int(numbers[0])))
+        return drafts, numbers
+
+    def finish(self) -> None:
+        self._proposer.finish()
+
+
+def our_steps(lines: Sequence[Rollout], method: str, config: SpecConfig, is_fresh: bool) -> list[Steps]:
+    """Of each line's response; the drafter goes on from line to line, or begins afresh in each."""
+    found = []
+    with contextlib.ExitStack() as stack:
+        proposer = None
+        for line in lines:
+            if proposer is None or is_fresh:
+                stack.close()
+                proposer = _Noting(make_proposer(method, config))
+                close = getattr(proposer._proposer, "close", None)
+                stack.callback(close or (lambda: None))
+            replay_line(proposer, line, (), config.num_speculative_tokens, ReplayResult())
+            done, drafted = np.array(proposer.noted[1:], np.float64).T
+            gained = np.diff(np.append(done, len(line.responses[0])))
+            passes = np.full(len(done), method != "sam")
+            found.append(np.column_stack([done, drafted, gained, passes])[gained > 0])
+    return found
+
+
+def tokens_per_step(steps: Sequence[Steps]) -> float:
+    return float(sum(each[:, 2].sum() for each in steps) / sum(map(len, steps)))
+
+
+# ---- seconds ----
+
+
+def speed(
+    clock: Clock, requests: Sequence[Recorded], steps: Sequence[Steps], rows: int, share: float, own: float
+) -> float:
+    """Times the tokens per second without drafts, means over requests, as the authors have it.
+
+    Args:
+        share: what a step's drafts take of the time of its forward pass.
+        own: seconds that they take besides, without EAGLE's.
+    """
+    plain_rates, rates = [], []
+    for request, each in zip(requests, steps, strict=True):
+        num_prompt, num = len(request.line.prompt_token_ids), len(request.eagle)
+        done, drafted, _, passes = each.T
+        prefill = clock.forward(0, rows * num_prompt) + clock.overhead_constant_per_step
+        plain = (
+            clock.forward(rows * (num_prompt + np.arange(1, num)), rows) + clock.overhead_constant_per_step
+        )
+        context = rows * (num_prompt + done)
+        forward = clock.forward(context, rows * (1 + drafted))
+        eagle = passes * (context * clock.draft_c_kv + clock.draft_c_fixed)
+        seconds = (1 + share) * forward + own + eagle + clock.overhead_constant_per_step
+        plain_rates.append(num / (prefill + plain.sum()))
+        rates.append(num / (prefill + seconds.sum()))
+    return float(np.mean(rates) / np.mean(plain_rates))
+
+
+def price(clock: Clock, requests: Sequence[Recorded], steps: Sequence[Steps], rows: int) -> float:
+    """Of a draft token, by the gate's rule: as many tokens as its seconds would give otherwise."""
+    context = np.mean([len(one.line.prompt_token_ids) + len(one.eagle) / 2 for one in requests])
+    num_drafted, num_passes = np.concatenate(steps)[:, [1, 3]].mean(axis=0)
+    seconds = clock.forward(rows * context, rows * (1 + num_drafted)) + clock.overhead_constant_per_step
+    seconds += num_passes * clock.draft_c_fixed
+    return float(np.clip(rows * tokens_per_step(steps) / seconds * clock.target_c_compute, 0.01, 0.9))
+
+
+def measure(
+    checkout: Path,
+    dataset: str,
+    config: SpecConfig,
+    num_eagle: int = 3,
+    rows: Sequence[int] = ROWS,
+    *,
+    limit: int | None = None,
+    is_fresh: bool = False,
+) -> list[dict[str, Any]]:
+    """Of every method, tokens per step, ours at `PRICE`, and the speed by rows, ours at each one's own price.
+
+    Args:
+        config: of our drafter.
+        num_eagle: tokens that EAGLE drafts for it.
+        limit: the first so many requests only.
+        is_fresh: our drafter begins afresh in each request, without what it learned from those before.
+
+    Raises:
+        OSError, UserError: it is no checkout of the simulator.
+    """
+    clock, requests = Clock.read(checkout), read(checkout, dataset, limit)
+    found = []
+
+    def add(
+        method: str,
+        steps: Sequence[Steps],
+        of_rows: Mapping[int, Sequence[Steps]],
+        share: float,
+        own: float = 0.0,
+    ) -> None:
+        speeds = {n: speed(clock, requests, each, n, share, own) for n, each in of_rows.items()}
+        found.append({"method": method, "tokens_per_step": tokens_per_step(steps), "speed": speeds})
+
+    for name, cost in (("n-gram", clock.ngram_draft_percentage), ("EAGLE", 0.0)):
+        for k in (*FIXED, None):
+            steps = [
+                recorded_steps(each.ngram, k, 0 * each.ngram, MATCHED[dataset])
+                if cost
+                else recorded_steps(each.eagle, k, 0 * each.eagle + 1)
+                for each in requests
+            ]
+            add(f"{name}, {k or 'oracle'}", steps, dict.fromkeys(rows, steps), cost)
+    for name, counts in (("oracle of both", True), ("the same, EAGLE at n-gram's cost", False)):
+        steps = [
+            recorded_steps(np.maximum(each.eagle, each.ngram), None, counts * (each.eagle > each.ngram))
+            for each in requests
+        ]
+        add(name, steps, dict.fromkeys(rows, steps), clock.ngram_draft_percentage)
+    lines = list(with_eagle(requests, num_eagle))
+    for name, method in OURS.items():
+
+        def at(survival: float, method: str = method) -> list[Steps]:
+            return our_steps(lines, method, dataclasses.replace(config, min_survival=survival), is_fresh)
+
+        steps = at(PRICE)
+        of_rows = {n: at(price(clock, requests, steps, n)) for n in rows}
+        add(name, steps, of_rows, 0.0, OUR_SECONDS)
+    return found

@@ -1,0 +1,218 @@
+"""Verification alone: what it takes beside vLLM's, where the host waits in it, and a device's tokens.
+
+Each contestant goes from a step's bfloat16 logits to its tokens, bonus tokens included, at temperature 1.
+They take turns, in another order in each round. On a CPU the clock is the processor time of one thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout_spec.config import UserError
+from rollout_spec.verification import coupled, noise, standard
+from rollout_spec_lab.bench.waits import can_count_waits, synchronize, waits
+
+SECONDS, LEAST, MOST = 0.5, 3, 50  # of a contestant in a cell; rounds, at least and at most
+NUM_ALONE = 64  # rows whose tokens are drawn alone too
+Call = Callable[[], torch.Tensor]
+
+
+class Step:
+    """One step's logits and drafts; half of the draft tokens are the best ones.
+
+    Normal logits with a standard deviation of 3, the largest raised by 6: its probability is about 0.95.
+    """
+
+    def __init__(self, rows: int, k: int, vocab_size: int, device: torch.device) -> None:
+        torch.manual_seed(rows * 100 + k)
+        self.device = device
+        self.logits = torch.empty(rows * (k + 1), vocab_size, dtype=torch.bfloat16, device=device)
+        for part in self.logits.split(256):
+            part.normal_().mul_(3)
+        best = self.logits.argmax(dim=-1, keepdim=True)
+        self.logits.scatter_(1, best, self.logits.gather(1, best) + 6)
+        best = best[: rows * k, 0]
+        is_right = torch.rand(rows * k, device=device) < 0.5
+        self.drafts = torch.where(is_right, best, (best + 1) % vocab_size).int()
+        self.counts, self.k, self.rows = [k] * rows, k, rows
+        self.ends = torch.arange(1, rows + 1, dtype=torch.int32, device=device) * k
+        self.keys, self.positions = np.arange(rows), np.full(rows, 100)
+        self.metadata = types.SimpleNamespace(
+            temperature=torch.ones(rows, device=device), all_greedy=False, all_random=True, generators={},
+            top_k=None, top_p=None,
+        )  # fmt: skip
+
+    def contestants(self) -> dict[str, Call]:
+        """`vllm` where it can be imported; `read`: reading every logit once, the least that any does."""
+        found: dict[str, Call] = {
+            "coupled": self._coupled,
+            "standard": functools.partial(self._rejecting, standard.rejection_sample, _sample),
+        }
+        if (of_vllm := vllms(self.device.type)) is not None:
+            found["vllm"] = functools.partial(self._rejecting, *of_vllm)
+        return found | {"read": lambda: self.logits.amax(dim=-1)}
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 logits at the draft positions, and behind the drafts."""
+        ahead = self.rows * self.k
+        return self.logits[:ahead].float(), self.logits[ahead:].float()
+
+    def _coupled(self) -> torch.Tensor:
+        ahead, behind = self._parts()
+        step = coupled.CoupledStep(self.keys, self.positions, self.counts)
+        bonus = step.sample_behind(behind).unsqueeze(-1)
+        if not self.k:
+            return bonus
+        return coupled.coupled_sample(self.drafts, self.k, ahead, bonus, self.metadata, step)
+
+    def _rejecting(self, verify: Callable[..., Any], sample: Callable[..., Any]) -> torch.Tensor:
+        ahead, behind = self._parts()
+        bonus = sample(behind).view(-1, 1)
+        if not self.k:
+            return bonus
+        given = (self.drafts, self.counts, self.k, self.ends, None, ahead, bonus, self.metadata)
+        return verify(*given)
+
+
+def _sample(logits: torch.Tensor) -> torch.Tensor:
+    probs = logits.softmax(dim=-1)
+    return probs.div_(torch.empty_like(probs).exponential_()).argmax(dim=-1)
+
+
+@functools.cache
+def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """vLLM's verification and its sampling of bonus tokens; None where there is none for the device.
+
+    Its kernel of recovered tokens fails on the CPU for an argument that it does not know, so it gets none.
+    """
+    try:
+        from vllm.v1.sample import rejection_sampler
+        from vllm.v1.sample.ops import topk_topp_sampler
+    except ImportError:
+        return None
+    if device == "cuda":
+        random_sample = topk_topp_sampler.random_sample
+        return rejection_sampler.rejection_sample, lambda logits: random_sample(logits.softmax(dim=-1), {})
+    if device != "cpu":
+        return None
+    from vllm.utils import cpu_triton_utils
+
+    for name in ("rejection_greedy_sample_kernel", "rejection_random_sample_kernel", "expand_kernel"):
+        setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
+    recovered = cpu_triton_utils._sample_recovered_tokens_kernel_impl
+
+    def without_dtype(*args: Any, USE_FP64_GUMBEL: bool = False, **kwargs: Any) -> None:  # noqa: N803
+        recovered(*args, **kwargs)
+
+    rejection_sampler.sample_recovered_tokens_kernel = cpu_triton_utils._FuncWrapper(without_dtype)
+    return rejection_sampler.rejection_sample, topk_topp_sampler.compiled_random_sample
+
+
+def record_of(
+    name: str | None, nums_rows: Sequence[int], nums_drafts: Sequence[int], vocab_size: int
+) -> Iterator[dict[str, Any]]:
+    """What `bench verify --json` prints, after each cell.
+
+    Args:
+        name: of a device; None: the accelerator, or the CPU where there is none.
+
+    Returns:
+        device, torch, vocab_size, comparison (see `compare`), cells: rows, k, ms and waits of each contestant
+        (None: not counted), and `skipped`, those that are still to come.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    device = device_of(name)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    label = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
+    wanted = [(rows, k) for rows in nums_rows for k in nums_drafts]
+    record = {"device": label, "torch": torch.__version__, "vocab_size": vocab_size, "cells": []}
+    with torch.inference_mode():  # as in vLLM
+        record["comparison"] = compare(device, vocab_size)
+        for number, (rows, k) in enumerate(wanted, start=1):
+            calls = Step(rows, k, vocab_size, device).contestants()
+            cell = {"rows": rows, "k": k, "ms": _milliseconds(calls, device)}
+            record["cells"].append(cell | {"waits": {name: _waits(call) for name, call in calls.items()}})
+            record["skipped"] = [f"{rows} rows, {k} drafts: no time" for rows, k in wanted[number:]]
+            yield record
+
+
+def device_of(name: str | None) -> torch.device:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name is None:
+        return found or torch.device("cpu")
+    if name != "cpu" and (found is None or name != found.type):
+        raise UserError(
+            f"--device {name}: must be cpu{f' or {found.type}' if found else ', none other is here'}"
+        )
+    return torch.device(name)
+
+
+def _waits(call: Call) -> list[str] | None:
+    if not can_count_waits():
+        return None
+    with waits() as places:
+        call()
+    return places
+
+
+def _milliseconds(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
+    """Medians, each alone on the device, until its tokens are there."""
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    rng, end = random.Random(0), time.perf_counter() + SECONDS * len(calls)
+    for number in range(-LEAST, MOST):
+        if number >= LEAST and time.perf_counter() > end:
+            break
+        for name, call in rng.sample(list(calls.items()), len(calls)):
+            synchronize()
+            began = clock()
+            call()
+            synchronize()
+            found[name].append(1e3 * (clock() - began))
+    return {name: statistics.median(times[LEAST:]) for name, times in found.items()}
+
+
+def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
+    """The device against the CPU: bits of noise, tokens of the same logits; tokens alone and in a batch.
+
+    Returns:
+        words, words_that_differ, noise_that_differs, noise_largest_ulps; of `peaked` and `flat` logits
+        tokens, differ_from_cpu, largest_shortfall (of a token that differs: the error of a logit that makes
+        it win) and differ_alone.
+    """
+    noise.check(device)
+    cpu, number = torch.device("cpu"), coupled.num_drawn(vocab_size)
+    seeds = noise.row_seeds(np.arange(1024) * 7919, np.arange(1024))
+    words = [noise.random_words(seeds, number, where).cpu() for where in (cpu, device)]
+    drawn = [noise.exponential(seeds, number, where).cpu() for where in (cpu, device)]
+    ulps = (drawn[0].view(torch.int32) - drawn[1].view(torch.int32)).abs()
+    logits = Step(32, 7, vocab_size, device).logits.float()
+    keys, positions = torch.arange(len(logits)) * 104729, torch.arange(len(logits))
+    found: dict[str, Any] = {
+        "words": words[0].numel(), "words_that_differ": int((words[0] != words[1]).sum()),
+        "noise_that_differs": int((ulps > 0).sum()), "noise_largest_ulps": int(ulps.max()),
+    }  # fmt: skip
+    for name, values in (("peaked", logits), ("flat", logits / 3)):  # less peaked: closer races
+        there = coupled.keyed_sample(values, keys, positions).cpu()
+        here = coupled.keyed_sample(values.cpu(), keys, positions)
+        rows = [slice(i, i + 1) for i in range(NUM_ALONE)]
+        alone = torch.cat([coupled.keyed_sample(values[i], keys[i], positions[i]) for i in rows])
+        missed = coupled.shortfall(values.cpu(), keys, positions, there)
+        found[name] = {
+            "tokens": len(here), "differ_from_cpu": int((here != there).sum()),
+            "largest_shortfall": float(missed.max()),
+            "differ_alone": int((alone.cpu() != there[:NUM_ALONE]).sum()),
+        }  # fmt: skip
+    return found

@@ -1,0 +1,46 @@
+"""Where the host waits for a device."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+SYNCHRONIZES = "called a synchronizing"  # in torch's warning
+
+
+def synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _set_sync_debug_mode() -> Callable[[str], None] | None:
+    """What makes torch warn of every wait for the device; None where the device has no such thing."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return getattr(getattr(torch, device.type), "set_sync_debug_mode", None) if device else None
+
+
+def can_count_waits() -> bool:
+    return _set_sync_debug_mode() is not None
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[list[str]]:
+    """The places where the host waits for the device inside, once for each time; none where none is seen."""
+    set_mode, places = _set_sync_debug_mode(), list[str]()
+    if set_mode is None:
+        yield places
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_mode("warn")
+        try:
+            yield places
+        finally:
+            set_mode("default")
+    places += [
+        f"{Path(one.filename).name}:{one.lineno}" for one in caught if SYNCHRONIZES in str(one.message)
+    ]

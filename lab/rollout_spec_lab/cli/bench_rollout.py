@@ -1,0 +1,83 @@
+"""`rollout-spec-lab bench rollout`: a recorded rollout in real engines, of a model without weights."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout_spec.cli import add_example
+from rollout_spec.cli.inputs import device_arguments, number
+from rollout_spec.config import UserError
+from rollout_spec_lab.cli.bench_engine import REFUSED, add_compared_arguments, add_output_arguments, serve
+from rollout_spec_lab.cli.inputs import (
+    add_recording_arguments,
+    checked_methods,
+    default_dtype,
+    dummy_model,
+    json_object,
+    output_folder,
+    recording,
+    rooflines,
+    spec_of,
+)
+
+if TYPE_CHECKING:
+    from rollout_spec_lab.bench.engine import Plan
+
+HELP = "a recorded rollout in real engines, with random weights: what drafts gain on this device"
+METHODS = ("off", "sam", "sam:0", "ngram", "suffix")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    served = parser.add_argument_group(
+        "what is served", "Steps are real. The recording's tokens come in the place of what is sampled."
+    )
+    add_recording_arguments(served)
+    served.add_argument(
+        "--max-tokens", type=number(int, 1), default=1024, metavar="N", help="no response is longer"
+    )
+    served.add_argument(
+        "--max-num-seqs", type=number(int, 1), default=64, metavar="N", help="requests at a time"
+    )
+    device = parser.add_argument_group("the model and the device")
+    device.add_argument("--model-config", type=Path, metavar="FILE", help="the policy's config.json")
+    device.add_argument(
+        "--gpu", metavar="NAME", help="predict also with its roofline: h100, h200, a100 or 910b"
+    )
+    device.add_argument("--dtype", help="of the model (bfloat16; float32 on a CPU)")
+    device.add_argument(
+        "--engine", type=json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
+    )
+    add_compared_arguments(
+        parser, f"as in `bench engine`, without models ({','.join(METHODS)}, without what is not installed)"
+    )
+    add_output_arguments(parser)
+    add_example(
+        parser, "rollout-spec-lab bench rollout outputs/demo/off/rollouts/rollouts-0.jsonl "
+        "--model-config recipes/models/qwen3_8b.json --gpu h100",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    predicted = rooflines(args.model_config, args.gpu)
+    with output_folder(args.output) as folder:
+        return serve(args, _plan(args, dummy_model(args.model_config, folder)), folder, predicted)
+
+
+def _plan(args: argparse.Namespace, model: str) -> Plan:
+    from rollout_spec_lab.bench.engine import Method, Plan, recorded_load
+
+    spec = spec_of(args, REFUSED)
+    methods = checked_methods("bench rollout", METHODS, args.methods, spec)
+    if any(Method(label).has_model for label in methods):
+        raise UserError(f"--methods {args.methods}: no model drafts here")
+    load = recorded_load(recording(args.trace, args.limit_groups), args.max_tokens, model)
+    engine = {"load_format": "dummy", "max_model_len": max(map(len, load.prompts)) + load.max_tokens}
+    engine |= {**device_arguments(), **args.engine}
+    return Plan(
+        load=load, methods=methods, model=model, dtype=args.dtype or default_dtype(),
+        engine=engine | {"max_num_seqs": args.max_num_seqs}, spec=spec,
+        num_speculative_tokens=args.num_speculative_tokens, repeats=args.repeats,
+        tail_threshold=args.tail_threshold,
+    )  # fmt: skip

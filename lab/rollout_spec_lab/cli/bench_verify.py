@@ -1,0 +1,50 @@
+"""`rollout-spec-lab bench verify`: verification alone, on a device and beside a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from rollout_spec.cli import add_example
+from rollout_spec.cli.inputs import number
+from rollout_spec_lab.cli.inputs import shown
+
+HELP = "verification alone: time beside vLLM's, waits, and a device's tokens beside a CPU's"
+SIZES = {True: ([1, 8, 64, 256], [0, 7, 15]), False: ([1, 8, 64], [0, 7])}  # rows, drafts: is it a device?
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    measured = parser.add_argument_group("what is measured")
+    measured.add_argument(
+        "--device", metavar="NAME", help="as torch has it: cpu, cuda, npu (the accelerator, if there is one)"
+    )
+    measured.add_argument(
+        "--rows", type=number(int, 1), nargs="+", metavar="N", help="requests of a step (1 8 64 256)"
+    )
+    measured.add_argument(
+        "--drafts", type=number(int, 0), nargs="+", metavar="K", help="draft tokens of each (0 7 15)"
+    )
+    measured.add_argument(
+        "--vocab-size", type=number(int, 1000), default=151_936, metavar="V", help="of the logits"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there, after every cell")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_example(parser, "rollout-spec-lab bench verify --device cpu --rows 8 --drafts 7")
+
+
+def run(args: argparse.Namespace) -> int:
+    # The answer is on standard output.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from rollout_spec_lab.bench.tables import verify_table
+    from rollout_spec_lab.bench.verify import device_of, record_of
+
+    rows, drafts = SIZES[device_of(args.device).type != "cpu"]
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+    for record in record_of(args.device, args.rows or rows, args.drafts or drafts, args.vocab_size):
+        if args.output:
+            args.output.write_text(json.dumps(record, indent=2) + "\n")
+    return shown(record, args.json, lambda record: [verify_table(record)])

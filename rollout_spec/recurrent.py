@@ -1,0 +1,146 @@
+"""Policies with recurrent layers: which of them can have drafts, and what their states take of the memory.
+
+A recurrent layer keeps one state per request instead of keys and values per token. With drafts it keeps 1 +
+K: the state behind each token that may be the last accepted one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_spec.config import ConfigError, SpecConfig
+
+# Draft tokens (K). CUDA's fused kernel takes 8 tokens of a row, and each of them costs a state of each layer.
+DEFAULT_SPECULATIVE_TOKENS = 3
+MAX_SPECULATIVE_TOKENS = 7
+CACHE_MODES = ("none", "align")  # of vLLM's mamba_cache_mode
+
+# Architectures, as config.json names them, and the first minor version of vLLM (0.N) that keeps their states
+# for drafts. All have the gated delta rule.
+_GATED_DELTA = {
+    "Qwen3NextForCausalLM": 24,
+    "Qwen3_5ForCausalLM": 29,
+    "Qwen3_5MoeForCausalLM": 29,
+    "Qwen3_5ForConditionalGeneration": 29,
+    "Qwen3_5MoeForConditionalGeneration": 29,
+    "OlmoHybridForCausalLM": 29,
+}
+_MAMBA_2 = "has layers of Mamba 2, which read an old state when a request that was preempted is resumed"
+_REFUSED = {
+    **dict.fromkeys(("NemotronH", "FalconH1", "GraniteMoeHybrid", "Zamba2"), _MAMBA_2),
+    "Mamba": "has no attention, and vLLM counts no accepted tokens for such models",
+    "FalconMamba": "has no attention, and vLLM counts no accepted tokens for such models",
+    "Jamba": "has layers of Mamba 1, which drop the number of accepted tokens",
+    "Lfm2": "gives tokens that depend on the batch, without drafts too",
+    "Kimi": "has not been tested with drafts, and vLLM 0.24 counts no accepted tokens for it",
+}
+
+
+def refusal(architecture: str, minor: int | None) -> str | None:
+    """Why a policy with recurrent layers has no drafts; None where it can have them.
+
+    Args:
+        architecture: as config.json names it.
+        minor: N of vLLM 0.N; None: newer than all releases.
+    """
+    oldest = _GATED_DELTA.get(architecture)
+    if oldest is None:
+        known = (reason for start, reason in _REFUSED.items() if architecture.startswith(start))
+        reason = next(known, "has recurrent layers that have not been tested with drafts")
+        return f"{architecture} {reason}; run it with off"
+    if minor is not None and minor < oldest:
+        return (
+            f"{architecture} has recurrent layers whose drafts need vLLM 0.{oldest} or later, this is "
+            f"0.{minor}; run it with off"
+        )
+    return None
+
+
+def check_settings(config: SpecConfig, cache_mode: str | None, states: States | None = None) -> None:
+    """Raise for settings that a policy with recurrent layers cannot have beside drafts.
+
+    Args:
+        config: of the drafter.
+        cache_mode: vLLM's mamba_cache_mode; None: vLLM decides.
+        states: the policy's, if they are known.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    k, most = config.num_speculative_tokens, MAX_SPECULATIVE_TOKENS
+    if k > most:
+        cost = ""
+        if states is not None:
+            plain, drafted = (mib(states.num_bytes(num)) for num in (0, k))
+            cost = f" (a request's take {drafted} MiB, {plain} without drafts)"
+        raise ConfigError(
+            f"rollout.spec.num_speculative_tokens={k}: must be at most {most} with a policy that has "
+            f"recurrent layers, which keep a state for each draft token{cost}; {DEFAULT_SPECULATIVE_TOKENS} "
+            "is a good start"
+        )
+    if cache_mode is not None and cache_mode not in CACHE_MODES:
+        raise ConfigError(
+            f"mamba_cache_mode={cache_mode}: must be {' or '.join(CACHE_MODES)} with drafts of ours: "
+            "align with prefix caching, none without"
+        )
+
+
+def mib(num_bytes: float) -> int:
+    return round(num_bytes / 2**20)
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """What a request's states take, by the number of its draft tokens."""
+
+    num_layers: int
+    recurrent_bytes: int  # of one state of one layer
+    channel_bytes: int  # of one token in the window of one layer's convolution
+    width: int  # of the convolution
+
+    def num_bytes(self, num_speculative_tokens: int, cached: bool = False) -> int:
+        """Of one request with K draft tokens at most: 1 + K states in each layer, each with its window.
+
+        Args:
+            num_speculative_tokens: K; 0 without drafts.
+            cached: there is prefix caching (vLLM's mode `align`), which takes one state more.
+        """
+        k = num_speculative_tokens
+        size = self.recurrent_bytes + self.channel_bytes * (self.width - 1 + k)
+        return self.num_layers * (1 + k + cached) * size
+
+
+def states_of(
+    fields: Mapping[str, Any],
+    state_dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    dtype_bytes: int = 2,
+) -> States | None:
+    """Of a text model's config.json; None where its fields do not say how large a state is.
+
+    Args:
+        fields: of config.json, or of its text_config.
+        state_dtype: vLLM's mamba_ssm_cache_dtype.
+        tensor_parallel_size: ranks that share each layer's heads.
+        dtype_bytes: of what the model computes in.
+    """
+    if not fields.get("linear_num_value_heads"):
+        return None
+    values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
+    channels = values + 2 * fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+    size, width = values * fields["linear_key_head_dim"], fields.get("linear_conv_kernel_dim", 4)
+    if state_dtype == "auto":  # as vLLM decides it
+        state_dtype = fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype") or "auto"
+    state_bytes = {"auto": dtype_bytes, "float32": 4}.get(state_dtype, 2)
+    ranks = tensor_parallel_size
+    return States(_num_layers(fields), state_bytes * size // ranks, dtype_bytes * channels // ranks, width)
+
+
+def _num_layers(fields: Mapping[str, Any]) -> int:
+    """Recurrent ones."""
+    if kinds := fields.get("layer_types"):
+        return kinds.count("linear_attention")
+    num, interval = fields.get("num_hidden_layers", 0), fields.get("full_attention_interval")
+    return num - num // interval if interval else num

@@ -1,0 +1,137 @@
+"""Old states of recurrent layers: vLLM before 0.32 reads them in rows without a draft.
+
+A step leaves the state behind each of a row's tokens in a slot of its own. The next step must read the slot
+of the last accepted token. vLLM does so only in the rows that it takes for speculative ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from rollout_spec.patches import Patch, guard_parameters, misfit, replace_function
+
+RECURRENT_ROWS = Patch(
+    name="vllm-recurrent-rows",
+    reason="with drafts, the tokens of a policy with recurrent layers are wrong: a row that has no draft "
+    "behind a step with one reads the state of its first slot, an old one",
+    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._prepare_inputs; "
+    "vllm/v1/attention/backends/gdn_attn.py; vllm/v1/worker/gpu/model_states/mamba_hybrid.py",
+    until="a decoding row without a draft stays a speculative row (0.32 does it: vllm 39273, 40875)",
+)
+
+
+def mend(is_mrv2: bool) -> None:
+    """Let every decoding row of a recurrent policy be a speculative one. Idempotent; nothing from 0.32 on.
+
+    Args:
+        is_mrv2: which of vLLM's model runners the engine has.
+
+    Raises:
+        PatchError: the installed vLLM is not one that this was written for.
+    """
+    if is_right():
+        return
+    _mend_linear_attention()
+    if is_mrv2:
+        _mend_mrv2()
+    else:
+        _mend_mrv1()
+
+
+def is_right() -> bool:
+    """Whether this vLLM takes a decoding row without a draft for a speculative one."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return "zero_draft_decode_mask" in inspect.getsource(GPUModelRunner._prepare_inputs)
+
+
+def _mend_linear_attention() -> None:
+    """Of the numbers of drafts, the metadata's builder reads the signs, and whether their sum is 0."""
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder as Builder
+
+    parameters = ("self", "common_prefix_len", "common_attn_metadata", "num_accepted_tokens",
+                  "num_decode_draft_tokens_cpu", "fast_build")  # fmt: skip
+    guard_parameters(RECURRENT_ROWS, Builder, "build", parameters)
+    build = Builder.build
+
+    @functools.wraps(build)
+    def build_with_speculative_rows(
+        self: Any,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        num_accepted_tokens: torch.Tensor | None = None,
+        num_decode_draft_tokens_cpu: torch.Tensor | None = None,
+        fast_build: bool = False,
+    ) -> Any:
+        numbers = num_decode_draft_tokens_cpu
+        if numbers is not None:
+            numbers = torch.where(numbers == 0, 1, numbers)
+        return build(self, common_prefix_len, common_attn_metadata, num_accepted_tokens, numbers, fast_build)
+
+    replace_function(Builder, "build", build_with_speculative_rows, patch=RECURRENT_ROWS)
+
+
+def _mend_mrv1() -> None:
+    """Mark the rows behind `_prepare_inputs`, and have the marks read in steps without drafts too."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
+
+    parameters = ("self", "scheduler_output", "num_scheduled_tokens")
+    guard_parameters(RECURRENT_ROWS, Runner, "_prepare_inputs", parameters)
+    prepare, build = Runner._prepare_inputs, Runner._build_attention_metadata
+    if "use_spec_decode" not in inspect.signature(build).parameters:
+        raise misfit(RECURRENT_ROWS, "GPUModelRunner._build_attention_metadata takes no use_spec_decode")
+
+    @functools.wraps(prepare)
+    def prepare_and_mark(self: Any, scheduler_output: Any, num_scheduled_tokens: npt.NDArray) -> Any:
+        prepared = prepare(self, scheduler_output, num_scheduled_tokens)
+        if _has_states(self):
+            _mark(self, scheduler_output, num_scheduled_tokens)
+        return prepared
+
+    @functools.wraps(build)
+    def build_from_marks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _has_states(self):
+            kwargs["use_spec_decode"] = True
+        return build(self, *args, **kwargs)
+
+    replace_function(Runner, "_prepare_inputs", prepare_and_mark, patch=RECURRENT_ROWS)
+    replace_function(Runner, "_build_attention_metadata", build_from_marks, patch=RECURRENT_ROWS)
+
+
+def _has_states(runner: Any) -> bool:
+    return runner.speculative_config is not None and runner.model_config.is_hybrid
+
+
+def _mark(runner: Any, scheduler_output: Any, num_scheduled_tokens: npt.NDArray) -> None:
+    """A decoding row without a draft has 0 draft tokens, where vLLM has -1 for "is not decoding"."""
+    batch, numbers = runner.input_batch, runner.num_decode_draft_tokens
+    n = batch.num_reqs
+    if not scheduler_output.scheduled_spec_decode_tokens:  # vLLM leaves the numbers of an earlier step
+        numbers.np.fill(-1)
+    decodes = batch.num_computed_tokens_cpu[:n] >= batch.num_prompt_tokens[:n]
+    numbers.np[:n][decodes & (num_scheduled_tokens[:n] == 1) & (numbers.np[:n] < 0)] = 0
+    numbers.copy_to_gpu()
+
+
+def _mend_mrv2() -> None:
+    """Mark the same rows in front of the metadata, which MRV2 builds for recurrent policies in a module."""
+    from vllm.v1.worker.gpu.model_states import mamba_hybrid
+
+    guard_parameters(RECURRENT_ROWS, mamba_hybrid, "build_attn_metadata", ("attn_groups", "num_reqs"))
+    build = mamba_hybrid.build_attn_metadata
+
+    @functools.wraps(build)
+    def build_with_marks(*args: Any, **kwargs: Any) -> Any:
+        rows = kwargs["model_specific_attn_metadata"]
+        numbers = rows.num_decode_draft_tokens_cpu
+        if numbers is not None:  # not at the capture of a graph
+            lengths = torch.diff(kwargs["query_start_loc_cpu"])[: len(numbers)]
+            numbers[(numbers < 0) & (lengths == 1) & ~rows.is_prefilling] = 0
+        return build(*args, **kwargs)
+
+    replace_function(mamba_hybrid, "build_attn_metadata", build_with_marks, patch=RECURRENT_ROWS)

@@ -1,0 +1,278 @@
+"""What an engine of a recurrent policy serves, with drafts and without; run as a program, on MRV2."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+
+if __name__ == "__main__":
+    import tests.engine.interpreted_triton  # noqa: F401 (before all others)
+
+import torch
+
+from tests.engine.conftest import OFF, close, engine_settings, proposer_of
+from tests.engine.serving import sampling
+
+Tokens = list[list[int]]
+# Four groups of three siblings.
+PROMPTS = [([5, 6, 7, 8 + i] * 6)[: 21 + i] for i in range(4) for _ in range(3)]
+LONG_PROMPTS = [[3 + (7 * j + i) % 90 for j in range(40 + 5 * i)] + [5, 6, 7, 8] * 4 for i in range(8)]
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {}, {"frequency_penalty": 0.5}, {"min_tokens": 9, "stop_token_ids": [*range(3, 40)]}, {"top_k": 5},
+    {"allowed_token_ids": [*range(3, 30)]}, {"top_p": 0.8},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.3},
+)  # fmt: skip
+
+
+def asked(i: int, max_tokens: int = 40, **more: Any) -> Any:
+    """Parameters of a request with a name: greedy and sampled ones in turn, of different lengths."""
+    kinds: dict[str, Any] = {"temperature": [0.0, 1.0, 0.7][i % 3], "max_tokens": max_tokens - 9 * (i % 4)}
+    return sampling(kinds | more, key=[3, i])
+
+
+def generate(llm: Any, prompts: Iterable[list[int]], params: Iterable[Any]) -> Tokens:
+    params = list(params)
+    for each in params:
+        each.detokenize = False
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [list(sample.token_ids) for output in outputs for sample in output.outputs]
+
+
+def batch(llm: Any) -> Tokens:
+    return generate(llm, PROMPTS, map(asked, range(len(PROMPTS))))
+
+
+def crowded(llm: Any) -> Tokens:
+    """Twice, so drafts have up to K tokens: in short steps they leave none for the last of four rows."""
+    twice = (generate(llm, PROMPTS[:4], (asked(i, 50 + 9 * (i % 4)) for i in range(4))) for _ in range(2))
+    return [tokens for each in twice for tokens in each]
+
+
+def many_lengths(llm: Any) -> Tokens:
+    """A row's last draft is cut, down to none."""
+    return generate(llm, PROMPTS, (asked(i, 14 + i + 9 * (i % 4)) for i in range(len(PROMPTS))))
+
+
+def options(llm: Any) -> Tokens:
+    n = len(OPTIONS)
+    return generate(llm, PROMPTS[:n], (asked(i, **OPTIONS[i]) for i in range(n)))
+
+
+def siblings(llm: Any) -> Tokens:
+    return generate(llm, PROMPTS[::3], (asked(i, 40, n=4, temperature=1.0) for i in range(4)))
+
+
+def long_prompts(llm: Any) -> Tokens:
+    """They are prefilled in chunks where the engine's steps are short."""
+    return generate(llm, LONG_PROMPTS, map(asked, range(8)))
+
+
+def single_tokens(llm: Any) -> Tokens:
+    """Prompts of one token, in blocks of the cache that earlier requests have used."""
+    return generate(llm, [[5 + i] for i in range(4)], map(asked, range(4)))
+
+
+def fresh_single_tokens(llm: Any) -> Tokens:
+    """The same in blocks that no request has used."""
+    return single_tokens(llm)
+
+
+def gate(llm: Any) -> Tokens:
+    """Three requests, then six more, then few again: a gate of 4 rows is open, closes and opens."""
+    engine, found, step = llm.llm_engine, dict[str, list[int]](), 0
+    while step == 0 or step <= 6 or engine.has_unfinished_requests():
+        for i in {0: range(3), 6: range(3, 9)}.get(step, ()):
+            params = asked(i, (50 if i < 3 else 14 + i) + 9 * (i % 4))
+            add(engine, f"gate {i}", PROMPTS[i], params)
+        take(engine, found)
+        step += 1
+    return [found[f"gate {i}"] for i in range(9)]
+
+
+def preempted(llm: Any) -> Tokens:
+    """All running requests lose their states every five steps."""
+    engine, found, step = llm.llm_engine, dict[str, list[int]](), 0
+    for i in range(6):
+        add(engine, f"preempted {i}", PROMPTS[i], asked(i, 50))
+    while engine.has_unfinished_requests():
+        take(engine, found)
+        step += 1
+        if step % 5 == 0:
+            llm.reset_prefix_cache(reset_running_requests=True)
+    return [found[f"preempted {i}"] for i in range(6)]
+
+
+def resumed(llm: Any) -> Tokens:
+    """Aborted after some tokens; a request of prompt and tokens goes on. Without drafts none is aborted."""
+    lengths = [50 - 9 * (i % 4) for i in range(6)]
+    if proposer_of(llm) is None:
+        return generate(llm, PROMPTS[:6], (asked(i, 50) for i in range(6)))
+    engine, found = llm.llm_engine, dict[str, list[int]]()
+    for i in range(6):
+        add(engine, f"resumed {i}", PROMPTS[i], asked(i, 50))
+    while len(found) < 6 or min(map(len, found.values())) < 8:
+        take(engine, found)
+    engine.abort_request([f"resumed {i}" for i in range(6)], internal=False)
+    tokens = [found[f"resumed {i}"] for i in range(6)]
+    going = [i for i in range(6) if len(tokens[i]) < lengths[i]]
+    rest = generate(
+        llm,
+        [PROMPTS[i] + tokens[i] for i in going],
+        [asked(i, max_tokens=lengths[i] - len(tokens[i]) + 9 * (i % 4)) for i in going],
+    )
+    for i, more in zip(going, rest, strict=True):
+        tokens[i] = tokens[i] + more
+    return tokens
+
+
+LAST_NORMS = ("model.norm.weight", "model.norm_f.weight")
+
+
+def synced(llm: Any) -> Tokens:
+    """The weights change, as in a weight sync. (`reload_weights` of 0.24 fails for a convolution.)"""
+    first = batch(llm)
+    model = runner_of(llm).get_model()
+    [weight] = [w for name, w in model.named_parameters() if name.endswith(LAST_NORMS)]
+    with torch.no_grad():
+        weight.mul_(torch.linspace(0.2, 2.0, len(weight)))
+    llm.reset_prefix_cache()
+    return first + batch(llm)
+
+
+def add(engine: Any, name: str, prompt: list[int], params: Any) -> None:
+    params.detokenize = False
+    engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+
+def take(engine: Any, found: dict[str, list[int]]) -> None:
+    for output in engine.step():
+        found[output.request_id] = list(output.outputs[0].token_ids)
+
+
+SCENARIOS: tuple[Callable[[Any], Tokens], ...] = (
+    fresh_single_tokens, batch, crowded, gate, many_lengths, options, siblings, long_prompts, single_tokens,
+    preempted, resumed, synced,
+)  # fmt: skip
+
+
+def new_recurrent_engine(model: str, spec: dict[str, Any] | None, **arguments: Any) -> Any:
+    from vllm import LLM
+
+    settings = engine_settings(model, None if spec is None else {"history": 8} | spec)
+    sizes = {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
+    # vLLM 0.24 takes chunks from linear attention where its own kernels would use AMX.
+    with mock.patch("torch.cpu._is_amx_tile_supported", return_value=False):
+        return LLM(**settings | sizes | (OFF if spec is None else {}) | arguments)
+
+
+FAST = ("fresh_single_tokens", "batch", "crowded", "gate", "long_prompts", "single_tokens")
+# The last token of some of the long prompts is computed alone.
+SHORT_STEPS = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def served(
+    model: str, spec: dict[str, Any] | None, names: Iterable[str] | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """What an engine gives in each scenario, and what its drafter and its scheduler counted."""
+    scenarios = {each.__name__: each for each in SCENARIOS}
+    llm = new_recurrent_engine(model, spec, **arguments)
+    try:
+        rows, graphs = (
+            note_rows(llm.llm_engine.engine_core.engine_core.scheduler),
+            note_graphs(runner_of(llm)),
+        )
+        found: dict[str, Any] = {name: scenarios[name](llm) for name in names or scenarios}
+        drafter = proposer_of(llm)
+        if drafter is not None:
+            found["counters"] = drafter.take_counters().to_dict()
+            found |= {"rows": rows, "graphs": graphs, "state_bytes": state_bytes(runner_of(llm))}
+            found["model_runner"] = type(runner_of(llm)).__module__
+        return found
+    finally:
+        close([llm])
+
+
+def note_rows(scheduler: Any) -> dict[str, int]:
+    """Count the rows that vLLM gets wrong: without a draft behind a step with one, and those left out."""
+    schedule, drafted, rows = scheduler.schedule, set[str](), {"alone": 0, "beside drafts": 0, "left out": 0}
+
+    @functools.wraps(schedule)
+    def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
+        nonlocal drafted
+        output = schedule(*args, **kwargs)
+        if output.total_num_scheduled_tokens:
+            drafts = {name for name, draft in output.scheduled_spec_decode_tokens.items() if draft}
+            kind = "beside drafts" if drafts else "alone"
+            rows[kind] += len((drafted - drafts) & set(output.num_scheduled_tokens))
+            rows["left out"] += len(scheduler.running) - len(output.num_scheduled_tokens)
+            drafted = drafts
+        return output
+
+    scheduler.schedule = schedule_and_note
+    return rows
+
+
+def note_graphs(runner: Any) -> set[tuple[bool, bool, bool]]:
+    """Of MRV1's steps: is a row in its prompt, has every row one token, may the step have a full graph."""
+    steps = set[tuple[bool, bool, bool]]()
+    if not hasattr(runner, "_is_uniform_decode"):
+        return steps
+    is_uniform = runner._is_uniform_decode
+
+    def note(*args: Any, **kwargs: Any) -> bool:
+        found, batch = is_uniform(*args, **kwargs), runner.input_batch
+        n = batch.num_reqs
+        in_prompt = bool((batch.num_computed_tokens_cpu[:n] < batch.num_prompt_tokens[:n]).any())
+        steps.add((in_prompt, kwargs["num_tokens"] == kwargs["num_reqs"], found))
+        return found
+
+    runner._is_uniform_decode = note
+    return steps
+
+
+def state_bytes(runner: Any) -> int:
+    """Of a request, by vLLM's own specification of its cache."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return sum(
+        (1 + spec.num_speculative_blocks) * math.prod(shape) * dtype.itemsize
+        for spec in runner.get_kv_cache_spec().values()
+        if isinstance(spec, MambaSpec)
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+
+
+def main(model: str, path: str) -> None:
+    """Of MRV2: what an engine without drafts gives and what one with drafts does, as JSON."""
+    names = ("batch", "gate", "long_prompts", "many_lengths", "preempted", "resumed")
+    cached = {"enable_prefix_caching": True, "block_size": 32}
+    results = {
+        name: served(model, spec, names, **cached)
+        for name, spec in {
+            "plain": None,
+            "drafted": {"num_speculative_tokens": 3, "batch_threshold": 4},
+        }.items()
+    }
+    for found in results.values():
+        found.pop("graphs", None)
+    pathlib.Path(path).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    from tests.engine.recurrent_layers import replace_layers
+    from tests.engine.tiny_recurrent import make_recurrent
+
+    replace_layers()
+    with tempfile.TemporaryDirectory() as folder:
+        main(make_recurrent(sys.argv[1], pathlib.Path(folder)), sys.argv[2])
