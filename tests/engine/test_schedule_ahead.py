@@ -23,12 +23,20 @@ def decided(tiny_model: str) -> Callable[..., Any]:
 
     from rollout_spec.vllm.mrv2.ahead import schedule_ahead
 
-    def decide(asked: bool | None, is_cpu: bool = False, has_v2: bool = True, **arguments: Any) -> Any:
+    def decide(
+        asked: bool | None,
+        is_cpu: bool = False,
+        has_v2: bool = True,
+        returns_experts: bool = False,
+        **arguments: Any,
+    ) -> Any:
         config = configured(tiny_model, {}, **arguments)
         assert not config.scheduler_config.async_scheduling, "this is a CPU, without Triton"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(current_platform, "is_cpu", lambda: is_cpu)
             patch.setattr(VllmConfig, "use_v2_model_runner", has_v2)
+            name = "enable_return_routed_experts"  # 0.32 has it elsewhere
+            patch.setattr(config.model_config, name, returns_experts, raising=False)
             schedule_ahead(config, asked)
         return config.scheduler_config
 
@@ -62,6 +70,7 @@ def executor_without_it() -> Any:
             lambda: {"distributed_executor_backend": executor_without_it()},
             "distributed_executor_backend=.* does not support it",
         ),
+        (lambda: {"returns_experts": True}, "with enable_return_routed_experts, vLLM before 0.32 finds"),
     ],
 )
 def test_an_engine_that_cannot_says_why(

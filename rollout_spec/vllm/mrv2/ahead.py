@@ -127,6 +127,11 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     elif not Executor.get_class(vllm_config).supports_async_scheduling():
         backend = vllm_config.parallel_config.distributed_executor_backend
         reason = f"distributed_executor_backend={backend!r} does not support it"
+    elif getattr(vllm_config.model_config, "enable_return_routed_experts", False):  # 0.32 has it elsewhere
+        reason = (
+            "with enable_return_routed_experts, vLLM before 0.32 finds a token's experts by its scheduler's "
+            "numbers of tokens"
+        )
     if is_hybrid(vllm_config) and scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = SCHEDULER  # vLLM's own would not tell the workers what a model is to draft
     wanted = not current_platform.is_cpu() if asked is None else asked  # vLLM does not by itself on CPUs
