@@ -44,9 +44,8 @@ def the_demo_logs_what_the_gate_did() -> None:
 
 def the_recipe_drafted() -> None:
     """.ci/run has it draft at any number of rows, whatever the machine makes of it."""
-    first, second = steps_of(Path("outputs/recipe.jsonl"))
-    assert first["rollout/spec_num_draft_tokens"] > 0, first
-    assert second["training/global_step"] == 2, second
+    [step] = steps_of(Path("outputs/recipe.jsonl"))
+    assert step["rollout/spec_num_draft_tokens"] > 0 and step["training/global_step"] == 1, step
 
 
 if __name__ == "__main__":

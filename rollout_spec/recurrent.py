@@ -18,7 +18,7 @@ MAX_SPECULATIVE_TOKENS = 7
 CACHE_MODES = ("none", "align")  # of vLLM's mamba_cache_mode
 
 # Architectures, as config.json names them, and the first minor version of vLLM (0.N) that keeps their states
-# for drafts. All have the gated delta rule.
+# for drafts.
 _GATED_DELTA = {
     "Qwen3NextForCausalLM": 24,
     "Qwen3_5ForCausalLM": 29,
@@ -27,9 +27,14 @@ _GATED_DELTA = {
     "Qwen3_5MoeForConditionalGeneration": 29,
     "OlmoHybridForCausalLM": 29,
 }
-_MAMBA_2 = "has layers of Mamba 2, which read an old state when a request that was preempted is resumed"
+_MAMBA_2 = {
+    "NemotronHForCausalLM": 29,
+    "FalconH1ForCausalLM": 32,
+    "GraniteMoeHybridForCausalLM": 32,
+    "Zamba2ForCausalLM": 32,
+}
+_SUPPORTED = _GATED_DELTA | _MAMBA_2
 _REFUSED = {
-    **dict.fromkeys(("NemotronH", "FalconH1", "GraniteMoeHybrid", "Zamba2"), _MAMBA_2),
     "Mamba": "has no attention, and vLLM counts no accepted tokens for such models",
     "FalconMamba": "has no attention, and vLLM counts no accepted tokens for such models",
     "Jamba": "has layers of Mamba 1, which drop the number of accepted tokens",
@@ -45,7 +50,7 @@ def refusal(architecture: str, minor: int | None) -> str | None:
         architecture: as config.json names it.
         minor: N of vLLM 0.N; None: newer than all releases.
     """
-    oldest = _GATED_DELTA.get(architecture)
+    oldest = _SUPPORTED.get(architecture)
     if oldest is None:
         known = (reason for start, reason in _REFUSED.items() if architecture.startswith(start))
         reason = next(known, "has recurrent layers that have not been tested with drafts")
@@ -91,6 +96,11 @@ def mib(num_bytes: float) -> int:
     return round(num_bytes / 2**20)
 
 
+def takes_plain_graphs(architecture: str) -> bool:
+    """Whether full CUDA graphs can be captured for plain steps: Mamba 2 asserts K + 1 tokens in every row."""
+    return architecture not in _MAMBA_2
+
+
 @dataclasses.dataclass(frozen=True)
 class States:
     """What a request's states take, by the number of its draft tokens."""
@@ -126,13 +136,23 @@ def states_of(
         tensor_parallel_size: ranks that share each layer's heads.
         dtype_bytes: of what the model computes in.
     """
-    if not fields.get("linear_num_value_heads"):
+    if fields.get("linear_num_value_heads"):  # the gated delta rule
+        values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
+        channels = values + 2 * fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+        size, width = values * fields["linear_key_head_dim"], fields.get("linear_conv_kernel_dim", 4)
+    elif heads := _first(fields, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads"):  # Mamba 2
+        size_of_state = _first(fields, "ssm_state_size", "mamba_d_state")
+        values = heads * _first(fields, "mamba_head_dim", "mamba_d_head", "mamba_headdim")
+        if not size_of_state or not values:
+            return None
+        groups = _first(fields, "mamba_n_groups", "mamba_ngroups", "n_groups") or 1
+        channels, size = values + 2 * groups * size_of_state, values * size_of_state
+        width = _first(fields, "conv_kernel", "mamba_d_conv") or 4
+    else:
         return None
-    values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
-    channels = values + 2 * fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
-    size, width = values * fields["linear_key_head_dim"], fields.get("linear_conv_kernel_dim", 4)
     if state_dtype == "auto":  # as vLLM decides it
-        state_dtype = fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype") or "auto"
+        for_nemotron = "float32" if "ssm_state_size" in fields else "auto"
+        state_dtype = fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype") or for_nemotron
     state_bytes = {"auto": dtype_bytes, "float32": 4}.get(state_dtype, 2)
     ranks = tensor_parallel_size
     return States(_num_layers(fields), state_bytes * size // ranks, dtype_bytes * channels // ranks, width)
@@ -140,7 +160,15 @@ def states_of(
 
 def _num_layers(fields: Mapping[str, Any]) -> int:
     """Recurrent ones."""
-    if kinds := fields.get("layer_types"):
-        return kinds.count("linear_attention")
+    kinds = fields.get("layer_types") or fields.get("layers_block_type")
+    if kinds:
+        return sum(kind in ("linear_attention", "mamba", "hybrid") for kind in kinds)
+    if pattern := fields.get("hybrid_override_pattern"):  # Nemotron-H
+        return pattern.count("M")
     num, interval = fields.get("num_hidden_layers", 0), fields.get("full_attention_interval")
     return num - num // interval if interval else num
+
+
+def _first(fields: Mapping[str, Any], *names: str) -> int:
+    """The first of these that is given; 0 if none is."""
+    return next((fields[name] for name in names if fields.get(name)), 0)

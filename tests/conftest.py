@@ -22,7 +22,7 @@ TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py"
 FIRST = [
     f"test_{name}.py"
     for name in (
-        "parallel", "certify", "plain_vllm", "gpu_check", "bench", "runner_v2", "model_drafter",
+        "runner_v2", "certify", "model_drafter", "parallel", "bench", "requests", "offline", "plain_vllm",
     )
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ import rollout_spec.verification
 from rollout_spec import patches
 from rollout_spec.verification import blocks, coupled, noise, standard
 from rollout_spec.verification.transfers import fetched, sent
-from rollout_spec_lab.gpu_check.gpu_check import WAITS
+from rollout_spec_lab.bench.waits import WAITS
 from tests.accelerator import DEVICE, Accelerator
 from tests.test_proposer import K, vllm_config
 

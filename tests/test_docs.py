@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 
 from docs.generate import DOCS, PART, renewed
-from docs.request_options import NO_EFFECT, REFUSED, REQUEST, SAMPLING
 from rollout_spec.cli import build_parser
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import (
@@ -64,12 +61,6 @@ def test_every_command_has_its_arguments_on_a_page():
     assert shown == leaves(build_parser()) | leaves(lab.build_parser())
 
 
-def test_the_pages_of_options_say_why_each_is_refused_or_has_no_effect():
-    for option in (*SAMPLING, *REQUEST):
-        assert (option.verdict == REFUSED) == bool(option.error), option.name
-        assert option.verdict != NO_EFFECT or option.test or option.note, option.name
-
-
 def test_every_metric_that_is_logged_is_explained_once():
     names = [PREFIX + metric.name for metric in METRICS]
     assert sorted(names) == sorted(logged() | OF_VERL)
@@ -103,24 +94,3 @@ def test_quoted_messages_are_those_of_the_code():
 def test_the_menu_has_every_page():
     menu = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
     assert sorted(menu) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES)
-
-
-def test_workflows_are_yaml_that_runs_what_every_change_must_pass():
-    files = {file.name: yaml.safe_load(file.read_text()) for file in (ROOT / ".github").rglob("*.yml")}
-    runs = {
-        name: [step.get("run", "") for job in file["jobs"].values() for step in job["steps"]]
-        for name, file in files.items()
-        if "jobs" in file
-    }
-    assert any(".ci/run" in run for run in runs["ci.yml"])
-    # What a job installs is pinned, and make takes the Python that the job has set up.
-    for job in (files["ci.yml"]["jobs"]["all"], files["release.yml"]["jobs"]["docs"]):
-        assert job["env"]["PYTHON"] == "python"
-    installed = [run.split()[4:] for run in runs["release.yml"] if "pip install" in run]
-    assert installed and all("==" in package for packages in installed for package in packages)
-
-
-def test_the_citation_is_of_this_version():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (citation["version"], citation["license"]) == (project["version"], project["license"])

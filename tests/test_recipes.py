@@ -91,13 +91,10 @@ def test_the_recipes_train_without_drafts_too():
 
 
 def layouts() -> list[tuple[str, str, str, str]]:
-    """Every size on every device by every recipe; the modes go round, so that each meets each of these."""
+    """Every size on every device; recipes and modes go round, so that each recipe meets each mode."""
     modes = MODES[:1] if verl_is_older() else MODES
-    places = itertools.product(enumerate(RECIPES), enumerate(SIZES), enumerate(DEVICES))
-    return [
-        (recipe, size, device, modes[(i + j + k) % len(modes)])
-        for (i, recipe), (j, size), (k, device) in places
-    ]
+    places = itertools.product(enumerate(SIZES), enumerate(DEVICES))
+    return [(RECIPES[(i + j) % 2], size, device, modes[i % len(modes)]) for (i, size), (j, device) in places]
 
 
 @pytest.mark.parametrize(("recipe", "size", "device", "mode"), layouts())

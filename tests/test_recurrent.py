@@ -22,6 +22,11 @@ QWEN3_NEXT: dict[str, Any] = {
     "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_value_head_dim": 128,
     "linear_key_head_dim": 128, "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32",
 }  # fmt: skip
+# 24 layers of 128 heads of 64 x 128.
+NEMOTRON_H: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*" * 12, "mamba_num_heads": 128,
+    "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
+}  # fmt: skip
 
 
 def run_of(fields: dict[str, Any], folder: pathlib.Path, group: str, k: int | None = None) -> Any:
@@ -40,6 +45,7 @@ def run_of(fields: dict[str, Any], folder: pathlib.Path, group: str, k: int | No
     [
         (QWEN3_NEXT, [74, 302, 621, 1314]),
         (QWEN3_NEXT | {"mamba_ssm_dtype": None}, [38, 158, 333, 738]),
+        (NEMOTRON_H, [97, 396, 806, 1674]),
     ],
 )
 def test_what_the_states_of_a_request_take(fields: dict[str, Any], num_mib: list[int]) -> None:
@@ -56,7 +62,8 @@ def test_what_the_states_of_a_request_take(fields: dict[str, Any], num_mib: list
     ("fields", "reason"),
     [
         ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "need vLLM 0.29 or later, this is 0.24"),
-        ({"architectures": ["NemotronHForCausalLM"]}, "an old state when a request that was preempted"),
+        ({"architectures": ["NemotronHForCausalLM"]}, "need vLLM 0.29 or later, this is 0.24"),
+        ({"architectures": ["NemotronHPuzzleForCausalLM"]}, "have not been tested"),
         ({"architectures": ["JambaForCausalLM"]}, "Mamba 1, which drop the number of accepted tokens"),
         ({"architectures": ["Lfm2ForCausalLM"]}, "tokens that depend on the batch"),
         ({"architectures": ["KimiLinearForCausalLM"]}, "not been tested"),
@@ -87,6 +94,8 @@ def test_every_supported_policy_is_known_from_its_release_on() -> None:
             False, False, True, True, True,
         ]  # fmt: skip
     assert [recurrent.refusal("Qwen3NextForCausalLM", n) is None for n in (23, 24)] == [False, True]
+    assert [recurrent.refusal("NemotronHForCausalLM", n) is None for n in (24, 29)] == [False, True]
+    assert [recurrent.refusal("FalconH1ForCausalLM", n) is None for n in (29, 32)] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.predict.model_drafts import simulate_model
 from rollout_spec.predict.replay import replay
 from rollout_spec.trace import Rollout, read_trace
-from rollout_spec_lab.bench.drafters import Oracle, Suffix, all_runs, at_equal_drafts, measure, over_baselines
+from rollout_spec_lab.bench.drafters import Suffix, all_runs, at_equal_drafts, measure, over_baselines
 from rollout_spec_lab.bench.specdecode import our_steps, tokens_per_step
 from rollout_spec_lab.bench.tables import FIGURES, drafters_tables
 from rollout_spec_lab.cli import main
@@ -77,17 +77,6 @@ def test_every_price_of_sam_is_a_result_of_its_own_and_a_replay(lines, results):
         assert all(cheap[figure] == getattr(same, figure) for figure in FIGURES.values())
 
 
-def test_the_oracles_grams_are_those_of_the_text():
-    oracle = Oracle(3)
-    oracle.start(group_of(1), ())
-    token_ids = np.array([[1, 2, 3, 1, 2, 3, 1, 9, -1, -1, -1]], np.int32)
-    drafts, numbers = oracle.draft(*(np.array(value, np.int32) for value in ([0], token_ids, [4], [3])))
-    # After 1 the text has 2 3, and 2 3 1 once position 3 is indexed.
-    assert drafts[0, : numbers[0]].tolist() == [2, 3, 1]
-    drafts, numbers = oracle.draft(*(np.array(value, np.int32) for value in ([0], token_ids, [7], [3])))
-    assert numbers.tolist() == [0]
-
-
 def test_the_command_prints_what_it_writes(tmp_path, capsys):
     options = ["--methods", "off,ngram,sam", "--num-speculative-tokens", "4", "--limit-groups", "2"]
     options += ["--history", "0", "8", "--min-survival", "0.2", "0.05", "--spec", "max_index_mb=64"]
@@ -98,7 +87,7 @@ def test_the_command_prints_what_it_writes(tmp_path, capsys):
     assert [result["method"] for result in printed["results"]] == 2 * ["off", "ngram", "sam", "sam"]
     assert all(result["tokens_per_step"] > 1 for result in printed["results"] if result["method"] != "off")
     [table] = drafters_tables(printed)
-    assert len(table.columns) == 8 and table.row_count == 8
+    assert len(table[1]) == 8 and len(table[2]) == 8
 
 
 @pytest.fixture
@@ -118,16 +107,6 @@ def test_by_default_what_is_not_installed_is_left_out_with_one_line(without_arct
     assert found == [method for method in METHODS if "suffix" not in method]
 
 
-def test_without_vllm_its_methods_are_left_out(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "vllm.v1.spec_decode.ngram_proposer", None)
-    monkeypatch.delitem(sys.modules, "rollout_spec_lab.bench.vllm_drafters", raising=False)
-    options = ["--num-speculative-tokens", "4", "--limit-groups", "1", "--json"]
-    assert main(["bench", "drafters", str(TRACE), *options]) == 0
-    out, err = capsys.readouterr()
-    assert "without ngram" in err and "pip install vllm" in err
-    assert not any(result["method"] == "ngram" for result in json.loads(out)["results"])
-
-
 def test_what_is_named_must_be_installed(without_arctic_inference, capsys):
     assert main(["bench", "drafters", str(TRACE), "--methods", "off,suffix_server"]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -142,29 +121,6 @@ def test_a_trace_without_a_step_is_one_line(tmp_path, capsys):
         f"{trace}: no second token in any response, so there is no step to draft in"
         in capsys.readouterr().err
     )
-
-
-def test_ratios_are_to_the_baselines_of_the_same_setting():
-    def result(method, k, tokens, drafted):
-        figures = {"tokens_per_step": tokens, "draft_tokens_per_step": drafted}
-        return {"method": method, "num_speculative_tokens": k, "history": 0, **figures}
-
-    sam = result("sam", 8, 3.0, 2.0)
-    server, tuned = "suffix_server", "suffix_server_tuned"
-    others = [result(server, 8, 2.0, 4.0), result(server, 3, 1.0, 1.0), result("ngram", 8, 1.0, 1.0)]
-    assert over_baselines(sam, [sam, *others]) == {server: (1.5, 0.5)}
-    assert over_baselines(sam, [*others, result(tuned, 8, 4.0, 8.0)]) == {
-        server: (1.5, 0.5),
-        tuned: (0.75, 0.25),
-    }
-    assert over_baselines(sam, [result(server, 8, 1.0, 0.0)]) == {}
-
-
-def test_ratios_are_a_table_below_the_figures(results):
-    sam = next(iter(only(results, method="sam"))) | {"trace": "t", "over": {"suffix_server": (1.25, 0.75)}}
-    figures, ratios = drafters_tables({"results": [sam]})
-    assert list(ratios.columns[-1].cells) == ["1.250 @ 0.750"] and figures.row_count == 1
-    assert len(list(drafters_tables({"results": [sam | {"over": {}}]}))) == 1
 
 
 def returning_prompts(num_prompts, length):
@@ -211,36 +167,6 @@ def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
         == 2
     )
     assert "max_index_mb=1: a line needs more" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--methods", "off,sam+model"],
-            "--methods sam+model: TRACE has no model's drafts: give --model-acc",
-        ),
-        (
-            ["--methods", "off", "--model-acceptance", "0.8,1.1"],
-            "--model-acceptance 0.8,1.1: must be numbers from 0 to 1",
-        ),
-        (
-            ["--methods", "off", "--model-acceptance", "0.8;0.7"],
-            "--model-acceptance 0.8;0.7: must be numbers from 0 to 1",
-        ),
-        (["--methods", ""], "--methods : must be one of off, ngram"),
-        (["--methods", "magic"], "--methods magic: must be one of off, ngram"),
-        (["--num-speculative-tokens", "65"], "65 must be at least 1 and at most 64"),
-        (["--history", "-1"], "--history: -1 must be at least 0"),
-        (["--min-survival", "0.1", "2"], "--min-survival: 2 must be at least 0 and at most 1"),
-        (["--equal-drafts", "--methods", "sam"], "--equal-drafts: needs one of suffix_server, suffix_s"),
-        (["--methods", "sam", "--spec", "history=2"], "--spec history=2: --history sets it"),
-        (["--methods", "sam", "--spec", "mode=frequent"], "rollout.spec.mode: unknown field"),
-    ],
-)
-def test_bad_options_are_one_line(options, message, capsys):
-    assert main(["bench", "drafters", str(TRACE), *options]) == 2
-    assert message.replace("TRACE", str(TRACE)) in capsys.readouterr().err
 
 
 def test_a_simulated_model_is_right_as_often_as_asked():
@@ -387,22 +313,6 @@ def test_at_equal_drafts_sam_drafts_no_more(lines):
     # It is a replay like any other.
     [same] = measure(lines, all_runs(["sam"], CONFIG, [4], [8], [result["min_survival"]]))
     assert result == same | {"equal_drafts": "suffix_server"}
-
-
-def test_the_price_of_equal_drafts_is_the_least_of_256(lines):
-    baseline = {"method": "other", "num_speculative_tokens": 4, "history": 0, "draft_tokens_per_step": 0.8}
-    found = at_equal_drafts(lines[:2], CONFIG, baseline)
-    below = (math.sqrt(found["min_survival"]) - 1 / 256) ** 2
-    [cheaper] = measure(lines[:2], all_runs(["sam"], CONFIG, [4], [0], [below]))
-    assert found["draft_tokens_per_step"] <= 0.8 < cheaper["draft_tokens_per_step"]
-
-
-@needs_arctic
-def test_nothing_drafted_is_equalled_by_nothing():
-    line = Rollout("g", None, PROMPT, [np.arange(10, 40, dtype=np.int32)])
-    [suffix] = measure([line], [("suffix_server", CONFIG)])
-    assert suffix["draft_tokens_per_step"] == 0
-    assert at_equal_drafts([line], CONFIG, suffix)["draft_tokens_per_step"] == 0
 
 
 @needs_arctic

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,10 +16,18 @@ from rollout_spec.cli.inputs import device_arguments
 from rollout_spec.config import ConfigError, SpecConfig, UserError
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import Rollout
-from rollout_spec_lab.bench.engine import Load, Method, Plan, make_record, predict, recorded_load
+from rollout_spec_lab.bench.engine import (
+    Load,
+    Method,
+    Plan,
+    answer,
+    first_responses,
+    make_record,
+    predict,
+    recorded_load,
+)
 from rollout_spec_lab.bench.rollouts import tables
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
-from rollout_spec_lab.cli import main
 from rollout_spec_lab.cli.bench_engine import METHODS
 from rollout_spec_lab.cli.inputs import checked_methods, default_dtype
 
@@ -91,21 +99,6 @@ def test_methods_are_compared_repeat_by_repeat():
     assert (second["acceptance_rate"], second["tokens_per_step"], second["share_on"]) == (0.5, 1.4, 1.0)
 
 
-def test_every_method_is_compared_with_every_other_in_pairs():
-    """Rollouts of 120 tokens; the other's second repeat is as fast as the first method's."""
-    off = [run((2, 100), (2, 20)), run((4, 100), (4, 20))]
-    sam = [run((1, 100), (1, 20)), run((2, 100), (2, 20))]
-    other = [run((1, 100), (1, 20)), run((4, 100), (4, 20))]
-    results = {r["method"]: r["tokens_per_s_over"] for r in summarise({"off": off, "sam": sam, "x": other})}
-    assert results["sam"]["off"]["ci95"] == pytest.approx([2.0, 2.0])
-    assert results["sam"]["x"] == {"value": pytest.approx(10 / 6), "ci95": pytest.approx([1.0, 2.0])}
-    assert results["off"]["sam"]["value"] == pytest.approx(0.5)
-    assert results["sam"].keys() == {"off", "x"}
-    [only] = summarise({"off": [run((0, 0), (2, 20)), run((0, 0), (4, 20))]})  # a phase that never was
-    assert only["front_tokens_per_s"] is None
-    assert only["ratios"]["front_tokens_per_s"] == {"value": None, "ci95": [None, None]}
-
-
 def test_step_times_leave_prefills_out_and_tell_drafted_steps():
     rows = step_times([LINE])
     assert rows == [
@@ -149,39 +142,6 @@ def test_methods_pass_their_threshold_on():
             Method(label)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--methods", "", "--model", "nowhere"], "method '': must be off, off:coupled"),
-        (["--methods", "off,magic"], "method 'magic': must be off, off:coupled, ngram, suffix, model, sam"),
-        (["--methods", "sam,model"], "--methods sam,model: model needs --model-drafter"),
-        (["--model-drafter", "eagle:head"], "--model-drafter eagle:head: must be METHOD:MODEL:NUMBER"),
-        (["--model-drafter", "ngram:head:3"], "--model-drafter ngram:head:3: must be METHOD:MODEL:NUMBER"),
-        (["--methods", "model", "--model-drafter", "mtp::16", "--model", "nowhere"], "drafts, 1 to 15"),
-        (
-            ["--num-speculative-tokens", "4", "--model-drafter", "mtp::5", "--model", "nowhere"],
-            "drafts, 1 to 4",
-        ),
-        (["--record-proposals"], "--record-proposals: needs --model-drafter and --output"),
-        (["--methods", "off,off"], "--methods off,off: a method is named twice"),
-        (["--repeats", "0"], "--repeats: 0 must be at least 1"),
-        (["--num-speculative-tokens", "65"], "num_speculative_tokens=65: must be between 1 and 64"),
-        (["--spec", "min_survival"], "--spec min_survival: must be NAME=VALUE"),
-        (["--spec", "depth=3"], "rollout.spec.depth: unknown field"),
-        (["--spec", "num_speculative_tokens=3"], "--spec num_speculative_tokens"),
-        (["--load", "random", "--prompts", "x.parquet"], "--prompts: --load random makes prompts of its own"),
-        (["--prompts", "nowhere"], "--prompts nowhere: no such file"),
-        (["--prompts", __file__, "--model", "nowhere"], f"--prompts {__file__}: cannot be read as parquet"),
-        (["--model", "nowhere"], "--model nowhere: no Hugging Face folder"),
-    ],
-)
-def test_bad_options_are_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    installed = ["--methods", "off,sam"]  # of the others a line more may say that they are not
-    assert main(["bench", "engine", *installed, *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize("has_accelerator", [True, False])
 def test_plain_vllm_decides_where_there_is_an_accelerator(
     has_accelerator: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,25 +159,6 @@ def test_plain_vllm_decides_where_there_is_an_accelerator(
     assert (made == default) == has_accelerator
     assert made.enforce_eager != has_accelerator
     assert default_dtype() == ("bfloat16" if has_accelerator else "float32")
-
-
-def test_each_method_drafts_its_own_number_of_tokens_unless_one_is_given(capsys: pytest.CaptureFixture[str]):
-    from rollout_spec_lab.bench.engine_worker import NGRAM, _method_arguments
-
-    def numbers(given: int | None, **spec: int) -> list[int | None]:
-        jobs = [
-            {"method": method, "spec": spec, "num_speculative_tokens": given}
-            for method in ("sam:auto", "ngram", "suffix")
-        ]
-        configs = [_method_arguments(job)["speculative_config"] for job in jobs]
-        return [config.get("num_speculative_tokens") for config in configs]
-
-    own = SpecConfig.num_speculative_tokens
-    assert numbers(None) == [own, NGRAM["num_speculative_tokens"], None]  # vLLM has a default for `suffix`
-    assert numbers(3, num_speculative_tokens=3) == [3, 3, 3]
-    assert main(["bench", "engine", "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"ngram {NGRAM['num_speculative_tokens']}, suffix what vLLM takes, sam {own}" in shown
 
 
 def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
@@ -245,19 +186,6 @@ def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
     assert both["additional_config"]["rollout_spec"] == options
 
 
-def test_a_record_holds_every_option_of_ours_and_nothing_of_others():
-    from rollout_spec_lab.bench.engine_worker import _method_arguments, _options
-
-    def of(method: str) -> SpecConfig:
-        job = {"method": method, "spec": {"history": 2}, "num_speculative_tokens": None}
-        given = _method_arguments(job).get("additional_config", {})
-        options = json.loads(json.dumps(_options(SimpleNamespace(additional_config=given))))
-        return SpecConfig.from_mapping(options or {"method": "off"})
-
-    assert of("sam:16") == SpecConfig(history=2, batch_threshold=16)
-    assert not any(of(method).enabled for method in ("off", "off:coupled", "ngram"))
-
-
 @pytest.mark.parametrize("has_arctic", [True, False])
 def test_suffix_is_compared_where_it_is_installed(
     has_arctic: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -268,6 +196,17 @@ def test_suffix_is_compared_where_it_is_installed(
     methods = checked_methods("bench engine", METHODS, None, {})
     assert methods == ["off", "ngram", *["suffix"] * has_arctic, "sam"]
     assert ("rollout-spec-lab bench engine: without suffix: " in capsys.readouterr().err) != has_arctic
+
+
+def test_the_folder_that_a_worker_starts_in_hides_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As an unbuilt checkout would."""
+    echo = "import shutil, sys; shutil.copy(*sys.argv[1:])"
+    for name, code in (("here", "raise SystemExit('the wrong one')"), ("there", echo)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "echo.py").write_text(code)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "there"))
+    assert answer("echo", {"a": 1}, "", tmp_path) == {"a": 1}
 
 
 LINES = [line("a", [1, 2, 3], [4, 5, 6, 7], [4, 5]), line("b", [8, 9], [5, 5, 5])]
@@ -283,6 +222,14 @@ def test_a_recording_is_served_as_it_was(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9}))
     with pytest.raises(UserError, match="has the token 9, the model's vocabulary is of 9"):
         recorded_load(LINES, 3, str(tmp_path))
+
+
+def test_the_first_responses_of_a_recording_are_as_many_as_rows():
+    found = [(each.group, len(each.responses)) for each in first_responses(LINES, 2)]
+    assert found == [("a", 2)]
+    assert [len(each.responses) for each in first_responses(LINES, 3)] == [2, 1]
+    with pytest.raises(UserError, match="--rows 4: the recording has 3 responses"):
+        first_responses(LINES, 4)
 
 
 def test_predictions_are_beside_what_was_measured(tmp_path: Path):
@@ -309,5 +256,5 @@ def test_predictions_are_beside_what_was_measured(tmp_path: Path):
     )
     assert off["predicted_tokens_per_s"]["roofline"] == pytest.approx(6 / 16)
     assert "predicted_tokens_per_s" not in suffix
-    shown = [list(column.cells) for column in tables(record)[-1].columns]
-    assert shown == [["off"], ["1"], ["1"], ["0"]]
+    shown = [*tables(record)][-1][-1]
+    assert shown == [["off", "1", "1", "0"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.tests.conftest import DATA
 from rollout_spec_lab import processes
-from rollout_spec_lab.cli import COMMANDS, build_parser, main
+from rollout_spec_lab.cli import build_parser, main
 from rollout_spec_lab.cli.demo import TRAINERS
 from rollout_spec_lab.demo.runner import Plan, overrides
 from tests.test_cli import check_parser, parsers
@@ -25,71 +26,96 @@ def run(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True)
 
 
-def test_help_lists_every_command_and_imports_nothing_slow():
-    code = (
-        "import sys; from rollout_spec_lab.cli import build_parser; print(build_parser().format_help());"
-        "slow = {'rich', 'torch', 'vllm', 'verl', 'ray', 'pandas'} & set(sys.modules);"
-        "sys.exit(f'imported: {slow}' if slow else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for name in COMMANDS:
-        assert re.search(rf"^    {name}\s", done.stdout, re.MULTILINE)
+# Arguments as a user types them; what stands in braces is one of FILES.
+FILES = {"TRACE": str(DATA / "demo_trace.jsonl.gz"), "HERE": __file__}
+MISTAKES = [
+    ("demo --output {HERE}", "{HERE}: File exists"),
+    ("demo --output {HERE}/demo", "{HERE}/demo: Not a directory"),
+    ("demo --steps 0", "--steps: 0 must be at least 1"),
+    ("demo --mode sam", "unrecognized arguments: --mode"),
+    ("demo --model /nowhere", "--model /nowhere: not found"),
+    ("demo --train-file /nowhere", "--train-file /nowhere: not found"),
+    ("demo trainer.nnodes", "'trainer.nnodes': a Hydra override looks like key=value"),
+    ("gpu-check --model-drafter mtp::16 --model x", "--model-drafter mtp::16: must be METHOD"),
+    ("gpu-check --model /nowhere", "--model /nowhere: no Hugging Face folder"),
+    ("gpu-check --minutes 0", "--minutes: 0 must be at least 1 and at most 1,440"),
+    ("gpu-check --repeats 0", "--repeats: 0 must be at least 1"),
+    ("gpu-check --methods '' --model /nowhere", "method '': must be off, off:coupled"),
+    ("gpu-check --methods sam", "--methods sam: must begin with off and name no method twice"),
+    ("gpu-check --methods off,eagle", "method 'eagle': must be off, off:coupled, ngram, suffix"),
+    ("gpu-check --output {HERE}", "{HERE}: File exists"),
+    ("gpu-check --methods off --parts steps,x", "--parts x: must be one of doctor, verify"),
+    ("gpu-check --methods off --model-config x", "--model-config x: no such file"),
+    ("bench rollout x", "--model-config: must name the policy's config.json"),
+    ("bench rollout x --engine 3", "--engine: invalid json_object value: '3'"),
+    ("bench verify --device tpu", "--device tpu: must be cpu"),
+    ("bench host x --model-tokens 1", "--model-tokens: no model drafts here"),
+    ("bench native --depth", "unrecognized arguments: --depth"),
+    *(
+        (f"bench drafters {{TRACE}} {options}", message)
+        for options, message in (
+            ("--max-index-mb 4", "--max-index-mb: use --spec max_index_mb=4"),
+            ("--methods sam --spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
+            (
+                "--methods suffix",
+                "--methods suffix: must be one of off, ngram, suffix_server, suffix_server_",
+            ),
+            (
+                "--methods off,sam+model",
+                "--methods sam+model: {TRACE} has no model's drafts: give --model-acc",
+            ),
+            ("--methods off --model-acceptance 1.1", "--model-acceptance 1.1: must be numbers from 0 to 1"),
+            ("--methods off --model-acceptance '1;1'", "--model-acceptance 1;1: must be numbers from 0 to 1"),
+            ("--methods ''", "--methods : must be one of off, ngram"),
+            ("--num-speculative-tokens 65", "65 must be at least 1 and at most 64"),
+            ("--history -1", "--history: -1 must be at least 0"),
+            ("--min-survival 0.1 2", "--min-survival: 2 must be at least 0 and at most 1"),
+            ("--equal-drafts --methods sam", "--equal-drafts: needs one of suffix_server, suffix_s"),
+            ("--methods sam --spec history=2", "--spec history=2: --history sets it"),
+            ("--methods sam --spec mode=frequent", "rollout.spec.mode: unknown field"),
+        )
+    ),
+    *(
+        (
+            f"bench engine --methods off,sam {options}",
+            message,
+        )  # of others a line more may say what is missing
+        for options, message in (
+            ("--history 0", "--history: use --spec history=0"),
+            ("--model-tokens 1", "--model-tokens: --model-drafter sets it"),
+            (
+                "--model-drafter mtp::3",
+                "--model-drafter: no method uses it: name model or sam+model in --meth",
+            ),
+            ("--methods '' --model nowhere", "method '': must be off, off:coupled"),
+            ("--methods off,magic", "method 'magic': must be off, off:coupled, ngram, suffix, model, sam"),
+            ("--methods sam,model", "--methods sam,model: model needs --model-drafter"),
+            ("--model-drafter eagle:head", "--model-drafter eagle:head: must be METHOD:MODEL:NUMBER"),
+            ("--methods model --model-drafter mtp::16 --model nowhere", "drafts, 1 to 15"),
+            ("--num-speculative-tokens 4 --model-drafter mtp::5 --model nowhere", "drafts, 1 to 4"),
+            ("--record-proposals", "--record-proposals: needs --model-drafter and --output"),
+            ("--methods off,off", "--methods off,off: a method is named twice"),
+            ("--repeats 0", "--repeats: 0 must be at least 1"),
+            ("--num-speculative-tokens 65", "num_speculative_tokens=65: must be between 1 and 64"),
+            ("--spec min_survival", "--spec min_survival: must be NAME=VALUE"),
+            ("--spec num_speculative_tokens=3", "--spec num_speculative_tokens"),
+            ("--load random --prompts x.parquet", "--prompts: --load random makes prompts of its own"),
+            ("--prompts nowhere", "--prompts nowhere: no such file"),
+            ("--prompts {HERE} --model nowhere", "--prompts {HERE}: cannot be read as parquet"),
+            ("--model nowhere", "--model nowhere: no Hugging Face folder"),
+        )
+    ),
+]
 
 
-DEMO, CHECK, BENCH = "rollout-spec-lab demo", "rollout-spec-lab gpu-check", "rollout-spec-lab bench"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (f"demo --output {__file__}", f"{DEMO}: {__file__}: File exists"),
-        (f"demo --output {__file__}/demo", f"{DEMO}: {__file__}/demo: Not a directory"),
-        ("demo --steps 0", f"{DEMO}: --steps: 0 must be at least 1"),
-        ("demo --mode sam", f"{DEMO}: unrecognized arguments: --mode"),
-        ("demo --model /nowhere", f"{DEMO}: --model /nowhere: not found"),
-        ("demo --train-file /nowhere", f"{DEMO}: --train-file /nowhere: not found"),
-        ("demo trainer.nnodes", f"{DEMO}: 'trainer.nnodes': a Hydra override looks like key=value"),
-        ("gpu-check --model-drafter mtp::16 --model x", f"{CHECK}: --model-drafter mtp::16: must be METHOD"),
-        ("gpu-check --model /nowhere", f"{CHECK}: --model /nowhere: no Hugging Face folder"),
-        ("gpu-check --minutes 0", f"{CHECK}: --minutes: 0 must be at least 1 and at most 1,440"),
-        ("gpu-check --repeats 0", f"{CHECK}: --repeats: 0 must be at least 1"),
-        ("gpu-check --methods= --model /nowhere", f"{CHECK}: method '': must be off, off:coupled"),
-        ("gpu-check --methods sam", f"{CHECK}: --methods sam: must begin with off and name no method twice"),
-        (
-            "gpu-check --methods off,eagle",
-            f"{CHECK}: method 'eagle': must be off, off:coupled, ngram, suffix",
-        ),
-        (f"gpu-check --output {__file__}", f"{CHECK}: {__file__}: File exists"),
-        ("gpu-check --methods off --parts steps,x", f"{CHECK}: --parts x: must be one of doctor, verify"),
-        ("gpu-check --methods off --model-config x", f"{CHECK}: --model-config x: no such file"),
-        ("bench rollout x", f"{BENCH} rollout: --model-config: must name the policy's config.json"),
-        ("bench rollout x --engine 3", f"{BENCH} rollout: --engine: invalid json_object value: '3'"),
-        ("bench verify --device tpu", f"{BENCH} verify: --device tpu: must be cpu"),
-        ("bench drafters x --max-index-mb 4", f"{BENCH} drafters: --max-index-mb: use --spec max_index_mb=4"),
-        ("bench engine --history 0", f"{BENCH} engine: --history: use --spec history=0"),
-        (
-            "bench drafters x --methods sam --spec model_tokens=1",
-            f"{BENCH} drafters: --spec model_tokens=1: --model-acceptance sets it",
-        ),
-        ("bench engine --model-tokens 1", f"{BENCH} engine: --model-tokens: --model-drafter sets it"),
-        ("bench host x --model-tokens 1", f"{BENCH} host: --model-tokens: no model drafts here"),
-        (
-            "bench engine --methods off,sam --model-drafter mtp::3",
-            f"{BENCH} engine: --model-drafter: no method uses it: name model or sam+model in --methods",
-        ),
-        ("bench native --depth", f"{BENCH} native: unrecognized arguments: --depth"),
-        (
-            "bench drafters x --methods suffix",
-            f"{BENCH} drafters: --methods suffix: must be one of off, ngram, suffix_server, "
-            "suffix_server_tuned, sam, oracle, model, sam+model",
-        ),
-    ],
-)
-def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, says, capsys):
-    assert main(arguments.split()) == 2
+@pytest.mark.parametrize(("line", "message"), MISTAKES)
+def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, capsys):
+    arguments = shlex.split(line.format(**FILES))
+    assert main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith(says) and error.count("\n") == 1
+    command = " ".join(arguments[: 1 + (arguments[0] == "bench")])
+    assert error.startswith(f"rollout-spec-lab {command}: ") and error.count("\n") == 1
+    assert message.format(**FILES) in error
 
 
 PARSERS = dict(parsers(build_parser(), "rollout-spec-lab"))

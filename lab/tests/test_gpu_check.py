@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,15 @@ from typing import Any
 
 import pytest
 
+from rollout_spec.config import UserError
+from rollout_spec.predict.step_times import StepTimes
 from rollout_spec_lab.bench import engine
+from rollout_spec_lab.bench.verify import sentences as verified
+from rollout_spec_lab.cli import gpu_check as command
 from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
 from rollout_spec_lab.gpu_check import V2, gpu_check
-from rollout_spec_lab.gpu_check.gpu_check import WAITS, Check, Plan, step_times
-from rollout_spec_lab.gpu_check.page import verdict
+from rollout_spec_lab.gpu_check.gpu_check import Check, Plan, step_times
+from rollout_spec_lab.gpu_check.page import tables, verdict
 
 METHODS = ["off", "sam", "suffix"]
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -76,6 +81,73 @@ def test_a_part_may_take_half_of_what_is_left_and_the_last_one_all(
     assert "steps: 2 rows, 7 drafts: dropped: no room." in verdict(NOTHING | {"parts": record["parts"]})
 
 
+def test_predicted_steps_are_beside_measured_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of MRV1 beside MRV1's roofline: 10 ms and 1 ms for each token."""
+    found = {
+        "sampling": [],
+        "steps": [row(64, 1, 0, 0.011), row(64, 2, 1, 0.007)],
+        "settings": {"model_runner": "V1"},
+    }
+    monkeypatch.setattr(gpu_check, "answer", lambda *_: found | {"waits": None})
+    rooflines = {"V1": StepTimes.parse("1:0.011,11:0.021"), "V2": StepTimes.parse("1:9")}
+    [record] = Check(Plan(60.0, {"steps": {}}, "none", rooflines), tmp_path).run()
+    assert [one["roofline_s"] for one in record["steps"]["steps"]] == pytest.approx([0.011, 0.014])
+    assert "The roofline says 1.00 to 2.00 times these times." in verdict(record)
+    _, (title, _, cells), _ = tables(record)
+    assert title == "A step, ms (the roofline)"
+    assert cells == [["64", "1", "11.00 (11.00)", ""], ["64", "2", "", "7.00 (14.00)"]]
+
+
+ALIKE = {"tokens": 256, "differ_from_cpu": 1, "largest_shortfall": 2e-6, "differ_alone": 0}
+VERIFIED = {
+    "comparison": {
+        "words": 1000, "words_that_differ": 0, "noise_that_differs": 0, "noise_largest_ulps": 0,
+        "peaked": ALIKE, "flat": ALIKE,
+    },
+    "cells": [
+        {"rows": rows, "k": k, "ms": {"coupled": 1.0 + k / 10, "vllm": 1.0},
+         "waits": {"coupled": ["a:1"] * (3 if k else 1), "vllm": []}}
+        for rows in (64, 256)
+        for k in (0, 7, 15)
+    ],
+}  # fmt: skip
+
+
+def test_verification_is_judged_at_64_rows_with_7_drafts() -> None:
+    assert list(verified(VERIFIED)) == [
+        "The device's random numbers are a CPU's, bit for bit: 1,000 of them.",
+        "2 of 512 tokens differ from a CPU's (the largest error of a logit that explains one: 2.0e-06), "
+        "0 from those drawn alone.",
+        "Waits in sampling are as documented: plain 1 (documented: 1), with drafts 3 (documented: 3).",
+        "Verification of 64 rows with 7 drafts takes 1.70 ms, 1.70 times vLLM's: more than the 1.5 times "
+        "that we allow.",
+    ]
+
+
+@pytest.mark.parametrize(("difference", "says"), [(0.0, "are equal"), (1e-6, "are not equal")])
+def test_the_batch_invariant_mode_is_judged_bit_for_bit(difference: float, says: str) -> None:
+    counted = {"tokens_compared": 9, "tokens_identical": 9, "unexplained_differences": 0}
+    drafted = {"num_draft_tokens": 4, "num_rejected_tokens": 1, "mean_logprob_difference": difference}
+    found = counted | drafted | {
+        "verdict": "identical", "differences": [], "max_logprob_difference": difference, "distribution": None,
+        "untested": [], "plan": {"distribution_samples": 0}, "model_runner": "MRV1", "tolerance": 0.1,
+    }  # fmt: skip
+    record = NOTHING | {"certify": found, "parts": [], "plan": {"batch_invariant": True}}
+    assert f"log-probabilities {says} bit for bit" in verdict(record)[1]
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_engines_are_asked_on_both_model_runners_where_cuda_is(
+    has_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_cuda)
+    parts = command._parts(argparse.Namespace(parts="rollouts,steps,doctor"))
+    assert parts == ["doctor", *["steps" + V2] * has_cuda, "steps", "rollouts"]
+    assert set(command._parts(argparse.Namespace(parts=None))) >= {*ALL_PARTS, *["certify" + V2] * has_cuda}
+    with pytest.raises(UserError, match="--parts stepz: must be one of doctor, verify, certify"):
+        command._parts(argparse.Namespace(parts="doctor,stepz"))
+
+
 def row(context: int, num_rows: int, num_drafts: int, seconds: float) -> dict[str, Any]:
     return {
         "context": context, "num_rows": num_rows, "num_drafts": num_drafts, "seconds": seconds, "num_steps": 4
@@ -104,7 +176,7 @@ def test_step_times_are_of_the_shortest_context_and_of_one_mean_for_each_number_
 def test_the_verdict_on_steps(waits: dict[str, list[str]] | None, says: str) -> None:
     """Of each runner the waits, and of each context the least time and how it grows."""
     found = {"steps": STEPS, "waits": waits}
-    record = NOTHING | {"steps": found, "steps" + V2: found, "waits_expected": WAITS, "parts": []}
+    record = NOTHING | {"steps": found, "steps" + V2: found, "parts": []}
     sentences = verdict(record)
     assert len(sentences) == 6 and says in sentences[0] and says in sentences[3]
     assert [sentence.endswith(", on MRV2.") for sentence in sentences] == [True] * 3 + [False] * 3
@@ -119,7 +191,14 @@ def test_the_verdict_on_rollouts_has_every_ratio_with_its_interval() -> None:
 
     def result(method: str, whole: dict[str, Any], **over: Any) -> dict[str, Any]:
         ratios = {"tokens_per_s": whole, "tail_tokens_per_s": ratio(2.0, 1.5, 2.5)}
-        return {"method": method, "ratios": ratios, "tokens_per_s_over": over, "tokens_per_s": 100.0}
+        drafting = {
+            "draft_cpu_s": 0.3 * (method == "sam"),
+            "num_repeats": 2,
+            "repeats": [{"num_steps": 150}] * 2,
+        }
+        return {
+            "method": method, "ratios": ratios, "tokens_per_s_over": over, "tokens_per_s": 100.0, **drafting
+        }  # fmt: skip
 
     results = [
         result("off", ratio(1.0)) | {"predicted_tokens_per_s": {"step_times": 125.0, "roofline": None}},
@@ -128,7 +207,8 @@ def test_the_verdict_on_rollouts_has_every_ratio_with_its_interval() -> None:
         result("suffix", ratio(1.2)),
     ]
     record = NOTHING | {"rollouts": {"results": results, "load": {"repeats": 2}}, "parts": []}
-    figures = ["0.98 (0.96 to 1.00)", "1.30 (1.20 to 1.40)", "1.20", "1.10 (1.00 to 1.20)", "1.25", "three"]
+    figures = ["0.98 (0.96 to 1.00)", "1.30 (1.20 to 1.40)", "1.20", "1.10 (1.00 to 1.20)", "1.25", "2.00 ms"]
+    figures.append("three")
     sentences = verdict(record)
     assert len(sentences) == len(figures)
     assert [figure for figure, said in zip(figures, sentences, strict=True) if figure not in said] == []

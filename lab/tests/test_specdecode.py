@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_spec.config import UserError
 from rollout_spec_lab.bench.specdecode import Clock, price, read, recorded_steps, speed, with_eagle
 from rollout_spec_lab.cli import main
 
@@ -66,8 +65,7 @@ def test_the_command_has_all_methods(
     checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["bench", "specdecode", str(checkout), "--datasets", "gsm8k", "--rows", "1", "8"]
-    assert main([*command, "--json", "--plot", str(tmp_path / "plot.png")]) == 0
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*command, "--json"]) == 0
     found = {each["method"]: each for each in json.loads(capsys.readouterr().out)["gsm8k"]}
     assert found["EAGLE, oracle"]["tokens_per_step"] == 3.5
     assert found["oracle of both"]["tokens_per_step"] == 3.5
@@ -76,11 +74,3 @@ def test_the_command_has_all_methods(
     assert all(found[name]["tokens_per_step"] >= 1 for name in names)
     assert main(command) == 0
     assert "oracle of both" in capsys.readouterr().out
-
-
-def test_what_is_no_checkout_is_one_line(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (checkout / "predictor.py").write_text("")
-    with pytest.raises(UserError, match="target_c_kv is missing"):
-        Clock.read(checkout)
-    assert main(["bench", "specdecode", str(checkout / "none")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -2,7 +2,8 @@
 
 With speculation vLLM captures its full graphs for steps in which every row has K draft tokens. Those of a
 drafter that chooses are seldom so, and a plain step would go piece by piece. Here full graphs are captured
-for plain steps; steps with drafts have piecewise ones. On NPUs it stays as it is.
+for plain steps; steps with drafts have piecewise ones. On NPUs it stays as it is, and for policies with
+layers of Mamba 2, whose metadata is captured for K draft tokens in every row only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from rollout_spec import recurrent
 from rollout_spec.vllm import reasons
+from rollout_spec.vllm.upstream.recurrent_chunks import in_prompt
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -33,24 +36,28 @@ def fills_drafts(vllm_config: VllmConfig) -> bool:
 
 def capture_plain_steps(runner: Any) -> None:
     """Capture full graphs for plain steps in an MRV1. Call it before the model is loaded."""
-    _say_what_has_none(runner)
-    runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1
     if runner.model_config.is_hybrid:
         _keep_prompts_out(runner)
+    if _has_plain_graphs(runner):
+        _say_what_has_none(runner)
+        runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1
+
+
+def _has_plain_graphs(runner: Any) -> bool:
+    model = runner.vllm_config.model_config
+    return not model.is_hybrid or recurrent.takes_plain_graphs(model.architecture)
 
 
 def _keep_prompts_out(runner: Any) -> None:
-    """MRV1 takes a full graph by a step's shape. That of recurrent layers is of decoding rows: a step with
-    the last single token of a prompt would replay it with the slots of an earlier step."""
+    """MRV1 takes a full graph by a step's shape. That of recurrent layers is of decoding rows: a step with a
+    chunk of a prompt of the same shape would replay it with the slots of an earlier step."""
     name = "_determine_batch_execution_and_padding"
     determine = getattr(runner, name)
 
     @functools.wraps(determine)
     def determine_for_decodes(*args: Any, **kwargs: Any) -> Any:
-        if "force_uniform_decode" not in kwargs:  # else a dummy run
-            batch, n = runner.input_batch, kwargs["num_reqs"]
-            if (batch.num_computed_tokens_cpu[:n] < batch.num_prompt_tokens[:n]).any():
-                kwargs["force_uniform_decode"] = False
+        if "force_uniform_decode" not in kwargs and in_prompt(runner).any():  # a dummy run has it
+            kwargs["force_uniform_decode"] = False
         return determine(*args, **kwargs)
 
     setattr(runner, name, determine_for_decodes)
@@ -62,6 +69,8 @@ def capture_plain_steps_mrv2(runner: Any) -> None:
     The dummy batch of a data-parallel rank without requests is a plain step too: else it would be of K + 1
     tokens, and no rank's plain step would have a full graph beside it.
     """
+    if not _has_plain_graphs(runner):
+        return
     _say_what_has_none(runner)
     for name in ("initialize_kv_cache", "_dummy_run"):
         setattr(runner, name, _for_plain_steps(runner, getattr(runner, name)))

@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 from rollout_spec import recurrent
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.vllm import reasons
-from rollout_spec.vllm.upstream import recurrent_counts, recurrent_rows
+from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_counts, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 
 
@@ -43,4 +43,5 @@ def keep_states_right(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config.is_hybrid and vllm_config.speculative_config is not None:
         recurrent_rows.mend(vllm_config.use_v2_model_runner)
         if not vllm_config.use_v2_model_runner:
+            recurrent_chunks.mend()
             recurrent_counts.mend()

@@ -262,7 +262,7 @@ def test_gpu_check_does_all_its_parts(
     small = gpu_check.SIZES[False] | {"contexts": [64], "nums_rows": [1, 4], "nums_drafts": [0, 15]}
     monkeypatch.setitem(gpu_check.SIZES, True, small)
     options = ["--minutes", "60", "--repeats", "1", "--methods", "off,sam", "--output", str(tmp_path)]
-    assert main(["gpu-check", "--model", chat_model, "--eager", *options]) == 0
+    assert main(["gpu-check", "--model", chat_model, "--engine", '{"enforce_eager": true}', *options]) == 0
     record = json.loads((tmp_path / "gpu-check.json").read_text())
     reasons = {part["part"]: part["reason"] for part in record["parts"] if part["status"] != "done"}
     assert reasons == {}

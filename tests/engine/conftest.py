@@ -118,14 +118,6 @@ def chat_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str
     return str(path)
 
 
-@pytest.fixture(scope="session")
-def policy() -> str:
-    """The demo's pretrained policy in float32."""
-    from rollout_spec_lab.demo.model import make_model
-
-    return str(make_model(pathlib.Path(".cache/models/smollm2-float32"), dtype="float32"))
-
-
 def engine_settings(model: str, spec: dict[str, Any] | None = None) -> dict[str, Any]:
     """vLLM's arguments, with a drafter where `spec` holds options."""
     settings: dict[str, Any] = {

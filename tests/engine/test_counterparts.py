@@ -11,8 +11,9 @@ import torch
 
 from rollout_spec import patches
 from rollout_spec.verification import coupled, standard
+from rollout_spec.vllm.upstream import cpu_expand, cpu_rejection
 
-FUNCTIONS = ("rejection_sample", "expand_batch_to_tokens")
+FUNCTIONS = {"rejection_sample": cpu_rejection, "expand_batch_to_tokens": cpu_expand}
 
 
 def vllms(name: str) -> Any:
@@ -33,6 +34,16 @@ def test_the_signatures_are_vllms(name: str) -> None:
     ours = list(inspect.signature(getattr(standard, name)).parameters.values())
     assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
     assert all(p.default is not p.empty for p in ours[len(theirs) :])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_one_that_takes_other_arguments_is_not_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, function = types.ModuleType("other"), lambda draft_token_ids, more: None
+    setattr(other, name, function)
+    monkeypatch.setattr(FUNCTIONS[name], "is_right", lambda: False)
+    with pytest.raises(patches.PatchError, match=f"other.{name} takes draft_token_ids, more"):
+        FUNCTIONS[name].mend(other)
+    assert getattr(other, name) is function
 
 
 def test_what_coupled_verification_does_not_know_is_refused() -> None:

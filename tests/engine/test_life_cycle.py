@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_spec.drafting.history import group_key
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.scheduler import counters_of
-from tests.engine.conftest import EOS_TOKEN_ID, OFF, VOCAB_SIZE, core_of, proposer_of, runner_of, token_ids
+from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, core_of, proposer_of, runner_of, token_ids
 from tests.engine.serving import BAD_WORDS, Request, sampling, serve
-from tests.text import merged, save_corpus
+from tests.text import save_corpus
 
 LENGTH = 60
 PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(8)]
@@ -98,8 +97,15 @@ def processed(raw: np.ndarray, setting: dict[str, Any], prompt: list[int], befor
     return logits
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
-@pytest.mark.parametrize("verify", ["standard", "coupled"])
+MODES = [f"{of}_{what}" for what in ("logprobs", "logits") for of in ("raw", "processed")]
+BOTH = [(verify, mode) for mode in MODES for verify in ("standard", "coupled")]
+
+
+@pytest.mark.parametrize(
+    ("verify", "mode"),
+    # Each value once in `make test`.
+    [pytest.param(*each, marks=[pytest.mark.long] * (i not in (0, 3, 5, 6))) for i, each in enumerate(BOTH)],
+)
 def test_constraints_and_logprobs(make_engine: Any, tiny_model: str, verify: str, mode: str) -> None:
     """Against what the model's logits, as transformers computes them, and the settings' definitions give."""
     import torch
@@ -275,74 +281,3 @@ def test_a_step_without_drafts_is_a_plain_step(make_engine: Any) -> None:
     verifier.register_forward_pre_hook(lambda *_: pytest.fail("a step without drafts was verified"))
     top_k = SamplingParams(top_k=5, max_tokens=20, ignore_eos=True, detokenize=False)
     assert {len(tokens) for tokens in generate(llm, params=top_k)} == {20}
-
-
-GROUP = "a prompt"
-
-
-def sampled(number: int, max_tokens: int = LENGTH) -> Any:
-    """A sample's parameters, as verl's agent loops send them in every request of it."""
-    extra_args = {"rollout_spec_key": [3, number], "rollout_spec_group": GROUP}
-    extra_args |= {"rollout_spec_group_tokens": len(PROMPTS[0]), "rollout_spec_turn_tokens": len(PROMPTS[0])}
-    settings = {"temperature": 1.0, "max_tokens": max_tokens, "extra_args": extra_args}
-    return sampling(settings | {"detokenize": False})
-
-
-def history_of(packed: bytes) -> list[list[int]]:
-    history = merged(packed)
-    assert len(history) == 1
-    return [response.tolist() for response in history.get(group_key(GROUP))]
-
-
-def going_on(llm: Any, generated: dict[int, list[int]]) -> dict[int, list[int]]:
-    """What each of the interrupted samples generates in all, once it has gone on as another request."""
-    prompts = [PROMPTS[0] + tokens for tokens in generated.values()]
-    params = [sampled(number, LENGTH - len(tokens)) for number, tokens in generated.items()]
-    return {
-        number: tokens + more
-        for (number, tokens), more in zip(generated.items(), generate(llm, prompts, params), strict=True)
-    }
-
-
-def interrupted(llm: Any) -> dict[int, list[int]]:
-    """What sample n has generated when it is aborted: n tokens, or a few more where it drafts."""
-    engine, generated = llm.llm_engine, {}
-    for number in range(1, LENGTH):
-        engine.add_request(str(number), {"prompt_token_ids": PROMPTS[0]}, sampled(number))
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            number, tokens = int(output.request_id), list(output.outputs[0].token_ids)
-            if len(tokens) >= number and not output.finished:
-                generated[number] = tokens
-                engine.abort_request([output.request_id], internal=False)
-    return generated
-
-
-def test_a_sample_that_is_aborted_anywhere_goes_on_as_if_it_were_not(make_engine: Any) -> None:
-    """No position's noise is drawn twice, none is left out."""
-    llm = make_engine({})
-    between_drafts, everywhere = interrupted(llm), interrupted(make_engine({"batch_threshold": 0}))
-    assert proposer_of(llm).take_counters().num_draft_tokens > 0
-    assert len({len(tokens) for tokens in between_drafts.values()}) > LENGTH / 2
-    assert [len(tokens) for tokens in everywhere.values()] == list(range(1, LENGTH))
-    expected = going_on(make_engine(**OFF), {number: [] for number in everywhere})
-    assert going_on(llm, everywhere) == expected
-    assert going_on(llm, between_drafts) == {number: expected[number] for number in between_drafts}
-
-
-def test_the_history_has_each_finished_text_once(make_engine: Any) -> None:
-    """A weight sync: samples that had finished just before, and others that go on behind it."""
-    llm, texts = make_engine({"history": 100}), {}
-    engine, lengths = llm.llm_engine, {number: 12 if number < 4 else LENGTH for number in range(12)}
-    for number, length in lengths.items():
-        engine.add_request(str(number), {"prompt_token_ids": PROMPTS[0]}, sampled(number, length))
-    while any(len(texts.get(number, [])) < 12 for number in range(4)):
-        for output in engine.step():
-            texts[int(output.request_id)] = list(output.outputs[0].token_ids)
-    aborted = {number: texts[number] for number in range(4, 12)}
-    assert all(0 < len(tokens) < LENGTH for tokens in aborted.values())
-    engine.abort_request([str(number) for number in aborted], internal=False)
-    proposer_of(llm).drop_texts([str(number) for number in aborted])
-    assert sorted(history_of(proposer_of(llm).pack_history())) == sorted(texts[i] for i in range(4))
-    texts |= going_on(llm, aborted)
-    assert sorted(history_of(proposer_of(llm).take_history())) == sorted(texts.values())

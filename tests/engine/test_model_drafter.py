@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import shutil
@@ -16,6 +17,7 @@ from rollout_spec.vllm import checks, plugin
 from rollout_spec.vllm.checks import check_options, mrv2_misfit
 from rollout_spec.vllm.versions import version
 from tests.engine.conftest import configured
+from tests.engine.interpreted_brief import served_in_brief
 from tests.engine.interpreted_heads import served_heads
 from tests.engine.interpreted_model import served
 from tests.engine.serving import assert_each_same
@@ -45,12 +47,28 @@ def heads(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.
     return models
 
 
-@pytest.fixture(scope="module", params=["V1", "V2"])
-def results(request: pytest.FixtureRequest, heads: pathlib.Path) -> dict[str, Any]:
-    return on_runner(request.param, served, heads)
+V2 = pytest.param("V2", marks=pytest.mark.long)  # "V2 in brief" is what `make test` has of it
 
 
-@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.long)])
+@pytest.fixture(scope="module")
+def engines_on(heads: pathlib.Path) -> Callable[[str], dict[str, Any]]:
+    """What engines on that runner give."""
+    served_on = {"V1": served, "V2": served, "V2 in brief": served_in_brief}
+    return functools.cache(lambda runner: on_runner(runner[:2], served_on[runner], heads))
+
+
+@pytest.fixture(params=["V1", V2])
+def results(request: pytest.FixtureRequest, engines_on: Callable[[str], Any]) -> dict[str, Any]:
+    return engines_on(request.param)
+
+
+@pytest.fixture(params=["V1", "V2 in brief", V2])
+def preempting(request: pytest.FixtureRequest, engines_on: Callable[[str], Any]) -> dict[str, Any]:
+    """The same, of a plain engine and of one that preempts rows."""
+    return engines_on(request.param)
+
+
+@pytest.fixture(scope="module", params=["V1", V2])
 def results_of_heads(request: pytest.FixtureRequest, heads: pathlib.Path) -> dict[str, Any]:
     return on_runner(request.param, served_heads, heads)
 
@@ -66,7 +84,7 @@ def on_runner(runner: str, serve: Callable[..., dict[str, Any]], heads: pathlib.
     return found
 
 
-@pytest.mark.parametrize("engine", ["model", "both", "preempted", "wrong"])
+@pytest.mark.parametrize("engine", ["model", "both", "wrong"])
 def test_a_models_drafts_change_nothing(results: dict[str, Any], engine: str) -> None:
     assert_each_same(results[engine]["requests"], results["plain"]["requests"])
 
@@ -77,18 +95,30 @@ def test_a_model_alone_saves_steps(results: dict[str, Any]) -> None:
     assert sum(step["rows"] for step in results["model"]["steps"]) < num_tokens
 
 
-@pytest.mark.parametrize("engine", ["both", "preempted"])
-def test_both_sources_draft(results: dict[str, Any], engine: str) -> None:
-    counters, steps = results[engine]["counters"], results[engine]["steps"]
+def test_both_sources_draft(results: dict[str, Any]) -> None:
+    assert_both_draft(results["both"])
+
+
+def assert_both_draft(found: dict[str, Any]) -> None:
+    counters = found["counters"]
     of_model, of_text = (
         [counters[f"num_{which}{kind}_tokens"] for kind in ("draft", "accepted")] for which in ("model_", "")
     )
     assert 0 < of_model[1] < of_model[0] < of_text[0], "the model's are among all"
     assert of_model[1] < of_text[1] < of_text[0]
     assert counters["num_failed_steps"] == counters["num_untracked_rows"] == 0
-    assert any(step["preempted"] for step in steps) == (engine == "preempted")
     num_passes = counters["num_model_passes"] + counters["num_model_passes_left_out"]
-    assert num_passes == NUM_MODEL_TOKENS * len(steps)
+    assert num_passes == NUM_MODEL_TOKENS * len(found["steps"])
+
+
+def test_rows_are_preempted_and_passes_left_out_where_the_gate_is_closed(preempting: dict[str, Any]) -> None:
+    """And then taken again; what was left out does no harm."""
+    found = preempting["preempted"]
+    assert_each_same(found["requests"], preempting["plain"]["requests"])
+    assert_both_draft(found)
+    assert any(step["preempted"] for step in found["steps"])
+    num_closed = found["counters"]["num_model_passes_left_out"] / (NUM_MODEL_TOKENS - 1)
+    assert 4 < num_closed < len(found["steps"]) - 4
 
 
 def test_the_target_as_its_own_drafter_is_always_right(results: dict[str, Any]) -> None:
@@ -96,13 +126,6 @@ def test_the_target_as_its_own_drafter_is_always_right(results: dict[str, Any]) 
     counters = results["same"]["counters"]
     assert counters["num_model_passes_left_out"] > 8 * (NUM_MODEL_TOKENS - 1)
     assert counters["num_model_accepted_tokens"] == counters["num_model_draft_tokens"] > 10
-
-
-def test_passes_are_left_out_where_the_gate_is_closed(results: dict[str, Any]) -> None:
-    """And then taken again: the tests above say that what was left out does no harm."""
-    steps = results["preempted"]["steps"]
-    num_closed = results["preempted"]["counters"]["num_model_passes_left_out"] / (NUM_MODEL_TOKENS - 1)
-    assert 4 < num_closed < len(steps) - 4
 
 
 def test_passes_are_left_out_where_they_do_not_pay(results: dict[str, Any]) -> None:

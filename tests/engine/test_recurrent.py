@@ -15,16 +15,21 @@ import pytest
 
 from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
-from rollout_spec.vllm.upstream import recurrent_rows
+from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine.conftest import OFF, configured
 from tests.engine.recurrent_layers import replace_layers
-from tests.engine.recurrent_scenarios import FAST, SHORT_STEPS, served
-from tests.engine.tiny_recurrent import make_recurrent
+from tests.engine.recurrent_scenarios import FAST, SHORT_STEPS, served, with_mtp
+from tests.engine.tiny_recurrent import make_mtp, make_recurrent
 
 MINOR = minor(version() or "") or 99
 # 0.24 runs no Qwen3.5 of text alone; 0.23 has no such drafts.
 MODEL = "qwen3_next" if MINOR == 24 else "qwen3_5"
+# What is tested in each scenario, by its first minor version of vLLM.
+TESTED = {
+    MODEL: 24, "qwen3_5_moe": 29, "nemotron_h": 29, "falcon_h1": 32, "granite_hybrid": 32, "zamba2": 32,
+}  # fmt: skip
+MAMBA_2 = ("batch", "gate", "long_as_drafts", "preempted")
 GATED = {"num_speculative_tokens": 7, "batch_threshold": 4}
 # Scenarios whose tokens depend on earlier requests, without drafts too (see the test below).
 UNDEFINED = {"single_tokens"} if MINOR < 32 else set[str]()
@@ -46,15 +51,17 @@ def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    for owner, name in (
-        (GDNAttentionMetadataBuilder, "build"),
-        (GPUModelRunner, "_prepare_inputs"),
-        (GPUModelRunner, "_build_attention_metadata"),
-    ):
-        current = getattr(owner, name)
-        if hasattr(current, "__rollout_spec_patch__"):
-            monkeypatch.setattr(owner, name, current.__wrapped__)
+    undo_mends(monkeypatch, GDNAttentionMetadataBuilder, "build")
+    undo_mends(monkeypatch, GPUModelRunner, "_prepare_inputs", "_build_attention_metadata")
     monkeypatch.setattr(recurrent_rows, "mend", lambda _: None)
+
+
+def undo_mends(monkeypatch: pytest.MonkeyPatch, owner: type, *names: str) -> None:
+    for name in names:
+        current = getattr(owner, name)
+        while hasattr(current, "__rollout_spec_patch__"):
+            current = current.__wrapped__
+        monkeypatch.setattr(owner, name, current)
 
 
 def wrong(drafted: dict[str, Any], plain: dict[str, Any]) -> set[str]:
@@ -104,30 +111,50 @@ def said_bytes(model: str, k: int) -> int:
     return states.num_bytes(k)
 
 
+@pytest.fixture(scope="module")
+def mamba_2(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A tiny Nemotron-H, and what it gives without drafts."""
+    folder = make_recurrent("nemotron_h", tmp_path_factory.mktemp("nemotron_h"))
+    return folder, served(folder, None, MAMBA_2, **SHORT_STEPS)
+
+
+@pytest.mark.skipif(MINOR < 29, reason="refused: no Mamba 2 on CPUs to test it")
+def test_drafts_change_nothing_with_layers_of_mamba_2(mamba_2: tuple[str, dict[str, Any]]) -> None:
+    """vLLM has full graphs of K + 1 tokens in every row for them: no prompt is in such a step."""
+    folder, plain = mamba_2
+    drafted = served(folder, GATED, MAMBA_2, **SHORT_STEPS)
+    assert wrong(drafted, plain) == set()
+    assert drafted["state_bytes"] == said_bytes(folder, 7)
+    assert {step for step in drafted["graphs"] if step[2]} == {(False, False, True)}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(MINOR < 29, reason="refused: no Mamba 2 on CPUs to test it")
+def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(
+    mamba_2: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, plain = mamba_2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    monkeypatch.setattr(recurrent_chunks, "mend", lambda: None)
+    undo_mends(monkeypatch, GPUModelRunner, "_may_reorder_batch", "_build_attention_metadata")
+    assert wrong(served(folder, GATED, MAMBA_2, **SHORT_STEPS), plain) == {"preempted"}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("spec", "arguments"),
     [({"num_speculative_tokens": 3}, {}), (GATED, SHORT_STEPS)],
     ids=["K=3", "K=7, gate and chunks"],
 )
+@pytest.mark.parametrize("name", [name for name, oldest in TESTED.items() if oldest <= MINOR])
 def test_drafts_change_nothing_in_any_scenario(
-    model: str, spec: dict[str, Any], arguments: dict[str, Any]
+    name: str, spec: dict[str, Any], arguments: dict[str, Any], model: str, tmp_path: pathlib.Path
 ) -> None:
-    drafted = served(model, spec, **arguments)
-    assert wrong(drafted, served(model, None, **arguments)) == set()
-    assert drafted["state_bytes"] == said_bytes(model, spec["num_speculative_tokens"])
-
-
-@pytest.mark.long
-@pytest.mark.skipif(MINOR < 29, reason="no Mamba 2 on CPUs")
-def test_layers_of_mamba_2_are_refused_for_a_reason(
-    model: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chunk of up to K + 1 tokens of a resumed request passes for a draft: the states go to wrong slots."""
-    monkeypatch.setattr(recurrent, "refusal", lambda *_: None)
-    folder = make_recurrent("nemotron_h", tmp_path)
-    drafted, plain = (served(folder, spec, **SHORT_STEPS) for spec in (GATED, None))
-    assert wrong(drafted, plain) == {"preempted"}
+    folder = make_recurrent(name, tmp_path)
+    drafted = served(folder, spec, **arguments)
+    assert wrong(drafted, served(folder, None, **arguments)) == set()
+    assert drafted["state_bytes"] == said_bytes(folder, spec["num_speculative_tokens"])
 
 
 @pytest.mark.long
@@ -136,10 +163,20 @@ def test_the_mend_is_needed_until_vllm_is_right(model: str, as_it_is: None) -> N
 
 
 @pytest.mark.long
+def test_drafts_change_nothing_beside_an_mtp_head(model: str, tmp_path: pathlib.Path) -> None:
+    """Rows then have drafts of any length."""
+    folder = make_mtp(MODEL, tmp_path)
+    drafted = served(folder, GATED, **SHORT_STEPS | with_mtp(7))
+    assert wrong(drafted, served(folder, None, **SHORT_STEPS)) == set()
+    assert drafted["counters"]["num_model_accepted_tokens"] > 50
+
+
+@pytest.mark.long
 @pytest.mark.skipif(MINOR < 29, reason="refused: MRV2 of 0.24 has no prefix caching for them")
-def test_drafts_change_nothing_on_mrv2(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("name", "k"), [("qwen3_5_small", 7), ("nemotron_h", 3), ("qwen3_5_small+mtp", 3)])
+def test_drafts_change_nothing_on_mrv2(name: str, k: int, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "results.json"
-    command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", "qwen3_5_small", str(path)]
+    command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", name, str(k), str(path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     results = json.loads(path.read_text())

@@ -164,7 +164,7 @@ def check_versions(storm: Storm) -> RequestCounters:
     return total
 
 
-@pytest.mark.parametrize("num_interruptions", [300, pytest.param(3000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_interruptions", [100, pytest.param(3000, marks=pytest.mark.long)])
 def test_a_storm_of_interruptions_loses_and_repeats_nothing(
     num_interruptions: int, make_server: Any, make_engine: Any
 ) -> None:

@@ -208,6 +208,22 @@ def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
     return found
 
 
+def first_responses(lines: Sequence[Rollout], number: int) -> list[Rollout]:
+    """The first responses of a rollout, so many in all.
+
+    Raises:
+        UserError: it has fewer.
+    """
+    found, left = list[Rollout](), number
+    for line in lines:
+        if taken := line.responses[:left]:
+            found.append(dataclasses.replace(line, responses=taken))
+            left -= len(taken)
+    if left:
+        raise UserError(f"--rows {number}: the recording has {number - left} responses in its first step")
+    return found
+
+
 def random_prompts(number: int, vocab_size: int, seed: int) -> list[list[int]]:
     """Prompts without any structure: token ids drawn alike from the whole vocabulary."""
     rng = np.random.default_rng([seed, vocab_size])

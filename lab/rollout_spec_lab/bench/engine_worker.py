@@ -240,13 +240,15 @@ def _requests(job: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
 
 
 def warm_up(engine: Any) -> None:
-    """A full batch of random prompts: nothing to draft from, but every code path has run once."""
+    """A full batch of random prompts, so that every code path has run once; our drafter forgets it again."""
     config = engine.vllm_config
     rng = np.random.default_rng(config.model_config.seed)
     shape = (config.scheduler_config.max_num_seqs, 2 * WARM_UP_TOKENS)
     prompts = rng.integers(0, config.model_config.get_vocab_size(), shape).tolist()
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
     serve(engine, prompts, [params] * len(prompts))
+    if proposer := proposer_of(runner_of(engine)):
+        proposer.start_afresh()
 
 
 def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:

@@ -1,9 +1,8 @@
-"""Pictures of what the benches measured; without pyplot, so no display and no global state."""
+"""The picture of what `bench engine` measured; without pyplot, so no display and no global state."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 
 def plot_rollouts(timelines: dict[str, dict[str, list]], threshold: int, file: Path) -> None:
@@ -34,25 +33,4 @@ def plot_rollouts(timelines: dict[str, dict[str, list]], threshold: int, file: P
     axes[0, 0].legend(fontsize=7, loc="upper right")
     axes[-1, 0].set_xlabel("seconds")
     figure.tight_layout()
-    figure.savefig(file, dpi=110)
-
-
-def plot_specdecode(found: dict[str, list[dict[str, Any]]], methods: list[str], file: Path) -> None:
-    """Tokens per step by set and method, as `bench specdecode --json` has them."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axis = figure.subplots()
-    width = 0.8 / len(methods)
-    for i, method in enumerate(methods):
-        heights = [
-            next(each["tokens_per_step"] for each in results if each["method"] == method)
-            for results in found.values()
-        ]
-        places = [place + width * (i - (len(methods) - 1) / 2) for place in range(len(found))]
-        bars = axis.bar(places, heights, width, label=method)
-        axis.bar_label(bars, fmt="%.1f", fontsize=6)
-    axis.set_xticks(range(len(found)), list(found))
-    axis.set(ylabel="tokens per step")
-    axis.legend(fontsize=7)
     figure.savefig(file, dpi=110)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
-from rollout_spec.cli.console import make_table
 from rollout_spec.trace import Proposals, to_line, trace_file
 from rollout_spec_lab.bench.engine import Load
 from rollout_spec_lab.bench.plots import plot_rollouts
+from rollout_spec_lab.bench.tables import Table
 
 _FIGURES = {  # of the table: what is shown of a result, and how
     "seconds": ("makespan_s", "{:.1f}"),
@@ -25,7 +24,6 @@ _FIGURES = {  # of the table: what is shown of a result, and how
     "per step": ("tokens_per_step", "{:.2f}"),
     "CPU, s": ("draft_cpu_s", "{:.2f}"),
 }
-_CAPTION = "tail: after the last step with more than {} running requests. CPU: drafting."
 
 
 def write_rollouts(
@@ -75,40 +73,37 @@ def write_proposals(
     (folder / "proposals.jsonl").write_text("".join(lines))
 
 
-def tables(record: Mapping[str, Any]) -> list[Table]:
-    """The figures, the ratios to the first method, and, of three or more, those of every pair."""
+def tables(record: Mapping[str, Any]) -> Iterator[Table]:
+    """The figures, the ratios to the first method, of three or more those of every pair, and predictions."""
     results, load = record["results"], record["load"]
     first, *others = (result["method"] for result in results)
     title = (
-        f"{load['num_requests']} responses to {load['num_prompts']} prompts, "
-        f"{load['max_num_seqs']} at a time, {load['repeats']} repeats"
+        f"{load['num_requests']} responses to {load['num_prompts']} prompts, {load['max_num_seqs']} at a "
+        f"time, {load['repeats']} repeats; tail: after the last step with more than "
+        f"{load['tail_threshold']} running requests; CPU: drafting"
     )
-    figures = make_table(title, "method", *_FIGURES, caption=_CAPTION.format(load["tail_threshold"]))
-    ratios = make_table(f"times {first}, with 95 % intervals", "method", "tokens/s", "front", "tail")
-    title = "tokens/s of a row's method over a column's, with 95 % intervals"
-    pairs = make_table(title, "method", *others)
-    for result in results:
-        method, over = result["method"], result["tokens_per_s_over"]
-        figures.add_row(method, *(_cell(result[name], shape) for name, shape in _FIGURES.values()))
-        ratios.add_row(method, *map(_ratio, result["ratios"].values()))
-        pairs.add_row(method, *(_ratio(over.get(other)) for other in others))
-    return [figures, ratios, *([pairs] if len(others) > 1 else []), predictions(results)]
-
-
-def predictions(results: Sequence[Mapping[str, Any]]) -> Table:
-    """What `simulate` says of the same rollouts, by step times measured here and by a roofline."""
-    table = make_table(
-        "tokens/s, measured and as `simulate` predicts them",
-        "method",
-        "measured",
-        "these step times",
-        "roofline",
-    )
-    for result in results:
-        if predicted := result.get("predicted_tokens_per_s"):
-            speeds = result["tokens_per_s"], *predicted.values()
-            table.add_row(result["method"], *(_cell(speed, "{:.0f}") for speed in speeds))
-    return table
+    yield title, ["method", *_FIGURES], [
+        [result["method"], *(_cell(result[name], shape) for name, shape in _FIGURES.values())]
+        for result in results
+    ]  # fmt: skip
+    yield f"times {first}, with 95 % intervals", ["method", "tokens/s", "front", "tail"], [
+        [result["method"], *map(_ratio, result["ratios"].values())] for result in results
+    ]  # fmt: skip
+    if len(others) > 1:
+        title = "tokens/s of a row's method over a column's, with 95 % intervals"
+        yield title, ["method", *others], [
+            [result["method"], *(_ratio(result["tokens_per_s_over"].get(other)) for other in others)]
+            for result in results
+        ]  # fmt: skip
+    title = "tokens/s, measured and as `simulate` predicts them"
+    predicted = [
+        (result, [result["tokens_per_s"], *result["predicted_tokens_per_s"].values()])
+        for result in results
+        if "predicted_tokens_per_s" in result
+    ]
+    yield title, ["method", "measured", "these step times", "roofline"], [
+        [result["method"], *(_cell(speed, "{:.0f}") for speed in speeds)] for result, speeds in predicted
+    ]  # fmt: skip
 
 
 def _cell(value: float | None, shape: str) -> str:

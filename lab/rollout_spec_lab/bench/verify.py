@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,11 @@ import torch
 
 from rollout_spec.config import UserError
 from rollout_spec.verification import coupled, noise, standard
-from rollout_spec_lab.bench.waits import can_count_waits, synchronize, waits
+from rollout_spec_lab.bench.waits import can_count_waits, sentence, synchronize, waits
 
 SECONDS, LEAST, MOST = 0.5, 3, 50  # of a contestant in a cell; rounds, at least and at most
 NUM_ALONE = 64  # rows whose tokens are drawn alone too
+JUDGED, MOST_OVER_VLLM = (64, 7), 1.5  # a cell, and how many times vLLM's own time ours may take there
 Call = Callable[[], torch.Tensor]
 
 
@@ -95,6 +96,7 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     Its kernel of recovered tokens fails on the CPU for an argument that it does not know, so it gets none.
     """
     try:
+        from vllm.platforms import current_platform
         from vllm.v1.sample import rejection_sampler
         from vllm.v1.sample.ops import topk_topp_sampler
     except ImportError:
@@ -102,7 +104,7 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     if device == "cuda":
         random_sample = topk_topp_sampler.random_sample
         return rejection_sampler.rejection_sample, lambda logits: random_sample(logits.softmax(dim=-1), {})
-    if device != "cpu":
+    if device != "cpu" or not current_platform.is_cpu():  # a build for GPUs has no kernels for CPUs
         return None
     from vllm.utils import cpu_triton_utils
 
@@ -216,3 +218,43 @@ def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
             "differ_alone": int((alone.cpu() != there[:NUM_ALONE]).sum()),
         }  # fmt: skip
     return found
+
+
+def sentences(record: Mapping[str, Any]) -> Iterator[str]:
+    """Whether the device draws what a CPU draws, whether the host waits as documented, and the time it takes.
+
+    Args:
+        record: what `bench verify --json` prints.
+    """
+    compared = record["comparison"]
+    differ = max(compared["words_that_differ"], compared["noise_that_differs"])
+    yield (
+        f"{differ:,} of {compared['words']:,} random numbers differ from a CPU's, by "
+        f"{compared['noise_largest_ulps']} units in the last place at most."
+        if differ
+        else f"The device's random numbers are a CPU's, bit for bit: {compared['words']:,} of them."
+    )
+    kinds = compared["peaked"], compared["flat"]
+    total, others, alone = (
+        sum(kind[name] for kind in kinds) for name in ("tokens", "differ_from_cpu", "differ_alone")
+    )
+    yield (
+        f"{others} of {total} tokens differ from a CPU's (the largest error of a logit that explains one: "
+        f"{max(kind['largest_shortfall'] for kind in kinds):.1e}), {alone} from those drawn alone."
+    )
+    cells = record["cells"]
+    yield sentence(
+        {
+            "with drafts" if cell["k"] else "plain": cell["waits"]["coupled"]
+            for cell in cells
+            if cell["waits"]["coupled"] is not None
+        }
+    )
+    beside = [cell for cell in cells if "vllm" in cell["ms"]]
+    for cell in [cell for cell in beside if (cell["rows"], cell["k"]) == JUDGED] or beside[-1:]:
+        ours, theirs = cell["ms"]["coupled"], cell["ms"]["vllm"]
+        yield (
+            f"Verification of {cell['rows']} rows with {cell['k']} drafts takes {ours:.2f} ms, "
+            f"{ours / theirs:.2f} times vLLM's: {'more' if ours > MOST_OVER_VLLM * theirs else 'not more'} "
+            f"than the {MOST_OVER_VLLM} times that we allow."
+        )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 SYNCHRONIZES = "called a synchronizing"  # in torch's warning
+WAITS = {"plain": 1, "with drafts": 3}  # as docs/how-it-works/verification.md says of sampled rows
 
 
 def synchronize() -> None:
@@ -44,3 +45,13 @@ def waits() -> Iterator[list[str]]:
     places += [
         f"{Path(one.filename).name}:{one.lineno}" for one in caught if SYNCHRONIZES in str(one.message)
     ]
+
+
+def sentence(found: Mapping[str, Sequence[str]] | None) -> str:
+    """Whether the places where the host waited, by plain and with drafts, are as many as documented."""
+    if not found:
+        return "Waits in sampling: not counted on this device."
+    counted = {kind: len(places) for kind, places in found.items()}
+    texts = (f"{kind} {num} (documented: {WAITS[kind]})" for kind, num in counted.items())
+    as_said = all(num == WAITS[kind] for kind, num in counted.items())
+    return f"Waits in sampling are {'' if as_said else 'not '}as documented: {', '.join(texts)}."

@@ -112,25 +112,25 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec_lab.bench.engine import recorded
-    from rollout_spec_lab.bench.rollouts import write_proposals
+    from rollout_spec_lab.bench.rollouts import tables, write_proposals
 
     plan = _plan(args)
     with output_folder(args.output) as folder:
         kind = {"kind": args.load, "prompts": args.prompts and str(args.prompts)}
-        code = serve(args, plan, folder, {}, kind)
+        record = serve(args, plan, folder, {}, kind)
         if args.record_proposals:
             write_proposals(recorded(plan, folder), plan.load.prompts, plan.load.group_size, folder)
-    return code
+    return shown(record, args.json, tables)
 
 
 def serve(
     args: argparse.Namespace, plan: Plan, folder: Path, rooflines: Mapping[str, Times],
     load: Mapping[str, Any] = MappingProxyType({}),
-) -> int:  # fmt: skip
-    """Serve a plan, keep and print its record; `load`: more of what was served."""
+) -> dict[str, Any]:  # fmt: skip
+    """Serve a plan, keep and return its record; `load`: more of what was served."""
     from rollout_spec.cli.progress import tracked
     from rollout_spec_lab.bench.engine import make_record, predict, rollouts
-    from rollout_spec_lab.bench.rollouts import tables, write_rollouts
+    from rollout_spec_lab.bench.rollouts import write_rollouts
 
     # What is complete is kept, if the command is stopped early.
     for served in rollouts(plan, folder, lambda turns: tracked(turns, "serving")):
@@ -140,7 +140,7 @@ def serve(
             predict(record, plan, served, rooflines)
         if args.output:
             write_rollouts(record, served, plan.load, folder)
-    return shown(record, args.json, tables)
+    return record
 
 
 def _plan(args: argparse.Namespace) -> Plan:

@@ -12,7 +12,7 @@ from rollout_spec.cli.inputs import number
 from rollout_spec_lab.cli.inputs import shown
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rollout_spec_lab.bench.tables import Table
 
 HELP = "measure what indexing a token, one step and a whole engine's steps cost"
 
@@ -39,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(record: dict[str, Any]) -> Table:
-    from rollout_spec.cli.console import make_table
-
     step, whole, targets = record["step"], record["whole_steps"], record["targets"]
     figures = {
         f"{name} at {size}": figures[name]
@@ -49,14 +47,11 @@ def _table(record: dict[str, Any]) -> Table:
     }
     figures |= {name: step[name] for name in ("step_ms", "draft_tokens_per_row", "share_of_rows_drafting")}
     figures |= {name: whole[name] for name in ("median_ms", "p99_ms", "whole_step_p99_over_median")}
-    table = make_table(
-        f"{record['text']} text, {record['environment']['cpu']}",
-        "",
-        "here",
-        "at most",
-        caption=f"step: the index's, {step['rows']} rows; whole step: the drafter's, {whole['rows']} rows, "
-        "requests that come and go and groups that are evicted",
+    title = (
+        f"{record['text']} text, {record['environment']['cpu']}; step: the index's, {step['rows']} rows; "
+        f"whole step: the drafter's, {whole['rows']} rows, requests that come and go, groups that are evicted"
     )
-    for name, value in figures.items():
-        table.add_row(name.replace("_", " "), f"{value:.3f}", f"{targets[name]:g}" if name in targets else "")
-    return table
+    return title, ["", "here", "at most"], [
+        [name.replace("_", " "), f"{value:.3f}", f"{targets[name]:g}" if name in targets else ""]
+        for name, value in figures.items()
+    ]  # fmt: skip

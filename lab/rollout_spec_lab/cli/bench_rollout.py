@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from rollout_spec_lab.cli.inputs import (
     output_folder,
     recording,
     rooflines,
+    shown,
     spec_of,
 )
 
@@ -40,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument(
         "--max-num-seqs", type=number(int, 1), default=64, metavar="N", help="requests at a time"
     )
+    served.add_argument(
+        "--rows", type=number(int, 1), nargs="+", metavar="N",
+        help="in the place of the whole rollout: its first N responses, all at a time; of several N each by "
+        "itself, in DIR/rows-N",
+    )  # fmt: skip
     device = parser.add_argument_group("the model and the device")
     device.add_argument("--model-config", type=Path, metavar="FILE", help="the policy's config.json")
     device.add_argument(
@@ -60,24 +67,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec_lab.bench.rollouts import tables
+
     predicted = rooflines(args.model_config, args.gpu)
     with output_folder(args.output) as folder:
-        return serve(args, _plan(args, dummy_model(args.model_config, folder)), folder, predicted)
+        model = dummy_model(args.model_config, folder)
+        if not args.rows:
+            return shown(serve(args, _plan(args, model), folder, predicted), args.json, tables)
+        plans = {rows: _plan(args, model, rows) for rows in args.rows}
+        found = {}
+        for rows, plan in plans.items():
+            (of_rows := folder / f"rows-{rows}").mkdir(exist_ok=True)
+            found[str(rows)] = serve(args, plan, of_rows, predicted)
+    return shown(found, args.json, lambda found: chain.from_iterable(map(tables, found.values())))
 
 
-def _plan(args: argparse.Namespace, model: str) -> Plan:
-    from rollout_spec_lab.bench.engine import Method, Plan, recorded_load
+def _plan(args: argparse.Namespace, model: str, rows: int | None = None) -> Plan:
+    from rollout_spec_lab.bench.engine import Method, Plan, first_responses, recorded_load
 
     spec = spec_of(args, REFUSED)
     methods = checked_methods("bench rollout", METHODS, args.methods, spec)
     if any(Method(label).has_model for label in methods):
         raise UserError(f"--methods {args.methods}: no model drafts here")
-    load = recorded_load(recording(args.trace, args.limit_groups), args.max_tokens, model)
+    lines = recording(args.trace, args.limit_groups)
+    if rows:
+        lines = first_responses(lines, rows)
+    load = recorded_load(lines, args.max_tokens, model)
     engine = {"load_format": "dummy", "max_model_len": max(map(len, load.prompts)) + load.max_tokens}
     engine |= {**device_arguments(), **args.engine}
     return Plan(
         load=load, methods=methods, model=model, dtype=args.dtype or default_dtype(),
-        engine=engine | {"max_num_seqs": args.max_num_seqs}, spec=spec,
+        engine=engine | {"max_num_seqs": rows or args.max_num_seqs}, spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, repeats=args.repeats,
         tail_threshold=args.tail_threshold,
     )  # fmt: skip

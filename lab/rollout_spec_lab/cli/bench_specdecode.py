@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
-from typing import Any
+from itertools import starmap
+from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import number, path
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig
+from rollout_spec_lab.cli.inputs import shown
+
+if TYPE_CHECKING:
+    from rollout_spec_lab.bench.tables import Table
 
 HELP = "replay the public SpecDecode-Bench: our drafter beside EAGLE, n-gram and their oracles"
-
-PLOTTED = ["n-gram, 5", "EAGLE, 5", "ours, text alone", "oracle of both", "ours, text and EAGLE"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     ours.add_argument("--fresh", action="store_true", help="our drafter begins afresh in every request")
     output = parser.add_argument_group("output")
-    output.add_argument("--plot", type=path, metavar="FILE", help="draw tokens per step, as PNG")
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_example(parser, "rollout-spec-lab bench specdecode simulator --datasets gsm8k")
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import make_console, make_table
     from rollout_spec.cli.progress import tracked
     from rollout_spec_lab.bench.specdecode import measure
 
@@ -56,21 +56,13 @@ def run(args: argparse.Namespace) -> int:
         )
         for name in tracked(args.datasets, "replaying")
     }
-    if args.plot:
-        from rollout_spec_lab.bench.plots import plot_specdecode
+    return shown(found, args.json, lambda found: starmap(_table, found.items()))
 
-        plot_specdecode(found, PLOTTED, args.plot)
-    if args.json:
-        print(json.dumps(found, indent=2))
-        return 0
-    console = make_console()
-    rows = [f"{n} rows" for n in args.rows]
-    for name, results in found.items():
-        table = make_table(
-            f"{name}: tokens per step, and times the speed without drafts", "", "tokens", *rows
-        )
-        for each in results:
-            cells = (f"{speed:.2f}" for speed in each["speed"].values())
-            table.add_row(each["method"], f"{each['tokens_per_step']:.2f}", *cells)
-        console.print(table)
-    return 0
+
+def _table(name: str, results: list[dict[str, Any]]) -> Table:
+    title = f"{name}: tokens per step, and times the speed without drafts"
+    rows = [
+        [each["method"], *(f"{figure:.2f}" for figure in (each["tokens_per_step"], *each["speed"].values()))]
+        for each in results
+    ]
+    return title, ["", "tokens", *(f"{n} rows" for n in results[0]["speed"])], rows

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     # The answer is on standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from rollout_spec_lab.bench.tables import verify_table
-    from rollout_spec_lab.bench.verify import device_of, record_of
+    from rollout_spec_lab.bench.verify import device_of, record_of, sentences
 
     rows, drafts = SIZES[device_of(args.device).type != "cpu"]
     if args.output:
@@ -47,4 +47,4 @@ def run(args: argparse.Namespace) -> int:
     for record in record_of(args.device, args.rows or rows, args.drafts or drafts, args.vocab_size):
         if args.output:
             args.output.write_text(json.dumps(record, indent=2) + "\n")
-    return shown(record, args.json, lambda record: [verify_table(record)])
+    return shown(record, args.json, lambda record: [verify_table(record)], sentences(record))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from rollout_spec_lab.cli.inputs import (
     prompt_rows,
     recording,
     rooflines,
+    shown,
 )
 from rollout_spec_lab.gpu_check import PARTS, V2
 
@@ -87,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--gpu", metavar="NAME", help="predict also with its roofline: h100, h200, a100 or 910b"
     )
-    asked.add_argument("--eager", action="store_true", help="without graphs, as the recipes have it on NPUs")
     asked.add_argument(
         "--engine", type=json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
     )
@@ -103,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec_lab.cli.progress import timed
     from rollout_spec_lab.gpu_check.gpu_check import Check
-    from rollout_spec_lab.gpu_check.page import verdict, write_check
+    from rollout_spec_lab.gpu_check.page import tables, verdict, write_check
 
     importlib.import_module("jinja2")  # not at the end of all minutes
     methods = _methods(args)
@@ -120,14 +121,12 @@ def run(args: argparse.Namespace) -> int:
                 "methods": ",".join(methods),
                 "model_drafter": args.model_drafter,
                 "recording": args.recording and args.recording.name,
+                "batch_invariant": bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0"))),
             }
             record["verdict"] = verdict(record)
             paths = write_check(record, args.output)
-    if args.json:
-        print(json.dumps(record, indent=2, allow_nan=False))
-    else:
-        _print(record, paths)
-    return 0
+    files = f"{paths['html']}, {paths['json']}: please send us the second"
+    return shown(record, args.json, tables, [*record["verdict"], files])
 
 
 def _methods(args: argparse.Namespace) -> list[str]:
@@ -171,8 +170,6 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
     longest = _longest(Path(model))
     load = _load(args, size, model, longest, lines)
     serving = {"max_num_seqs": size["max_num_seqs"], **on_device, **args.engine}
-    if args.eager:
-        serving["enforce_eager"] = True
     if args.model_config:
         serving["load_format"] = "dummy"
     rollouts = _rollouts_plan(args, load, methods, drafter, size, model, serving)
@@ -245,16 +242,3 @@ def _longest(model: Path) -> int:
     """Tokens that the model takes in all; what its configuration does not say is not checked here."""
     config = json.loads((model / "config.json").read_text())
     return int(config.get("max_position_embeddings") or 1 << 20)
-
-
-def _print(record: dict[str, Any], paths: dict[str, Path]) -> None:
-    from rollout_spec.cli.console import make_console, print_tables
-    from rollout_spec_lab.gpu_check.page import tables
-
-    console = make_console()
-    print_tables(console, tables(record))
-    for sentence in record["verdict"]:
-        console.print(sentence, highlight=False)
-    console.print(
-        f"{paths['html']}, {paths['json']}: please send us the second", soft_wrap=True, highlight=False
-    )

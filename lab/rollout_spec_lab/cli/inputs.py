@@ -73,16 +73,20 @@ def rooflines(config: Path | None, gpu: str | None) -> dict[str, Times]:
     return {runner.upper(): inputs.roofline(named, host=host) for runner, host in HOSTS.items()}
 
 
-def shown(record: dict[str, Any], as_json: bool, tables: Callable[[dict[str, Any]], Iterable[Any]]) -> int:
-    """Print what was measured; returns the exit code."""
+def shown(
+    record: dict[str, Any], as_json: bool, tables: Callable[[dict[str, Any]], Iterable[Any]],
+    sentences: Iterable[str] = (),
+) -> int:  # fmt: skip
+    """Print what was measured, `sentences` behind its tables; returns the exit code."""
     if as_json:
         print(json.dumps(record, indent=2, allow_nan=False))
         return 0
-    from rollout_spec.cli.console import make_console
+    from rollout_spec.cli.console import make_console, print_tables
 
     console = make_console()
-    for table in tables(record):
-        console.print(table)
+    print_tables(console, tables(record))
+    for sentence in sentences:
+        console.print(sentence, soft_wrap=True, highlight=False)
     return 0
 
 

@@ -23,7 +23,6 @@ from rollout_spec_lab.gpu_check import PARTS, V2
 WORKER = "rollout_spec_lab.gpu_check.worker"
 RESERVE = 0.05  # of all the time, for what comes behind the rollouts
 DONE, FAILED, DROPPED = "done", "failed", "dropped"
-WAITS = {"plain": 1, "with drafts": 3}  # as docs/how-it-works/verification.md says of sampled rows
 
 Show = Callable[[str, float], None]  # what is being done, and how many seconds have passed
 
@@ -36,7 +35,7 @@ class Plan:
         seconds: for all of it.
         jobs: of `worker`, by the names of the parts, in their order; rollouts and thresholds have none.
         rollouts: with as many of its `repeats` as there is time for; or why there are none.
-        rooflines: of the device, to predict the rollouts with (`engine.predict`).
+        rooflines: of the device by model runner, to predict steps and rollouts with (`engine.predict`).
     """
 
     seconds: float
@@ -78,9 +77,7 @@ class Check:
             filter(None, [*engines, *((one or {}).get("settings") for one in steps)]), {}
         )
         where = {name: settings.get(name, "unknown") for name in ("device", "torch")}
-        return {
-            "environment": environment() | where, "waits_expected": WAITS, "parts": self.parts
-        } | self._found  # fmt: skip
+        return {"environment": environment() | where, "parts": self.parts} | self._found
 
     @property
     def _elapsed(self) -> float:
@@ -105,11 +102,21 @@ class Check:
             self._note(name, FAILED, began, _reason(name, error))
         else:
             self._note(name, DONE, began)
+            if self._plan.rooflines and name.startswith("steps"):
+                self._predict_steps(found)
             for reason in found.get("skipped", ()):
                 cell, _, why = reason.partition(": ")
                 self._note(f"{name}: {cell}", DROPPED, None, why)
             return found
         return None
+
+    def _predict_steps(self, found: Mapping[str, Any]) -> None:
+        """Add to each step what the roofline says, if there is one: `roofline_s`."""
+        if roofline := self._plan.rooflines.get(found["settings"]["model_runner"]):
+            for row in found["steps"]:
+                rows, drafts = row["num_rows"], row["num_drafts"]
+                num_tokens, num_context = rows * (1 + drafts), rows * row["context"]
+                row["roofline_s"] = roofline.seconds(num_tokens, drafts > 0, num_context, num_rows=rows)
 
     def _environment(self, name: str) -> dict[str, str]:
         if name.endswith(V2) or name + V2 in self._plan.jobs:

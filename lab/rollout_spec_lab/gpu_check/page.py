@@ -10,6 +10,8 @@ from typing import Any
 from rollout_spec.report.certificate import sentences as of_certificate
 from rollout_spec.report.certificate import where
 from rollout_spec.report.page import render
+from rollout_spec_lab.bench import rollouts, waits
+from rollout_spec_lab.bench.verify import sentences as verified
 from rollout_spec_lab.gpu_check import V2
 
 FILES = {"json": "gpu-check.json", "html": "index.html"}
@@ -38,8 +40,8 @@ def write_check(record: Mapping[str, Any], folder: Path) -> dict[str, Path]:
 def verdict(record: Mapping[str, Any]) -> list[str]:
     """What was found, a sentence or two of each part; what was not, and why."""
     says = {
-        "doctor": _doctor, "verify": _verify, "certify": _certify, "rollouts": _rollouts, "steps": _steps,
-        "thresholds": _thresholds,
+        "doctor": _doctor, "verify": lambda found, record: verified(found), "certify": _certify,
+        "rollouts": _rollouts, "steps": _steps, "thresholds": _thresholds,
     }  # fmt: skip
     found = [
         f"{sentence[:-1]}, on MRV2." if name.endswith(V2) else sentence
@@ -58,24 +60,15 @@ def _doctor(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str
     yield f"Drafting cannot work here: {', '.join(failed)}." if failed else "Drafting can work here."
 
 
-def _verify(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
-    compared = found["comparison"]
-    tokens = sum(compared[name]["differ_from_cpu"] for name in ("peaked", "flat"))
-    yield (
-        f"The device's random numbers differ from a CPU's {compared['noise_that_differs']:,} times of "
-        f"{compared['words']:,}, its tokens {tokens} times."
-    )
-    for cell in [cell for cell in found["cells"] if "vllm" in cell["ms"]][-1:]:
-        ours, theirs = cell["ms"]["coupled"], cell["ms"]["vllm"]
-        yield (
-            f"Verification of {cell['rows']} rows with {cell['k']} drafts takes {ours:.2f} ms, "
-            f"{ours / theirs:.2f} times vLLM's."
-        )
-
-
 def _certify(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
     lossless = "Not lossless here" if found["verdict"] == "not certified" else "Lossless here"
     yield f"{lossless}: {found['verdict']}. {of_certificate(found)[0]}"
+    if record["plan"]["batch_invariant"]:
+        is_equal = not found["differences"] and not found["max_logprob_difference"]
+        yield (
+            "In vLLM's batch-invariant mode, tokens and log-probabilities are "
+            f"{'' if is_equal else 'not '}equal bit for bit with drafts and without."
+        )
 
 
 def _rollouts(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
@@ -93,6 +86,10 @@ def _rollouts(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[s
         for other in [one for one in RIVALS[method] if one in over]:
             yield f"{_name(method)} over {_name(other)}: {_ratio(over[other])}."
     for method, result in results.items():
+        if result["draft_cpu_s"]:
+            num_steps = sum(run["num_steps"] for run in result["repeats"])
+            milliseconds = 1e3 * result["draft_cpu_s"] * result["num_repeats"] / num_steps
+            yield f"{_name(method)}: drafting takes the host {milliseconds:.2f} ms a step."
         for name, speed in result.get("predicted_tokens_per_s", {}).items():
             if speed is not None:
                 yield (
@@ -115,7 +112,7 @@ def _ratio(ratio: Mapping[str, Any]) -> str:
 
 
 def _steps(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
-    yield _waits(found["waits"], record["waits_expected"])
+    yield waits.sentence(found["waits"])
     for context in sorted({row["context"] for row in found["steps"]}):
         rows = [row for row in found["steps"] if row["context"] == context]
         largest = max(rows, key=_num_tokens)
@@ -126,19 +123,12 @@ def _steps(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]
             f"Rows of {context:,} tokens: a step takes {1e3 * least:.2f} ms at least, up to {GROWTH} times "
             f"that with {cheap} tokens, and {growth:.1f} times that with {_num_tokens(largest)}."
         )
+    if errors := [row["roofline_s"] / row["seconds"] for row in found["steps"] if "roofline_s" in row]:
+        yield f"The roofline says {min(errors):.2f} to {max(errors):.2f} times these times."
 
 
 def _num_tokens(row: Mapping[str, Any]) -> int:
     return row["num_rows"] * (1 + row["num_drafts"])
-
-
-def _waits(found: Mapping[str, Sequence[str]] | None, expected: Mapping[str, int]) -> str:
-    if found is None:
-        return "Waits in sampling: not counted on this device."
-    counted = {kind: len(places) for kind, places in found.items()}
-    texts = (f"{kind} {num} (documented: {expected[kind]})" for kind, num in counted.items())
-    as_said = all(num == expected[kind] for kind, num in counted.items())
-    return f"Waits in sampling are {'' if as_said else 'not '}as documented: {', '.join(texts)}."
 
 
 def _thresholds(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
@@ -156,25 +146,10 @@ def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
         for part in record["parts"]
     ]  # fmt: skip
     if record["rollouts"]:
-        load = record["rollouts"]["load"]
-        yield (
-            _rollouts_title(load),
-            ["method", "tokens/s", "tail", "accepted", "per step", "times", "tail"],
-            [
-                [
-                    result["method"],
-                    f"{result['tokens_per_s']:,.0f}",
-                    _or_dash(result["tail_tokens_per_s"], "{:,.0f}"),
-                    _or_dash(result["acceptance_rate"], "{:.0%}"),
-                    _or_dash(result["tokens_per_step"], "{:.2f}"),
-                    *(_ratio(result["ratios"][name]) for name in ("tokens_per_s", "tail_tokens_per_s")),
-                ]
-                for result in record["rollouts"]["results"]
-            ],
-        )
+        yield from rollouts.tables(record["rollouts"])
     for runner in (V2, ""):
         for title, name in (
-            ("A step{}, ms", "steps"),
+            ("A step{}, ms (the roofline)", "steps"),
             ("Of it, sampling and verification alone{}, ms", "sampling"),
         ):
             if found := record.get(f"steps{runner}"):
@@ -185,18 +160,6 @@ def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
         ]  # fmt: skip
 
 
-def _rollouts_title(load: Mapping[str, Any]) -> str:
-    return (
-        f"{load['num_requests']} responses to {load['num_prompts']} prompts, {load['max_num_seqs']} at a "
-        f"time, up to {load['max_tokens']:,} tokens, {load['repeats']} repeats; the tail: at most "
-        f"{load['tail_threshold']} requests run"
-    )
-
-
-def _or_dash(value: float | None, shape: str) -> str:
-    return "–" if value is None else shape.format(value)
-
-
 def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Rows]:
     """A line for each context and number of rows, a column for each number of draft tokens."""
     drafts = sorted({row["num_drafts"] for row in rows})
@@ -204,6 +167,7 @@ def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Rows]:
     for row in rows:
         cells.setdefault((row["context"], row["num_rows"]), {})[row["num_drafts"]] = (
             f"{1e3 * row['seconds']:.2f}"
+            + (f" ({1e3 * row['roofline_s']:.2f})" if "roofline_s" in row else "")
         )
     lines = [
         [f"{context:,}" if context else "", str(num_rows), *(line.get(num, "") for num in drafts)]

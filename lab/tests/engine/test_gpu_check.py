@@ -1,18 +1,63 @@
-"""`gpu-check` from beginning to end, with the smallest load there is."""
+"""`gpu-check` from beginning to end, with the smallest load there is; `test_offline.py` has two parts."""
 
 from __future__ import annotations
 
 import html
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from rollout_spec_lab import processes
 from rollout_spec_lab.gpu_check import PARTS
 
 METHODS = ["off", "sam+model"]
 
 
+def test_a_certificate_of_a_policy_in_some_minutes(
+    chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rollout_spec_lab.cli import main
+
+    options = ["--model", chat_model, "--minutes", "60", "--parts", "doctor,certify", "--json"]
+    assert main(["gpu-check", *options, "--output", str(tmp_path)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert {part["part"]: part["status"] for part in record["parts"]} == {"doctor": "done", "certify": "done"}
+    assert record["certify"]["verdict"].startswith("identical")
+    assert record["verdict"][1].startswith("Lossless here: identical")
+
+
+def test_a_run_that_is_ended_leaves_what_it_has_and_no_process(tiny_model: str, tmp_path: Path) -> None:
+    """In its second part."""
+    options = [
+        "--model-config",
+        f"{tiny_model}/config.json",
+        "--parts",
+        "doctor,verify",
+        "--output",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen([sys.executable, "-m", "rollout_spec_lab.cli", "gpu-check", *options])
+    try:
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "gpu-check.json").is_file() or not processes.descendants(process.pid):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        below = processes.descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+    assert not [pid for pid in below if Path("/proc", str(pid)).exists()]
+    record = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert record["parts"][0]["status"] == "done" and record["doctor"]["works"] and not record["verify"]
+
+
+@pytest.mark.long
 def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rollout_spec_lab.cli import main
 

@@ -41,17 +41,19 @@ def test_it_packs_unpacks_and_measures(tiny_model: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(to_line("g", None, [5, 6, 7], [[*range(10, 30)] * 3, [*range(10, 30)] * 2]))
     run(
-        f"{lab} gpu-check --parts steps,rollouts --model-config {tiny_model}/config.json --recording {trace} "
-        f"--rows 2 96 --methods off,sam:8 --repeats 1 --minutes 5 --output {out}"
+        f"{lab} gpu-check --parts steps,rollouts,thresholds --gpu h100 --recording {trace} "
+        f"--model-config {tiny_model}/config.json --rows 2 96 --methods off,sam:8 "
+        f"--repeats 1 --minutes 5 --output {out}"
     )
     record = json.loads((out / "gpu-check.json").read_text())
-    assert [part for part in PARTS if record[part]] == ["steps", "rollouts"]
+    assert [part for part in PARTS if record[part]] == ["steps", "rollouts", "thresholds"]
     steps = record["steps"]
     assert {(row["num_rows"], row["num_drafts"]) for row in steps["steps"]} == {
         (2, 0), (2, 3), (2, 7), (96, 0), (96, 3)
     }  # fmt: skip
     too_many = "96 rows of 64 tokens, 7 drafts: more than the 512 tokens that a step may have"
     assert too_many in steps["skipped"]
+    assert all(row["roofline_s"] > 0 for row in steps["steps"])
     plain, drafted = record["rollouts"]["results"]
     assert plain["repeats"][0]["num_tokens"] == drafted["repeats"][0]["num_tokens"] == 100
     assert drafted["repeats"][0]["num_accepted_tokens"] > 10

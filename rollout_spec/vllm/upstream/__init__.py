@@ -3,7 +3,8 @@
 In: a module of vLLM that has just been imported (MODULE), to be mended by `mend`. Out: the same module,
 patched where it is wrong; a PatchError where it is not the one that the mend knows.
 `kept_logprobs`, `min_tokens` and `plain_steps` have neither MODULE nor `mend`: `mrv1.sampler` calls them.
-`recurrent_rows` and `recurrent_counts` have a `mend` of no one module: engines of recurrent policies call it.
+`recurrent_rows`, `recurrent_counts` and `recurrent_chunks` have a `mend` of no one module: engines of
+recurrent policies call it.
 May import: `patches`, `verification`, `vllm`, numpy, torch, vllm.
 Of `rollout_spec.vllm` it imports `options` only. It never draws a token and knows no drafter.
 """

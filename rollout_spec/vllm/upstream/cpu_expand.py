@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
-from rollout_spec.patches import Patch, replace_function
+from rollout_spec.patches import Patch, guard_parameters, replace_function
 from rollout_spec.verification import standard
 
 MODULE = "vllm.v1.sample.rejection_sampler"
@@ -23,11 +24,13 @@ def mend(rejection_sampler: Any) -> None:
     """Repeat each request's value for its draft tokens in plain torch, where the CPU's kernel is wrong.
 
     Raises:
-        PatchError: what is to be replaced is no longer there.
+        PatchError: what is to be replaced is no longer there, or takes other arguments.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and not is_right():
+        expected = tuple(inspect.signature(standard.expand_batch_to_tokens).parameters)
+        guard_parameters(_PATCH, rejection_sampler, "expand_batch_to_tokens", expected)
         replace_function(
             rejection_sampler, "expand_batch_to_tokens", standard.expand_batch_to_tokens, patch=_PATCH
         )

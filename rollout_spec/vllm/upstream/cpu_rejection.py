@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
-from rollout_spec.patches import Patch, replace_function
+from rollout_spec.patches import Patch, guard_parameters, replace_function
 from rollout_spec.verification import standard
 
 MODULE = "vllm.v1.sample.rejection_sampler"
@@ -23,11 +24,13 @@ def mend(rejection_sampler: Any) -> None:
     """Verify in plain torch where the CPU's kernel cannot be called.
 
     Raises:
-        PatchError: what is to be replaced is no longer there.
+        PatchError: what is to be replaced is no longer there, or takes other arguments.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and not is_right():
+        expected = tuple(inspect.signature(standard.rejection_sample).parameters)
+        guard_parameters(_PATCH, rejection_sampler, "rejection_sample", expected)
         replace_function(rejection_sampler, "rejection_sample", standard.rejection_sample, patch=_PATCH)
 
 
