@@ -96,9 +96,9 @@ def mib(num_bytes: float) -> int:
     return round(num_bytes / 2**20)
 
 
-def takes_plain_graphs(architecture: str) -> bool:
-    """Whether full CUDA graphs can be captured for plain steps: Mamba 2 asserts K + 1 tokens in every row."""
-    return architecture not in _MAMBA_2
+def has_mamba_2(architecture: str) -> bool:
+    """Whether the recurrent layers are of Mamba 2, not of the gated delta rule."""
+    return architecture in _MAMBA_2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -235,3 +235,22 @@ def test_the_verdict_says_what_was_not_tested_and_what_differs():
     assert verdict(certificate(distribution={"passed": False})) == "not certified"
     part = certificate(differences=[], untested=["this one"], configurations=[{}, {}, {}])
     assert verdict(part) == "certified in part: 2 of 3 configurations, identical"
+
+
+def test_where_every_bit_counts_log_probabilities_do_too():
+    exact = certificate(differences=[], tolerance=0.0)
+    assert verdict(exact) == "identical bit for bit"
+    assert "promises the same bits" in render_html(exact)
+    assert verdict(exact | {"max_logprob_difference": 1e-7}) == "not certified"
+    assert verdict(exact | {"max_logprob_difference": 1e-7, "tolerance": 1e-4}) == "identical"
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "expected"), [("1", None, 0.0), ("1", 0.1, 0.1), ("0", None, 1e-4)]
+)
+def test_the_batch_invariant_mode_explains_no_difference(monkeypatch, mode, given, expected):
+    from rollout_spec.certify.certify import Plan
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
+    plan = Plan("a model", [], [], [], [], [], 1, 0, 1.0, 0, "float32", given, 0, {})
+    assert plan.fixed_tolerance == expected

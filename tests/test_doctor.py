@@ -106,3 +106,20 @@ def test_doctor_says_that_vllms_sampler_wants_flashinfer(monkeypatch, wanted, nu
     monkeypatch.setattr(diagnosis, "package_version", lambda name: None)
     found = list(diagnosis._sampler())
     assert [(check.name, check.status) for check in found] == [("flashinfer", "warn")] * num_warnings
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_cuda", "status", "detail"),
+    [
+        ("0", True, diagnosis.OK, "off: with drafts you get the tokens without them, up to rounding"),
+        ("1", True, diagnosis.OK, "certify judges bit for bit"),
+        ("1", False, diagnosis.WARN, "CUDA and ROCm only"),
+    ],
+)
+def test_doctor_says_what_the_batch_invariant_mode_covers(monkeypatch, mode, is_cuda, status, detail):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
+    monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: is_cuda)
+    (check,) = diagnosis._batch_invariance()
+    assert check.status == status and detail in check.detail

@@ -30,17 +30,6 @@ def test_the_lock_is_read_as_it_was_written():
     assert LOCKED.keys() == ENVIRONMENTS.keys()
 
 
-def test_what_fits_some_machines_only_is_locked_for_these():
-    first, *others = TARGETS
-    locked = {
-        "cpu": {target: {"a": "1", "b": "2" if target == first else "3"} for target in TARGETS},
-        "docs": {target: {"a": "1"} | ({"c": "1"} if target in others else {}) for target in TARGETS},
-    }
-    text = environments.write_lock(locked)
-    assert environments.read_lock(text) == locked
-    assert "[cpu docs]\na==1\n" in text  # a version that both have is one line
-
-
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_an_environment_has_what_it_asks_for(name):
     asks, overrides, _ = ENVIRONMENTS[name]
@@ -143,13 +132,6 @@ def test_a_vllm_that_is_not_at_hand_is_one_line():
     assert "Traceback" not in done.stderr
 
 
-def test_every_target_runs_in_the_environment_that_is_asked_for():
-    for target in ("demo", "test", "test-long", "check", "dev"):
-        said = make("-n", target, "VLLM=0.29.0", "VERL=there").stdout
-        assert said
-        assert all("--verl there 0.29.0" in " ".join(line.split()) for line in said.splitlines())
-
-
 def test_a_step_is_done_again_when_its_contents_or_the_packages_change(tmp_path):
     done = []
 
@@ -164,17 +146,3 @@ def test_a_step_is_done_again_when_its_contents_or_the_packages_change(tmp_path)
         install.once(tmp_path / ".step", "other", lambda: done.append(1 / 0))
     step("a", "b")  # what failed is not done
     assert done == [("a",), ("a", "b"), ("a", "b")]
-
-
-def test_another_commit_is_other_contents_and_what_running_leaves_is_not(tmp_path):
-    verl = checkout_of(tmp_path, '"vllm==0.24.0",')
-
-    def digest() -> str:
-        return install.digest_of_files(verl, ("verl/**/*", "pyproject.toml"))
-
-    first = digest()
-    (verl / "verl/__pycache__").mkdir()
-    (verl / "verl/__pycache__/a.pyc").write_text("what an import leaves")
-    assert digest() == first
-    (verl / "verl/trainer/main_ppo.py").write_text("1")
-    assert digest() != first

@@ -13,16 +13,7 @@ import pytest
 from rollout_spec.report.responses import first_step_agreement
 from tests.engine.tiny_heads import make_mtp
 from tests.tiny_vl import make_tiny_vl
-from tests.trainings import (
-    LENGTH,
-    NUM_PROMPTS,
-    NUM_SAMPLES,
-    TOOLS,
-    make_image_data,
-    make_policy,
-    make_recurrent_policy,
-    train,
-)
+from tests.trainings import LENGTH, NUM_PROMPTS, NUM_SAMPLES, TOOLS, make_image_data, make_policy, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -167,32 +158,6 @@ def test_a_model_drafts_beside_the_text(
     assert log.count("this drafter is not trained") == 1
     if kind == "mtp":  # where alone verl looks for what our server counts
         assert min(step["verl/rollout/spec_accept_rate"] for step in (first, second)) > 0
-
-
-# For each process of a training: its engine has recurrent layers in torch, in mixed steps too.
-IN_TORCH = """
-from rollout_spec.patches import when_imported
-
-def replace(_):
-    import torch
-    from tests.engine.recurrent_layers import replace_layers
-
-    torch.cpu._is_amx_tile_supported = lambda: False
-    replace_layers()
-
-when_imported("vllm.v1.worker.cpu_model_runner", replace)
-"""
-
-
-def test_a_policy_with_recurrent_layers(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sitecustomize.py").write_text(IN_TORCH)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    policy = make_recurrent_policy(tmp_path / "policy")
-    # No sync brings fused experts to this vLLM.
-    options = ["actor_rollout_ref.rollout.load_format=auto", "actor_rollout_ref.actor.optim.lr=1e-3"]
-    train_without_and_with(tmp_path, policy, *options)
-    log = (tmp_path / "sam/train.log").read_text()
-    assert "the recurrent states of a request take" in log
 
 
 # For each process of a training: before it uses vLLM, Triton interprets its kernels.

@@ -13,6 +13,7 @@ from rollout_spec import recurrent
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl.check_config import CheckConfig, check_config
 from rollout_spec.verl.recurrent_policy import said_of_memory
+from rollout_spec.verl.settings import MTP, ROLLOUT
 from tests.test_verl_check_config import ENGINE, composed
 
 OFF, SAM, K = "+rollout.spec=off", "+rollout.spec=sam", "rollout.spec.num_speculative_tokens"
@@ -150,3 +151,16 @@ def test_the_driver_says_how_many_requests_fit(
     assert "take 302 MiB (74 without drafts)" in str(said_of_memory(config, spec))
     assert said_of_memory(config, SpecConfig(method="off")) is None
     assert said_of_memory(run_of({}, tmp_path, SAM), spec) is None
+
+
+def test_its_own_head_drafts_beside_the_text(tmp_path: pathlib.Path) -> None:
+    """verl's `model.mtp`: K stays what the recurrent layers allow."""
+    config = run_of(QWEN3_NEXT | {"num_nextn_predict_layers": 1}, tmp_path, SAM)
+    for name, given in (("enable", True), ("enable_rollout", True), ("num_speculative_tokens", 2)):
+        OmegaConf.update(config, f"{MTP}.{name}", given)
+    OmegaConf.update(config, f"{ROLLOUT}.load_format", "auto")
+    CheckConfig().on_run_start(config)
+    spec = check_config(config)
+    assert (spec.num_speculative_tokens, spec.model_tokens) == (3, 2)
+    drafter = config.actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config
+    assert (drafter.method, drafter.num_speculative_tokens) == ("mtp", 3)

@@ -196,15 +196,15 @@ def config(**changes):
         ({"num_experts_per_tok": None}, "num_experts_per_tok: is missing"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok: must be at most num_experts, 128"),
         ({"torch_dtype": "int4"}, "torch_dtype: 'int4' must be one of bfloat16, float16, float32"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank: MLA is not modelled"),  # DeepSeek-V3
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: quantized weights are not"),
         *(
             ({**more, name: value}, f"{name}: such models are not modelled")
             for name, value, more in (
-                ("kv_lora_rank", 512, {}),  # DeepSeek-V3
                 ("sliding_window", 4096, {}),  # Mistral-7B
                 ("sliding_window", 4096, {"use_sliding_window": True}),
                 ("full_attention_interval", 4, {}),
                 ("moe_layer_freq", 2, {}),
-                ("quantization_config", {"bits": 8}, {}),
                 ("layer_types", ["full_attention", "linear_attention"], {}),
                 ("ssm_state_size", 128, {}),  # Nemotron-H
                 ("mamba_d_state", 128, {}),  # Falcon-H1
@@ -236,7 +236,10 @@ def test_a_config_that_nests_its_text_model_is_read_as_hugging_face_does(tmp_pat
     for broken, message in (
         ({"model_type": "x", "text_config": {}}, "text_config: hidden_size: is missing"),
         ({"text_config": text_config}, "text_config: .*model_type"),
-        (json.loads(file.read_text()) | {"quantization_config": {"bits": 8}}, "quantization_config: such"),
+        (
+            json.loads(file.read_text()) | {"quantization_config": {"bits": 8}},
+            "quantization_config: quantized",
+        ),
     ):
         file.write_text(json.dumps(broken))
         with pytest.raises(RooflineError, match=message):

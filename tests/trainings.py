@@ -18,7 +18,6 @@ from rollout_spec_lab.demo.model import make_model
 from rollout_spec_lab.demo.runner import METRICS_FILE, environment
 from rollout_spec_lab.processes import started
 from tests.engine.conftest import make_tiny
-from tests.engine.tiny_recurrent import make_recurrent
 from tests.text import merged
 from tests.tiny_vl import make_image
 
@@ -120,18 +119,6 @@ def make_policy(folder: pathlib.Path) -> pathlib.Path:
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     own = {name: getattr(tokenizer, name) for name in names} | {"vocab_size": len(tokenizer)}
     make_tiny("Llama", folder, peak=24, max_position_embeddings=1024, tie_word_embeddings=False, **own)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def make_recurrent_policy(folder: pathlib.Path) -> pathlib.Path:
-    """A tiny Qwen3-Next with the tokenizer of the demo's."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2())
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    own = {name: getattr(tokenizer, name) for name in names} | {"vocab_size": len(tokenizer)}
-    make_recurrent("qwen3_next", folder, **own)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from rollout_spec.report.measures import compare
-from rollout_spec.report.runs import read_run, read_steps
+from rollout_spec.report.runs import read_run
 from rollout_spec.trace import to_line, trace_file
 from rollout_spec_lab.bench.engine import EngineError, Load
 from rollout_spec_lab.bench.timeline import Timeline
-from rollout_spec_lab.cli.progress import ConsoleWatcher
 from rollout_spec_lab.demo import report, runner
 from rollout_spec_lab.demo.turns import METHODS, Turns, figures, in_turn, pairs_of, plan_of
 from tests.test_report import write_run
@@ -158,13 +157,3 @@ def test_the_demo_trains_without_drafts_then_with_them_and_then_takes_turns(
         runner.RunFailedError, match=r"out of memory; log: .*rollout-spec compare \S+/off \S+/sam"
     ):
         runner.run_demo(runner.Plan(**given, turn_seconds=-1.0), runner.Watcher())
-
-
-def test_a_step_without_tokens_of_its_own_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "off", [10.0, 0.0], [1000, 0])
-    with ConsoleWatcher(2) as watcher:
-        for step in read_steps(run / "metrics.jsonl"):
-            watcher.step(step)
-    assert "step 2/2: no tokens of its own, " in capsys.readouterr().err

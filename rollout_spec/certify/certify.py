@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
 from vllm.envs import maybe_convert_bool
 from vllm.platforms import current_platform
 
@@ -72,7 +72,9 @@ class Plan:
 
     @property
     def fixed_tolerance(self) -> float | None:
-        """None: it goes by the logits (`rounding`)."""
+        """None: it goes by the logits (`rounding`). 0: every bit counts."""
+        if self.tolerance is None and envs.VLLM_BATCH_INVARIANT:
+            return 0.0
         return TOLERANCE if self.tolerance is None and self.dtype == "float32" else self.tolerance
 
     @property
@@ -219,7 +221,9 @@ def _differences(plan: Plan, runs: Mapping[Configuration, Sequence[Pair]]) -> li
     for (where, pair), before, output in zip(found, inputs, outputs, strict=True):
         step = output.outputs[0].logprobs[0]
         logits = torch.tensor([step[token].logprob for token in range(len(step))])
-        allowed = plan.fixed_tolerance or rounding(plan.dtype, logits, where.temperature)
+        allowed = plan.fixed_tolerance
+        if allowed is None:
+            allowed = rounding(plan.dtype, logits, where.temperature)
         key = key_of_name(pair.sample.name(plan.seed))
         gap = explain(
             logits, where.temperature, plan.top_k, plan.top_p, key, len(before), pair.tokens, allowed

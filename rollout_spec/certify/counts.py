@@ -122,6 +122,8 @@ def logprob_differences(pairs: Sequence[Pair]) -> dict[str, float]:
 
 def passed(record: Mapping[str, Any]) -> bool:
     distribution = record["distribution"]
+    if record["tolerance"] == 0 and record["max_logprob_difference"]:
+        return False
     return not record["unexplained_differences"] and (distribution is None or distribution["passed"])
 
 
@@ -129,6 +131,8 @@ def verdict(record: Mapping[str, Any]) -> str:
     if not passed(record):
         return "not certified"
     agreement = "identical" if not record["differences"] else "identical up to rounding"
+    if record["tolerance"] == 0:
+        agreement = "identical bit for bit"
     if not record["untested"]:
         return agreement
     num_all = len(record["configurations"])

@@ -122,6 +122,23 @@ def _sampler() -> Iterator[Check]:
         yield Check("flashinfer", WARN, "not installed, and vLLM's sampler wants it", fix)
 
 
+def _batch_invariance() -> Iterator[Check]:
+    """Whether a pass over a draft has the bits of passes over single tokens (docs: verification)."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    name, is_covered = "batch-invariant mode", current_platform.is_cuda_alike()
+    if not envs.VLLM_BATCH_INVARIANT:
+        detail = "off: with drafts you get the tokens without them, up to rounding"
+        yield Check(
+            name, OK, detail, "VLLM_BATCH_INVARIANT=1 gives equal bits and costs speed" if is_covered else ""
+        )
+    elif is_covered:
+        yield Check(name, OK, "on: dense models have the same bits in any batch; certify judges bit for bit")
+    else:
+        yield Check(name, WARN, "on, but vLLM has it for CUDA and ROCm only", "unset VLLM_BATCH_INVARIANT")
+
+
 def _native() -> Iterator[Check]:
     from rollout_spec.drafting import native
 
@@ -238,6 +255,7 @@ PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
     ("python", _python),
     ("packages", _packages),
     ("device", _device),
+    ("batch-invariant mode", _batch_invariance),
     ("native module", _native),
     ("entry points", _entry_points),
     ("rollout.spec", _hydra_group),

@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=share, metavar="X",
         help="rounding explains a difference where the scores logit / T + noise of the two tokens, or a "
         "token and the boundary of top-k or top-p, are closer than X (float32: 1e-4; else 2 x the dtype's "
-        "epsilon x the largest |logit| / T there)",
+        "epsilon x the largest |logit| / T there; with VLLM_BATCH_INVARIANT=1 nothing, and log-probabilities "
+        "must be equal too)",
     )  # fmt: skip
     judging.add_argument(
         "--distribution-samples", type=number(int, 0), default=1000, metavar="N",

@@ -26,6 +26,10 @@ infinity the longer one. Rounding tokens up to tiles of 64, 128 or 256 fits no d
 # Times that a sampler reads or writes the float32 logits: conversion, temperature, and a race in two passes.
 LOGIT_PASSES = 6
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_WHY_NOT = {
+    "kv_lora_rank": "MLA is not modelled: its attention computes for as long as it reads, or longer",
+    "quantization_config": "quantized weights are not modelled, fp8 among them",
+}
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _LOGIT_BYTES = 4
 
@@ -229,7 +233,7 @@ def _refuse_other_kinds(fields: dict[str, Any]) -> None:
     }
     for name, is_harmless in harmless.items():
         if fields.get(name) and not is_harmless:
-            raise RooflineError(f"{name}: such models are not modelled")
+            raise RooflineError(f"{name}: {_WHY_NOT.get(name, 'such models are not modelled')}")
     if all(fields.get(name) is None for name in _NUM_EXPERTS):
         for name in (name for name, value in fields.items() if "expert" in name and value):
             raise RooflineError(f"{name}: needs the number of experts, one of {', '.join(_NUM_EXPERTS)}")

@@ -80,6 +80,11 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
         f"were rejected. Log-probabilities differ by {record['max_logprob_difference']:.1e} at most and by "
         f"{record['mean_logprob_difference']:.1e} on average.",
     ]
+    if record["tolerance"] == 0:
+        text.append(
+            "VLLM_BATCH_INVARIANT=1 promises the same bits in any batch. So one token or log-probability "
+            "that differs fails."
+        )
     text.append(_RUNNERS[record["model_runner"]])
     if record["untested"]:
         text.append(f"Not tested, and not in these counts: {'; '.join(record['untested'])}.")

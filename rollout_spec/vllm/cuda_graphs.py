@@ -45,7 +45,7 @@ def capture_plain_steps(runner: Any) -> None:
 
 def _has_plain_graphs(runner: Any) -> bool:
     model = runner.vllm_config.model_config
-    return not model.is_hybrid or recurrent.takes_plain_graphs(model.architecture)
+    return not (model.is_hybrid and recurrent.has_mamba_2(model.architecture))
 
 
 def _keep_prompts_out(runner: Any) -> None:

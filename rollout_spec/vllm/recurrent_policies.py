@@ -40,8 +40,10 @@ def keep_states_right(vllm_config: VllmConfig) -> None:
     Raises:
         PatchError: the installed vLLM is not one that the mend was written for.
     """
-    if vllm_config.model_config.is_hybrid and vllm_config.speculative_config is not None:
+    model = vllm_config.model_config
+    if model.is_hybrid and vllm_config.speculative_config is not None:
         recurrent_rows.mend(vllm_config.use_v2_model_runner)
         if not vllm_config.use_v2_model_runner:
-            recurrent_chunks.mend()
             recurrent_counts.mend()
+            if recurrent.has_mamba_2(model.architecture):
+                recurrent_chunks.mend()

@@ -198,6 +198,16 @@ def as_new(llm: Any) -> Any:
     return llm
 
 
+@pytest.fixture(scope="module")
+def own_process_groups() -> Iterator[None]:
+    """Engines of one process share their groups, and those that a dense model made have none for experts."""
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    destroy_model_parallel()
+    yield
+    destroy_model_parallel()
+
+
 def close(engines: Iterable[Any]) -> None:
     """Shut them down, but for the process groups, which engines in one process share.
 

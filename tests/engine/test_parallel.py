@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,19 +20,11 @@ from tests.engine.serving import serve as serve_requests
 from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 from tests.text import merged
 
+pytestmark = pytest.mark.usefixtures("own_process_groups")
+
 LENGTH = 40
 GROUPS = {f"group {i}": prompt for i, prompt in enumerate(PROMPTS[:4])}
 NUMBERS = itertools.count()  # of requests
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_process_groups() -> Iterator[None]:
-    """Engines of one process share their groups, and those that a dense model made have none for experts."""
-    from vllm.distributed.parallel_state import destroy_model_parallel
-
-    destroy_model_parallel()
-    yield
-    destroy_model_parallel()
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,6 @@ _DELTA: dict[str, Any] = _COMMON | {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 1,
 }  # fmt: skip
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-}  # fmt: skip
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32,
     "mamba_expand": 2,
@@ -30,17 +26,12 @@ _MAMBA: dict[str, Any] = {
 _NORMS_OF_MTP = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
 # By name: the stem of the class of transformers, and the fields of its configuration.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("Qwen3Next", _DELTA | _EXPERTS),
+    "qwen3_next": ("Qwen3Next", _DELTA | {"num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}),
     "qwen3_5": ("Qwen3_5", _DELTA),
     # States so small that a block of the cache has 32 tokens: for prefix caching.
     "qwen3_5_small": ("Qwen3_5", _DELTA | {"num_key_value_heads": 2, "linear_key_head_dim": 32,
         "linear_value_head_dim": 32}),
-    "qwen3_5_moe": ("Qwen3_5Moe", _DELTA | _EXPERTS),
-    # Text and vision; its requests here are of text.
-    "qwen3_5_vl": ("Qwen3_5", {"text_config": _DELTA, "vision_config": {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128,
-        "num_position_embeddings": 16}, "image_token_id": 124, "video_token_id": 125,
-        "vision_start_token_id": 126, "vision_end_token_id": 127}),
     "nemotron_h": ("NemotronH", _COMMON | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"],
         "head_dim": 64, "mamba_num_heads": 4, "mamba_head_dim": 64, "ssm_state_size": 16, "n_groups": 1,
         "expand": 2, "chunk_size": 32, "num_nextn_predict_layers": 0}),
@@ -54,8 +45,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make_recurrent(name: str, folder: pathlib.Path, **more: Any) -> str:
-    """Write one of MODELS to the folder, with more fields of its configuration.
+def make_recurrent(name: str, folder: pathlib.Path) -> str:
+    """Write one of MODELS to the folder.
 
     A weight matrix is drawn from N(0, 1 / fan-in): every layer then moves the residual stream about as
     much as the embedding does, so a wrong state shows in the tokens.
@@ -64,11 +55,9 @@ def make_recurrent(name: str, folder: pathlib.Path, **more: Any) -> str:
     import transformers
 
     stem, fields = MODELS[name]
-    is_text = "text_config" not in fields
-    config_class = f"{stem}TextConfig" if stem.startswith("Qwen3_5") and is_text else f"{stem}Config"
-    architecture = f"{stem}For{'CausalLM' if is_text else 'ConditionalGeneration'}"
+    config_class = f"{stem}TextConfig" if stem == "Qwen3_5" else f"{stem}Config"
     torch.manual_seed(0)
-    model = getattr(transformers, architecture)(getattr(transformers, config_class)(**fields | more))
+    model = getattr(transformers, f"{stem}ForCausalLM")(getattr(transformers, config_class)(**fields))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -79,7 +68,7 @@ def make_recurrent(name: str, folder: pathlib.Path, **more: Any) -> str:
             elif "conv" in key and weight.dim() == 3:
                 weight.normal_(0, 0.5, generator=generator)
         model.get_output_embeddings().weight.mul_(4)  # a peaked distribution, as a trained model's is
-    model.config.architectures = [architecture]
+    model.config.architectures = [f"{stem}ForCausalLM"]
     model.to(torch.float32).save_pretrained(folder)
     return str(folder)
 

@@ -2,5 +2,5 @@
 
 In: arguments. Out: the figures of a page.
 May import: rollout_spec, `bench`, `cli`, `demo`, hydra, matplotlib, numpy, omegaconf, tqdm,
-transformers, verl. Nothing imports them.
+transformers, verl, `verl_cpu`. Nothing imports them.
 """

@@ -18,11 +18,22 @@ from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.interpreted_tools import PROMPTS, RECORDED, job_of, recorded_load
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines start in seconds here; in processes of their own: test_turns.py, test_offline.py."""
+    from rollout_spec_lab.bench import engine, engine_worker
+
+    def answer(worker: str, job: dict[str, Any], *_: Any) -> dict[str, Any]:
+        return json.loads(json.dumps(engine_worker.run(json.loads(json.dumps(job)))))
+
+    monkeypatch.setattr(engine, "answer", answer)
+
+
 def test_what_a_model_drafts_behind_every_token_is_recorded(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, tmp_path: Path, in_this_process: None
 ) -> None:
     """Of the policy as its own drafter: the tokens that come, but for the first place, which has no pass."""
-    from rollout_spec_lab.bench import engine, engine_worker
+    from rollout_spec_lab.bench import engine
     from rollout_spec_lab.bench.rollouts import write_proposals
 
     settings = {
@@ -36,7 +47,6 @@ def test_what_a_model_drafts_behind_every_token_is_recorded(
         load=load, methods=["model"], model=tiny_model, dtype="float32", engine=settings, spec={"history": 0},
         model_drafter={"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 3},
     )  # fmt: skip
-    monkeypatch.setattr(engine, "answer", lambda worker, job, name, folder: engine_worker.run(job))
     recorded = engine.recorded(plan, tmp_path)
     write_proposals(recorded, load.prompts, load.group_size, tmp_path)
     lines = list(read_trace(tmp_path / "proposals.jsonl"))
@@ -78,7 +88,7 @@ LOAD = {"group_size": 4, "median_tokens": 24.0, "max_tokens": 64}
 
 
 def test_rollouts_without_and_with_drafts(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_this_process: None
 ) -> None:
     from rollout_spec.cli import main as product
     from rollout_spec_lab.cli import main

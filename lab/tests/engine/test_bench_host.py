@@ -15,7 +15,7 @@ V2 = ["off", "sam:0", "sam:8"]
 SECONDS = 0.004
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="the device is in the place of vLLM's CPU")
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="`bench host` runs in vLLM for CPUs only")
 @pytest.mark.parametrize("methods", [METHODS, V2], ids=["V1", "V2"])
 def test_a_device_made_of_time(
     methods: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
