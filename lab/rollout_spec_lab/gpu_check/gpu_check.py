@@ -92,7 +92,8 @@ class Check:
             seconds /= 2
         # So that it can end by itself.
         job = {**job, "part": name.removesuffix(V2), "seconds": seconds * 0.9}
-        found, status, reason = None, DONE, ""
+        found: dict[str, Any] | None = None
+        status, reason = DONE, ""
         try:
             for found in answers(WORKER, job, name, self._folder, max(seconds, 0.0), self._environment(name)):
                 if self._plan.rooflines and name.startswith("steps"):
