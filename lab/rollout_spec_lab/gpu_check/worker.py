@@ -14,7 +14,7 @@ from typing import Any
 from rollout_spec.config import AUTO, SpecConfig
 from rollout_spec_lab.bench.engine import reply, times_of
 
-THRESHOLDS = (0, AUTO, 4, 8, 16, 32, 64)
+THRESHOLDS: tuple[int | str, ...] = (0, AUTO, 4, 8, 16, 32, 64)
 TAIL_ROWS = 8
 BEGAN = time.monotonic()
 
