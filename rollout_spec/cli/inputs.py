@@ -69,8 +69,7 @@ def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
 
 def read(args: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Rollout]:
     """The rollouts of `add_rollouts_arguments`, or of some of its files."""
-    from rollout_spec.predict.dumps import read_rollouts
-    from rollout_spec.predict.rows import NAMES
+    from rollout_spec.predict.dumps import NAMES, read_rollouts
 
     columns = {}
     for pair in filter(None, (args.columns or "").split(",")):
