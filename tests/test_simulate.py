@@ -258,12 +258,12 @@ def test_replicas_share_the_requests_and_the_slowest_counts():
     lines = rollouts(4)
     requests = requests_of(lines, 6)
     assert len(requests) == 24
-    by_group = assign(requests, 2)
+    by_group = assign(requests, 2, by_group=True)
     assert [len(part) for part in by_group] == [12, 12]
     assert {request.group for request in by_group[0]} == {"0", "2"}
     # A large group is split where it would load an engine by too much.
     one_group = requests_of([line("0", 5, *[3] * 40)], None)
-    assert [len(part) for part in assign(one_group, 2)] == [24, 16]
+    assert [len(part) for part in assign(one_group, 2, by_group=True)] == [24, 16]
     one = simulate(lines, Cluster(1, 8, 6), OFF, STEPPED, 4)
     two = simulate(lines, Cluster(2, 8, 6), OFF, STEPPED, 4)
     assert 0.4 < two["makespan_s"] / one["makespan_s"] < 0.95

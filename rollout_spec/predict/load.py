@@ -105,11 +105,16 @@ def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Reques
     ]
 
 
-def assign(requests: Sequence[Request], num_engines: int) -> list[list[Request]]:
-    """The requests of every engine, all placed before the first one ends, as our router places them."""
+def assign(requests: Sequence[Request], num_engines: int, by_group: bool) -> list[list[Request]]:
+    """The requests of every engine, all placed before the first one ends.
+
+    Args:
+        by_group: keep a group together, as our router does; else to the engine with fewest, as verl's does.
+    """
     engines: list[list[Request]] = [[] for _ in range(num_engines)]
     homes = Homes(MAX_IMBALANCE)
     for request in requests:
         loads = {i: len(engine) for i, engine in enumerate(engines)}
-        engines[homes.choose(request.group, loads)].append(request)
+        place = homes.choose(request.group, loads) if by_group else min(loads, key=loads.__getitem__)
+        engines[place].append(request)
     return engines
