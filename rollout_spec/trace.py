@@ -7,7 +7,8 @@ import gzip
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -104,57 +105,62 @@ def _drop_cut_line(file: IO[bytes]) -> None:
 
 
 def read_trace(path: str | Path) -> Iterator[Rollout]:
-    """Read a `.jsonl` or `.jsonl.gz` trace, as `read_lines` does.
+    """Read a `.jsonl` or `.jsonl.gz` trace.
 
     Raises:
         OSError: the file cannot be opened.
         TraceError: it is not such a trace.
     """
-    with open(path, "rb") as raw:
-        is_compressed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
-        yield from read_lines(gzip.GzipFile(fileobj=raw) if is_compressed else raw, path)
+    return (parse_rollout(fields, where) for where, fields in read_objects(path))
 
 
-def read_lines(file: Iterable[bytes], path: str | Path) -> Iterator[Rollout]:
-    """Read the lines of a trace one by one, empty lines skipped; `path` names them.
+def read_objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects in JSON lines, plain or gzipped, each with its place; empty lines are skipped.
 
     A last line that is cut, as a killed run leaves it, is skipped with a warning in the log.
 
     Raises:
-        TraceError: they are not a trace's.
+        OSError: the file cannot be opened.
+        TraceError: a line is not JSON, or no object.
     """
     number = 0
     try:
-        for number, line in enumerate(file, start=1):
-            rollout = _parse(line, f"{path}:{number}") if line.strip() else None
-            if rollout is not None:
-                yield rollout
-    except (gzip.BadGzipFile, EOFError) as error:
+        with open(path, "rb") as raw:
+            is_compressed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
+            lines: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if is_compressed else raw
+            for number, line in enumerate(lines, start=1):
+                where = f"{path}:{number}"
+                if line.strip() and (fields := _parse_json(line, where)) is not None:
+                    yield where, fields
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TraceError(f"{path}:{number + 1}: {error}") from error
 
 
-def parse_json(line: bytes, where: str) -> Any:
-    """The value in a line; None for one that is cut, with a warning in the log.
-
-    Raises:
-        TraceError: it is not JSON.
-    """
+def _parse_json(line: bytes, where: str) -> dict[str, Any] | None:
+    """None for a line that is cut."""
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        fields = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         if line.endswith(b"\n") or isinstance(error, RecursionError):
             raise TraceError(f"{where}: not JSON: {error}") from error
         logger.warning("%s: the last line is cut off, it is left out", where)
         return None
-
-
-def _parse(line: bytes, where: str) -> Rollout | None:
-    """None for a line that is cut."""
-    fields = parse_json(line, where)
-    if fields is None and not line.endswith(b"\n"):
-        return None
     if not isinstance(fields, dict):
         raise TraceError(f"{where}: must be a JSON object")
+    return fields
+
+
+def is_recorded(fields: Mapping[str, Any]) -> bool:
+    """Whether these are the fields of a trace's line."""
+    return {"group", "prompt_token_ids", "responses"} <= fields.keys()
+
+
+def parse_rollout(fields: Mapping[str, Any], where: str) -> Rollout:
+    """A line of a trace; `where` names it in errors.
+
+    Raises:
+        TraceError: it is none.
+    """
     for name in ("group", "prompt_token_ids", "responses"):
         if name not in fields:
             raise TraceError(f"{where}: {name}: is missing")

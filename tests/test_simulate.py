@@ -15,7 +15,7 @@ from rollout_spec.predict.engine import Engine, ModelDrafter
 from rollout_spec.predict.load import assign, comes_back, copied, one_rollout, requests_of, rollouts_of
 from rollout_spec.predict.simulate import Cluster, rollout, simulate
 from rollout_spec.predict.step_times import StepTimes, StepTimesError
-from rollout_spec.trace import Proposals, Rollout, read_trace
+from rollout_spec.trace import Proposals, Rollout
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
@@ -196,28 +196,6 @@ def test_a_cluster_of_ranks_is_as_slow_as_its_slowest(threshold):
     assert simulate(lines[:1], Cluster(1, 16, 1, num_ranks=4), config, STEPPED, 8)["makespan_s"] > 0
 
 
-def test_interrupted_samples_draft_as_well_as_others():
-    """On recorded responses; their siblings' text is there again as soon as they go on."""
-    lines = list(read_trace(TRACE))[:16]
-    config = SpecConfig(batch_threshold=64, num_speculative_tokens=8)
-    rates = [
-        simulate(lines, Cluster(1, 64, None, interrupt_every=every), config, FLAT, 8)["tokens_per_step"]
-        for every in (None, 100, 25)
-    ]
-    assert min(rates[1:]) > 0.97 * rates[0] > 1.5
-
-
-def test_an_interruption_costs_a_prefill_and_no_token():
-    times = StepTimes.parse("1:1,100:100")  # a second a token
-    whole, interrupted = (
-        simulate([line("0", 2, 4, 4)], Cluster(1, 2, None, interrupt_every=every), OFF, times, 8)
-        for every in (None, 2)
-    )
-    # Of each response, behind its second token, the prompt and two tokens.
-    assert interrupted["makespan_s"] == whole["makespan_s"] + 2 * (2 + 2)
-    assert interrupted["tokens_per_step"] == whole["tokens_per_step"] == 1
-
-
 def test_copies_are_more_of_the_same_with_tokens_of_their_own():
     [one] = noise(1, 2)
     one = dataclasses.replace(one, proposals=[right_model(response, 2) for response in one.responses])
@@ -280,8 +258,8 @@ def test_replicas_share_the_requests_and_the_slowest_counts():
     lines = rollouts(4)
     requests = requests_of(lines, 6)
     assert len(requests) == 24
-    by_turn, by_group = assign(requests, 2, by_group=False), assign(requests, 2, by_group=True)
-    assert [len(part) for part in by_turn] == [len(part) for part in by_group] == [12, 12]
+    by_group = assign(requests, 2, by_group=True)
+    assert [len(part) for part in by_group] == [12, 12]
     assert {request.group for request in by_group[0]} == {"0", "2"}
     # A large group is split where it would load an engine by too much.
     one_group = requests_of([line("0", 5, *[3] * 40)], None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, UserError
 
 if TYPE_CHECKING:
-    from rollout_spec.predict.roofline import Host, Roofline
+    from rollout_spec.predict.roofline import Roofline
     from rollout_spec.trace import Rollout
 
 # Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
@@ -69,8 +69,7 @@ def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
 
 def read(args: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Rollout]:
     """The rollouts of `add_rollouts_arguments`, or of some of its files."""
-    from rollout_spec.predict.dumps import read_rollouts
-    from rollout_spec.predict.rows import NAMES
+    from rollout_spec.predict.dumps import NAMES, read_rollouts
 
     columns = {}
     for pair in filter(None, (args.columns or "").split(",")):
@@ -126,25 +125,6 @@ def add_device_arguments(group: Any, model_group: Any = None) -> None:
     group.add_argument(
         "--tp", type=number(int, 1), metavar="N", help="tensor-parallel devices of an engine (1)"
     )
-
-
-RUNNER = "v2"  # where --runner names none
-
-
-def add_runner_argument(group: argparse._ActionsContainer) -> None:
-    """Add `--runner`, which `host` reads."""
-    group.add_argument(
-        "--runner", choices=("v1", "v2"),
-        help="vLLM's model runner: with v2, steps with drafts wait for the host; with v1, all steps of an "
-        "engine that drafts do (v2)",
-    )  # fmt: skip
-
-
-def host(args: argparse.Namespace) -> Host:
-    """How long the device waits for the host where something drafts."""
-    from rollout_spec.predict.roofline import HOSTS
-
-    return HOSTS[args.runner or RUNNER]
 
 
 def roofline(args: argparse.Namespace, **further: Any) -> Roofline:

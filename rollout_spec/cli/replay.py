@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from itertools import islice
 from typing import Any
 
 from rollout_spec import __version__
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
-    RUNNER,
-    add_device_arguments,
     add_model_drafter_arguments,
     add_rollouts_arguments,
-    add_runner_argument,
     add_spec_argument,
     check_steps,
-    host,
     number,
     path,
     read,
-    roofline,
     spec_options,
     with_model,
 )
@@ -53,8 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-num-seqs", type=number(int, 1), default=1024, metavar="N",
         help="requests that an engine runs at a time; verl's default too",
     )  # fmt: skip
-    add_device_arguments(engines)
-    add_runner_argument(engines)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output", type=path, metavar="DIR", help="write a page with pictures, replay.html, and replay.json"
@@ -64,33 +56,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.progress import counted, tracked
+    from rollout_spec.cli.progress import tracked
     from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.predict.outlook import outlook
     from rollout_spec.predict.replay import replay
-    from rollout_spec.predict.simulate import Cluster, model_of
     from rollout_spec.report.outlook import headline, write_outlook
 
     spec = spec_options(args.spec, REFUSED)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
     if config.corpus:
         check_corpus(config.corpus)
-    predicts = args.model_config or args.gpu or args.tp or args.runner
-    times = roofline(args, host=host(args)) if predicts else None
-    kv_tokens = times.kv_tokens if times else math.inf
-    cluster = Cluster(args.replicas, args.max_num_seqs, by_group=True, kv_tokens=kv_tokens)
     lines = list(with_model(args, islice(read(args, args.traces), args.limit_groups)))
     check_steps(lines, args.traces[0])
-    model = model_of(lines, times.head) if times else None
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)
     except BudgetExceeded as error:
         raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
-    with counted("predicting") as advance:
-        record = outlook(lines, result, config, cluster, times, model, advance)
-    record["runner"] = (args.runner or RUNNER) if times else None
+    record = outlook(lines, result, args.replicas, args.max_num_seqs)
     record = {"headline": headline(record), **record}
     page = write_outlook(record, _facts(args, config), args.output) if args.output else None
     if args.json:
@@ -122,8 +106,5 @@ def _facts(args: argparse.Namespace, config: SpecConfig) -> dict[str, str]:
         "rollout_spec": __version__,
         "drafter": f"K = {config.num_speculative_tokens}, history {config.history}",
         "corpus": config.corpus,
-        "model": args.model_config,
-        "device": f"{args.gpu}, tensor parallel {args.tp or 1}" if args.gpu else None,
-        "model runner": (args.runner or RUNNER) if args.gpu else None,
     }
     return {name: str(value) for name, value in facts.items() if value}

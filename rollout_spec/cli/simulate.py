@@ -13,16 +13,14 @@ from rollout_spec.cli.inputs import (
     add_device_arguments,
     add_model_drafter_arguments,
     add_rollouts_arguments,
-    add_runner_argument,
     add_spec_argument,
-    host,
     number,
     read,
     roofline,
     spec_options,
     with_model,
 )
-from rollout_spec.config import ROUTINGS, SpecConfig, UserError, parse_threshold
+from rollout_spec.config import SpecConfig, UserError, parse_threshold
 from rollout_spec.recurrent import DEFAULT_SPECULATIVE_TOKENS, check_settings
 
 HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
@@ -32,7 +30,7 @@ REFUSED = {  # as --spec, and why
     "num_speculative_tokens": "--num-speculative-tokens sets it",
     "model_tokens": "--model-acceptance sets it, a number for each",
     "batch_threshold": "--batch-thresholds sets it",
-    "routing": "--routing sets it",
+    "routing": "a prompt's samples stay together",
 }
 OF_ROOFLINE = (
     *("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "longest_response", "runner"),
@@ -71,7 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--longest-response", type=positive, metavar="TOKENS",
         help="stretch all texts by one factor, so that the longest response has TOKENS tokens",
     )  # fmt: skip
-    add_runner_argument(times)
+    times.add_argument(
+        "--runner", choices=("v1", "v2"),
+        help="vLLM's model runner: with v2, steps with drafts wait for the host; with v1, all steps of an "
+        "engine that drafts do (v2)",
+    )  # fmt: skip
     cluster = parser.add_argument_group("cluster (with several values, every combination is simulated)")
     cluster.add_argument("--replicas", type=positive, nargs="+", default=[1], metavar="N", help="engines")
     cluster.add_argument(
@@ -81,14 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--group-size", type=positive, nargs="+", metavar="N", help="the first N responses of each line (all)"
     )
-    cluster.add_argument(
-        "--routing", choices=ROUTINGS, default="group",
-        help="group: siblings go to one engine; verl: to the engine with fewest requests",
-    )  # fmt: skip
-    cluster.add_argument(
-        "--interrupt-every", type=positive, metavar="N",
-        help="engine steps between weight syncs that interrupt a rollout, as in asynchronous trainings",
-    )  # fmt: skip
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument(
         "--batch-thresholds", nargs="+", default=["4", "8", "16", "32", "auto"], metavar="T",
@@ -100,10 +94,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({SpecConfig.num_speculative_tokens}, and {DEFAULT_SPECULATIVE_TOKENS} with recurrent layers)",
     )  # fmt: skip
     add_model_drafter_arguments(drafter)
-    drafter.add_argument(
-        "--model-pass-ms", type=number(float, 0.0), metavar="MS",
-        help="milliseconds of a pass of the model (with --model-config: predicted, for a head of one layer)",
-    )  # fmt: skip
     drafter.add_argument(
         "--fill-drafts", action="store_true",
         help="draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY",
@@ -135,10 +125,9 @@ def run(args: argparse.Namespace) -> int:
     clusters = [
         Cluster(
             *combination,
-            by_group=args.routing == "group",
+            by_group=True,
             num_ranks=args.dp or 1,
             kv_tokens=getattr(times, "kv_tokens", math.inf),
-            interrupt_every=args.interrupt_every,
             fills_drafts=args.fill_drafts,
         )
         for combination in itertools.product(args.replicas, args.max_num_seqs, args.group_size or [None])
@@ -158,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _times(args: argparse.Namespace, longest: int) -> Any:
     """The step times; `longest`: tokens of the longest response."""
+    from rollout_spec.predict.roofline import HOSTS
     from rollout_spec.predict.step_times import StepTimes
 
     if args.step_times is not None:
@@ -169,7 +159,7 @@ def _times(args: argparse.Namespace, longest: int) -> Any:
         args,
         data_parallel=args.dp or 1,
         expert_parallel=args.expert_parallel,
-        host=host(args),
+        host=HOSTS[args.runner or "v2"],
         memory_share=args.gpu_memory_utilization or 0.9,
         stretch=args.longest_response / longest if args.longest_response and longest else 1.0,
     )
@@ -178,18 +168,11 @@ def _times(args: argparse.Namespace, longest: int) -> Any:
 def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
     """The model whose drafts the lines have, if any."""
     from rollout_spec.predict.simulate import model_of
-    from rollout_spec.predict.step_times import SECONDS, StepTimes
 
     of_pass: Any = getattr(times, "head", None)  # a table of step times has none
-    if args.model_pass_ms is not None:
-        of_pass = StepTimes([(1, max(args.model_pass_ms / 1e3, SECONDS[0]), 1)])
     model = model_of(lines, of_pass)
-    if model is None and args.model_pass_ms is not None:
-        raise UserError(
-            "--model-pass-ms: belongs to --model-acceptance, or to a recording with a model's drafts"
-        )
     if model and of_pass is None:
-        raise UserError("--model-acceptance: with --step-times it needs --model-pass-ms too")
+        raise UserError("--step-times: a table has no times of a draft model; take --model-config")
     if model and (args.dp or 1) > 1:
         raise UserError(
             f"--dp {args.dp}: engines refuse a draft model on data-parallel ranks of experts; use --tp"

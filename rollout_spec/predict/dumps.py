@@ -1,53 +1,62 @@
-"""Files of rollouts, read as `trace.Rollout`s: what a file is, its contents say, not its name.
+"""Files of rollouts, read as `trace.Rollout`s: recordings, verl's dumps, rows of a prompt and its responses.
 
-A file is JSON lines, one JSON document or parquet, compressed or not. `rows` reads the rows in it, and the
-policy's tokenizer makes tokens of texts.
+A file is JSON lines, plain or gzipped, or parquet: its contents say which. Which field holds what is decided
+in this order:
+
+1. A field that the user names (`--columns`) always counts.
+2. In verl's dumps the known fields count, whatever fields a reward function adds.
+3. Else the field with a usual name counts, token ids before texts. If there are several, the row is refused.
 """
 
 from __future__ import annotations
 
-import bz2
-import codecs
-import gzip
-import io
-import itertools
-import json
+import dataclasses
+import hashlib
 import logging
-import lzma
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollout_spec.predict.rows import Columns, Group, groups_in
-from rollout_spec.trace import Rollout, TraceError, parse_json, read_lines, token_ids
+from rollout_spec.config import UserError
+from rollout_spec.trace import Rollout, TraceError, is_recorded, parse_rollout, read_objects, token_ids
 
-MAX_JSON_BYTES = 1 << 28
-"""The longest line, and the longest document of several lines. Parsed, it takes several times the memory."""
-_FILES = re.compile(r"\.(jsonl?|ndjson|parquet)(\.(gz|bz2|xz|zst))?$")
-_DAMAGED = (EOFError, OSError, lzma.LZMAError, zlib.error)  # what decompressors raise
-_MAGIC: dict[bytes, Callable[[IO[bytes]], Any]] = {
-    b"\x1f\x8b": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zX": lzma.open,
-    b"\x28\xb5\x2f\xfd": lambda opened: _zstd(opened),
+NAMES = {
+    "prompt": (("prompt_token_ids", "prompt_ids"), ("prompt", "input", "question", "problem")),
+    "response": (
+        ("response_token_ids", "response_ids", "completion_ids"),
+        ("response", "responses", "output", "outputs", "completion", "completions"),
+    ),
+    "group": (),
+    "step": (("step", "global_step"),),
 }
-_PEEKED = 20  # bytes that tell JSON from what is none
+"""The usual names of the fields of each role; those of token ids come first."""
+_VERL = {"prompt": "input", "response": "output", "step": "step"}
+_FILES = re.compile(r"\.(jsonl?|ndjson|parquet)(\.gz)?$")
 _WANTED = (
     "wanted: a recording, verl's rollout_data_dir or validation_data_dir, or rows with a prompt and its "
-    "responses, or one response, or a chat; --columns prompt=NAME,response=NAME,group=NAME,step=NAME tells "
-    "other names"
+    "responses; --columns prompt=NAME,response=NAME,group=NAME,step=NAME tells other names"
 )
+_EMPTY: tuple[Any, ...] = (None, "", [])
+_Text = str | list[int]
+Columns = Mapping[str, str]
+"""The field of each role (a key of NAMES), "": no field."""
 
 logger = logging.getLogger(__name__)
 
 
-class NoRolloutsError(TraceError):
-    """A file of another form; the message says what was found and what is wanted."""
+@dataclasses.dataclass
+class _Group:
+    """A `trace.Rollout` before its texts are tokens."""
+
+    step: int | None
+    name: str  # the prompt's: the same in every step
+    part: str  # tells prompts of the same name in one step apart
+    prompt: _Text
+    responses: list[_Text]
 
 
 def read_rollouts(
@@ -57,7 +66,7 @@ def read_rollouts(
 
     Args:
         tokenizer: a tokenizer.json, or a folder with one; needed where there are texts.
-        columns: the fields of roles (`rows.NAMES`) that count, whatever else a row has.
+        columns: the fields of roles that count, whatever else a row has.
 
     Raises:
         OSError: a file cannot be opened.
@@ -66,8 +75,8 @@ def read_rollouts(
         UserError: `columns` names a field that a row does not have.
     """
     files = [file for path in paths for file in _files(path)]
-    found: list[Rollout | Group] = []
-    groups: dict[tuple[Any, ...], Group] = {}
+    found: list[Rollout | _Group] = []
+    groups: dict[tuple[Any, ...], _Group] = {}
     refused = []
     for file in files:
         try:
@@ -76,18 +85,18 @@ def read_rollouts(
             refused.append(error)
             continue
         for one in rows:
-            if isinstance(one, Group):
+            if isinstance(one, _Group):
                 known = groups.setdefault((one.step, one.name, one.part), one)
                 if known is not one:
                     known.responses += one.responses
                     continue
             found.append(one)
     if refused and (not found or len(files) == len(paths)):
-        raise min(refused, key=lambda error: isinstance(error, NoRolloutsError))  # damage says more
+        raise refused[0]
     for reason in refused:  # a folder may hold other and damaged files too
         logger.warning("left out: %s", reason)
     if not any(len(response) for one in found for response in one.responses):
-        raise NoRolloutsError(f"{paths[0]}: no token in any response")
+        raise TraceError(f"{paths[0]}: no token in any response")
     if len(files) > 1 and all(one.step is not None for one in found):
         found.sort(key=lambda one: one.step or 0)
     encoder = _Encoder(tokenizer, paths[0])
@@ -101,145 +110,99 @@ def _files(path: Path) -> list[Path]:
     files = [file for file in path.rglob("*") if _FILES.search(file.name) and file.is_file()]
     files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
     if not files:
-        raise NoRolloutsError(
-            f"{path}: no file in it ends with .jsonl, .json, .ndjson or .parquet, or with these and .gz, "
-            ".bz2, .xz or .zst"
+        raise TraceError(
+            f"{path}: no file in it ends with .jsonl, .json, .ndjson or .parquet, or with these and .gz"
         )
     return sorted(files)
 
 
-def _read(file: Path, columns: Columns) -> Iterator[Rollout | Group]:
-    first, num_rows, num_read = None, 0, 0
+def _read(file: Path, columns: Columns) -> Iterator[Rollout | _Group]:
+    fields, num_rows, num_read = "", 0, 0
     for where, row in _rows(file):
-        if isinstance(row, Rollout):
-            yield row
+        one = parse_rollout(row, where) if is_recorded(row) else _group(row, columns, where)
+        fields, num_rows = fields or ", ".join(row), num_rows + 1
+        if one is not None:
             num_read += 1
-            continue
-        first = row if first is None else first
-        try:
-            groups = list(groups_in(row, columns, where))
-        except OverflowError as error:
-            raise TraceError(f"{where}: step: {error}") from error
-        except RecursionError as error:
-            raise TraceError(f"{where}: {error}") from error
-        num_rows, num_read = num_rows + 1, num_read + bool(groups)
-        yield from groups
+            yield one
     if not num_read:
-        fields = ", ".join(map(str, first)) if isinstance(first, dict) else str(first)[:40]
         what = f"no response that is known among {fields}" if num_rows else "it has no rows"
-        raise NoRolloutsError(f"{file}: {what}; {_WANTED}")
+        raise TraceError(f"{file}: {what}; {_WANTED}")
     if num_read < num_rows:
         logger.warning("%s: %d of %d rows have no response", file, num_rows - num_read, num_rows)
 
 
-def _rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """What is in a file, each with its place; `Rollout`s of a recording."""
-    with file.open("rb") as opened:  # once: a pipe cannot be read again
-        magic = opened.peek(4)[:4]
-        if magic == b"PAR1":
-            yield from _parquet(opened, file)
-            return
-        opener = next((opener for begin, opener in _MAGIC.items() if magic.startswith(begin)), None)
-        try:
-            yield from _json(_lines(opener(opened) if opener else opened, file), file)
-        except _DAMAGED as error:
-            raise TraceError(f"{file}: {error}") from error
-
-
-def _parquet(opened: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
+def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a file, each with its place."""
+    with file.open("rb") as opened:
+        is_parquet = opened.read(4) == b"PAR1"
+    if not is_parquet:
+        yield from read_objects(file)
+        return
     import pyarrow.parquet
 
-    if not opened.seekable():
-        raise TraceError(f"{file}: parquet cannot be read from a pipe")
     try:
-        for batch in pyarrow.parquet.ParquetFile(opened).iter_batches():
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
             yield from ((str(file), row) for row in batch.to_pylist())
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a text that is not UTF-8
         raise TraceError(f"{file}: {error}") from error
 
 
-def _zstd(opened: IO[bytes]) -> IO[bytes]:
-    import pyarrow
-
-    return io.BufferedReader(pyarrow.CompressedInputStream(opened, "zstd"))
-
-
-def _lines(opened: Any, file: Path) -> Iterator[bytes]:
-    """The lines of a file; of a compressed one that ends too early those before the cut, if there are any.
-
-    Of what is no JSON, and of a line that is too long, no more is read than shows it.
-    """
-    begin = opened.peek(_PEEKED)[:_PEEKED]
-    if begin.removeprefix(codecs.BOM_UTF8).strip()[:1] not in (b"", b"[", b"{", b"n"):  # n: null
-        raise _no_json(begin, file)
-    is_empty = True
-    try:
-        while line := opened.readline(MAX_JSON_BYTES + 1):
-            if len(line) > MAX_JSON_BYTES:
-                raise _too_long("a line", file)
-            yield line
-            is_empty = False
-    except EOFError as error:
-        if is_empty:
-            raise
-        logger.warning("%s: %s: what follows is left out", file, error)
+def _group(row: Mapping[str, Any], columns: Columns, where: str) -> _Group | None:
+    """None for a row without a response."""
+    is_verls = {*_VERL.values(), "score"} <= row.keys()
+    columns = {**_VERL, **columns} if is_verls else columns
+    responses = _responses(_value(row, "response", columns, where))
+    if not responses:
+        return None
+    prompt = _prompt(_value(row, "prompt", columns, where))
+    name = _value(row, "group", columns, where)
+    if name is None:
+        text = repr(prompt or responses)
+        name = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+    step = _value(row, "step", columns, where)
+    # verl's uid, prompt_sample_output: prompts of one text may have other images.
+    part = str(row["uid"]).rsplit("_", 2)[0] if is_verls and "uid" in row else ""
+    return _Group(_step(step), str(name), part, prompt, responses)
 
 
-def _json(lines: Iterator[bytes], file: Path) -> Iterator[tuple[str, Any]]:
-    """The values of JSON lines, a recording's as `Rollout`s, or a document of several lines."""
-    first = next((line for line in lines if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
-    lines = itertools.chain([first], lines)
-    try:
-        row = json.loads(first.decode())
-    except json.JSONDecodeError:
-        yield from ((str(file), document) for document in _document(lines, file))
-        return
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(error, first.strip(), file) from error
-    if isinstance(row, dict) and {"group", "prompt_token_ids", "responses"} <= set(row):
-        yield from ((str(file), rollout) for rollout in read_lines(lines, file))
-        return
-    for number, line in enumerate(lines, start=1):
-        where = f"{file}:{number}"
-        if line.strip() and (value := parse_json(line, where)) is not None:
-            yield where, value
+def _value(row: Mapping[str, Any], role: str, columns: Columns, where: str) -> Any:
+    """What the field of a role holds; None where there is no such field, or nothing in it."""
+    if role in columns:
+        name = columns[role]
+        if name and name not in row and role != "response":  # not every row has a response
+            raise UserError(f"--columns {role}={name}: a row has the fields {', '.join(row)}")
+        return None if row.get(name) in _EMPTY else row[name]
+    for names in NAMES[role]:
+        found = [name for name in names if row.get(name) not in _EMPTY]
+        if len(found) > 1:
+            fields = f"{', '.join(found[:-1])} or {found[-1]}"
+            raise TraceError(f"{where}: the {role} may be in {fields}: --columns {role}=NAME tells in which")
+        if found:
+            return row[found[0]]
+    return None
 
 
-def _document(lines: Iterable[bytes], file: Path) -> Iterator[Any]:
-    """The one value in all lines; none if they are empty."""
-    text = bytearray()
-    for line in lines:
-        text += line
-        if len(text) > MAX_JSON_BYTES:
-            raise _too_long("its one JSON document", file)
-    text = text.strip()
-    try:
-        if text:
-            yield json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(error, text, file) from error
+def _responses(value: Any) -> list[_Text]:
+    """All that a value holds: n for n samples."""
+    if isinstance(value, str) or _is_ids(value):
+        return [value]
+    return [text for one in value for text in _responses(one)] if isinstance(value, list) else []
 
 
-def _unreadable(error: Exception, text: bytes | bytearray, file: Path) -> TraceError:
-    """The error of a text that is no JSON, with its line where that is known."""
-    if text[:1] not in (b"[", b"{"):
-        return _no_json(text, file)
-    where = str(file) if b"\n" in text else f"{file}:1"
-    if isinstance(error, json.JSONDecodeError):
-        where = f"{file}:{error.lineno}"
-    if isinstance(error, UnicodeDecodeError):
-        where = f"{file}:{1 + text[: error.start].count(10)}"
-    return TraceError(f"{where}: not JSON: {error}")
+def _prompt(value: Any) -> _Text:
+    """The text or the token ids of a prompt; a chat as verl decodes it, roles and texts in lines."""
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        return "".join(f"{message.get('role')}\n{message.get('content')}\n" for message in value)
+    return value if isinstance(value, str) or _is_ids(value) else ""
 
 
-def _no_json(text: bytes | bytearray, file: Path) -> NoRolloutsError:
-    begin = bytes(text[:_PEEKED])
-    return NoRolloutsError(f"{file}: it begins with {begin!r}, which is neither JSON nor parquet; {_WANTED}")
+def _step(value: Any) -> int | None:
+    """None for what is no whole number."""
+    return int(value) if isinstance(value, (int, float)) and value % 1 == 0 else None
 
 
-def _too_long(what: str, file: Path) -> TraceError:
-    limit = f"{MAX_JSON_BYTES >> 20} MiB"
-    return TraceError(f"{file}: {what} is longer than {limit}: write JSON lines, a row in each")
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 class _Encoder:
@@ -249,7 +212,7 @@ class _Encoder:
         self._path, self._where = tokenizer, where
         self._tokenizer: Any = None
 
-    def rollout(self, group: Group) -> Rollout:
+    def rollout(self, group: _Group) -> Rollout:
         texts = [group.prompt, *group.responses]
         encoded = iter(self._encode([text for text in texts if isinstance(text, str)]))
         prompt, *responses = (

@@ -105,7 +105,6 @@ class Engine:
         self._admitted: dict[str, None] = {}  # names of running requests, the newest last
         self._drafts: list[list[int]] = []
         self._prefilled: set[str] = set()  # groups whose prompt is in the prefix cache
-        self._num_interrupted_tokens = 0  # the next step prefills them again
         self._begin = 0.0
 
     @property
@@ -138,21 +137,8 @@ class Engine:
         """Run one engine step; returns the number of tokens that it gave."""
         return step_together([self])
 
-    def interrupt(self) -> None:
-        """A weight sync within a rollout: running requests are aborted and go on from their own text."""
-        self._num_interrupted_tokens = self._num_context
-        self._prefilled.clear()
-        self._drafts = [[] for _ in self._running]
-        if self.drafter is None:
-            return
-        self.drafter.clear(aborted=list(self._admitted))
-        for row, request in enumerate(self._running):
-            text, num_group_tokens = self._token_ids[row, : self._levels[row]], len(request.prompt_token_ids)
-            self.drafter.add(request.name, text, int(self._ends[row]), request.group, num_group_tokens)
-
     def begin_step(self) -> StepWork:
-        num_tokens, self._num_interrupted_tokens = self._num_interrupted_tokens, 0
-        num_tokens += 0 if self._preempt() else self._admit()
+        num_tokens = 0 if self._preempt() else self._admit()
         num_tokens += self._num_verified
         return StepWork(num_tokens, self._num_context, len(self._running), any(self._drafts))
 

@@ -1,4 +1,4 @@
-"""What drafting would give somebody's rollouts: the figures of a replay, and of engines that serve them."""
+"""What drafting would give somebody's rollouts: the figures of a replay, and how batches run out."""
 
 from __future__ import annotations
 
@@ -10,49 +10,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout_spec.config import SpecConfig
-from rollout_spec.predict.engine import ModelDrafter
 from rollout_spec.predict.load import assign, requests_of, rollouts_of
 from rollout_spec.predict.replay import Counts, Replayed, ReplayResult
-from rollout_spec.predict.simulate import TAIL_ROWS, Cluster, simulate
-from rollout_spec.predict.step_times import Times
+from rollout_spec.predict.simulate import TAIL_ROWS
 from rollout_spec.trace import Rollout
 
 SHORT = 16  # tokens: responses with fewer are one class of lengths
 
 
 def outlook(
-    lines: Sequence[Rollout],
-    result: ReplayResult,
-    config: SpecConfig,
-    cluster: Cluster,
-    times: Times | None = None,
-    model: ModelDrafter | None = None,
-    on_tokens: Callable[[int], None] | None = None,
+    lines: Sequence[Rollout], result: ReplayResult, num_replicas: int, max_num_seqs: int
 ) -> dict[str, Any]:
     """What `replay --json` prints.
 
     Args:
         lines: what was replayed.
-        config: of the drafter; its batch_threshold counts in `predicted`.
-        times: of the engines' steps; without them nothing is predicted.
-        model: a model that drafts too, in `predicted`.
-        on_tokens: called with the number of tokens of each simulated step.
+        num_replicas: engines that serve them.
+        max_num_seqs: requests that an engine runs at a time.
 
     Returns:
         `ReplayResult.to_dict`; lengths; by_step and by_length, the replay of some responses; tail_share of
-        the engines' steps without drafts; running, the requests in each of these in the longest rollout;
-        predicted, with and without drafts, `simulate`'s figures.
+        the engines' steps without drafts; running, the requests in each of these in the longest rollout.
     """
     running = [
-        num_running([len(request.response) for request in requests], cluster.max_num_seqs)
+        num_running([len(request.response) for request in requests], max_num_seqs)
         for rollout in rollouts_of(lines)
-        for requests in assign(requests_of(rollout, None), cluster.num_replicas, cluster.by_group)
+        for requests in assign(requests_of(rollout, None), num_replicas, by_group=True)
     ]
-    predicted = times and {
-        name: simulate(lines, cluster, one, times, on_tokens=on_tokens, model=drafter)
-        for name, one, drafter in (("off", SpecConfig(method="off"), None), ("on", config, model))
-    }
     lengths = [response.num_tokens for response in result.responses]
     with_step = [response for response in result.responses if response.step is not None]
     by_length = _by(result.responses, lambda one: max(SHORT, 1 << one.num_tokens.bit_length()))
@@ -69,13 +53,12 @@ def outlook(
             {"from": end // 2 if end > SHORT else 0, "to": end - 1, **figures} for end, figures in by_length
         ],
         "batch": {
-            "replicas": cluster.num_replicas,
-            "max_num_seqs": cluster.max_num_seqs,
+            "replicas": num_replicas,
+            "max_num_seqs": max_num_seqs,
             "tail_rows": TAIL_ROWS,
         },
         "tail_share": float((np.concatenate(running) <= TAIL_ROWS).mean()),
         "running": max(running, key=len).tolist(),
-        "predicted": predicted,
     }
 
 

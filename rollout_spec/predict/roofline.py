@@ -170,7 +170,7 @@ class Model:
         )
         if not experts:
             return model
-        num_dense_layers = _num_dense_layers(fields)
+        num_dense_layers = _whole(fields, "first_k_dense_replace", 0)
         num_experts, num_of_token = _whole(fields, experts), _whole(fields, "num_experts_per_tok")
         if num_of_token > num_experts:
             raise RooflineError(f"num_experts_per_tok: must be at most {experts}, {num_experts}")
@@ -230,6 +230,8 @@ def _refuse_other_kinds(fields: dict[str, Any]) -> None:
         "sliding_window": fields.get("use_sliding_window") is False,
         "full_attention_interval": is_linear or fields.get("full_attention_interval") == 1,
         "moe_layer_freq": fields.get("moe_layer_freq") == 1,
+        "decoder_sparse_step": fields.get("decoder_sparse_step") == 1,
+        "mlp_only_layers": False,
     }
     for name, is_harmless in harmless.items():
         if fields.get(name) and not is_harmless:
@@ -247,16 +249,6 @@ def _linear_layers(fields: dict[str, Any], hidden_size: int) -> tuple[States | N
     values = heads * _whole(fields, "linear_value_head_dim")
     keys = _whole(fields, "linear_num_key_heads") * _whole(fields, "linear_key_head_dim")
     return states_of(fields), hidden_size * (2 * keys + 3 * values + 2 * heads)
-
-
-def _num_dense_layers(fields: dict[str, Any]) -> int:
-    """Of a mixture of experts: the first ones, listed ones, and all but every n-th."""
-    first, step = _whole(fields, "first_k_dense_replace", 0), _whole(fields, "decoder_sparse_step", 1)
-    listed = fields.get("mlp_only_layers") or []
-    if not isinstance(listed, list):
-        raise RooflineError(f"mlp_only_layers: {listed!r} must be a list of layers")
-    layers = range(_whole(fields, "num_hidden_layers"))
-    return sum(i < first or i in listed or (i + 1) % step > 0 for i in layers)
 
 
 def _shared_expert_size(fields: dict[str, Any], width: str) -> int:

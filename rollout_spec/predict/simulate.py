@@ -28,8 +28,6 @@ class Cluster:
     by_group: bool = False  # keep a group on one engine
     num_ranks: int = 1  # data-parallel ranks of a replica
     kv_tokens: float = math.inf  # tokens that the KV cache of a rank holds
-    interrupt_every: int | None = None
-    """Engine steps from one weight sync to the next within a rollout, None: there is none."""
     fills_drafts: bool = False  # draft up to K tokens in every row
 
 
@@ -86,7 +84,7 @@ def simulate(
     makespan = 0.0
     for lines_of_step in rollouts_of(lines):
         parts = assign(requests_of(lines_of_step, cluster.group_size), len(engines), cluster.by_group)
-        makespan += rollout(replicas, parts, on_tokens, cluster.interrupt_every)
+        makespan += rollout(replicas, parts, on_tokens)
         if config.history:
             _share_history([engine.drafter.history for engine in engines if engine.drafter is not None])
     return _figures([engine.total for engine in engines], makespan)
@@ -96,7 +94,6 @@ def rollout(
     replicas: Sequence[Sequence[Engine]],
     parts: Sequence[Sequence[Request]],
     on_tokens: Callable[[int], None] | None = None,
-    interrupt_every: int | None = None,
 ) -> float:
     """Serve the requests of one training step; returns the seconds until the slowest replica has served its.
 
@@ -104,25 +101,21 @@ def rollout(
         replicas: the ranks of each. All ranks of a replica step while one of them has work.
         parts: the requests of each rank, the first replica's ranks first.
         on_tokens: called with the number of tokens of each step.
-        interrupt_every: steps from one weight sync to the next within the rollout.
     """
     engines = list(itertools.chain.from_iterable(replicas))
     for rank, part in zip(engines, parts, strict=True):
         rank.enqueue(part)
     # The replica that is earliest in virtual time steps next.
-    turns = [(0.0, i, 0) for i in range(len(replicas))]
+    turns = [(0.0, i) for i in range(len(replicas))]
     while turns:
-        _, i, num_steps = heapq.heappop(turns)
+        _, i = heapq.heappop(turns)
         ranks = replicas[i]
         if not any(rank.has_work for rank in ranks):
             continue
-        if interrupt_every and num_steps and num_steps % interrupt_every == 0:
-            for rank in ranks:
-                rank.interrupt()
         num_gained = step_together(ranks)
         if on_tokens is not None:
             on_tokens(num_gained)
-        heapq.heappush(turns, (ranks[0].elapsed_s, i, num_steps + 1))
+        heapq.heappush(turns, (ranks[0].elapsed_s, i))
     for rank in engines:
         if rank.drafter is not None:
             rank.drafter.clear()  # the weights change

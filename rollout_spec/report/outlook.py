@@ -12,20 +12,11 @@ from rollout_spec.report.page import png, render
 
 MAX_ROWS = 12  # of a table
 MAX_SIBLINGS = 64  # more are hardly of one prompt
-_SECONDS = "\N{NO-BREAK SPACE}s"
 _COLUMNS = ("responses", "tokens", "tokens per step", "accepted")
 
 
 def headline(record: Mapping[str, Any]) -> str:
     """What a reader needs, in one sentence."""
-    if record["predicted"] is not None:
-        off, on = (record["predicted"][name]["makespan_s"] for name in ("off", "on"))
-        ratio = f"{off / on:.2f}"
-        verb = "change nothing" if ratio == "1.00" else "be slower" if on > off else "save time"
-        return (
-            f"Drafts would {verb}: these rollouts are predicted to take {on:,.1f}{_SECONDS} with them and "
-            f"{off:,.1f}{_SECONDS} without, {ratio} times as fast."
-        )
     if f"{record['tokens_per_step']:.2f}" == "1.00":
         return "Drafts would change nothing: a step of a response gives 1.00 tokens, as plain decoding does."
     return (
@@ -36,9 +27,9 @@ def headline(record: Mapping[str, Any]) -> str:
 
 def sentences(record: Mapping[str, Any]) -> list[str]:
     """The sentences behind `headline`."""
-    lengths, batch, predicted = record["lengths"], record["batch"], record["predicted"]
+    lengths, batch = record["lengths"], record["batch"]
     engines = "one engine" if batch["replicas"] == 1 else f"{batch['replicas']} engines"
-    text = [
+    return [
         f"A step gives {record['tokens_per_step']:.2f} tokens, {record['tail_tokens_per_step']:.2f} where at "
         f"most a quarter of a prompt's responses still run; {record['acceptance_rate']:.0%} of the draft "
         "tokens are right.",
@@ -47,15 +38,7 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
         f"{lengths['longest_tenth']:,.0f} to {lengths['longest']:,}.",
         f"On {engines} with up to {batch['max_num_seqs']:,} requests at a time, {record['tail_share']:.0%} "
         f"of the steps without drafts are tail: at most {batch['tail_rows']} requests run.",
-    ]
-    if predicted is None:
-        return [*text, "That says nothing of time: --model-config and --gpu predict it, with the gate."]
-    return [
-        *text,
-        "Predicted, not measured, with what drafting costs the host on vLLM's model runner "
-        f"{record['runner'].upper()}: with the gate a step gives "
-        f"{predicted['on']['tokens_per_step']:.2f} tokens; the tail takes "
-        f"{predicted['off']['tail_share']:.0%} of the time without drafts.",
+        "That says nothing of time: `rollout-spec simulate` predicts it, with the gate.",
     ]
 
 
