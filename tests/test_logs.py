@@ -11,11 +11,15 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from rollout_spec.cli import main
 from rollout_spec.report.comparison import sentences
-from rollout_spec.report.logs import RunError, read_log
+from rollout_spec.report.logs import RunError, read_log, wandb_messages
 from rollout_spec.report.measures import compare
 from rollout_spec.report.runs import read_run
 
@@ -24,13 +28,13 @@ NUM_STEPS = 3
 PROJECT, NAME = "logs", "on"
 
 
-# verl's tracker writes what the tests read, with two loggers at once, in a process of its own.
+# verl's tracker writes what the tests read, with three loggers at once, in a process of its own.
 WRITE = """
 import json, sys
 from verl.utils.tracking import Tracking
 
 project, name, rows = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-tracker = Tracking(project, name, ["tensorboard", "file"], config={"trainer": {}})
+tracker = Tracking(project, name, ["wandb", "tensorboard", "file"], config={"trainer": {}})
 for step, data in rows:
     tracker.log(data=data, step=step)
 tracker.finish()
@@ -38,7 +42,7 @@ tracker.finish()
 
 
 def rows(speed: float) -> list[tuple[int, dict[str, float]]]:
-    """Of each step a validation's line, then the training's, with a NaN and many keys."""
+    """Of each step a validation's line, then the training's, with a NaN and enough keys for two blocks."""
     written: list[tuple[int, dict[str, float]]] = []
     for step in range(1, NUM_STEPS + 1):
         written.append((step, {"val-core/demo/reward/mean@1": 0.5}))
@@ -64,11 +68,14 @@ def rows(speed: float) -> list[tuple[int, dict[str, float]]]:
 def logged(tmp_path_factory):
     """Folders of one run by kind of log."""
     folder = tmp_path_factory.mktemp("logged")
-    paths = {kind: folder / kind for kind in ("json", "tensorboard")}
+    paths = {kind: folder / kind for kind in ("json", "wandb", "tensorboard")}
     for path in paths.values():
         path.mkdir()
     env = {
         **os.environ,
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(paths["wandb"]),
+        "WANDB_SILENT": "true",
         "TENSORBOARD_DIR": str(paths["tensorboard"]),
         "VERL_FILE_LOGGER_PATH": str(paths["json"] / "metrics.jsonl"),
     }
@@ -77,7 +84,7 @@ def logged(tmp_path_factory):
     return paths
 
 
-@pytest.mark.parametrize("kind", ["json", "tensorboard"])
+@pytest.mark.parametrize("kind", ["json", "wandb", "tensorboard"])
 def test_every_logger_says_the_same(logged, kind):
     run = read_run(logged[kind], "on")
     assert run.column("step") == [1, 2, 3]
@@ -93,20 +100,44 @@ def test_every_logger_says_the_same(logged, kind):
         assert data["filler/799"] == 799
 
 
+def test_wandbs_file_is_read_to_its_last_record(logged, tmp_path):
+    file = next(logged["wandb"].glob("wandb/offline-run-*/*.wandb"))
+    data = file.read_bytes()
+    assert len(data) > 2 * 32768, "records must run across the blocks of the format"
+    messages = list(wandb_messages(file))
+    log = read_log(file)
+    assert read_log(file.parent) == log and read_log(logged["wandb"] / "wandb") == log
+
+    cut = tmp_path / "cut.wandb"
+    cut.write_bytes(data[:-3])
+    assert list(wandb_messages(cut)) == messages[:-1], "a record that is still being written"
+    damaged = bytearray(data)
+    damaged[40000] ^= 1
+    (tmp_path / "bad.wandb").write_bytes(damaged)
+    with pytest.raises(RunError, match=r"bad\.wandb: damaged at byte \d+"):
+        list(wandb_messages(tmp_path / "bad.wandb"))
+    (tmp_path / "text.wandb").write_text("not wandb's")
+    with pytest.raises(RunError, match="not a file of wandb"):
+        read_log(tmp_path / "text.wandb")
+
+
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
         ("json", r"metrics\.jsonl:6: the last line is cut off"),
+        ("wandb", r"\.wandb: the last record is cut off"),
         ("tensorboard", "tensorboard: step 3 was not logged to its end"),
     ],
 )
 def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(logged, tmp_path, caplog, kind, what):
     """Its last count is not written to its end; tensorboard has those before it."""
     run = tmp_path / kind
-    shutil.copytree(logged[kind], run)
-    (file,) = run.rglob({"json": "*.jsonl", "tensorboard": "*tfevents*"}[kind])
+    shutil.copytree(logged[kind], run, ignore=shutil.ignore_patterns("latest-run"))
+    (file,) = run.rglob({"json": "*.jsonl", "wandb": "run-*.wandb", "tensorboard": "*tfevents*"}[kind])
     data = file.read_bytes()
     place = data.rindex(b"spec_num_accepted_tokens")
+    if kind == "wandb":  # which repeats it in a summary behind
+        place = data.rindex(b"spec_num_accepted_tokens", 0, place)
     file.write_bytes(data[: place + 5])
     result = compare(read_run(logged[kind], "off"), read_run(run, "on"))
     assert result.on.column("step") == result.off.column("step") == [1, 2]
@@ -116,7 +147,7 @@ def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(logged, tmp_path, c
     assert "Steps that only off has are left out: 3." in sentences(result)
 
 
-def test_a_folder_with_nothing_or_too_much_is_named(tmp_path):
+def test_a_folder_with_nothing_or_too_much_is_named(logged, tmp_path):
     with pytest.raises(RunError, match="no log of a run in it"):
         read_log(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
@@ -125,16 +156,76 @@ def test_a_folder_with_nothing_or_too_much_is_named(tmp_path):
         read_log(tmp_path)
     with pytest.raises(RunError, match="nowhere: no such file or folder"):
         read_log(tmp_path / "nowhere")
-    (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)))
+    binary = next(logged["wandb"].glob("wandb/offline-run-*/*.wandb"))
+    (tmp_path / "binary.jsonl").write_bytes(binary.read_bytes())
     with pytest.raises(RunError, match=r"binary\.jsonl:1: not a line of verl's file logger"):
         read_log(tmp_path / "binary.jsonl")
 
 
+def write_run_off(file: Path, update_seconds: str) -> str:
+    """The slower run as JSON lines, with the training's time by the name `update_seconds`."""
+    lines = "\n".join(json.dumps({"step": step, "data": data}) for step, data in rows(speed=1.0))
+    file.write_text(lines.replace("NaN", "null").replace("timing_s/update_actor", update_seconds) + "\n")
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("source", "update_seconds", "figures"),
+    [
+        ("wandb", "timing_s/update_actor", {"speedup": 2.0, "drift": 1.0, "corrected_speedup": 2.0}),
+        # Without the time of the training, the drift is not known.
+        ("wandb/offline-run-*/*.wandb", "other", {"speedup": 2.0}),
+    ],
+)
+def test_the_second_runs_summary_gets_table_and_picture(
+    logged, tmp_path, monkeypatch, capsys, source, update_seconds, figures
+):
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    out = tmp_path / "out"
+    (on,) = logged["wandb"].glob(source)
+    off = write_run_off(tmp_path / "off.jsonl", update_seconds)
+    assert main(["compare", off, str(on), "--wandb", "--output", str(out)]) == 0
+    (first,) = logged["wandb"].glob("wandb/offline-run-*/*.wandb")
+    file = Path(capsys.readouterr().out.splitlines()[-1].removeprefix(" wandb: "), first.name)
+    assert file.parent.parent != first.parent.parent, "a folder of its own"
+    items = {}
+    for message in wandb_messages(file):
+        record = wandb_internal_pb2.Record.FromString(message)
+        assert record.WhichOneof("record_type") != "history", "the run's history must stay as it is"
+        if record.WhichOneof("record_type") == "run":
+            assert (record.run.project, f"run-{record.run.run_id}.wandb") == (PROJECT, first.name)
+        for item in record.summary.update:
+            items[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    added = {name.removeprefix("rollout_spec/"): items[name] for name in items if "rollout_spec/" in name}
+    assert {name: added[name] for name in added.keys() - {"comparison", "report"}} == pytest.approx(figures)
+    table = json.loads((file.parent / "files" / items["rollout_spec/comparison"]["path"]).read_text())
+    assert table["columns"] == ["", "off", "on", "Change"]
+    assert [row[0] for row in table["data"]][:2] == ["Rollout time per step (s)", "Training step time (s)"]
+    picture = file.parent / "files" / items["rollout_spec/report"]["path"]
+    assert picture.read_bytes() == (out / "report.png").read_bytes()
+
+
+def test_a_run_that_wandb_does_not_know_takes_no_summary(logged, tmp_path, capsys):
+    run = str(logged["json"])
+    assert main(["compare", run, run, "--wandb", "--output", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"rollout-spec compare: --wandb: {run}: ")
+
+
 class WandbServer(http.server.BaseHTTPRequestHandler):
-    """As much of wandb's server as wandb's own client asks for when it reads the run `abc123`."""
+    """As much of wandb's server as wandb's own client asks for when it reads a run, and when it resumes one.
+
+    It knows the run `abc123`; `gone` can be read, not resumed. `taken`: what it was sent, by path or query.
+    """
+
+    taken: ClassVar[dict[str, list[bytes]]] = defaultdict(list)
 
     def do_POST(self) -> None:
-        query = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))))
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        query = json.loads(body) if self.path == "/graphql" else {}
+        self.taken[query.get("operationName") or self.path].append(body)
         variables = query.get("variables") or {}
         names = {variables.get(key) for key in ("name", "runName", "run")}
         history = [json.dumps({"_step": step, **data}) for step, data in rows(speed=2.0) if len(data) > 1]
@@ -144,14 +235,28 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
             "systemMetrics": "{}", "summaryMetrics": json.dumps({"before": 5}),
             "user": {"name": "u", "username": "u"},
             "historyKeys": {"lastStep": NUM_STEPS, "keys": {}, "sets": []}, "history": history,
-            "parquetHistory": {"parquetUrls": [], "liveData": []},
+            "parquetHistory": {"parquetUrls": [], "liveData": []}, "wandbConfig": json.dumps({"t": 1}),
+            "logLineCount": 0, "eventsLineCount": 0, "historyTail": "[]", "eventsTail": "[]",
         }  # fmt: skip
+        found = run if names & {"abc123", "gone"} else None
+        project = {"id": "1", "name": "p", "entity": {"id": "1", "name": "e"}}
+        artifact = {"id": "1", "state": "COMMITTED", "artifactSequence": {"latestArtifact": None}}
+        at = f"http://{self.headers['host']}/"
+        files = [{"name": name, "uploadUrl": at + name} for name in variables.get("files", ())]
         data = {
-            "project": {"id": "1", "internalId": "1", "run": run if "abc123" in names else None},
+            "project": {"id": "1", "internalId": "1", "run": found, "artifact": None},
             "viewer": {"id": "1", "username": "u", "entity": "e", "flags": "{}", "teams": {"edges": []}},
             "serverInfo": {"features": []},
-        }
+            "model": {**project, "bucket": run if "abc123" in names else None},
+            "upsertBucket": {"bucket": {**run, "project": project}, "inserted": False},
+            "createArtifact": {"artifact": artifact},
+            "createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files},
+        }  # fmt: skip
         self.answer(json.dumps({"data": data}).encode())
+
+    def do_PUT(self) -> None:
+        self.taken[self.path].append(self.rfile.read(int(self.headers["content-length"])))
+        self.answer(b"")
 
     def answer(self, body: bytes) -> None:
         self.send_response(200)
@@ -163,38 +268,75 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-# Reads a run, and one that is not there; prints what each gave.
-READ = """
-import json
+# Reads a run and one that is not there, then adds to the summaries of two; prints what each ended with.
+ONLINE = """
+import contextlib, io, json, sys
+from rollout_spec.cli import main
 from rollout_spec.report.logs import RunError
 from rollout_spec.report.runs import read_run
 
-found = []
+found, (off, out) = [], sys.argv[1:]
 for run in ("e/p/abc123", "wandb:e/p/none"):
     try:
         found.append(read_run(run, "on").column("rollout_seconds"))
     except RunError as error:
         found.append(str(error))
+for run in ("e/p/abc123", "e/p/gone"):
+    said, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+        code = main(["compare", off, run, "--wandb", "--output", out])
+    found.append([code, said.getvalue(), errors.getvalue()])
 print(json.dumps(found))
 """
 
 
-def test_an_online_run_is_read_with_wandbs_own_client(tmp_path):
-    """In a process of its own: wandb's client keeps one service in each."""
+@pytest.fixture(scope="module")
+def online(tmp_path_factory):
+    """What ONLINE prints beside wandb's server, and the report that it wrote.
+
+    In a process of its own: wandb's client keeps one service in each.
+    """
+    folder = tmp_path_factory.mktemp("online")
+    off = write_run_off(folder / "off.jsonl", "other")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         env = {
             **os.environ,
             "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
             "WANDB_API_KEY": "0" * 40,
-            **dict.fromkeys(("WANDB_DIR", "WANDB_CACHE_DIR"), str(tmp_path)),
+            **dict.fromkeys(("WANDB_DIR", "WANDB_CACHE_DIR"), str(folder)),
             **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1"),
         }
-        done = subprocess.run(
-            [sys.executable, "-c", READ], env=env, capture_output=True, text=True, timeout=240
-        )
+        command = [sys.executable, "-c", ONLINE, off, str(folder / "out")]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
         server.shutdown()
     assert done.returncode == 0, done.stderr
-    read, unknown = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]), folder / "out"
+
+
+def test_an_online_run_is_read_with_wandbs_own_client(online):
+    read, unknown, *_ = online[0]
     assert read == [5.0, 10.0, 15.0]
     assert "e/p/none: no such file or folder, and as a run of wandb: " in unknown
+
+
+def test_an_online_runs_summary_is_added_to(online):
+    (*_, [code, said, errors], gone), out = online
+    assert code == 0, errors
+    assert "/e/p/runs/abc123" in said
+    taken = WandbServer.taken
+    stream = json.loads(taken["/files/e/p/abc123/file_stream"][-1])["files"]
+    assert list(stream) == ["wandb-summary.json"], "the run's history must stay as it is"
+    (summary,) = map(json.loads, stream["wandb-summary.json"]["content"])
+    assert summary["before"] == 5
+    added = {name.removeprefix("rollout_spec/") for name in summary if name.startswith("rollout_spec/")}
+    assert added == {"speedup", "comparison", "report"}
+    assert summary["rollout_spec/speedup"] == pytest.approx(2.0)
+    assert b"Rollout time per step" in taken["/" + summary["rollout_spec/comparison"]["path"]][0]
+    assert taken["/" + summary["rollout_spec/report"]["path"]][0] == (out / "report.png").read_bytes()
+    # Where and how the run was started is not written over.
+    resumed = json.loads(taken["UpsertBucket"][0])["variables"]
+    assert [resumed[name] for name in ("host", "program", "commit")] == [None] * 3
+    assert "/requirements.txt" not in taken
+    assert gone[0] == 2
+    assert "rollout-spec compare: --wandb: Run (gone) does not exist" in gone[2]

@@ -9,7 +9,7 @@ from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import path
 
 HELP = "compare two training runs, one without drafts and one with"
-_RUN = "folder, file (JSON lines, tensorboard events) or entity/project/run_id of a run at wandb"
+_RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for page, picture and JSON",
     )
+    output.add_argument(
+        "--wandb",
+        action="store_true",
+        help="add table, picture and speed-up to the summary of RUN_ON at wandb",
+    )
     output.add_argument("--json", action="store_true", help="print the comparison as JSON")
     add_example(parser, "rollout-spec compare outputs/demo/off outputs/demo/sam")
 
@@ -34,11 +39,13 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import print_comparison
     from rollout_spec.report.comparison import write_report
     from rollout_spec.report.measures import compare
+    from rollout_spec.report.publish import publish
     from rollout_spec.report.responses import first_step_agreement
     from rollout_spec.report.runs import read_run
 
     off, on = read_run(args.off, "off"), read_run(args.on, "on")
     comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
-    print_comparison(comparison, paths, args.json)
+    published = {"wandb": publish(comparison, args.on, paths["png"])} if args.wandb else {}
+    print_comparison(comparison, paths | published, args.json)
     return 0

@@ -1,4 +1,4 @@
-"""What verl's loggers wrote, read back: JSON lines, tensorboard, runs on wandb's server."""
+"""What verl's loggers wrote, read back: JSON lines, wandb (offline folders and online runs), tensorboard."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import UserError
 
 METRICS_FILE = "metrics.jsonl"
+_WANDB_FILE = "*.wandb"
 _TENSORBOARD_FILE = "*tfevents*"
-_ONLINE = re.compile(r"(?:wandb:)?([\w.-]+)/([\w.-]+)/([\w.-]+)")
+ONLINE = re.compile(r"(?:wandb:)?([\w.-]+)/([\w.-]+)/([\w.-]+)")
 
 logger = logging.getLogger(__name__)
 
@@ -39,36 +42,55 @@ def read_log(run: str | Path) -> Log:
     Args:
         run: a folder or a file of any of the kinds above, or `entity/project/run_id` of a run at wandb
             (`wandb:entity/project/run_id` where a folder has that name). In a folder with several, the file
-            logger's JSON lines come before tensorboard's files.
+            logger's JSON lines come before wandb's files, and those before tensorboard's.
 
     Raises:
         RunError: nothing there, several runs where one is wanted, or not what its name says.
     """
     path = Path(run)
-    online = _ONLINE.fullmatch(str(run))
+    online = ONLINE.fullmatch(str(run))
     if online and not path.exists():
         return _read_online(*online.groups())
     if not path.exists():
         raise RunError(f"{path}: no such file or folder")
-    file = _find(path) if path.is_dir() else path
-    is_tensorboard = file.is_dir() or file.match(_TENSORBOARD_FILE)
-    return Log(str(file), _merge(_read_tensorboard(file) if is_tensorboard else read_json_lines(file)))
+    kind, file = _find(path) if path.is_dir() else (_kind(path), path)
+    readers = {"json": read_json_lines, "wandb": _read_wandb, "tensorboard": _read_tensorboard}
+    return Log(str(file), _merge(readers[kind](file)))
 
 
-def _find(folder: Path) -> Path:
-    """The file of JSON lines, or the folder of tensorboard's: a resumed run has several files in it."""
+def _kind(file: Path) -> str:
+    if file.match(_WANDB_FILE):
+        return "wandb"
+    return "tensorboard" if file.match(_TENSORBOARD_FILE) else "json"
+
+
+def _find(folder: Path) -> tuple[str, Path]:
     if (folder / METRICS_FILE).exists():
-        return folder / METRICS_FILE
-    for files in (set(folder.glob("*.jsonl")), {file.parent for file in folder.rglob(_TENSORBOARD_FILE)}):
+        return "json", folder / METRICS_FILE
+    finders: dict[str, Callable[[Path], list[Path]]] = {
+        "json": lambda folder: list(folder.glob("*.jsonl")),
+        "wandb": wandb_files,
+        # A tensorboard run is a folder: a run that was resumed has several files.
+        "tensorboard": lambda folder: list({file.parent for file in folder.rglob(_TENSORBOARD_FILE)}),
+    }
+    for kind, find in finders.items():
+        files = sorted(find(folder))
         if len(files) > 1:
-            names = ", ".join(sorted(str(file.relative_to(folder)) for file in files))
+            names = ", ".join(str(file.relative_to(folder)) for file in files)
             raise RunError(f"{folder}: several runs, name one of them: {names}")
         if files:
-            return files.pop()
+            return kind, files[0]
     raise RunError(
-        f"{folder}: no log of a run in it (looked for {METRICS_FILE}, *.jsonl, {_TENSORBOARD_FILE}; a run "
-        "that wandb logged offline can be read once `wandb sync` has sent it)"
+        f"{folder}: no log of a run in it (looked for {METRICS_FILE}, *.jsonl, {_WANDB_FILE}, "
+        f"{_TENSORBOARD_FILE})"
     )
+
+
+def wandb_files(folder: Path) -> list[Path]:
+    """In a run's own folder, in wandb's, and in the folder that holds wandb's (WANDB_DIR)."""
+    patterns = (_WANDB_FILE, f"*run-*/{_WANDB_FILE}", f"wandb/*run-*/{_WANDB_FILE}")
+    # `latest-run` is a link to one of the others.
+    return list({file.resolve() for pattern in patterns for file in folder.glob(pattern)})
 
 
 def _merge(records: Iterable[Record]) -> tuple[Record, ...]:
@@ -118,3 +140,55 @@ def _read_online(entity: str, project: str, run_id: str) -> Log:
         raise RunError(f"{source}: no such file or folder, and as a run of wandb: {error}") from error
     records = ((int(row["_step"]), row) for row in rows if row.get("_step") is not None)
     return Log(f"wandb: {source}", _merge(records))
+
+
+def _read_wandb(file: Path) -> Iterator[Record]:
+    """wandb's own protocol messages out of its transaction log."""
+    from wandb.proto import wandb_internal_pb2
+
+    for message in wandb_messages(file):
+        record = wandb_internal_pb2.Record.FromString(message)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            data = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            yield int(data.get("_step", record.history.step.num)), data
+
+
+_WANDB_HEADER = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
+_BLOCK = 32768
+_FRAME = struct.Struct("<IHB")  # checksum, length, type
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+def wandb_messages(file: Path) -> Iterator[bytes]:
+    """The serialised records of a `.wandb` file.
+
+    wandb 0.31 reads them in its Go program only; earlier versions could in Python. The format: LevelDB's log
+    (github.com/google/leveldb/blob/main/doc/log_format.md) behind a header of 7 bytes, with the CRC-32 of
+    type and data for a checksum.
+    """
+    data = file.read_bytes()
+    if not data.startswith(_WANDB_HEADER):
+        raise RunError(f"{file}: not a file of wandb, or of a version of its format that is not known here")
+    position = end = len(_WANDB_HEADER)
+    parts = b""
+    # What a run in progress, or a killed one, has not finished writing is left out.
+    while len(data) - position >= _FRAME.size:
+        left_in_block = _BLOCK - position % _BLOCK
+        if left_in_block < _FRAME.size:
+            position += left_in_block
+            continue
+        checksum, length, kind = _FRAME.unpack_from(data, position)
+        position += _FRAME.size
+        part = data[position : position + length]
+        if len(part) < length:
+            break
+        if zlib.crc32(part, zlib.crc32(bytes([kind]))) != checksum:
+            raise RunError(f"{file}: damaged at byte {position - _FRAME.size}")
+        position += length
+        parts = part if kind in (_FULL, _FIRST) else parts + part
+        if kind in (_FULL, _LAST):
+            yield parts
+            parts, end = b"", position
+    if end < len(data):
+        logger.warning("%s: the last record is cut off, it is left out", file)

@@ -1,0 +1,64 @@
+"""A comparison into wandb: table, picture and figures in the summary of the second run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.report.comparison import table_columns, table_rows
+from rollout_spec.report.logs import ONLINE, RunError, wandb_files, wandb_messages
+from rollout_spec.report.measures import Comparison
+
+
+def publish(comparison: Comparison, source: Path, picture: Path) -> str:
+    """Add the comparison to the summary of its second run; the run's history stays as it is.
+
+    A run that was read offline goes on offline: wandb writes one more folder of the same run id.
+
+    Args:
+        source: what the second run was read from (see `logs.read_log`).
+        picture: the PNG of `write_report`.
+
+    Returns:
+        Where it went: the run's address, or the folder for `wandb sync`.
+
+    Raises:
+        RunError: the source names no run of wandb, or wandb does not take it.
+    """
+    import wandb
+
+    figures = {name: getattr(comparison, name) for name in ("speedup", "drift", "corrected_speedup")}
+    added = {name: value for name, value in figures.items() if math.isfinite(value)}
+    added["comparison"] = wandb.Table(columns=table_columns(comparison), data=table_rows(comparison))
+    added["report"] = wandb.Image(str(picture))
+    # The run keeps the commit, machine, program and packages that it was started with.
+    settings = wandb.Settings(
+        silent=True, console="off", host="", program="", disable_git=True, x_disable_meta=True,
+        x_disable_stats=True, x_save_requirements=False,
+    )  # fmt: skip
+    try:
+        with wandb.init(**_run_of(source), settings=settings) as run:
+            run.summary.update({f"rollout_spec/{name}": value for name, value in added.items()})
+            return str(run.settings.sync_dir if run.offline else run.url)
+    except wandb.Error as error:
+        raise RunError(f"--wandb: {error}") from error
+
+
+def _run_of(source: Path) -> dict[str, Any]:
+    """The run that a log is of, as arguments of `wandb.init`."""
+    from wandb.proto import wandb_internal_pb2
+
+    online = ONLINE.fullmatch(str(source))
+    if online and not source.exists():
+        entity, project, run_id = online.groups()
+        return {"entity": entity, "project": project, "id": run_id, "mode": "online", "resume": "must"}
+    files = wandb_files(source) if source.is_dir() else [source] if source.suffix == ".wandb" else []
+    for message in wandb_messages(files[0]) if len(files) == 1 else ():
+        record = wandb_internal_pb2.Record.FromString(message)
+        if record.HasField("run"):
+            of = {"entity": record.run.entity or None, "project": record.run.project}
+            return {**of, "id": record.run.run_id, "mode": "offline", "resume": "allow"}
+    raise RunError(
+        f"--wandb: {source}: names no run of wandb; give RUN_ON as its wandb folder or entity/project/run_id"
+    )
