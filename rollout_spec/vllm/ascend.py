@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import ConfigError
-from rollout_spec.patches import Patch, wrap
+from rollout_spec.patches import Patch, guard_parameters, wrap
 from rollout_spec.vllm import versions
 from rollout_spec.vllm.options import names_our_drafter
 
@@ -86,14 +86,16 @@ def give_runner_drafter(module: Any) -> None:
 
     if has_custom_class():
         return
+    runner = module.NPUModelRunner
+    guard_parameters(_DRAFTER, runner, "propose_draft_token_ids", ("self", "valid_sampled_token_ids"))
 
-    @wrap(module.NPUModelRunner, "_get_drafter", _DRAFTER)
+    @wrap(runner, "_get_drafter", _DRAFTER)
     def get_drafter_or_ours(get_drafter: Any, self: Any) -> Any:
         if not names_our_drafter(self.vllm_config):
             return get_drafter(self)
         return create_custom_proposer(self.vllm_config)
 
-    @wrap(module.NPUModelRunner, "propose_draft_token_ids", _DRAFTER)
+    @wrap(runner, "propose_draft_token_ids", _DRAFTER)
     def propose_or_ask_ours(
         propose: Any, self: Any, valid_sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> Any:
