@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib.abc
 import inspect
 import sys
@@ -78,6 +79,34 @@ def replace_function(
     setattr(owner, name, replacement)
     record(patch)
     return current
+
+
+def wrap(owner: Any, name: str, patch: Patch) -> Callable[[Callable], Callable]:
+    """Decorates what `owner.name` is to do: it gets the original function, then the arguments of the call.
+
+    Its parameters behind the first say what the patch counts on: the original's begin with these, and there
+    are no others unless it has *args or **kwargs.
+
+    Raises:
+        PatchError: there is no such function, or it takes others. Nothing is replaced then.
+    """
+
+    def replace(replacement: Callable) -> Callable:
+        parameters = list(inspect.signature(replacement).parameters.values())[1:]
+        expected = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        guard_parameters(patch, owner, name, expected)
+        original = getattr(owner, name)
+        if len(parameters) == len(expected) < len(found := inspect.signature(original).parameters):
+            raise misfit(patch, f"{owner.__name__}.{name} takes {', '.join(found)}")
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        replace_function(owner, name, call, patch=patch)
+        return replacement
+
+    return replace
 
 
 _waiting: dict[str, list[Callable[[Any], None]]] = {}
@@ -155,7 +184,7 @@ def guard_parameters(patch: Patch, owner: Any, name: str, *accepted: tuple[str, 
     """
     function = getattr(owner, name, None)
     found = tuple(inspect.signature(function).parameters) if function is not None else ()
-    if not any(found[: len(expected)] == expected for expected in accepted):
+    if function is None or not any(found[: len(expected)] == expected for expected in accepted):
         raise misfit(patch, f"{owner.__name__}.{name} takes {', '.join(found) or 'nothing: it is gone'}")
 
 

@@ -535,3 +535,14 @@ def test_deterministic_algorithms_give_the_same_tokens(torch_device: str) -> Non
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(*outputs)
+
+
+def test_of_equal_logits_ties_go_to_the_lowest_token_id() -> None:
+    """Of drafted rows by `blocks.argmax`, as of plain ones by torch's; most rows tie across blocks."""
+    logits = torch.randint(0, 60, (300, 1300), generator=torch.Generator().manual_seed(1)).float()
+    lowest = [row.index(max(row)) for row in logits.tolist()]
+    ties = (logits == logits.amax(dim=-1, keepdim=True)).nonzero()
+    assert len(
+        set(map(tuple, torch.stack([ties[:, 0], ties[:, 1] // blocks.BLOCK_SIZE], dim=-1).tolist()))
+    ) > 3 * len(logits)
+    assert blocks.argmax(logits).tolist() == logits.argmax(dim=-1).tolist() == lowest

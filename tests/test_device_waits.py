@@ -18,8 +18,9 @@ import torch
 
 import rollout_spec.verification
 from rollout_spec import patches
-from rollout_spec.verification import blocks, coupled, noise, standard
+from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.verification.transfers import fetched, sent
+from rollout_spec.vllm.upstream import cpu_expand
 from rollout_spec_lab.bench.waits import WAITS
 from tests.accelerator import DEVICE, Accelerator
 from tests.test_proposer import K, vllm_config
@@ -157,7 +158,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = types.SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
     monkeypatch.setattr(topk_topp_sampler, "current_platform", platform)
     monkeypatch.setattr(torch_utils, "PIN_MEMORY", True)
-    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", standard.expand_batch_to_tokens)
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", cpu_expand.expand_batch_to_tokens)
     # What the hooks put there goes again.
     monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.rejection_sample)
     monkeypatch.setattr(patches, "_applied", {})
@@ -537,7 +538,7 @@ def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm: None) -> None:
     ours = {
         re.sub(r"^_+|_+$|^new_|_like$", "", operation.overloadpacket.__name__).strip("_")
         for operation, place in used
-        if place.startswith("rollout_spec") and ".mrv2." not in place and "standard" not in place
+        if place.startswith("rollout_spec") and ".mrv2." not in place and "cpu_expand" not in place
     }
     said = re.search(r"torch_npu has.*?: ([\w,\s]+)\.", str(rollout_spec.verification.__doc__), re.DOTALL)
     assert said is not None

@@ -61,6 +61,18 @@ def test_changed_upstream_raises_and_changes_nothing(module, name, guard, messag
     assert patches.applied() == []
 
 
+def test_what_wraps_a_function_says_what_it_counts_on(module):
+    for wrong in (lambda f, b: 0, lambda f, a, b, c: 0, lambda f, a: 0, lambda f, b, *args: 0):
+        with pytest.raises(patches.PatchError, match=r"owner\.f takes a, b"):
+            patches.wrap(module, "f", PATCH)(wrong)
+        assert module.f is _original
+    for _ in range(2):  # once
+        patches.wrap(module, "f", PATCH)(lambda f, a, *others: 10 * f(a, *others))
+        assert module.f(3, 4) == 10 * _original(3, 4)
+    with pytest.raises(patches.PatchError, match=r"owner\.g takes nothing: it is gone"):
+        patches.wrap(module, "g", PATCH)(lambda f: 0)
+
+
 @pytest.fixture
 def write(tmp_path, monkeypatch):
     """`write(name, text)`: a module that can be imported, and what has been applied to it."""

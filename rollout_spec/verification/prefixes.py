@@ -1,4 +1,4 @@
-"""From the target's own tokens to the tokens that each request gets; both ways of verifying end here.
+"""From the target's own tokens to the tokens that each request gets; verification ends here.
 
 It runs on the host, in numpy. These arrays are tiny, and on an accelerator each operation on them would be a
 launch.
@@ -7,7 +7,6 @@ launch.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from rollout_spec.verification.transfers import fetched, sent
@@ -47,18 +46,3 @@ def matching_prefixes(
     rows = tokens[places]
     rows[offsets > num_accepted[:, np.newaxis]] = PLACEHOLDER_TOKEN_ID
     return sent(rows, own.device)
-
-
-def first_rejected(
-    accepted: npt.NDArray[np.bool_], num_draft_tokens: list[int]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The requests that reject a draft token, and where the first of each stands; both int64 [n].
-
-    Args:
-        accepted: bool [num_tokens].
-        num_draft_tokens: per request, 0 included.
-    """
-    (rejected,) = (~accepted).nonzero()
-    of_tokens = np.arange(len(num_draft_tokens)).repeat(num_draft_tokens)
-    requests, first = np.unique(of_tokens[rejected], return_index=True)
-    return requests, rejected[first]

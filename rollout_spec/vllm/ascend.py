@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Mapping
 from importlib import metadata
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import ConfigError
-from rollout_spec.patches import Patch, guard_parameters, replace_function
+from rollout_spec.patches import Patch, guard_parameters, wrap
 from rollout_spec.vllm import versions
 from rollout_spec.vllm.options import names_our_drafter
 
@@ -88,21 +87,19 @@ def give_runner_drafter(module: Any) -> None:
     if has_custom_class():
         return
     runner = module.NPUModelRunner
-    get_drafter, propose = runner._get_drafter, runner.propose_draft_token_ids
     guard_parameters(_DRAFTER, runner, "propose_draft_token_ids", ("self", "valid_sampled_token_ids"))
 
-    @functools.wraps(get_drafter)
-    def get_drafter_or_ours(self: Any) -> Any:
+    @wrap(runner, "_get_drafter", _DRAFTER)
+    def get_drafter_or_ours(get_drafter: Any, self: Any) -> Any:
         if not names_our_drafter(self.vllm_config):
             return get_drafter(self)
         return create_custom_proposer(self.vllm_config)
 
-    @functools.wraps(propose)
-    def propose_or_ask_ours(self: Any, valid_sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(runner, "propose_draft_token_ids", _DRAFTER)
+    def propose_or_ask_ours(
+        propose: Any, self: Any, valid_sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not names_our_drafter(self.vllm_config):
             return propose(self, valid_sampled_token_ids, *args, **kwargs)
         batch = self.input_batch
         return self.drafter.propose(valid_sampled_token_ids, batch.num_tokens_no_spec, batch.token_ids_cpu)
-
-    replace_function(runner, "_get_drafter", get_drafter_or_ours, patch=_DRAFTER, expected_signature="(self)")
-    replace_function(runner, "propose_draft_token_ids", propose_or_ask_ours, patch=_DRAFTER)

@@ -5,15 +5,13 @@ Before every forward pass vLLM tells each rank how many tokens every rank has in
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import VllmConfig
 
 from rollout_spec.drafting.gate.costs import Ranks
-from rollout_spec.patches import Patch, replace_function
+from rollout_spec.patches import Patch, wrap
 
 _WATCH = Patch(
     name="vllm-watch-ranks",
@@ -23,12 +21,6 @@ _WATCH = Patch(
     until="the model runner keeps the number of tokens of every rank",
 )
 V2_NAME = "dispatch_cg_and_sync_dp"
-_SIGNATURE = (
-    "(num_tokens_unpadded: int, allow_microbatching: bool, "
-    "parallel_config: vllm.config.parallel.ParallelConfig, num_tokens_padded: int | None = None, "
-    "uniform_decode: bool | None = None, cudagraph_mode: int = 0)"
-    " -> tuple[bool, torch.Tensor | None, int]"
-)
 
 
 class OtherRanks:
@@ -49,29 +41,35 @@ class OtherRanks:
         Raises:
             PatchError: the installed vLLM is not one that this was written for.
         """
-        if self._is_v2:  # `runner_v2.check_runner` knows its parameters
-            from vllm.v1.worker.gpu import model_runner as module
+        if self._is_v2:
+            from vllm.v1.worker.gpu import model_runner
 
-            name, own, signature = V2_NAME, "num_tokens", None
+            @wrap(model_runner, V2_NAME, _WATCH)
+            def look_on_mrv2(
+                coordinate: Any,
+                cudagraph_manager: Any,
+                num_reqs: int,
+                num_tokens: int,
+                *args: Any,
+                **kwargs: Any,
+            ) -> Any:
+                result = coordinate(cudagraph_manager, num_reqs, num_tokens, *args, **kwargs)
+                return self._look(num_tokens, result)
         else:
-            from vllm.v1.worker import gpu_model_runner as module
+            from vllm.v1.worker import gpu_model_runner
 
-            name, own, signature = "coordinate_batch_across_dp", "num_tokens_unpadded", _SIGNATURE
-        coordinate: Any = getattr(module, name, None)
+            @wrap(gpu_model_runner, "coordinate_batch_across_dp", _WATCH)
+            def look(coordinate: Any, num_tokens_unpadded: int, *args: Any, **kwargs: Any) -> Any:
+                return self._look(num_tokens_unpadded, coordinate(num_tokens_unpadded, *args, **kwargs))
 
-        @functools.wraps(coordinate)
-        def coordinate_and_look(*args: Any, **kwargs: Any) -> Any:
-            result = coordinate(*args, **kwargs)
-            agreed = result[1]
-            if agreed is not None:  # else no rank has a token
-                nums_tokens = getattr(agreed, "num_tokens_across_dp", agreed)  # MRV2's, from vLLM 0.29 on
-                num_own = inspect.signature(coordinate).bind(*args, **kwargs).arguments[own]
-                self._num_steps += 1
-                graphs = self._compilation.cudagraph_capture_sizes or ()
-                self.ranks = Ranks(self._num_steps, most_tokens(num_own, int(nums_tokens.max()), graphs))
-            return result
-
-        replace_function(module, name, coordinate_and_look, patch=_WATCH, expected_signature=signature)
+    def _look(self, num_own: int, result: Any) -> Any:
+        agreed = result[1]
+        if agreed is not None:  # else no rank has a token
+            nums_tokens = getattr(agreed, "num_tokens_across_dp", agreed)  # MRV2's, from vLLM 0.29 on
+            self._num_steps += 1
+            graphs = self._compilation.cudagraph_capture_sizes or ()
+            self.ranks = Ranks(self._num_steps, most_tokens(num_own, int(nums_tokens.max()), graphs))
+        return result
 
 
 def most_tokens(num_own: int, num_padded: int, graphs: Iterable[int]) -> int:

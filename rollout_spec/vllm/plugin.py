@@ -11,13 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollout_spec.config import ConfigError
-from rollout_spec.patches import (
-    Patch,
-    PatchError,
-    record,
-    replace_function,
-    when_imported,
-)
+from rollout_spec.patches import Patch, PatchError, record, when_imported, wrap
 from rollout_spec.vllm.options import (
     OPTIONS_KEY,
     PROPOSER,
@@ -146,10 +140,8 @@ def _bind_proposers() -> None:
     """Give a worker's proposer and samplers what they need as soon as the worker has a model runner."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    init_device = WorkerWrapperBase.init_device
-
-    @functools.wraps(init_device)
-    def init_device_and_bind(self: Any) -> None:
+    @wrap(WorkerWrapperBase, "init_device", _BIND)
+    def init_device_and_bind(init_device: Any, self: Any) -> None:
         from rollout_spec.vllm.checks import refuse_unsupported
 
         vllm_config = self.worker.vllm_config
@@ -162,10 +154,6 @@ def _bind_proposers() -> None:
             runner_v2.teach_speculator()
         init_device(self)
         _bind(self.worker)
-
-    replace_function(
-        WorkerWrapperBase, "init_device", init_device_and_bind, patch=_BIND, expected_signature="(self)"
-    )
 
 
 def _bind(worker: Any) -> None:
@@ -207,10 +195,8 @@ def _check_configurations() -> None:
     """Check an engine's options where its configuration is made."""
     from vllm.engine.arg_utils import EngineArgs
 
-    create_engine_config = EngineArgs.create_engine_config
-
-    @functools.wraps(create_engine_config)
-    def create_checked_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(EngineArgs, "create_engine_config", _CHECK)
+    def create_checked_engine_config(create: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         from rollout_spec.vllm.checks import check_options
 
         speculative = self.speculative_config or {}
@@ -219,13 +205,11 @@ def _check_configurations() -> None:
         ):
             raise ConfigError(failure)
         try:
-            vllm_config = create_engine_config(self, *args, **kwargs)
+            vllm_config = create(self, *args, **kwargs)
         except ValidationError as error:  # pydantic wraps what we raise while vLLM makes its configuration
             raise _our_error(error) or error from None
         check_options(vllm_config)
         return vllm_config
-
-    replace_function(EngineArgs, "create_engine_config", create_checked_engine_config, patch=_CHECK)
 
 
 def _our_error(error: ValidationError) -> ConfigError | None:
@@ -248,22 +232,9 @@ def _number_samples() -> None:
     """Give each of a request's n samples a noise key of its own."""
     from vllm.v1.engine.parallel_sampling import ParentRequest
 
-    get_child_info = ParentRequest.get_child_info
-
-    @functools.wraps(get_child_info)
-    def get_numbered_child_info(self: Any, index: int) -> tuple[str, Any]:
+    @wrap(ParentRequest, "get_child_info", _NUMBER)
+    def get_numbered_child_info(get_child_info: Any, self: Any, index: int) -> tuple[str, Any]:
         from rollout_spec.vllm.keys import with_numbered_key
 
         request_id, params = get_child_info(self, index)
         return request_id, with_numbered_key(params, index)
-
-    replace_function(
-        ParentRequest,
-        "get_child_info",
-        get_numbered_child_info,
-        patch=_NUMBER,
-        expected_signature=(
-            "(self, index: int) -> tuple[str, vllm.sampling_params.SamplingParams]",
-            "(self, index: int) -> 'tuple[str, SamplingParams]'",
-        ),
-    )

@@ -141,12 +141,13 @@ def test_near_ties_are_explained_and_log_probabilities_compared(
 
 def test_a_wrong_distribution_is_not_certified(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Standard verification that accepts draft tokens too often: right tokens, wrong frequencies."""
+    from vllm.v1.sample import rejection_sampler
+
     from rollout_spec.certify.certify import certify
     from rollout_spec.certify.counts import passed
-    from rollout_spec.verification import standard
 
-    accepted = standard._accepted
-    monkeypatch.setattr(standard, "_accepted", lambda *args: accepted(*args[:-1], args[-1] ** 4))
+    draw = rejection_sampler.generate_uniform_probs
+    monkeypatch.setattr(rejection_sampler, "generate_uniform_probs", lambda *args: draw(*args) ** 4)
     record = certify(tiny_plan(tiny_model, temperatures=[0.8], distribution_samples=400))
     assert record["unexplained_differences"] == 0
     assert not record["distribution"]["passed"]

@@ -1,4 +1,4 @@
-"""The functions that ours take the place of: vLLM's."""
+"""The functions that ours take the place of, or wrap: vLLM's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
 
 from rollout_spec import patches
-from rollout_spec.verification import coupled, standard
+from rollout_spec.verification import coupled
 from rollout_spec.vllm.upstream import cpu_expand, cpu_rejection
+from rollout_spec.vllm.versions import version
 
-FUNCTIONS = {"rejection_sample": cpu_rejection, "expand_batch_to_tokens": cpu_expand}
+NAME = "expand_batch_to_tokens"
+NEEDS_MEND = version() in ("0.23.0", "0.24.0")
 
 
 def vllms(name: str) -> Any:
@@ -27,23 +32,32 @@ def vllms(name: str) -> Any:
     return function
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_signatures_are_vllms(name: str) -> None:
-    """So that ours can take the place in any call; what only ours takes comes last and may be left out."""
-    theirs = list(inspect.signature(vllms(name)).parameters.values())
-    ours = list(inspect.signature(getattr(standard, name)).parameters.values())
-    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
-    assert all(p.default is not p.empty for p in ours[len(theirs) :])
+def test_the_signature_is_vllms() -> None:
+    """So that ours can take the place in any call."""
+    theirs = inspect.signature(vllms(NAME)).parameters.values()
+    ours = inspect.signature(cpu_expand.expand_batch_to_tokens).parameters.values()
+    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_one_that_takes_other_arguments_is_not_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_takes_other_arguments_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     other, function = types.ModuleType("other"), lambda draft_token_ids, more: None
-    setattr(other, name, function)
-    monkeypatch.setattr(FUNCTIONS[name], "is_right", lambda: False)
-    with pytest.raises(patches.PatchError, match=f"other.{name} takes draft_token_ids, more"):
-        FUNCTIONS[name].mend(other)
-    assert getattr(other, name) is function
+    setattr(other, NAME, function)
+    monkeypatch.setattr(cpu_expand, "is_right", lambda: False)
+    with pytest.raises(patches.PatchError, match=f"other.{NAME} takes draft_token_ids, more"):
+        cpu_expand.mend(other)
+    assert getattr(other, NAME) is function
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=8),
+    dtype=st.sampled_from([torch.float32, torch.int32, torch.int64]),
+)
+def test_expand_equals_the_loop(counts: list[int], dtype: torch.dtype) -> None:
+    values = torch.arange(len(counts)).to(dtype)
+    expanded = cpu_expand.expand_batch_to_tokens(values, torch.tensor(counts).cumsum(0), sum(counts), 0, 9)
+    assert expanded.dtype == dtype
+    assert expanded.tolist() == [i if i else 9 for i, n in enumerate(counts) for _ in range(n)]
 
 
 def test_what_coupled_verification_does_not_know_is_refused() -> None:
@@ -53,7 +67,7 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
     counts = [2, 1]
     drafts, probs = torch.tensor([3, 4, 5], dtype=torch.int32), torch.rand(3, 50).softmax(dim=-1)
     bonus = torch.tensor([[0], [1]], dtype=torch.int32)
-    names = list(inspect.signature(standard.rejection_sample).parameters)[:8]
+    names = list(inspect.signature(vllms("rejection_sample")).parameters)[:8]
 
     def module_with(sixth: str) -> types.ModuleType:
         module, scope = types.ModuleType("other"), {}
@@ -75,3 +89,35 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
         later.rejection_sample(*given, (probs.log(), drafts), bonus, metadata)
     with pytest.raises(patches.PatchError, match=r"vllm-coupled-verification.*other\.rejection_sample"):
         couple_rejection_sample(module_with("target_scores"))
+
+
+@pytest.mark.skipif(
+    not NEEDS_MEND,
+    reason="only the CPU kernel of vLLM before 0.29 is mended",
+)
+@pytest.mark.parametrize("fp64", [False, True])
+def test_a_mended_kernel_leaves_the_targets_distribution(fp64: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+
+    for name in ("rejection_random_sample_kernel", "expand_kernel", "sample_recovered_tokens_kernel"):
+        monkeypatch.setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
+    cpu_rejection.mend(rejection_sampler)
+    torch.manual_seed(1)
+    num, target = 20_000, torch.tensor([0.05, 0.3, 0.0, 0.15, 0.02, 0.28, 0.2])
+    ends = torch.arange(1, num + 1, dtype=torch.int32)
+    metadata = types.SimpleNamespace(
+        temperature=torch.ones(num), all_greedy=False, all_random=True, generators={}, top_k=None, top_p=None
+    )
+    tokens = vllms("rejection_sample")(
+        torch.ones(num, dtype=torch.int32), [1] * num, 1, ends, None, target.log().repeat(num, 1),
+        torch.zeros(num, 1, dtype=torch.int32), metadata, use_fp64_gumbel=fp64,
+    )  # fmt: skip
+    assert 0.2 < (tokens[:, 1] >= 0).double().mean() < 0.4, "the draft is token 1"
+    counts = tokens[:, 0].bincount(minlength=len(target)).numpy()
+    assert counts[2] == 0
+    kept = target.numpy() > 0
+    assert (
+        chisquare(counts[kept], target.double().numpy()[kept] / target.double().sum().item() * num).pvalue
+        > 1e-6
+    )

@@ -39,6 +39,8 @@ def test_experts_run_on_any_processor(
     """Also where vLLM has no kernel for them: one without AVX-512."""
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
+    import tests.engine.cpu_experts  # noqa: F401 (the activation)
+
     monkeypatch.setattr(CPUFusedMOE, "check_grouped_gemm", lambda *_: (False, "none"))
     plain, drafted = (
         generate(make_engine(spec, model=tiny_experts, skip_tokenizer_init=True), PROMPTS, greedy(LENGTH))

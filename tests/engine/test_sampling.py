@@ -33,7 +33,7 @@ def sample(llm: Any, seed: int, **settings: Any) -> list[list[int]]:
 
 
 def test_drafts_leave_the_distribution(make_engine: Any) -> None:
-    """Also by vLLM's own way of verification, where the CPU engine needs the mend of `rejection_sample`."""
+    """Also by vLLM's own way of verification, where 0.24's CPU engine needs the mend of a kernel."""
     plain = make_engine(max_num_seqs=64)
     coupled, standard = (
         make_engine({"num_speculative_tokens": 3, "verify": verify}, max_num_seqs=64)

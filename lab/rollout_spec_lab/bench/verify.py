@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rollout_spec.config import UserError
-from rollout_spec.verification import coupled, noise, standard
+from rollout_spec.verification import coupled, noise
 from rollout_spec_lab.bench.waits import can_count_waits, sentence, synchronize, waits
 
 SECONDS, LEAST, MOST = 0.5, 3, 50  # of a contestant in a cell; rounds, at least and at most
@@ -54,10 +54,7 @@ class Step:
 
     def contestants(self) -> dict[str, Call]:
         """`vllm` where it can be imported; `read`: reading every logit once, the least that any does."""
-        found: dict[str, Call] = {
-            "coupled": self._coupled,
-            "standard": functools.partial(self._rejecting, standard.rejection_sample, _sample),
-        }
+        found: dict[str, Call] = {"coupled": self._coupled}
         if (of_vllm := vllms(self.device.type)) is not None:
             found["vllm"] = functools.partial(self._rejecting, *of_vllm)
         return found | {"read": lambda: self.logits.amax(dim=-1)}
@@ -82,11 +79,6 @@ class Step:
             return bonus
         given = (self.drafts, self.counts, self.k, self.ends, None, ahead, bonus, self.metadata)
         return verify(*given)
-
-
-def _sample(logits: torch.Tensor) -> torch.Tensor:
-    probs = logits.softmax(dim=-1)
-    return probs.div_(torch.empty_like(probs).exponential_()).argmax(dim=-1)
 
 
 @functools.cache

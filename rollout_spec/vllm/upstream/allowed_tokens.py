@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
-from rollout_spec.patches import Patch, replace_function
+from rollout_spec.patches import Patch, wrap
 
 MODULE = "vllm.v1.worker.gpu_input_batch"
 _MASK = "allowed_token_ids_mask_cpu_tensor"  # bool [max_num_reqs, vocab_size], True where it is not allowed
@@ -31,29 +30,19 @@ def mend(module: Any) -> None:
     batch = module.InputBatch
     if f"{_MASK}[last_req_index].fill_(False)" in inspect.getsource(batch.condense):
         return
-    condense, swap_states = batch.condense, batch.swap_states
 
-    @functools.wraps(condense)
-    def condense_and_clear(self: Any) -> None:
+    @wrap(batch, "condense", _PATCH)
+    def condense_and_clear(condense: Any, self: Any) -> None:
         num_before = len(self._req_ids)
         condense(self)
         mask = getattr(self, _MASK)
         if mask is not None:
             mask[self.num_reqs : num_before] = False
 
-    @functools.wraps(swap_states)
-    def swap_states_and_masks(self: Any, i1: int, i2: int) -> None:
+    @wrap(batch, "swap_states", _PATCH)
+    def swap_states_and_masks(swap_states: Any, self: Any, i1: int, i2: int) -> None:
         mask = getattr(self, _MASK)
         swapped = None if mask is None else mask[[i2, i1]]  # a copy
         swap_states(self, i1, i2)
         if mask is not None:
             mask[[i1, i2]] = swapped
-
-    replace_function(batch, "condense", condense_and_clear, patch=_PATCH, expected_signature="(self) -> None")
-    replace_function(
-        batch,
-        "swap_states",
-        swap_states_and_masks,
-        patch=_PATCH,
-        expected_signature="(self, i1: int, i2: int) -> None",
-    )

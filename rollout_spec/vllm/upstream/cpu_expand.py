@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from rollout_spec.patches import Patch, guard_parameters, replace_function
-from rollout_spec.verification import standard
 
 MODULE = "vllm.v1.sample.rejection_sampler"
 _PATCH = Patch(
@@ -29,11 +28,9 @@ def mend(rejection_sampler: Any) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and not is_right():
-        expected = tuple(inspect.signature(standard.expand_batch_to_tokens).parameters)
+        expected = tuple(inspect.signature(expand_batch_to_tokens).parameters)
         guard_parameters(_PATCH, rejection_sampler, "expand_batch_to_tokens", expected)
-        replace_function(
-            rejection_sampler, "expand_batch_to_tokens", standard.expand_batch_to_tokens, patch=_PATCH
-        )
+        replace_function(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens, patch=_PATCH)
 
 
 def is_right() -> bool:
@@ -46,3 +43,12 @@ def is_right() -> bool:
     output = torch.full((3,), -1.0)
     kernel(output, torch.tensor([0.5, 0.25]), torch.tensor([1, 3]), 0, 1, MAX_NUM_TOKENS=128)
     return output.tolist() == [0.5, 0.25, 0.25]
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """vLLM's: [batch_size] and the cumulative numbers of tokens to [num_tokens], of x's dtype."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return torch.repeat_interleave(values, counts, output_size=num_tokens)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
-from rollout_spec.patches import Patch, guard_parameters, replace_function
-from rollout_spec.verification import standard
+from rollout_spec.patches import Patch, replace_function
 
 MODULE = "vllm.v1.sample.rejection_sampler"
 _PATCH = Patch(
@@ -16,22 +14,25 @@ _PATCH = Patch(
     reason="every sampled request with draft tokens fails: _sample_recovered_tokens_kernel_impl() got an "
     "unexpected keyword argument 'USE_FP64_GUMBEL'",
     upstream="vllm/utils/cpu_triton_utils.py, _sample_recovered_tokens_kernel_impl",
-    until="the CPU kernel takes that argument (the probe then finds nothing to mend)",
+    until="the CPU kernel takes that argument (0.29 does; the probe then finds nothing to mend)",
 )
 
 
-def mend(rejection_sampler: Any) -> None:
-    """Verify in plain torch where the CPU's kernel cannot be called.
-
-    Raises:
-        PatchError: what is to be replaced is no longer there, or takes other arguments.
-    """
+def mend(_: Any) -> None:
+    """Leave the argument out, and give the kernel its noise in float32, as 0.29 does."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and not is_right():
-        expected = tuple(inspect.signature(standard.rejection_sample).parameters)
-        guard_parameters(_PATCH, rejection_sampler, "rejection_sample", expected)
-        replace_function(rejection_sampler, "rejection_sample", standard.rejection_sample, patch=_PATCH)
+    if not current_platform.is_cpu() or is_right():
+        return
+    from vllm.utils.cpu_triton_utils import sample_recovered_tokens_kernel as launched
+
+    recover = launched.func
+
+    def recover_with_fewer_arguments(*args: Any, USE_FP64_GUMBEL: bool = False, **others: Any) -> None:  # noqa: N803
+        tokens, ends, drafts, draft_probs, probs, noise, *rest = args
+        recover(tokens, ends, drafts, draft_probs, probs, noise.float(), *rest, **others)
+
+    replace_function(launched, "func", recover_with_fewer_arguments, patch=_PATCH)
 
 
 def is_right() -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from rollout_spec.patches import Patch, guard_parameters, replace_function
+from rollout_spec.patches import Patch, wrap
 
 MODULE = "vllm.v1.core.sched.scheduler"
 _PATCH = Patch(
@@ -23,19 +22,14 @@ def mend(scheduler: Any) -> None:
     """Cut a draft before the token that ends the reasoning: it comes last in its step, as without drafts."""
     if sees_reasoning_end():
         return
-    owner = scheduler.Scheduler
-    guard_parameters(_PATCH, owner, "update_draft_token_ids", ("self", "draft_token_ids"))
-    update_draft_token_ids = owner.update_draft_token_ids
 
-    @functools.wraps(update_draft_token_ids)
-    def update_with_cut_drafts(self: Any, draft_token_ids: Any) -> None:
+    @wrap(scheduler.Scheduler, "update_draft_token_ids", _PATCH)
+    def update_with_cut_drafts(update: Any, self: Any, draft_token_ids: Any) -> None:
         for request_id, draft in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             request = self.requests.get(request_id)
             if draft and request is not None and request.use_structured_output:
                 del draft[_num_reasoning(self.structured_output_manager, request, draft) :]
-        update_draft_token_ids(self, draft_token_ids)
-
-    replace_function(owner, "update_draft_token_ids", update_with_cut_drafts, patch=_PATCH)
+        update(self, draft_token_ids)
 
 
 def _num_reasoning(manager: Any, request: Any, draft: list[int]) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from rollout_spec.patches import Patch, replace_function
+from rollout_spec.patches import Patch, wrap
 from rollout_spec.vllm.options import guards_requests, has_our_drafter
 from rollout_spec.vllm.upstream.reasoning_end import sees_reasoning_end
 
@@ -57,15 +56,11 @@ def _opens_its_mask(structured: Any) -> bool:
 
 def mend(input_processor: Any) -> None:
     """Refuse single requests where vLLM checks them: the caller gets a ValueError, the engine nothing."""
-    processor = input_processor.InputProcessor
-    process_inputs = processor.process_inputs
 
-    @functools.wraps(process_inputs)
-    def process_supported_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = process_inputs(self, *args, **kwargs)
+    @wrap(input_processor.InputProcessor, "process_inputs", _PATCH)
+    def process_supported_inputs(process: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process(self, *args, **kwargs)
         reason = refusal(self.vllm_config, request)
         if reason is not None:
             raise ValueError(f"rollout_spec: not supported together with drafts: {reason}")
         return request
-
-    replace_function(processor, "process_inputs", process_supported_inputs, patch=_PATCH)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
-from rollout_spec.patches import Patch, guard_parameters, replace_function
+from rollout_spec.patches import Patch, wrap
 
 MODULE = "vllm.v1.engine.output_processor"
 _PATCH = Patch(
@@ -23,11 +22,11 @@ def mend(output_processor: Any) -> None:
     processor = output_processor.OutputProcessor
     if hasattr(processor, "_trim_surplus_tokens"):
         return
-    guard_parameters(_PATCH, processor, "process_outputs", ("self", "engine_core_outputs"))
-    process_outputs = processor.process_outputs
 
-    @functools.wraps(process_outputs)
-    def process_token_by_token(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+    @wrap(processor, "process_outputs", _PATCH)
+    def process_token_by_token(
+        process: Any, self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any
+    ) -> Any:
         parts = [
             part
             for output in engine_core_outputs
@@ -37,9 +36,7 @@ def mend(output_processor: Any) -> None:
                 else (output,)
             )
         ]
-        return process_outputs(self, parts, *args, **kwargs)
-
-    replace_function(processor, "process_outputs", process_token_by_token, patch=_PATCH)
+        return process(self, parts, *args, **kwargs)
 
 
 def _has_stop_strings(processor: Any, output: Any) -> bool:

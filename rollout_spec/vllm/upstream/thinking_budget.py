@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
-from rollout_spec.patches import Patch, guard_parameters, replace_function
+from rollout_spec.patches import Patch, wrap
 
 MODULE = "vllm.v1.sample.thinking_budget_state"
 _PATCH = Patch(
@@ -27,12 +26,9 @@ def mend(module: Any) -> None:
     Raises:
         PatchError: its holder of budgets is not one that this was written for.
     """
-    holder = module.ThinkingBudgetStateHolder
-    sync_batch = holder.sync_batch
-    guard_parameters(_PATCH, holder, "sync_batch", ("self", "batch_update"))
 
-    @functools.wraps(sync_batch)
-    def sync_batch_and_swap(self: Any, batch_update: Any) -> None:
+    @wrap(module.ThinkingBudgetStateHolder, "sync_batch", _PATCH)
+    def sync_batch_and_swap(sync_batch: Any, self: Any, batch_update: Any) -> None:
         if not batch_update:
             return
         sync_batch(self, dataclasses.replace(batch_update, moved=()))
@@ -42,5 +38,3 @@ def mend(module: Any) -> None:
                 self._state[other] = state
             if swapped is not None and direction == module.MoveDirectionality.SWAP:
                 self._state[row] = swapped
-
-    replace_function(holder, "sync_batch", sync_batch_and_swap, patch=_PATCH)
