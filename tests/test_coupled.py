@@ -22,7 +22,6 @@ from rollout_spec.verification.transfers import fetched
 
 torch.set_num_threads(1)  # rows this small gain nothing from threads
 FALSE_ALARM_RATE = 1e-6
-NUM_SAMPLES = 40_000
 
 
 def tensor(values: Any) -> torch.Tensor:
@@ -124,18 +123,6 @@ def test_keys_depend_on_every_part() -> None:
 # The distribution.
 
 
-def p_value(tokens: torch.Tensor, probs: torch.Tensor) -> float:
-    """Chi-square; tokens that are expected less than 10 times are one class, impossible ones give 0."""
-    counts = np.bincount(tokens.numpy(), minlength=len(probs)).astype(float)
-    expected = probs.double().numpy() * len(tokens) / probs.double().sum().item()
-    if counts[expected == 0].any():
-        return 0.0
-    common = expected >= 10
-    classes = [np.append(x[common], x[~common].sum()) for x in (counts, expected)]
-    kept = classes[1] > 0
-    return float(chisquare(classes[0][kept], classes[1][kept]).pvalue)
-
-
 def target(vocab_size: int) -> torch.Tensor:
     """Logits that give every block something to win and some tokens nothing."""
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
@@ -185,26 +172,6 @@ STRUCTURED = {
     "a slope": slope(1000, 3.0),
     "a steep slope": slope(1000, 200.0),
 }
-
-
-def draw(logits: torch.Tensor, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
-    """Samples over keys and positions, in portions that fit into the cache."""
-    rows = torch.arange(num_samples, device=logits.device)
-    portions = [
-        coupled.keyed_sample(logits.expand(len(part), -1), part // 50 + 1, part % 50)
-        for part in rows.split(2000)
-    ]
-    return torch.cat(portions).cpu()
-
-
-@pytest.mark.parametrize("name", ["random", "a peak of 0.127"])
-def test_the_distribution_is_the_targets(name: str, torch_device: str) -> None:
-    """And is told from that of a temperature that is 5 % off."""
-    logits = STRUCTURED[name]
-    tokens = draw(logits.to(torch_device))
-    assert (
-        p_value(tokens, logits.softmax(-1)) > FALSE_ALARM_RATE > p_value(tokens, (logits / 1.05).softmax(-1))
-    )
 
 
 def behind_by_hand(logits: torch.Tensor, drawn: np.ndarray, token_ids: torch.Tensor) -> np.ndarray:
@@ -260,20 +227,6 @@ def test_a_flat_block_may_win_by_little() -> None:
     drawn[:, 128 + 3] = torch.tensor([0.999, 1.001])
     drawn[:, 77] = 0.5
     assert coupled.race(logits, drawn).tolist() == [384 + 77, 130]
-
-
-@pytest.mark.parametrize("draft", [0, 3])
-def test_a_draft_token_is_accepted_as_often_as_by_rejection_sampling(draft: int) -> None:
-    probs, n = torch.tensor([0.4, 0.3, 0.2, 0.1]), NUM_SAMPLES
-    step = coupled.CoupledStep(range(n), [9] * n, [1] * n)
-    output = coupled.coupled_sample(
-        torch.full((n,), draft), 1, probs.log().expand(n, -1), torch.zeros(n, 1, dtype=torch.int32),
-        sampling([1.0] * n), step,
-    )  # fmt: skip
-    accepted = int((output[:, 1] == 0).sum())
-    share = probs[draft].item()
-    assert chisquare([accepted, n - accepted], [n * share, n - n * share]).pvalue > FALSE_ALARM_RATE
-    assert p_value(output[:, 0].long(), probs) > FALSE_ALARM_RATE
 
 
 # A step's rows, and its drafts.
@@ -409,28 +362,6 @@ def test_tokens_are_the_same_whatever_was_drafted(requests: list[tuple[int, floa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "CHUNK_SIZE", 1 << 10)
         assert drafted(table, requests, 12, np.random.default_rng(seed)) == expected
-
-
-@settings(deadline=None, max_examples=20)
-@given(num_rows=st.integers(1, 40), vocab_size=st.integers(1, 1500), seed=st.integers(0, 10_000))
-def test_a_rows_token_does_not_depend_on_the_others(
-    torch_device: str, num_rows: int, vocab_size: int, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_rows, vocab_size, generator=generator).to(torch_device) * 3
-    rows = torch.arange(num_rows, device=torch_device)
-    keys, positions = rows * 7919 + seed, rows % 5
-    alone = [
-        coupled.keyed_sample(logits[i : i + 1], keys[i : i + 1], positions[i : i + 1])
-        for i in range(num_rows)
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "CHUNK_SIZE", 1 << 10)
-        together = coupled.keyed_sample(logits, keys, positions)
-        flipped = coupled.keyed_sample(logits.flip(0), keys.flip(0), positions.flip(0))
-    assert torch.equal(together, torch.cat(alone))
-    assert torch.equal(flipped.flip(0), together)
-    assert set(together.tolist()) <= set(range(vocab_size))
 
 
 @pytest.mark.parametrize("vocab_size", [32_000, 50_257, 151_936])

@@ -389,17 +389,6 @@ def test_a_step_is_a_number_or_its_digits_and_a_group_may_be_zero(tmp_path, step
     ]
 
 
-def test_steps_and_prompts_of_a_verl_run(tmp_path, tokenizer):
-    """A file a step; verl 0.9.1 says in `uid` whose samples they are, which images may need."""
-    for step in (10, 2):
-        uids = [f"{name}_{number}_0" for name in "uv" for number in range(2)]
-        rows = [{"input": "p", "output": "a", "score": 1, "step": step, "uid": uid} for uid in uids]
-        (tmp_path / f"{step}.jsonl").write_bytes(lines(rows))
-    rollouts = list(read_rollouts([tmp_path], tokenizer))
-    assert [(one.step, len(one.responses)) for one in rollouts] == [(2, 2), (2, 2), (10, 2), (10, 2)]
-    assert len({one.group for one in rollouts}) == 1, "the prompt comes back"
-
-
 @pytest.mark.parametrize(
     "files",
     [
@@ -432,13 +421,6 @@ def test_of_a_folder_a_damaged_file_is_left_out(tmp_path, tokenizer, caplog, dam
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(TraceError, match=r"x\.jsonl:"):  # of all that is there, what went wrong
         read_rollouts([tmp_path])
-
-
-def test_what_a_killed_run_has_cut_is_left_out(tmp_path, tokenizer, caplog):
-    file = tmp_path / "x.jsonl"
-    file.write_bytes(lines(FORMS["verl"])[:-9])
-    assert found([file], tokenizer) == [([P, Q], [[A, B]]), ([Q], [[C]])]
-    assert caplog.messages == [f"{file}:3: the last line is cut off, it is left out"]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])

@@ -85,11 +85,6 @@ def check_layout(rollout: Any, num_devices: int, node_size: int) -> None:
     assert min(node_size, tp * dp) % tp == 0
 
 
-def test_the_recipes_train_without_drafts_too():
-    off = SpecConfig(method="off", verify="standard", routing="verl")
-    assert check_config(composed("dapo", "qwen3_8b", "rollout.spec=off")) == off
-
-
 def layouts() -> list[tuple[str, str, str, str]]:
     """Every size on every device; recipes and modes go round, so that each recipe meets each mode."""
     modes = MODES[:1] if verl_is_older() else MODES
@@ -363,8 +358,3 @@ def test_dynamic_sampling_ends_in_every_step_of_an_asynchronous_trainer(
         assert metrics["training/filter_groups/num_gen_batches"] == num_generated / batch_size
         queue.check_kept(groups, max_batches * batch_size, num_generated)
         assert sum("_" not in key for key in queue.items) == batch_size, "as many are under way as before"
-
-
-def test_a_bound_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="max_num_gen_batches=0: must be at least 1"):
-        make_buffer(Queue(1.0, 2, 0), 2, 1, 0)

@@ -15,7 +15,7 @@ from rollout_spec.predict.engine import Engine, ModelDrafter
 from rollout_spec.predict.load import assign, comes_back, copied, one_rollout, requests_of, rollouts_of
 from rollout_spec.predict.simulate import Cluster, rollout, simulate
 from rollout_spec.predict.step_times import StepTimes, StepTimesError
-from rollout_spec.trace import Proposals, Rollout, read_trace
+from rollout_spec.trace import Proposals, Rollout
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
@@ -184,27 +184,6 @@ def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     assert rollout([ranks], [requests[:1], requests[1:]]) == (5 + 6000) + 1000 + 1000
     assert [rank.total.seconds for rank in ranks] == [8005.0, 8005.0]
     assert [rank.total.num_tokens for rank in ranks] == [3, 1]
-
-
-@pytest.mark.parametrize("threshold", ["off", "auto"])
-def test_a_cluster_of_ranks_is_as_slow_as_its_slowest(threshold):
-    config = OFF if threshold == "off" else SpecConfig(batch_threshold=threshold)
-    lines = rollouts(5)
-    apart = simulate(lines, Cluster(4, 16, None), config, STEPPED, 8)
-    together = simulate(lines, Cluster(2, 16, None, num_ranks=2), config, STEPPED, 8)
-    assert apart["makespan_s"] <= together["makespan_s"] < 1.6 * apart["makespan_s"]
-    assert simulate(lines[:1], Cluster(1, 16, 1, num_ranks=4), config, STEPPED, 8)["makespan_s"] > 0
-
-
-def test_interrupted_samples_draft_as_well_as_others():
-    """On recorded responses; their siblings' text is there again as soon as they go on."""
-    lines = list(read_trace(TRACE))[:16]
-    config = SpecConfig(batch_threshold=64, num_speculative_tokens=8)
-    rates = [
-        simulate(lines, Cluster(1, 64, None, interrupt_every=every), config, FLAT, 8)["tokens_per_step"]
-        for every in (None, 100, 25)
-    ]
-    assert min(rates[1:]) > 0.97 * rates[0] > 1.5
 
 
 def test_an_interruption_costs_a_prefill_and_no_token():
