@@ -18,11 +18,8 @@ from rollout_spec.certify.counts import (
     verdict,
 )
 from rollout_spec.certify.numerics import (
-    DISTRIBUTION_TOKENS,
-    FALSE_ALARM_RATE,
     _chi_square,
     explain,
-    p_values,
     rounding,
 )
 from rollout_spec.metrics import RequestCounters
@@ -83,7 +80,6 @@ def test_the_gap_says_how_wrong_the_logits_must_have_been():
 
 
 def drawn(logits: torch.Tensor, kept: list[int], position: int = 3) -> int:
-    """What is drawn of these tokens, with the noise of key 7."""
     masked = torch.full_like(logits, -torch.inf)
     masked[kept] = logits[kept]
     return int(keyed_sample(masked[None], torch.tensor([7]), torch.tensor([position])))
@@ -182,24 +178,6 @@ def test_the_chi_square_test_is_scipys():
     for table in map(np.array, ([[300, 500], [450, 350]], [[90, 20, 7, 3], [60, 30, 20, 10]])):
         expected = chi2_contingency(table, correction=False).pvalue
         assert _chi_square(table) == pytest.approx(expected, rel=1e-9)
-
-
-def test_what_a_thousand_samples_find():
-    """A temperature 30 % off, not one 10 % off: of Zipf's law; certificate.md has it of the demo's policy."""
-    rng, logits = np.random.default_rng(0), -np.log(np.arange(1, 201))
-
-    def draw(temperature: float) -> list[list[int]]:
-        probabilities = np.exp(logits / temperature)
-        probabilities /= probabilities.sum()
-        return rng.choice(200, (1000, DISTRIBUTION_TOKENS), p=probabilities).tolist()
-
-    def found(temperature: float) -> int:
-        runs = [p_values(draw(1.0), draw(temperature)) for _ in range(20)]
-        return sum(min(values) <= FALSE_ALARM_RATE / len(values) for values in runs)
-
-    assert found(1.0) == 0
-    assert found(1.3) == found(0.75) == 20
-    assert found(1.1) < 5
 
 
 def certificate(**changes):

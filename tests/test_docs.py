@@ -49,7 +49,6 @@ def test_what_comes_from_the_code_is_up_to_date():
 
 
 def leaves(parser: argparse.ArgumentParser, name: str = "") -> set[str]:
-    """The commands below this one, without the program's name."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not below:
         return {name}

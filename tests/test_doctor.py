@@ -12,7 +12,6 @@ from rollout_spec.certify import diagnosis
 
 
 def doctor(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    """`rollout-spec doctor` in a process that has run this code first."""
     command = f"import sys; {code}; from rollout_spec.cli import main; sys.exit(main(sys.argv[1:]))"
     return subprocess.run(
         [sys.executable, "-c", command, "doctor", *arguments], capture_output=True, text=True

@@ -169,7 +169,6 @@ def test_a_named_column_wins_against_every_form(tmp_path, tokenizer):
 
 
 def responses_api(*items):
-    """A body of OpenAI's Responses API: its `text` is a setting."""
     settings = {"text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "instructions": None}
     return {"object": "response", "error": None, "output": list(items), **settings}
 
@@ -269,7 +268,6 @@ def test_zstd(tmp_path, tokenizer):
 
 @pytest.fixture
 def piped():
-    """The path of a pipe that holds a content."""
     readers = []
 
     def put(content):
@@ -320,7 +318,6 @@ def test_what_a_message_has_beside_its_content(tmp_path, tokenizer, more, tokens
 
 
 def test_several_chats_in_a_column(tmp_path, tokenizer):
-    """As TRL has conversations, and verifiers."""
     rows = [{"prompt": [asked("p")], "completion": [said("a"), asked("q"), said("b")]}]
     rows += [{"messages": [asked("p")], "responses": [said("a"), said("c")]}]
     rows += [{"messages": [asked("p"), said("b")], "response": "b"}]

@@ -46,7 +46,6 @@ def test_no_file_says_where_packages_come_from():
 
 
 def checkout_of(folder: Path, pins: str) -> Path:
-    """As much of a checkout of verl as is looked at."""
     (folder / "verl/trainer").mkdir(parents=True)
     (folder / "verl/trainer/main_ppo.py").write_text("")
     (folder / "pyproject.toml").write_text(f"vllm = [\n    {pins}\n]\n")

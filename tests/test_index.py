@@ -279,43 +279,6 @@ def test_the_index_of_a_configuration_has_its_options():
         SuffixIndex(num_speculative_tokens=4, max_bytes=1)
 
 
-def test_soak():
-    """Thousands of sequences come and go; memory grows no further than what is learned may."""
-    index = SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20)
-    rng = np.random.default_rng(2)
-    tokens = rng.integers(0, 20, (4, 64)).astype(np.int32)
-    tokens[:, :16] = tokens[0, :16]
-    rows = np.arange(4, dtype=np.int32)
-    budgets = np.full(4, 4, np.int32)
-    num_bytes = []
-    for _ in range(1500):
-        group = index.open_group(tokens[0, :16])
-        sequences = np.array([index.open_sequence(group) for _ in range(4)], np.int32)
-        for level in (20, 33, 64):
-            index.index_and_draft(sequences, tokens, rows, np.full(4, level, np.int32), budgets)
-        for sequence in sequences:
-            index.close_sequence(int(sequence))
-        index.close_group(group)
-        num_bytes.append(index.stats().num_bytes)
-    assert len(set(num_bytes[500:])) == 1 and num_bytes[-1] - num_bytes[0] < (1 << 20) // 8
-    stats = index.stats()
-    assert (stats.num_groups, stats.num_sequences, stats.num_states) == (0, 0, 0)
-    index.validate()
-
-
-def test_long_texts_stay_linear(index):
-    """One-token chains and long periods: the worst cases of the suffix links."""
-    n = 20_000
-    period = np.arange(n, dtype=np.int32) % 1000
-    tokens = np.stack([np.zeros(n, np.int32), period])
-    group = index.open_group(int32())
-    sequences = int32(index.open_sequence(group), index.open_sequence(group))
-    result = index.index_and_draft(sequences, tokens, int32(0, 1), int32(n, n), int32(4, 4))
-    assert result.draft_tokens[0].tolist() == [0] * 4
-    assert result.draft_tokens[1].tolist() == [(n + i) % 1000 for i in range(4)]
-    assert index.stats().num_states <= 2 * 2 * n
-
-
 def runs_meanwhile(call):
     """Whether another thread of Python gets to run while `call` does, which must take a while."""
     lock, ran = threading.Lock(), []

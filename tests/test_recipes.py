@@ -95,7 +95,6 @@ def layouts() -> list[tuple[str, str, str, str]]:
 @pytest.mark.parametrize(("recipe", "size", "device", "mode"), layouts())
 @pytest.mark.filterwarnings("ignore:Disabled critic")
 def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, size, device, mode):
-    """They fit into its memory, and verl's trainer, which checks the rest, takes them."""
     config = composed(recipe, size, f"rollout_spec_device={device}", f"trainer.v1.trainer_mode={mode}")
     check(config)
     assert check_config(config) == SpecConfig()
@@ -125,7 +124,6 @@ def run_script(*arguments: object, **env: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def prepare(tmp_path, monkeypatch):
-    """`prepare(recipe, *arguments)`: its prepare.py, as `python` runs it, with a cache of its own."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(sys, "path", [*sys.path])
 

@@ -61,7 +61,6 @@ def write_run(
 
 
 def compared(folder, off, sam, tokens=None, sam_tokens=None, **settings):
-    """Runs of so many seconds a step; settings of `write_run` are the second's."""
     tokens = tokens or [100] * len(off)
     runs = (
         write_run(folder / "off", off, tokens),

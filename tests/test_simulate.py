@@ -32,14 +32,12 @@ def line(group, prompt, *lengths, rng=None):
 
 
 def rollouts(num_groups=6, group_size=8, seed=3):
-    """Groups with long-tailed lengths."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(60 * rng.lognormal(0.5, 0.8, (num_groups, group_size)), 900).astype(int) + 8
     return [line(str(i), 10, *row, rng=np.random.default_rng([seed, i])) for i, row in enumerate(lengths)]
 
 
 def noise(num_groups=4, group_size=8, length=150):
-    """Text without repetition."""
     rng = np.random.default_rng(9)
     return [
         Rollout(str(i), None, rng.integers(0, 50_000, 9).astype(np.int32),
@@ -63,7 +61,6 @@ def seconds(lines, cluster, config, times):
 
 
 def started(requests, times, max_num_seqs, model=None):
-    """An engine with the automatic gate, at work."""
     engine = Engine(SpecConfig(batch_threshold="auto"), times, max_num_seqs, max_num_seqs, model=model)
     engine.enqueue(requests)
     return engine
@@ -92,7 +89,6 @@ class ContextTimes(StepTimes):
 
 
 def right_model(response, num_tokens):
-    """The drafts of one that is always right."""
     ahead = np.append(response, np.full(num_tokens, -1, np.int32))
     tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
     return Proposals(tokens, np.full(tokens.shape, 9, np.float32))
@@ -209,8 +205,6 @@ def test_copies_are_more_of_the_same_with_tokens_of_their_own():
 
 
 class DelayedTimes(StepTimes):
-    """Steps with drafts take this much longer."""
-
     delay = 0.0
 
     def seconds(self, num_tokens, drafted, *others):

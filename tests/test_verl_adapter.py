@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 from rollout_spec.config import ConfigError
 from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, Rollout, read_trace, trace_file
-from rollout_spec.verl import launch
 from rollout_spec.vllm import SCHEDULER
 from tests.test_verl_check_config import composed
 
@@ -134,17 +133,6 @@ def test_a_server_is_busy_while_its_engine_has_requests(pass_seconds):
     windows.end(None, RequestCounters())
     report = windows.take()
     assert (report.rollout_seconds, report.num_interrupted) == (2, 0)
-
-
-@pytest.mark.skipif(launch.verl_is_older(), reason="verl before 0.9.1 admits requests where they arrive")
-def test_verls_server_admits_every_request_at_its_gate():
-    """What `SpecHttpServer._park_until_admitted` relies on."""
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
-
-    gate = inspect.signature(vLLMHttpServer._park_until_admitted)
-    assert list(gate.parameters) == ["self", "request_id"]
-    source = inspect.getsource(vLLMHttpServer.generate)
-    assert source.index("await self._park_until_admitted(request_id)") < source.index("self.engine.generate(")
 
 
 def tokens(line: Rollout) -> tuple[list[int], list[list[int]]]:

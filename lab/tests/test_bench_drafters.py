@@ -121,31 +121,6 @@ def test_a_trace_without_a_step_is_one_line(tmp_path, capsys):
     )
 
 
-def returning_prompts(num_prompts, length):
-    """Lines whose prompts come back once, with responses that say much of what they said before."""
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, 50_000, (num_prompts, 8)).astype(np.int32)
-    first = rng.integers(0, 50_000, (num_prompts, 2, length)).astype(np.int32)
-    second = np.where(rng.random(first.shape) < 0.1, rng.integers(0, 50_000, first.shape), first)
-    return [
-        Rollout(f"g{i}", step, prompts[i], list(texts[i].astype(np.int32)))
-        for step, texts in enumerate((first, second))
-        for i in range(num_prompts)
-    ]
-
-
-def test_history_pays_within_a_budget_that_binds():
-    """One that the table of contexts alone would exceed."""
-    configs = [
-        SpecConfig(history=history, max_index_mb=max_index_mb, num_speculative_tokens=8)
-        for history, max_index_mb in ((2, 1024), (2, 1), (0, 1))
-    ]
-    free, bound, without = (
-        measure(returning_prompts(12, 800), [("sam", config)])[0]["tokens_per_step"] for config in configs
-    )
-    assert free > bound > without + 0.9 * (free - without) and free > 1.4 * without
-
-
 def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
     response = np.random.default_rng(0).integers(0, 50_000, 30_000).tolist()
     line = {"group": "g", "prompt_token_ids": [1], "responses": [response]}

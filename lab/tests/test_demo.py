@@ -99,7 +99,6 @@ def test_the_turns_serve_what_the_training_served(tmp_path: Path) -> None:
 
 
 def trainings(folder: Path, training: float) -> Any:
-    """Twice as fast with drafts; `training`: seconds of a step without its rollouts, with drafts."""
     off = write_run(folder / "off", [10.0, 20.0], [100, 200], training=20.0)
     sam = write_run(folder / "sam", [5.0, 10.0], [100, 200], training=training)
     return compare(read_run(off, "off"), read_run(sam, "sam"))

@@ -27,7 +27,6 @@ def runner(make_engine: Callable) -> Any:
 
 
 def graphs(runner: Any, mode: str = "FULL_AND_PIECEWISE") -> list[str]:
-    """The graphs of STEPS."""
     from vllm.config import CUDAGraphMode
 
     settings, dispatcher = runner.vllm_config.compilation_config, runner.cudagraph_dispatcher

@@ -31,7 +31,6 @@ def generate(llm: Any, prompts: list[list[int]] = PROMPTS, params: Any = None) -
 
 
 def begun(llm: Any) -> Any:
-    """The engine, five steps into PROMPTS."""
     for i, prompt in enumerate(PROMPTS):
         llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy())
     for _ in range(5):

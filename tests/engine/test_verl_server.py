@@ -117,7 +117,6 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(
 
 
 def rollouts(llm: Any) -> list[list[int]]:
-    """verl hands every request of a replica the same seed; what tells siblings apart is the key."""
     asked = {"temperature": 1.0, "max_tokens": 60, "seed": 7}
     pairs = [(prompt, [3, i, j]) for i, prompt in enumerate(PROMPTS) for j in range(2)]
     found = serve_requests(llm, [Request(prompt, sampling(asked, key=key)) for prompt, key in pairs])
@@ -137,6 +136,7 @@ def deterministic_rollouts(model: str) -> tuple[list[list[int]], list[list[int]]
     return plain, drafted, num_accepted(llm)
 
 
+@pytest.mark.long
 def test_full_determinism_changes_nothing(
     make_engine: Any, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
