@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -88,27 +87,6 @@ def test_a_checkout_that_cannot_be_served_is_one_line(pins, name, message, tmp_p
     verl = tmp_path if pins is None else checkout_of(tmp_path, pins)
     with pytest.raises(SystemExit, match=re.escape(f"VERL={verl}: {message}")):
         install.vllm_of(verl, name)
-
-
-def make(*arguments: str) -> subprocess.CompletedProcess:
-    """The make that runs the tests hands its own arguments down."""
-    ours = ("VERL", "VLLM", "ENGINE", "VENV")
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("MAKE", "MFLAGS")) and name not in ours
-    }
-    return subprocess.run(
-        ["make", "--no-print-directory", f"PYTHON={sys.executable}", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-
-
-def test_a_vllm_that_is_not_at_hand_is_one_line():
-    done = make("test", "VLLM=1.2.3")
-    assert done.returncode == 2
-    assert "1.2.3: must be one of engine, cpu, cuda, 0.23.0, 0.29.0, 0.32.0" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_step_is_done_again_when_its_contents_or_the_packages_change(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -277,38 +276,6 @@ def test_the_index_of_a_configuration_has_its_options():
         index.open_group(np.random.default_rng(0).integers(0, 50_000, 60_000, dtype=np.int32))
     with pytest.raises(BudgetExceeded, match=r"^max_bytes=1"):
         SuffixIndex(num_speculative_tokens=4, max_bytes=1)
-
-
-def runs_meanwhile(call):
-    """Whether another thread of Python gets to run while `call` does, which must take a while."""
-    lock, ran = threading.Lock(), []
-
-    def wait():
-        with lock:
-            ran.append(True)
-
-    thread = threading.Thread(target=wait)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(10.0)  # a thread runs only where the other lets it
-    try:
-        with lock:
-            thread.start()
-        call()
-        return bool(ran)
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
-
-
-def test_other_threads_run_during_a_step(index):
-    """A step long enough to wake a thread in, on a busy machine too."""
-    num_tokens = 1 << 18
-    token_ids = np.random.default_rng(0).integers(0, 100, (1, num_tokens)).astype(np.int32)
-    sequences = int32(index.open_sequence(index.open_group(int32())))
-    assert not runs_meanwhile(lambda: sum(range(10**6)))  # holds the GIL
-    assert runs_meanwhile(
-        lambda: index.index_and_draft(sequences, token_ids, int32(0), int32(num_tokens), int32(4))
-    )
 
 
 def test_a_closed_index_refuses_every_call(index):

@@ -278,32 +278,6 @@ def test_the_noise_follows_from_the_name_else_the_callers_seed(sent, expected, s
     assert keys == [make_key(*expected)]
 
 
-@pytest.mark.parametrize("method", ["off", "sam"])
-def test_a_response_is_recorded_once_whatever_interrupts_it(method, tmp_path, server_of, monkeypatch):
-    async def generate(self: Any, _: Any, sampling_params: dict[str, Any], request_id: str) -> Any:
-        return SimpleNamespace(token_ids=[8, 9], extra_fields={}, stop_reason=request_id)
-
-    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
-    monkeypatch.setenv("ROLLOUT_SPEC_TRACE_DIR", str(tmp_path))
-    server = server_of(method)
-
-    def serve(prompt: list[int], group: str, num_turn_tokens: int, stop_reason: str = "completed") -> None:
-        named = {"rollout_spec_group": group, "rollout_spec_turn_tokens": num_turn_tokens}
-        asyncio.run(server.generate(prompt, {"extra_args": named}, stop_reason))
-
-    serve([1, 2], "a", 2)
-    serve([3, 4], "b", 2)
-    serve([1, 2], "a", 2, "aborted")
-    serve([1, 2, 8, 9], "a", 2)
-    serve([1, 2, 8, 9, 5], "a", 5)
-    server._recorder.flush(1)
-    assert [(line.group, *tokens(line)) for line in read_trace(trace_file(tmp_path, 0))] == [
-        ("a", [1, 2], [[8, 9], [8, 9, 8, 9]]),
-        ("b", [3, 4], [[8, 9]]),
-        ("a", [1, 2, 8, 9, 5], [[8, 9]]),
-    ]
-
-
 def test_a_samples_name_is_its_own_and_the_same_in_every_run():
     from rollout_spec.verl.agent_loop import prompt_name, sample_name
     from rollout_spec.verl.metrics import is_validation

@@ -125,20 +125,8 @@ def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
     response = np.random.default_rng(0).integers(0, 50_000, 30_000).tolist()
     line = {"group": "g", "prompt_token_ids": [1], "responses": [response]}
     (tmp_path / "long.jsonl").write_text(json.dumps(line) + "\n")
-    assert (
-        main(
-            [
-                "bench",
-                "drafters",
-                "--methods",
-                "sam",
-                str(tmp_path / "long.jsonl"),
-                "--spec",
-                "max_index_mb=1",
-            ]
-        )
-        == 2
-    )
+    command = ["bench", "drafters", str(tmp_path / "long.jsonl"), "--methods", "sam", "--spec"]
+    assert main([*command, "max_index_mb=1"]) == 2
     assert "max_index_mb=1: a line needs more" in capsys.readouterr().err
 
 
