@@ -252,10 +252,10 @@ def test_a_grammar_begins_where_reasoning_ends(reasoning_model: str) -> None:
 
     Also where the caller says that the reasoning has ended, or that it has not.
     """
-    num, given = 12, (None, False, True)
+    num, given = 8, (None, False, True)
     for plain, drafted in both_engines(reasoning_model, reasoning_parser="deepseek_r1"):
         for llm in (plain, drafted):
-            long = [asking({"temperature": 2.0, "max_tokens": 200}, key=i) for i in range(num)]
+            long = [asking({"temperature": 2.0, "max_tokens": 150}, key=i) for i in range(num)]
             assert sum(END in one["tokens"] for one in serve(llm, long)) >= num / 3
         both = [[answers(llm, num, ended) for ended in given] for llm in (plain, drafted)]
         assert num_accepted(drafted) > 100
@@ -271,7 +271,7 @@ def answers(llm: Any, num: int, reasoning_ended: bool | None) -> list[dict[str, 
     """Of requests with a grammar behind the reasoning, and what their caller says of it."""
     process = llm.llm_engine.input_processor.process_inputs
     asked = {
-        "temperature": 2.0, "max_tokens": 200, "ignore_eos": False, "skip_special_tokens": False,
+        "temperature": 2.0, "max_tokens": 150, "ignore_eos": False, "skip_special_tokens": False,
         "structured_outputs": {"regex": "[0-9]{5,30}"},
     }  # fmt: skip
 
@@ -338,7 +338,7 @@ def mixing_engines(chat_model: str) -> Iterator[Engines]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [31, 32, 33])
+@pytest.mark.parametrize("seed", [31, *(pytest.param(seed, marks=pytest.mark.long) for seed in (32, 33))])
 def test_random_mixtures(mixing_engines: Engines, seed: int) -> None:
     """Requests of all kinds beside each other, and then some alone."""
     draw = random.Random(seed)
