@@ -169,6 +169,7 @@ def test_a_named_column_wins_against_every_form(tmp_path, tokenizer):
 
 
 def responses_api(*items):
+    """A body of OpenAI's Responses API: its `text` is a setting."""
     settings = {"text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "instructions": None}
     return {"object": "response", "error": None, "output": list(items), **settings}
 
@@ -268,6 +269,7 @@ def test_zstd(tmp_path, tokenizer):
 
 @pytest.fixture
 def piped():
+    """The path of a pipe that holds a content."""
     readers = []
 
     def put(content):
@@ -318,6 +320,7 @@ def test_what_a_message_has_beside_its_content(tmp_path, tokenizer, more, tokens
 
 
 def test_several_chats_in_a_column(tmp_path, tokenizer):
+    """As TRL has conversations, and verifiers."""
     rows = [{"prompt": [asked("p")], "completion": [said("a"), asked("q"), said("b")]}]
     rows += [{"messages": [asked("p")], "responses": [said("a"), said("c")]}]
     rows += [{"messages": [asked("p"), said("b")], "response": "b"}]
@@ -386,6 +389,17 @@ def test_a_step_is_a_number_or_its_digits_and_a_group_may_be_zero(tmp_path, step
     ]
 
 
+def test_steps_and_prompts_of_a_verl_run(tmp_path, tokenizer):
+    """A file a step; verl 0.9.1 says in `uid` whose samples they are, which images may need."""
+    for step in (10, 2):
+        uids = [f"{name}_{number}_0" for name in "uv" for number in range(2)]
+        rows = [{"input": "p", "output": "a", "score": 1, "step": step, "uid": uid} for uid in uids]
+        (tmp_path / f"{step}.jsonl").write_bytes(lines(rows))
+    rollouts = list(read_rollouts([tmp_path], tokenizer))
+    assert [(one.step, len(one.responses)) for one in rollouts] == [(2, 2), (2, 2), (10, 2), (10, 2)]
+    assert len({one.group for one in rollouts}) == 1, "the prompt comes back"
+
+
 @pytest.mark.parametrize(
     "files",
     [
@@ -418,6 +432,13 @@ def test_of_a_folder_a_damaged_file_is_left_out(tmp_path, tokenizer, caplog, dam
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(TraceError, match=r"x\.jsonl:"):  # of all that is there, what went wrong
         read_rollouts([tmp_path])
+
+
+def test_what_a_killed_run_has_cut_is_left_out(tmp_path, tokenizer, caplog):
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(lines(FORMS["verl"])[:-9])
+    assert found([file], tokenizer) == [([P, Q], [[A, B]]), ([Q], [[C]])]
+    assert caplog.messages == [f"{file}:3: the last line is cut off, it is left out"]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])

@@ -86,6 +86,7 @@ def test_a_mend_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warnin
 
 
 def test_all_that_engines_patch_can_be_listed_without_one(found):
+    """As `doctor` does; these are of each version that is tested."""
     names = {"check-options", "bind-proposer", "aborted-counts", "wait-and-schedule", "refuse-requests"}
     assert {f"vllm-{name}" for name in names} <= set(found["applied"])
     assert "vllm-thinking-budget" not in found["applied"], "which was left out"

@@ -13,11 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import chisquare
 from torch.nn.functional import one_hot
 
 from rollout_spec.verification import blocks, prefixes, standard
 from tests.test_coupled import STRUCTURED, behind_by_hand
 from tests.test_coupled import sampling as metadata
+
+FALSE_ALARM_RATE = 1e-6
+NUM_SAMPLES = 60_000
+TARGET = torch.tensor([0.05, 0.3, 0.0, 0.15, 0.02, 0.28, 0.2])
 
 
 def run(
@@ -30,6 +35,39 @@ def run(
         torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), draft_probs, logits,
         torch.tensor(bonus, dtype=torch.int32).unsqueeze(-1), sampling, **options,
     )  # fmt: skip
+
+
+def assert_distribution(tokens: torch.Tensor, probs: torch.Tensor) -> None:
+    counts = np.bincount(tokens.numpy(), minlength=len(probs))
+    expected = probs.double().numpy() / probs.double().sum().item() * len(tokens)
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    assert chisquare(counts[kept], expected[kept]).pvalue > FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("draft", [1, 2, 5])
+def test_point_mass_drafts_leave_the_targets_distribution(draft: int) -> None:
+    torch.manual_seed(draft)
+    n = NUM_SAMPLES
+    output = run(
+        [[draft]] * n, TARGET.log().repeat(n, 1), [0] * n, metadata([1.0] * n), use_fp64_gumbel=draft % 2 > 0
+    )
+    assert_distribution(output[:, 0], TARGET)
+    accepted = output[:, 0] == draft
+    # only behind an accepted draft token comes the bonus token
+    assert torch.equal(output[:, 1], torch.where(accepted, 0, prefixes.PLACEHOLDER_TOKEN_ID).int())
+    # behind a rejected one the target's distribution without it
+    residual = TARGET.clone()
+    residual[draft] = 0
+    assert_distribution(output[~accepted, 0], residual)
+
+
+def test_full_draft_distributions_leave_the_targets_distribution() -> None:
+    torch.manual_seed(0)
+    n, proposal = NUM_SAMPLES, torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+    drafts = torch.multinomial(proposal, n, replacement=True).unsqueeze(-1).tolist()
+    output = run(drafts, TARGET.log().repeat(n, 1), [0] * n, metadata([1.0] * n), proposal.repeat(n, 1))
+    assert_distribution(output[:, 0], TARGET)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
