@@ -68,11 +68,13 @@ MISTAKES = [
     ("certify --model x --top-k -5", "--top-k: -5 must be at least 0"),
     ("certify --model x --top-p 0", "--top-p: 0 must be above 0 and at most 1"),
     ("certify --model x --temperatures 1 nan", "--temperatures: nan must be at least 0"),
+    ("certify --model x --temperatures inf", "--temperatures: inf must be at least 0"),
     (
         "certify --model x --seed 2147483647",
         "--seed: 2147483647 must be at least 0 and at most 2,147,483,646",
     ),
     ("certify --model x --dtype int8", "--dtype: invalid choice: 'int8'"),
+    ("certify --model x --group-sizes two", "--group-sizes: invalid int value: 'two'"),
     ("certify --model x --num-speculative-tokens 65", "num_speculative_tokens=65: must be between 1 and 64"),
     (
         "certify --model x --num-speculative-tokens 8 4 --model-drafter mtp::5",
@@ -87,6 +89,7 @@ MISTAKES = [
     ("replay {TRACE} --limit-groups 0", "--limit-groups: 0 must be at least 1"),
     ("replay {TRACE} --gpu h100", "--model-config: a prediction needs the policy's config.json"),
     ("replay {TRACE} --model-config {QWEN} --tp 8", "--gpu: must be one of h100, h200, a100, 910b"),
+    ("replay {TRACE} --num-speculative-tokens 0", "num_speculative_tokens=0: must be between"),
     ("replay {TRACE} --spec routing=group", "--spec routing=group: replay drafts in every step"),
     ("replay {TRACE} --spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
     *(
@@ -94,11 +97,16 @@ MISTAKES = [
         for given in ("", "1.1", "0.8;0.7", "0.5,", ",".join(["0.5"] * 65))
     ),
     ("replay {TRACE} --history 0", "--history: use --spec history=0"),
+    ("replay {TRACE} --history=0", "--history: use --spec history=0"),
     ("replay {TRACE} --batch-threshold 8", "--batch-threshold: replay drafts in every step"),
     ("replay {TRACE} --depth 3", "unrecognized arguments: --depth 3"),
+    ("doctor --history 0", "unrecognized arguments: --history 0"),
     ("simulate {TRACE}", "one of the arguments --step-times --model-config is required"),
     ("simulate /nowhere.jsonl --step-times 1:0.1", "/nowhere.jsonl"),
     ("simulate {TRACE} --step-times 1:1e-300,2:1", "seconds from 1e-09 to 1e+06"),
+    ("simulate {TRACE} --step-times 1:0.02,1:0.03", "1 tokens have more than one time"),
+    ("simulate {TRACE} --step-times /nowhere.json", "neither a file nor tokens:seconds"),
+    ("simulate {TRACE} --model-config {QWEN}", "--gpu: must be one of h100, h200, a100, 910b"),
     (
         "simulate {TRACE} --model-config {QWEN} --gpu b200",
         "--gpu b200: must be one of h100, h200, a100, 910b",
@@ -129,6 +137,8 @@ MISTAKES = [
             ("--replicas 1 0", "--replicas: 0 must be at least 1"),
             ("--batch-thresholds few", "rollout.spec.batch_threshold='few': must be a number or auto"),
             ("--model-pass-ms 3", "--model-pass-ms: belongs to --model-acceptance"),
+            ("--model-acceptance 0.7", "needs --model-pass-ms too"),
+            ("--spec corpus", "--spec corpus: must be NAME=VALUE"),
             ("--spec depth=3", "rollout.spec.depth: unknown"),
             ("--spec corpus=/nowhere", "corpus='/nowhere'"),
             ("--spec batch_threshold=4", "--spec batch_threshold=4: --batch-thresholds sets it"),
@@ -236,6 +246,28 @@ def test_simulate_compares_thresholds_on_clusters(printed, monkeypatch):
     assert shown.startswith(f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_thr")
     shown = printed("simulate", TRACE, "--step-times", "1:1,2:1000", "--limit-groups", 1)
     assert shown.startswith("Drafts would save no time here.\n"), "a second token costs too much"
+
+
+def test_simulate_says_whether_a_model_should_draft_too(printed):
+    """Where its passes are cheap, and not where they are dear."""
+    options = ["simulate", RECORDING, "--limit-groups", "6", "--batch-thresholds", "64"]
+    options += ["--model-acceptance", "0.7,0.7,0.7"]
+    cheap, dear = (
+        ["--step-times", "1:0.02,64:0.021,256:0.04", "--model-pass-ms", pass_ms] for pass_ms in ("1", "50")
+    )
+    best, speedups = {}, {}
+    for name, times in (
+        ("cheap", cheap),
+        ("dear", dear),
+        ("head", ["--model-config", QWEN, "--gpu", "h100"]),
+    ):
+        [result] = printed(*options, *times, "--json")["results"]
+        best[name] = result["best_drafter"]
+        speedups[name] = {run["drafter"]: run["speedup"] for run in result["runs"]}
+        assert list(speedups[name]) == ["off", "sam", "model", "sam+model"]
+    assert (best["cheap"], best["dear"]) == ("sam+model", "sam")
+    assert speedups["head"]["model"] > 1.1, "of one layer"
+    assert printed(*options, *cheap).startswith("The model's drafts and the index's together would make")
 
 
 def test_simulate_predicts_for_a_device_that_is_not_there(printed):

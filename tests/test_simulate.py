@@ -15,7 +15,7 @@ from rollout_spec.predict.engine import Engine, ModelDrafter
 from rollout_spec.predict.load import assign, comes_back, copied, one_rollout, requests_of, rollouts_of
 from rollout_spec.predict.simulate import Cluster, rollout, simulate
 from rollout_spec.predict.step_times import StepTimes, StepTimesError
-from rollout_spec.trace import Proposals, Rollout
+from rollout_spec.trace import Proposals, Rollout, read_trace
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
@@ -32,12 +32,14 @@ def line(group, prompt, *lengths, rng=None):
 
 
 def rollouts(num_groups=6, group_size=8, seed=3):
+    """Groups with long-tailed lengths."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(60 * rng.lognormal(0.5, 0.8, (num_groups, group_size)), 900).astype(int) + 8
     return [line(str(i), 10, *row, rng=np.random.default_rng([seed, i])) for i, row in enumerate(lengths)]
 
 
 def noise(num_groups=4, group_size=8, length=150):
+    """Text without repetition."""
     rng = np.random.default_rng(9)
     return [
         Rollout(str(i), None, rng.integers(0, 50_000, 9).astype(np.int32),
@@ -61,6 +63,7 @@ def seconds(lines, cluster, config, times):
 
 
 def started(requests, times, max_num_seqs, model=None):
+    """An engine with the automatic gate, at work."""
     engine = Engine(SpecConfig(batch_threshold="auto"), times, max_num_seqs, max_num_seqs, model=model)
     engine.enqueue(requests)
     return engine
@@ -89,6 +92,7 @@ class ContextTimes(StepTimes):
 
 
 def right_model(response, num_tokens):
+    """The drafts of one that is always right."""
     ahead = np.append(response, np.full(num_tokens, -1, np.int32))
     tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
     return Proposals(tokens, np.full(tokens.shape, 9, np.float32))
@@ -182,6 +186,27 @@ def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     assert [rank.total.num_tokens for rank in ranks] == [3, 1]
 
 
+@pytest.mark.parametrize("threshold", ["off", "auto"])
+def test_a_cluster_of_ranks_is_as_slow_as_its_slowest(threshold):
+    config = OFF if threshold == "off" else SpecConfig(batch_threshold=threshold)
+    lines = rollouts(5)
+    apart = simulate(lines, Cluster(4, 16, None), config, STEPPED, 8)
+    together = simulate(lines, Cluster(2, 16, None, num_ranks=2), config, STEPPED, 8)
+    assert apart["makespan_s"] <= together["makespan_s"] < 1.6 * apart["makespan_s"]
+    assert simulate(lines[:1], Cluster(1, 16, 1, num_ranks=4), config, STEPPED, 8)["makespan_s"] > 0
+
+
+def test_interrupted_samples_draft_as_well_as_others():
+    """On recorded responses; their siblings' text is there again as soon as they go on."""
+    lines = list(read_trace(TRACE))[:16]
+    config = SpecConfig(batch_threshold=64, num_speculative_tokens=8)
+    rates = [
+        simulate(lines, Cluster(1, 64, None, interrupt_every=every), config, FLAT, 8)["tokens_per_step"]
+        for every in (None, 100, 25)
+    ]
+    assert min(rates[1:]) > 0.97 * rates[0] > 1.5
+
+
 def test_an_interruption_costs_a_prefill_and_no_token():
     times = StepTimes.parse("1:1,100:100")  # a second a token
     whole, interrupted = (
@@ -205,6 +230,8 @@ def test_copies_are_more_of_the_same_with_tokens_of_their_own():
 
 
 class DelayedTimes(StepTimes):
+    """Steps with drafts take this much longer."""
+
     delay = 0.0
 
     def seconds(self, num_tokens, drafted, *others):
