@@ -22,7 +22,7 @@ TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py"
 FIRST = [
     f"test_{name}.py"
     for name in (
-        "runner_v2", "certify", "model_drafter", "parallel", "bench", "requests", "offline", "plain_vllm",
+        "runner_v2", "parallel", "requests", "model_drafter", "certify", "bench_host", "sampling",
     )
 ]  # fmt: skip
 

@@ -26,7 +26,6 @@ _lock = threading.Lock()
 
 
 def compute_score(solution_str: str, **_: Any) -> float:
-    """A score that differs; before the first one the process that `FAULT` names is killed, if it does."""
     with _lock:  # scores are computed in several threads
         if os.environ[FAULT] in ("server", "engine", "actor") and not _killed:
             _killed.append(process(os.environ[FAULT]))

@@ -241,7 +241,6 @@ class Experience:
 
 
 def single(x: float) -> np.float32:
-    """What is left of a number in single precision, in which all that is learned is kept."""
     return np.float32(x)
 
 

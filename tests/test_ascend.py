@@ -18,8 +18,6 @@ from tests import accelerator
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch):
-    """`installed(vllm_ascend, vllm)`: these releases; `None`: it is not."""
-
     def install(release: str | None, vllm: str) -> None:
         real = metadata.version
 

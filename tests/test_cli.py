@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rollout_spec import __version__
@@ -287,21 +286,3 @@ def test_simulate_predicts_for_a_device_that_is_not_there(printed):
     assert on_v1[0] == plain and on_v1[1] > 1.02 * drafted
     both = makespans("--copies", 2)
     assert plain < both[0] < 1.5 * plain
-
-
-def test_simulate_takes_options_of_the_drafter(tmp_path, printed):
-    """The first line's text is random; the second step says it again."""
-    response = np.random.default_rng(1).integers(0, 50_000, 200).tolist()
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(to_line("a", step, [1], [response]) for step in (1, 2)))
-    command = ["simulate", trace, "--step-times", "1:0.02,64:0.02", "--batch-thresholds", "4", "--json"]
-
-    def speedup(*spec):
-        record = printed(*command, *spec)
-        return record["spec"], record["results"][0]["runs"][1]["speedup"]
-
-    spec, with_history = speedup("--spec", "history=1", "--spec", "min_survival=0.1")
-    assert spec == {"history": 1, "min_survival": 0.1}
-    # A token a step in the first rollout, up to nine in the second.
-    assert 1.5 < with_history < 2
-    assert speedup("--spec", "min_survival=1.0") == ({"min_survival": 1.0}, 1.0)

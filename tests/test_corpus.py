@@ -42,7 +42,6 @@ def test_numbers_of_a_corpus(path):
 
 
 def test_many_followers_are_found(tmp_path):
-    """More than a page of transitions at the root, in no order."""
     tokens = np.random.default_rng(0).permutation(50_000).astype(np.int32)
     path = save_corpus(tmp_path / "wide.sam", [tokens])
     with SuffixIndex(num_speculative_tokens=1, corpus=open_corpus(path)) as index:

@@ -300,7 +300,6 @@ def test_allowed_tokens_hold_on_the_device(vllm: None) -> None:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's streams and events, where work is done at once."""
     nothing = types.SimpleNamespace(
         wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None
     )
@@ -558,7 +557,6 @@ def flat(num_rows: int, vocab_size: int = 151_936) -> torch.Tensor:
 
 
 def coupled_step(temperature: float) -> Accelerator:
-    """A step of 256 requests with 8 draft tokens each."""
     accelerator, counts = Accelerator(), [8] * 256
     put, count = accelerator.put, len(counts)
     logits, behind = put(flat(sum(counts))), put(flat(count))

@@ -1,10 +1,11 @@
-"""The documentation says what the code says: options, metrics, arguments, messages."""
+"""The documentation names what the code has: options, metrics, arguments; its links lead somewhere."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,6 @@ def test_what_comes_from_the_code_is_up_to_date():
 
 
 def leaves(parser: argparse.ArgumentParser, name: str = "") -> set[str]:
-    """The commands below this one, without the program's name."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not below:
         return {name}
@@ -75,22 +75,35 @@ def test_the_metrics_and_options_that_are_named_exist(page):
     assert options <= {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}, options
 
 
-def messages() -> list[str]:
-    """What the tables of the page on trouble quote."""
-    rows = [line for line in (DOCS / "troubleshooting.md").read_text().splitlines() if line.startswith("| `")]
-    return [quoted for row in rows for quoted in re.findall(r"`([^`]+)`", row.split("|")[1]) if " " in quoted]
-
-
-def test_quoted_messages_are_those_of_the_code():
-    folders = (ROOT / "rollout_spec", ROOT / "lab/rollout_spec_lab")
-    source = " ".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
-    # Messages run over several lines of source.
-    joined = re.sub(r'"\s*f?"', "", source)
-    found = [message for message in messages() if message in joined]
-    foreign = {"unexpected keyword argument 'flush'"}  # verl's own
-    assert set(messages()) - set(found) == foreign
-
-
 def test_the_menu_has_every_page():
     menu = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
     assert sorted(menu) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES)
+
+
+PARSERS = {"rollout-spec": build_parser(), "rollout-spec-lab": lab.build_parser()}
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_example_has_arguments_that_exist(page):
+    blocks = "\n".join(re.findall(r"```(?:ba)?sh\n(.*?)```", page.read_text(), re.DOTALL))
+    for line in blocks.replace("\\\n", " ").splitlines():
+        command, *arguments = shlex.split(line, comments=True) or [""]
+        if command in PARSERS:
+            PARSERS[command].parse_args(arguments)  # exits where it cannot
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Of a page's headings, as mkdocs and GitHub make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md", *sorted((ROOT / "lab").glob("[or]*/*.md"))]
+
+
+@pytest.mark.parametrize("page", [*TEXTS, *OTHERS], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_inside_the_repository_lead_somewhere(page):
+    for name, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text()):
+        target = page.parent / name if name else page
+        assert target.exists(), name
+        assert not anchor or anchor in anchors_of(target), f"{name}#{anchor}"

@@ -23,8 +23,6 @@ PROMPT = np.array([1, 2, 3, 4], np.int32)
 
 
 class Batch:
-    """The token matrix of an engine of `num_rows` rows."""
-
     def __init__(self, drafter: Drafter, num_rows: int = 8, length: int = 64) -> None:
         self.drafter = drafter
         self.token_ids = np.zeros((num_rows, length), np.int32)

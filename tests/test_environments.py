@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "requirements"))
 
 import environments  # noqa: E402
 import install  # noqa: E402
-from environments import ENVIRONMENTS, TARGETS, Target, targets_of  # noqa: E402
+from environments import TARGETS, Target  # noqa: E402
 
 sys.path.pop(0)
 
 TEXT = environments.LOCK.read_text()
 LOCKED = environments.read_lock(TEXT)
-
-
-def test_the_lock_is_read_as_it_was_written():
-    assert environments.write_lock(LOCKED) == TEXT
-    assert LOCKED.keys() == ENVIRONMENTS.keys()
-
-
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_an_environment_has_what_it_asks_for(name):
-    asks, overrides, _ = ENVIRONMENTS[name]
-    for target in targets_of(name):
-        pins = LOCKED[name][target]
-        for requirement in map(Requirement, asks.split()):
-            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
-        for requirement in map(Requirement, overrides):
-            if requirement.marker is not None:  # never
-                assert requirement.name not in pins
-            else:
-                assert requirement.specifier.contains(pins[requirement.name]), requirement
 
 
 def test_the_distributions_ask_for_nothing_that_is_not_locked():
@@ -66,7 +45,6 @@ def test_no_file_says_where_packages_come_from():
 
 
 def checkout_of(folder: Path, pins: str) -> Path:
-    """As much of a checkout of verl as is looked at."""
     (folder / "verl/trainer").mkdir(parents=True)
     (folder / "verl/trainer/main_ppo.py").write_text("")
     (folder / "pyproject.toml").write_text(f"vllm = [\n    {pins}\n]\n")
@@ -109,27 +87,6 @@ def test_a_checkout_that_cannot_be_served_is_one_line(pins, name, message, tmp_p
     verl = tmp_path if pins is None else checkout_of(tmp_path, pins)
     with pytest.raises(SystemExit, match=re.escape(f"VERL={verl}: {message}")):
         install.vllm_of(verl, name)
-
-
-def make(*arguments: str) -> subprocess.CompletedProcess:
-    """The make that runs the tests hands its own arguments down."""
-    ours = ("VERL", "VLLM", "ENGINE", "VENV")
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("MAKE", "MFLAGS")) and name not in ours
-    }
-    return subprocess.run(
-        ["make", "--no-print-directory", f"PYTHON={sys.executable}", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-
-
-def test_a_vllm_that_is_not_at_hand_is_one_line():
-    done = make("test", "VLLM=1.2.3")
-    assert done.returncode == 2
-    assert "1.2.3: must be one of engine, cpu, cuda, 0.23.0, 0.29.0, 0.32.0" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_step_is_done_again_when_its_contents_or_the_packages_change(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -277,75 +276,6 @@ def test_the_index_of_a_configuration_has_its_options():
         index.open_group(np.random.default_rng(0).integers(0, 50_000, 60_000, dtype=np.int32))
     with pytest.raises(BudgetExceeded, match=r"^max_bytes=1"):
         SuffixIndex(num_speculative_tokens=4, max_bytes=1)
-
-
-def test_soak():
-    """Thousands of sequences come and go; memory grows no further than what is learned may."""
-    index = SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20)
-    rng = np.random.default_rng(2)
-    tokens = rng.integers(0, 20, (4, 64)).astype(np.int32)
-    tokens[:, :16] = tokens[0, :16]
-    rows = np.arange(4, dtype=np.int32)
-    budgets = np.full(4, 4, np.int32)
-    num_bytes = []
-    for _ in range(1500):
-        group = index.open_group(tokens[0, :16])
-        sequences = np.array([index.open_sequence(group) for _ in range(4)], np.int32)
-        for level in (20, 33, 64):
-            index.index_and_draft(sequences, tokens, rows, np.full(4, level, np.int32), budgets)
-        for sequence in sequences:
-            index.close_sequence(int(sequence))
-        index.close_group(group)
-        num_bytes.append(index.stats().num_bytes)
-    assert len(set(num_bytes[500:])) == 1 and num_bytes[-1] - num_bytes[0] < (1 << 20) // 8
-    stats = index.stats()
-    assert (stats.num_groups, stats.num_sequences, stats.num_states) == (0, 0, 0)
-    index.validate()
-
-
-def test_long_texts_stay_linear(index):
-    """One-token chains and long periods: the worst cases of the suffix links."""
-    n = 20_000
-    period = np.arange(n, dtype=np.int32) % 1000
-    tokens = np.stack([np.zeros(n, np.int32), period])
-    group = index.open_group(int32())
-    sequences = int32(index.open_sequence(group), index.open_sequence(group))
-    result = index.index_and_draft(sequences, tokens, int32(0, 1), int32(n, n), int32(4, 4))
-    assert result.draft_tokens[0].tolist() == [0] * 4
-    assert result.draft_tokens[1].tolist() == [(n + i) % 1000 for i in range(4)]
-    assert index.stats().num_states <= 2 * 2 * n
-
-
-def runs_meanwhile(call):
-    """Whether another thread of Python gets to run while `call` does, which must take a while."""
-    lock, ran = threading.Lock(), []
-
-    def wait():
-        with lock:
-            ran.append(True)
-
-    thread = threading.Thread(target=wait)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(10.0)  # a thread runs only where the other lets it
-    try:
-        with lock:
-            thread.start()
-        call()
-        return bool(ran)
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
-
-
-def test_other_threads_run_during_a_step(index):
-    """A step long enough to wake a thread in, on a busy machine too."""
-    num_tokens = 1 << 18
-    token_ids = np.random.default_rng(0).integers(0, 100, (1, num_tokens)).astype(np.int32)
-    sequences = int32(index.open_sequence(index.open_group(int32())))
-    assert not runs_meanwhile(lambda: sum(range(10**6)))  # holds the GIL
-    assert runs_meanwhile(
-        lambda: index.index_and_draft(sequences, token_ids, int32(0), int32(num_tokens), int32(4))
-    )
 
 
 def test_a_closed_index_refuses_every_call(index):

@@ -24,7 +24,6 @@ from rollout_spec.vllm.keys import (
 
 
 def request(seed: int | None = None, **extra_args: Any) -> types.SimpleNamespace:
-    """As far as keys look at vLLM's."""
     params = types.SimpleNamespace(seed=seed, extra_args=extra_args or None)
     return types.SimpleNamespace(sampling_params=params)
 
@@ -97,7 +96,6 @@ def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers() -> 
 
 
 def test_a_request_without_sampling_parameters_is_numbered() -> None:
-    """Pooling requests have none."""
     assert RequestKeys(3).new_key(None) == make_key("arrival", 3, 1)
     assert RequestKeys(3).new_key(types.SimpleNamespace()) == make_key("arrival", 3, 1)
 

@@ -92,7 +92,6 @@ def test_lora_adapters_a_critic_and_one_sample_a_prompt(policy: pathlib.Path, tm
 
 
 def test_prompts_with_images(tmp_path: pathlib.Path) -> None:
-    """Before the first update the tokens are those without drafts, so the rewards are."""
     rewards = []
     for method in ("off", "sam"):
         folder = tmp_path / method

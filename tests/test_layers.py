@@ -31,7 +31,6 @@ PACKAGES = [module for module, file in MODULES.items() if file.name == "__init__
 
 @cache
 def imported(module: str) -> list[str]:
-    """The dotted names that a module imports, anywhere in it."""
     names = []
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
@@ -64,7 +63,6 @@ def owner(module: str) -> str:
 
 
 def module_of(name: str) -> str | None:
-    """The module of ours that an imported name is, or is in."""
     while name not in MODULES and name:
         name = name.rpartition(".")[0]
     return name or None

@@ -66,7 +66,6 @@ def rows(speed: float) -> list[tuple[int, dict[str, float]]]:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """Folders of one run by kind of log."""
     folder = tmp_path_factory.mktemp("logged")
     paths = {kind: folder / kind for kind in ("json", "wandb", "tensorboard")}
     for path in paths.values():

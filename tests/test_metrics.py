@@ -13,7 +13,6 @@ from rollout_spec.metrics import (
 
 
 def logged(*reports: RolloutReport) -> dict[str, float]:
-    """By name without the prefix, which all have."""
     metrics = rollout_metrics(reports)
     assert all(name.startswith(PREFIX) and type(value) is float for name, value in metrics.items())
     return {name.removeprefix(PREFIX): value for name, value in metrics.items()}
@@ -66,7 +65,6 @@ def test_the_metrics_of_two_servers_by_hand():
 
 
 def test_an_engines_line_by_hand():
-    """With a model that drafts beside the text."""
     engine = EngineCounters(
         num_steps=1000, num_steps_on=800, num_draft_tokens=4000, num_accepted_tokens=3000, draft_seconds=0.25,
         num_steps_off_cost=150, num_steps_off_probe=50, gate_seconds=4.0, gate_plain_seconds=5.0,

@@ -40,7 +40,6 @@ def test_the_tail_begins_with_its_rows():
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
-    """Two steps; a response that repeats the prompt, and others that nothing predicts."""
     file = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     known, unknown = list(range(20)) * 2, list(range(100, 140))
     file.write_text(to_line("a", 1, list(range(20)), [known, [7]]) + to_line("b", 2, [1], [unknown]))

@@ -174,7 +174,6 @@ def home(tmp_path):
 
 
 def install(wheel: Path, home: Path) -> Path:
-    """The environment's Python."""
     python = home / "bin/python"
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
     run(*pip, "--disable-pip-version-check", "--no-index", "--no-deps", wheel, cwd=home)
@@ -188,7 +187,7 @@ def test_it_installs_and_works_outside_the_checkout(wheel, home, tmp_path):
     assert run(home / "bin/rollout-spec", "--version", cwd=tmp_path).startswith("rollout-spec ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_user_of_verl_has_the_one_word_and_no_laboratory(wheel, home, tmp_path):
     """What README says of a set-up with verl, as far as that goes without a device that verl trains on."""
     python = install(wheel, home)
@@ -200,7 +199,7 @@ def test_a_user_of_verl_has_the_one_word_and_no_laboratory(wheel, home, tmp_path
     assert shown["rollout"]["spec"]["method"] == "sam"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_steps_of_the_image_install_it(home, tmp_path):
     """The Dockerfile's own, on a plain file system in the place of verl's image."""
     steps = [line.split(maxsplit=1) for line in (ROOT / "Dockerfile").read_text().splitlines() if line]
@@ -218,27 +217,3 @@ def test_the_steps_of_the_image_install_it(home, tmp_path):
                 PIP_NO_INDEX="1", PIP_NO_BUILD_ISOLATION="0",
             )  # fmt: skip
     assert list(home.glob("lib/python3.*/site-packages/rollout_spec/drafting/_native.abi3.so"))
-
-
-def test_uv_run_keeps_what_was_installed_beside_a_lock(wheel, tmp_path):
-    """The lines of docs/getting-started/verl.md, in a project with the extras that they name."""
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/getting-started/verl.md").read_text(), re.DOTALL)
-    [lines] = [block.replace("\\\n", "").splitlines() for block in blocks if "uv sync" in block]
-    sync, install, start = lines
-    launcher = start.partition(" python ")[0]
-    assert start.endswith(f'py_executable="{launcher}"')
-    project = tmp_path / "project"
-    project.mkdir()
-    (project / "pyproject.toml").write_text(
-        '[project]\nname = "trainer"\nversion = "1"\nrequires-python = ">=3.11"\n'
-        "[project.optional-dependencies]\nvllm = []\nfsdp = []\n"
-    )
-    scripts = Path(sys.executable).parent  # with uv
-    there = {"UV_OFFLINE": "1", "UV_PYTHON": sys.executable, "PATH": f"{scripts}:{os.environ['PATH']}"}
-    run("uv", "lock", cwd=project, **there)
-    ours = install.partition(" && ")[0].replace("PATH_TO_ROLLOUT_SPEC", str(wheel))  # rich is not here
-    assert ours.startswith("uv pip install --python .venv ")  # and not into this environment
-    run("bash", "-ec", f"{sync}\n{ours}", cwd=project, **there)
-    code = "import importlib.metadata as m; print([p.value for p in m.entry_points(group='verl.plugins')])"
-    shown = run(*launcher.split(), "python", "-c", code, cwd=project, **there)
-    assert shown.strip() == "['rollout_spec.verl.entry_point']"

@@ -134,7 +134,6 @@ def test_the_browser_shows_the_picture_with_both_runs_and_every_figure(chromium,
 
 
 def drawn(pixels: np.ndarray, colour: str) -> int:
-    """How many pixels have about this colour."""
     wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return int((np.abs(pixels - wanted).max(axis=2) < 24).sum())
 

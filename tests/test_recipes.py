@@ -85,11 +85,6 @@ def check_layout(rollout: Any, num_devices: int, node_size: int) -> None:
     assert min(node_size, tp * dp) % tp == 0
 
 
-def test_the_recipes_train_without_drafts_too():
-    off = SpecConfig(method="off", verify="standard", routing="verl")
-    assert check_config(composed("dapo", "qwen3_8b", "rollout.spec=off")) == off
-
-
 def layouts() -> list[tuple[str, str, str, str]]:
     """Every size on every device; recipes and modes go round, so that each recipe meets each mode."""
     modes = MODES[:1] if verl_is_older() else MODES
@@ -100,7 +95,6 @@ def layouts() -> list[tuple[str, str, str, str]]:
 @pytest.mark.parametrize(("recipe", "size", "device", "mode"), layouts())
 @pytest.mark.filterwarnings("ignore:Disabled critic")
 def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, size, device, mode):
-    """They fit into its memory, and verl's trainer, which checks the rest, takes them."""
     config = composed(recipe, size, f"rollout_spec_device={device}", f"trainer.v1.trainer_mode={mode}")
     check(config)
     assert check_config(config) == SpecConfig()
@@ -130,7 +124,6 @@ def run_script(*arguments: object, **env: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def prepare(tmp_path, monkeypatch):
-    """`prepare(recipe, *arguments)`: its prepare.py, as `python` runs it, with a cache of its own."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(sys, "path", [*sys.path])
 
@@ -363,8 +356,3 @@ def test_dynamic_sampling_ends_in_every_step_of_an_asynchronous_trainer(
         assert metrics["training/filter_groups/num_gen_batches"] == num_generated / batch_size
         queue.check_kept(groups, max_batches * batch_size, num_generated)
         assert sum("_" not in key for key in queue.items) == batch_size, "as many are under way as before"
-
-
-def test_a_bound_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="max_num_gen_batches=0: must be at least 1"):
-        make_buffer(Queue(1.0, 2, 0), 2, 1, 0)

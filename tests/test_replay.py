@@ -1,19 +1,16 @@
-"""The replay against hand-counted traces, and as a whole against a slow replay over the oracle."""
+"""The replay against hand-counted traces."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import random
 
 import numpy as np
 import pytest
 
 from rollout_spec.cli import main
-from rollout_spec.config import SpecConfig
-from rollout_spec.predict.replay import ReplayResult, replay, replay_line
+from rollout_spec.predict.replay import ReplayResult, replay_line
 from rollout_spec.trace import read_trace, to_line
-from tests.oracle import Experience, GroupOracle, Options, SequenceOracle
 
 
 def write_trace(path, *lines):
@@ -103,57 +100,6 @@ def test_lines_can_be_limited(path, capsys):
     assert main(["replay", str(path), "--limit-groups", "2", "--json"]) == 0
     limited = json.loads(capsys.readouterr().out)
     assert [limited[name] for name in ("num_groups", "num_responses", "num_tokens")] == [2, 4, 12]
-
-
-def slow_replay(lines, options, min_survival):
-    """(steps, drafts, draft tokens, accepted tokens), one row at a time and without numpy."""
-    totals = [0, 0, 0, 0]
-    experience = Experience()
-    for prompt, responses in lines:
-        group = GroupOracle(prompt, options)
-        rows = [(SequenceOracle(group, True, experience), list(response)) for response in responses]
-        levels = [min(1, len(response)) for _, response in rows]
-        seen = [0] * len(rows)
-        while any(level < len(response) for level, (_, response) in zip(levels, rows, strict=True)):
-            for i, (sequence, response) in enumerate(rows):
-                if seen[i] < levels[i]:
-                    sequence.index([*prompt, *response[: levels[i]]])
-                    seen[i] = levels[i]
-            for i, (sequence, response) in enumerate(rows):
-                if levels[i] == len(response):
-                    continue
-                draft = sequence.draft(options.num_speculative_tokens, min_survival)
-                num_accepted = 0
-                for drafted, token in zip(draft, response[levels[i] :], strict=False):
-                    if drafted != token:
-                        break
-                    num_accepted += 1
-                totals[0] += 1
-                totals[1] += bool(draft)
-                totals[2] += len(draft)
-                totals[3] += num_accepted
-                levels[i] = min(levels[i] + num_accepted + 1, len(response))
-    return tuple(totals)
-
-
-def noisy(rng, motif, alphabet):
-    length = rng.randint(0, 60)
-    return [rng.randrange(alphabet) if rng.random() < 0.2 else motif[i % 10] for i in range(length)]
-
-
-@pytest.mark.parametrize("alphabet", [2, 6])
-def test_equals_the_slow_replay(tmp_path, alphabet):
-    rng = random.Random(alphabet)
-    lines = []
-    for _ in range(4):
-        motif = [rng.randrange(alphabet) for _ in range(10)]
-        texts = [noisy(rng, motif, alphabet) for _ in range(4)]
-        lines.append((texts[0], texts[1:]))
-    path = write_trace(tmp_path / "trace.jsonl", *lines)
-    options = {"num_speculative_tokens": 5}
-    result = replay(read_trace(path), SpecConfig(history=0, min_survival=0.2, **options))
-    counted = (result.num_steps, result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens)
-    assert counted == slow_replay(lines, Options(**options), 0.2)
 
 
 @pytest.mark.parametrize("command", [["replay"], ["simulate", "--step-times", "1:0.1"]])

@@ -61,7 +61,6 @@ def write_run(
 
 
 def compared(folder, off, sam, tokens=None, sam_tokens=None, **settings):
-    """Runs of so many seconds a step; settings of `write_run` are the second's."""
     tokens = tokens or [100] * len(off)
     runs = (
         write_run(folder / "off", off, tokens),
@@ -333,26 +332,3 @@ def test_a_run_that_cannot_be_read_is_one_clear_line(runs, tmp_path, capsys, tex
     assert main(["compare", str(runs[0]), str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_runs_cut_at_any_byte_of_their_last_lines_compare_as_far_as_they_are_whole(
-    runs, tmp_path, caplog, capsys
-):
-    run = write_run(tmp_path / "sam", [5.0, 10.0, 6.0], [1000, 1800, 1200], True, [[1, 2], [3, 4]])
-    metrics, trace = run / "metrics.jsonl", run / "rollouts" / "engine0.jsonl"
-    for file in (metrics, trace):
-        data = file.read_bytes()
-        for length in range(data.rfind(b"\n", 0, -1) + 1, len(data)):
-            file.write_bytes(data[:length])
-            assert read_run(run, "sam").column("step") == [1, 2, 3][: 2 if file == metrics else 3]
-            first_step_agreement(runs[0], run)
-        file.write_bytes(data)
-    for file in (metrics, trace):
-        file.write_bytes(file.read_bytes()[:-9])
-    caplog.clear()
-    assert main(["compare", str(runs[0]), str(run), "--output", str(tmp_path / "out")]) == 0
-    assert "Steps that only off has are left out: 3." in " ".join(capsys.readouterr().out.split())
-    assert caplog.messages == [
-        f"{file}: the last line is cut off, it is left out"
-        for file in (f"{metrics}:4", f"{trace}:1", f"{trace}:1")
-    ]

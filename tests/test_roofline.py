@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout_spec.predict.roofline import DEVICES, Device, Host, Model, Roofline, RooflineError, _most
+from rollout_spec.predict.roofline import DEVICES, Device, Host, Model, Roofline, RooflineError
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/models/*.json"))}
@@ -76,18 +76,6 @@ def test_a_model_has_the_parameters_that_transformers_builds(kind, changes, num_
     assert model.num_expert_layers == num_expert_layers
 
 
-def test_a_dense_step_by_hand():
-    attention = 64 * 64 + 64 * 32 + 64 * 32 + 64 * 64
-    params = 2 * (attention + 3 * 64 * 128) + 1000 * 64
-    assert DENSE.shared_params == params
-    memory = 2 * params / BYTES_PER_S
-    compute = 2 * 7 * params / FLOPS
-    logits = 6 * 7 * 1000 * 4 / BYTES_PER_S  # float32, read or written six times
-    assert Roofline(DENSE, BARE).seconds(7, True) == pytest.approx(
-        (memory**1.6 + compute**1.6) ** (1 / 1.6) + logits
-    )
-
-
 def test_context_costs_the_bytes_of_its_keys_and_values():
     roofline = Roofline(DENSE, BARE)
     more = roofline.seconds(7, False, num_context=1000) - roofline.seconds(7, False)
@@ -146,31 +134,6 @@ def test_a_step_waits_for_the_host_where_something_drafts():
     ]
     assert of_host == pytest.approx([3 * 2.25, 3 * 9.0])
     assert hosted.without_drafter.seconds(9, False, 0, 0, 4) == pytest.approx(3 * plain.seconds(9, False))
-
-
-def test_as_many_experts_are_read_as_tokens_routed_at_random_touch():
-    rng = np.random.default_rng(0)
-    for num_tokens in (1, 5, 20):
-        draws = [len(np.unique([rng.permutation(16)[:2] for _ in range(num_tokens)])) for _ in range(2000)]
-        expected = np.mean(draws) * SPARSE.expert_params
-        # Without compute a step of the experts takes what reading them does.
-        free = dataclasses.replace(BARE, flops_per_s=1e30)
-        seconds = Roofline(SPARSE, free)._expert_seconds(num_tokens)
-        assert seconds == pytest.approx(2 * expected / BYTES_PER_S, rel=0.02)
-
-
-def test_expert_parallel_devices_wait_for_the_one_with_most_touched_experts():
-    rng = np.random.default_rng(1)
-    touched = rng.random((20_000, 8, 16)) < 0.4
-    most = touched.sum(axis=2).max(axis=1).mean()
-    assert _most(16, 0.4, 8) == pytest.approx(most, rel=0.03)
-    assert _most(16, 0.4, 1) == 16 * 0.4
-    assert _most(16, 1.0, 8) == 16
-    sliced, whole = (
-        Roofline(SPARSE, BARE, tensor_parallel=4, expert_parallel=whole).seconds(3, False)
-        for whole in (False, True)
-    )
-    assert whole > 1.1 * sliced
 
 
 def test_data_parallel_ranks_share_the_experts_and_their_tokens():

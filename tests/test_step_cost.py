@@ -49,14 +49,6 @@ def test_much_less_context_than_was_ever_seen_is_not_free():
     assert curve.seconds(256, 1000) > 0.7 * curve.seconds(256, 22_500)
 
 
-def test_a_few_slower_and_slower_steps_do_not_make_context_dear():
-    """It grows by a token a row and step: noise of the first steps would be told on to a long context."""
-    curve = StepCost()
-    for i, seconds in enumerate([0.1, 0.105, 0.11, 0.115]):
-        curve.learn(8, 1000 + 8 * i, seconds)
-    assert curve.seconds(8, 2000) < 0.13
-
-
 def test_what_was_hardly_measured_is_half_a_guess_from_fewer_tokens():
     curve = StepCost()
     assert curve.seconds_from(16, 0.1, [16, 64], 0) == pytest.approx([0.1, 0.2])  # nothing known but the base

@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 from rollout_spec.config import ConfigError
 from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, Rollout, read_trace, trace_file
-from rollout_spec.verl import launch
 from rollout_spec.vllm import SCHEDULER
 from tests.test_verl_check_config import composed
 
@@ -134,17 +133,6 @@ def test_a_server_is_busy_while_its_engine_has_requests(pass_seconds):
     windows.end(None, RequestCounters())
     report = windows.take()
     assert (report.rollout_seconds, report.num_interrupted) == (2, 0)
-
-
-@pytest.mark.skipif(launch.verl_is_older(), reason="verl before 0.9.1 admits requests where they arrive")
-def test_verls_server_admits_every_request_at_its_gate():
-    """What `SpecHttpServer._park_until_admitted` relies on."""
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
-
-    gate = inspect.signature(vLLMHttpServer._park_until_admitted)
-    assert list(gate.parameters) == ["self", "request_id"]
-    source = inspect.getsource(vLLMHttpServer.generate)
-    assert source.index("await self._park_until_admitted(request_id)") < source.index("self.engine.generate(")
 
 
 def tokens(line: Rollout) -> tuple[list[int], list[list[int]]]:
@@ -288,32 +276,6 @@ def test_the_noise_follows_from_the_name_else_the_callers_seed(sent, expected, s
     monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
     asyncio.run(server_of("sam").generate([1, 2], sent, "one"))
     assert keys == [make_key(*expected)]
-
-
-@pytest.mark.parametrize("method", ["off", "sam"])
-def test_a_response_is_recorded_once_whatever_interrupts_it(method, tmp_path, server_of, monkeypatch):
-    async def generate(self: Any, _: Any, sampling_params: dict[str, Any], request_id: str) -> Any:
-        return SimpleNamespace(token_ids=[8, 9], extra_fields={}, stop_reason=request_id)
-
-    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
-    monkeypatch.setenv("ROLLOUT_SPEC_TRACE_DIR", str(tmp_path))
-    server = server_of(method)
-
-    def serve(prompt: list[int], group: str, num_turn_tokens: int, stop_reason: str = "completed") -> None:
-        named = {"rollout_spec_group": group, "rollout_spec_turn_tokens": num_turn_tokens}
-        asyncio.run(server.generate(prompt, {"extra_args": named}, stop_reason))
-
-    serve([1, 2], "a", 2)
-    serve([3, 4], "b", 2)
-    serve([1, 2], "a", 2, "aborted")
-    serve([1, 2, 8, 9], "a", 2)
-    serve([1, 2, 8, 9, 5], "a", 5)
-    server._recorder.flush(1)
-    assert [(line.group, *tokens(line)) for line in read_trace(trace_file(tmp_path, 0))] == [
-        ("a", [1, 2], [[8, 9], [8, 9, 8, 9]]),
-        ("b", [3, 4], [[8, 9]]),
-        ("a", [1, 2, 8, 9, 5], [[8, 9]]),
-    ]
 
 
 def test_a_samples_name_is_its_own_and_the_same_in_every_run():

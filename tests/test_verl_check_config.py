@@ -74,7 +74,6 @@ SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout
 
 
 def launched(*overrides: str) -> Any:
-    """The configuration that a run with these overrides has."""
     config = composed(
         "+rollout.spec=sam", "actor_rollout_ref.rollout.tensor_model_parallel_size=1", *overrides
     )
@@ -213,7 +212,7 @@ def test_off_with_another_drafter_and_a_plain_string_are_refused():
         check_config(OmegaConf.create({"rollout": {"spec": "sam"}}))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_ends_before_hydra_composes(tmp_path):
     """The real entry point: one line, exit code 2. test_recipes has a value out of range."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "+rollout.spec=sam", VLLM]
@@ -255,8 +254,6 @@ import verl
 
 @pytest.fixture
 def broken(monkeypatch):
-    """The plugin cannot be loaded."""
-
     def fail() -> None:
         raise RuntimeError("no such group")
 
@@ -298,7 +295,7 @@ def test_a_command_that_runs_the_legacy_trainer_is_refused(monkeypatch, capsys):
     assert error == (f"rollout_spec: this command runs verl.trainer.main_ppo_v0: {launch.V1_TRAINER_ONLY}\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_driver_without_accelerator_or_engine_passes_a_run_that_has_both(tmp_path):
     """The driver of a GPU cluster may be a machine with neither."""
     code = """

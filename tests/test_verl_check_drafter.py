@@ -27,7 +27,6 @@ SAM_MEGATRON = (*SAM, "model_engine=megatron")
 
 @pytest.fixture
 def head(tmp_path):
-    """A head of the user's own."""
     (tmp_path / "config.json").write_text("{}")
     return {"method": "eagle3", "model": str(tmp_path)}
 
@@ -62,7 +61,6 @@ def told_to_vllm(config: Any) -> tuple[dict[str, Any] | None, int, str | None]:
 
 
 def test_a_model_drafts_beside_the_text_and_whatever_drafts_is_counted(head):
-    """verl's MTP, and a model of the user's own."""
     asked, default = head | {"num_speculative_tokens": 4}, SpecConfig.model_tokens
     only_trained = {f"{OWN}.enable": True}
     for config, expected in (

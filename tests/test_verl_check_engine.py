@@ -191,7 +191,6 @@ def test_what_an_engine_would_refuse(
 
 
 def test_the_driver_looks_at_a_model_of_the_hub(tmp_path, monkeypatch, with_vllm):
-    """As a download has left it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with_vllm("0.24.0")

@@ -25,8 +25,6 @@ SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
 
 
 class Remote:
-    """An actor's method."""
-
     def __init__(self, answer: Callable[..., Any]) -> None:
         self._answer = answer
 
@@ -215,7 +213,6 @@ def test_a_copy_is_verls_client_and_counts_with_the_others(verls, copied):
 
 @contextlib.contextmanager
 def elsewhere() -> Iterator[None]:
-    """Another process is a table of its own of who is there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verl_client, "_calls_here", {})
         yield

@@ -70,7 +70,6 @@ def servers():
 
 
 def make_trainer(folder: Path = Path(), num_servers: int = 2, step: int = 5, **options: Any) -> Any:
-    """A trainer as far as its checkpoints and servers go."""
     options = {"default_local_dir": str(folder), "resume_mode": "auto", **options}
     handles = SERVERS[:num_servers]
     ray.get([handle.restart.remote() for handle in handles])
@@ -87,7 +86,6 @@ def texts_of(trainer: Any) -> list[list[list[int]]]:
 
 
 def served(*args: Any, **options: Any) -> Any:
-    """A trainer each of whose servers has served a response, which is its number."""
     trainer = make_trainer(*args, **options)
     ray.get([handle.serve.remote([i]) for i, handle in enumerate(trainer.handles)])
     return trainer

@@ -22,7 +22,6 @@ def make(num_servers: int = 2, max_imbalance: Any = 16) -> GroupRouter:
 
 
 def of(prompt: int) -> dict[str, Any]:
-    """The sampling parameters of a request, as our agent loops send them."""
     return {"temperature": 1.0, "extra_args": {"rollout_spec_group": str(prompt)}}
 
 

@@ -39,7 +39,6 @@ def tokens_per_step(engines: Iterable[Sequence[Rollout]]) -> float:
 
 
 def merged(*contents: bytes) -> History:
-    """What packed histories hold together."""
     history = History(1000, 1 << 30)
     for content in contents:
         history.merge(content)

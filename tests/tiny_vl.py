@@ -23,7 +23,6 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_vl(folder: pathlib.Path) -> str:
-    """Write model, tokenizer and processor to the folder; a token is a character, or one of SPECIAL."""
     import torch
     import transformers
 
@@ -53,7 +52,6 @@ def make_tiny_vl(folder: pathlib.Path) -> str:
 
 
 def make_processor() -> Any:
-    """The processor of the tiny model."""
     import tokenizers
     import transformers
 
@@ -74,14 +72,12 @@ def make_processor() -> Any:
 
 
 def make_image(seed: int) -> Any:
-    """An image of SIDE x SIDE pixels, each with a seed another one."""
     from PIL import Image
 
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), np.uint8))
 
 
 def tokens(*parts: str | int) -> list[int]:
-    """The tokens of a text, with so many images where a number is."""
     found: list[str] = []
     for part in parts:
         found += (

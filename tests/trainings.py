@@ -81,7 +81,6 @@ def environment_of(folder: pathlib.Path) -> dict[str, str]:
 
 
 def execute(training: list[str], folder: pathlib.Path, log: str = "train.log") -> dict[int, dict[str, Any]]:
-    """The metrics of each of its steps."""
     with started(training, folder / log, environment_of(folder)) as process:
         code = process.wait(880)
     assert code == 0, (folder / log).read_text()[-20000:]
@@ -92,7 +91,6 @@ def execute(training: list[str], folder: pathlib.Path, log: str = "train.log") -
 
 
 def responses_of(folder: pathlib.Path) -> list[Response]:
-    """What the replicas of a training have recorded, one after the other."""
     return [
         Response(
             int(file.stem.split("-")[1]), line.step, line.group, name, line.prompt_token_ids.tolist(), own
@@ -104,7 +102,6 @@ def responses_of(folder: pathlib.Path) -> list[Response]:
 
 
 def saved(folder: pathlib.Path, step: int) -> dict[str, list[list[int]]]:
-    """The responses in a checkpoint, by group."""
     history = merged(read_file(folder / f"global_step_{step}" / FILE))
     groups = {response.group for response in responses_of(folder)}
     return {group: [text.tolist() for text in history.get(group_key(group))] for group in sorted(groups)}

@@ -5,7 +5,6 @@ What compares with vLLM's `suffix` needs ArcticInference (docs/tools/bench.md).
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -20,8 +19,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.predict.model_drafts import simulate_model
 from rollout_spec.predict.replay import replay
 from rollout_spec.trace import Rollout, read_trace
-from rollout_spec_lab.bench.drafters import Suffix, all_runs, at_equal_drafts, measure, over_baselines
-from rollout_spec_lab.bench.specdecode import our_steps, tokens_per_step
+from rollout_spec_lab.bench.drafters import Suffix, all_runs, measure, over_baselines
 from rollout_spec_lab.bench.tables import FIGURES, drafters_tables
 from rollout_spec_lab.cli import main
 from rollout_spec_lab.cli.bench_drafters import METHODS
@@ -123,49 +121,12 @@ def test_a_trace_without_a_step_is_one_line(tmp_path, capsys):
     )
 
 
-def returning_prompts(num_prompts, length):
-    """Lines whose prompts come back once, with responses that say much of what they said before."""
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, 50_000, (num_prompts, 8)).astype(np.int32)
-    first = rng.integers(0, 50_000, (num_prompts, 2, length)).astype(np.int32)
-    second = np.where(rng.random(first.shape) < 0.1, rng.integers(0, 50_000, first.shape), first)
-    return [
-        Rollout(f"g{i}", step, prompts[i], list(texts[i].astype(np.int32)))
-        for step, texts in enumerate((first, second))
-        for i in range(num_prompts)
-    ]
-
-
-def test_history_pays_within_a_budget_that_binds():
-    """One that the table of contexts alone would exceed."""
-    configs = [
-        SpecConfig(history=history, max_index_mb=max_index_mb, num_speculative_tokens=8)
-        for history, max_index_mb in ((2, 1024), (2, 1), (0, 1))
-    ]
-    free, bound, without = (
-        measure(returning_prompts(12, 800), [("sam", config)])[0]["tokens_per_step"] for config in configs
-    )
-    assert free > bound > without + 0.9 * (free - without) and free > 1.4 * without
-
-
 def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
     response = np.random.default_rng(0).integers(0, 50_000, 30_000).tolist()
     line = {"group": "g", "prompt_token_ids": [1], "responses": [response]}
     (tmp_path / "long.jsonl").write_text(json.dumps(line) + "\n")
-    assert (
-        main(
-            [
-                "bench",
-                "drafters",
-                "--methods",
-                "sam",
-                str(tmp_path / "long.jsonl"),
-                "--spec",
-                "max_index_mb=1",
-            ]
-        )
-        == 2
-    )
+    command = ["bench", "drafters", str(tmp_path / "long.jsonl"), "--methods", "sam", "--spec"]
+    assert main([*command, "max_index_mb=1"]) == 2
     assert "max_index_mb=1: a line needs more" in capsys.readouterr().err
 
 
@@ -201,66 +162,12 @@ def test_a_model_as_one_more_expert_beats_the_better_of_both_in_each_step():
         assert 0 < short["draft_tokens_per_step"] <= 1.0  # K is less than the model's
 
 
-def test_a_fresh_drafter_is_better_than_the_better_of_its_experts():
-    """In every response anew: what it knows in the beginning are its first weights."""
-    one_each = [dataclasses.replace(line, responses=line.responses[:1]) for line in read_trace(RECORDING)]
-    lines = list(simulate_model(islice(one_each, 24), (0.8, 0.75, 0.7)))
-    for price in (0.05, 0.2):
-        config = SpecConfig(num_speculative_tokens=15, history=0, min_survival=price)
-        steps = {
-            method: tokens_per_step(our_steps(lines, method, config, is_fresh=True))
-            for method in ("sam", "model", "sam+model")
-        }
-        assert steps["sam+model"] > 1.05 * max(steps["sam"], steps["model"])
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """What the cache is called with; it does its work."""
-    from arctic_inference.suffix_decoding import SuffixDecodingCache
-
-    seen = []
-    for name in ("start_request", "add_active_response", "speculate", "stop_request"):
-        original = getattr(SuffixDecodingCache, name)
-
-        def spy(cache, request, *args, _name=name, _original=original, **kwargs):
-            tokens = [list(map(int, args[0]))] if args else []
-            seen.append((_name, request, *tokens))
-            return _original(cache, request, *args, **kwargs)
-
-        monkeypatch.setattr(SuffixDecodingCache, name, spy)
-    return seen
-
-
 def step(suffix, rows, token_ids, levels, budget=4):
     budgets = [budget] * len(rows)
     drafts, numbers = suffix.draft(
         *(np.array(value, np.int32) for value in (rows, token_ids, levels, budgets))
     )
     return [draft[:number].tolist() for draft, number in zip(drafts, numbers, strict=True)]
-
-
-@needs_arctic
-def test_the_cache_is_called_as_vllms_proposer_does(calls):
-    suffix = Suffix("suffix_server", 4)
-    suffix.start(group_of(2), [EARLIER])
-    token_ids = [[1, 2, 3, 4, 5, -1], [1, 2, 3, 6, 7, 8]]
-    step(suffix, [0, 1], token_ids, [4, 4])
-    step(suffix, [1], token_ids, [6])
-    assert calls == [
-        ("start_request", "0", [1, 2, 3]),
-        ("add_active_response", "0", [4]),
-        ("speculate", "0", [1, 2, 3, 4]),
-        ("start_request", "1", [1, 2, 3]),
-        ("add_active_response", "1", [6]),
-        ("speculate", "1", [1, 2, 3, 6]),
-        ("add_active_response", "1", [7, 8]),
-        ("speculate", "1", [1, 2, 3, 6, 7, 8]),
-    ]
-    calls.clear()
-    suffix.finish()
-    assert sorted(calls) == [("stop_request", "0"), ("stop_request", "1")]
-    assert not suffix.cache.active_requests
 
 
 def drafts_after_a_match(method, k, lines_before=()):
@@ -301,18 +208,6 @@ def test_what_sam_gains_on_a_recording():
     tokens, drafted = over_baselines(cheap, baselines)["suffix_server_tuned"]
     assert tokens > 1.03 and drafted < 0.9
     assert sam["tokens_per_step"] > 1.01 * without["tokens_per_step"]
-
-
-@needs_arctic
-def test_at_equal_drafts_sam_drafts_no_more(lines):
-    [server] = measure(lines, all_runs(["suffix_server"], CONFIG, [4], [8], [0.0]))
-    result = at_equal_drafts(lines, CONFIG, server)
-    assert [result[name] for name in ("method", "num_speculative_tokens", "history")] == ["sam", 4, 8]
-    assert 0.9 * server["draft_tokens_per_step"] < result["draft_tokens_per_step"]
-    assert result["draft_tokens_per_step"] <= server["draft_tokens_per_step"]
-    # It is a replay like any other.
-    [same] = measure(lines, all_runs(["sam"], CONFIG, [4], [8], [result["min_survival"]]))
-    assert result == same | {"equal_drafts": "suffix_server"}
 
 
 @needs_arctic

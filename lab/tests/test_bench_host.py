@@ -34,8 +34,6 @@ TRACE = str(DATA / "demo_trace.jsonl.gz")
 
 
 class Cpu:
-    """The CPU time of a host."""
-
     def __init__(self) -> None:
         self.seconds = 100.0
 

@@ -32,17 +32,13 @@ MISTAKES = [
     ("demo --output {HERE}", "{HERE}: File exists"),
     ("demo --output {HERE}/demo", "{HERE}/demo: Not a directory"),
     ("demo --steps 0", "--steps: 0 must be at least 1"),
-    ("demo --mode sam", "unrecognized arguments: --mode"),
     ("demo --model /nowhere", "--model /nowhere: not found"),
     ("demo --train-file /nowhere", "--train-file /nowhere: not found"),
     ("demo trainer.nnodes", "'trainer.nnodes': a Hydra override looks like key=value"),
     ("gpu-check --model-drafter mtp::16 --model x", "--model-drafter mtp::16: must be METHOD"),
     ("gpu-check --model /nowhere", "--model /nowhere: no Hugging Face folder"),
     ("gpu-check --minutes 0", "--minutes: 0 must be at least 1 and at most 1,440"),
-    ("gpu-check --repeats 0", "--repeats: 0 must be at least 1"),
-    ("gpu-check --methods '' --model /nowhere", "method '': must be off, off:coupled"),
     ("gpu-check --methods sam", "--methods sam: must begin with off and name no method twice"),
-    ("gpu-check --methods off,eagle", "method 'eagle': must be off, off:coupled, ngram, suffix"),
     ("gpu-check --output {HERE}", "{HERE}: File exists"),
     ("gpu-check --methods off --parts steps,x", "--parts x: must be one of doctor, verify"),
     ("gpu-check --methods off --model-config x", "--model-config x: no such file"),
@@ -65,14 +61,11 @@ MISTAKES = [
                 "--methods sam+model: {TRACE} has no model's drafts: give --model-acc",
             ),
             ("--methods off --model-acceptance 1.1", "--model-acceptance 1.1: must be numbers from 0 to 1"),
-            ("--methods off --model-acceptance '1;1'", "--model-acceptance 1;1: must be numbers from 0 to 1"),
-            ("--methods ''", "--methods : must be one of off, ngram"),
             ("--num-speculative-tokens 65", "65 must be at least 1 and at most 64"),
             ("--history -1", "--history: -1 must be at least 0"),
             ("--min-survival 0.1 2", "--min-survival: 2 must be at least 0 and at most 1"),
             ("--equal-drafts --methods sam", "--equal-drafts: needs one of suffix_server, suffix_s"),
             ("--methods sam --spec history=2", "--spec history=2: --history sets it"),
-            ("--methods sam --spec mode=frequent", "rollout.spec.mode: unknown field"),
         )
     ),
     *(
@@ -87,7 +80,6 @@ MISTAKES = [
                 "--model-drafter mtp::3",
                 "--model-drafter: no method uses it: name model or sam+model in --meth",
             ),
-            ("--methods '' --model nowhere", "method '': must be off, off:coupled"),
             ("--methods off,magic", "method 'magic': must be off, off:coupled, ngram, suffix, model, sam"),
             ("--methods sam,model", "--methods sam,model: model needs --model-drafter"),
             ("--model-drafter eagle:head", "--model-drafter eagle:head: must be METHOD:MODEL:NUMBER"),
@@ -95,14 +87,10 @@ MISTAKES = [
             ("--num-speculative-tokens 4 --model-drafter mtp::5 --model nowhere", "drafts, 1 to 4"),
             ("--record-proposals", "--record-proposals: needs --model-drafter and --output"),
             ("--methods off,off", "--methods off,off: a method is named twice"),
-            ("--repeats 0", "--repeats: 0 must be at least 1"),
-            ("--num-speculative-tokens 65", "num_speculative_tokens=65: must be between 1 and 64"),
-            ("--spec min_survival", "--spec min_survival: must be NAME=VALUE"),
             ("--spec num_speculative_tokens=3", "--spec num_speculative_tokens"),
             ("--load random --prompts x.parquet", "--prompts: --load random makes prompts of its own"),
             ("--prompts nowhere", "--prompts nowhere: no such file"),
             ("--prompts {HERE} --model nowhere", "--prompts {HERE}: cannot be read as parquet"),
-            ("--model nowhere", "--model nowhere: no Hugging Face folder"),
         )
     ),
 ]
@@ -171,7 +159,6 @@ def test_the_demo_trains_in_every_mode_of_verls_trainer(tmp_path, trainer):
 
 @pytest.fixture
 def demo(tmp_path):
-    """A demo without a model, whose trainer fails when it reads it."""
     (tmp_path / "train.parquet").touch()
     given = ("--output", tmp_path / "demo", "--model", tmp_path, "--train-file", tmp_path / "train.parquet")
     return ("demo", *map(str, given))

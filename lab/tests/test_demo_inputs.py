@@ -106,7 +106,6 @@ def test_is_looping(tokens, expected):
 
 @pytest.fixture
 def converted(monkeypatch, tmp_path):
-    """The data types of the models that were made, of a package that is not converted."""
     calls: list[str] = []
     gguf = tmp_path / "weights.gguf"
     gguf.touch()

@@ -18,7 +18,6 @@ def test_what_is_mutated_is_there() -> None:
 
 
 def recorded(step: int, *responses: list[int], kind: str = "train") -> dict:
-    """A line as a training records it, of the prompt 1, 2, 3."""
     return {
         "group": "g", "step": step, "prompt_token_ids": [1, 2, 3], "responses": responses,
         "names": [[7, step, kind, "0", "digest", 0, number] for number in range(len(responses))],

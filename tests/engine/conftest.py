@@ -235,7 +235,6 @@ num_closed = 0
 
 
 def core_of(llm: Any) -> Any:
-    """The engine core of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core
 
 

@@ -16,7 +16,6 @@ def all_gatherv(
     dim: int = 0,
     sizes: list[int] | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """The rows of all ranks, of which rank i has sizes[i]."""
     assert dim == 0
     if isinstance(input_, list):
         return [all_gatherv(self, each, dim, sizes) for each in input_]
@@ -31,7 +30,6 @@ def all_gatherv(
 def reduce_scatterv(
     self: CpuCommunicator, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
 ) -> torch.Tensor:
-    """This rank's rows of the sum over all ranks, of which rank i gets sizes[i]."""
     assert dim == 0
     sizes = sizes or [len(input_) // self.world_size] * self.world_size
     total = input_.clone()

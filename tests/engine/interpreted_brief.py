@@ -21,7 +21,6 @@ def main(models: str, output: str) -> None:
 
 
 def served_in_brief(models: pathlib.Path) -> dict[str, Any]:
-    """The engines `plain` and `preempted` of `interpreted_model.served`, without its other requests."""
     target, eagle = str(models / "target"), {"method": "eagle", "model": str(models / "eagle")}
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 5, "max_model_len": 80, "max_num_seqs": 4}
     return {

@@ -28,7 +28,6 @@ def main(models: str, output: str) -> None:
 
 
 def served_heads(models: pathlib.Path) -> dict[str, Any]:
-    """What engines with these heads give."""
     folders = {path.name: str(path) for path in models.iterdir()}
     spec = {"model_tokens": NUM_MODEL_TOKENS}
     eagle3 = {"method": "eagle3", "model": folders["eagle3"], "num_speculative_tokens": 8}

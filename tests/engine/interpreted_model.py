@@ -66,7 +66,6 @@ def virtual_time() -> Iterator[list[int]]:
 
 
 def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
-    """What the engines give; `ahead` are vLLM's arguments for those that are to schedule so."""
     folders = {path.name: str(path) for path in models.iterdir()}
     target, eagle = folders["target"], {"method": "eagle", "model": folders["eagle"]}
     wrong, gate = eagle | {"model": folders["bigrams-eagle"]}, AUTO if ahead else {}

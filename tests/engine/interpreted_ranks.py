@@ -64,7 +64,6 @@ def params(i: int) -> Any:
 
 
 def plain(model: str) -> list[list[int]]:
-    """What the requests get from one engine core without drafts."""
     from vllm import LLM
 
     llm = LLM(**engine_settings(model) | OFF)
@@ -74,7 +73,6 @@ def plain(model: str) -> list[list[int]]:
 
 
 async def ranks(model: str) -> dict[str, Any]:
-    """What they get from two ranks with drafts, and what each rank did."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -30,7 +30,6 @@ def job_of(model: str, **engine: Any) -> dict[str, Any]:
 
 
 def recorded_load() -> dict[str, Any]:
-    """What `bench rollout` serves: one prompt, four at a time."""
     from rollout_spec_lab.bench.engine import Load
 
     load = Load(PROMPTS[:1], recorded=[RECORDED])

@@ -53,7 +53,6 @@ IDLE = {
 
 
 def example(name: str, prompt: str, text: str) -> Request:
-    """The request of that name; its stop strings are parts of the text where it has braces."""
     option, asked = SERVED[name] if name in SERVED else examples("refused")[name]
     if option in SAMPLING:
         return Request(prompt, sampling(asked, text))

@@ -31,7 +31,6 @@ def tiny_plan(model: str, **changes: Any) -> Any:
 
 
 def certified(model: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """What the command finds of three prompts: the exit code and the record."""
     from rollout_spec.cli import main
 
     arguments = ("--model", model, "--num-prompts", "3", "--output", str(folder), *arguments)

@@ -37,7 +37,6 @@ def requests(**others: Any) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: str) -> list[dict[str, Any]]:
-    """What the requests get without drafts where there is room for all of them."""
     llm = new_engine(tiny_model, **OFF)
     found = serve(llm, requests())
     close([llm])
@@ -114,7 +113,6 @@ def named(prompt: Any, i: int, **others: Any) -> Request:
 
 
 def make_adapter(folder: pathlib.Path, seed: int) -> str:
-    """A LoRA adapter of the tiny model, as peft saves it."""
     import torch
     from safetensors.torch import save_file
 
@@ -154,7 +152,6 @@ def test_prompts_of_embeddings(chat_model: str) -> None:
 
 
 def test_images(tmp_path: pathlib.Path) -> None:
-    """One image and several, another one behind the same tokens, and none."""
     prompts = [
         (tokens("Look. ", 1, "What is it?"), [0]),
         (tokens("Look. ", 1, "What is it?"), [1]),

@@ -27,7 +27,6 @@ def runner(make_engine: Callable) -> Any:
 
 
 def graphs(runner: Any, mode: str = "FULL_AND_PIECEWISE") -> list[str]:
-    """The graphs of STEPS."""
     from vllm.config import CUDAGraphMode
 
     settings, dispatcher = runner.vllm_config.compilation_config, runner.cudagraph_dispatcher
@@ -51,21 +50,3 @@ def test_full_graphs_are_for_plain_steps(runner: Any) -> None:
     # What vLLM does by itself: only steps in which all rows have K draft tokens have one.
     runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1 + K
     assert graphs(runner) == ["PIECEWISE", "PIECEWISE", "FULL"]
-
-
-def test_a_mode_without_graphs_for_steps_with_drafts_is_said(
-    runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.config import CUDAGraphMode
-
-    from rollout_spec.vllm.cuda_graphs import capture_plain_steps
-
-    said: list[str] = []
-    warn = "rollout_spec.vllm.cuda_graphs.logger.warning"
-    monkeypatch.setattr(warn, lambda form, *values: said.append(form % values))
-    for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"):
-        assert not said
-        runner.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
-        capture_plain_steps(runner)
-    [warning] = said
-    assert "FULL_DECODE_ONLY: steps with drafts run without CUDA graphs" in warning

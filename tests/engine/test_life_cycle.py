@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_spec.metrics import RequestCounters
-from rollout_spec.vllm import SCHEDULER
-from rollout_spec.vllm.scheduler import counters_of
-from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, core_of, proposer_of, runner_of, token_ids
+from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, core_of, proposer_of, token_ids
 from tests.engine.serving import BAD_WORDS, Request, sampling, serve
 from tests.text import save_corpus
 
@@ -31,7 +28,6 @@ def generate(llm: Any, prompts: list[list[int]] = PROMPTS, params: Any = None) -
 
 
 def begun(llm: Any) -> Any:
-    """The engine, five steps into PROMPTS."""
     for i, prompt in enumerate(PROMPTS):
         llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy())
     for _ in range(5):
@@ -145,24 +141,6 @@ def test_a_stop_token_is_allowed_as_soon_as_min_tokens_is_reached(make_engine: A
     assert lengths == [len(tokens) for tokens in generate(make_engine(), params=stopping)]
 
 
-def test_new_weights_end_the_drafters_step(make_engine: Any) -> None:
-    import torch
-
-    outputs = []
-    for spec in (None, {}):
-        llm = make_engine(spec, fresh=True)
-        first = generate(llm)
-        with torch.no_grad():
-            runner_of(llm).get_model().model.norm.weight.mul_(torch.linspace(0.2, 2.0, 128))
-        llm.reset_prefix_cache()
-        if spec is not None:
-            proposer_of(llm).drop_texts()
-            assert proposer_of(llm)._drafter.index.stats().num_groups == 0
-        outputs.append((first, generate(llm)))
-    assert outputs[0] == outputs[1]
-    assert outputs[0][0] != outputs[0][1]
-
-
 @pytest.mark.parametrize("what", ["a weight sync", "a sleep of level 0", "a sleep of level 1"])
 def test_requests_in_flight_go_on(make_engine: Any, what: str) -> None:
     """The index drops what a sync drops; a CPU engine keeps its memory, so it pauses only, and at level 1
@@ -189,87 +167,6 @@ def test_requests_in_flight_go_on(make_engine: Any, what: str) -> None:
     counters = proposer.take_counters()
     assert counters.num_accepted_tokens > 0 == counters.num_failed_steps
     proposer._drafter.index.validate()
-
-
-def test_a_failing_drafter_is_counted_and_generation_goes_on(
-    make_engine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain = generate(make_engine())
-    llm = make_engine({}, fresh=True)
-    proposer = proposer_of(llm)
-    draft, num_left = proposer._drafter.draft, 4
-
-    def fail(*arguments: Any) -> Any:
-        nonlocal num_left
-        if num_left == 0:
-            raise ZeroDivisionError("a defect")
-        num_left -= 1
-        return draft(*arguments)
-
-    proposer._drafter.draft = fail
-    assert generate(llm) == plain
-    counters = proposer.take_counters()
-    assert counters.num_steps == 4, "what was counted before is not lost"
-    assert 0 < counters.num_failed_steps <= LENGTH - 4
-    warnings = [record for record in caplog.records if "rollout_spec: drafting is off" in record.getMessage()]
-    assert len(warnings) == 1
-    assert "ZeroDivisionError" in warnings[0].getMessage()
-
-
-def count_by_hand(
-    llm: Any, params: list[Any], aborted: set[str]
-) -> tuple[dict[str, Any], dict[str, RequestCounters]]:
-    """Run the prompts step by step; returns what finished, and per request what was seen to happen.
-
-    A draft is what the proposer returned. It was verified if the request got tokens in the next step, and all
-    of them but the last one were accepted. `aborted` are aborted when two of their drafts have been verified.
-    """
-    proposer, runner = proposer_of(llm), runner_of(llm)
-    propose, pending, counts = proposer.propose, dict[str, list[int]](), dict[str, RequestCounters]()
-
-    def watching_propose(sampled: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
-        for name, tokens in zip(runner.input_batch.req_ids, sampled, strict=True):
-            draft = pending.pop(name, [])
-            if not tokens:
-                continue
-            if name not in counts:  # the prefill
-                counts[name] = RequestCounters()
-                continue
-            assert draft[: len(tokens) - 1] == tokens[:-1], "the last one is the target's own"
-            stops = runner.requests[name].sampling_params.stop_token_ids or ()
-            num_kept = next((i for i, token in enumerate(tokens, 1) if token in stops), len(tokens))
-            counts[name].add(RequestCounters(num_kept, 1, bool(draft), len(draft), len(tokens) - 1))
-        drafts = propose(sampled, *args, **kwargs)
-        pending.update(zip(runner.input_batch.req_ids, drafts, strict=True))
-        return drafts
-
-    proposer.propose = watching_propose
-    for i, setting in enumerate(params):
-        llm.llm_engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i // 2]}, setting)
-    finished: dict[str, Any] = {}
-    while llm.llm_engine.has_unfinished_requests():
-        finished |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
-        by_name = {name.split("-")[0]: count for name, count in counts.items()}  # vLLM adds a suffix
-        due = {name for name in aborted if by_name[name].num_drafts == 2}
-        llm.llm_engine.abort_request(sorted(due), internal=False)
-        aborted -= due
-    return finished, by_name
-
-
-def test_the_counts_of_a_request_equal_those_taken_by_hand(make_engine: Any) -> None:
-    llm = make_engine({"batch_threshold": 6}, fresh=True, scheduler_cls=SCHEDULER)
-    stop_token = generate(llm, PROMPTS[:1])[0][15]
-    params = [greedy(40 + 9 * i, stop_token_ids=[stop_token] if i < 2 else None) for i in range(8)]
-    finished, counts = count_by_hand(llm, params, {"5", "6"})
-    assert {name: counters_of(output) for name, output in finished.items()} | {
-        name: counts[name] for name in ("5", "6")
-    } == counts
-    assert any(output.outputs[0].finish_reason == "stop" for output in finished.values())
-    assert sum(count.num_accepted_tokens for count in counts.values()) > 0
-    assert counts["5"].num_decode_steps > counts["5"].num_drafts == 2, "steps without a draft, and with"
-    counts["5"].add(counts["6"])
-    assert core_of(llm).rollout_spec_take_aborted() == counts["5"].to_dict()
-    assert not any(core_of(llm).rollout_spec_take_aborted().values())
 
 
 def test_a_step_without_drafts_is_a_plain_step(make_engine: Any) -> None:

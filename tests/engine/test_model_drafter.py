@@ -52,7 +52,6 @@ V2 = pytest.param("V2", marks=pytest.mark.long)  # "V2 in brief" is what `make t
 
 @pytest.fixture(scope="module")
 def engines_on(heads: pathlib.Path) -> Callable[[str], dict[str, Any]]:
-    """What engines on that runner give."""
     served_on = {"V1": served, "V2": served, "V2 in brief": served_in_brief}
     return functools.cache(lambda runner: on_runner(runner[:2], served_on[runner], heads))
 
@@ -74,7 +73,6 @@ def results_of_heads(request: pytest.FixtureRequest, heads: pathlib.Path) -> dic
 
 
 def on_runner(runner: str, serve: Callable[..., dict[str, Any]], heads: pathlib.Path) -> dict[str, Any]:
-    """What a module's function gives: V1 here, V2 in the module's program."""
     if runner == "V1":
         found = json.loads(json.dumps(serve(heads)))
     else:
@@ -90,7 +88,6 @@ def test_a_models_drafts_change_nothing(results: dict[str, Any], engine: str) ->
 
 
 def test_a_model_alone_saves_steps(results: dict[str, Any]) -> None:
-    """Each step gives a row at least a token."""
     num_tokens = sum(len(one["tokens"]) for one in results["model"]["requests"].values())
     assert sum(step["rows"] for step in results["model"]["steps"]) < num_tokens
 
@@ -220,7 +217,6 @@ def test_requests_are_guarded_where_a_model_drafts_alone(
 
 
 def with_eagle(heads: pathlib.Path, spec: dict[str, Any], **arguments: Any) -> Any:
-    """The configuration of an engine whose drafts are an EAGLE head's."""
     eagle = {"method": "eagle", "model": str(heads / "eagle"), "num_speculative_tokens": 3}
     options = {"additional_config": {"rollout_spec": spec}, "speculative_config": eagle}
     return configured(str(heads / "target"), **options | arguments)

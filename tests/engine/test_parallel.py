@@ -171,7 +171,6 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
 
 
 def check_counts(report: Any) -> None:
-    """The drafters of all ranks have seen what the schedulers of all ranks have."""
     assert len(report.requests) == 8
     assert report.engine.num_draft_tokens > 0
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
@@ -179,7 +178,6 @@ def check_counts(report: Any) -> None:
 
 
 def nums_kept(content: bytes) -> list[int]:
-    """How many responses of each group there are."""
     history = merged(content)
     return [len(history.get(group_key(group))) for group in GROUPS]
 
@@ -210,6 +208,7 @@ def test_a_client_of_several_cores_that_cannot_call_each_is_refused(monkeypatch:
         check_client()
 
 
+@pytest.mark.long
 def test_of_tensor_parallel_ranks_one_drafts(make_engine: Any) -> None:
     plain = generate(make_engine())
     llm = make_engine(

@@ -37,7 +37,6 @@ def example(language: str, model: str) -> str:
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """Engines in processes of their own, as a user has them."""
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     return env | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -53,6 +52,7 @@ def test_the_python_example(chat_model: str) -> None:
     assert values["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
+@pytest.mark.long
 def test_the_server_example(chat_model: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -13,7 +13,7 @@ from tests.engine.conftest import VOCAB_SIZE, proposer_of, runner_of, token_ids
 from tests.engine.serving import Request, sampling, serve
 
 FALSE_ALARM_RATE = 1e-5  # of one comparison
-NUM_SAMPLES = 1500
+NUM_SAMPLES = 1000
 NUM_TOKENS = 6
 PROMPT = [5, 6, 7, 8] * 4
 PENALTIES = {

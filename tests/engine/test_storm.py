@@ -121,8 +121,6 @@ class Storm:
 
 
 class MallInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
-
     _names = (*"abcd", "hblkhd", *"ef", "uordblks", *"gh")
     _fields_ = [(name, ctypes.c_size_t) for name in _names]
 
@@ -136,7 +134,6 @@ def allocated_bytes() -> int:
 
 
 def storm_sampling(number: int) -> tuple[dict[str, Any], list[int]]:
-    """The parameters of a sample, and its prompt."""
     prompt = PROMPTS[number % 4]
     extra_args = {
         "rollout_spec_key": [0, 1, "val" if is_validation(number) else "train", number],

@@ -9,10 +9,8 @@ import pathlib
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 
-from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY
 from tests.engine.conftest import OFF, new_engine, proposer_of, runner_of
@@ -69,26 +67,6 @@ def test_verl_logs_the_drafts_that_it_looks_for_where_mtp_drafts(
     assert "request_spec_decode_stats" not in caplog.text
 
 
-def test_the_turns_of_a_trajectory_and_of_its_siblings_are_one_group(make_server: Any) -> None:
-    server = make_server({})
-    proposer = proposer_of(server.engine.llm)
-    index = proposer._drafter.index
-
-    def respond(prompt: list[int], group: str = "first") -> list[int]:
-        extra_args = {"rollout_spec_group": group, "rollout_spec_group_tokens": len(PROMPTS[0])}
-        params = GREEDY | {"max_tokens": 20, "extra_args": extra_args}
-        return list(asyncio.run(server.generate(prompt, params, "id")).token_ids)
-
-    response = respond(PROMPTS[0])
-    proposer.take_counters()
-    respond(PROMPTS[0] + response + [9, 10, 11])
-    respond(PROMPTS[0] + response[:7] + [12] + response[8:] + [9, 10])
-    assert index.stats().num_groups == 1
-    assert proposer.take_counters().num_accepted_tokens > 0
-    respond(PROMPTS[1], "second")
-    assert index.stats().num_groups == 2
-
-
 def test_siblings_differ_though_full_determinism_gives_them_one_seed(
     make_server: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,7 +95,6 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(
 
 
 def rollouts(llm: Any) -> list[list[int]]:
-    """verl hands every request of a replica the same seed; what tells siblings apart is the key."""
     asked = {"temperature": 1.0, "max_tokens": 60, "seed": 7}
     pairs = [(prompt, [3, i, j]) for i, prompt in enumerate(PROMPTS) for j in range(2)]
     found = serve_requests(llm, [Request(prompt, sampling(asked, key=key)) for prompt, key in pairs])
@@ -137,6 +114,7 @@ def deterministic_rollouts(model: str) -> tuple[list[list[int]], list[list[int]]
     return plain, drafted, num_accepted(llm)
 
 
+@pytest.mark.long
 def test_full_determinism_changes_nothing(
     make_engine: Any, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,26 +125,6 @@ def test_full_determinism_changes_nothing(
         plain, drafted, accepted = process.submit(deterministic_rollouts, tiny_model).result()
     assert plain == drafted == expected
     assert accepted > 0
-
-
-def test_history_outlives_weight_syncs_and_a_restart(make_server: Any) -> None:
-    """Packed before the sync, as for a checkpoint: the engine still takes its last request for running."""
-    packed: list[bytes] = []
-    for num_kept in (2, 3):
-        server = make_server({"history": 3})
-        asyncio.run(server.add_history(packed))
-        asyncio.run(server.set_global_steps(0))
-        serve(server)  # twice two prompts
-        packed = [asyncio.run(server.pack_history())]
-        kept = merged(*packed)
-        assert len(kept) == 2
-        for prompt in PROMPTS[:2]:
-            responses = kept.get(prompt_key(np.array(prompt, np.int32)))
-            assert [len(response) for response in responses] == [40] * num_kept
-        asyncio.run(server.set_global_steps(1))
-        history = proposer_of(server.engine.llm)._drafter.history
-        assert len(history) == 2
-        serve(server)  # and it goes on
 
 
 def test_no_engine_step_waits_for_what_servers_share(make_server: Any) -> None:

@@ -10,13 +10,18 @@ from vllm.platforms import current_platform
 
 from rollout_spec.trace import to_line
 
-METHODS = ["off/v1", "off:sync/v1", "sam:0/v1", "sam:8/v1"]
+METHODS = ["off/v1", "sam:8/v1"]
+ALL = ["off/v1", "off:sync/v1", "sam:0/v1", "sam:8/v1"]
 V2 = ["off", "sam:0", "sam:8"]
 SECONDS = 0.004
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="`bench host` runs in vLLM for CPUs only")
-@pytest.mark.parametrize("methods", [METHODS, V2], ids=["V1", "V2"])
+@pytest.mark.parametrize(
+    "methods",
+    [METHODS, pytest.param(ALL, marks=pytest.mark.long), pytest.param(V2, marks=pytest.mark.long)],
+    ids=["V1", "all V1", "V2"],
+)
 def test_a_device_made_of_time(
     methods: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

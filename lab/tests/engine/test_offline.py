@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rollout_spec.trace import to_line
 from rollout_spec_lab.gpu_check import PARTS
 
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.long
 def test_it_packs_unpacks_and_measures(tiny_model: str, tmp_path: Path) -> None:
     """As lab/offline/README.md has it, but for the machine, the model and the minutes."""
     site, out = tmp_path / "site", tmp_path / "out"

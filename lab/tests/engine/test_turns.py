@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rollout_spec_lab.bench.engine import Load, Plan
 from rollout_spec_lab.demo.turns import LEAST_PAIRS, METHODS, serve_in_turns
 
 PROMPTS = [[1, *[5, 9] * 14, 7], [1, 8, 4], [1, 30, 31, 32]]
 
 
+@pytest.mark.long
 def test_both_sides_of_a_pair_give_the_same_tokens(chat_model: str, tmp_path: Path) -> None:
     engine = {
         "max_num_seqs": 4, "max_model_len": 128, "max_num_batched_tokens": 64, "enforce_eager": True,
