@@ -107,6 +107,33 @@ def test_recurrent_layers_cost_their_states_and_no_keys_and_values(tmp_path):
     assert plain.row_tokens(3) == 0
 
 
+# As Nemotron-H-8B has it: of the published config.json.
+NEMOTRON_H = {
+    "hidden_size": 4096, "num_hidden_layers": 52, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "attention_head_dim": 128, "intermediate_size": 21504, "vocab_size": 131072, "mamba_num_heads": 128,
+    "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "n_routed_experts": 8,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}  # fmt: skip
+
+
+def test_layers_of_mamba_2_cost_their_states_too(tmp_path):
+    """24 of them in 52 layers, and four of attention."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(NEMOTRON_H))
+    model = Model.read(file)
+    assert model.num_params == pytest.approx(8.1e9, rel=0.01), "as its name says"
+    roofline, size = Roofline(model, BARE), 24 * 128 * 64 * 128 * 4
+    both = roofline.seconds(7, True, num_rows=3) - roofline.seconds(7, False, num_rows=3)
+    assert both == pytest.approx(4 * size / BYTES_PER_S)
+    more = roofline.seconds(7, False, num_context=1000) - roofline.seconds(7, False)
+    assert more == pytest.approx(1000 * 2 * 4 * 8 * 128 * 2 / BYTES_PER_S)
+    window = 24 * (128 * 64 + 2 * 8 * 128) * 2
+    assert roofline.row_tokens(3) == 5 * (size + window * 6) / (2 * 4 * 8 * 128 * 2)
+    file.write_text(json.dumps(NEMOTRON_H | {"hybrid_override_pattern": "ME*"}))
+    with pytest.raises(RooflineError, match="ssm_state_size: such models are not modelled"):
+        Model.read(file)
+
+
 def test_tensor_parallel_devices_share_the_weights_and_pay_for_two_all_reduces_a_layer():
     fast = dataclasses.replace(BARE, link_s=1e-3)
     params = DENSE.shared_params

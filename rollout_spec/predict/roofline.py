@@ -4,7 +4,7 @@ A step reads the weights and the KV cache, computes on its tokens, talks to its 
 roofline (Williams et al. 2009) for each kind of layer, and a floor. A mixture of experts reads the experts
 that its tokens touch, if routed uniformly; expert-parallel devices wait for the one that has most of them.
 Attention reads the KV cache once a step, however many tokens are verified: its FLOPs stay below the ridge up
-to K = 16. A layer with the gated delta rule reads a state of each row and writes one of each token.
+to K = 16. A recurrent layer reads a state of each row and writes one of each token.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ class Model:
     """Width of the shared experts, together: what every token takes beside its own."""
     num_dense_layers: int = 0  # those without experts, where there are experts
     dense_size: int = 0  # width of these layers
-    states: States | None = None  # of its layers with the gated delta rule
+    states: States | None = None  # of its recurrent layers
     linear_params: int = 0  # of one such layer, in place of attention
+    gates_queries: bool = False  # Qwen beside such layers: the queries have a gate of their size
 
     @classmethod
     def read(cls, path: str | Path) -> Model:
@@ -147,6 +148,8 @@ class Model:
     @classmethod
     def _of(cls, fields: dict[str, Any]) -> Model:
         _refuse_other_kinds(fields)
+        states, linear_params = _linear_layers(fields)
+        fields = _with_mixers_and_mlps(fields)
         experts = next((name for name in _NUM_EXPERTS if fields.get(name)), None)
         is_narrow = experts and "moe_intermediate_size" in fields
         width = "moe_intermediate_size" if is_narrow else "intermediate_size"
@@ -154,7 +157,6 @@ class Model:
         dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
         if dtype not in _BYTES:
             raise RooflineError(f"torch_dtype: {dtype!r} must be one of {', '.join(_BYTES)}")
-        states, linear_params = _linear_layers(fields, hidden_size)
         model = cls(
             hidden_size=hidden_size,
             num_layers=_whole(fields, "num_hidden_layers"),
@@ -167,6 +169,7 @@ class Model:
             bytes_per_value=_BYTES[dtype],
             states=states,
             linear_params=linear_params,
+            gates_queries=bool(fields.get("linear_num_value_heads")),
         )
         if not experts:
             return model
@@ -199,8 +202,7 @@ class Model:
     @property
     def shared_params(self) -> int:
         """That every token takes: attention, router, shared experts, dense layers and output."""
-        # Beside linear layers the queries have a gate of their size.
-        gate = self.num_heads if self.num_linear_layers else 0
+        gate = self.num_heads if self.gates_queries else 0
         attention = self.head_dim * (2 * (self.num_heads + self.num_kv_heads) + gate)
         expert_layer = self.num_experts + 3 * self.shared_expert_size
         dense_layer = 3 * (self.dense_size or self.intermediate_size)
@@ -224,7 +226,7 @@ def _refuse_other_kinds(fields: dict[str, Any]) -> None:
     harmless = {
         "kv_lora_rank": False,
         "quantization_config": False,
-        "ssm_state_size": False,
+        "ssm_state_size": set(fields.get("hybrid_override_pattern") or "?") <= {*"M*-"},  # no experts
         "mamba_d_state": False,
         "layer_types": set(fields.get("layer_types") or ()) <= kinds,
         "sliding_window": fields.get("use_sliding_window") is False,
@@ -241,14 +243,35 @@ def _refuse_other_kinds(fields: dict[str, Any]) -> None:
             raise RooflineError(f"{name}: needs the number of experts, one of {', '.join(_NUM_EXPERTS)}")
 
 
-def _linear_layers(fields: dict[str, Any], hidden_size: int) -> tuple[States | None, int]:
-    """The states of the layers with the gated delta rule, and the parameters of one."""
-    if not fields.get("linear_num_value_heads"):
-        return None, 0
-    heads = _whole(fields, "linear_num_value_heads")
-    values = heads * _whole(fields, "linear_value_head_dim")
-    keys = _whole(fields, "linear_num_key_heads") * _whole(fields, "linear_key_head_dim")
-    return states_of(fields), hidden_size * (2 * keys + 3 * values + 2 * heads)
+def _linear_layers(fields: dict[str, Any]) -> tuple[States | None, int]:
+    """The states of the recurrent layers, and the parameters of one."""
+    hidden_size = _whole(fields, "hidden_size")
+    if fields.get("linear_num_value_heads"):  # the gated delta rule
+        heads = _whole(fields, "linear_num_value_heads")
+        values = heads * _whole(fields, "linear_value_head_dim")
+        keys = _whole(fields, "linear_num_key_heads") * _whole(fields, "linear_key_head_dim")
+        return states_of(fields), hidden_size * (2 * keys + 3 * values + 2 * heads)
+    if fields.get("ssm_state_size"):  # Mamba 2
+        heads = _whole(fields, "mamba_num_heads")
+        values = heads * _whole(fields, "mamba_head_dim")
+        keys = _whole(fields, "n_groups", 1) * _whole(fields, "ssm_state_size")
+        return states_of(fields), hidden_size * (2 * keys + 3 * values + heads)
+    return None, 0
+
+
+def _with_mixers_and_mlps(fields: dict[str, Any]) -> dict[str, Any]:
+    """Nemotron-H's layers are either a mixer or an MLP of two matrices: taken for as many layers as there are
+    mixers, each with its share of the MLPs."""
+    pattern = fields.get("hybrid_override_pattern")
+    if not fields.get("ssm_state_size") or not pattern:
+        return fields
+    num_mlps, size = pattern.count("-"), _whole(fields, "intermediate_size")
+    num_mixers = len(pattern) - num_mlps
+    kept = {name: value for name, value in fields.items() if "expert" not in name}
+    return kept | {
+        "num_hidden_layers": num_mixers,
+        "intermediate_size": round(2 * size * num_mlps / (3 * num_mixers)),
+    }
 
 
 def _shared_expert_size(fields: dict[str, Any], width: str) -> int:
