@@ -73,6 +73,7 @@ class Costs:
     def __init__(self, fill_to: int) -> None:
         self._fill_to = fill_to
         self._plain, self._drafted = StepCost(), StepCost()
+        self._plain_seconds: tuple[int, int, float] | None = None  # rows, context, what they take
         self._num_steps = self._num_plain = 0
         self._step: Step | None = None
         self.is_probe = False
@@ -109,7 +110,10 @@ class Costs:
     @property
     def plain_seconds(self) -> float:
         """Seconds of a plain step."""
-        return float(self._plain.seconds(self.most_rows, self.step.num_context))
+        rows, context = self.most_rows, self.step.num_context
+        if self._plain_seconds is None or self._plain_seconds[:2] != (rows, context):
+            self._plain_seconds = rows, context, float(self._plain.seconds(rows, context))
+        return self._plain_seconds[2]
 
     def num_verified(self, num_draft_tokens: int) -> int:
         """How many draft tokens a step verifies, with what fills drafts up."""
@@ -159,6 +163,7 @@ class Costs:
             if self._num_steps < EARLY_STEPS:
                 self._plain.forget(0.0)  # so that later steps soon outweigh the first ones
             self._plain.learn(num_tokens, step.num_context, seconds)
+            self._plain_seconds = None
             self._num_plain += 1
             self._remember(seconds, seconds, 0.0, 0)
             return None
