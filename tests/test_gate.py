@@ -5,15 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_spec.drafting.gate.costs import (
-    EARLY_PROBE_EVERY,
-    EARLY_STEPS,
-    NOTHING,
-    PROBE_EVERY,
-    Costs,
-    Ranks,
-    Step,
-)
+from rollout_spec.drafting.gate.costs import EARLY_PROBE_EVERY, EARLY_STEPS, PROBE_EVERY, Ranks, Step
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS, AutoGate, FixedGate
 from rollout_spec.drafting.gate.passes import Passes
 from rollout_spec.drafting.gate.step_cost import ENOUGH
@@ -38,14 +30,6 @@ def test_one_arrival_does_not_flip_a_fixed_gate():
     assert is_open(*[8] * HYSTERESIS_STEPS)[-1]
     assert gate.begin(rows(8), counters) == 0.3
     assert counters.num_steps_off_threshold == 1 + 6 + HYSTERESIS_STEPS - 1
-
-
-def test_each_plain_step_changes_what_a_plain_step_is_thought_to_take():
-    costs, counters, thought = Costs(fill_to=0), EngineCounters(), []
-    for seconds in (0.1, 0.2, 0.3):
-        costs.learn(Step(NUM_ROWS, 100, NUM_ROWS, seconds), NOTHING, counters)
-        thought.append(costs.plain_seconds)
-    assert thought == sorted(set(thought))
 
 
 class Machine:
@@ -76,6 +60,16 @@ class Machine:
 
     def steps(self, num):
         return [self.step() for _ in range(num)]
+
+
+def test_it_says_two_steps_before_which_step_is_measured_without_drafts():
+    machine = Machine([0.9], lambda drafted: 0.1)
+    is_plain, was_said = [], []
+    for _ in range(5 * PROBE_EVERY):
+        is_plain.append(machine.step() is None)
+        was_said.append(machine.gate.probes_soon)
+    assert is_plain[ENOUGH + 2 :] == was_said[ENOUGH:-2]
+    assert sum(is_plain) > ENOUGH + 3
 
 
 def budgets(chosen):
