@@ -190,9 +190,9 @@ class Engine:
             if not draft:
                 continue
             level, end = int(self._levels[row]), int(self._ends[row])
-            recorded = self._token_ids[row, level : min(end, level + len(draft))]
-            agrees = np.append(recorded == draft[: len(recorded)], False)
-            accepted = int(np.argmin(agrees))
+            recorded = self._token_ids[row, level : min(end, level + len(draft))].tolist()
+            agrees = [token == said for token, said in zip(recorded, draft, strict=False)]
+            accepted = [*agrees, False].index(False)
             nums_new[row] = min(accepted + 1, end - level)
             self.total.num_draft_tokens += len(draft)
             self.total.num_accepted_tokens += accepted

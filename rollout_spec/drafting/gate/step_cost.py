@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 # Costs bend where a kernel's tile or a captured CUDA graph is full: at about these numbers of tokens.
 KNOTS = np.array(sorted({1, 2, 3} | {2**i for i in range(2, 16)} | {3 * 2**i for i in range(1, 14)}), float)
+_KNOTS: list[float] = KNOTS.tolist()
 ENOUGH = 4  # measurements that make a knot known; as many near it may be cold
 MEMORY = 64  # measurements after which a knot has mostly forgotten what it was
 LEAST_WEIGHT = 0.25  # with less, of forgotten measurements, a knot is not known any more
@@ -94,17 +95,17 @@ class StepCost:
         never lies between its neighbours.
         """
         below = int(np.searchsorted(KNOTS, num_tokens, side="right")) - 1
-        measured, weights = self._at_knots(num_context), self._weights
+        measured, weights = self._at_knots(num_context).tolist(), self._weights.tolist()
         at: list[float] = []
         times: list[float] = []
         masses: list[float] = []
         for knot in range(below, len(KNOTS)):
             if at and weights[knot] < LEAST_WEIGHT:
                 continue
-            tokens = float(KNOTS[knot]) if at else float(num_tokens)
+            tokens = _KNOTS[knot] if at else float(num_tokens)
             guess = times[-1] * _growth(tokens / at[-1]) if at else seconds
             share = 1.0 / (1.0 + weights[knot] ** 2)
-            times.append(share * guess + (1.0 - share) * measured[knot] * _growth(tokens / KNOTS[knot]))
+            times.append(share * guess + (1.0 - share) * measured[knot] * _growth(tokens / _KNOTS[knot]))
             at.append(tokens)
             masses.append(weights[knot] + 1.0)
         return _interpolated(nums_tokens, at, never_falling(times, masses))
@@ -134,9 +135,12 @@ def _interpolated(nums_tokens: npt.ArrayLike, at: npt.ArrayLike, times: npt.Arra
 
 def never_falling(values: npt.ArrayLike, weights: npt.ArrayLike) -> _Floats:
     """Isotonic regression by pooling adjacent violators (Barlow et al. 1972); [n], as both arguments."""
+    values = np.asarray(values)
+    if (values[1:] > values[:-1]).all():
+        return values
     pools: list[tuple[float, float, int]] = []  # mean, weight, length
-    for value, weight in zip(np.asarray(values), np.asarray(weights), strict=True):
-        pool = (float(value), float(weight), 1)
+    for value, weight in zip(values.tolist(), np.asarray(weights).tolist(), strict=True):
+        pool = (value, weight, 1)
         while pools and pools[-1][0] >= pool[0]:
             mean, mass, length = pools.pop()
             total = mass + pool[1]
