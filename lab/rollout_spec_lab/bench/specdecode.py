@@ -29,7 +29,7 @@ MATCHED = {"cnn": 0.4, "gsm8k": 0.2, "sharegpt": 0.2, "instructcoder": 0.8}
 """By dataset, how often n-gram drafts where nothing is accepted, as the authors' simulator has it."""
 ROWS = (1, 8, 16, 32, 64, 128)
 FIXED = (1, 3, 5)
-OURS = {"ours, text alone": "sam", "one of the two a step": "choose", "ours, text and EAGLE": "sam+model"}
+OURS = {"ours, text alone": "sam", "ours, text and EAGLE": "sam+model"}
 OUR_SECONDS = 40e-6  # of a step's drafts
 PRICE = 0.05  # of the tokens per step
 Steps = npt.NDArray[np.float64]

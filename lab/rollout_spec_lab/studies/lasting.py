@@ -59,7 +59,7 @@ def train(folder: Path) -> None:
     plan = runner.Plan(folder, steps=STEPS, model=model, train_file=train_file, overrides=more)
     for method in runner.METHODS:
         if not (folder / method / "checkpoints" / f"global_step_{STEPS}").exists():
-            runner.train(plan, method, model, train_file.absolute(), runner.Watcher())
+            runner.train(plan, method, model, train_file.absolute(), print)
 
 
 def weights(folder: Path) -> Iterator[tuple[int, Path]]:
