@@ -23,7 +23,7 @@ def side(seconds: float, *responses: list[int]) -> dict[str, Any]:
     """One rollout: the prefills in half of the seconds, all that is left in one step with as many drafts."""
     line, decoded = Timeline(), sum(len(response) - 1 for response in responses)
     num = len(responses)
-    common = {"seconds": seconds / 2, "num_running": num, "num_accepted_tokens": 0, "is_on": 0}
+    common = {"seconds": seconds / 2, "num_running": num, "num_accepted_tokens": 0}
     line.add(num_rows=0, num_tokens=num, num_prefills=num, num_draft_tokens=0, **common)
     common |= {"num_accepted_tokens": decoded - num}
     line.add(num_rows=num, num_tokens=decoded, num_prefills=0, num_draft_tokens=2 * decoded, **common)
