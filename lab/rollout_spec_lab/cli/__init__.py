@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     SIGTERM and SIGHUP are as Ctrl-C: what the command has started ends with it.
     """
-    caught = signal.SIGTERM, signal.SIGHUP
+    both = signal.SIGTERM, signal.SIGHUP
+    caught = [each for each in both if signal.getsignal(each) is not signal.SIG_IGN]  # as nohup makes it
     before = [signal.signal(each, signal.default_int_handler) for each in caught]
     try:
         return run_command(build_parser(), argv)
