@@ -320,7 +320,8 @@ def test_drafts_of_mrv2_go_to_the_host_and_back(vllm: None, streams: None) -> No
     )
     runner: Any = types.SimpleNamespace(
         parallel_config=config.parallel_config, max_num_reqs=num, max_model_len=64, req_states=states,
-        add_requests=lambda _: None, postprocess_sampled=lambda *_: None, sample_tokens=lambda: None,
+        add_requests=lambda _: None, update_requests=lambda _: None, execute_model=lambda _: None,
+        postprocess_sampled=lambda *_: None, sample_tokens=lambda: None,
     )  # fmt: skip
     new = [
         types.SimpleNamespace(
@@ -343,7 +344,7 @@ def test_drafts_of_mrv2_go_to_the_host_and_back(vllm: None, streams: None) -> No
             types.SimpleNamespace(req_ids=["b", "a"], num_reqs=2), put(torch.tensor([1, 1]).int())
         )
         drafts = dict(zip(*dataclasses.astuple(host.get_draft_tokens()), strict=True))
-        runner.add_requests(
+        runner.update_requests(
             types.SimpleNamespace(
                 **{**step, "scheduled_new_reqs": [], "scheduled_spec_decode_tokens": drafts}
             )
@@ -351,6 +352,79 @@ def test_drafts_of_mrv2_go_to_the_host_and_back(vllm: None, streams: None) -> No
     assert nothing.value.shape == (2, K)
     assert drafts["a"] == drafts["b"] == [7, 8, 5, 6]
     assert states.draft_tokens.value.tolist() == [drafts["b"], [0] * K, drafts["a"], [0] * K]
+    assert (accelerator.waits, accelerator.num_sent) == ([], 2)
+
+
+def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_stays_empty(
+    vllm: None, streams: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a wait but for the tokens of the step before. The scheduler's own output stays as it is."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from rollout_spec.vllm.mrv2 import host_drafts
+    from rollout_spec.vllm.mrv2.ahead import AHEAD_KEY, FILLED_KEY, Ahead, Filled
+
+    group = types.SimpleNamespace(broadcast_object=lambda drafts: drafts)
+    monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
+    accelerator, num, text = Accelerator(), 4, [5, 6, 7, 8, 5, 6, 7, 8, 5]
+    put, names, run = accelerator.put, ["b", "a", "new", "grammar"], []
+    config = vllm_config({"min_survival": 0.0})
+    config.scheduler_config = types.SimpleNamespace(max_num_seqs=num)
+    states = types.SimpleNamespace(
+        req_id_to_index=dict(zip(names, range(num), strict=True)),
+        draft_tokens=put(torch.zeros(num, K, dtype=torch.int64)),
+    )
+
+    def execute_model(output: Any) -> None:
+        runner.add_requests(output)
+        runner.update_requests(output)
+        run.append(output)
+
+    runner: Any = types.SimpleNamespace(
+        parallel_config=config.parallel_config, max_num_reqs=num, max_model_len=64, req_states=states,
+        add_requests=lambda _: None, update_requests=lambda _: None, execute_model=execute_model,
+        postprocess_sampled=lambda *_: None, sample_tokens=lambda: ModelRunnerOutput(names, {}),
+    )  # fmt: skip
+    asked = types.SimpleNamespace(structured_outputs=object(), extra_args=None)
+    new = [
+        types.SimpleNamespace(
+            req_id=name,
+            prompt_token_ids=text,
+            prefill_token_ids=text,
+            sampling_params=asked if name == "grammar" else None,
+        )
+        for name in names
+    ]
+
+    def step(requests: list[Any], ahead: Ahead, rooms: dict[str, list[int]]) -> Any:
+        tokens = {name: 1 + len(rooms.get(name, ())) for name in names}
+        output = types.SimpleNamespace(
+            finished_req_ids=(), preempted_req_ids=(), scheduled_new_reqs=requests,
+            scheduled_spec_decode_tokens=rooms, num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+        )  # fmt: skip
+        setattr(output, AHEAD_KEY, ahead)
+        return output
+
+    with accelerator:
+        host = host_drafts.HostDrafts(config, DEVICE)
+        host.bind(runner)
+        runner.execute_model(step(new, Ahead(0, 0), {}))
+        runner.postprocess_sampled(None, put(torch.tensor([[t] + [0] * K for t in (6, 6, 40, 6)])))
+        accelerator.start()
+        batch = types.SimpleNamespace(req_ids=names, num_reqs=num)
+        host.draft(batch, put(torch.ones(num).int()))
+        rooms = {"b": [-1] * 2, "a": [-1] * K, "new": [-1] * K, "grammar": [-1] * 3}
+        given = step([], Ahead(1, K), dict(rooms))
+        runner.execute_model(given)
+        filled = getattr(runner.sample_tokens(), FILLED_KEY)
+    drafts = {"b": [7, 8], "a": [7, 8, 5, 6]}
+    assert run[-1].scheduled_spec_decode_tokens == drafts | {"grammar": [-1] * 3}
+    assert run[-1].num_scheduled_tokens == {"b": 3, "a": 5, "new": 1, "grammar": 4}
+    assert run[-1].total_num_scheduled_tokens == 13
+    assert given.scheduled_spec_decode_tokens == rooms and given.total_num_scheduled_tokens == 17
+    assert filled == Filled({"b": 2, "a": 4}, True)
+    assert states.draft_tokens.value.tolist() == [[7, 8, 0, 0], drafts["a"], [0] * K, [0] * K]
     assert (accelerator.waits, accelerator.num_sent) == ([], 2)
 
 

@@ -39,7 +39,12 @@ class Batch:
         self.drafter.add(name, prompt, max_level, group)
 
     def step(
-        self, tokens: list[list[int]], *, in_time: bool = True, model: list[list[int]] | None = None
+        self,
+        tokens: list[list[int]],
+        *,
+        in_time: bool = True,
+        model: list[list[int]] | None = None,
+        rooms: list[int] | None = None,
     ) -> list[list[int]]:
         for row, new in enumerate(tokens):
             self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
@@ -47,9 +52,14 @@ class Batch:
         drafts = None
         if model is not None:
             drafts = ModelDrafts(np.array(model, np.int32), np.full(np.shape(model), 9, np.float32))
-        nums = list(map(len, tokens))
         return self.drafter.draft(
-            self.request_ids, nums, self.token_ids, self.levels, in_time=in_time, model_drafts=drafts
+            self.request_ids,
+            list(map(len, tokens)),
+            self.token_ids,
+            self.levels,
+            in_time=in_time,
+            model_drafts=drafts,
+            rooms=None if rooms is None else np.array(rooms, np.int32),
         )
 
 
@@ -71,6 +81,19 @@ def test_a_partial_prefill_is_neither_indexed_nor_drafted() -> None:
     counters = batch.drafter.take_counters()
     assert (counters.num_steps, counters.num_row_steps) == (1, 1)
     assert batch.drafter.take_counters().num_steps == 0
+
+
+def test_a_draft_fits_the_room_of_its_row() -> None:
+    """Also where the rows before it have no place in the index."""
+    batch = make(num_speculative_tokens=4)
+    for name in ("out of range", "a", "b", "c"):
+        batch.add(name)
+    text = [10, 11, 12, 13, 14, 15]
+    batch.step([[-7], text, text, text])
+    again = [[-7], text[:1], text[:1], text[:1]]
+    assert batch.step(again, rooms=[4, 2, 0, 4]) == [[], text[1:3], [], text[1:5]]
+    assert batch.drafter.counters.num_draft_tokens == 6
+    assert batch.step([[-7], [11], [11], [11]])[2] == text[2:6], "the room is one step's"
 
 
 def test_a_models_drafts_are_those_of_their_rows() -> None:

@@ -62,6 +62,16 @@ class Machine:
         return [self.step() for _ in range(num)]
 
 
+def test_it_says_two_steps_before_which_step_is_measured_without_drafts():
+    machine = Machine([0.9], lambda drafted: 0.1)
+    is_plain, was_said = [], []
+    for _ in range(5 * PROBE_EVERY):
+        is_plain.append(machine.step() is None)
+        was_said.append(machine.gate.probes_soon)
+    assert is_plain[ENOUGH + 2 :] == was_said[ENOUGH:-2]
+    assert sum(is_plain) > ENOUGH + 3
+
+
 def budgets(chosen):
     return [int(numbers.sum()) for numbers in chosen if numbers is not None]
 

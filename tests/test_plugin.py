@@ -13,9 +13,9 @@ import pytest
 MAIN = """
 import json, logging, sys
 from vllm import LLM
-from vllm.v1.engine import core, input_processor
+from vllm.v1.engine import input_processor
 from vllm.v1.sample import thinking_budget_state
-from vllm.v1.worker import gpu_input_batch
+from vllm.v1.worker import gpu_input_batch, worker_base
 from rollout_spec import patches
 from rollout_spec.vllm import plugin, speculative_config
 
@@ -35,12 +35,12 @@ def errors():
             found.append(str(error))
     return found
 
-step, processor = core.EngineCore.step_with_batch_queue, input_processor.InputProcessor
-core.EngineCore.step_with_batch_queue = lambda other: None
+worker, processor = worker_base.WorkerWrapperBase, input_processor.InputProcessor
+init_device, worker.init_device = worker.init_device, lambda self, other: None
 thinking_budget_state.ThinkingBudgetStateHolder.sync_batch = lambda self: None
 del gpu_input_batch.InputBatch
 result = {"signature": errors()}
-core.EngineCore.step_with_batch_queue = step
+worker.init_device = init_device
 del input_processor.InputProcessor
 plugin.register()
 result["name"] = errors()
@@ -68,7 +68,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ("signature", "patch 'vllm-wait-and-schedule' does not fit the installed packages: "),
+        ("signature", "patch 'vllm-bind-proposer' does not fit the installed packages: "),
         ("name", "rollout_spec does not fit the installed vLLM: AttributeError("),
     ],
 )
@@ -87,6 +87,6 @@ def test_a_mend_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warnin
 
 def test_all_that_engines_patch_can_be_listed_without_one(found):
     """As `doctor` does; these are of each version that is tested."""
-    names = {"check-options", "bind-proposer", "aborted-counts", "wait-and-schedule", "refuse-requests"}
+    names = {"check-options", "bind-proposer", "aborted-counts", "refuse-requests"}
     assert {f"vllm-{name}" for name in names} <= set(found["applied"])
     assert "vllm-thinking-budget" not in found["applied"], "which was left out"

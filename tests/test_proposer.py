@@ -323,7 +323,7 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: 
     assert engine.step({"a": [9], "stranger": [6]}) == {"a": [], "stranger": []}
     engine.batch.req_ids.remove("stranger")
     assert engine.step() == {"a": []}
-    assert not engine.proposer.next_step_waits
+    assert not engine.proposer.makes_room
     counters = engine.proposer.take_counters()
     assert (counters.num_steps, counters.num_failed_steps) == (1, 2)
     [message] = said

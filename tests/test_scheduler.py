@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from types import SimpleNamespace
+
 import pytest
 
+from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.mrv2 import enable
 
@@ -30,3 +34,36 @@ def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monke
     chosen = decided.get_scheduler_cls()
     assert issubclass(chosen, Counting) and not issubclass(chosen, AheadScheduler)
     assert issubclass(chosen, AsyncScheduler) == is_asynchronous != (chosen is CountingScheduler)
+
+
+@pytest.mark.parametrize(
+    ("is_open", "num_rows", "room"),
+    [(False, 1, 0), (True, 1, 15), (True, 64, 15), (True, 256, 4), (True, 1025, 0)],
+)
+def test_room_for_drafts_leaves_half_of_a_step_for_prompts(is_open: bool, num_rows: int, room: int) -> None:
+    from rollout_spec.vllm.mrv2.ahead import AheadScheduler
+
+    scheduler = AheadScheduler.__new__(AheadScheduler)
+    scheduler._is_open, scheduler.num_spec_tokens, scheduler.max_num_scheduled_tokens = is_open, 15, 2048
+    scheduler.running = [None] * num_rows
+    assert scheduler._room() == room
+
+
+def test_room_that_stays_empty_is_no_draft() -> None:
+    from rollout_spec.vllm.mrv2.ahead import AheadScheduler, Filled
+
+    scheduler, request = AheadScheduler.__new__(AheadScheduler), SimpleNamespace()
+    scheduler._request_counters, scheduler.log_stats = defaultdict(RequestCounters), False
+    scheduler.requests = {"a": request, "b": request, "stale": SimpleNamespace(async_tokens_to_discard=1)}
+    output = SimpleNamespace(scheduled_spec_decode_tokens={name: [-1] * 4 for name in ("a", "b", "stale")})
+    scheduler._count_filled(output, Filled({"a": 3}, True))
+    assert output.num_invalid_spec_tokens == {"a": 1, "b": 4}
+    for name, room in output.scheduled_spec_decode_tokens.items():
+        scheduler.make_spec_decoding_stats(
+            None, len(room), 2 * (name == "a"), output.num_invalid_spec_tokens, name
+        )
+    assert dict(scheduler._request_counters).keys() == {"a", "b"}
+    assert scheduler._request_counters["a"] == RequestCounters(
+        num_drafts=1, num_draft_tokens=3, num_accepted_tokens=2
+    )
+    assert scheduler._request_counters["b"] == RequestCounters()

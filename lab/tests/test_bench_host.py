@@ -128,11 +128,12 @@ class Runner:
 
     device, num_speculative_steps = torch.device("cpu"), 3
 
-    def execute_model(self, scheduler_output: Any) -> None:
+    def begin(self, scheduler_output: Any) -> None:
         return None
 
 
 class RunnerV1(Runner):
+    execute_model = Runner.begin
     input_batch = SimpleNamespace(
         num_reqs=2, req_ids=["1-aaaaaaaa", "0-bbbbbbbb"], num_prompt_tokens=np.array([2, 2, 0]),
         num_tokens_no_spec=np.array([3, 4, 0]),
@@ -150,6 +151,8 @@ class OutputV2:
 
 
 class RunnerV2(Runner):
+    update_requests = Runner.begin
+
     def sample(self, hidden: Any, batch: Any, grammar: Any) -> Any:
         return OutputV2(torch.full((2, 1), 99)), None, None
 
@@ -178,7 +181,7 @@ def test_on_mrv2_levels_go_by_what_rows_got_and_part_of_a_prompt_gets_nothing() 
     )  # fmt: skip
 
     def sample(step: Any) -> list[Any]:
-        runner.execute_model(step)
+        runner.update_requests(step)
         output, sampled, rejected = runner.sample(None, batch, None)
         assert output.num_sampled is sampled and output.num_rejected is rejected
         return [each.tolist() for each in (output.sampled_token_ids, sampled, rejected)]

@@ -50,12 +50,14 @@ class _Rows:
         chosen = kept[self.numbers]
         return _Rows(self.numbers[chosen], self.sequences[chosen], self._last_levels[chosen])
 
-    def set_levels(self, levels: Int32Array, is_open: bool) -> None:
+    def set_levels(self, levels: Int32Array, is_open: bool, rooms: Int32Array | None) -> None:
         """Take over the levels of this step, int32 [>= rows of the matrix]; is_open: of the gate."""
         np.take(levels, self.numbers, out=self.levels)
         if is_open:
             np.subtract(self._last_levels, self.levels, out=self.max_draft_tokens)
             np.maximum(self.max_draft_tokens, 0, out=self.max_draft_tokens)
+            if rooms is not None:
+                np.minimum(self.max_draft_tokens, rooms[self.numbers], out=self.max_draft_tokens)
         else:
             self.max_draft_tokens.fill(0)
 
@@ -114,6 +116,13 @@ class Drafter:
         return self._gate.model_tokens
 
     @property
+    def makes_room(self) -> bool:
+        """Whether the step behind two others, this one and the next, is to have drafts: for engines that
+        schedule ahead. Where the gate measures a plain step, that is not to wait for drafts either.
+        """
+        return self.next_step_waits and not self._gate.probes_soon
+
+    @property
     def request_ids(self) -> Collection[str]:
         return self._requests.keys()
 
@@ -164,6 +173,7 @@ class Drafter:
         ended: float | None = None,
         in_time: bool = True,
         model_drafts: ModelDrafts | None = None,
+        rooms: Int32Array | None = None,
     ) -> list[list[int]]:
         """Index every decoding row's new tokens and draft for it what the gate lets through.
 
@@ -178,6 +188,7 @@ class Drafter:
             in_time: False where the next step has begun already: nothing is drafted then.
             model_drafts: what a model drafts behind the tokens that each row has now, row for row, with as
                 many columns as it has taken passes in the step that has ended; None: just the first.
+            rooms: int32 [num_rows], draft tokens that each row can have in the next step; None: any number.
 
         `next_step_waits` then says whether the step behind is to wait for its drafts, and `model_tokens` how
         many tokens a model is to draft in it.
@@ -201,12 +212,12 @@ class Drafter:
         drafts: list[list[int]] = [[] for _ in request_ids]
         if ended_step.num_rows == 0:
             self._gate.discard()
-            self._index(rows, token_ids, levels, None, model_drafts, False)  # what waits there
+            self._index(rows, token_ids, levels, None, model_drafts, False, None)  # what waits there
             return drafts
         price = self._gate.begin(ended_step, self.counters)
         is_asked = price is not None and model_drafts is not None and len(rows) > 0
         compares = is_asked and self._gate.compares(ended_step.num_passes)
-        proposed = self._index(rows, token_ids, levels, price, model_drafts, compares)
+        proposed = self._index(rows, token_ids, levels, price, model_drafts, compares, rooms)
         self._count(ended_step.num_rows, len(rows), proposed)
         # A model has drafted nothing for a step that did not wait: the text alone would say that none pays.
         is_weighed = len(rows) > 0 and (in_time or not self._has_model)
@@ -251,9 +262,10 @@ class Drafter:
         price: float | None,
         model_drafts: ModelDrafts | None,
         compares: bool,
+        rooms: Int32Array | None,
     ) -> StepResult:
         """The one call of the index in a step; what is left out of it has no place there any more."""
-        rows.set_levels(levels, price is not None)
+        rows.set_levels(levels, price is not None, rooms)
         result = self.index.index_and_draft(
             rows.sequences,
             token_ids,

@@ -96,7 +96,6 @@ def connect() -> None:
     _number_samples()
     for module, apply in (
         (_CORE, _give_aborted_counts),
-        (_CORE, enable.wait_and_schedule),
         (RUNNER, give_runner_drafter),
         *((fault.MODULE, fault.mend) for fault in upstream.OF_DRAFTS),
     ):

@@ -114,9 +114,9 @@ class SuffixProposer:
         return self.draft(nums_new_tokens, num_tokens_no_spec, token_ids_cpu, ranks=ranks)
 
     @property
-    def next_step_waits(self) -> bool:
-        """Whether the next step is to wait for drafts."""
-        return self._drafter is not None and self._drafter.next_step_waits
+    def makes_room(self) -> bool:
+        """Whether a step that is scheduled now, two ahead, is to have room for drafts."""
+        return self._drafter is not None and self._drafter.makes_room
 
     @property
     def model_tokens(self) -> int:
@@ -134,6 +134,7 @@ class SuffixProposer:
         in_time: bool = True,
         model_drafts: ModelDrafts | None = None,
         ranks: Ranks | None = None,
+        rooms: npt.NDArray[np.int32] | None = None,
     ) -> list[list[int]]:
         """`propose`, with the number of tokens that each row got; what comes behind is as of `Drafter`."""
         if not self.is_used:
@@ -143,7 +144,15 @@ class SuffixProposer:
                 self._add_and_remove(self._drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
                 drafts = self._drafter.draft(
-                    request_ids, nums_new_tokens, token_ids, levels, ranks, ended, in_time, model_drafts
+                    request_ids,
+                    nums_new_tokens,
+                    token_ids,
+                    levels,
+                    ranks,
+                    ended,
+                    in_time,
+                    model_drafts,
+                    rooms,
                 )
                 self._count_model(self._drafter.counters, request_ids, nums_new_tokens, drafts, model_drafts)
                 self._count_and_log(self._drafter, nums_new_tokens)

@@ -52,8 +52,11 @@ class Counting(Scheduler):
         self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
     ):
         counters = self._request_counters[request_id]
+        num_verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if num_verified == 0:
+            return spec_decoding_stats
         counters.num_drafts += 1
-        counters.num_draft_tokens += num_draft_tokens
+        counters.num_draft_tokens += num_verified
         counters.num_accepted_tokens += num_accepted_tokens
         return super().make_spec_decoding_stats(
             spec_decoding_stats,

@@ -62,8 +62,9 @@ def main(model: str, output: str) -> None:
         "plain": plain,
         "drafted": run(model, {}, stop, names=(*NAMES, *MORE), max_num_seqs=64),
         "ahead": run(model, {"batch_threshold": 3}, stop, (*FEW, *LATE), async_scheduling=True),
+        "open": run(model, {}, stop, names=(*NAMES, *MORE), async_scheduling=True, max_num_seqs=64),
         "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **few_blocks),
-        "standard": run(model, {"verify": "standard"}, names=("greedy",)),
+        "standard": run(model, {"verify": "standard"}, names=("greedy",), async_scheduling=True),
     }
     if v2_architectures() is None:  # else V1 is taken for it
         result["images"] = images()
@@ -82,7 +83,14 @@ def images() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_vl(pathlib.Path(folder))
         return {
-            name: run(model, spec, names=FEW[:4], prompts=prompts, limit_mm_per_prompt={"image": 2})
+            name: run(
+                model,
+                spec,
+                names=FEW[:4],
+                prompts=prompts,
+                limit_mm_per_prompt={"image": 2},
+                async_scheduling=spec is not None,
+            )
             for name, spec in (("plain", None), ("drafted", {}))
         }
 
@@ -273,10 +281,7 @@ def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:
             steps.append({
                 "in_flight": num_in_flight,
                 "rows": len(output.num_scheduled_tokens),
-                # Beside drafts there are a padded request's placeholders.
-                "drafts": sum(
-                    token >= 0 for draft in output.scheduled_spec_decode_tokens.values() for token in draft
-                ),
+                "drafts": num_drafts(output),
                 "preempted": len(preempted),
                 "lost": sum(drafted.get(request_id, 0) for request_id in preempted),
                 "cut": 0,
@@ -289,8 +294,20 @@ def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:
         update(drafts)
         steps[-1]["cut"] += num_drafted - sum(len(request.spec_token_ids) for request in scheduler.running)
 
+    def fill_and_note(output: Any) -> None:
+        fill(output)
+        if output.total_num_scheduled_tokens:
+            steps[-1]["drafts"] = num_drafts(output)
+
     scheduler.schedule, scheduler.update_draft_token_ids = schedule_and_note, update_and_note
+    if batch is not None:  # V2, where the room of a step that is scheduled ahead is filled behind this
+        fill, runner.update_requests = runner.update_requests, fill_and_note
     return steps
+
+
+def num_drafts(output: Any) -> int:
+    """Of a step; beside drafts there is room for some, and a padded request's placeholders."""
+    return sum(token >= 0 for draft in output.scheduled_spec_decode_tokens.values() for token in draft)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two data-parallel ranks of a mixture of experts on model runner V2, its Triton kernels interpreted."""
+"""Two ranks on model runner V2, data-parallel or tensor-parallel, its Triton kernels interpreted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import pytest
 
 from tests.engine.conftest import make_tiny
+from tests.engine.serving import assert_each_same
 from tests.engine.test_runner_v2 import interpreted
 
 
@@ -28,3 +29,13 @@ def test_ranks_that_step_together_schedule_ahead_or_wait_each_by_its_gate(tmp_pa
         assert counters["num_failed_steps"] == 0
     closed = [counters["num_steps_off_threshold"] for counters in ranks["counters"]]
     assert closed[0] > 0 == closed[1]
+
+
+@pytest.mark.long
+def test_tensor_parallel_ranks_verify_the_same_drafts(chat_model: str, tmp_path: pathlib.Path) -> None:
+    """The step is on its way to both when the first one drafts."""
+    found = interpreted("tests.engine.interpreted_tensor_parallel", chat_model, tmp_path / "results.json")
+    assert_each_same(found["drafted"]["requests"], found["plain"]["requests"])
+    (first, failed), (second, _) = found["drafted"]["ranks"]
+    assert first == second
+    assert sum(map(bool, first)) > 10 and failed == 0

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout_spec.config import ConfigError
-from rollout_spec.patches import PatchError
-from rollout_spec.vllm.mrv2 import enable
 from tests.engine.conftest import configured
 
 OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -26,12 +23,20 @@ def decided(tiny_model: str) -> Callable[..., Any]:
 
     from rollout_spec.vllm.mrv2.ahead import schedule_ahead
 
-    def decide(asked: bool | None, is_cpu: bool = False, has_v2: bool = True, **arguments: Any) -> Any:
+    def decide(
+        asked: bool | None,
+        is_cpu: bool = False,
+        has_v2: bool = True,
+        returns_experts: bool = False,
+        **arguments: Any,
+    ) -> Any:
         config = configured(tiny_model, {}, **arguments)
         assert not config.scheduler_config.async_scheduling, "this is a CPU, without Triton"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(current_platform, "is_cpu", lambda: is_cpu)
             patch.setattr(VllmConfig, "use_v2_model_runner", has_v2)
+            name = "enable_return_routed_experts"  # 0.32 has it elsewhere
+            patch.setattr(config.model_config, name, returns_experts, raising=False)
             schedule_ahead(config, asked)
         return config.scheduler_config
 
@@ -65,6 +70,7 @@ def executor_without_it() -> Any:
             lambda: {"distributed_executor_backend": executor_without_it()},
             "distributed_executor_backend=.* does not support it",
         ),
+        (lambda: {"returns_experts": True}, "with enable_return_routed_experts, vLLM before 0.32 finds"),
     ],
 )
 def test_an_engine_that_cannot_says_why(
@@ -82,22 +88,3 @@ def test_an_engine_that_cannot_says_why(
     assert not decided(None, **arguments()).async_scheduling
     [message] = {message for message in caplog.messages if "one by one" in message}
     assert re.search(f"the device waits for the host between them; async_scheduling: {reason}", message)
-
-
-def test_a_step_that_waits_and_schedules_loses_no_tokens() -> None:
-    given: list[Any] = [("first", False), (None, True), ("first", False), ("lost", True)]
-
-    class EngineCore:
-        scheduler = SimpleNamespace(waits=True, has_unfinished_requests=lambda: True)
-
-        def __init__(self) -> None:
-            self.batch_queue = ["a step"]
-
-        def step_with_batch_queue(self) -> Any:
-            self.batch_queue.clear()
-            return given.pop(0)
-
-    enable.wait_and_schedule(SimpleNamespace(EngineCore=EngineCore))
-    assert EngineCore().step_with_batch_queue() == ("first", True)
-    with pytest.raises(PatchError, match="a step gives tokens though"):
-        EngineCore().step_with_batch_queue()

@@ -108,9 +108,10 @@ class ProposalRecorder:
     def step(
         self, nums_new_tokens: list[int], levels: Any, token_ids: Any, ended: float | None = None,
         in_time: bool = True, model_drafts: ModelDrafts | None = None, ranks: Ranks | None = None,
+        rooms: Any = None,
     ) -> list[list[int]]:  # fmt: skip
         """`SuffixProposer.draft`."""
-        self._step(nums_new_tokens, levels, token_ids, ended, in_time, model_drafts, ranks)
+        self._step(nums_new_tokens, levels, token_ids, ended, in_time, model_drafts, ranks, rooms)
         runner = self._proposer._runner
         if model_drafts is not None:
             for row, request_id in enumerate(runner.input_batch.req_ids):

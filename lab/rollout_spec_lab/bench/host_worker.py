@@ -40,7 +40,8 @@ class Ours:
             from rollout_spec.vllm.mrv2.sampler import KeyedRequests
 
             for owner, name in (
-                (HostDrafts, "_add_requests"), (HostDrafts, "draft"), (KeyedRequests, "add")
+                (HostDrafts, "_add_requests"), (HostDrafts, "_give_drafts"), (HostDrafts, "draft"),
+                (KeyedRequests, "add"),
             ):  # fmt: skip
                 self._time(owner, name)
 

@@ -82,10 +82,11 @@ class Recorded:
         self.step: Any = None
         self._runner, self._run = runner, run
         self._levels: defaultdict[str, int] = defaultdict(int)  # on MRV2: tokens that each request has got
-        runner.execute_model = self._noting(runner.execute_model)
         if hasattr(runner, "_sample"):  # MRV1
+            runner.execute_model = self._noting(runner.execute_model)
             runner._sample = self._behind_v1(runner._sample)
         else:
+            runner.update_requests = self._noting(runner.update_requests)  # behind it a step has its drafts
             runner.sample = self._behind_v2(runner.sample)
 
     def start(self, responses: Sequence[Any] | None, prefix: str = "") -> None:
@@ -93,12 +94,12 @@ class Recorded:
         self.recording = None if responses is None else Recording(responses, prefix)
         self._levels.clear()
 
-    def _noting(self, execute_model: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_noted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def _noting(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        def begin_noted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self.step = scheduler_output
-            return execute_model(scheduler_output, *args, **kwargs)
+            return begin(scheduler_output, *args, **kwargs)
 
-        return execute_noted
+        return begin_noted
 
     def _behind_v1(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         def sample_recorded(*args: Any, **kwargs: Any) -> Any:

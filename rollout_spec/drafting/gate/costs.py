@@ -75,8 +75,11 @@ class Costs:
         self._plain, self._drafted = StepCost(), StepCost()
         self._num_steps = self._num_plain = 0
         self._step: Step | None = None
+        self._plain_seconds: float | None = None  # of a step like that one; None: to be computed
         self.is_probe = False
         """Whether the step now running goes without drafts, to be measured; in all ranks."""
+        self.probes_soon = False
+        """The same of the step behind two others: this one and the next."""
         # Most tokens of a rank over this one's rows. At least one of these steps was without drafts, and
         # hardly all held a prefill: the least says how many times as many rows the fullest rank has.
         self._tokens_per_row: deque[float] = deque(maxlen=PROBE_EVERY)
@@ -109,7 +112,9 @@ class Costs:
     @property
     def plain_seconds(self) -> float:
         """Seconds of a plain step."""
-        return float(self._plain.seconds(self.most_rows, self.step.num_context))
+        if self._plain_seconds is None:
+            self._plain_seconds = float(self._plain.seconds(self.most_rows, self.step.num_context))
+        return self._plain_seconds
 
     def num_verified(self, num_draft_tokens: int) -> int:
         """How many draft tokens a step verifies, with what fills drafts up."""
@@ -135,17 +140,23 @@ class Costs:
             Of a step with drafts: how much longer it took than expected, as a share of a plain step's time.
             None: it says nothing.
         """
-        self._step = step
+        self._step, self._plain_seconds = step, None
         excess = None if step.seconds is None else self._learn(step, step.seconds, choice, counters)
         number = self._num_steps
         if step.ranks is not None:
             number = step.ranks.num_steps
             self._tokens_per_row.append(step.ranks.most_tokens / step.num_rows)
+            self._plain_seconds = None
         self._num_steps += 1
-        is_turn = number % (FILLED_PROBE_EVERY if self._fill_to else PROBE_EVERY) == 0
-        is_early = number < EARLY_STEPS and not self._fill_to and number % EARLY_PROBE_EVERY == 0
-        self.is_probe = is_turn or is_early or self._num_plain < ENOUGH
+        self.is_probe = self._is_turn(number) or self._num_plain < ENOUGH
+        self.probes_soon = self._is_turn(number + 2)
         return excess
+
+    def _is_turn(self, number: int) -> bool:
+        """Whether a plain step is measured behind the step of that number."""
+        if self._fill_to:
+            return number % FILLED_PROBE_EVERY == 0
+        return number % PROBE_EVERY == 0 or (number < EARLY_STEPS and number % EARLY_PROBE_EVERY == 0)
 
     def _learn(self, step: Step, seconds: float, choice: Choice, counters: EngineCounters) -> float | None:
         num_tokens, is_plain = step.num_rows + choice.num_tokens, choice.num_tokens == 0
@@ -159,6 +170,7 @@ class Costs:
             if self._num_steps < EARLY_STEPS:
                 self._plain.forget(0.0)  # so that later steps soon outweigh the first ones
             self._plain.learn(num_tokens, step.num_context, seconds)
+            self._plain_seconds = None
             self._num_plain += 1
             self._remember(seconds, seconds, 0.0, 0)
             return None

@@ -38,6 +38,10 @@ class Gate(Protocol):
     """Whether the step is one with drafts also for rows that have none, where drafts are filled up."""
 
     @property
+    def probes_soon(self) -> bool:
+        """Whether the step behind two others, this one and the next, goes without drafts to be measured."""
+
+    @property
     def model_tokens(self) -> int:
         """How many tokens a model drafts in the next step that waits for them."""
 
@@ -81,7 +85,7 @@ class FixedGate:
         model_tokens: that a model drafts, always.
     """
 
-    weighs_costs = fills = False
+    weighs_costs = fills = probes_soon = False
 
     def __init__(self, batch_threshold: int, min_survival: float, model_tokens: int = 0) -> None:
         self._batch_threshold, self._min_survival = batch_threshold, min_survival
@@ -141,6 +145,10 @@ class AutoGate:
     @property
     def model_tokens(self) -> int:
         return self._passes.num
+
+    @property
+    def probes_soon(self) -> bool:
+        return self._costs.probes_soon
 
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         excess = self._costs.learn(step, self._choice, counters)

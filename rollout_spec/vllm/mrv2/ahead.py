@@ -1,4 +1,8 @@
-"""Asynchronous scheduling on MRV2 with a drafter on the host: while nothing is drafted, steps run ahead."""
+"""Asynchronous scheduling on MRV2 with a drafter on the host: every step is scheduled ahead.
+
+The scheduler does not know a step's drafts: they come when the tokens of the step before have come. It gives
+each row room for them, as vLLM does for a model's drafts, and the worker takes away what stays empty.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.outputs import DraftTokenIds
 
 from rollout_spec.config import ConfigError
 from rollout_spec.vllm.options import SCHEDULER, is_hybrid
@@ -19,8 +22,8 @@ from rollout_spec.vllm.scheduler import Counting
 logger = init_logger(f"vllm.{__name__}")
 
 AHEAD_SCHEDULER = "rollout_spec.vllm.mrv2.ahead.AheadScheduler"
-AHEAD_KEY = "rollout_spec_ahead"  # an attribute of a `SchedulerOutput`
-DRAFTS_KEY = "rollout_spec_drafts"  # of a `ModelRunnerOutput`: DraftTokenIds, if the next step waits for them
+AHEAD_KEY = "rollout_spec_ahead"  # an attribute of a `SchedulerOutput`: Ahead
+FILLED_KEY = "rollout_spec_filled"  # of a `ModelRunnerOutput`: Filled
 
 
 class Ahead(NamedTuple):
@@ -28,35 +31,47 @@ class Ahead(NamedTuple):
 
     num_in_flight: int
     """Earlier steps whose tokens it does not have yet."""
-    waits: bool
-    """Whether it waits for this step's drafts before it schedules the next one."""
+    room: int
+    """Draft tokens for which each decoding row has room at most; 0: nobody waits for drafts."""
+
+
+class Filled(NamedTuple):
+    """What the workers tell an `AheadScheduler` with a step's tokens."""
+
+    nums_drafts: dict[str, int]
+    """Draft tokens that the step has verified, of each request that had some."""
+    is_open: bool
+    """Whether drafts may pay in the steps that are scheduled from now on."""
 
 
 class AheadScheduler(Counting, AsyncScheduler):
-    """Asynchronous scheduling for a drafter on the host, with MRV2.
+    """Asynchronous scheduling for a drafter on the host, with MRV2; it never waits for a step's tokens.
 
-    While the drafter's gate is closed it schedules ahead, as without a drafter. While it is open each step
-    waits for the tokens and drafts of the one before. What says so comes with a step's output, in DRAFTS_KEY.
-
-    Attributes:
-        waits: whether the next step's tokens are waited for before another one is scheduled.
+    While the drafter's gate is closed, rows have no room for drafts, and steps are those of an engine without
+    a drafter. A step's output says whether it is open, and that acts two steps later.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_in_flight = 0
-        self.waits = False
-
-    def has_requests(self) -> bool:
-        """False also while a step's tokens are waited for: an engine core takes them then."""
-        return not (self.waits and self._num_in_flight) and super().has_requests()
+        self._is_open = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        told = Ahead(self._num_in_flight, self.waits)
+        told = Ahead(self._num_in_flight, self._room())
+        for request in self.running:
+            # vLLM makes the masks of a grammar before the drafts are there.
+            has_room = not (request.is_prefill_chunk or request.use_structured_output)
+            request.spec_token_ids = [-1] * (told.room * has_room)  # as vLLM's own placeholders
         output = super().schedule(*args, **kwargs)
         setattr(output, AHEAD_KEY, told)
         self._num_in_flight += output.total_num_scheduled_tokens > 0
         return output
+
+    def _room(self) -> int:
+        """Draft tokens for which each row gets room; half of a step's tokens is left for prompts."""
+        if not self._is_open:
+            return 0
+        return min(self.num_spec_tokens, self.max_num_scheduled_tokens // (2 * max(1, len(self.running))))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's. Of a request that it interrupts, 0.24 drops as many coming steps as it awaits tokens."""
@@ -73,14 +88,24 @@ class AheadScheduler(Counting, AsyncScheduler):
             self.requests[request_id].spec_token_ids = []  # vLLM has placeholders there
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if scheduler_output.total_num_scheduled_tokens > 0:
-            self._num_in_flight -= 1
-            drafts: DraftTokenIds | None = getattr(model_runner_output, DRAFTS_KEY, None)
-            self.waits = drafts is not None
-            if drafts is not None and not self._num_in_flight:
-                self.update_draft_token_ids(drafts)
-        return outputs
+        filled: Filled | None = getattr(model_runner_output, FILLED_KEY, None)
+        if filled is not None:
+            self._is_open = filled.is_open
+            self._count_filled(scheduler_output, filled)
+        self._num_in_flight -= scheduler_output.total_num_scheduled_tokens > 0
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _count_filled(self, scheduler_output: SchedulerOutput, filled: Filled) -> None:
+        """Count room that stayed empty as no drafts; but vLLM takes it back, as that of rejected ones."""
+        rooms = scheduler_output.scheduled_spec_decode_tokens
+        for request_id in list(rooms):
+            # 0.24 would take back what is stale from a request that has begun anew in reset_prefix_cache.
+            if getattr(self.requests.get(request_id), "async_tokens_to_discard", 0):
+                del rooms[request_id]
+        scheduler_output.num_invalid_spec_tokens = {
+            request_id: len(room) - filled.nums_drafts.get(request_id, 0)
+            for request_id, room in rooms.items()
+        }
 
 
 def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
@@ -102,6 +127,11 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     elif not Executor.get_class(vllm_config).supports_async_scheduling():
         backend = vllm_config.parallel_config.distributed_executor_backend
         reason = f"distributed_executor_backend={backend!r} does not support it"
+    elif getattr(vllm_config.model_config, "enable_return_routed_experts", False):  # 0.32 has it elsewhere
+        reason = (
+            "with enable_return_routed_experts, vLLM before 0.32 finds a token's experts by its scheduler's "
+            "numbers of tokens"
+        )
     if is_hybrid(vllm_config) and scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = SCHEDULER  # vLLM's own would not tell the workers what a model is to draft
     wanted = not current_platform.is_cpu() if asked is None else asked  # vLLM does not by itself on CPUs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from rollout_spec.patches import Patch, guard_parameters, misfit, replace_function
+from rollout_spec.patches import Patch, replace_function
 from rollout_spec.vllm.options import count_ahead, has_our_drafter, names_our_drafter
 
 _V2 = Patch(
@@ -21,13 +21,6 @@ _AHEAD = Patch(
     "between two steps; and it takes a scheduler_cls as it is, whether it schedules asynchronously or not",
     upstream="vllm/config/vllm.py, VllmConfig.__post_init__",
     until="vLLM schedules asynchronously with a custom_class",
-)
-_WAIT = Patch(
-    name="vllm-wait-and-schedule",
-    reason="an engine core that runs ahead waits for a step's tokens in a call that runs nothing. Behind "
-    "it the core sleeps 1 ms, and a data-parallel rank of experts runs a dummy batch, with all others",
-    upstream="vllm/v1/engine/core.py, EngineCore.step_with_batch_queue",
-    until="a scheduler can say that it waits for a step's tokens",
 )
 
 
@@ -74,22 +67,3 @@ def decide_scheduling() -> None:
     replace_function(
         VllmConfig, "__post_init__", complete_and_schedule_ahead, patch=_AHEAD, expected_signature="(self)"
     )
-
-
-def wait_and_schedule(core: Any) -> None:
-    """Let an engine core whose scheduler waits take a step's tokens and schedule the next one in one call."""
-    name = "step_with_batch_queue"
-    guard_parameters(_WAIT, core.EngineCore, name, ("self",))
-    step: Any = getattr(core.EngineCore, name, None)
-
-    @functools.wraps(step)
-    def wait_and_step(self: Any) -> tuple[Any, bool]:
-        waits = bool(self.batch_queue) and getattr(self.scheduler, "waits", False)
-        outputs, has_run = step(self)
-        if waits and not has_run and not self.batch_queue and self.scheduler.has_unfinished_requests():
-            later, has_run = step(self)
-            if later is not None:
-                raise misfit(_WAIT, "a step gives tokens though the queue has room for what it schedules")
-        return outputs, has_run
-
-    replace_function(core.EngineCore, name, wait_and_step, patch=_WAIT)

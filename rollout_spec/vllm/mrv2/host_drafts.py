@@ -1,12 +1,14 @@
-"""The tokens of vLLM's MRV2 on the host, for the proposer; drafts for the scheduler. An adapter.
+"""The tokens of vLLM's MRV2 on the host, for the proposer; drafts for the step that begins. An adapter.
 
 MRV2 keeps tokens on the device and its rows in any order. `HostBatch` is the copy on the host that the
-proposer reads. A step's tokens reach it on a stream of their own. Drafts go the way they go with MRV1: to the
-scheduler, and from it, with the step's other inputs, to every worker.
+proposer reads. A step's tokens reach it on a stream of their own. With an `AheadScheduler` the next step is
+there by then, with room for drafts: they go into it, and the runner never sees the room that stays empty.
+With vLLM's own scheduler they go the way they go with MRV1, and come with the inputs of the next step.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections import deque
@@ -17,14 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
 
 from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
-from rollout_spec.vllm.mrv2.ahead import AHEAD_KEY, DRAFTS_KEY, Ahead
-from rollout_spec.vllm.options import num_model_tokens
+from rollout_spec.vllm.mrv2.ahead import AHEAD_KEY, FILLED_KEY, Ahead, Filled
+from rollout_spec.vllm.options import is_hybrid, num_model_tokens
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.scheduler import MODEL_TOKENS_KEY
 
@@ -46,6 +49,7 @@ class HostBatch:
         # Untouched pages take no memory.
         self.tokens = np.zeros((runner.max_num_reqs, runner.max_model_len), np.int32)
         self.levels = np.zeros(runner.max_num_reqs, np.int32)
+        self._last_levels = np.zeros(runner.max_num_reqs, np.int32)  # beyond which vLLM keeps no token
 
     @property
     def max_model_len(self) -> int:
@@ -67,6 +71,7 @@ class HostBatch:
             rows[row] = rows[last]
             rows.pop()
             level = self.levels[row] = self.levels[last]
+            self._last_levels[row] = self._last_levels[last]
             self.tokens[row, :level] = self.tokens[last, :level]
 
     def add(self, request: Any) -> None:
@@ -77,6 +82,11 @@ class HostBatch:
         self.input_batch.req_ids.append(request.req_id)
         self.tokens[row, : len(tokens)] = tokens
         self.levels[row] = len(tokens)
+        max_tokens = getattr(request.sampling_params, "max_tokens", None)
+        self._last_levels[row] = self.max_model_len
+        if max_tokens is not None:
+            most = len(request.prompt_token_ids or ()) + max_tokens
+            self._last_levels[row] = min(self.max_model_len, most)
 
     def extend(self, request_ids: list[str], tokens: Any, nums: Any) -> list[int]:
         """Append a step's tokens.
@@ -90,7 +100,8 @@ class HostBatch:
             How many tokens each row of `self.tokens` got.
         """
         rows, num_rows = self._rows(request_ids), len(self.input_batch.req_ids)
-        nums = np.where(rows < 0, 0, nums)  # what has left, nobody reads
+        # What has left, nobody reads; a step that was scheduled before a row's end was known gives it more.
+        nums = np.where(rows < 0, 0, np.minimum(nums, (self._last_levels - self.levels)[rows].clip(0)))
         places, columns = np.nonzero(np.arange(tokens.shape[1]) < nums[:, None])
         self.tokens[rows[places], self.levels[rows[places]] + columns] = tokens[places, columns]
         nums_new = np.zeros(num_rows, np.int32)
@@ -150,17 +161,18 @@ class _Arrival:
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    It is also the runner's `draft_tokens_handler`, from which the scheduler takes the drafts.
+    It is also the runner's `draft_tokens_handler`, from which a scheduler that waits takes the drafts.
 
     Attributes:
-        waits: whether the scheduler waits for the drafts of the step that runs. All workers are told so.
-        model_tokens: how many a model is to draft then, at most; which they are told too.
+        is_open: whether the step behind the one that runs is to have drafts. All workers are told so.
+        model_tokens: how many a model is to draft for it, at most; which they are told too.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.proposer = SuffixProposer(vllm_config)
-        self.waits = True
+        self.is_open = True
         self.model_tokens = num_model_tokens(vllm_config)
+        self._has_model = is_hybrid(vllm_config)
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._no_drafts = torch.zeros(
@@ -172,6 +184,8 @@ class HostDrafts:
         self._sampled_tokens: torch.Tensor | None = None
         self._arrivals: deque[_Arrival] = deque()
         self._drafts = DraftTokenIds([], [])
+        self._ahead: Ahead | None = None  # of the step that runs; None: its scheduler waits for drafts
+        self._nums_drafts: dict[str, int] = {}  # of its requests
 
     def bind(self, runner: Any) -> None:
         """Take the place of what the runner does with drafts; once, as soon as it is made."""
@@ -182,15 +196,17 @@ class HostDrafts:
         runner.drafter = self.proposer  # where MRV1 has it
         runner.draft_tokens_handler = self
         runner.add_requests = _both(self._add_requests, runner.add_requests)
+        runner.update_requests = _both(runner.update_requests, self._give_drafts)
+        runner.execute_model = _with_a_copy(runner.execute_model)
         runner.postprocess_sampled = _both(self._keep_sampled, runner.postprocess_sampled)
         runner.sample_tokens = self._reporting(runner.sample_tokens)
 
     def _add_requests(self, scheduler_output: Any) -> None:
-        """Before the runner's own: the requests that go and come, and the drafts that the step verifies."""
-        batch, states = self._batch, self._runner.req_states
-        ahead = getattr(scheduler_output, AHEAD_KEY, Ahead(0, True))  # vLLM's own schedulers wait
-        self._receive(ahead.num_in_flight, in_time=False)
-        self.waits = ahead.waits
+        """Before the runner's own: the requests that go and come."""
+        batch = self._batch
+        self._ahead = getattr(scheduler_output, AHEAD_KEY, None)
+        self._receive(0 if self._ahead is None else self._ahead.num_in_flight, in_time=False)
+        self.is_open = self._ahead is None or self._ahead.room > 0
         told = getattr(scheduler_output, MODEL_TOKENS_KEY, None)
         if told is not None:
             self.model_tokens = told
@@ -201,17 +217,65 @@ class HostDrafts:
             # One that was preempted and is back at once: its scheduler drops what is on its way to it.
             for arrival in self._arrivals:
                 arrival.forget(request.req_id)
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        known = [request_id for request_id in drafts if request_id in states.req_id_to_index]
-        if not known:
+
+    def _give_drafts(self, scheduler_output: Any) -> None:
+        """Behind the runner's `update_requests`, the last moment before it reads how long the rows are."""
+        if self._ahead is not None:
+            self._fill(scheduler_output)
+        given = scheduler_output.scheduled_spec_decode_tokens
+        drafts = {name: tokens for name, tokens in given.items() if tokens and tokens[0] >= 0}
+        self._nums_drafts = {name: len(tokens) for name, tokens in drafts.items()}
+        if not drafts:
             return
-        tokens = np.zeros((len(known), self._no_drafts.shape[1]), np.int64)
-        for row, request_id in enumerate(known):
-            tokens[row, : len(drafts[request_id])] = drafts[request_id]
-        rows = np.array([states.req_id_to_index[request_id] for request_id in known])
+        tokens, states = np.zeros((len(drafts), self._no_drafts.shape[1]), np.int64), self._runner.req_states
+        for row, draft in zip(tokens, drafts.values(), strict=True):
+            row[: len(draft)] = draft
+        rows = np.array([states.req_id_to_index[request_id] for request_id in drafts])
         states.draft_tokens[async_tensor_h2d(rows, device=self._device)] = async_tensor_h2d(
             tokens, device=self._device
         )
+
+    def _fill(self, scheduler_output: Any) -> None:
+        """Put drafts where a step has room for some, and take away the room that stays empty.
+
+        Args:
+            scheduler_output: the runner's own. The scheduler's stays as it is: that takes back the tokens for
+                which there was room, and that were not accepted.
+        """
+        drafts, requests = dict(scheduler_output.scheduled_spec_decode_tokens), self._batch.requests
+        # vLLM makes the masks of a grammar by the scheduler's room (of a request that joins, from 0.29 on).
+        rooms = {
+            name: len(drafts.pop(name))
+            for name in tuple(drafts)
+            if getattr(requests[name].sampling_params, "structured_outputs", None) is None
+        }
+        if not rooms:
+            return
+        nums = {name: num - rooms.get(name, 0) for name, num in scheduler_output.num_scheduled_tokens.items()}
+        if self.is_open:
+            drafts |= self._draft_in_time(rooms)
+        for name in drafts.keys() & rooms.keys():
+            nums[name] += len(drafts[name])
+        scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_scheduled_tokens = drafts, nums
+        scheduler_output.total_num_scheduled_tokens = sum(nums.values())
+
+    def _draft_in_time(self, rooms: dict[str, int]) -> dict[str, list[int]]:
+        """Wait for the tokens of the step before and draft, for all tensor-parallel ranks the same.
+
+        Args:
+            rooms: of requests, how many draft tokens they can have.
+        """
+        of_rows = [rooms.get(name, 0) for name in self._batch.input_batch.req_ids]
+        self._drafts = DraftTokenIds([], [])
+        self._receive(0, in_time=True, rooms=np.array(of_rows, np.int32))
+        drafts: dict[str, list[int]] = get_tp_group().broadcast_object(
+            {
+                name: draft[: rooms[name]]
+                for name, draft in zip(self._drafts.req_ids, self._drafts.draft_token_ids, strict=True)
+                if draft and rooms.get(name)
+            }
+        )
+        return drafts
 
     def _keep_sampled(self, idx_mapping: torch.Tensor, sampled_tokens: torch.Tensor, *_: Any) -> None:
         self._sampled_tokens = sampled_tokens
@@ -227,7 +291,7 @@ class HostDrafts:
             model_drafts: int64 and float32 [num_rows, m], a model's and their log-odds, if it has drafted.
 
         Returns:
-            Nothing, int64 [num_rows, K]: drafts come with the next step's inputs.
+            Nothing, int64 [num_rows, K]: drafts come when the next step begins.
         """
         if not self.proposer.is_used:
             return self.no_drafts(input_batch)
@@ -236,8 +300,8 @@ class HostDrafts:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._arrivals.append(_Arrival(input_batch.req_ids, *arriving))
-        self._drafts = DraftTokenIds([], [])
-        if self.waits:
+        if self._ahead is None:
+            self._drafts = DraftTokenIds([], [])
             self._receive(0, in_time=True)
         return self.no_drafts(input_batch)
 
@@ -245,19 +309,19 @@ class HostDrafts:
         """What `draft` returns, where nothing was sampled."""
         return self._no_drafts[: input_batch.num_reqs]
 
-    def _receive(self, num_in_flight: int, *, in_time: bool) -> None:
-        """Index the tokens of all steps but the latest few, and draft."""
+    def _receive(self, num_in_flight: int, *, in_time: bool, rooms: Any = None) -> None:
+        """Index the tokens of all steps but the latest few, and draft; rooms: as of `Drafter`."""
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
-            given = arrival.wait()
+            given, is_last = arrival.wait(), not self._arrivals
             try:
-                self._drafts = self._draft_behind(arrival, *given, in_time=in_time)
+                self._drafts = self._draft_behind(arrival, *given, in_time=in_time and is_last, rooms=rooms)
             except Exception as error:
                 self.proposer.fail(error)
                 self._drafts = DraftTokenIds([], [])
 
     def _draft_behind(
-        self, arrival: _Arrival, tokens: Any, nums: Any, *drafted: Any, in_time: bool
+        self, arrival: _Arrival, tokens: Any, nums: Any, *drafted: Any, in_time: bool, rooms: Any
     ) -> DraftTokenIds:
         nums_new = self._batch.extend(arrival.request_ids, tokens, nums)
         model_drafts = self._batch.place(arrival.request_ids, nums, *drafted) if drafted else None
@@ -266,9 +330,10 @@ class HostDrafts:
             self._batch.levels,
             self._batch.tokens,
             arrival.ended,
-            in_time,
+            in_time and bool(drafted) == self._has_model,
             model_drafts,
             arrival.ranks,
+            rooms,
         )
         return DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)
 
@@ -281,11 +346,9 @@ class HostDrafts:
             said = output.model_runner_output if isinstance(output, AsyncOutput) else output
             if isinstance(said, ModelRunnerOutput):
                 setattr(said, MODEL_TOKENS_KEY, self.proposer.model_tokens)
-            if not isinstance(output, AsyncOutput):
-                return output
-            if self.proposer.next_step_waits:
-                setattr(output.model_runner_output, DRAFTS_KEY, self._drafts)
-            if self._arrivals:
+                if self._ahead is not None:
+                    setattr(said, FILLED_KEY, Filled(self._nums_drafts, self.proposer.makes_room))
+            if isinstance(output, AsyncOutput) and self._arrivals:
                 output.get_output = _noting_end(self._arrivals[-1], output.get_output)
             return output
 
@@ -294,8 +357,8 @@ class HostDrafts:
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
         """What `propose` returned."""
 
-    def get_draft_tokens(self) -> DraftTokenIds:
-        return self._drafts
+    def get_draft_tokens(self) -> DraftTokenIds | None:
+        return self._drafts if self._ahead is None else None
 
 
 def _both(first: Callable[..., None], second: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,6 +370,16 @@ def _both(first: Callable[..., None], second: Callable[..., Any]) -> Callable[..
         return second(*args, **kwargs)
 
     return both
+
+
+def _with_a_copy(execute_model: Callable[..., Any]) -> Callable[..., Any]:
+    """With a SchedulerOutput of the runner's own: in one process it has the scheduler's."""
+
+    @functools.wraps(execute_model)
+    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        return execute_model(copy.copy(scheduler_output), *args, **kwargs)
+
+    return execute
 
 
 def _noting_end(arrival: _Arrival, get_output: Callable[[], Any]) -> Callable[[], Any]:

@@ -84,7 +84,8 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
     """Hand a speculator's drafts to the host; once in its life.
 
     Its first pass is that of every step, which keeps its KV cache complete. The others are left out where
-    the scheduler does not wait for drafts, or they do not pay: it tells all ranks, which must run the same.
+    the next step is to have no drafts, or they do not pay: the scheduler tells all ranks, which must run the
+    same.
     """
     num_tokens, propose = speculator.num_speculative_steps, speculator.propose
     log_odds = torch.zeros(speculator.max_num_reqs, num_tokens, device=speculator.device)
@@ -95,14 +96,14 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
         others.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return propose(input_batch, *given, dummy_run=True, **others)
-        num = max(1, host.model_tokens) if host.waits else 1
+        num = max(1, host.model_tokens) if host.is_open else 1
         speculator.num_speculative_steps, begin = num, time.perf_counter()
         try:
             drafts = propose(input_batch, *given, **others)
         finally:
             speculator.num_speculative_steps = num_tokens
         host.proposer.note_passes(num, num_tokens - num, time.perf_counter() - begin)
-        taken = (drafts[:, :num], log_odds[: len(drafts), :num]) if host.waits else ()
+        taken = (drafts[:, :num], log_odds[: len(drafts), :num]) if host.is_open else ()
         return host.draft(input_batch, given[_NUM_SAMPLED], taken)
 
     speculator.propose = propose_and_take

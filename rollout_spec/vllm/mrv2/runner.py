@@ -42,7 +42,9 @@ ENGINE_PATCHES = (_SPECULATOR, _WARM_UP, sampler.COUPLED, SHARED_NOISE)  # what 
 _PARAMETERS: tuple[versions.Parameters, ...] = (
     (model_runner, "init_speculator", (("vllm_config", "device"),)),
     (model_runner, V2_NAME, (("cudagraph_manager", "num_reqs", "num_tokens"),)),
+    (model_runner.GPUModelRunner, "execute_model", (("self", "scheduler_output"),)),
     (model_runner.GPUModelRunner, "add_requests", (("self", "scheduler_output"),)),
+    (model_runner.GPUModelRunner, "update_requests", (("self", "scheduler_output"),)),
     (model_runner.GPUModelRunner, "postprocess_sampled",
      (("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),)),
     (model_runner.GPUModelRunner, "sample_tokens", (("self", "grammar_output"),)),
@@ -151,5 +153,5 @@ class SuffixSpeculator(BaseSpeculator):
         dummy_run: bool = False,
         **__: Any,
     ) -> torch.Tensor:
-        """Draft for the step's rows; what is returned is nothing, drafts come with the next step's inputs."""
+        """Draft for the step's rows; what is returned is nothing, drafts come when the next step begins."""
         return self.host.no_drafts(input_batch) if dummy_run else self.host.draft(input_batch, num_sampled)

@@ -1,0 +1,65 @@
+"""Run as a program: two tensor-parallel ranks on vLLM's model runner V2, on the CPU, with drafts and without.
+
+What they gave is written as JSON to the file that the second argument names.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import tests.engine.interpreted_triton  # noqa: F401 (before all others)
+from tests.engine.conftest import OFF, close, engine_settings
+from tests.engine.interpreted_runner import LATE, serve_named
+
+NAMES = ("unnamed", "greedy", "sampled", "top_k", *LATE)
+
+
+class Extension:
+    """A look inside a worker."""
+
+    def note_drafts(self) -> None:
+        """Keep what each step verifies."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        fill, self.drafts = runner.update_requests, list[dict[str, list[int]]]()
+
+        def fill_and_note(output: Any) -> None:
+            fill(output)
+            self.drafts.append(dict(output.scheduled_spec_decode_tokens))
+
+        runner.update_requests = fill_and_note
+
+    def noted(self) -> tuple[list[dict[str, list[int]]], int]:
+        """The drafts of all steps, and the failed ones."""
+        drafter = self.model_runner.drafter  # type: ignore[attr-defined]
+        return self.drafts, drafter.take_counters().num_failed_steps
+
+
+def served(model: str, spec: dict[str, Any] | None) -> dict[str, Any]:
+    """What the requests get, and of each rank what it has verified."""
+    from vllm import LLM
+
+    settings = engine_settings(model, spec) | ({} if spec is not None else OFF)
+    sizes = {"max_model_len": 256, "max_logprobs": -1, "skip_tokenizer_init": False}
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "async_scheduling": True}
+    extension = "tests.engine.interpreted_tensor_parallel.Extension"
+    llm = LLM(**settings | sizes | ranks | {"worker_extension_cls": extension})
+    assert llm.llm_engine.vllm_config.use_v2_model_runner
+    if spec is not None:
+        llm.collective_rpc("note_drafts")
+    found = {"requests": serve_named(llm, NAMES)}
+    if spec is not None:
+        found["ranks"] = llm.collective_rpc("noted")
+    close([llm])
+    return found
+
+
+def main(model: str, output: str) -> None:
+    result = {name: served(model, spec) for name, spec in (("plain", None), ("drafted", {}))}
+    pathlib.Path(output).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
