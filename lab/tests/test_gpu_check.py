@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,20 +68,56 @@ def test_a_part_may_take_half_of_what_is_left_and_the_last_one_all(
     """The clock goes on in parts only: a later one has what an earlier one has left."""
     now, asked = [0.0], []
 
-    def answer(
+    def answers(
         worker: str, job: Any, name: str, folder: Path, seconds: float, environment: Any
-    ) -> dict[str, Any]:
+    ) -> Iterator[dict[str, Any]]:
         asked.append((name, seconds, environment))
         now[0] += 10.0
-        return {"skipped": ["2 rows, 7 drafts: no room"]}
+        yield {"skipped": ["2 rows, 7 drafts: no room"]}
 
-    monkeypatch.setattr(gpu_check, "answer", answer)
+    monkeypatch.setattr(gpu_check, "answers", answers)
     monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: now[0]))
     record = checked(tmp_path, 120.0, ["doctor", "steps" + V2, "steps"])[-1]
     names, seconds, environments = zip(*asked, strict=True)
     assert (names, seconds) == (("doctor", "steps" + V2, "steps"), (60.0, 55.0, 100.0))
     assert environments == ({}, {RUNNER: "1"}, {RUNNER: "0"})
     assert "steps: 2 rows, 7 drafts: dropped: no room." in verdict(NOTHING | {"parts": record["parts"]})
+
+
+CUT_OFF = """
+import time
+from rollout_spec_lab.bench.engine import reply
+
+def run(job):
+    yield {"cells": [1], "skipped": ["2: not reached"]}
+    INSTEAD_OF_THE_SECOND
+
+reply(run)
+"""
+
+
+@pytest.mark.parametrize(
+    ("instead", "status"), [("time.sleep(600)", "done"), ("raise ValueError('no room')", "failed")]
+)
+def test_a_part_that_is_cut_off_keeps_what_it_has(
+    instead: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is over once its first cell is there, or it fails then."""
+    (tmp_path / "cut_off.py").write_text(CUT_OFF.replace("INSTEAD_OF_THE_SECOND", instead))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr(gpu_check, "WORKER", "cut_off")
+    now = [0.0]
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    records = []
+    for record in Check(Plan(60.0, {"verify": {}}, "none"), tmp_path).run():
+        records.append(json.loads(json.dumps(record)))
+        now[0] = 1000.0 * (status == "done")
+    assert [record["verify"]["cells"] for record in records] == [[1], [1]]
+    assert records[0]["parts"] == []
+    part, cell = records[1]["parts"]
+    assert part["status"] == status and ("no room" in part["reason"]) == (status == "failed")
+    assert (cell["part"], cell["status"], cell["reason"]) == ("verify: 2", "dropped", "not reached")
 
 
 def test_predicted_steps_are_beside_measured_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +127,9 @@ def test_predicted_steps_are_beside_measured_ones(tmp_path: Path, monkeypatch: p
         "steps": [row(64, 1, 0, 0.011), row(64, 2, 1, 0.007)],
         "settings": {"model_runner": "V1"},
     }
-    monkeypatch.setattr(gpu_check, "answer", lambda *_: found | {"waits": None})
+    monkeypatch.setattr(gpu_check, "answers", lambda *_: iter([found | {"waits": None}]))
     rooflines = {"V1": StepTimes.parse("1:0.011,11:0.021"), "V2": StepTimes.parse("1:9")}
-    [record] = Check(Plan(60.0, {"steps": {}}, "none", rooflines), tmp_path).run()
+    *_, record = Check(Plan(60.0, {"steps": {}}, "none", rooflines), tmp_path).run()
     assert [one["roofline_s"] for one in record["steps"]["steps"]] == pytest.approx([0.011, 0.014])
     assert "The roofline says 1.00 to 2.00 times these times." in verdict(record)
     _, (title, _, cells), _ = tables(record)

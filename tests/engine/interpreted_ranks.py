@@ -100,9 +100,10 @@ async def ranks(model: str) -> dict[str, Any]:
         async def ask(method: str) -> list[Any]:
             return [(await cores.call_workers(core, method))[0] for core in range(2)]
 
-        passes = ["", "s"]
-        while len(passes[0]) != len(passes[1]):  # until the ranks rest
-            passes = await ask("noted_passes")
+        passes, before = await ask("noted_passes"), [""]
+        while passes != before or len(passes[0]) != len(passes[1]):  # until the ranks rest
+            await asyncio.sleep(0.5)
+            passes, before = await ask("noted_passes"), passes
         last_step, counters = await ask("last_step_of_the_ranks"), await ask("counters")
         return {"requests": responses, "passes": passes, "last_step": last_step, "counters": counters}
     finally:

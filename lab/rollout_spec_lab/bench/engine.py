@@ -6,12 +6,15 @@ what its steps say.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +35,7 @@ from rollout_spec_lab.processes import last_error, started
 MIN_RESPONSE_TOKENS = 8
 RANDOM_PROMPT_TOKENS = 64
 WORKER = "rollout_spec_lab.bench.engine_worker"
+LOOK_SECONDS = 1.0  # between two looks at what a worker has found
 
 Served = dict[str, list[dict[str, Any]]]
 """By method what `engine_worker.run` gave of each repeat."""
@@ -308,7 +312,20 @@ def answer(
     seconds: float | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What `python -m WORKER JOB RESULT` says of a job, in a process of its own.
+    """What `python -m WORKER JOB RESULT` says of a job in the end; see `answers`."""
+    *_, last = answers(worker, job, name, folder, seconds, environment)
+    return last
+
+
+def answers(
+    worker: str,
+    job: Mapping[str, Any],
+    name: str,
+    folder: Path,
+    seconds: float | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[dict[str, Any]]:
+    """What it has found so far whenever that is more, and in the end; the worker has a process of its own.
 
     Args:
         name: of the job, for messages.
@@ -329,23 +346,30 @@ def answer(
         "PYTHONSAFEPATH": "1",  # a checkout that nothing was built in would hide the installed package
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
+    until, said = math.inf if seconds is None else time.monotonic() + seconds, ""
     with started([sys.executable, "-m", worker, str(task), str(result)], log, env) as process:
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise TimeLimitError(f"{name}: not done after {seconds:.0f} s") from None
-    if code:
-        raise EngineError(f"{name}: its process ended with code {code}: {last_error(log)}")
-    found = json.loads(result.read_text())
+        while process.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, min(LOOK_SECONDS, until - time.monotonic())))
+            if result.is_file() and (says := result.read_text()) != said:
+                said = says
+                yield json.loads(said)
+            if process.returncode is None and time.monotonic() >= until:
+                raise TimeLimitError(f"{name}: not done after {seconds:.0f} s")
+    if process.returncode:
+        raise EngineError(f"{name}: its process ended with code {process.returncode}: {last_error(log)}")
     for file in (task, result, log):
         file.unlink()
-    return found
 
 
-def reply(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """What a worker does with the job of `answer`, whose files are on its command line."""
+def reply(run: Callable[[dict[str, Any]], dict[str, Any] | Iterator[dict[str, Any]]]) -> None:
+    """What a worker does with the job of `answers`, whose files are on its command line."""
     job, result = map(Path, sys.argv[1:])
-    result.write_text(json.dumps(run(json.loads(job.read_text()))))
+    found = run(json.loads(job.read_text()))
+    for record in (found,) if isinstance(found, dict) else found:
+        part = result.with_suffix(".part")
+        part.write_text(json.dumps(record))
+        part.replace(result)  # whole, whenever it is read
 
 
 def make_record(plan: Plan, served: Served) -> dict[str, Any]:

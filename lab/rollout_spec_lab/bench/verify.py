@@ -146,7 +146,7 @@ def record_of(
             calls = Step(rows, k, vocab_size, device).contestants()
             cell = {"rows": rows, "k": k, "ms": _milliseconds(calls, device)}
             record["cells"].append(cell | {"waits": {name: _waits(call) for name, call in calls.items()}})
-            record["skipped"] = [f"{rows} rows, {k} drafts: no time" for rows, k in wanted[number:]]
+            record["skipped"] = [f"{rows} rows, {k} drafts: not reached" for rows, k in wanted[number:]]
             yield record
 
 

@@ -16,7 +16,7 @@ from rollout_spec.certify.environment import environment
 from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import trace_file
 from rollout_spec_lab.bench import engine
-from rollout_spec_lab.bench.engine import EngineError, TimeLimitError, answer, make_record, predict
+from rollout_spec_lab.bench.engine import EngineError, TimeLimitError, answers, make_record, predict
 from rollout_spec_lab.bench.rollouts import write_rollouts
 from rollout_spec_lab.gpu_check import PARTS, V2
 
@@ -55,19 +55,16 @@ class Check:
 
     def run(self) -> Iterator[dict[str, Any]]:
         """What `rollout-spec-lab gpu-check --json` prints, but for the names of model and load: after each
-        part what there is so far.
+        part, and each cell of one, what there is so far.
 
         `parts` has of each part its status (done, failed or dropped), seconds and reason; what it found is
         under its name, None where it found nothing. A part may take half of the time that is left, the last
         one all of it; the rollouts leave RESERVE.
         """
         for name, job in self._plan.jobs.items():
-            if name == "rollouts":
-                for record in self._rollouts():
-                    self._found[name] = record
-                    yield self._record()
-            else:
-                self._found[name] = self._thresholds() if name == "thresholds" else self._part(name, job)
+            special = {"rollouts": self._rollouts, "thresholds": self._thresholds}.get(name)
+            for found in special() if special else self._part(name, job):
+                self._found[name] = found
                 yield self._record()
 
     def _record(self) -> dict[str, Any]:
@@ -87,28 +84,31 @@ class Check:
     def _left(self) -> float:
         return self._plan.seconds - self._elapsed
 
-    def _part(self, name: str, job: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _part(self, name: str, job: Mapping[str, Any]) -> Iterator[dict[str, Any] | None]:
+        """What a part has found so far; the last once more when its end is noted."""
         self._show(name, self._elapsed)
         began, seconds = self._elapsed, self._left
         if name != [*self._plan.jobs][-1]:
             seconds /= 2
         # So that it can end by itself.
         job = {**job, "part": name.removesuffix(V2), "seconds": seconds * 0.9}
+        found: dict[str, Any] | None = None
+        status, reason = DONE, ""
         try:
-            found = answer(WORKER, job, name, self._folder, max(seconds, 0.0), self._environment(name))
+            for found in answers(WORKER, job, name, self._folder, max(seconds, 0.0), self._environment(name)):
+                if self._plan.rooflines and name.startswith("steps"):
+                    self._predict_steps(found)
+                yield found
         except TimeLimitError as error:
-            self._note(name, DROPPED, began, _reason(name, error))
+            if found is None:
+                status, reason = DROPPED, _reason(name, error)
         except EngineError as error:
-            self._note(name, FAILED, began, _reason(name, error))
-        else:
-            self._note(name, DONE, began)
-            if self._plan.rooflines and name.startswith("steps"):
-                self._predict_steps(found)
-            for reason in found.get("skipped", ()):
-                cell, _, why = reason.partition(": ")
-                self._note(f"{name}: {cell}", DROPPED, None, why)
-            return found
-        return None
+            status, reason = FAILED, _reason(name, error)
+        self._note(name, status, began, reason)
+        for cell_reason in (found or {}).get("skipped", ()):
+            cell, _, why = cell_reason.partition(": ")
+            self._note(f"{name}: {cell}", DROPPED, None, why)
+        yield found
 
     def _predict_steps(self, found: Mapping[str, Any]) -> None:
         """Add to each step what the roofline says, if there is one: `roofline_s`."""
@@ -189,17 +189,18 @@ class Check:
             elif method not in have_served:
                 self._note(f"rollouts: {method}", DROPPED, None, "no time")
 
-    def _thresholds(self) -> dict[str, Any] | None:
+    def _thresholds(self) -> Iterator[dict[str, Any] | None]:
         """By simulation of what the first method has served, with the step times found."""
         rollouts = self._found["rollouts"]
         steps = self._found.get("steps" + V2) or self._found["steps"]
         if rollouts is None:
             self._note("thresholds", DROPPED, None, "no rollouts to simulate")
-            return None
+            yield None
+            return
         times = step_times(steps["steps"]) if steps and steps["steps"] else rollouts["step_times"]
         trace = str(trace_file(self._folder, 0))
         job = {"trace": trace, "step_times": times, "max_num_seqs": rollouts["load"]["max_num_seqs"]}
-        return self._part("thresholds", job)
+        yield from self._part("thresholds", job)
 
 
 def _reason(name: str, error: Exception) -> str:

@@ -6,7 +6,7 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from rollout_spec_lab.bench.waits import can_count_waits, synchronize, waits
 BEGAN = time.monotonic()
 
 
-def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Steps of an engine of ours, by rows, draft tokens of a row and context of a row.
+def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Steps of an engine of ours, by rows, draft tokens of a row and context of a row, after each cell.
 
     Drafts are forced and mostly wrong: a step's time does not depend on what is accepted.
 
@@ -29,8 +29,8 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
             num_steps, of each kind; seconds, after which nothing more is begun.
 
     Returns:
-        steps and sampling (both tables of `Steps`), skipped (cells without time or memory for them), waits
-        (see `Sampling`) and settings (of the engine).
+        steps and sampling (both tables of `Steps`), skipped (cells without memory, and those that are still
+        to come), waits (see `Sampling`) and settings (of the engine).
     """
     engine = make_engine(dict(job))
     core = engine.engine_core.engine_core
@@ -41,21 +41,20 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     cache = core.vllm_config.cache_config
     kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
     most = core.scheduler.max_num_scheduled_tokens
-    found, skipped = Steps(), list[str]()
-    longest = 0.0
-    for context in job["contexts"]:
-        prompts = _random_prompts(engine, max(job["nums_rows"]), context)
-        for num_rows in reversed(job["nums_rows"]):  # the others have their prompts cached
-            begin = time.monotonic()
-            cell = f"{num_rows} rows of {context} tokens"
-            # Rows whose prompt comes first decode while the others' is read.
-            num_tokens = drafts.num_tokens + num_rows * context // most + 1
-            if num_rows * (context + num_tokens) > kv_tokens:
-                skipped.append(f"{cell}: more than the {kv_tokens:,} tokens of the KV cache")
-                continue
-            if begin + longest > BEGAN + job["seconds"]:
-                skipped.append(f"{cell}: no time")
-                continue
+    found, skipped, longest = Steps(), list[str](), 0.0
+    # The fewest rows first: their prompts are cached then, and what is cut off is what takes longest.
+    cells = [(context, num_rows) for context in job["contexts"] for num_rows in job["nums_rows"]]
+    for number, (context, num_rows) in enumerate(cells, start=1):
+        begin = time.monotonic()
+        cell = _name(context, num_rows)
+        prompts = _random_prompts(engine, num_rows, context)
+        # Rows whose prompt comes first decode while the others' is read.
+        num_tokens = drafts.num_tokens + num_rows * context // most + 1
+        if num_rows * (context + num_tokens) > kv_tokens:
+            skipped.append(f"{cell}: more than the {kv_tokens:,} tokens of the KV cache")
+        elif begin + longest > BEGAN + job["seconds"]:
+            skipped.append(f"{cell}: not reached")
+        else:
             skipped += [
                 f"{cell}, {k} drafts: more than the {most:,} tokens that a step may have"
                 for k in job["nums_drafts"]
@@ -67,22 +66,26 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
                 sampling.mode = mode
                 drafts.start(num_rows, most)
                 watch.start()
-                serve(engine, prompts[:num_rows], [params] * num_rows)
+                serve(engine, prompts, [params] * num_rows)
             line = watch.timeline
             columns = zip(line.num_running, line.num_rows, line.num_draft_tokens, line.seconds, strict=True)
             for running, rows, num_drafts, seconds in columns:
                 if rows == running == num_rows:
                     found.add(context, rows, num_drafts / rows, seconds)
             longest = max(longest, time.monotonic() - begin)
-    return {
-        "steps": found.table(job["nums_drafts"]),
-        "sampling": [
-            row for row in sampling.steps.table(job["nums_drafts"]) if row["num_rows"] in job["nums_rows"]
-        ],
-        "waits": sampling.waits if can_count_waits() else None,
-        "skipped": skipped,
-        "settings": settings_of(core.vllm_config),
-    }
+        yield {
+            "steps": found.table(job["nums_drafts"]),
+            "sampling": [
+                row for row in sampling.steps.table(job["nums_drafts"]) if row["num_rows"] in job["nums_rows"]
+            ],
+            "waits": sampling.waits if can_count_waits() else None,
+            "skipped": skipped + [f"{_name(*cell)}: not reached" for cell in cells[number:]],
+            "settings": settings_of(core.vllm_config),
+        }
+
+
+def _name(context: int, num_rows: int) -> str:
+    return f"{num_rows} rows of {context} tokens"
 
 
 class ForcedDrafts:

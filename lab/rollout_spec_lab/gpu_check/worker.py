@@ -1,19 +1,20 @@
 """A part of `gpu-check` in a process of its own: `python -m rollout_spec_lab.gpu_check.worker JOB RESULT`.
 
+One that takes long writes what it has found after each cell.
 Each imports what it needs, so that a package that cannot be imported costs only the parts that need it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import AUTO, SpecConfig
 from rollout_spec_lab.bench.engine import reply, times_of
 
-THRESHOLDS = (0, 4, 8, 16, 32, 64, AUTO)
+THRESHOLDS: tuple[int | str, ...] = (0, AUTO, 4, 8, 16, 32, 64)
 TAIL_ROWS = 8
 BEGAN = time.monotonic()
 
@@ -25,15 +26,14 @@ def doctor(job: Mapping[str, Any]) -> dict[str, Any]:
     return report()
 
 
-def verification(job: Mapping[str, Any]) -> dict[str, Any]:
+def verification(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What `bench verify --json` prints, of the cells that there is time for; `skipped`: the others."""
     from rollout_spec_lab.bench.verify import record_of
 
-    found = record_of(None, job["nums_rows"], job["nums_drafts"], job["vocab_size"])
-    record = next(found)
-    while time.monotonic() < BEGAN + job["seconds"] and next(found, None):
-        pass
-    return record
+    for record in record_of(None, job["nums_rows"], job["nums_drafts"], job["vocab_size"]):
+        yield record
+        if time.monotonic() > BEGAN + job["seconds"]:
+            return
 
 
 def certificate(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,14 +45,14 @@ def certificate(job: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
-def steps(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What steps take: see `check_steps`."""
+def steps(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What steps take: see `steps.measure`."""
     from rollout_spec_lab.gpu_check.steps import measure
 
     return measure(job)
 
 
-def thresholds(job: Mapping[str, Any]) -> dict[str, Any]:
+def thresholds(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Which `batch_threshold` recorded rollouts are served fastest with, by simulation.
 
     Args:
@@ -62,18 +62,18 @@ def thresholds(job: Mapping[str, Any]) -> dict[str, Any]:
     from rollout_spec.trace import read_trace
 
     lines, times = list(read_trace(Path(job["trace"]))), times_of(job["step_times"])
-    cluster = Cluster(1, job["max_num_seqs"])
-    seconds = {
-        str(threshold): simulate(lines, cluster, SpecConfig(batch_threshold=threshold), times, TAIL_ROWS)[
-            "makespan_s"
-        ]
-        for threshold in THRESHOLDS
-    }
-    speedups = {threshold: seconds["0"] / own for threshold, own in seconds.items()}
-    return {"speedups": speedups, "best": max(speedups, key=lambda threshold: speedups[threshold])}
+    cluster, seconds = Cluster(1, job["max_num_seqs"]), dict[str, float]()
+    for number, threshold in enumerate(THRESHOLDS, start=1):
+        config = SpecConfig(batch_threshold=threshold)
+        seconds[str(threshold)] = simulate(lines, cluster, config, times, TAIL_ROWS)["makespan_s"]
+        speedups = {name: seconds["0"] / own for name, own in seconds.items()}
+        if number > 1:
+            best = max(speedups, key=lambda name: speedups[name])
+            skipped = [f"{left}: not reached" for left in THRESHOLDS[number:]]
+            yield {"speedups": speedups, "best": best, "skipped": skipped}
 
 
-PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any] | Iterator[dict[str, Any]]]] = {
     "doctor": doctor, "verify": verification, "certify": certificate, "steps": steps,
     "thresholds": thresholds,
 }  # fmt: skip
