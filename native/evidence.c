@@ -14,7 +14,7 @@
 
 /* The constants were chosen on recorded rollouts; a factor of two in any of them costs under 1 %. */
 /* What an engine begins with: each expert's weight for its own token, and against any other; sums over the selectors.
- * From recordings, by lab/rollout_spec_lab/studies/first_weights.py: the matches, six contexts, a model, the corpus. */
+ * From recordings, as lab/record/drafters.md says: the matches, six contexts, a model, the corpus. */
 static const float FIRST_WEIGHTS[2][RS_NUM_EXPERTS] = {
     {0.93F, 0.45F, 0.10F, 0.26F, -0.10F, -0.21F, 0.18F, 0.15F, 0.51F, 0.30F},
     {0.38F, 0.10F, -0.05F, -0.02F, 0.17F, 0.10F, 0.03F, 0.11F, 0.76F, 0.30F},

@@ -32,14 +32,13 @@ from rollout_spec_lab.cli.bench_engine import METHODS
 from rollout_spec_lab.cli.inputs import checked_methods, default_dtype
 
 
-def timeline(steps: list[tuple[float, int, int, int, int, int, int]]) -> Timeline:
-    """Of (seconds, running, rows, tokens, draft tokens, accepted, on)."""
+def timeline(steps: list[tuple[float, int, int, int, int, int]]) -> Timeline:
+    """Of (seconds, running, rows, tokens, draft tokens, accepted)."""
     line = Timeline()
-    for seconds, running, rows, tokens, drafted, accepted, on in steps:
+    for seconds, running, rows, tokens, drafted, accepted in steps:
         line.add(
             seconds=seconds, num_running=running, num_rows=rows, num_tokens=tokens,
             num_prefills=tokens - rows - accepted, num_draft_tokens=drafted, num_accepted_tokens=accepted,
-            is_on=on,
         )  # fmt: skip
     return line
 
@@ -52,14 +51,14 @@ def line(group: str, prompt: list[int], *responses: list[int]) -> Rollout:
 # Two prefills beside a decode, two steps of three, one of two with drafts, then few with and without.
 LINE = timeline(
     [
-        (0.5, 3, 1, 3, 0, 0, 0),
-        (0.25, 3, 3, 3, 0, 0, 0),
-        (0.25, 1, 1, 1, 0, 0, 1),
-        (0.5, 3, 3, 3, 0, 0, 1),
-        (1.0, 2, 2, 5, 8, 3, 1),
-        (0.25, 1, 1, 2, 4, 1, 1),
-        (0.75, 2, 2, 2, 3, 0, 1),
-        (0.25, 1, 1, 1, 0, 0, 1),
+        (0.5, 3, 1, 3, 0, 0),
+        (0.25, 3, 3, 3, 0, 0),
+        (0.25, 1, 1, 1, 0, 0),
+        (0.5, 3, 3, 3, 0, 0),
+        (1.0, 2, 2, 5, 8, 3),
+        (0.25, 1, 1, 2, 4, 1),
+        (0.75, 2, 2, 2, 3, 0),
+        (0.25, 1, 1, 1, 0, 0),
     ]
 )
 
@@ -71,7 +70,7 @@ def test_the_tail_begins_behind_the_last_step_with_more_requests():
     assert (found["front_tokens"], found["tail_tokens"], found["num_tokens"]) == (10, 10, 20)
     assert (found["num_row_steps"], found["num_decoded_tokens"]) == (14, 18)
     assert (found["num_draft_tokens"], found["num_accepted_tokens"]) == (15, 4)
-    assert (found["num_steps"], found["num_steps_on"]) == (8, 6)
+    assert found["num_steps"] == 8
     assert measure(LINE, threshold=3)["front_s"] == 0
     assert measure(LINE, threshold=0)["tail_s"] == 0
 
@@ -81,7 +80,7 @@ def run(front: tuple[float, int], tail: tuple[float, int], drafted: int = 0, acc
         "front_s": front[0], "front_tokens": front[1], "tail_s": tail[0], "tail_tokens": tail[1],
         "makespan_s": front[0] + tail[0], "num_tokens": front[1] + tail[1], "num_row_steps": 10,
         "num_decoded_tokens": 10 + accepted, "num_draft_tokens": drafted, "num_accepted_tokens": accepted,
-        "num_steps": 5, "num_steps_on": 5 * bool(drafted), "draft_cpu_s": 0.25,
+        "num_steps": 5, "draft_cpu_s": 0.25,
     }  # fmt: skip
 
 
@@ -91,12 +90,12 @@ def test_methods_are_compared_repeat_by_repeat():
     sam = [run((2, 80), (1, 40), 8, 4), run((4, 80), (2, 40), 8, 4)]
     first, second = summarise({"off": off, "sam": sam})
     assert first["ratios"]["tokens_per_s"] == {"value": 1.0, "ci95": [1.0, 1.0]}
-    assert (first["acceptance_rate"], first["share_on"]) == (None, 0.0)
+    assert first["acceptance_rate"] is None
     assert second["makespan_s"] == 4.5
     assert second["tail_tokens_per_s"] == pytest.approx(80 / 3)
     assert second["ratios"]["tail_tokens_per_s"]["ci95"] == pytest.approx([4.0, 4.0])
     assert second["ratios"]["front_tokens_per_s"]["value"] == pytest.approx(0.8)
-    assert (second["acceptance_rate"], second["tokens_per_step"], second["share_on"]) == (0.5, 1.4, 1.0)
+    assert (second["acceptance_rate"], second["tokens_per_step"]) == (0.5, 1.4)
 
 
 def test_step_times_leave_prefills_out_and_tell_drafted_steps():
@@ -239,7 +238,7 @@ def test_predictions_are_beside_what_was_measured(tmp_path: Path):
     plan = Plan(load, ["off", "suffix"], "", "float32", {"max_num_seqs": 2}, {}, repeats=2)
 
     def served(seconds: float) -> dict:
-        steps = [(seconds, 2, 0, 2, 0, 0, 0), (seconds, 2, 2, 2, 0, 0, 0)] + [(seconds, 1, 1, 1, 0, 0, 0)] * 2
+        steps = [(seconds, 2, 0, 2, 0, 0), (seconds, 2, 2, 2, 0, 0)] + [(seconds, 1, 1, 1, 0, 0)] * 2
         return {
             "timeline": asdict(timeline(steps)), "responses": load.all_recorded, "draft_cpu_s": 0.0,
             "counters": {}, "settings": {"options": None, "model_runner": "V1"},

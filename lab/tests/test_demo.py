@@ -23,7 +23,7 @@ def side(seconds: float, *responses: list[int]) -> dict[str, Any]:
     """One rollout: the prefills in half of the seconds, all that is left in one step with as many drafts."""
     line, decoded = Timeline(), sum(len(response) - 1 for response in responses)
     num = len(responses)
-    common = {"seconds": seconds / 2, "num_running": num, "num_accepted_tokens": 0, "is_on": 0}
+    common = {"seconds": seconds / 2, "num_running": num, "num_accepted_tokens": 0}
     line.add(num_rows=0, num_tokens=num, num_prefills=num, num_draft_tokens=0, **common)
     common |= {"num_accepted_tokens": decoded - num}
     line.add(num_rows=num, num_tokens=decoded, num_prefills=0, num_draft_tokens=2 * decoded, **common)
@@ -143,10 +143,10 @@ def test_the_demo_trains_without_drafts_then_with_them_and_then_takes_turns(
     monkeypatch.setattr(runner, "plan_of", lambda training, model: (f"{training.name} of {model.name}", 2))
     monkeypatch.setattr(runner, "serve_in_turns", serve)
     given = {"output": tmp_path, "model": tmp_path / "policy", "train_file": tmp_path / "train.parquet"}
-    comparison, found = runner.run_demo(runner.Plan(**given), runner.Watcher())
+    comparison, found = runner.run_demo(runner.Plan(**given), print)
     assert done == ["off", "sam", ("sam of policy", 2, 60.0, tmp_path)]
     assert comparison.on.column("step") == [1, 2] and found.speedup.value == pytest.approx(1.5)
     with pytest.raises(
         runner.RunFailedError, match=r"out of memory; log: .*rollout-spec compare \S+/off \S+/sam"
     ):
-        runner.run_demo(runner.Plan(**given, turn_seconds=-1.0), runner.Watcher())
+        runner.run_demo(runner.Plan(**given, turn_seconds=-1.0), print)

@@ -159,41 +159,6 @@ class Ngram(Proposer):
         return drafts[rows], np.minimum(numbers[rows], budgets)
 
 
-class Oracle(Proposer):
-    """The bound: the longest continuation after the last token that the group's text holds, chosen knowing
-    what comes. `token_ids` must hold the whole responses, as the replay's does."""
-
-    def __init__(self, k: int) -> None:
-        self._k = k
-
-    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
-        prompt = line.prompt_token_ids
-        self._grams: set[tuple[int, ...]] = set()
-        self._levels = [len(prompt)] * len(line.responses)
-        for text in [prompt, *(np.concatenate([prompt, response]) for response in earlier)]:
-            self._add(text.tolist(), 1)
-
-    def _add(self, text: list[int], first: int) -> None:
-        for end in range(first + 1, len(text) + 1):
-            for length in range(2, min(self._k + 1, end) + 1):
-                self._grams.add(tuple(text[end - length : end]))
-
-    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
-        for row, level in zip(rows.tolist(), levels.tolist(), strict=True):
-            begin = max(0, self._levels[row] - self._k - 1)
-            text = token_ids[row, begin:level].tolist()
-            self._add(text, self._levels[row] - begin)
-            self._levels[row] = level
-        drafts = np.zeros((len(rows), self._k), np.int32)
-        numbers = np.zeros(len(rows), np.int32)
-        for i, (row, level, budget) in enumerate(zip(rows, levels, budgets, strict=True)):
-            future = token_ids[row, level - 1 : level + min(self._k, int(budget))].tolist()
-            while numbers[i] + 1 < len(future) and tuple(future[: numbers[i] + 2]) in self._grams:
-                numbers[i] += 1
-            drafts[i, : numbers[i]] = future[1 : numbers[i] + 1]
-        return drafts, numbers
-
-
 class Model(Proposer):
     """The line's model alone: all that it drafts."""
 
@@ -224,7 +189,8 @@ def make_proposer(method: str, config: SpecConfig) -> Proposer:
         return IndexProposer(config, mixes=method == "sam+model")
     if method == "model":
         return Model(k)
-    return Oracle(k) if method == "oracle" else Off()
+    assert method == "off", method
+    return Off()
 
 
 def all_runs(

@@ -275,28 +275,21 @@ def turns(methods: Sequence[str], repeats: int) -> list[tuple[int, str]]:
     ]
 
 
-def rollouts(
-    plan: Plan, folder: Path, tracked: Callable[[list[Any]], Iterable[Any]] = iter
+def take_turns(
+    methods: Sequence[str],
+    repeats: int,
+    serve: Callable[[int, str], dict[str, Any]],
+    tracked: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> Iterator[Served]:
     """What was served so far, after each repeat of `turns`.
 
-    Before that, the first method serves the first load once for nothing: the first rollout of a run
-    was found slow.
-
     Args:
-        folder: where an engine's files lie while it runs, and stay if it fails.
-        tracked: shows progress through the rollouts.
-
-    Raises:
-        EngineError: an engine has failed.
+        serve: repeat and method.
+        tracked: shows progress through the turns.
     """
-    in_turn = turns(plan.methods, plan.repeats)
-    served: Served = {method: [] for method in plan.methods}
-    for i, (repeat, method) in enumerate(tracked([in_turn[0], *in_turn])):
-        result = plan.serve(repeat, method, folder)
-        if i == 0:
-            continue
-        served[method].append(result)
+    served: Served = {method: [] for method in methods}
+    for repeat, method in tracked(turns(methods, repeats)):
+        served[method].append(serve(repeat, method))
         if all(len(done) > repeat for done in served.values()):
             yield served
 

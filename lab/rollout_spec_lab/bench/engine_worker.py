@@ -44,22 +44,19 @@ class Watch:
     def __init__(self, engine: Any) -> None:
         runner = runner_of(engine)
         ours = proposer_of(runner)
-        self._is_ours = ours is not None
+        self._ours = ours
         self._drafter: Any = ours or getattr(runner, "drafter", None)
         if self._drafter is not None:
-            name = SuffixProposer.draft.__name__ if self._is_ours else "propose"  # what both runners call
+            name = SuffixProposer.draft.__name__ if ours else "propose"  # what both runners call
             setattr(self._drafter, name, self._timed(getattr(self._drafter, name)))
         # In place of vLLM's own loggers, which cost a step as much as a small model does.
         engine.logger_manager.stat_loggers[:] = [self]
-        self.counters = EngineCounters()
         self.start()
 
     def start(self) -> None:
-        self.take_counters()
+        self.counters()
         self.timeline = Timeline()
-        self.counters = EngineCounters()
         self.draft_cpu_s = 0.0
-        self._is_on = False
         self._last = time.perf_counter()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
@@ -68,7 +65,6 @@ class Watch:
             return  # scheduled ahead, and nothing has come back
         now = time.perf_counter()
         drafts = scheduler_stats.spec_decoding_stats
-        counters = self.take_counters(waits=False)
         self.timeline.add(
             seconds=now - self._last,
             num_running=scheduler_stats.num_running_reqs + len(iteration_stats.finished_requests),
@@ -77,9 +73,8 @@ class Watch:
             num_prefills=len(iteration_stats.time_to_first_tokens_iter),
             num_draft_tokens=drafts.num_draft_tokens if drafts else 0,
             num_accepted_tokens=drafts.num_accepted_tokens if drafts else 0,
-            is_on=int(counters.num_steps_on > 0 or self._is_on),
         )
-        self._last, self._is_on = now, False
+        self._last = now
 
     def record_proposals(self, num_tokens: int) -> ProposalRecorder:
         """From now on, of an engine with `sam+model`."""
@@ -93,22 +88,13 @@ class Watch:
             begin = time.thread_time()
             drafts = draft(*args, **kwargs)
             self.draft_cpu_s += time.thread_time() - begin
-            # Ours has a gate and says so itself; vLLM's draft in every step.
-            self._is_on = not self._is_ours
             return drafts
 
         return timed
 
-    def take_counters(self, *, waits: bool = True) -> EngineCounters:
-        """Of our drafter since the last call, which `counters` has as well; else zeros.
-
-        waits: also for the step that is in flight (`SuffixProposer.take_counters`).
-        """
-        if not self._is_ours:
-            return EngineCounters()
-        taken = self._drafter.take_counters(waits=waits)
-        self.counters.add(taken)
-        return taken
+    def counters(self) -> EngineCounters:
+        """Of our drafter since the last call; zeros where there is another or none."""
+        return self._ours.take_counters() if self._ours else EngineCounters()
 
 
 class ProposalRecorder:
@@ -177,13 +163,12 @@ def rollout(
         recorded.start(job["recorded"])
     watch.start()
     responses = serve(engine, prompts, params)
-    watch.take_counters()
     if recorded and responses != job["recorded"]:
         raise EngineError("a request did not get its recorded tokens")
     return {
         "timeline": dataclasses.asdict(watch.timeline),
         "draft_cpu_s": watch.draft_cpu_s,
-        "counters": watch.counters.to_dict(),
+        "counters": watch.counters().to_dict(),
         "responses": responses,
     }
 

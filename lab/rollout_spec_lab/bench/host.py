@@ -23,7 +23,7 @@ from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.measures import paired
 from rollout_spec.report.runs import plain, ratio
 from rollout_spec.trace import Rollout
-from rollout_spec_lab.bench.engine import Method, answer, turns
+from rollout_spec_lab.bench.engine import Method, answer, take_turns
 
 WORKER = "rollout_spec_lab.bench.host_worker"
 WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
@@ -182,15 +182,14 @@ def measure(
         for line in lines
         for response in line.responses
     )
-    found: dict[str, list[dict[str, Any]]] = {method: [] for method in plan.methods}
     with tempfile.TemporaryDirectory(prefix="rollout_spec_") as model:
         make_model(Path(model), vocab_size, longest)
-        for repeat, method in tracked(turns(plan.methods, plan.repeats)):
+
+        def serve(_: int, method: str) -> dict[str, Any]:
             job = plan.job(method, model, longest, vocab_size)
-            worker = WORKER_V2 if job["v2"] else WORKER
-            found[method].append(answer(worker, job, method, folder))
-            if all(len(done) > repeat for done in found.values()):
-                yield found
+            return answer(WORKER_V2 if job["v2"] else WORKER, job, method, folder)
+
+        yield from take_turns(plan.methods, plan.repeats, serve, tracked)
 
 
 def make_record(plan: Plan, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:

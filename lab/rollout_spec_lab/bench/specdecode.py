@@ -25,11 +25,13 @@ from rollout_spec.trace import Rollout
 from rollout_spec_lab.bench.drafters import make_proposer
 
 MODEL = "llama3.1-8B"
+NUM_EAGLE = 3  # tokens that EAGLE drafts beside our text
+CONFIG = SpecConfig(num_speculative_tokens=15, history=0)
 MATCHED = {"cnn": 0.4, "gsm8k": 0.2, "sharegpt": 0.2, "instructcoder": 0.8}
 """By dataset, how often n-gram drafts where nothing is accepted, as the authors' simulator has it."""
 ROWS = (1, 8, 16, 32, 64, 128)
 FIXED = (1, 3, 5)
-OURS = {"ours, text alone": "sam", "one of the two a step": "choose", "ours, text and EAGLE": "sam+model"}
+OURS = {"ours, text alone": "sam", "ours, text and EAGLE": "sam+model"}
 OUR_SECONDS = 40e-6  # of a step's drafts
 PRICE = 0.05  # of the tokens per step
 Steps = npt.NDArray[np.float64]
@@ -193,20 +195,11 @@ def price(clock: Clock, requests: Sequence[Recorded], steps: Sequence[Steps], ro
 
 
 def measure(
-    checkout: Path,
-    dataset: str,
-    config: SpecConfig,
-    num_eagle: int = 3,
-    rows: Sequence[int] = ROWS,
-    *,
-    limit: int | None = None,
-    is_fresh: bool = False,
+    checkout: Path, dataset: str, rows: Sequence[int], limit: int | None, is_fresh: bool
 ) -> list[dict[str, Any]]:
     """Of every method, tokens per step, ours at `PRICE`, and the speed by rows, ours at each one's own price.
 
     Args:
-        config: of our drafter.
-        num_eagle: tokens that EAGLE drafts for it.
         limit: the first so many requests only.
         is_fresh: our drafter begins afresh in each request, without what it learned from those before.
 
@@ -241,11 +234,11 @@ def measure(
             for each in requests
         ]
         add(name, steps, dict.fromkeys(rows, steps), clock.ngram_draft_percentage)
-    lines = list(with_eagle(requests, num_eagle))
+    lines = list(with_eagle(requests, NUM_EAGLE))
     for name, method in OURS.items():
 
         def at(survival: float, method: str = method) -> list[Steps]:
-            return our_steps(lines, method, dataclasses.replace(config, min_survival=survival), is_fresh)
+            return our_steps(lines, method, dataclasses.replace(CONFIG, min_survival=survival), is_fresh)
 
         steps = at(PRICE)
         of_rows = {n: at(price(clock, requests, steps, n)) for n in rows}

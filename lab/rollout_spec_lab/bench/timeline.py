@@ -29,7 +29,6 @@ class Timeline:
     num_prefills: list[int] = dataclasses.field(default_factory=list)  # requests that gave their first token
     num_draft_tokens: list[int] = dataclasses.field(default_factory=list)  # verified in this step
     num_accepted_tokens: list[int] = dataclasses.field(default_factory=list)
-    is_on: list[int] = dataclasses.field(default_factory=list)  # 1: the drafter was asked for the next drafts
 
     def add(self, **step: float) -> None:
         for field in dataclasses.fields(self):
@@ -55,7 +54,6 @@ def measure(timeline: Timeline, threshold: int) -> dict[str, float]:
         "num_decoded_tokens": int(tokens.sum()) - sum(timeline.num_prefills),
         "num_row_steps": sum(timeline.num_rows),
         "num_steps": len(seconds),
-        "num_steps_on": sum(timeline.is_on),
         "num_draft_tokens": sum(timeline.num_draft_tokens),
         "num_accepted_tokens": sum(timeline.num_accepted_tokens),
     }
@@ -86,7 +84,6 @@ def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[st
         result |= {name: plain(on.value) for name, (_, on, _) in changes.items()}
         result["acceptance_rate"] = plain(ratio(total("num_accepted_tokens"), total("num_draft_tokens")))
         result["tokens_per_step"] = plain(ratio(total("num_decoded_tokens"), total("num_row_steps")))
-        result["share_on"] = plain(ratio(total("num_steps_on"), total("num_steps")))
         result["ratios"] = {name: change.to_dict() for name, (_, _, change) in changes.items()}
         result["tokens_per_s_over"] = {
             other: paired(_amounts(theirs, "tokens_per_s"), _amounts(mine, "tokens_per_s"))[2].to_dict()

@@ -25,10 +25,13 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command of `rollout-spec-lab`; returns the exit code, as `rollout-spec` does.
 
-    SIGTERM is as Ctrl-C: what the command has started ends with it.
+    SIGTERM and SIGHUP are as Ctrl-C: what the command has started ends with it.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    both = signal.SIGTERM, signal.SIGHUP
+    caught = [each for each in both if signal.getsignal(each) is not signal.SIG_IGN]  # as nohup makes it
+    before = [signal.signal(each, signal.default_int_handler) for each in caught]
     try:
         return run_command(build_parser(), argv)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in zip(caught, before, strict=True):
+            signal.signal(each, handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from itertools import islice
 from pathlib import Path
@@ -21,10 +20,10 @@ from rollout_spec.cli.inputs import (
     with_model,
 )
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
-from rollout_spec_lab.cli.inputs import installed, shown
+from rollout_spec_lab.cli.inputs import add_output, installed, shown, write
 
 HELP = "compare drafters on the same steps of recorded rollouts"
-METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam", "oracle")
+METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam")
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
     **{
@@ -43,48 +42,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     drafters = parser.add_argument_group("drafters; of several values every combination is replayed")
     drafters.add_argument(
-        "--methods",
-        metavar="M,M",
+        "--methods", metavar="M,M",
         help="by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
         f"({','.join(METHODS)}, without what is not installed); with a model also model alone, "
         "and sam+model: the model as one more expert",
-    )
+    )  # fmt: skip
     add_model_drafter_arguments(drafters)
     drafters.add_argument(
-        "--num-speculative-tokens",
-        type=number(int, 1, MAX_SPECULATIVE_TOKENS),
-        nargs="+",
-        default=list(dict.fromkeys((SpecConfig.num_speculative_tokens, 8))),
-        metavar="K",
-        help="most draft tokens per row and step",
-    )
+        "--num-speculative-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), nargs="+", metavar="K",
+        default=[SpecConfig.num_speculative_tokens, 8], help="most draft tokens per row and step",
+    )  # fmt: skip
     drafters.add_argument(
-        "--history",
-        type=number(int, 0, 1 << 16),
-        nargs="+",
-        default=[SpecConfig.history],
-        metavar="N",
+        "--history", type=number(int, 0, 1 << 16), nargs="+", default=[SpecConfig.history], metavar="N",
         help="earlier responses of the prompt that a drafter has; suffix_server* has all in its cache",
-    )
+    )  # fmt: skip
     drafters.add_argument(
-        "--min-survival",
-        type=number(float, 0, 1),
-        nargs="+",
-        default=[SpecConfig.min_survival],
-        metavar="P",
-        help="least survivals that sam and sam+model draft",
-    )
+        "--min-survival", type=number(float, 0, 1), nargs="+", default=[SpecConfig.min_survival],
+        metavar="P", help="least survivals that sam and sam+model draft",
+    )  # fmt: skip
     drafters.add_argument(
-        "--equal-drafts",
-        action="store_true",
+        "--equal-drafts", action="store_true",
         help="sam also with the least survivals at which it drafts as many tokens as each suffix*",
-    )
+    )  # fmt: skip
     add_spec_argument(
         drafters, "another option of rollout.spec for sam, for example max_index_mb=64", REFUSED
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="DIR", help="write drafters.json there")
-    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_output(parser, "drafters.json")
     trace = "outputs/demo/off/rollouts/rollouts-0.jsonl"
     add_example(parser, f"rollout-spec-lab bench drafters {trace} --history 0 8 --equal-drafts")
 
@@ -111,8 +94,7 @@ def run(args: argparse.Namespace) -> int:
     except BudgetExceeded as error:
         raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "drafters.json").write_text(json.dumps(record, indent=2) + "\n")
+        write(record, args.output / "drafters.json")
     return shown(record, args.json, drafters_tables)
 
 

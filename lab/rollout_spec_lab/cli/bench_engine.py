@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_model_drafter,
-    add_spec_argument,
     device_arguments,
     number,
     tokenized,
 )
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli.inputs import (
+    add_compared_arguments,
     add_model_argument,
-    add_num_speculative_tokens,
+    add_output,
     checked_methods,
     default_dtype,
     model_folder,
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compared_arguments(
         parser, "off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
         "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner "
-        f"({','.join(METHODS)}, without what is not installed)",
+        f"({','.join(METHODS)}, without what is not installed)", REFUSED,
     )  # fmt: skip
     drawn = parser.add_argument_group("what is drawn, and by which model")
     add_model_drafter(drawn)
@@ -80,34 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--record-proposals", action="store_true",
         help="one more rollout, for bench drafters: proposals.jsonl, what the model drafts behind each token",
     )  # fmt: skip
-    add_output_arguments(parser)
+    add_output(parser, WRITTEN)
     add_example(
         parser, "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
     )
 
 
-def add_compared_arguments(parser: argparse.ArgumentParser, methods: str) -> None:
-    """Add what `bench engine` and `bench rollout` both compare; `methods`: the help of --methods."""
-    compared = parser.add_argument_group("what is compared")
-    compared.add_argument("--methods", metavar="M,M", help=f"each is compared with the first: {methods}")
-    add_num_speculative_tokens(compared)
-    add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
-    compared.add_argument(
-        "--repeats", type=number(int, 1), default=3, metavar="N", help="rollouts of each method"
-    )
-    compared.add_argument(
-        "--tail-threshold", type=number(int, 0), default=8, metavar="N",
-        help="the tail is what comes after the last step with more running requests",
-    )  # fmt: skip
-
-
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output", type=Path, metavar="DIR",
-        help="write engine.json, timelines.json, engine.png and rollouts-*.jsonl there",
-    )  # fmt: skip
-    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+WRITTEN = "engine.json, timelines.json, engine.png and rollouts-*.jsonl"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,11 +108,15 @@ def serve(
 ) -> dict[str, Any]:  # fmt: skip
     """Serve a plan, keep and return its record; `load`: more of what was served."""
     from rollout_spec.cli.progress import tracked
-    from rollout_spec_lab.bench.engine import make_record, predict, rollouts
+    from rollout_spec_lab.bench.engine import make_record, predict, take_turns
     from rollout_spec_lab.bench.rollouts import write_rollouts
 
-    # What is complete is kept, if the command is stopped early.
-    for served in rollouts(plan, folder, lambda turns: tracked(turns, "serving")):
+    plan.serve(0, plan.methods[0], folder)  # the first rollout of a run was found slow
+    turns = take_turns(
+        plan.methods, plan.repeats, lambda repeat, method: plan.serve(repeat, method, folder),
+        lambda turns: tracked(turns, "serving"),
+    )  # fmt: skip
+    for served in turns:  # what is complete is kept, if the command is stopped early
         record = make_record(plan, served)
         record["load"] |= load
         if len(next(iter(served.values()))) == plan.repeats:

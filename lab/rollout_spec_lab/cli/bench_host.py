@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_device_arguments,
-    add_spec_argument,
     number,
     roofline,
 )
 from rollout_spec_lab.cli.inputs import (
-    add_num_speculative_tokens,
+    add_compared_arguments,
+    add_output,
     add_recording_arguments,
     checked_methods,
     output_folder,
     recording,
     shown,
     spec_of,
+    write,
 )
 
 if TYPE_CHECKING:
@@ -61,27 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-ms", type=number(float, 0, above=True), nargs="+", metavar="MS",
         help="however many tokens a step has (5 10 20 40)",
     )  # fmt: skip
-    device.add_argument(
-        "--step-times", metavar="TABLE",
-        help="engine.json of `bench engine`, or tokens:seconds of a step: 1:0.02,64:0.021,256:0.04",
-    )  # fmt: skip
     add_device_arguments(device)
-    compared = parser.add_argument_group("what is compared")
-    compared.add_argument(
-        "--methods", metavar="M,M",
-        help="off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway; "
-        f"each is compared with the first ({','.join(METHODS)}, without what is not installed)",
+    measured = parser.add_argument_group("which steps are measured")
+    measured.add_argument("--steps", type=count, default=100, metavar="N", help="that are measured")
+    measured.add_argument("--warm-up-steps", type=count, default=50, metavar="N", help="before them")
+    add_compared_arguments(
+        parser, "off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
+        "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway "
+        f"({','.join(METHODS)}, without what is not installed)", REFUSED, has_tail=False,
     )  # fmt: skip
-    add_num_speculative_tokens(compared)
-    add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", REFUSED)
-    compared.add_argument("--steps", type=count, default=100, metavar="N", help="that are measured")
-    compared.add_argument("--warm-up-steps", type=count, default=50, metavar="N", help="before them")
-    compared.add_argument("--repeats", type=count, default=3, metavar="N", help="engines of each method")
-
-    output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="DIR", help="write host.json there")
-    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_output(parser, "host.json")
     add_example(
         parser, "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 --step-ms 20"
     )
@@ -99,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         for found in measure(plan, lines, folder, lambda turns: tracked(turns, "measuring")):
             record = make_record(plan, found)
             if args.output:
-                (folder / "host.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+                write(record, folder / "host.json")
     return shown(record, args.json, lambda record: [host_table(record)])
 
 
@@ -117,15 +105,10 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
-    from rollout_spec.predict.step_times import StepTimes
     from rollout_spec_lab.bench.host import Cell
 
-    others = args.step_times or args.model_config
-    given = args.step_ms or ([] if others else [5.0, 10.0, 20.0, 40.0])
+    given = args.step_ms or ([] if args.model_config else [5.0, 10.0, 20.0, 40.0])
     steps: dict[str, Any] = {f"{ms:g} ms": f"1:{ms / 1e3}" for ms in given}
-    if args.step_times:
-        StepTimes.parse(args.step_times)
-        steps["table"] = args.step_times
     if args.model_config:
         roofline(args)
         steps[args.gpu] = (str(args.model_config), args.gpu, args.tp or 1)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import number
-from rollout_spec_lab.cli.inputs import shown
+from rollout_spec_lab.cli.inputs import add_output, shown, write
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.tables import Table
@@ -22,9 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument(
         "--repeats", type=number(int, 1), default=7, metavar="N", help="take the least of N runs"
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there too")
-    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_output(parser, "the JSON", "FILE")
     add_example(parser, "rollout-spec-lab bench native --output outputs/native.json")
 
 
@@ -33,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
     record = measure(args.repeats)
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(record, indent=2) + "\n")
+        write(record, args.output)
     return shown(record, args.json, lambda record: [_table(record)])
 
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import device_arguments, number
 from rollout_spec.config import UserError
-from rollout_spec_lab.cli.bench_engine import REFUSED, add_compared_arguments, add_output_arguments, serve
+from rollout_spec_lab.cli.bench_engine import REFUSED, WRITTEN, serve
 from rollout_spec_lab.cli.inputs import (
+    add_compared_arguments,
+    add_output,
     add_recording_arguments,
     checked_methods,
     default_dtype,
@@ -57,9 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", type=json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
     )
     add_compared_arguments(
-        parser, f"as in `bench engine`, without models ({','.join(METHODS)}, without what is not installed)"
-    )
-    add_output_arguments(parser)
+        parser, f"as in `bench engine`, without models ({','.join(METHODS)}, without what is not installed)",
+        REFUSED,
+    )  # fmt: skip
+    add_output(parser, WRITTEN)
     add_example(
         parser, "rollout-spec-lab bench rollout outputs/demo/off/rollouts/rollouts-0.jsonl "
         "--model-config recipes/models/qwen3_8b.json --gpu h100",

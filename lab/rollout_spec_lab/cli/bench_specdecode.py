@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import number, path
-from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig
-from rollout_spec_lab.cli.inputs import shown
+from rollout_spec_lab.cli.inputs import add_output, shown
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.tables import Table
@@ -32,16 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument("--rows", type=count, nargs="+", default=list(ROWS), metavar="N",
         help="requests that decode at a time, in the speeds",
     )  # fmt: skip
-    ours = parser.add_argument_group("our drafter")
-    ours.add_argument("--num-speculative-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), default=15,
-        metavar="K", help="most draft tokens of ours (15)",
-    )  # fmt: skip
-    ours.add_argument("--eagle-tokens", type=number(int, 1, 12), default=3, metavar="N",
-        help="tokens that EAGLE drafts beside our text (3)",
-    )  # fmt: skip
-    ours.add_argument("--fresh", action="store_true", help="our drafter begins afresh in every request")
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    served.add_argument("--fresh", action="store_true", help="our drafter begins afresh in every request")
+    add_output(parser, None)
     add_example(parser, "rollout-spec-lab bench specdecode simulator --datasets gsm8k")
 
 
@@ -49,11 +40,8 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.progress import tracked
     from rollout_spec_lab.bench.specdecode import measure
 
-    config = SpecConfig.from_mapping({"num_speculative_tokens": args.num_speculative_tokens, "history": 0})
     found: dict[str, list[dict[str, Any]]] = {
-        name: measure(
-            args.checkout, name, config, args.eagle_tokens, args.rows, limit=args.limit, is_fresh=args.fresh
-        )
+        name: measure(args.checkout, name, args.rows, args.limit, args.fresh)
         for name in tracked(args.datasets, "replaying")
     }
     return shown(found, args.json, lambda found: starmap(_table, found.items()))

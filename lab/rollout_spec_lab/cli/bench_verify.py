@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from pathlib import Path
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import number
-from rollout_spec_lab.cli.inputs import shown
+from rollout_spec_lab.cli.inputs import add_output, shown, write
 
 HELP = "verification alone: time beside vLLM's, waits, and a device's tokens beside a CPU's"
 SIZES = {True: ([1, 8, 64, 256], [0, 7, 15]), False: ([1, 8, 64], [0, 7])}  # rows, drafts: is it a device?
@@ -29,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument(
         "--vocab-size", type=number(int, 1000), default=151_936, metavar="V", help="of the logits"
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there, after every cell")
-    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_output(parser, "the JSON", "FILE")
     add_example(parser, "rollout-spec-lab bench verify --device cpu --rows 8 --drafts 7")
 
 
@@ -42,9 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec_lab.bench.verify import device_of, record_of, sentences
 
     rows, drafts = SIZES[device_of(args.device).type != "cpu"]
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
     for record in record_of(args.device, args.rows or rows, args.drafts or drafts, args.vocab_size):
         if args.output:
-            args.output.write_text(json.dumps(record, indent=2) + "\n")
+            write(record, args.output)
     return shown(record, args.json, lambda record: [verify_table(record)], sentences(record))

@@ -6,9 +6,9 @@ import argparse
 import json
 import os
 import platform
-import signal
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import number
@@ -51,19 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console, print_tables
-    from rollout_spec_lab.cli.progress import ConsoleWatcher
     from rollout_spec_lab.demo import report
-    from rollout_spec_lab.demo.runner import RunFailedError, run_demo
+    from rollout_spec_lab.demo.runner import run_demo
 
     plan = make_plan(args)
-    # An ended terminal or a `kill` must clean up as Ctrl-C does.
-    for caught in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(caught, _interrupt)
-    try:
-        with ConsoleWatcher(plan.steps) as watcher:
-            comparison, turns = run_demo(plan, watcher)
-    except RunFailedError as error:
-        raise UserError(str(error)) from error
+    comparison, turns = run_demo(plan, lambda text: print(text, file=sys.stderr, flush=True))
     paths = report.write(comparison, turns, plan.output, facts(plan))
     if args.json:
         print(json.dumps(report.to_dict(comparison, turns), indent=2, allow_nan=False))
@@ -122,7 +114,3 @@ def facts(plan: Plan) -> dict[str, str]:
         "Versions": ", ".join(f"{name} {package_version(name)}" for name in packages),
         "Machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt

@@ -30,13 +30,32 @@ def add_model_argument(group: Any) -> None:
     group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (SmolLM2-135M)")
 
 
-def add_num_speculative_tokens(group: argparse._ActionsContainer) -> None:
-    """Add `--num-speculative-tokens`, of every method that is compared."""
-    group.add_argument(
+def add_compared_arguments(
+    parser: argparse.ArgumentParser, methods: str, refused: Mapping[str, str], has_tail: bool = True
+) -> None:
+    """Add the methods and their options, which `spec_of` and `checked_methods` read.
+
+    Args:
+        methods: the help of --methods.
+        refused: as in `add_spec_argument`.
+        has_tail: whether `--tail-threshold` is there, too.
+    """
+    compared = parser.add_argument_group("what is compared")
+    compared.add_argument("--methods", metavar="M,M", help=f"each is compared with the first: {methods}")
+    compared.add_argument(
         "--num-speculative-tokens", type=number(int, 1), metavar="K",
         help="of every method (each method's own default: ngram 8, suffix what vLLM takes, "
         f"sam {SpecConfig.num_speculative_tokens})",
     )  # fmt: skip
+    inputs.add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", refused)
+    compared.add_argument(
+        "--repeats", type=number(int, 1), default=3, metavar="N", help="turns of each method"
+    )
+    if has_tail:
+        compared.add_argument(
+            "--tail-threshold", type=number(int, 0), default=8, metavar="N",
+            help="the tail is what comes after the last step with more running requests",
+        )  # fmt: skip
 
 
 def add_recording_arguments(group: Any) -> None:
@@ -71,6 +90,19 @@ def rooflines(config: Path | None, gpu: str | None) -> dict[str, Times]:
         return {}
     named = argparse.Namespace(model_config=config, gpu=gpu, tp=None)
     return {runner.upper(): inputs.roofline(named, host=host) for runner, host in HOSTS.items()}
+
+
+def add_output(parser: argparse.ArgumentParser, written: str | None, metavar: str = "DIR") -> None:
+    """Add `--output`, a folder or a file that gets what is `written`, None: there is none; and `--json`."""
+    output = parser.add_argument_group("output")
+    if written:
+        output.add_argument("--output", type=Path, metavar=metavar, help=f"write {written} there")
+    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def write(record: Mapping[str, Any], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
 def shown(

@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rollout_spec import trace
+from rollout_spec.config import UserError
 from rollout_spec.report.logs import METRICS_FILE
 from rollout_spec.report.measures import Comparison, compare
 from rollout_spec.report.responses import first_step_agreement
@@ -34,7 +36,11 @@ PHASES = (
 )
 
 
-class RunFailedError(RuntimeError):
+Say = Callable[[str], None]
+"""Takes a line about what is being done."""
+
+
+class RunFailedError(UserError):
     """The trainer failed; the message holds its last error and the path of the log."""
 
 
@@ -53,32 +59,20 @@ class Plan:
     overrides: tuple[str, ...] = ()
 
 
-class Watcher:
-    """Receives what a run does while it does it; this one says nothing."""
-
-    def run_started(self, method: str, log: Path) -> None: ...
-
-    def phase(self, text: str) -> None: ...
-
-    def step(self, step: Step) -> None: ...
-
-    def turns_started(self, seconds: float) -> None: ...
-
-
-def run_demo(plan: Plan, watcher: Watcher) -> tuple[Comparison, Turns]:
+def run_demo(plan: Plan, say: Say) -> tuple[Comparison, Turns]:
     """Prepare model and data, train without drafts and with them, and serve with both in turns.
 
     Raises:
         RunFailedError: the model was not made, a run did not finish, or the turns failed; nothing of it is
             left running.
     """
-    model, train_file = prepare(plan, watcher)
+    model, train_file = prepare(plan, say)
     for method in METHODS:
-        train(plan, method, model, train_file, watcher)
+        train(plan, method, model, train_file, say)
     folders = [plan.output / method for method in METHODS]
     off, sam = (read_run(folder, folder.name) for folder in folders)
     comparison = compare(off, sam, agreement=first_step_agreement(*folders))
-    watcher.turns_started(plan.turn_seconds)
+    say(f"turns: the same requests with drafts off and on in turn, about {plan.turn_seconds:.0f} s of them")
     try:
         return comparison, serve_in_turns(*plan_of(folders[1], model), plan.turn_seconds, plan.output)
     except EngineError as error:
@@ -86,12 +80,12 @@ def run_demo(plan: Plan, watcher: Watcher) -> tuple[Comparison, Turns]:
         raise RunFailedError(f"{error}; log: {plan.output / 'engine.log'}; {known}") from error
 
 
-def prepare(plan: Plan, watcher: Watcher) -> tuple[Path, Path]:
+def prepare(plan: Plan, say: Say) -> tuple[Path, Path]:
     """The model folder and the training file, made in the output folder unless the plan names others."""
     from rollout_spec_lab.demo.data import make_data
 
     plan.output.mkdir(parents=True, exist_ok=True)
-    watcher.phase("making the model and the data")
+    say("demo: making the model and the data")
     train_file = plan.train_file or make_data(plan.output, num_train=num_prompts(plan), seed=plan.seed)[0]
     return (plan.model or _make_model(plan.output)).absolute(), train_file.absolute()
 
@@ -112,7 +106,7 @@ def _make_model(output: Path) -> Path:
     return model
 
 
-def train(plan: Plan, method: str, model: Path, train_file: Path, watcher: Watcher) -> None:
+def train(plan: Plan, method: str, model: Path, train_file: Path, say: Say) -> None:
     """One run of verl's trainer into `output/method`, which is emptied first."""
     folder = (plan.output / method).absolute()
     shutil.rmtree(folder, ignore_errors=True)
@@ -120,9 +114,9 @@ def train(plan: Plan, method: str, model: Path, train_file: Path, watcher: Watch
     log = folder / LOG_FILE
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(plan, method, model, train_file)]
     (folder / "command.json").write_text(json.dumps(command, indent=2))
-    watcher.run_started(method, log)
+    say(f"{method}: training {plan.steps} steps, log in {log}")
     with started(command, log, environment(plan.output, folder)) as process:
-        _watch(process, folder, watcher)
+        _watch(process, folder, plan.steps, lambda text: say(f"{method}: {text}"))
     num_steps = len(_steps(folder))
     if num_steps < plan.steps:
         raise RunFailedError(f"{method}: {num_steps} of {plan.steps} steps were trained; log: {log}")
@@ -172,11 +166,11 @@ def environment(output: Path, folder: Path) -> dict[str, str]:
     }
 
 
-def _watch(process: subprocess.Popen, folder: Path, watcher: Watcher) -> None:
-    """Report steps and phases until the run ends; raise when it fails or falls silent."""
+def _watch(process: subprocess.Popen, folder: Path, num_steps: int, say: Say) -> None:
+    """Say steps and phases until the run ends; raise when it fails or falls silent."""
     log = folder / LOG_FILE
     phases = list(PHASES)
-    num_steps = position = 0
+    num_said = position = 0
     last_output = time.monotonic()
     while True:
         code = process.poll()
@@ -185,10 +179,10 @@ def _watch(process: subprocess.Popen, folder: Path, watcher: Watcher) -> None:
         while phases and any(mark in text for mark, _ in phases):
             mark, label = phases.pop(0)
             if mark in text:
-                watcher.phase(label)
-        for step in _steps(folder)[num_steps:]:
-            watcher.step(step)
-            num_steps += 1
+                say(label)
+        for step in _steps(folder)[num_said:]:
+            say(f"step {step.step}/{num_steps}: {_described(step)}")
+            num_said += 1
         if code == 0:
             return
         if code is not None:
@@ -198,6 +192,16 @@ def _watch(process: subprocess.Popen, folder: Path, watcher: Watcher) -> None:
                 f"the trainer was silent for {STALL_SECONDS:.0f} s: {last_error(log)}; log: {log}"
             )
         time.sleep(_POLL_SECONDS)
+
+
+def _described(step: Step) -> str:
+    served = "no tokens of its own, its batch was there before the weights changed"
+    if step.generated_tokens:
+        served = (
+            f"rollout {step.rollout_seconds:.1f} s, {step.tokens_per_second:.0f} tokens/s, "
+            f"{step.tokens_per_step:.2f} tokens per step"
+        )
+    return f"{served}, reward {step.reward:.3f}"
 
 
 def _read_from(log: Path, position: int) -> tuple[str, int]:

@@ -1,6 +1,6 @@
 """Does it last? Two trainings of 30 steps, drafts off and on, and the speed at the weights on the way.
 
-    python -m rollout_spec_lab.studies.lasting outputs/lasting --output lasting.png
+    python -m rollout_spec_lab.studies.lasting outputs/lasting
 
 The demo's policy, problems and reward; both trainings have the same seed. Every prompt comes once in an epoch
 of ten steps. The weights are kept behind each epoch. With each of them, and with those before training, one
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from rollout_spec import trace
 from rollout_spec.config import SpecConfig
@@ -59,7 +58,7 @@ def train(folder: Path) -> None:
     plan = runner.Plan(folder, steps=STEPS, model=model, train_file=train_file, overrides=more)
     for method in runner.METHODS:
         if not (folder / method / "checkpoints" / f"global_step_{STEPS}").exists():
-            runner.train(plan, method, model, train_file.absolute(), runner.Watcher())
+            runner.train(plan, method, model, train_file.absolute(), print)
 
 
 def weights(folder: Path) -> Iterator[tuple[int, Path]]:
@@ -178,47 +177,15 @@ def print_tables(folder: Path, served: dict[int, Turns]) -> None:
         print(f"step {step}: {agreed.num_identical:,} of {agreed.num_tokens:,} tokens the same")
 
 
-def draw(folder: Path, served: dict[int, Turns], path: Path) -> None:
-    figure = Figure(figsize=(12, 3), layout="constrained")
-    names = ["reward", "tokens per step", "acceptance rate", *["speed in turns"] * bool(served)]
-    reward, steps, accepted, *speed = panels = figure.subplots(1, len(names))
-    for method, style, size in (("off", "o", 7), ("sam", ".", 5)):
-        run, checks = read_run(folder / method, method), validations(folder / method)
-        look = {"mfc": "none", "ms": size, "lw": 0.8}
-        reward.plot(
-            run.column("step"), run.column("reward"), f"C0{style}-", label=f"training, {method}", **look
-        )
-        reward.plot([*checks], [*checks.values()], f"C1{style}-", label=f"validation, {method}", **look)
-    sam, lines = read_run(folder / "sam", "sam"), trained(folder / "sam")
-    steps.plot(sam.column("step"), sam.column("tokens_per_step"), "k.", label="in the training")
-    for history in (0, SpecConfig.history):
-        counts = drafted(lines, history)
-        label = f"if every step drafts, history={history}"
-        steps.plot([*counts], [each.tokens_per_step for each in counts.values()], lw=1, label=label)
-        accepted.plot([*counts], [each.acceptance_rate for each in counts.values()], lw=1, label=label)
-    for panel in speed:
-        values = np.array([[one.speedup.value, *one.speedup.ci95] for one in served.values()])
-        around = np.abs(values[:, 1:].T - values[:, :1].T)
-        panel.errorbar([*served], values[:, 0], around, fmt="o-", capsize=3, label="sam over off")
-        panel.axhline(1.0, color="grey", lw=0.8)
-    for name, panel in zip(names, panels, strict=True):
-        panel.set(xlabel="training step", ylabel=name, xlim=(-1, STEPS + 1))
-        panel.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="of the trainings")
-    parser.add_argument("--output", type=Path, help="the picture, a PNG")
     args = parser.parse_args()
     train(args.folder)
     served = {step: turns(args.folder, step, model) for step, model in weights(args.folder)}
     print_tables(args.folder, served)
-    if args.output:
-        draw(args.folder, served, args.output)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import sys
-import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -162,32 +160,10 @@ def keep_linear_weights(layers_utils: Any) -> None:
 
 
 def fail_weight_sync(transfer: Any) -> None:
-    """Let an error in the engine's weight sync fail the trainer.
-
-    A receiver that fails takes the remaining buckets, replies, and then raises. A sender whose receiver is
-    dead or never comes gives up after SYNC_TIMEOUT_S, says whom it waited for, and leaves no shared memory.
-    """
+    """Let a sender whose receiver has failed or never comes give up after SYNC_TIMEOUT_S, and say so."""
     import zmq
 
-    receiver, sender = transfer.BucketedWeightReceiver, transfer.BucketedWeightSender
-    segments: list[Any] = []
-
-    def receive_weights(self: Any, on_bucket_received: Any) -> None:
-        failures: list[str] = []
-
-        def guarded(weights: Any, is_last: bool) -> None:
-            if failures:
-                return
-            try:
-                on_bucket_received(weights, is_last)
-            except Exception:
-                # As text: the exception's frames hold tensors of the shared memory, which then could not
-                # be closed, and the last reply would not be sent.
-                failures.append(traceback.format_exc())
-
-        receive(self, guarded)
-        if failures:
-            raise RuntimeError(f"the engine could not load the weights\n{failures[0]}")
+    sender = transfer.BucketedWeightSender
 
     async def send_weights(self: Any, weights: Any) -> None:
         try:
@@ -195,16 +171,8 @@ def fail_weight_sync(transfer: Any) -> None:
         except zmq.Again:
             raise RuntimeError(
                 f"no engine has taken weights at {self.zmq_handle} for {SYNC_TIMEOUT_S} s: the server "
-                "of that replica or its engine has died, and the log says when and why"
+                "of that replica or its engine has failed, and the log says when and why"
             ) from None
-        finally:
-            while segments:
-                with contextlib.suppress(FileNotFoundError):  # verl's own does it where the transfer began
-                    segments.pop().unlink()
-
-    def create_shared_memory(size: int, name: str) -> Any:
-        segments.append(create(size, name))
-        return segments[-1]
 
     def init_socket_with_timeout(self: Any) -> None:
         init_socket(self)
@@ -212,19 +180,8 @@ def fail_weight_sync(transfer: Any) -> None:
         self.socket.setsockopt(zmq.RCVTIMEO, SYNC_TIMEOUT_S * 1000)
         self.socket.setsockopt(zmq.LINGER, 0)
 
-    signature = "(self, on_bucket_received: <built-in function callable>)"
-    receive = replace_function(
-        receiver, "receive_weights", receive_weights, patch=_SYNC, expected_signature=signature
-    )
     init_socket = replace_function(
         sender, "_init_socket", init_socket_with_timeout, patch=_SYNC, expected_signature="(self)"
-    )
-    create = replace_function(
-        transfer,
-        "create_shared_memory",
-        create_shared_memory,
-        patch=_SYNC,
-        expected_signature="(size: int, name: str)",
     )
     send = replace_function(
         sender, "async_send_weights", send_weights, patch=_SYNC, expected_signature="(self, weights)"

@@ -152,7 +152,7 @@ def test_rollouts_without_and_with_drafts(
     assert sam["makespan_s"] > sam["draft_cpu_s"] > 0
     counters = sam["repeats"][0]["counters"]
     assert counters["num_steps_off_threshold"] + counters["num_steps_on"] == counters["num_steps"] > 0
-    assert 0 < ngram["acceptance_rate"] < 1 and ngram["share_on"] > 0.5
+    assert 0 < ngram["acceptance_rate"] < 1
 
     # Drafts are verified one step after they were asked for, by at most 4 requests or a few steps longer.
     [line] = timelines["sam:4"]
@@ -160,7 +160,6 @@ def test_rollouts_without_and_with_drafts(
     for running, drafted in zip(line["num_running"], line["num_draft_tokens"], strict=True):
         num_above = num_above + 1 if drafted and running > 4 else 0
         assert num_above <= HYSTERESIS_STEPS
-    assert 0 < sam["share_on"] < 1
     assert {row["drafted"] for row in record["step_times"]} == {False, True}
     assert all(row["num_tokens"] > row["num_running"] for row in record["step_times"] if row["drafted"])
 
