@@ -205,7 +205,7 @@ def test_build_takes_the_responses_of_traces(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "output", "message"),
     [
-        ("notes.txt", "corpus.sam", r"notes.txt: it begins with b'plain text\n', which is neither JSON"),
+        ("notes.txt", "corpus.sam", "notes.txt:1: not JSON"),
         ("nowhere.jsonl", "corpus.sam", "nowhere.jsonl: No such file or directory"),
         ("good.jsonl", "nowhere/corpus.sam", "nowhere/corpus.sam: must be a file in a folder that exists"),
         ("good.jsonl", ".", "must be a file in a folder that exists"),
