@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,11 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console, print_tables
+    from rollout_spec_lab.cli.progress import told
     from rollout_spec_lab.demo import report
-    from rollout_spec_lab.demo.runner import run_demo
+    from rollout_spec_lab.demo.runner import METHODS, run_demo
 
     plan = make_plan(args)
-    comparison, turns = run_demo(plan, lambda text: print(text, file=sys.stderr, flush=True))
+    with told(len(METHODS) * plan.steps) as say:
+        comparison, turns = run_demo(plan, say)
     paths = report.write(comparison, turns, plan.output, facts(plan))
     if args.json:
         print(json.dumps(report.to_dict(comparison, turns), indent=2, allow_nan=False))

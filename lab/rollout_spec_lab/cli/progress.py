@@ -1,4 +1,4 @@
-"""Progress of `gpu-check` on standard error: a bar on a terminal, else plain lines."""
+"""Progress of the demo and of `gpu-check` on standard error: a bar on a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 @contextlib.contextmanager
@@ -23,3 +23,18 @@ def timed(text: str, seconds: float) -> Iterator[Callable[[str, float], None]]:
                 console.print(f"{text}: {passed:.0f} s: {doing}", highlight=False, soft_wrap=True)
 
         yield show
+
+
+@contextlib.contextmanager
+def told(num_steps: int) -> Iterator[Callable[[str], None]]:
+    """What prints a line; on a terminal a bar below the lines counts those that name a training step."""
+    console = Console(stderr=True)
+    columns = (TextColumn("training steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=num_steps)
+
+        def say(text: str) -> None:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            progress.update(task, advance=": step " in text)
+
+        yield say
