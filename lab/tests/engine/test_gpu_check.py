@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,12 @@ from rollout_spec_lab import processes
 from rollout_spec_lab.gpu_check import PARTS
 
 METHODS = ["off", "sam+model"]
+
+
+def record_of(folder: Path) -> Any:
+    """What is there, also while it is made."""
+    file = folder / "gpu-check.json"
+    return json.loads(file.read_text()) if file.is_file() else {"parts": []}
 
 
 def test_a_run_that_is_ended_leaves_what_it_has_and_no_process(tiny_model: str, tmp_path: Path) -> None:
@@ -31,7 +38,7 @@ def test_a_run_that_is_ended_leaves_what_it_has_and_no_process(tiny_model: str, 
     process = subprocess.Popen([sys.executable, "-m", "rollout_spec_lab.cli", "gpu-check", *options])
     try:
         deadline = time.monotonic() + 200
-        while not (tmp_path / "gpu-check.json").is_file() or not processes.descendants(process.pid):
+        while not (record_of(tmp_path)["parts"] and processes.descendants(process.pid)):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         below = processes.descendants(process.pid)
@@ -40,7 +47,7 @@ def test_a_run_that_is_ended_leaves_what_it_has_and_no_process(tiny_model: str, 
     finally:
         process.kill()
     assert not [pid for pid in below if Path("/proc", str(pid)).exists()]
-    record = json.loads((tmp_path / "gpu-check.json").read_text())
+    record = record_of(tmp_path)
     assert record["parts"][0]["status"] == "done" and record["doctor"]["works"] and not record["verify"]
 
 
