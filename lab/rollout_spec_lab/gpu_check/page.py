@@ -25,7 +25,9 @@ Rows = list[list[str]]
 def write_check(record: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """Write gpu-check.json and index.html, with the picture of the rollouts if `folder` has it."""
     paths = {kind: folder / name for kind, name in FILES.items()}
-    paths["json"].write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    new = folder / "gpu-check.json.new"  # so that a killed run leaves a whole file
+    new.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    new.replace(paths["json"])
     picture = folder / "engine.png"
     paths["html"].write_text(
         render(
