@@ -70,6 +70,6 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=False
     ).returncode:
-        pytest.skip("only root can mount a small disk")
+        pytest.skip("only root can mount a disk so small that it is full; CI is root")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)  # what died there may still hold it

@@ -29,6 +29,7 @@ from verl.utils.reward_score import default_compute_score
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict import roofline
+from rollout_spec.predict.model import Model
 from rollout_spec.verl.check_config import MODES, CheckConfig, check_config
 from rollout_spec.verl.launch import verl_is_older
 from rollout_spec.verl.replay_buffer import BoundedReplayBuffer
@@ -59,7 +60,7 @@ def check(config: Any) -> None:
 
 def check_memory(rollout: Any, size: str, device: str) -> None:
     """Weights, the buffers of a step, and the longest responses of a tail of 8 on each rank."""
-    model = roofline.Model.read(ROOT / f"recipes/models/{size}.json")
+    model = Model.read(ROOT / f"recipes/models/{size}.json")
     # Two for each expert of a token; vLLM gathers the tokens of all ranks.
     num_tokens = rollout.max_num_batched_tokens * rollout.data_parallel_size
     buffers = 2 * num_tokens * model.num_experts_per_token * model.hidden_size * model.bytes_per_value

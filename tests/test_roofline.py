@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout_spec.predict.roofline import DEVICES, Device, Host, Model, Roofline, RooflineError
+from rollout_spec.predict.model import Model, RooflineError
+from rollout_spec.predict.roofline import DEVICES, Device, Host, Roofline
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/models/*.json"))}

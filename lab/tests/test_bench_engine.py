@@ -20,12 +20,12 @@ from rollout_spec_lab.bench.engine import (
     Load,
     Method,
     Plan,
-    answer,
     first_responses,
     make_record,
     predict,
     recorded_load,
 )
+from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.bench.rollouts import tables
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
 from rollout_spec_lab.cli.bench_engine import METHODS
@@ -205,7 +205,7 @@ def test_the_folder_that_a_worker_starts_in_hides_no_package(tmp_path: Path, mon
         (tmp_path / name / "echo.py").write_text(code)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "there"))
-    assert answer("echo", {"a": 1}, "", tmp_path) == {"a": 1}
+    assert last(answers("echo", {"a": 1}, "", tmp_path)) == {"a": 1}
 
 
 LINES = [line("a", [1, 2, 3], [4, 5, 6, 7], [4, 5]), line("b", [8, 9], [5, 5, 5])]

@@ -12,7 +12,8 @@ import pytest
 from rollout_spec.report.measures import compare
 from rollout_spec.report.runs import read_run
 from rollout_spec.trace import to_line, trace_file
-from rollout_spec_lab.bench.engine import EngineError, Load
+from rollout_spec_lab.bench.engine import Load
+from rollout_spec_lab.bench.jobs import EngineError
 from rollout_spec_lab.bench.timeline import Timeline
 from rollout_spec_lab.demo import report, runner
 from rollout_spec_lab.demo.turns import METHODS, Turns, figures, in_turn, pairs_of, plan_of

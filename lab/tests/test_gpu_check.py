@@ -15,7 +15,7 @@ import pytest
 
 from rollout_spec.config import UserError
 from rollout_spec.predict.step_times import StepTimes
-from rollout_spec_lab.bench import engine
+from rollout_spec_lab.bench import engine, jobs
 from rollout_spec_lab.bench.verify import sentences as verified
 from rollout_spec_lab.cli import gpu_check as command
 from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
@@ -86,7 +86,7 @@ def test_a_part_may_take_half_of_what_is_left_and_the_last_one_all(
 
 CUT_OFF = """
 import time
-from rollout_spec_lab.bench.engine import reply
+from rollout_spec_lab.bench.jobs import reply
 
 def run(job):
     yield {"cells": [1], "skipped": ["2: not reached"]}
@@ -108,7 +108,7 @@ def test_a_part_that_is_cut_off_keeps_what_it_has(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr(gpu_check, "WORKER", "cut_off")
     now = [0.0]
-    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0]))
     records = []
     for record in Check(Plan(60.0, {"verify": {}}, "none"), tmp_path).run():
         records.append(json.loads(json.dumps(record)))

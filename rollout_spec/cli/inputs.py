@@ -129,7 +129,8 @@ def add_device_arguments(group: Any, model_group: Any = None) -> None:
 
 def roofline(args: argparse.Namespace, **further: Any) -> Roofline:
     """The step times of `add_device_arguments`; `further`: fields of a Roofline."""
-    from rollout_spec.predict.roofline import DEVICES, Model, Roofline
+    from rollout_spec.predict.model import Model
+    from rollout_spec.predict.roofline import DEVICES, Roofline
 
     if args.model_config is None:
         raise UserError("--model-config: a prediction needs the policy's config.json")

@@ -249,7 +249,7 @@ def test_drafts_are_filled_up_where_others_have_no_graph(
 
 @pytest.mark.skipif(
     metadata.version("vllm-ascend") != [*ascend.PAIRS][-1],
-    reason="the newest release is enough for the command",
+    reason="the command is the same on each; the run on the newest release has it",
 )
 def test_gpu_check_does_all_its_parts(
     chat_model: str,

@@ -121,14 +121,16 @@ def mamba_2(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
     return folder, served(folder, None, SOME, **SHORT_STEPS)
 
 
-@pytest.mark.skipif(MINOR < 29, reason="refused before vLLM 0.29, as no CPU engine there runs it")
+@pytest.mark.skipif(MINOR < 29, reason="we refuse Nemotron-H before vLLM 0.29: no CPU engine there runs it")
 def test_drafts_change_nothing_with_layers_of_mamba_2(mamba_2: tuple[str, dict[str, Any]]) -> None:
     folder, plain = mamba_2
     assert_right_with_mamba_2(folder, plain)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(MINOR < 32, reason="refused before vLLM 0.32: no room for the drafts of its convolution")
+@pytest.mark.skipif(
+    MINOR < 32, reason="we refuse these before vLLM 0.32: it keeps no convolution states for drafts"
+)
 @pytest.mark.parametrize("name", ["falcon_h1", "granite_hybrid", "zamba2"])
 def test_drafts_change_nothing_with_other_policies_of_mamba_2(
     name: str, model: str, tmp_path: pathlib.Path
@@ -146,7 +148,7 @@ def assert_right_with_mamba_2(folder: str, plain: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(MINOR < 29, reason="refused before vLLM 0.29, as no CPU engine there runs it")
+@pytest.mark.skipif(MINOR < 29, reason="we refuse Nemotron-H before vLLM 0.29: no CPU engine there runs it")
 def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(
     mamba_2: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +180,7 @@ def test_the_mend_is_needed_until_vllm_is_right(model: str, as_it_is: None) -> N
 
 
 @pytest.mark.long
-@pytest.mark.skipif(MINOR < 29, reason="Qwen3.5 of text alone comes from vLLM 0.29 on")
+@pytest.mark.skipif(MINOR < 29, reason="before vLLM 0.29 there is no Qwen3.5 of text alone")
 def test_drafts_change_nothing_beside_an_mtp_head(model: str, tmp_path: pathlib.Path) -> None:
     """Rows then have drafts of any length."""
     folder = make_mtp(MODEL, tmp_path)
@@ -188,7 +190,9 @@ def test_drafts_change_nothing_beside_an_mtp_head(model: str, tmp_path: pathlib.
 
 
 @pytest.mark.long
-@pytest.mark.skipif(MINOR < 29, reason="refused: MRV2 of 0.24 has no prefix caching for them")
+@pytest.mark.skipif(
+    MINOR < 29, reason="we refuse them on MRV2 of vLLM 0.24: it has no prefix caching for them"
+)
 def test_drafts_change_nothing_on_mrv2(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "results.json"
     command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", "qwen3_5_small", str(path)]

@@ -6,15 +6,9 @@ what its steps say.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import math
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -29,24 +23,15 @@ from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.runs import plain, ratio
 from rollout_spec.trace import Rollout
 from rollout_spec_lab.bench.drafters import require_arctic_inference
+from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
-from rollout_spec_lab.processes import last_error, started
 
 MIN_RESPONSE_TOKENS = 8
 RANDOM_PROMPT_TOKENS = 64
 WORKER = "rollout_spec_lab.bench.engine_worker"
-LOOK_SECONDS = 1.0  # between two looks at what a worker has found
 
 Served = dict[str, list[dict[str, Any]]]
 """By method what `engine_worker.run` gave of each repeat."""
-
-
-class EngineError(UserError):
-    """An engine has failed; the message holds its last error."""
-
-
-class TimeLimitError(EngineError):
-    """It has not ended in the time that it had."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +248,7 @@ class Plan:
     def serve(self, repeat: int, method: str, folder: Path, seconds: float | None = None) -> dict[str, Any]:
         """What `engine_worker.run` gives, as `answer` does."""
         job, environment = self.job(repeat, method), Method(method).environment
-        return answer(WORKER, job, method, folder, seconds, environment)
+        return last(answers(WORKER, job, method, folder, seconds, environment))
 
 
 def turns(methods: Sequence[str], repeats: int) -> list[tuple[int, str]]:
@@ -301,75 +286,7 @@ def recorded(plan: Plan, folder: Path) -> dict[str, Any]:
         EngineError: the engine has failed.
     """
     method = f"sam+model:{plan.engine['max_num_seqs']}"  # whose gate is always open
-    return answer(WORKER, plan.job(0, method) | {"records": True}, method, folder)
-
-
-def answer(
-    worker: str,
-    job: Mapping[str, Any],
-    name: str,
-    folder: Path,
-    seconds: float | None = None,
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """What `python -m WORKER JOB RESULT` says of a job in the end; see `answers`."""
-    *_, last = answers(worker, job, name, folder, seconds, environment)
-    return last
-
-
-def answers(
-    worker: str,
-    job: Mapping[str, Any],
-    name: str,
-    folder: Path,
-    seconds: float | None = None,
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[dict[str, Any]]:
-    """What it has found so far whenever that is more, and in the end; the worker has a process of its own.
-
-    Args:
-        name: of the job, for messages.
-        seconds: that it may take; None: any.
-        environment: its variables, beside those of this process.
-
-    Raises:
-        EngineError: it has failed; job and log stay in `folder`.
-        TimeLimitError: it has taken longer.
-    """
-    task, result, log = (folder / file for file in ("job.json", "result.json", "engine.log"))
-    task.write_text(json.dumps(job))
-    result.unlink(missing_ok=True)
-    env = {
-        **os.environ,
-        **environment,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that its drafter can be watched
-        "PYTHONSAFEPATH": "1",  # a checkout that nothing was built in would hide the installed package
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-    }
-    until, said = math.inf if seconds is None else time.monotonic() + seconds, ""
-    with started([sys.executable, "-m", worker, str(task), str(result)], log, env) as process:
-        while process.returncode is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, min(LOOK_SECONDS, until - time.monotonic())))
-            if result.is_file() and (says := result.read_text()) != said:
-                said = says
-                yield json.loads(said)
-            if process.returncode is None and time.monotonic() >= until:
-                raise TimeLimitError(f"{name}: not done after {seconds:.0f} s")
-    if process.returncode:
-        raise EngineError(f"{name}: its process ended with code {process.returncode}: {last_error(log)}")
-    for file in (task, result, log):
-        file.unlink()
-
-
-def reply(run: Callable[[dict[str, Any]], dict[str, Any] | Iterator[dict[str, Any]]]) -> None:
-    """What a worker does with the job of `answers`, whose files are on its command line."""
-    job, result = map(Path, sys.argv[1:])
-    found = run(json.loads(job.read_text()))
-    for record in (found,) if isinstance(found, dict) else found:
-        part = result.with_suffix(".part")
-        part.write_text(json.dumps(record))
-        part.replace(result)  # whole, whenever it is read
+    return last(answers(WORKER, plan.job(0, method) | {"records": True}, method, folder))
 
 
 def make_record(plan: Plan, served: Served) -> dict[str, Any]:

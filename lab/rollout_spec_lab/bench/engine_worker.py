@@ -28,7 +28,8 @@ from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
-from rollout_spec_lab.bench.engine import EngineError, Method, reply
+from rollout_spec_lab.bench.engine import Method
+from rollout_spec_lab.bench.jobs import EngineError, reply
 from rollout_spec_lab.bench.recorded import Recorded
 from rollout_spec_lab.bench.timeline import Timeline
 

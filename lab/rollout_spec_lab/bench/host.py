@@ -18,12 +18,14 @@ import numpy.typing as npt
 from rollout_spec.certify.environment import environment
 from rollout_spec.config import ConfigError, UserError
 from rollout_spec.predict.load import one_rollout
-from rollout_spec.predict.roofline import DEVICES, Model, Roofline
+from rollout_spec.predict.model import Model
+from rollout_spec.predict.roofline import DEVICES, Roofline
 from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.measures import paired
 from rollout_spec.report.runs import plain, ratio
 from rollout_spec.trace import Rollout
-from rollout_spec_lab.bench.engine import Method, answer, take_turns
+from rollout_spec_lab.bench.engine import Method, take_turns
+from rollout_spec_lab.bench.jobs import answers, last
 
 WORKER = "rollout_spec_lab.bench.host_worker"
 WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
@@ -187,7 +189,7 @@ def measure(
 
         def serve(_: int, method: str) -> dict[str, Any]:
             job = plan.job(method, model, longest, vocab_size)
-            return answer(WORKER_V2 if job["v2"] else WORKER, job, method, folder)
+            return last(answers(WORKER_V2 if job["v2"] else WORKER, job, method, folder))
 
         yield from take_turns(plan.methods, plan.repeats, serve, tracked)
 

@@ -10,7 +10,7 @@ from triton.runtime.interpreter import InterpretedFunction
 # Also while the engine is made, which runs kernels to see what they take.
 InterpretedFunction.run = lambda *_, **__: None
 
-from rollout_spec_lab.bench.engine import reply
+from rollout_spec_lab.bench.jobs import reply
 from rollout_spec_lab.bench.host_worker import run
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rollout_spec.report.logs import METRICS_FILE
 from rollout_spec.report.measures import Comparison, compare
 from rollout_spec.report.responses import first_step_agreement
 from rollout_spec.report.runs import Step, read_run, read_steps
-from rollout_spec_lab.bench.engine import EngineError
+from rollout_spec_lab.bench.jobs import EngineError
 from rollout_spec_lab.demo.turns import Turns, plan_of, serve_in_turns
 from rollout_spec_lab.processes import last_error, started
 

@@ -20,7 +20,8 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.report.measures import Estimate, paired
 from rollout_spec.report.responses import Agreement, agreement
 from rollout_spec.report.runs import plain, ratio
-from rollout_spec_lab.bench.engine import Load, Plan, answer
+from rollout_spec_lab.bench.engine import Load, Plan
+from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.bench.timeline import Timeline, measure
 from rollout_spec_lab.verl_cpu.activation import engine_is_cpu_build
 from rollout_spec_lab.verl_cpu.environment import engine_environment
@@ -101,7 +102,7 @@ def serve_in_turns(plan: Plan, size: int, seconds: float, folder: Path) -> Turns
     pairs = list(itertools.islice(pairs_of(plan.load, size), MOST_PAIRS))
     job = plan.job(0, METHODS[0]) | {"pairs": pairs, "seconds": seconds, "least": LEAST_PAIRS}
     environment = engine_environment() if engine_is_cpu_build() else {}  # as the trainings' engines have it
-    return figures(answer(WORKER, job, "turns", folder, environment=environment)["pairs"])
+    return figures(last(answers(WORKER, job, "turns", folder, environment=environment))["pairs"])
 
 
 def pairs_of(load: Load, size: int) -> Iterator[list[dict[str, Any]]]:

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from rollout_spec.vllm.proposer import proposer_of
-from rollout_spec_lab.bench.engine import reply
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, rollout, settings_of, warm_up
+from rollout_spec_lab.bench.jobs import reply
 from rollout_spec_lab.demo.turns import METHODS, in_turn
 
 

@@ -16,7 +16,8 @@ from rollout_spec.certify.environment import environment
 from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import trace_file
 from rollout_spec_lab.bench import engine
-from rollout_spec_lab.bench.engine import EngineError, TimeLimitError, answers, make_record, predict
+from rollout_spec_lab.bench.engine import make_record, predict
+from rollout_spec_lab.bench.jobs import EngineError, TimeLimitError, answers
 from rollout_spec_lab.bench.rollouts import write_rollouts
 from rollout_spec_lab.gpu_check import PARTS, V2
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import AUTO, SpecConfig
-from rollout_spec_lab.bench.engine import reply, times_of
+from rollout_spec_lab.bench.engine import times_of
+from rollout_spec_lab.bench.jobs import reply
 
 THRESHOLDS: tuple[int | str, ...] = (0, AUTO, 4, 8, 16, 32, 64)
 TAIL_ROWS = 8

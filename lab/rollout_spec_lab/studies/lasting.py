@@ -27,7 +27,7 @@ from rollout_spec.report.logs import METRICS_FILE, read_json_lines
 from rollout_spec.report.responses import Agreement, agreement, is_looping
 from rollout_spec.report.runs import read_run
 from rollout_spec.trace import Rollout
-from rollout_spec_lab.bench.engine import answer
+from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.demo import runner
 from rollout_spec_lab.demo.data import make_data
 from rollout_spec_lab.demo.turns import WORKER, Turns, figures, pairs_of, plan_of
@@ -82,7 +82,7 @@ def turns(folder: Path, step: int, model: Path) -> Turns:
         plan = dataclasses.replace(plan, load=load)
         pairs = list(itertools.islice(pairs_of(load, size), NUM_PAIRS))
         job = plan.job(0, "sam") | {"pairs": pairs, "seconds": 0.0, "least": NUM_PAIRS}
-        found = answer(WORKER, job, f"turns-{step}", folder, environment=engine_environment())
+        found = last(answers(WORKER, job, f"turns-{step}", folder, environment=engine_environment()))
         file.write_text(json.dumps(found["pairs"]))
     return figures(json.loads(file.read_text()))
 

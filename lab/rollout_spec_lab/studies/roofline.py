@@ -26,7 +26,8 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from rollout_spec.predict.roofline import DEVICES, Model, Roofline
+from rollout_spec.predict.model import Model
+from rollout_spec.predict.roofline import DEVICES, Roofline
 
 _PUBLISHED = json.loads(Path(__file__).with_name("published_step_times.json").read_text())
 MODELS = {path.stem: Model.read(path) for path in Path(__file__).parents[3].glob("recipes/models/*.json")} | {

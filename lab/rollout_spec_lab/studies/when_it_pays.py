@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict.load import one_rollout
-from rollout_spec.predict.roofline import DEVICES, HOSTS, Model, Roofline
+from rollout_spec.predict.model import Model
+from rollout_spec.predict.roofline import DEVICES, HOSTS, Roofline
 from rollout_spec.predict.simulate import Cluster, simulate
 from rollout_spec.trace import read_trace
 

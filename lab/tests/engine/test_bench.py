@@ -25,10 +25,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines start in seconds here; in processes of their own: test_turns.py, test_offline.py."""
     from rollout_spec_lab.bench import engine, engine_worker
 
-    def answer(worker: str, job: dict[str, Any], *_: Any) -> dict[str, Any]:
-        return json.loads(json.dumps(engine_worker.run(json.loads(json.dumps(job)))))
+    def answers(worker: str, job: dict[str, Any], *_: Any) -> list[dict[str, Any]]:
+        return [json.loads(json.dumps(engine_worker.run(json.loads(json.dumps(job)))))]
 
-    monkeypatch.setattr(engine, "answer", answer)
+    monkeypatch.setattr(engine, "answers", answers)
 
 
 def test_what_a_model_drafts_behind_every_token_is_recorded(

@@ -16,7 +16,9 @@ V2 = ["off", "sam:0", "sam:8"]
 SECONDS = 0.004
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="`bench host` runs in vLLM for CPUs only")
+@pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="`bench host` needs vLLM for CPUs, and says so elsewhere"
+)
 @pytest.mark.parametrize(
     "methods",
     [METHODS, pytest.param(ALL, marks=pytest.mark.long), pytest.param(V2, marks=pytest.mark.long)],
