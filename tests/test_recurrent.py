@@ -137,12 +137,16 @@ def test_a_cache_mode_that_was_never_tested_is_refused(tmp_path: pathlib.Path) -
             check_config(config)
 
 
-def test_the_driver_says_how_many_requests_fit(tmp_path: pathlib.Path) -> None:
+def test_the_driver_says_how_many_requests_fit(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, spec = run_of(QWEN3_NEXT, tmp_path, SAM, 3), SpecConfig(num_speculative_tokens=3)
     said = said_of_memory(config, spec)
     assert said is not None and "\n" not in said
     assert "take 377 MiB (147 without drafts)" in said, "verl caches prefixes, which takes one state more"
     assert "each 10 GiB of vLLM's cache hold at most 27 requests (69 without drafts)" in said
+    monkeypatch.setattr("rollout_spec.verl.recurrent_policy._cache_bytes", lambda _: 24 << 30)
+    assert "so the 24 GiB of vLLM's cache hold at most 65 requests" in str(said_of_memory(config, spec))
     OmegaConf.update(config, "actor_rollout_ref.rollout.enable_prefix_caching", False)
     assert "take 302 MiB (74 without drafts)" in str(said_of_memory(config, spec))
     assert said_of_memory(config, SpecConfig(method="off")) is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from omegaconf import DictConfig, OmegaConf
 
 from rollout_spec import recurrent
@@ -19,7 +22,7 @@ from rollout_spec.vllm import reasons
 from rollout_spec.vllm.versions import minor, version
 
 _NUM_TOKENS = "rollout.spec.num_speculative_tokens"
-_SHARE = 10 << 30  # bytes
+_SHARE = 10 << 30  # bytes, of which is spoken where the cache's size is not known
 
 
 def fit_tokens(config: DictConfig) -> None:
@@ -45,7 +48,7 @@ def check_recurrent(config: DictConfig, spec: SpecConfig) -> None:
 
 
 def said_of_memory(config: DictConfig, spec: SpecConfig) -> str | None:
-    """How many requests 10 GiB hold beside the states of such a policy; None where that is not known.
+    """How many requests the states of such a policy leave room for; None where that is not known.
 
     vLLM lets the others wait without a word.
     """
@@ -53,10 +56,13 @@ def said_of_memory(config: DictConfig, spec: SpecConfig) -> str | None:
         return None
     k, cached = spec.num_speculative_tokens, value(config, f"{ROLLOUT}.enable_prefix_caching") is not False
     drafted, plain = (states.num_bytes(each, cached) for each in (k, 0))
+    num_bytes = _cache_bytes(config)
+    where = f"the {num_bytes / 2**30:.0f} GiB" if num_bytes else "each 10 GiB"
+    num_bytes = num_bytes or _SHARE
     return (
         f"{_NUM_TOKENS}={k}: the recurrent states of a request take {recurrent.mib(drafted)} MiB "
-        f"({recurrent.mib(plain)} without drafts), so each 10 GiB of vLLM's cache hold at most "
-        f"{_SHARE // drafted} requests ({_SHARE // plain} without drafts); more of "
+        f"({recurrent.mib(plain)} without drafts), so {where} of vLLM's cache hold at most "
+        f"{int(num_bytes // drafted)} requests ({int(num_bytes // plain)} without drafts); more of "
         f"max_num_seqs={value(config, f'{ROLLOUT}.max_num_seqs')} wait"
     )
 
@@ -65,3 +71,16 @@ def _states(config: DictConfig) -> recurrent.States | None:
     dtype = value(config, f"{ENGINE}.mamba_ssm_cache_dtype") or "auto"
     ranks = value(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1
     return recurrent.states_of(of_text(policy_fields(config)), dtype, ranks)
+
+
+def _cache_bytes(config: DictConfig) -> float | None:
+    """Of a device of an engine, behind the weights; None where no GPU or no weights can be seen from here."""
+    from vllm.platforms import current_platform
+
+    folder = Path(os.path.expanduser(str(value(config, "actor_rollout_ref.model.path"))))
+    num_weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if not num_weights or not current_platform.is_cuda():
+        return None
+    share = value(config, f"{ROLLOUT}.gpu_memory_utilization") * current_platform.get_device_total_memory()
+    left = share - num_weights / (value(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)
+    return left if left > 0 else None
