@@ -14,9 +14,12 @@ import pytest
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY
 from tests.engine.conftest import OFF, new_engine, proposer_of, runner_of
+from tests.engine.recurrent_layers import replace_layers
 from tests.engine.serving import Request, num_accepted, sampling
 from tests.engine.serving import serve as serve_requests
 from tests.engine.test_life_cycle import PROMPTS
+from tests.engine.tiny_heads import loaded
+from tests.engine.tiny_recurrent import make_recurrent
 from tests.text import merged
 from tests.tiny_vl import TOKENS, make_image, make_processor, make_tiny_vl, tokens
 
@@ -162,6 +165,53 @@ def test_an_engine_that_never_calls_its_drafter_fails_the_run(make_server: Any) 
     runner_of(server.engine.llm).effective_drafter_max_model_len = 0
     with pytest.raises(RuntimeError, match=r"engine core 0 of replica 3 decoded without calling its drafter"):
         serve_a_step(server)
+
+
+@pytest.mark.usefixtures("own_process_groups")
+def test_a_recurrent_policy_gets_new_weights_between_two_rounds(
+    tmp_path: pathlib.Path, make_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States and texts of the first round are of older weights."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)  # as in `recurrent_scenarios`
+    replace_layers()
+    model = make_recurrent("qwen3_next", tmp_path)
+    # The experts stay: on CPUs this vLLM takes no new ones.
+    weights = {name: value for name, value in loaded(tmp_path).items() if ".experts." not in name}
+    changed = {name: value.flip(1) for name, value in weights.items() if name.endswith("_proj.weight")}
+    found = []
+    for spec, more in ((None, OFF), ({"num_speculative_tokens": 3, "history": 2}, {})):
+        arguments = {"skip_tokenizer_init": True, "enable_prefix_caching": False} | more
+        server = make_server(spec, fresh=True, model=model, kv_cache_memory_bytes=256 << 20, **arguments)
+        worker = server.engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        found += [[asyncio.run(one_round(server))], [num_accepted(server.engine.llm)] if spec else []]
+        asyncio.run(server.abort_all_requests())
+        worker._update_weights(list((weights | changed).items()), peft_config=None, base_sync_done=True)
+        for (
+            each,
+            model_config,
+        ) in worker._iter_all_models_with_config():  # as verl does behind the last bucket
+            process_weights_after_loading(each, model_config, worker.device)
+        asyncio.run(server.set_global_steps(1))
+        asyncio.run(server.resume_generation())
+        found[-2].append(asyncio.run(one_round(server)))
+        found[-1] += [num_accepted(server.engine.llm)] if spec else []
+    plain, _, drafted, accepted = found
+    assert drafted == plain
+    assert plain[0] != plain[1]
+    assert min(accepted) > 20
+
+
+async def one_round(server: Any) -> list[list[int]]:
+    """Two siblings of each prompt, and the greedy one."""
+    params = [{"temperature": 0.0 if j == 2 else 0.8, "max_tokens": 40, "ignore_eos": True} for j in range(3)]
+    outputs = [
+        server.generate(prompt, params[j] | {"extra_args": {KEY: [i, j]}}, f"{i}-{j}")
+        for i, prompt in enumerate(PROMPTS)
+        for j in range(3)
+    ]
+    return [list(output.token_ids) for output in await asyncio.gather(*outputs)]
 
 
 def test_turns_with_images(tmp_path: pathlib.Path, make_server: Any) -> None:
