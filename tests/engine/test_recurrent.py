@@ -15,9 +15,11 @@ import pytest
 
 from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
+from rollout_spec.vllm.cuda_graphs import capture_plain_steps_mrv2
 from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine.conftest import OFF, configured
+from tests.engine.interpreted_runner import graphs
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.recurrent_scenarios import FAST, SHORT_STEPS, served, with_mtp
 from tests.engine.tiny_recurrent import make_mtp, make_recurrent
@@ -57,6 +59,14 @@ def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     undo_mends(monkeypatch, GDNAttentionMetadataBuilder, "build")
     undo_mends(monkeypatch, GPUModelRunner, "_prepare_inputs", "_build_attention_metadata")
     monkeypatch.setattr(recurrent_rows, "mend", lambda _: None)
+
+
+@pytest.fixture
+def own_groups() -> None:
+    """Those that engines of a dense model have made have none for experts."""
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    destroy_model_parallel()
 
 
 def undo_mends(monkeypatch: pytest.MonkeyPatch, owner: type, *names: str) -> None:
@@ -104,6 +114,90 @@ def test_a_full_graph_of_plain_steps_is_for_decoding_rows(results: dict[str, dic
     assert (True, True, False) in steps and (True, True, True) not in steps, "prompts of one token left"
 
 
+@pytest.mark.skipif(MINOR < 29, reason="we refuse them on MRV2 of vLLM 0.24")
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(
+    name: str, results: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    """`results` has made the groups of processes that a dispatcher asks for."""
+    import torch
+    from vllm.config import CUDAGraphMode
+
+    vllm_config = configured(make_recurrent(name, tmp_path), {"num_speculative_tokens": 7})
+    runner = GraphsOfMRV2(vllm_config)
+    capture_plain_steps_mrv2(runner)
+    runner.initialize_kv_cache()
+    graphs(runner.manager, "FULL_AND_PIECEWISE")  # of CUDA's sizes
+    captured = runner.manager._capture_descs[CUDAGraphMode.FULL]
+    recurrent_rows.mend(is_mrv2=True)
+    builder = builder_of(name, vllm_config)
+    built = [
+        builder.build_for_cudagraph_capture(dummy_rows(each.num_reqs, each.num_tokens)) for each in captured
+    ]
+    assert len(built) > 1 and runner.decode_query_len == 8
+    if name == "qwen3_5":
+        assert {each.num_tokens // each.num_reqs for each in captured} == {1}
+        assert [each.num_spec_decodes for each in built] == [each.num_reqs for each in captured]
+    else:
+        assert {each.num_tokens // each.num_reqs for each in captured} == {8}
+        with pytest.raises(AssertionError):
+            builder.build_for_cudagraph_capture(dummy_rows(2, 2))
+        assert [torch.numel(each.num_accepted_tokens) for each in built] == [
+            each.num_reqs for each in captured
+        ]
+
+
+class GraphsOfMRV2:
+    """What vLLM's MRV2 does for its graphs: its own dispatcher, for rows of `decode_query_len` tokens."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config, self.decode_query_len = vllm_config, 1 + vllm_config.num_speculative_tokens
+
+    def initialize_kv_cache(self) -> None:
+        import torch
+        from vllm.config import CUDAGraphMode
+        from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+        mode, device = CUDAGraphMode.NONE, torch.device("cpu")
+        self.manager = ModelCudaGraphManager(self.vllm_config, device, mode, self.decode_query_len)
+
+    def _dummy_run(self) -> None:
+        """Of a data-parallel rank."""
+
+
+def builder_of(name: str, vllm_config: Any) -> Any:
+    """vLLM's own, of the metadata of a policy's recurrent layers."""
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    k = vllm_config.num_speculative_tokens
+    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    spec = MambaSpec(block_size=512, shapes=((4, 4),), dtypes=(torch.float32,), num_speculative_blocks=k)
+    kind = GDNAttentionMetadataBuilder if name == "qwen3_5" else Mamba2AttentionMetadataBuilder
+    return kind(spec, ["layer"], vllm_config, torch.device("cpu"))
+
+
+def dummy_rows(num_reqs: int, num_tokens: int) -> Any:
+    """What vLLM captures a graph with."""
+    import torch
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    length = num_tokens // num_reqs
+    starts = torch.arange(num_reqs + 1, dtype=torch.int32) * length
+    return CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts,
+        seq_lens=torch.full((num_reqs,), 16, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.full((num_reqs,), 16, dtype=torch.int32),
+        is_prefilling=torch.zeros(num_reqs, dtype=torch.bool),
+        num_reqs=num_reqs, num_actual_tokens=num_tokens, max_query_len=length, max_seq_len=16,
+        block_table_tensor=torch.zeros(num_reqs, 16, dtype=torch.int32),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+    )  # fmt: skip
+
+
 def test_the_states_are_as_large_as_the_driver_says(results: dict[str, dict[str, Any]], model: str) -> None:
     assert results["drafted"]["state_bytes"] == said_bytes(model, 7)
 
@@ -139,11 +233,19 @@ def test_drafts_change_nothing_with_other_policies_of_mamba_2(
     assert_right_with_mamba_2(folder, served(folder, None, SOME, **SHORT_STEPS))
 
 
-def assert_right_with_mamba_2(folder: str, plain: dict[str, Any]) -> None:
+@pytest.mark.long
+@pytest.mark.skipif(MINOR < 29, reason="refused before vLLM 0.29, as no CPU engine there runs it")
+def test_drafts_change_nothing_with_three_draft_tokens_and_mamba_2(
+    mamba_2: tuple[str, dict[str, Any]],
+) -> None:
+    assert_right_with_mamba_2(*mamba_2, k=3)
+
+
+def assert_right_with_mamba_2(folder: str, plain: dict[str, Any], k: int = 7) -> None:
     """vLLM has full graphs of K + 1 tokens in every row for them: no prompt is in such a step."""
-    drafted = served(folder, GATED, SOME, **SHORT_STEPS)
+    drafted = served(folder, GATED | {"num_speculative_tokens": k}, SOME, **SHORT_STEPS)
     assert wrong(drafted, plain) == set()
-    assert drafted["state_bytes"] == said_bytes(folder, 7)
+    assert drafted["state_bytes"] == said_bytes(folder, k)
     assert {step for step in drafted["graphs"] if step[2]} == {(False, False, True)}
 
 
@@ -180,11 +282,24 @@ def test_the_mend_is_needed_until_vllm_is_right(model: str, as_it_is: None) -> N
 
 
 @pytest.mark.long
+@pytest.mark.skipif(MINOR < 29, reason="on vLLM 0.24 all tests here are of Qwen3-Next, and none of Qwen3.5")
+@pytest.mark.parametrize("k", [3, 7])
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
+def test_drafts_change_nothing_with_experts(
+    name: str, k: int, model: str, own_groups: None, tmp_path: pathlib.Path
+) -> None:
+    folder = make_recurrent(name, tmp_path)
+    drafted = served(folder, GATED | {"num_speculative_tokens": k}, SOME, **SHORT_STEPS)
+    assert wrong(drafted, served(folder, None, SOME, **SHORT_STEPS)) == set()
+
+
+@pytest.mark.long
 @pytest.mark.skipif(MINOR < 29, reason="before vLLM 0.29 there is no Qwen3.5 of text alone")
-def test_drafts_change_nothing_beside_an_mtp_head(model: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("k", [3, 7])
+def test_drafts_change_nothing_beside_an_mtp_head(k: int, model: str, tmp_path: pathlib.Path) -> None:
     """Rows then have drafts of any length."""
-    folder = make_mtp(MODEL, tmp_path)
-    drafted = served(folder, GATED, SOME, **SHORT_STEPS | with_mtp(7))
+    folder, spec = make_mtp(MODEL, tmp_path), GATED | {"num_speculative_tokens": k}
+    drafted = served(folder, spec, SOME, **SHORT_STEPS | with_mtp(k))
     assert wrong(drafted, served(folder, None, SOME, **SHORT_STEPS)) == set()
     assert drafted["counters"]["num_model_accepted_tokens"] > 50
 
@@ -193,14 +308,16 @@ def test_drafts_change_nothing_beside_an_mtp_head(model: str, tmp_path: pathlib.
 @pytest.mark.skipif(
     MINOR < 29, reason="we refuse them on MRV2 of vLLM 0.24: it has no prefix caching for them"
 )
+@pytest.mark.timeout(1800)
 def test_drafts_change_nothing_on_mrv2(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "results.json"
     command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", "qwen3_5_small", str(path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     results = json.loads(path.read_text())
-    assert results["drafted"]["model_runner"].endswith(".cpu.model_runner")
-    assert wrong(results["drafted"], results["plain"]) == set()
+    drafted = results["drafted"]
+    assert drafted["model_runner"].endswith(".cpu.model_runner")
+    assert wrong(drafted, results["plain"]) == set()
 
 
 NEXT, LFM, JAMBA = "Qwen3Next", "Lfm2", "Jamba"

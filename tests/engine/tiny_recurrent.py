@@ -19,6 +19,10 @@ _DELTA: dict[str, Any] = _COMMON | {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32,
     "mamba_expand": 2,
@@ -26,12 +30,14 @@ _MAMBA: dict[str, Any] = {
 _NORMS_OF_MTP = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
 # By name: the stem of the class of transformers, and the fields of its configuration.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("Qwen3Next", _DELTA | {"num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}),
+    "qwen3_next": ("Qwen3Next", _DELTA | _EXPERTS),
     "qwen3_5": ("Qwen3_5", _DELTA),
-    # States so small that a block of the cache has 32 tokens: for prefix caching.
+    "qwen3_5_moe": ("Qwen3_5Moe", _DELTA | _EXPERTS),
+    # States so small that a block of the cache has 32 tokens: for prefix caching. Interpreted, each recurrent
+    # layer takes long.
     "qwen3_5_small": ("Qwen3_5", _DELTA | {"num_key_value_heads": 2, "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32}),
+        "linear_value_head_dim": 32, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"]}),
     "nemotron_h": ("NemotronH", _COMMON | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"],
         "head_dim": 64, "mamba_num_heads": 4, "mamba_head_dim": 64, "ssm_state_size": 16, "n_groups": 1,
         "expand": 2, "chunk_size": 32, "num_nextn_predict_layers": 0}),
@@ -55,7 +61,7 @@ def make_recurrent(name: str, folder: pathlib.Path) -> str:
     import transformers
 
     stem, fields = MODELS[name]
-    config_class = f"{stem}TextConfig" if stem == "Qwen3_5" else f"{stem}Config"
+    config_class = f"{stem}TextConfig" if stem.startswith("Qwen3_5") else f"{stem}Config"
     torch.manual_seed(0)
     model = getattr(transformers, f"{stem}ForCausalLM")(getattr(transformers, config_class)(**fields))
     generator = torch.Generator().manual_seed(1)
