@@ -71,13 +71,12 @@ def runner_with(
         speculative_config=None,
         num_speculative_tokens=K,
     )
-    config_of_backend = SimpleNamespace(get_cudagraph_support=lambda *_: AttentionCGSupport[support])
-    config_of_backend.get_varlen_cudagraph_max_query_len = lambda *_: None
+    builder = SimpleNamespace(get_cudagraph_support=lambda *_: AttentionCGSupport[support])
     group = SimpleNamespace(
         layer_names=["layer"],
         kv_cache_spec=None,
         backend=type("SomeBackend", (), {}),
-        get_metadata_builder=lambda _: config_of_backend,
+        get_metadata_builder=lambda _: builder,
     )
     said: list[str] = []
     monkeypatch.setattr(
@@ -265,7 +264,8 @@ def test_data_parallel_ranks_take_the_same_graph(
 
     monkeypatch.setattr(dp_utils, "get_dp_group", lambda: SimpleNamespace(cpu_group=None))
     monkeypatch.setattr(dp_utils, "dist", SimpleNamespace(all_reduce=all_reduce))
-    runners, found = [runner_with(monkeypatch, num_ranks=2) for _ in rows], [None] * len(rows)
+    runners = [runner_with(monkeypatch, num_ranks=2) for _ in rows]
+    found: list[Any] = [None] * len(rows)
 
     def run(rank: int) -> None:
         found[rank] = graph_of(runners[rank], rows[rank], num_prompts if rank == 0 else 0, rank)

@@ -94,17 +94,13 @@ def _refusal(runner: Any) -> str | None:
 
 
 def _unfit_backend(runner: Any) -> str | None:
-    """The attention backend whose graphs need rows of one length, if there is one."""
-    support, backend = runner.model_state.get_additional_cg_support()
-    if support != AttentionCGSupport.ALWAYS:
-        return str(backend)
-    if hasattr(attn_utils, "get_varlen_cudagraph_unsupported_backend"):  # from vLLM 0.32 on
-        found = attn_utils.get_varlen_cudagraph_unsupported_backend(
-            runner.attn_groups, runner.vllm_config, runner.decode_query_len
-        )
-        return None if found is None else found[0]
-    weakest = attn_utils.get_attn_cg_support(runner.attn_groups, runner.vllm_config)
-    return None if weakest.min_cg_support == AttentionCGSupport.ALWAYS else weakest.min_cg_attn_backend
+    """The attention backend whose graphs do not replay every batch, if there is one.
+
+    vLLM 0.32 allows more for its adaptive verification, and some of these ask whether that is on.
+    """
+    found = attn_utils.get_attn_cg_support(runner.attn_groups, runner.vllm_config)
+    found = found.narrow(*runner.model_state.get_additional_cg_support())
+    return None if found.min_cg_support == AttentionCGSupport.ALWAYS else found.min_cg_attn_backend
 
 
 def add_graphs(manager: Any, query_len: int) -> int:
