@@ -47,6 +47,7 @@ def runner_with(
     sizes: list[int] = SIZES,
     max_num_seqs: int = ROWS,
     speculator: Any = None,
+    architecture: str | None = None,
     num_ranks: int = 1,
     **parallel: int,
 ) -> Any:
@@ -66,7 +67,7 @@ def runner_with(
             max_cudagraph_capture_size=sizes[-1],
             cudagraph_mode=CUDAGraphMode[mode],
         ),
-        model_config=SimpleNamespace(is_hybrid=False),
+        model_config=SimpleNamespace(is_hybrid=architecture is not None, architecture=architecture),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         speculative_config=None,
         num_speculative_tokens=K,
@@ -208,6 +209,13 @@ def test_where_they_cannot_be_it_is_said(
         assert ["steps with drafts run without" in line for line in runner.said[1:]] == [True] * (
             num_said == 2
         )
+
+
+@needs_graphs
+def test_a_policy_with_mamba_2_keeps_its_graphs_of_longest_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_with(monkeypatch, architecture="NemotronHForCausalLM")
+    assert table(runner) == ["PIECEWISE", "PIECEWISE", "FULL"]
+    assert runner.said == []
 
 
 @needs_graphs
