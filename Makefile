@@ -46,7 +46,7 @@ SLOW = -m 'slow and not training' $(ORDERED)
 FAST_AND_TRAINING = -m 'training and not long or not slow and not long' $(ORDERED)
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
-	requests engines life_cycle sampling plain_vllm graphs schedule_ahead runner_v2 recurrent)
+	requests engines life_cycle sampling plain_vllm graphs draft_graphs schedule_ahead runner_v2 recurrent)
 # What needs verl, and no training.
 VERL_TESTS := $(patsubst %,tests/test_%.py,verl_adapter verl_check_config verl_check_drafter verl_client \
 	verl_history verl_ranks verl_router recipes) tests/engine/test_verl_server.py tests/engine/test_storm.py \
