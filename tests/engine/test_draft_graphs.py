@@ -68,7 +68,6 @@ def runner_with(
             cudagraph_capture_sizes=sizes,
             max_cudagraph_capture_size=sizes[-1],
             cudagraph_mode=CUDAGraphMode[mode],
-            adjust_cudagraph_sizes_for_spec_decode=lambda *_: None,  # 0.24: to multiples of 1 token a row
         ),
         model_config=SimpleNamespace(is_hybrid=architecture is not None, architecture=architecture),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
