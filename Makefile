@@ -40,16 +40,17 @@ TWO := --numprocesses 2 --dist loadfile
 # Exit code 5: TEST_ARGS chose none of them.
 SOME = || [ $$? = 5 ]
 FAST = -m 'not slow and not long' $(TWO)
-SLOW = -m slow $(TWO) --no-loadscope-reorder # but as tests/conftest.py orders them
+ORDERED := $(TWO) --no-loadscope-reorder # as tests/conftest.py orders them
+SLOW = -m 'slow and not training' $(ORDERED)
+# A training takes half of the memory, and one process after the other: tests without engines run beside it.
+FAST_AND_TRAINING = -m 'training and not long or not slow and not long' $(ORDERED)
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
-	requests engines life_cycle sampling plain_vllm graphs schedule_ahead runner_v2 recurrent)
+	requests engines life_cycle sampling plain_vllm graphs draft_graphs schedule_ahead runner_v2 recurrent)
 # What needs verl, and no training.
 VERL_TESTS := $(patsubst %,tests/test_%.py,verl_adapter verl_check_config verl_check_drafter verl_client \
 	verl_history verl_ranks verl_router recipes) tests/engine/test_verl_server.py tests/engine/test_storm.py \
 	$(patsubst %,lab/tests/test_%.py,verl_cpu checkpoint_engine)
-# What takes all memory.
-ALONE := tests/test_training.py
 ASCENDS := 0.23.0 0.23.0.post1 0.24.0rc1
 
 .PHONY: help demo recording test test-fast test-long test-ascend check format asan bench mutants docs dev packages \
@@ -72,9 +73,8 @@ ifneq ($(VERL),)
 else ifneq ($(VLLM),)
 	$(PYTEST) $(SLOW) $(ENGINE_TESTS) $(TEST_ARGS)
 else
-	$(IN) --with-suffix $(NAME) python -m pytest $(FAST) $(TEST_ARGS) $(SOME)
-	$(PYTEST) -m slow $(ALONE) $(TEST_ARGS) $(SOME)
-	$(PYTEST) $(SLOW) $(addprefix --ignore ,$(ALONE)) $(TEST_ARGS) $(SOME)
+	$(IN) --with-suffix $(NAME) python -m pytest $(FAST_AND_TRAINING) $(TEST_ARGS) $(SOME)
+	$(PYTEST) $(SLOW) $(TEST_ARGS) $(SOME)
 endif
 
 test-fast: ## run the tests that start no engine and train nothing

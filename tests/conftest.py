@@ -22,7 +22,7 @@ TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py"
 FIRST = [
     f"test_{name}.py"
     for name in (
-        "runner_v2", "parallel", "requests", "model_drafter", "certify", "bench_host", "sampling",
+        "training", "runner_v2", "parallel", "requests", "model_drafter", "certify", "bench_host", "sampling",
     )
 ]  # fmt: skip
 
@@ -45,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
         elif item.path.name == TRAINING or item.path.parent.name == "engine":
             item.add_marker(pytest.mark.slow)
+        if item.path.name == TRAINING:
+            item.add_marker(pytest.mark.training)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 

@@ -2,8 +2,9 @@
 
 With speculation vLLM captures its full graphs for steps in which every row has K draft tokens. Those of a
 drafter that chooses are seldom so, and a plain step would go piece by piece. Here full graphs are captured
-for plain steps; steps with drafts have piecewise ones. On NPUs it stays as it is, and for policies with
-layers of Mamba 2, whose metadata is captured for K draft tokens in every row only.
+for plain steps. Steps with drafts have piecewise ones; on MRV2 from vLLM 0.29 on `mrv2/draft_graphs.py` adds
+full ones. On NPUs it stays as it is, and for policies with layers of Mamba 2, whose metadata is captured for
+K draft tokens in every row only.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def capture_plain_steps(runner: Any) -> None:
     if runner.model_config.is_hybrid:
         _keep_prompts_out(runner)
     if _has_plain_graphs(runner):
-        _say_what_has_none(runner)
+        if runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
+            logger.warning("rollout_spec: %s", reasons.WITHOUT_GRAPHS)
         runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1
 
 
@@ -71,7 +73,6 @@ def capture_plain_steps_mrv2(runner: Any) -> None:
     """
     if not _has_plain_graphs(runner):
         return
-    _say_what_has_none(runner)
     for name in ("initialize_kv_cache", "_dummy_run"):
         setattr(runner, name, _for_plain_steps(runner, getattr(runner, name)))
 
@@ -86,8 +87,3 @@ def _for_plain_steps(runner: Any, method: Callable[..., Any]) -> Callable[..., A
             runner.decode_query_len = decode_query_len
 
     return call_for_plain_steps
-
-
-def _say_what_has_none(runner: Any) -> None:
-    if runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-        logger.warning("rollout_spec: %s", reasons.WITHOUT_GRAPHS)

@@ -21,10 +21,13 @@ from tests.engine.interpreted_runner import BAD_WORDS
 from tests.engine.serving import assert_each_same, assert_none_is_idle
 from tests.engine.test_graphs import GRAPHS
 
-pytestmark = pytest.mark.skipif(
-    version() == "0.23.0" and mrv2_misfit() is not None,
-    reason="with vLLM 0.23 our drafter runs on MRV1 alone",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        version() == "0.23.0" and mrv2_misfit() is not None,
+        reason="with vLLM 0.23 our drafter runs on MRV1 alone",
+    ),
+    pytest.mark.timeout(1800),  # `results` takes minutes, and other tests have the processors too
+]
 AHEAD = ("ahead", "open", "preempted")
 ENGINES = ("drafted", *AHEAD)
 

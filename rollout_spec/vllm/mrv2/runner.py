@@ -17,6 +17,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, guard_parameters, record, replace_function
 from rollout_spec.vllm.cuda_graphs import capture_plain_steps_mrv2
 from rollout_spec.vllm.mrv2 import sampler, versions
+from rollout_spec.vllm.mrv2.draft_graphs import GRAPHS, HAS_GRAPHS, capture_steps_with_drafts
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.mrv2.model_drafter import SHARED_NOISE, draft_beside, for_the_model, share_noise
 from rollout_spec.vllm.options import is_hybrid, names_our_drafter
@@ -36,7 +37,8 @@ _WARM_UP = Patch(
     upstream="vllm/v1/worker/gpu/warmup.py, warmup_kernels",
     until="vLLM says which requests are its own",
 )
-ENGINE_PATCHES = (_SPECULATOR, _WARM_UP, sampler.COUPLED, SHARED_NOISE)  # what engines apply to themselves
+# What engines apply to themselves.
+ENGINE_PATCHES = (_SPECULATOR, _WARM_UP, sampler.COUPLED, SHARED_NOISE) + (GRAPHS,) * HAS_GRAPHS
 
 # Of what is called or replaced here, the parameters that are counted on.
 _PARAMETERS: tuple[versions.Parameters, ...] = (
@@ -96,12 +98,14 @@ def bind(worker: Any, config: SpecConfig) -> None:
         host = speculator.host
         host.bind(runner)
         capture_plain_steps_mrv2(runner)
+        capture_steps_with_drafts(runner)
     elif is_hybrid(runner.vllm_config):
         host = HostDrafts(runner.vllm_config, runner.device)
         host.bind(runner)
         host.proposer.load_model()
         draft_beside(speculator, host)
         capture_plain_steps_mrv2(runner)
+        capture_steps_with_drafts(runner)
     elif config.coupled and isinstance(speculator, DraftModelSpeculator):
         share_noise(speculator)
     forget = [] if host is None else [host.proposer.start_afresh]

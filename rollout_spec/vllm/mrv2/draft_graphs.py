@@ -1,0 +1,150 @@
+"""Full CUDA graphs for steps with drafts, where attention allows 1 to K + 1 tokens in each row of one graph.
+
+vLLM 0.29 and later capture such graphs (`varlen_decode`) for a feature of their own. Plain steps keep theirs,
+which are tried first: in a graph for K + 1 tokens a row, attention takes kernels that are slower for one
+token (Triton's without a split of the KV cache, FlashAttention 3's with tiles of 128 rows, not 64).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu import attn_utils, model_runner
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from rollout_spec.patches import Patch, PatchError, guard_parameters, misfit, wrap
+from rollout_spec.vllm import reasons
+from rollout_spec.vllm.other_ranks import V2_NAME
+
+logger = init_logger(f"vllm.{__name__}")
+
+GRAPHS = Patch(
+    name="vllm-v2-graphs-for-drafts",
+    reason="steps with drafts run piece by piece, because vLLM captures full graphs for rows of different "
+    "lengths with its adaptive verification only; and 0.29 would replay one for a prompt's chunk "
+    "of at most K + 1 tokens",
+    upstream="vllm/v1/worker/gpu/cudagraph_utils.py, CudaGraphManager; vllm/v1/worker/gpu/model_runner.py, "
+    "GPUModelRunner.execute_model",
+    until="vLLM captures them for every drafter",
+)
+HAS_GRAPHS = "varlen_decode" in inspect.signature(CudaGraphManager.__init__).parameters
+
+
+def check_graphs() -> None:
+    """See that the installed vLLM captures and chooses graphs as this module was written for.
+
+    Raises:
+        PatchError: it does not.
+    """
+    owner, inputs = model_runner.GPUModelRunner, ("self", "scheduler_output", "batch_req_state", "batch_desc")
+    guard_parameters(GRAPHS, owner, "prepare_inputs", inputs)
+    guard_parameters(GRAPHS, owner, "gather_batch_req_state", ("self", "scheduler_output", "dummy_run"))
+    guard_parameters(GRAPHS, CudaGraphManager, "_init_candidates", ("self",))
+    if "max_query_len" not in inspect.signature(getattr(model_runner, V2_NAME)).parameters:
+        raise misfit(GRAPHS, f"{V2_NAME} takes no max_query_len")
+
+
+def capture_steps_with_drafts(runner: Any) -> None:
+    """Capture full graphs for steps with drafts, where it can be done; else say why not.
+
+    Call it once for each runner, behind `capture_plain_steps_mrv2`.
+    """
+    why_never = None if HAS_GRAPHS else "this vLLM captures none for rows of different lengths"
+    if HAS_GRAPHS:
+        try:
+            check_graphs()
+            _replay_safely(runner)
+        except PatchError as error:
+            why_never = str(error)
+    initialize_kv_cache = runner.initialize_kv_cache
+
+    @functools.wraps(initialize_kv_cache)
+    def initialize_and_add_graphs(*args: Any, **kwargs: Any) -> None:
+        initialize_kv_cache(*args, **kwargs)
+        manager = runner.cudagraph_manager
+        if not manager.cudagraph_mode.separate_routine() or manager.decode_query_len > 1:
+            return  # no full graphs, or those of all steps; or Mamba 2's, of K draft tokens in every row
+        why_not = why_never or _refusal(runner)
+        if why_not is None:
+            num = add_graphs(manager, runner.decode_query_len)
+            logger.info_once(f"rollout_spec: {num} full CUDA graphs more, for steps with drafts")
+            return
+        logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_not}")
+        if manager.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
+            logger.warning_once(f"rollout_spec: {reasons.WITHOUT_GRAPHS}")
+
+    runner.initialize_kv_cache = initialize_and_add_graphs
+
+
+def _refusal(runner: Any) -> str | None:
+    """Why a runner is to have no such graphs. One with LoRA or pipeline parallelism never has our drafter."""
+    parallel = runner.vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "with context parallelism, attention reads the rows' lengths on the host"
+    if isinstance(runner.speculator, DraftModelSpeculator):
+        return "the model that drafts takes the step's attention metadata, and has no such graphs"
+    backend = _unfit_backend(runner)
+    return None if backend is None else f"{backend} does not allow rows of different lengths in one graph"
+
+
+def _unfit_backend(runner: Any) -> str | None:
+    """The attention backend whose graphs do not replay every batch, if there is one.
+
+    vLLM 0.32 allows more for its adaptive verification, and some of these ask whether that is on.
+    """
+    found = attn_utils.get_attn_cg_support(runner.attn_groups, runner.vllm_config)
+    found = found.narrow(*runner.model_state.get_additional_cg_support())
+    return None if found.min_cg_support == AttentionCGSupport.ALWAYS else found.min_cg_attn_backend
+
+
+def add_graphs(manager: Any, query_len: int) -> int:
+    """Let a `CudaGraphManager` capture graphs for 1 to `query_len` tokens a row too. Returns how many."""
+    before, plain, plain_len = manager._capture_descs, manager._candidates, manager.decode_query_len
+    manager._capture_descs, manager._candidates = {}, {}
+    manager.decode_query_len, manager.varlen_decode = query_len, True
+    manager._init_candidates()
+    manager.decode_query_len, manager.varlen_decode = plain_len, False
+    for mode, descs in manager._capture_descs.items():  # the largest first: that is how vLLM captures them
+        both = dict.fromkeys([*before.get(mode, []), *descs])
+        manager._capture_descs[mode] = sorted(both, key=lambda desc: -desc.num_tokens)
+    for key, descs in manager._candidates.items():  # full ones first: that is how vLLM tries them
+        both = dict.fromkeys([*plain.get(key, []), *descs])
+        manager._candidates[key] = sorted(both, key=lambda desc: desc.cg_mode != CUDAGraphMode.FULL)
+    return sum(map(len, manager._capture_descs.values())) - sum(map(len, before.values()))
+
+
+def _replay_safely(runner: Any) -> None:
+    """Keep prompts out of these graphs, and plan a step's attention as it was planned for its graph.
+
+    FlashAttention 3 lays out the plan of one token a row in another way (`is_causal` in its
+    `mha_fwd_get_scheduler_metadata`), and a plain step takes such a graph beside another rank's drafts.
+    """
+    gather, prepare_inputs = runner.gather_batch_req_state, runner.prepare_inputs
+
+    @functools.wraps(gather)
+    def gather_and_note(*args: Any, **kwargs: Any) -> Any:
+        found = gather(*args, **kwargs)
+        if runner.cudagraph_manager is not None:
+            runner.cudagraph_manager.has_prompt = found[0] is not None and found[0].has_prefill
+        return found
+
+    @functools.wraps(prepare_inputs)
+    def prepare_for_the_graph(output: Any, state: Any, batch_desc: Any, *others: Any) -> Any:
+        batch = prepare_inputs(output, state, batch_desc, *others)
+        if batch_desc.max_query_len is not None:
+            batch.max_query_len = batch_desc.max_query_len
+        return batch
+
+    @wrap(model_runner, V2_NAME, GRAPHS)
+    def keep_prompts_out(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(cudagraph_manager, "has_prompt", False):
+            kwargs["max_query_len"] = None
+        return dispatch(cudagraph_manager, *args, **kwargs)
+
+    runner.gather_batch_req_state, runner.prepare_inputs = gather_and_note, prepare_for_the_graph

@@ -1,0 +1,278 @@
+"""Which CUDA graph MRV2 takes for a step with drafts, asked of vLLM's own dispatcher with CUDA's settings."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import NonCallableMock
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_spec.patches import PatchError
+from rollout_spec.vllm.checks import mrv2_misfit
+from rollout_spec.vllm.versions import version
+from tests.engine.test_graphs import GRAPHS, STEPS, K
+
+if version() == "0.23.0" and mrv2_misfit() is not None:
+    pytest.skip("with vLLM 0.23 our drafter runs on MRV1 alone", allow_module_level=True)
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu import cudagraph_utils, dp_utils, model_runner
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from rollout_spec.vllm.cuda_graphs import capture_plain_steps_mrv2
+from rollout_spec.vllm.mrv2 import draft_graphs
+
+SIZES = [1, 2, 4, 8, 16, 24, 32]
+ROWS = 16
+pytestmark = pytest.mark.skipif(
+    not draft_graphs.HAS_GRAPHS, reason="vLLM 0.24 has no such graphs; the tests run with 0.29 and 0.32"
+)
+# Of STEPS: plain ones, of mixed lengths, of K draft tokens in every row.
+MIXED = {
+    "FULL_AND_PIECEWISE": ["FULL", "FULL", "FULL"],
+    "FULL_DECODE_ONLY": ["FULL", "FULL", "FULL"],
+    "PIECEWISE": ["PIECEWISE", "PIECEWISE", "PIECEWISE"],
+}
+
+
+def runner_with(
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str = "FULL_AND_PIECEWISE",
+    support: str = "ALWAYS",
+    more: str = "ALWAYS",
+    sizes: list[int] = SIZES,
+    max_num_seqs: int = ROWS,
+    speculator: Any = None,
+    architecture: str | None = None,
+    num_ranks: int = 1,
+    **parallel: int,
+) -> Any:
+    """What our engine's runner has once its KV cache is made: a manager of vLLM's, and what was said."""
+    monkeypatch.setattr(
+        cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    )
+    monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, False)
+    contexts = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1} | parallel
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=num_ranks, tensor_parallel_size=1, use_ubatching=False, **contexts
+        ),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes,
+            max_cudagraph_capture_size=sizes[-1],
+            cudagraph_mode=CUDAGraphMode[mode],
+        ),
+        model_config=SimpleNamespace(is_hybrid=architecture is not None, architecture=architecture),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        speculative_config=None,
+        num_speculative_tokens=K,
+    )
+    builder = SimpleNamespace(get_cudagraph_support=lambda *_: AttentionCGSupport[support])
+    group = SimpleNamespace(
+        layer_names=["layer"],
+        kv_cache_spec=None,
+        backend=type("SomeBackend", (), {}),
+        get_metadata_builder=lambda _: builder,
+    )
+    said: list[str] = []
+    monkeypatch.setattr(
+        draft_graphs, "logger", SimpleNamespace(info_once=said.append, warning_once=said.append)
+    )
+    runner: Any = SimpleNamespace(
+        vllm_config=config,
+        decode_query_len=1 + K,
+        attn_groups=[[group]],
+        model_state=SimpleNamespace(
+            get_additional_cg_support=lambda: (AttentionCGSupport[more], "SomeOther")
+        ),
+        speculator=speculator,
+        adaptive_verification=None,
+        pcp_manager=None,
+        use_pp=False,
+        cudagraph_manager=None,
+        said=said,
+        _dummy_run=lambda: None,
+        prepare_inputs=lambda *_: SimpleNamespace(max_query_len=None),
+    )
+    runner.gather_batch_req_state = functools.partial(
+        model_runner.GPUModelRunner.gather_batch_req_state, runner
+    )
+
+    def initialize_kv_cache() -> None:
+        runner.cudagraph_manager = cudagraph_utils.CudaGraphManager(
+            config, torch.device("cpu"), CUDAGraphMode[mode], runner.decode_query_len
+        )
+        runner.cudagraph_manager._graphs_captured = True
+
+    runner.initialize_kv_cache = initialize_kv_cache
+    capture_plain_steps_mrv2(runner)
+    draft_graphs.capture_steps_with_drafts(runner)
+    runner.initialize_kv_cache()
+    return runner
+
+
+def graph_of(runner: Any, rows: list[int], num_prompts: int = 0, rank: int = 0) -> Any:
+    """The graph of a step whose rows have so many tokens, the last of them chunks of prompts."""
+    is_prompt = np.arange(len(rows)) >= len(rows) - num_prompts
+    names = [str(row) for row in range(len(rows))]
+    runner.req_states = SimpleNamespace(
+        req_id_to_index={name: row for row, name in enumerate(names)},
+        prefill_len=SimpleNamespace(np=np.full(len(rows), 99)),
+        num_computed_prefill_tokens=np.where(is_prompt, 0, 99),
+    )
+    output = SimpleNamespace(
+        num_scheduled_tokens=dict(zip(names, rows, strict=True)),
+        total_num_scheduled_tokens=sum(rows),
+        scheduled_spec_decode_tokens={},
+    )
+    uniform = runner.gather_batch_req_state(output, False)[1]
+    num_ranks = runner.vllm_config.parallel_config.data_parallel_size
+    return model_runner.dispatch_cg_and_sync_dp(
+        runner.cudagraph_manager, len(rows), sum(rows), uniform, num_ranks, rank, max_query_len=max(rows)
+    )[0]
+
+
+def table(runner: Any) -> list[str]:
+    return [" ".join({graph_of(runner, rows).cg_mode.name for rows in steps}) for steps in STEPS]
+
+
+def test_steps_with_drafts_have_full_graphs_where_vllm_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {mode: table(runner_with(monkeypatch, mode)) for mode in GRAPHS} == MIXED
+
+
+def test_plain_steps_keep_the_graphs_of_one_token_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as large as those of an engine without a drafter, and captured for one token a row."""
+    runner = runner_with(monkeypatch)
+    for num_rows in range(1, ROWS + 1):
+        graph = graph_of(runner, [1] * num_rows)
+        assert (graph.uniform_token_count, graph.num_reqs) == (1, graph.num_tokens)
+        assert graph.num_tokens == min(size for size in SIZES if size >= num_rows)
+
+
+def test_a_graph_has_room_for_the_rows_and_the_longest_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_with(monkeypatch)
+    for rows in ([1 + K, 1, 4], [2, 2], [1] * (ROWS - 1) + [2], [1 + K] * 3):
+        graph = graph_of(runner, rows)
+        assert graph.max_query_len == 1 + K and graph.num_reqs == min(graph.num_tokens, ROWS) >= len(rows)
+        assert graph.num_tokens == min(size for size in SIZES if size >= sum(rows))
+
+
+@pytest.mark.parametrize(
+    ("mode", "other"), [("FULL_AND_PIECEWISE", "PIECEWISE"), ("FULL_DECODE_ONLY", "NONE")]
+)
+def test_a_step_with_a_prompt_replays_no_graph_of_decodes(
+    mode: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_with(monkeypatch, mode)
+    for rows, num_prompts in (([1, 4, 3], 1), ([3, 3], 2), ([1, 1 + K], 1)):
+        assert graph_of(runner, rows, num_prompts).cg_mode.name == other
+        assert graph_of(runner, rows).cg_mode.name == "FULL"
+
+
+def test_a_step_larger_than_all_graphs_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_with(monkeypatch)
+    assert [graph_of(runner, [2] * 15 + [num]).cg_mode.name for num in (2, 3)] == ["FULL", "NONE"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"support": "UNIFORM_BATCH"}, "SomeBackend does not allow"),
+        ({"support": "NEVER"}, "SomeBackend does not allow"),
+        ({"more": "UNIFORM_BATCH"}, "SomeOther does not allow"),
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"prefill_context_parallel_size": 2}, "context parallelism"),
+        ({"speculator": NonCallableMock(spec=DraftModelSpeculator)}, "the model that drafts"),
+    ],
+)
+def test_where_they_cannot_be_it_is_said(
+    changed: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mode, num_said in (("FULL_AND_PIECEWISE", 1), ("FULL_DECODE_ONLY", 2), ("PIECEWISE", 0)):
+        runner = runner_with(monkeypatch, mode, **changed)
+        assert table(runner) == GRAPHS[mode]
+        assert [reason in line for line in runner.said[:1]] == [True][:num_said]
+        assert ["steps with drafts run without" in line for line in runner.said[1:]] == [True] * (
+            num_said == 2
+        )
+
+
+def test_a_policy_with_mamba_2_keeps_its_graphs_of_longest_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_with(monkeypatch, architecture="NemotronHForCausalLM")
+    assert table(runner) == ["PIECEWISE", "PIECEWISE", "FULL"]
+    assert runner.said == []
+
+
+def test_a_vllm_that_has_changed_has_none_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner.GPUModelRunner, "prepare_inputs", lambda self, batch: None)
+    with pytest.raises(PatchError):
+        draft_graphs.check_graphs()
+    runner = runner_with(monkeypatch)
+    assert table(runner) == GRAPHS["FULL_AND_PIECEWISE"]
+    assert "GPUModelRunner.prepare_inputs takes self, batch" in runner.said[0]
+
+
+def test_attention_is_planned_as_it_was_for_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_with(monkeypatch)
+    planned = [
+        runner.prepare_inputs(None, None, graph_of(runner, rows, num_prompts)).max_query_len
+        for rows, num_prompts in (([1, 3], 0), ([1, 1], 0), ([1, 3], 1))
+    ]
+    assert planned == [1 + K, None, None]
+
+
+def test_how_many_graphs_come_and_in_which_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the sizes of an engine of 256 rows. The largest come first, since later ones use their memory."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    runner = runner_with(monkeypatch, sizes=sizes, max_num_seqs=256)
+    captured = runner.cudagraph_manager._capture_descs
+    full, pieces = captured[CUDAGraphMode.FULL], captured[CUDAGraphMode.PIECEWISE]
+    assert runner.said == ["rollout_spec: 51 full CUDA graphs more, for steps with drafts"]
+    assert (len(full), len({*full}), len(pieces)) == (35 + 51, 35 + 51, 51)
+    assert [each.num_tokens for each in full] == sorted((each.num_tokens for each in full), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_prompts", "mode"),
+    [
+        (([1 + K, 1, 4], [1, 1]), 0, "FULL"),  # the other rank's step is a plain one
+        (([1, 1], [1, 1]), 0, "FULL"),
+        (([1, 3], [1, 4, 2]), 1, "PIECEWISE"),  # of the first rank, the last row
+        (([1 + K] * 4, [1, 2]), 0, "NONE"),  # the first rank's is larger than all graphs
+    ],
+)
+def test_data_parallel_ranks_take_the_same_graph(
+    rows: tuple[list[int], ...], num_prompts: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting, given = threading.Barrier(2), {}
+
+    def all_reduce(tensor: torch.Tensor, group: Any) -> None:
+        given[threading.get_ident()] = tensor.clone()
+        meeting.wait()
+        tensor.copy_(sum(given.values()))
+
+    monkeypatch.setattr(dp_utils, "get_dp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(dp_utils, "dist", SimpleNamespace(all_reduce=all_reduce))
+    runners = [runner_with(monkeypatch, num_ranks=2) for _ in rows]
+    found: list[Any] = [None] * len(rows)
+
+    def run(rank: int) -> None:
+        found[rank] = graph_of(runners[rank], rows[rank], num_prompts if rank == 0 else 0, rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(rows))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert [graph.cg_mode.name for graph in found] == [mode] * 2
+    if mode != "NONE":
+        assert len({(graph.num_tokens, graph.max_query_len) for graph in found}) == 1
+    plans = [runner.prepare_inputs(None, None, graph) for runner, graph in zip(runners, found, strict=True)]
+    assert len({plan.max_query_len for plan in plans}) == 1
