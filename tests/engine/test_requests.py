@@ -228,6 +228,20 @@ def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(
                 assert processed(llm, params).sampling_params.structured_outputs._backend == backend
 
 
+def test_a_budget_ends_the_reasoning_of_its_own_request(engines: Engines) -> None:
+    """In steps without drafts: each is the first step behind a prompt of new characters."""
+    start, end = map(ord, (REASONING["reasoning_start_str"], REASONING["reasoning_end_str"]))
+    for number in range(3):
+        prompts = ["".join(map(chr, range(65 + number, 75 + number))), chr(start) + f"{number}qwertz"]
+        served = [
+            serve(llm, [asking({"max_tokens": 2}, prompts[0]),
+                        asking({"max_tokens": 2, "thinking_token_budget": 8}, prompts[1])])
+            for llm in engines
+        ]  # fmt: skip
+        assert_same(served[1], served[0])
+        assert [one["tokens"][1] == end for one in served[0]] == [False, True]
+
+
 @pytest.fixture(scope="module")
 def reasoning_model(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tiny model with two control characters for the marks of reasoning."""

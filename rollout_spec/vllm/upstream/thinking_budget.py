@@ -1,4 +1,7 @@
-"""thinking_token_budget in the row of another request: vLLM moves what it counts wrongly."""
+"""thinking_token_budget in the row of another request: vLLM moves what it counts wrongly.
+
+In an engine with drafts it also forces the end of a reasoning in the first row of a step without drafts.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ from rollout_spec.patches import Patch, wrap
 MODULE = "vllm.v1.sample.thinking_budget_state"
 _PATCH = Patch(
     name="vllm-thinking-budget",
-    reason="with drafts and without, a request gets the end of another's reasoning: where it takes the place "
-    "of one that has ended, whose budget stays there, or, before 0.29, is swapped with one that has a budget",
-    upstream="vllm/v1/sample/thinking_budget_state.py, ThinkingBudgetStateHolder.sync_batch",
-    until="sync_batch takes both rows' budgets out before it moves one, as vLLM's logits processors do",
+    reason="a request gets the end of another's reasoning: where it takes the place of one that has ended, "
+    "whose budget stays there; where it is swapped with one that has a budget (before 0.29); and, in an "
+    "engine with drafts, where it has the first row of a step without any",
+    upstream="vllm/v1/sample/thinking_budget_state.py, ThinkingBudgetStateHolder.sync_batch, apply_to_logits",
+    until="sync_batch takes both rows' budgets out before it moves one, as vLLM's logits processors do, and "
+    "a step without drafts has one row of logits for each request",
 )
 
 
@@ -38,3 +43,14 @@ def mend(module: Any) -> None:
                 self._state[other] = state
             if swapped is not None and direction == module.MoveDirectionality.SWAP:
                 self._state[row] = swapped
+
+    @wrap(module.ThinkingBudgetStateHolder, "apply_to_logits", _PATCH)
+    def apply_in_own_rows(
+        apply: Any, self: Any, logits: Any, predict_bonus_token: bool, spec_token_ids: Any
+    ) -> Any:
+        in_spec_mode = self.in_spec_mode
+        self.in_spec_mode = in_spec_mode and any(spec_token_ids or ())
+        try:
+            return apply(self, logits, predict_bonus_token, spec_token_ids)
+        finally:
+            self.in_spec_mode = in_spec_mode
