@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import pathlib
+import random
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -18,10 +20,19 @@ from rollout_spec.vllm import plugin
 from rollout_spec.vllm.cuda_graphs import capture_plain_steps_mrv2
 from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
-from tests.engine.conftest import OFF, configured
+from tests.engine.conftest import OFF, close, configured, core_of
 from tests.engine.interpreted_runner import graphs
 from tests.engine.recurrent_layers import replace_layers
-from tests.engine.recurrent_scenarios import FAST, SHORT_STEPS, served, with_mtp
+from tests.engine.recurrent_scenarios import (
+    FAST,
+    SHORT_STEPS,
+    new_recurrent_engine,
+    note_rows,
+    served,
+    with_mtp,
+)
+from tests.engine.serving import assert_same, num_accepted, serve
+from tests.engine.test_requests import MIXING, NUM_MIXED, random_request
 from tests.engine.tiny_recurrent import make_mtp, make_recurrent
 
 MINOR = minor(version() or "") or 99
@@ -302,6 +313,27 @@ def test_drafts_change_nothing_beside_an_mtp_head(k: int, model: str, tmp_path: 
     drafted = served(folder, spec, SOME, **SHORT_STEPS | with_mtp(k))
     assert wrong(drafted, served(folder, None, SOME, **SHORT_STEPS)) == set()
     assert drafted["counters"]["num_model_accepted_tokens"] > 50
+
+
+@pytest.mark.long
+def test_drafts_change_nothing_in_random_mixtures(
+    model: str, chat_model: str, tmp_path: pathlib.Path
+) -> None:
+    """Of request options; grammars among them cut drafts down to none."""
+    folder = shutil.copytree(model, tmp_path / "chat")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pathlib.Path(chat_model) / name, folder)
+    draw = random.Random(47)
+    requests = [random_request(draw) for _ in range(NUM_MIXED)]
+    arguments = MIXING | {"skip_tokenizer_init": False}
+    spec = {"num_speculative_tokens": 3, "batch_threshold": 12}
+    plain, drafted = (new_recurrent_engine(str(folder), each, **arguments) for each in (None, spec))
+    expected, rows = serve(plain, requests), note_rows(core_of(drafted).scheduler)
+    for _ in range(2):  # the second time drafts come from the first
+        assert_same(serve(drafted, requests), expected)
+    assert num_accepted(drafted) > 50
+    assert min(rows["alone"], rows["beside drafts"]) > 0
+    close([plain, drafted])
 
 
 @pytest.mark.long

@@ -302,6 +302,11 @@ def answers(llm: Any, num: int, reasoning_ended: bool | None) -> list[dict[str, 
 NUM_MIXED, NUM_ALONE = 70, 6  # of each seed
 CHARACTERS = [chr(i) for i in range(33, 123)]  # no braces, which stand for parts of a text in stop strings
 MIXED = {option.name: option.examples for option, _ in SERVED.values() if option in SAMPLING}
+# Log-probabilities are of what is sampled from.
+MIXING: dict[str, Any] = {
+    "scheduling_policy": "priority", "max_num_batched_tokens": 24, "max_logprobs": -1,
+    "reasoning_config": REASONING, "logprobs_mode": "processed_logprobs",
+}  # fmt: skip
 
 
 def random_request(draw: random.Random) -> Request:
@@ -344,12 +349,9 @@ def random_request(draw: random.Random) -> Request:
 
 @pytest.fixture(scope="module")
 def mixing_engines(chat_model: str) -> Iterator[Engines]:
-    """Prompts come in chunks, the gate opens and closes; log-probabilities are of what is sampled from."""
+    """Prompts come in chunks, the gate opens and closes."""
     spec = {"num_speculative_tokens": 3, "batch_threshold": 12}
-    yield from both_engines(
-        chat_model, spec, scheduling_policy="priority", max_num_batched_tokens=24, max_logprobs=-1,
-        reasoning_config=REASONING, logprobs_mode="processed_logprobs",
-    )  # fmt: skip
+    yield from both_engines(chat_model, spec, **MIXING)
 
 
 @pytest.mark.parametrize("seed", [31, *(pytest.param(seed, marks=pytest.mark.long) for seed in (32, 33))])
