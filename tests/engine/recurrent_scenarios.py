@@ -258,27 +258,29 @@ def state_bytes(runner: Any) -> int:
     )
 
 
-def main(model: str, path: str) -> None:
-    """Of MRV2: what an engine without drafts gives and what one with drafts does, as JSON."""
+def main(name: str, head: str, path: str) -> None:
+    """Of MRV2: what an engine without drafts gives and what one with drafts does, as JSON.
+
+    Args:
+        name: of a policy.
+        head: "mtp": its own head drafts beside the text; "text": there is none.
+        path: of the file.
+    """
     # Few rows: interpreted, the kernels that copy their states take most of the time.
-    names = ("crowded", "gate", "preempted", "long_prompts")
+    names = ("crowded", "gate") if head == "mtp" else ("crowded", "gate", "preempted", "long_prompts")
     cached = {"enable_prefix_caching": True, "block_size": 32, "max_num_seqs": 8}
-    results = {
-        name: served(model, spec, names, **cached)
-        for name, spec in {
-            "plain": None,
-            "drafted": {"num_speculative_tokens": 3, "batch_threshold": 4},
-        }.items()
-    }
-    for found in results.values():
-        found.pop("graphs", None)
-    pathlib.Path(path).write_text(json.dumps(results))
+    spec = {"num_speculative_tokens": 3, "batch_threshold": 4}
+    make, beside = (make_mtp, with_mtp(3)) if head == "mtp" else (make_recurrent, {})
+    with tempfile.TemporaryDirectory() as folder:
+        model = make(name, pathlib.Path(folder))
+        plain, drafted = served(model, None, names, **cached), served(model, spec, names, **cached, **beside)
+    del drafted["graphs"]
+    pathlib.Path(path).write_text(json.dumps({"plain": plain, "drafted": drafted}))
 
 
 if __name__ == "__main__":
     from tests.engine.recurrent_layers import replace_layers
-    from tests.engine.tiny_recurrent import make_recurrent
+    from tests.engine.tiny_recurrent import make_mtp, make_recurrent
 
     replace_layers()
-    with tempfile.TemporaryDirectory() as folder:
-        main(make_recurrent(sys.argv[1], pathlib.Path(folder)), sys.argv[2])
+    main(*sys.argv[1:])

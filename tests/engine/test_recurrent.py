@@ -341,15 +341,17 @@ def test_drafts_change_nothing_in_random_mixtures(
     MINOR < 29, reason="we refuse them on MRV2 of vLLM 0.24: it has no prefix caching for them"
 )
 @pytest.mark.timeout(1800)
-def test_drafts_change_nothing_on_mrv2(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("head", ["text", "mtp"])
+def test_drafts_change_nothing_on_mrv2(head: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "results.json"
-    command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", "qwen3_5_small", str(path)]
+    command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", "qwen3_5_small", head, str(path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     results = json.loads(path.read_text())
     drafted = results["drafted"]
     assert drafted["model_runner"].endswith(".cpu.model_runner")
     assert wrong(drafted, results["plain"]) == set()
+    assert (drafted["counters"]["num_model_accepted_tokens"] > 50) == (head == "mtp")
 
 
 NEXT, LFM, JAMBA = "Qwen3Next", "Lfm2", "Jamba"
