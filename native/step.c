@@ -3,7 +3,7 @@
  *     check        waiting texts      rows 0 .. n-1            drafts 0 .. n-1
  *     [ all rows ] [ a few tokens ]   [ new tokens of each ]   [ from what all have now ]
  *          |                               |
- *          +-- wrong: nothing changes      +-- does not fit, or is no text: this row is left out
+ *          +-- wrong: no text changes      +-- does not fit, or is no text: this row is left out
  *
  * Invariants: what is wrong about the call is found before anything changes; a row that is left out has closed its
  * sequence, so that its group can make room for the rows behind it; siblings see each other's newest tokens. */

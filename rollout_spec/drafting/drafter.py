@@ -117,8 +117,8 @@ class Drafter:
 
     @property
     def makes_room(self) -> bool:
-        """Whether the step behind two others, this one and the next, is to have drafts: for engines that
-        schedule ahead. Where the gate measures a plain step, that is not to wait for drafts either.
+        """Whether the step after the next one is to get room for drafts: for engines that schedule ahead. Not
+        shortly before the gate measures a plain step, which must not wait for drafts either.
         """
         return self.next_step_waits and not self._gate.probes_soon
 

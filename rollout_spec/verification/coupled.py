@@ -146,7 +146,7 @@ def shortfall(
     top = peaks.amax(dim=-1, keepdim=True)
     masses = _block_masses(logits, torch.ones_like(peaks, dtype=torch.bool), top)
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
-    # A block that cannot win may have nothing above 0 relative to the row's largest logit.
+    # Far below the row's largest logit all values underflow to 0: such a block has its own peak for a unit.
     peak = peaks.gather(-1, block)
     scores = _token_scores(logits, block, torch.where(peak < top - WINNING_DISTANCE, peak, top), drawn)
     missed = torch.cat(
@@ -192,7 +192,7 @@ def race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     peaks = block_peaks(logits)
     top = peaks.amax(dim=-1, keepdim=True)
     least = (peaks - top).exp_().div_(of_blocks)
-    # None can win of a row that has no number: its token does not depend on the other rows either.
+    # In a row of NaN no block can win; its token is fixed all the same, whatever the other rows hold.
     can_win = least >= least.amax(dim=-1, keepdim=True) / (BLOCK_SIZE + 1)
     block = _block_masses(logits, can_win, top).div_(of_blocks).argmax(dim=-1, keepdim=True)
     return best_token(block, _token_scores(logits, block, top, drawn))

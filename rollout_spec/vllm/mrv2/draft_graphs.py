@@ -19,7 +19,6 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.patches import Patch, PatchError, guard_parameters, misfit, wrap
-from rollout_spec.vllm import reasons
 from rollout_spec.vllm.other_ranks import V2_NAME
 
 logger = init_logger(f"vllm.{__name__}")
@@ -77,13 +76,16 @@ def capture_steps_with_drafts(runner: Any) -> None:
             return
         logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_not}")
         if manager.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-            logger.warning_once(f"rollout_spec: {reasons.WITHOUT_GRAPHS}")
+            logger.warning_once(
+                "rollout_spec: compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without "
+                "CUDA graphs; take FULL_AND_PIECEWISE"
+            )
 
     runner.initialize_kv_cache = initialize_and_add_graphs
 
 
 def _refusal(runner: Any) -> str | None:
-    """Why a runner is to have no such graphs. One with LoRA or pipeline parallelism never has our drafter."""
+    """Why a runner is to have no such graphs. With LoRA or pipeline parallelism it has no drafter of ours."""
     parallel = runner.vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "with context parallelism, attention reads the rows' lengths on the host"
@@ -122,8 +124,9 @@ def add_graphs(manager: Any, query_len: int) -> int:
 def _replay_safely(runner: Any) -> None:
     """Keep prompts out of these graphs, and plan a step's attention as it was planned for its graph.
 
-    FlashAttention 3 lays out the plan of one token a row in another way (`is_causal` in its
-    `mha_fwd_get_scheduler_metadata`), and a plain step takes such a graph beside another rank's drafts.
+    FlashAttention 3's plan for one token a row has another layout than the one for K + 1 that the graph was
+    captured with (`is_causal` in its `mha_fwd_get_scheduler_metadata`). A plain step takes such a graph too,
+    where another rank has drafts.
     """
     gather, prepare_inputs = runner.gather_batch_req_state, runner.prepare_inputs
 

@@ -164,7 +164,8 @@ class HostDrafts:
     It is also the runner's `draft_tokens_handler`, from which a scheduler that waits takes the drafts.
 
     Attributes:
-        is_open: whether the step behind the one that runs is to have drafts. All workers are told so.
+        is_open: whether the step that begins next has room for drafts; always, where the scheduler waits.
+            All workers are told so.
         model_tokens: how many a model is to draft for it, at most; which they are told too.
     """
 
