@@ -77,8 +77,8 @@ def capture_steps_with_drafts(runner: Any) -> None:
         logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_not}")
         if manager.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
             logger.warning_once(
-                "rollout_spec: compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without "
-                "CUDA graphs; take FULL_AND_PIECEWISE"
+                "rollout_spec: compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run "
+                "without CUDA graphs; take FULL_AND_PIECEWISE"
             )
 
     runner.initialize_kv_cache = initialize_and_add_graphs
