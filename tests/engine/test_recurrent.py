@@ -6,6 +6,7 @@ The layers are in plain torch (`recurrent_layers.py`): where states are kept and
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -341,15 +342,18 @@ def test_drafts_change_nothing_in_random_mixtures(
     MINOR < 29, reason="we refuse them on MRV2 of vLLM 0.24: it has no prefix caching for them"
 )
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("head", ["text", "mtp"])
-def test_drafts_change_nothing_on_mrv2(head: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("runner", "head"), [("V1", "text"), ("V2", "text"), ("V2", "mtp")])
+def test_drafts_change_nothing_where_prefixes_are_cached(
+    runner: str, head: str, tmp_path: pathlib.Path
+) -> None:
     path = tmp_path / "results.json"
     command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", "qwen3_5_small", head, str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2"))}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stderr[-4000:]
     results = json.loads(path.read_text())
     drafted = results["drafted"]
-    assert drafted["model_runner"].endswith(".cpu.model_runner")
+    assert drafted["model_runner"].endswith({"V1": ".cpu_model_runner", "V2": ".cpu.model_runner"}[runner])
     assert wrong(drafted, results["plain"]) == set()
     assert (drafted["counters"]["num_model_accepted_tokens"] > 50) == (head == "mtp")
 
