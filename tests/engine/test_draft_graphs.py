@@ -28,11 +28,11 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from rollout_spec.vllm.cuda_graphs import capture_plain_steps_mrv2
 from rollout_spec.vllm.mrv2 import draft_graphs
 
+if not draft_graphs.HAS_GRAPHS:
+    pytest.skip("vLLM 0.24 has no such graphs; these tests run with 0.29 and 0.32", allow_module_level=True)
+
 SIZES = [1, 2, 4, 8, 16, 24, 32]
 ROWS = 16
-pytestmark = pytest.mark.skipif(
-    not draft_graphs.HAS_GRAPHS, reason="vLLM 0.24 has no such graphs; the tests run with 0.29 and 0.32"
-)
 # Of STEPS: plain ones, of mixed lengths, of K draft tokens in every row.
 MIXED = {
     "FULL_AND_PIECEWISE": ["FULL", "FULL", "FULL"],
