@@ -126,7 +126,7 @@ def test_a_full_graph_of_plain_steps_is_for_decoding_rows(results: dict[str, dic
     assert (True, True, False) in steps and (True, True, True) not in steps, "prompts of one token left"
 
 
-@pytest.mark.skipif(MINOR < 29, reason="we refuse them on MRV2 of vLLM 0.24")
+@pytest.mark.skipif(MINOR < 29, reason="we refuse them on MRV2 of vLLM 0.24; run with 0.29 and 0.32")
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
 def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(
     name: str, results: dict[str, Any], tmp_path: pathlib.Path
@@ -246,7 +246,7 @@ def test_drafts_change_nothing_with_other_policies_of_mamba_2(
 
 
 @pytest.mark.long
-@pytest.mark.skipif(MINOR < 29, reason="refused before vLLM 0.29, as no CPU engine there runs it")
+@pytest.mark.skipif(MINOR < 29, reason="we refuse Nemotron-H before vLLM 0.29: no CPU engine there runs it")
 def test_drafts_change_nothing_with_three_draft_tokens_and_mamba_2(
     mamba_2: tuple[str, dict[str, Any]],
 ) -> None:
