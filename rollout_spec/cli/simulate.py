@@ -125,7 +125,6 @@ def run(args: argparse.Namespace) -> int:
     clusters = [
         Cluster(
             *combination,
-            by_group=True,
             num_ranks=args.dp or 1,
             kv_tokens=getattr(times, "kv_tokens", math.inf),
             fills_drafts=args.fill_drafts,

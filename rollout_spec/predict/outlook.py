@@ -35,7 +35,7 @@ def outlook(
     running = [
         num_running([len(request.response) for request in requests], max_num_seqs)
         for rollout in rollouts_of(lines)
-        for requests in assign(requests_of(rollout, None), num_replicas, by_group=True)
+        for requests in assign(requests_of(rollout, None), num_replicas)
     ]
     lengths = [response.num_tokens for response in result.responses]
     with_step = [response for response in result.responses if response.step is not None]

@@ -364,16 +364,9 @@ def _predicted(plan: Plan, served: Served, settings: Mapping[str, Any], times: T
             if i != repeat or len(first) == 1
         ]
         lines = plan.load.lines(repeat, one["responses"])
-        found = simulate(lines, cluster, config, times or times_of(step_times(others)), plan.tail_threshold)
+        found = simulate(
+            lines, cluster, config, times or StepTimes.of_rows(step_times(others)), plan.tail_threshold
+        )
         seconds += found["makespan_s"]
         num_tokens += sum(map(len, one["responses"]))
     return plain(ratio(num_tokens, seconds))
-
-
-def times_of(rows: Iterable[Mapping[str, Any]]) -> StepTimes:
-    """Of rows as `timeline.step_times` gives them."""
-    curves: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
-    for row in rows:
-        curves[row["drafted"]].append((row["num_tokens"], row["seconds"], row["num_steps"]))
-    plain_steps, drafted = curves[False], curves[True]
-    return StepTimes(plain_steps or drafted, drafted)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import AUTO, SpecConfig
-from rollout_spec_lab.bench.engine import times_of
 from rollout_spec_lab.bench.jobs import reply
 
 THRESHOLDS: tuple[int | str, ...] = (0, AUTO, 4, 8, 16, 32, 64)
@@ -60,9 +59,10 @@ def thresholds(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         job: trace (a file), step_times (rows of `timeline.step_times`), max_num_seqs.
     """
     from rollout_spec.predict.simulate import Cluster, simulate
+    from rollout_spec.predict.step_times import StepTimes
     from rollout_spec.trace import read_trace
 
-    lines, times = list(read_trace(Path(job["trace"]))), times_of(job["step_times"])
+    lines, times = list(read_trace(Path(job["trace"]))), StepTimes.of_rows(job["step_times"])
     cluster, seconds = Cluster(1, job["max_num_seqs"]), dict[str, float]()
     for number, threshold in enumerate(THRESHOLDS, start=1):
         config = SpecConfig(batch_threshold=threshold)

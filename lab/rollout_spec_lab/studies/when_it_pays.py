@@ -83,7 +83,7 @@ def gains(recordings: Path) -> Iterator[Gain]:
             for runner, host in HOSTS.items()
         }  # fmt: skip
         v2 = times["v2"]
-        cluster = Cluster(1, rows, None, by_group=True, kv_tokens=v2.kv_tokens)
+        cluster = Cluster(1, rows, kv_tokens=v2.kv_tokens)
 
         def seconds(config: SpecConfig, times: Roofline, lines: Any = lines, cluster: Any = cluster) -> float:
             return simulate(lines, cluster, config, times, TAIL_ROWS)["makespan_s"]
