@@ -16,7 +16,7 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History, group_key
-from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
+from rollout_spec.drafting.index import ModelDrafts, make_index
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array
 from rollout_spec.trace import Proposals, Rollout
 
@@ -181,13 +181,6 @@ class IndexProposer:
     def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
-        result = self.propose(rows, token_ids, levels, max_draft_tokens)
-        return result.draft_tokens, result.num_draft_tokens
-
-    def propose(
-        self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
-    ) -> StepResult:
-        """`draft`, with the survivals."""
         model = self._model.at(rows, levels) if self._model is not None else None
         sequences = self._sequences[rows]
         result = self.index.index_and_draft(
@@ -195,7 +188,7 @@ class IndexProposer:
         )
         if result.num_left_out:  # an engine goes on without them; here they are what is measured
             raise BudgetExceeded(f"{result.num_left_out} responses do not fit")
-        return result
+        return result.draft_tokens, result.num_draft_tokens
 
     def finish(self) -> None:
         for sequence in self._sequences:
