@@ -35,10 +35,11 @@
 #ifndef ROLLOUT_SPEC_NATIVE_H
 #define ROLLOUT_SPEC_NATIVE_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 21, /* raised with every change of this file */
+    RS_ABI_VERSION = 22, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -67,7 +68,6 @@ typedef struct {
 } rs_options;
 
 typedef struct {
-    int32_t row;       /* the entry of the batch that is wrong, -1 where none is */
     char message[160]; /* begins with the name of the argument */
 } rs_error;
 
@@ -131,9 +131,9 @@ int32_t rs_group_given_up(rs_index *index);
 /* Forgets the group's text. RS_EINVAL while one of its sequences is open. */
 rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
 
-/* after_prompt 1: the first tokens of every row of this sequence are the group's prompt, which is
- * not indexed again. 0: the sequence begins at the root, all its tokens are its own. */
-rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t *sequence, rs_error *error);
+/* after_prompt: the first tokens of every row of this sequence are the group's prompt, which is
+ * not indexed again. Else the sequence begins at the root, all its tokens are its own. */
+rs_status rs_sequence_open(rs_index *index, int32_t group, bool after_prompt, int32_t *sequence, rs_error *error);
 
 /* The first `capacity` tokens that an open sequence has after its start (the prompt, or the root), and how
  * many there are. */

@@ -188,9 +188,8 @@ def test_a_row_that_is_no_text_is_left_out_and_the_other_drafts(index, arguments
 )
 def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name, value, error):
     before = index.stats()
-    with pytest.raises(error, match=rf"^{name}\b") as caught:
+    with pytest.raises(error, match=rf"^{name}\b"):
         index.index_and_draft(**{**arguments, re.match(r"\w+", name)[0]: value})
-    assert "[1" not in name or caught.value.row == 1
     assert index.stats() == before
     index.validate()
     no_model = ModelDrafts(ints(3, 0), singles(3, 0))
