@@ -8,7 +8,7 @@ import functools
 import importlib.abc
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 _MARK = "__rollout_spec_patch__"
@@ -42,21 +42,14 @@ def record(patch: Patch) -> None:
 
 
 def replace_function(
-    owner: Any,
-    name: str,
-    replacement: Callable,
-    *,
-    patch: Patch,
-    expected_signature: str | Collection[str] | None = None,
+    owner: Any, name: str, replacement: Callable, *, patch: Patch, expected_signature: str | None = None
 ) -> Callable:
     """Replace `owner.name` (a module's function or a class's method) unless `patch` already did.
 
     Args:
-        owner: the module or class that holds the function.
-        name: the attribute to replace.
-        replacement: what takes its place; a plain function.
+        replacement: a plain function.
         patch: the entry for the register; its name makes the call idempotent.
-        expected_signature: `str(inspect.signature(f))` of the original, or several accepted ones.
+        expected_signature: `str(inspect.signature(f))` of the original.
 
     Returns:
         The original function.
@@ -74,7 +67,8 @@ def replace_function(
         if mark[0] == patch.name:
             return mark[1]
         mark = getattr(mark[1], _MARK, None)
-    _guard_signature(patch, where, current, expected_signature)
+    if expected_signature is not None and expected_signature != (found := str(inspect.signature(current))):
+        raise misfit(patch, f"the signature of {where} is {found}, expected {expected_signature}")
     setattr(replacement, _MARK, (patch.name, current))
     setattr(owner, name, replacement)
     record(patch)
@@ -158,25 +152,10 @@ def _followed(loader: Any) -> Any:
     return followed
 
 
-def _guard_signature(
-    patch: Patch, where: str, function: Callable, expected: str | Collection[str] | None
-) -> None:
-    if expected is None:
-        return
-    accepted = {expected} if isinstance(expected, str) else set(expected)
-    found = str(inspect.signature(function))
-    if found not in accepted:
-        detail = f"the signature of {where} is {found}, expected {' or '.join(sorted(accepted))}"
-        raise misfit(patch, detail)
-
-
 def guard_parameters(patch: Patch, owner: Any, name: str, *accepted: tuple[str, ...]) -> None:
     """Check that the parameters of a function begin with these; further ones may follow.
 
     Args:
-        patch: which relies on them.
-        owner: the module or class that holds the function.
-        name: the function's.
         accepted: the parameters' names, of each version that the patch was written for.
 
     Raises:
