@@ -244,11 +244,7 @@ def _differences(plan: Plan, runs: Mapping[Configuration, Sequence[Pair]]) -> li
 
 
 def _distribution(plan: Plan) -> dict[str, Any]:
-    """Whether `verify=standard` samples as plain vLLM does: chi-square tests by position.
-
-    Raises:
-        CertifyError: there is nothing to test.
-    """
+    """Whether `verify=standard` samples as plain vLLM does: chi-square tests by position."""
     with engine(plan, None, "standard") as llm:
         off, _ = _draw(llm, plan)
     options = {"num_speculative_tokens": plan.nums_speculative_tokens[0], "batch_threshold": ALWAYS_OPEN}

@@ -150,11 +150,7 @@ class LineProposals:
 
 
 class IndexProposer:
-    """The suffix index, with one group a line.
-
-    Args:
-        mixes: mix in what a model drafts, where the line has it.
-    """
+    """The suffix index, with one group a line; `mixes` in what a model drafts, where the line has it."""
 
     def __init__(self, config: SpecConfig, *, mixes: bool = False) -> None:
         self.index, self._mixes = make_index(config), mixes

@@ -40,11 +40,7 @@ _Row = tuple[Any, str, str]  # whether it is so, the setting, why it is refused
 
 
 def check_engine(config: DictConfig, spec: SpecConfig) -> None:
-    """Refuse what cannot be combined with drafts, and warn of what makes them slow or seldom right.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Raise a ConfigError for what drafts cannot be combined with; warn of what hurts them."""
     options = value(config, "rollout.spec")
     drafter = asked_drafter(options, value(config, MTP))
     if not (spec.enabled or options.get(OPTION) or (spec.coupled and drafter)):
@@ -140,12 +136,7 @@ def _has_modules(head: _Fields, num_tokens: int) -> bool:
 
 
 def _has_mrv1(config: DictConfig, policy: _Fields, is_small: bool) -> bool:
-    """Whether vLLM takes MRV1; False where that cannot be seen here.
-
-    Args:
-        policy: its config.json.
-        is_small: whether a small model drafts.
-    """
+    """Whether vLLM takes MRV1; False if that cannot be seen here. `is_small`: a small model drafts."""
     if asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
         return asked == "0"
     if is_for_npus(config) or _has_adapters(config):  # as `mrv2_misfits` says

@@ -85,14 +85,7 @@ class Windows:
         return self.is_quiet
 
     def count(self, request: Request, num_tokens: int, counts: RequestCounters | None, stop: str) -> None:
-        """A request has ended.
-
-        Args:
-            request: as `request` gave it.
-            num_tokens: generated.
-            counts: of the engine's scheduler; None where it gives none.
-            stop: verl's stop_reason.
-        """
+        """A request has ended. `counts`: its scheduler's, None where it gives none; `stop`: verl's."""
         if not request.is_training or not request.is_admitted:
             return
         self._open.num_generated_tokens += num_tokens

@@ -108,12 +108,7 @@ class RequestKeys:
         self._rows: list[int] = []
 
     def rows(self, request_ids: list[str], live: dict[str, Any]) -> list[int]:
-        """The keys of a batch's rows.
-
-        Args:
-            request_ids: the rows' requests.
-            live: every request in the engine, in the order in which they came to it.
-        """
+        """The keys of a batch's rows. `live`: every request in the engine, in the order of their arrival."""
         is_known = are_same(self._requests, live)
         if not is_known:
             self._keys = {

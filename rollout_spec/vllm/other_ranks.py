@@ -36,11 +36,7 @@ class OtherRanks:
         self._is_v2, self._compilation = vllm_config.use_v2_model_runner, vllm_config.compilation_config
 
     def watch(self) -> None:
-        """Look at what vLLM tells this process's worker.
-
-        Raises:
-            PatchError: the installed vLLM is not one that this was written for.
-        """
+        """Look at what vLLM tells this process's worker; a PatchError if it tells it in another way."""
         if self._is_v2:
             from vllm.v1.worker.gpu import model_runner
 

@@ -53,11 +53,7 @@ def require_arctic_inference() -> None:
 
 
 def require(method: str) -> None:
-    """Import the packages that a method runs on.
-
-    Raises:
-        MissingError: one is not installed; the message says how it installs.
-    """
+    """Import the packages of a method. The message of a MissingError says how they are installed."""
     if method in SUFFIX:
         require_arctic_inference()
     if method in SUFFIX or method == "ngram":
@@ -86,13 +82,7 @@ class Off(Proposer):
 
 class Suffix:
     """vLLM's `suffix` as a server runs it: its proposer, on one cache of ArcticInference for all lines.
-
-    That cache is its history: `start` needs no earlier responses.
-
-    Args:
-        method: of SUFFIX.
-        k: num_speculative_tokens.
-    """
+    That cache is its history: `start` needs no earlier responses."""
 
     def __init__(self, method: str, k: int) -> None:
         require(method)
@@ -172,11 +162,7 @@ class Model(Proposer):
 
 
 def make_proposer(method: str, config: SpecConfig) -> Proposer:
-    """The drafter of a method, with the options that it takes.
-
-    Raises:
-        MissingError: the method needs a package that is not installed.
-    """
+    """The drafter of a method; a MissingError if that needs a package that is not installed."""
     k = config.num_speculative_tokens
     if method in SUFFIX:
         return Suffix(method, k)

@@ -163,14 +163,8 @@ class Load:
 
 
 def recorded_load(lines: Sequence[Rollout], max_tokens: int, model: str) -> Load:
-    """A recording to be served again, no response longer than `max_tokens`.
-
-    Args:
-        model: a folder with config.json.
-
-    Raises:
-        UserError: the model's vocabulary lacks a token.
-    """
+    """A recording to be served again, no response longer than `max_tokens`; a UserError if the vocabulary of
+    `model`, a folder with config.json, lacks a token."""
     vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     prompts = [line.prompt_token_ids.tolist() for line in lines]
     recorded = [[each[:max_tokens].tolist() for each in line.responses] for line in lines]
@@ -182,11 +176,7 @@ def recorded_load(lines: Sequence[Rollout], max_tokens: int, model: str) -> Load
 
 
 def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
-    """The lines of the first training step, without responses that hold no token.
-
-    Raises:
-        UserError: no response holds one.
-    """
+    """The lines of the first training step, without empty responses; a UserError if there are no others."""
     found = [
         dataclasses.replace(line, responses=[each for each in line.responses if len(each)])
         for line in lines
@@ -198,11 +188,7 @@ def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
 
 
 def first_responses(lines: Sequence[Rollout], number: int) -> list[Rollout]:
-    """The first responses of a rollout, so many in all.
-
-    Raises:
-        UserError: it has fewer.
-    """
+    """The first responses of a rollout, so many in all; a UserError if it has fewer."""
     found, left = list[Rollout](), number
     for line in lines:
         if taken := line.responses[:left]:
@@ -266,12 +252,7 @@ def take_turns(
     serve: Callable[[int, str], dict[str, Any]],
     tracked: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> Iterator[Served]:
-    """What was served so far, after each repeat of `turns`.
-
-    Args:
-        serve: repeat and method.
-        tracked: shows progress through the turns.
-    """
+    """What was served so far, after each repeat of `turns`; `tracked` shows progress through them."""
     served: Served = {method: [] for method in methods}
     for repeat, method in tracked(turns(methods, repeats)):
         served[method].append(serve(repeat, method))
@@ -280,11 +261,7 @@ def take_turns(
 
 
 def recorded(plan: Plan, folder: Path) -> dict[str, Any]:
-    """The first repeat's `responses`, each token with what the model drafts behind it (`proposals`).
-
-    Raises:
-        EngineError: the engine has failed.
-    """
+    """The first repeat's `responses`, each token with what the model drafts after it (`proposals`)."""
     method = f"sam+model:{plan.engine['max_num_seqs']}"  # whose gate is always open
     return last(answers(WORKER, plan.job(0, method) | {"records": True}, method, folder))
 

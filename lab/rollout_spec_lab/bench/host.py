@@ -65,11 +65,7 @@ class Cell:
 
 
 def split(label: str) -> tuple[str, bool]:
-    """A label's method, and whether it has model runner V2: as on a GPU, unless the label says V1.
-
-    Raises:
-        ConfigError: `bench host` has no such method.
-    """
+    """A label's method, and whether it has MRV2: as on a GPU, unless the label says V1."""
     name = label.removesuffix(V1)
     if name != SYNC and Method(name).label == "off:coupled":
         raise ConfigError(f"method {label!r}: bench host times {SYNC} in its place")
@@ -172,11 +168,7 @@ def make_model(folder: Path, vocab_size: int, max_model_len: int) -> None:
 def measure(
     plan: Plan, lines: Sequence[Rollout], folder: Path, tracked: Callable[[list[Any]], Iterable[Any]] = iter
 ) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """Every method once a repeat, each time another one first; after each repeat, what there is so far.
-
-    Raises:
-        EngineError: an engine has failed.
-    """
+    """Every method once a repeat, each time another one first; after each repeat, what there is so far."""
     texts = [text for line in lines for text in (line.prompt_token_ids, *line.responses)]
     vocab_size = max(VOCAB_SIZE, 2 + max(int(text.max()) for text in texts))
     longest = max(

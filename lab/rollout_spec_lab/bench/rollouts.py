@@ -34,8 +34,7 @@ def write_rollouts(
 ) -> None:
     """engine.json, timelines.json, engine.png, and the first method's rollouts-*.jsonl for `simulate`.
 
-    Args:
-        served: by method the `timeline` and the `responses` of each repeat, siblings next to each other.
+    served: by method the `timeline` and the `responses` of each repeat, siblings next to each other.
     """
     timelines = {method: [one["timeline"] for one in repeats] for method, repeats in served.items()}
     (folder / "engine.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")

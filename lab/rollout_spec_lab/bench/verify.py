@@ -213,11 +213,7 @@ def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
 
 
 def sentences(record: Mapping[str, Any]) -> Iterator[str]:
-    """Whether the device draws what a CPU draws, whether the host waits as documented, and the time it takes.
-
-    Args:
-        record: what `bench verify --json` prints.
-    """
+    """Whether the device draws what a CPU draws and the host waits as documented, and the time it takes."""
     compared = record["comparison"]
     differ = max(compared["words_that_differ"], compared["noise_that_differs"])
     yield (

@@ -167,11 +167,8 @@ def checked_methods(
 
 
 def installed(command: str, methods: Sequence[str], require: Callable[[str], None]) -> list[str]:
-    """The methods whose packages are installed; a line on standard error says why others are left out.
-
-    Args:
-        require: raises MissingError for a method that needs something else.
-    """
+    """The methods whose packages are installed: `require` raises no MissingError. A line on standard error
+    says why others are left out."""
     found: list[str] = []
     left_out: dict[str, list[str]] = {}
     for method in methods:

@@ -87,11 +87,7 @@ class CoreMutant(NamedTuple):
 
 
 def core_mutants() -> list[CoreMutant]:
-    """Those of native_mutants.json.
-
-    Raises:
-        SystemExit: the code has changed: what a mutant replaces is not in its file, or not once.
-    """
+    """Those of native_mutants.json; SystemExit if what one replaces is not in its file, or not once."""
     listed = json.loads(Path(__file__).with_name("native_mutants.json").read_text())
     found = [CoreMutant(file, old, new) for file, pairs in listed.items() for old, new in pairs]
     stale = [each for each in found if (ROOT / "native" / each.file).read_text().count(each.old) != 1]

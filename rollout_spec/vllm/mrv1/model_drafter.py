@@ -34,11 +34,7 @@ _PARAMETERS = (
 
 
 def check_drafter() -> None:
-    """See that the installed vLLM's MRV1 drafts as this module was written for.
-
-    Raises:
-        PatchError: it does not.
-    """
+    """Raise a PatchError if the installed vLLM's MRV1 does not draft as this module was written for."""
     for owner, name, expected in _PARAMETERS:
         guard_parameters(SHARED_NOISE, owner, name, expected)
 

@@ -289,11 +289,7 @@ def _rejection_samplers() -> list[Any]:
 
 
 def check_engine_patches() -> None:
-    """See, without an engine, that `ENGINE_PATCHES` fit the installed packages.
-
-    Raises:
-        PatchError: one of them does not.
-    """
+    """Raise a PatchError if one of `ENGINE_PATCHES` does not fit the installed packages; needs no engine."""
     for patch in _PARAMETERS:
         _check_parameters(patch)
     for module in _rejection_samplers():
