@@ -54,7 +54,8 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
             raise ConfigError(f"{setting}: {reason}")
     mode = entry(config, f"{ENGINE}.compilation_config", "cudagraph_mode")
     if spec.enabled and mode == "FULL_DECODE_ONLY" and not is_for_npus(config):  # there, drafts are filled up
-        print(f"rollout_spec: {ENGINE}.{reasons.WITHOUT_GRAPHS}", file=sys.stderr)
+        but = "On MRV2 from vLLM 0.29 on they may have some: the engine's log says so"
+        print(f"rollout_spec: {ENGINE}.{reasons.WITHOUT_GRAPHS}. {but}", file=sys.stderr)
     if drafter and not (_is_synced(config, drafter) and value(config, f"{MTP}.enable_train")):
         watch = "; watch rollout/spec_model_acceptance_rate" if spec.enabled else ""
         print(
