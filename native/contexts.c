@@ -118,7 +118,7 @@ static void double_capacity(rs_contexts *contexts, rs_memory *memory) {
  * that are free come last and stay. */
 static void split_bucket(rs_contexts *contexts) {
     const uint32_t half = contexts->capacity / 2;
-    rs_context_bucket *parent = contexts->buckets + contexts->num_buckets - half; /* its new one is `half` behind it */
+    rs_context_bucket *parent = contexts->buckets + contexts->num_buckets - half; /* its new one is `half` after it */
     const rs_context_bucket kept = *parent;
     memset(parent, 0, sizeof *parent);
     memset(parent + half, 0, sizeof *parent);

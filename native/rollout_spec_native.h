@@ -18,8 +18,8 @@
  *             a model, where the caller has one; and the corpus.
  *   corpus    A static text. Its match is the longest suffix of the sequence's text that has a continuation in it. It
  *             proposes the most frequent one, where its match is longer than the group's. Its counts are exact.
- *   model     Drafts a few tokens behind each text, and says how sure it is of each. It proposes its next token as long as
- *             the draft is its own; behind another token it proposes nothing.
+ *   model     Drafts a few tokens after each text, and says how sure it is of each. It proposes its next token as long as
+ *             the draft is its own; after another token it proposes nothing.
  *   draft     At each position the experts' best proposal. native/evidence.h says how the probability that it is
  *             accepted is learned. A draft ends before the token with which the product of the probabilities, the
  *             survival, falls below min_survival.
@@ -121,7 +121,7 @@ void rs_index_free(rs_index *index);
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int64_t max_tokens,
                         int32_t *group, rs_error *error);
 
-/* This text, which is copied, waits to be indexed behind the group's prompt. What waits is indexed by the steps that
+/* This text, which is copied, waits to be indexed after the group's prompt. What waits is indexed by the steps that
  * follow, prompts first; where there is no room for it, all of its group is dropped. */
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
 

@@ -6,7 +6,7 @@
  *          +-- wrong: no text changes      +-- does not fit, or is no text: this row is left out
  *
  * Invariants: what is wrong about the call is found before anything changes; a row that is left out has closed its
- * sequence, so that its group can make room for the rows behind it; siblings see each other's newest tokens. */
+ * sequence, so that its group can make room for the rows after it; siblings see each other's newest tokens. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -81,7 +81,7 @@ static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) 
 
 /* ---- index ---- */
 
-/* From the predictions that the new tokens are the outcome of: up to the first that was wrong, since those behind it
+/* From the predictions that the new tokens are the outcome of: up to the first that was wrong, since those after it
  * are about a text that did not come. */
 static void learn_outcome(rs_index *index, int32_t id, const int32_t *new_tokens, int32_t num_new) {
     const rs_sequence *sequence = index->sequences + id;

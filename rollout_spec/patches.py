@@ -78,7 +78,7 @@ def replace_function(
 def wrap(owner: Any, name: str, patch: Patch) -> Callable[[Callable], Callable]:
     """Decorates what `owner.name` is to do: it gets the original function, then the arguments of the call.
 
-    Its parameters behind the first say what the patch counts on: the original's begin with these, and there
+    Its parameters after the first say what the patch counts on: the original's begin with these, and there
     are no others unless it has *args or **kwargs.
 
     Raises:
@@ -128,8 +128,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname not in _waiting:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        specs = (finder.find_spec(fullname, path, target) for finder in behind)
+        after = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in after)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _followed(spec.loader)

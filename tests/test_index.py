@@ -31,7 +31,7 @@ def index():
 
 @pytest.fixture
 def arguments(index):
-    """A valid call of step: two sequences behind the prompt 5 6 7, not in the order of their rows."""
+    """A valid call of step: two sequences after the prompt 5 6 7, not in the order of their rows."""
     group = index.open_group(int32(5, 6, 7))
     sequences = int32(index.open_sequence(group), index.open_sequence(group))
     return {

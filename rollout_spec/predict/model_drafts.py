@@ -51,7 +51,7 @@ def with_drafts(
     """The lines with drafts that are right for so many tokens.
 
     Args:
-        nums_right: of each response, how many tokens are right of the draft behind its first i tokens, [n];
+        nums_right: of each response, how many tokens are right of the draft after its first i tokens, [n];
             from a line and what the suffix index alone would draft in its responses, -1: nothing.
         acceptance: as `simulate_model` has it; what the model believes of its tokens.
     """
@@ -92,7 +92,7 @@ def _nums_right(response: Int32Array, guesses: Int32Array, rates: np.ndarray, sh
     harder = EASIER * share / (1 - share)
     found = np.zeros(num, np.int32)
     for depth, rate in enumerate(rates[:num]):
-        here = slice(depth, num)  # the draft behind i tokens has its token of this depth at i + depth
+        here = slice(depth, num)  # the draft after i tokens has its token of this depth at i + depth
         rate = np.where(agrees[here], 1 - (1 - rate) * EASIER, rate - (1 - rate) * harder)
         found[: num - depth] += (found[: num - depth] == depth) & (luck[here] < rate)
     return found

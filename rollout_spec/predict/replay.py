@@ -257,7 +257,7 @@ def token_matrix(line: Rollout, num_speculative_tokens: int) -> tuple[Int32Array
     """The rows of a line, [n, L], and how many tokens each has in the end, [n]."""
     prompt_len = len(line.prompt_token_ids)
     lengths = np.array([len(response) for response in line.responses], np.int32)
-    # A draft is compared with what stands behind the end of a response too: that is no token.
+    # A draft is compared with what stands after the end of a response too: that is no token.
     width = prompt_len + int(lengths.max()) + num_speculative_tokens
     token_ids = np.full((len(lengths), width), -1, np.int32)
     token_ids[:, :prompt_len] = line.prompt_token_ids

@@ -53,7 +53,7 @@ class StepTimesError(UserError):
 class StepTimes:
     """The seconds of an engine step by its tokens; its context makes no difference.
 
-    Between two points time grows linearly. Before the first point it is constant; behind the last it goes on
+    Between two points time grows linearly. Before the first point it is constant; after the last it goes on
     along the line through the last two. More tokens never take less time: where points say so, that is noise,
     and they are averaged.
 

@@ -26,7 +26,7 @@ def headline(record: Mapping[str, Any]) -> str:
 
 
 def sentences(record: Mapping[str, Any]) -> list[str]:
-    """The sentences behind `headline`."""
+    """The sentences after `headline`."""
     lengths, batch = record["lengths"], record["batch"]
     engines = "one engine" if batch["replicas"] == 1 else f"{batch['replicas']} engines"
     return [

@@ -70,7 +70,7 @@ def refuse_uncoupled(additional_config: Mapping[str, Any]) -> None:
 
 
 def give_runner_drafter(module: Any) -> None:
-    """Let NPUModelRunner make our drafter, and ask it for drafts where it asks others: behind bookkeeping.
+    """Let NPUModelRunner make our drafter, and ask it for drafts where it asks others: after bookkeeping.
 
     Raises:
         PatchError: the two methods are gone, or called in another way.

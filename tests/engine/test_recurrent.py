@@ -93,7 +93,7 @@ def wrong(drafted: dict[str, Any], plain: dict[str, Any]) -> set[str]:
     """The scenarios with other tokens."""
     assert drafted["counters"]["num_accepted_tokens"] > 50
     assert drafted["counters"]["num_failed_steps"] == 0
-    assert drafted["rows"]["alone"] > 0, "rows without a draft behind one, in steps without drafts"
+    assert drafted["rows"]["alone"] > 0, "rows without a draft after one, in steps without drafts"
     return {name for name in plain if plain[name] != drafted[name]} - UNDEFINED
 
 

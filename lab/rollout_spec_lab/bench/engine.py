@@ -41,7 +41,7 @@ class Method:
     `off` is plain vLLM, `off:coupled` the same with the noise of verify=coupled, `ngram` and `suffix` are
     vLLM's own drafters, `sam` is ours, `sam:N` and `sam:auto` ours with that `batch_threshold`. `model` is a
     model's drafts with verify=coupled, `sam+model`, which takes thresholds too, ours beside it. /v1 or /v2
-    behind it: on that model runner, not on the one that vLLM chooses.
+    after it: on that model runner, not on the one that vLLM chooses.
 
     Raises:
         ConfigError: there is no such method, or it takes no such variant.
@@ -218,7 +218,7 @@ class Plan:
     num_speculative_tokens: int | None = None  # None: each method's default
     model_drafter: Mapping[str, Any] | None = None  # of `model_drafter`, for the methods that have one
     repeats: int = 3
-    tail_threshold: int = 8  # the tail comes behind the last step with more running requests
+    tail_threshold: int = 8  # the tail comes after the last step with more running requests
 
     def job(self, repeat: int, method: str) -> dict[str, Any]:
         """What `engine_worker.run` takes."""

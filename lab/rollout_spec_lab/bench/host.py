@@ -29,7 +29,7 @@ from rollout_spec_lab.bench.jobs import answers, last
 
 WORKER = "rollout_spec_lab.bench.host_worker"
 WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
-V1 = "/v1"  # behind a method: on model runner V1
+V1 = "/v1"  # after a method: on model runner V1
 SYNC = "off:sync"  # plain vLLM that schedules step by step
 VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's, at least
 MAX_NUM_BATCHED_TOKENS = 8192  # vLLM's own on a GPU of 80 GB

@@ -39,7 +39,7 @@ Steps = npt.NDArray[np.float64]
 
 
 class Recorded(NamedTuple):
-    """A request, and behind its first i + 1 tokens the tokens that a step gives, [n] each."""
+    """A request, and after its first i + 1 tokens the tokens that a step gives, [n] each."""
 
     line: Rollout
     eagle: npt.NDArray[np.int64]

@@ -41,7 +41,7 @@ class Timeline:
 
 
 def measure(timeline: Timeline, threshold: int) -> dict[str, float]:
-    """Seconds and counts of one rollout, whose tail is what comes behind the front phase."""
+    """Seconds and counts of one rollout, whose tail is what comes after the front phase."""
     front = timeline.num_front_steps(threshold)
     seconds, tokens = np.array(timeline.seconds), np.array(timeline.num_tokens)
     return {

