@@ -32,9 +32,7 @@ REFUSED = {  # as --spec, and why
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "a prompt's samples stay together",
 }
-OF_ROOFLINE = (
-    *("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "longest_response", "runner"),
-)
+OF_ROOFLINE = ("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "longest_response", "runner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

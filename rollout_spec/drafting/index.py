@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -305,9 +304,7 @@ class SuffixIndex:
     def __enter__(self) -> SuffixIndex:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open_index(self) -> Any:

@@ -15,7 +15,6 @@ from rollout_spec.config import AUTO, SpecConfig
 from rollout_spec_lab.bench.jobs import reply
 
 THRESHOLDS: tuple[int | str, ...] = (0, AUTO, 4, 8, 16, 32, 64)
-TAIL_ROWS = 8
 BEGAN = time.monotonic()
 
 
@@ -66,7 +65,7 @@ def thresholds(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     cluster, seconds = Cluster(1, job["max_num_seqs"]), dict[str, float]()
     for number, threshold in enumerate(THRESHOLDS, start=1):
         config = SpecConfig(batch_threshold=threshold)
-        seconds[str(threshold)] = simulate(lines, cluster, config, times, TAIL_ROWS)["makespan_s"]
+        seconds[str(threshold)] = simulate(lines, cluster, config, times)["makespan_s"]
         speedups = {name: seconds["0"] / own for name, own in seconds.items()}
         if number > 1:
             best = max(speedups, key=lambda name: speedups[name])
