@@ -12,7 +12,6 @@
  * and is where rs_context_bucket_of and rs_context_find look for it. */
 #include "contexts.h"
 
-#include <stdbool.h>
 #include <string.h>
 
 enum { FIRST_NUM_BUCKETS = 1 << 8, BUDGET_SHARE = 8, SPLITS_PER_TOKEN = 8 };

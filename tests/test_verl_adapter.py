@@ -397,7 +397,7 @@ def test_the_worker_names_samples(monkeypatch):
 
 
 def test_what_verl_itself_dumps_is_read(tmp_path):
-    """Its rollout_data_dir and validation_data_dir, with token ids in the place of texts."""
+    """Its rollout_data_dir and validation_data_dir, with token ids instead of texts."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     inputs, outputs = [[7], [7], [7], [8]], [[1], [2, 3], [4], [5]]

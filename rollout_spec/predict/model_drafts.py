@@ -48,7 +48,7 @@ def with_drafts(
     nums_right: Callable[[Rollout, list[Int32Array]], Sequence[Int32Array]],
     acceptance: Sequence[float],
 ) -> Iterator[Rollout]:
-    """The lines with drafts that are right for so many tokens.
+    """The lines with drafts that are right as far as `nums_right` says.
 
     Args:
         nums_right: of each response, how many tokens are right of the draft after its first i tokens, [n];
@@ -65,7 +65,7 @@ def with_drafts(
 
 
 def _guesses(index: IndexProposer, line: Rollout) -> list[Int32Array]:
-    """What the suffix index alone would draft in the place of every token of each response, -1: nothing."""
+    """What the suffix index alone would draft for every token of each response, -1: nothing."""
     token_ids, ends = token_matrix(line, 1)
     prompt_len = len(line.prompt_token_ids)
     found = np.full((len(ends), int(ends.max()) - prompt_len), -1, np.int32)

@@ -94,12 +94,8 @@ class Windows:
             self._open.requests.append(counts)
 
     def end(self, engine: EngineCounters | None, aborted: RequestCounters) -> None:
-        """The weights may change now.
-
-        Args:
-            engine: what the drafter has counted since the last window ended; None where there is none.
-            aborted: the sums over the training requests that vLLM has aborted in this time.
-        """
+        """The weights may change now. `engine`: what the drafter has counted since the last window ended, if
+        there is one; `aborted`: the sums over the training requests that vLLM has aborted since then."""
         window, self._open = self._open, RolloutReport()
         window.engine, window.aborted = engine, aborted
         window.rollout_seconds = self._clock.take_seconds()

@@ -18,9 +18,8 @@ from rollout_spec.verification.noise import make_key
 KEY = "rollout_spec_key"  # the request's name, any JSON value
 GROUP_KEY = "rollout_spec_group"  # a string or a number, the same for siblings
 GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's tokens are the group's prompt
-TURN_TOKENS_KEY = (
-    "rollout_spec_turn_tokens"  # how many are this turn's prompt; what follows was said before an abort
-)
+# How many are this turn's prompt; what follows was said before an abort.
+TURN_TOKENS_KEY = "rollout_spec_turn_tokens"
 
 
 class RequestNames(NamedTuple):

@@ -188,7 +188,7 @@ def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
 
 
 def first_responses(lines: Sequence[Rollout], number: int) -> list[Rollout]:
-    """The first responses of a rollout, so many in all; a UserError if it has fewer."""
+    """The first `number` responses of a rollout; a UserError if it has fewer."""
     found, left = list[Rollout](), number
     for line in lines:
         if taken := line.responses[:left]:

@@ -125,7 +125,7 @@ def requests_of(
     max_tokens: int | None,
     vocab_size: int,
 ) -> list[Request]:
-    """Requests for a cell, more than its rows take in so many steps; siblings are next to each other.
+    """Requests for a cell, more than its rows take in `num_steps`; siblings are next to each other.
 
     The recording begins again where it ends. Each time and in each cell it has tokens of its own, so nothing
     is known of them from before.

@@ -1,4 +1,4 @@
-"""A recording's next tokens in the place of what a model runner samples, on both of vLLM's runners.
+"""A recording's next tokens instead of what a model runner samples, on both of vLLM's runners.
 
 A draft is accepted as far as it equals the recording. What was sampled has run, and is thrown away.
 """
@@ -77,7 +77,7 @@ class Recorded:
     """
 
     def __init__(self, runner: Any, run: Callable[..., Any] = lambda call, *args: call(*args)) -> None:
-        """`run` calls what stands in the place of a kernel."""
+        """`run` calls what stands in for a kernel."""
         self.recording: Recording | None = None
         self.step: Any = None
         self._runner, self._run = runner, run

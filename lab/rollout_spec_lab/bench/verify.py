@@ -108,17 +108,11 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 def record_of(
     name: str | None, nums_rows: Sequence[int], nums_drafts: Sequence[int], vocab_size: int
 ) -> Iterator[dict[str, Any]]:
-    """What `bench verify --json` prints, after each cell.
-
-    Args:
-        name: of a device; None: the accelerator, or the CPU where there is none.
+    """What `bench verify --json` prints, after each cell; a UserError if there is no device `name`.
 
     Returns:
         device, torch, vocab_size, comparison (see `compare`), cells: rows, k, ms and waits of each contestant
         (None: not counted), and `skipped`, those that are still to come.
-
-    Raises:
-        UserError: there is no such device.
     """
     device = device_of(name)
     if device.type == "cpu":

@@ -148,10 +148,7 @@ def checked_methods(
     spec: Mapping[str, Any],
     drafting: Callable[[str], str] = str,
 ) -> list[str]:
-    """`--methods`, or those of `methods` that are installed.
-
-    Args:
-        drafting: of a label what `Method` knows of it.
+    """`--methods`, or those of `methods` that are installed; `drafting`: of a label what `Method` knows.
 
     Raises:
         UserError: there is no such method, one is named twice, or misses a package.

@@ -63,8 +63,7 @@ def run_demo(plan: Plan, say: Say) -> tuple[Comparison, Turns]:
     """Prepare model and data, train without drafts and with them, and serve with both in turns.
 
     Raises:
-        RunFailedError: the model was not made, a run did not finish, or the turns failed; nothing of it is
-            left running.
+        RunFailedError: one of these has failed; nothing of it is left running.
     """
     model, train_file = prepare(plan, say)
     for method in METHODS:

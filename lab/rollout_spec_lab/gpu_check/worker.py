@@ -52,11 +52,8 @@ def steps(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def thresholds(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Which `batch_threshold` recorded rollouts are served fastest with, by simulation.
-
-    Args:
-        job: trace (a file), step_times (rows of `timeline.step_times`), max_num_seqs.
-    """
+    """Which `batch_threshold` recorded rollouts are served fastest with, by simulation; job: trace (a file),
+    step_times (rows of `timeline.step_times`), max_num_seqs."""
     from rollout_spec.predict.simulate import Cluster, simulate
     from rollout_spec.predict.step_times import StepTimes
     from rollout_spec.trace import read_trace

@@ -3,7 +3,7 @@
     python -m rollout_spec_lab.studies.mutants [FILE ...] [--jobs 2] [--sample 60]
 
 mutmut changes the Python, and runs the tests named for each file; none of them starts an engine. --sample
-takes so many mutants of each file, drawn with a fixed seed, but all of a file whose errors nobody would see.
+takes 60 mutants of each file, drawn with a fixed seed, but all of a file whose errors nobody would see.
 mutmut knows no C: native_mutants.json lists the changes of the C core, each of them built in a copy. What
 lives is written to build/mutants; lab/record/mutants.md says why.
 """
@@ -97,9 +97,7 @@ def core_mutants() -> list[CoreMutant]:
     return found
 
 
-CORE_TESTS = (
-    "tests/test_index.py", "tests/test_experience.py", "tests/test_index_state_machine.py",
-)  # fmt: skip
+CORE_TESTS = ("tests/test_index.py", "tests/test_experience.py", "tests/test_index_state_machine.py")
 
 
 class Result(NamedTuple):
