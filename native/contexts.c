@@ -12,7 +12,6 @@
  * and is where rs_context_bucket_of and rs_context_find look for it. */
 #include "contexts.h"
 
-#include <stdbool.h>
 #include <string.h>
 
 enum { FIRST_NUM_BUCKETS = 1 << 8, BUDGET_SHARE = 8, SPLITS_PER_TOKEN = 8 };
@@ -118,7 +117,7 @@ static void double_capacity(rs_contexts *contexts, rs_memory *memory) {
  * that are free come last and stay. */
 static void split_bucket(rs_contexts *contexts) {
     const uint32_t half = contexts->capacity / 2;
-    rs_context_bucket *parent = contexts->buckets + contexts->num_buckets - half; /* its new one is `half` behind it */
+    rs_context_bucket *parent = contexts->buckets + contexts->num_buckets - half; /* its new one is `half` after it */
     const rs_context_bucket kept = *parent;
     memset(parent, 0, sizeof *parent);
     memset(parent + half, 0, sizeof *parent);

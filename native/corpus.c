@@ -124,12 +124,12 @@ rs_status rs_corpus_new(rs_corpus_builder **builder, rs_error *error) {
     rs_corpus_builder *made = NULL;
     uint32_t capacity = 0;
     if (rs_resize(&memory, (void **)&made, &capacity, 1, sizeof *made) != RS_OK) {
-        return rs_fail(error, RS_ENOMEM, -1, "out of memory");
+        return rs_fail(error, RS_ENOMEM, "out of memory");
     }
     *made = (rs_corpus_builder){.memory = memory};
     if (rs_automaton_init(&made->automaton, &made->memory, false) != RS_OK) {
         rs_corpus_free(made);
-        return rs_fail(error, RS_ENOMEM, -1, "out of memory");
+        return rs_fail(error, RS_ENOMEM, "out of memory");
     }
     *builder = made;
     return RS_OK;
@@ -153,7 +153,7 @@ rs_status rs_corpus_add(rs_corpus_builder *builder, const int32_t *token_ids, in
     uint32_t last = RS_ROOT;
     for (int64_t i = 0; i < num_tokens; i++) {
         if (rs_extend(a, &last, token_ids[i]) != RS_OK) {
-            return rs_fail(error, RS_ENOMEM, -1, "out of memory");
+            return rs_fail(error, RS_ENOMEM, "out of memory");
         }
         a->states[last].count++;
         builder->num_tokens++;
@@ -216,12 +216,12 @@ static uint32_t write_transitions(const rs_automaton *a, uint32_t at, const rs_c
 rs_status rs_corpus_write(const rs_corpus_builder *builder, void *content, uint64_t num_bytes, rs_error *error) {
     rs_corpus_head *head = content;
     if ((uintptr_t)content % _Alignof(rs_corpus_head) != 0 || num_bytes != rs_corpus_num_bytes(builder)) {
-        return rs_fail(error, RS_EINVAL, -1, "content: must be aligned and have %" PRIu64 " bytes",
+        return rs_fail(error, RS_EINVAL, "content: must be aligned and have %" PRIu64 " bytes",
                        rs_corpus_num_bytes(builder));
     }
     const rs_automaton *a = &builder->automaton;
     if (a->num_transitions > UINT32_MAX) {
-        return rs_fail(error, RS_EINVAL, -1, "corpus: %" PRIu64 " transitions are too many", a->num_transitions);
+        return rs_fail(error, RS_EINVAL, "corpus: %" PRIu64 " transitions are too many", a->num_transitions);
     }
     *head = (rs_corpus_head){builder->num_tokens, a->num_states, (uint32_t)a->num_transitions};
     rs_corpus_state *states = (rs_corpus_state *)(head + 1);
@@ -302,10 +302,10 @@ const char *rs_corpus_check(const rs_corpus *corpus) {
 rs_status rs_corpus_validate(const void *content, uint64_t num_bytes, rs_error *error) {
     rs_corpus corpus;
     if (!rs_corpus_open(&corpus, content, num_bytes)) {
-        return rs_fail(error, RS_EINVAL, -1, "corpus: %" PRIu64 " bytes that are no corpus", num_bytes);
+        return rs_fail(error, RS_EINVAL, "corpus: %" PRIu64 " bytes that are no corpus", num_bytes);
     }
     const char *broken = rs_corpus_check(&corpus);
-    return broken == NULL ? RS_OK : rs_fail(error, RS_ECORRUPT, -1, "%s", broken);
+    return broken == NULL ? RS_OK : rs_fail(error, RS_ECORRUPT, "%s", broken);
 }
 
 int32_t rs_corpus_largest_token(const void *content, uint64_t num_bytes) {

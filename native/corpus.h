@@ -25,7 +25,7 @@ typedef struct {
     uint32_t len;
     uint32_t link;  /* RS_NO_STATE: this is the root */
     uint32_t count; /* how often its strings occur in the texts */
-    uint32_t first; /* of its transitions; those of the next state come behind */
+    uint32_t first; /* of its transitions; those of the next state come after */
 } rs_corpus_state;
 
 typedef struct {

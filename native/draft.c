@@ -20,7 +20,7 @@ typedef struct {
     rs_recent recent;   /* the end of the text and draft */
     uint64_t own_salt;
     rs_cursor cursor; /* of the text and draft in the corpus, if there is one */
-    rs_model_draft model; /* none behind a token that is not its own */
+    rs_model_draft model; /* none after a token that is not its own */
     int32_t depth;        /* of the draft, in tokens */
 } walk;
 

@@ -25,7 +25,7 @@ enum {
     RS_NUM_SHARES = 9,
     RS_NUM_MATCH_CELLS = (RS_NUM_MATCHES + 1) * RS_NUM_LENGTHS * RS_NUM_TOTALS * RS_NUM_SHARES,
     RS_NUM_CONTEXT_CELLS = RS_NUM_CONTEXTS * (RS_MAX_CONFIDENCE + 1),
-    RS_NUM_DEPTHS = 8, /* of a model's tokens, the last and those behind it in one */
+    RS_NUM_DEPTHS = 8, /* of a model's tokens, the last and those after it in one */
     RS_NUM_CELLS = RS_NUM_MATCH_CELLS + RS_NUM_CONTEXT_CELLS + RS_NUM_DEPTHS * RS_MODEL_CONFIDENCES,
     RS_NUM_SELECTORS = 3,      /* the token before, the candidate, who proposes it */
     RS_NUM_TOKEN_SETS = 256,   /* of weights: what tokens are hashed to, for each of the first two */
@@ -63,7 +63,7 @@ typedef struct {
 
 void rs_calibration_init(rs_calibration *calibration);
 
-/* No expert has proposed anything behind `previous` yet. */
+/* No expert has proposed anything after `previous` yet. */
 void rs_prediction_init(rs_prediction *prediction, int32_t previous);
 
 /* Of an expert in an automaton: the most frequent continuation of its match. */

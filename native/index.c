@@ -17,19 +17,18 @@ int32_t rs_abi_version(void) { return RS_ABI_VERSION; }
 
 rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error) {
     if (options->num_speculative_tokens < 1 || options->num_speculative_tokens > RS_MAX_SPECULATIVE_TOKENS) {
-        return rs_fail(error, RS_EINVAL, -1, "num_speculative_tokens=%" PRId32 ": must be between 1 and %d",
+        return rs_fail(error, RS_EINVAL, "num_speculative_tokens=%" PRId32 ": must be between 1 and %d",
                        options->num_speculative_tokens, (int)RS_MAX_SPECULATIVE_TOKENS);
     }
     if (options->max_idle_groups < 0) {
-        return rs_fail(error, RS_EINVAL, -1, "max_idle_groups=%" PRId32 ": must not be negative",
-                       options->max_idle_groups);
+        return rs_fail(error, RS_EINVAL, "max_idle_groups=%" PRId32 ": must not be negative", options->max_idle_groups);
     }
     rs_memory memory = {.max_bytes = options->max_bytes};
     rs_index *made = NULL;
     uint32_t capacity = 0;
     rs_status status = rs_resize(&memory, (void **)&made, &capacity, 1, sizeof *made);
     if (status != RS_OK) {
-        return rs_memory_error(&memory, error, status, -1);
+        return rs_memory_error(&memory, error, status);
     }
     memset(made, 0, sizeof *made);
     made->options = *options;
@@ -38,9 +37,9 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     made->free_group = made->free_sequence = -1;
     rs_calibration_init(&made->calibration);
     if (options->corpus != NULL && !rs_corpus_open(&made->corpus, options->corpus, options->corpus_bytes)) {
-        status = rs_fail(error, RS_EINVAL, -1, "corpus: %" PRIu64 " bytes that are no corpus", options->corpus_bytes);
+        status = rs_fail(error, RS_EINVAL, "corpus: %" PRIu64 " bytes that are no corpus", options->corpus_bytes);
     } else {
-        status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory), -1);
+        status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory));
     }
     if (status != RS_OK) {
         rs_index_free(made);
@@ -212,13 +211,13 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
         return status;
     }
     if (max_tokens < 0) {
-        return rs_fail(error, RS_EINVAL, -1, "max_tokens=%" PRId64 ": must not be negative", max_tokens);
+        return rs_fail(error, RS_EINVAL, "max_tokens=%" PRId64 ": must not be negative", max_tokens);
     }
     if (index->free_group < 0) {
         status = rs_reserve(&index->memory, (void **)&index->groups, &index->groups_capacity,
                             (uint64_t)index->num_groups + 1, sizeof *index->groups);
         if (status != RS_OK) {
-            return rs_memory_error(&index->memory, error, status, -1);
+            return rs_memory_error(&index->memory, error, status);
         }
     }
     const int32_t slot = index->free_group < 0 ? (int32_t)index->num_groups : index->free_group;
@@ -233,7 +232,7 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
     }
     if (status != RS_OK) {
         rs_automaton_free(&opened.automaton);
-        return rs_memory_error(&index->memory, error, status, -1);
+        return rs_memory_error(&index->memory, error, status);
     }
     if (index->free_group < 0) {
         index->num_groups++;
@@ -248,7 +247,7 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
 
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
     if (rs_find_group(index, group) == NULL) {
-        return rs_fail(error, RS_EUNKNOWN, -1, "group=%" PRId32 ": unknown", group);
+        return rs_fail(error, RS_EUNKNOWN, "group=%" PRId32 ": unknown", group);
     }
     rs_status status = rs_check_tokens(token_ids, num_tokens, "token_ids", error);
     if (status != RS_OK || num_tokens == 0) {
@@ -257,16 +256,16 @@ rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids,
     enter(index, index->groups + group);
     status = queue(index, group, false, token_ids, num_tokens);
     leave(index, index->groups + group);
-    return rs_memory_error(&index->memory, error, status, -1);
+    return rs_memory_error(&index->memory, error, status);
 }
 
 rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
     rs_group *found = rs_find_group(index, group);
     if (found == NULL) {
-        return rs_fail(error, RS_EUNKNOWN, -1, "group=%" PRId32 ": unknown", group);
+        return rs_fail(error, RS_EUNKNOWN, "group=%" PRId32 ": unknown", group);
     }
     if (found->num_sequences > 0) {
-        return rs_fail(error, RS_EINVAL, -1, "group=%" PRId32 ": %" PRId32 " of its sequences are open", group,
+        return rs_fail(error, RS_EINVAL, "group=%" PRId32 ": %" PRId32 " of its sequences are open", group,
                        found->num_sequences);
     }
     close_group(index, found);
@@ -334,20 +333,17 @@ static rs_status reserve_sequence(rs_index *index) {
                       sizeof *index->sequences);
 }
 
-rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t *sequence, rs_error *error) {
-    if (after_prompt != 0 && after_prompt != 1) {
-        return rs_fail(error, RS_EINVAL, -1, "after_prompt=%" PRId32 ": must be 0 or 1", after_prompt);
-    }
+rs_status rs_sequence_open(rs_index *index, int32_t group, bool after_prompt, int32_t *sequence, rs_error *error) {
     rs_group *found = rs_find_group(index, group);
     if (found == NULL) {
-        return rs_fail(error, RS_EUNKNOWN, -1, "group=%" PRId32 ": unknown", group);
+        return rs_fail(error, RS_EUNKNOWN, "group=%" PRId32 ": unknown", group);
     }
     enter(index, found);
     if (index->free_sequence < 0) {
         rs_status status = reserve_sequence(index);
         if (status != RS_OK) {
             leave(index, found);
-            return rs_memory_error(&index->memory, error, status, -1);
+            return rs_memory_error(&index->memory, error, status);
         }
         *sequence = (int32_t)index->num_sequences++;
     } else {
@@ -358,7 +354,7 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
     *opened = (rs_sequence){.open = true,
                             .next_free = -1,
                             .group = group,
-                            .after_prompt = after_prompt != 0,
+                            .after_prompt = after_prompt,
                             .serial = ++index->num_serials};
     rs_sequence_restart(index, opened);
     return RS_OK;
@@ -367,7 +363,7 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt,
 rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) {
     rs_sequence *found = rs_find_sequence(index, sequence);
     if (found == NULL) {
-        return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
+        return rs_fail(error, RS_EUNKNOWN, "sequence=%" PRId32 ": unknown", sequence);
     }
     rs_group *group = index->groups + found->group;
     free_text(index, found);
@@ -381,7 +377,7 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
                            int64_t *num_tokens, rs_error *error) {
     const rs_sequence *found = rs_find_sequence(index, sequence);
     if (found == NULL) {
-        return rs_fail(error, RS_EUNKNOWN, -1, "sequence=%" PRId32 ": unknown", sequence);
+        return rs_fail(error, RS_EUNKNOWN, "sequence=%" PRId32 ": unknown", sequence);
     }
     *num_tokens = found->at.level - rs_start_level(index, found);
     int64_t num_copied = *num_tokens < capacity ? *num_tokens : capacity;

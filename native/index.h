@@ -44,7 +44,7 @@ typedef struct rs_waiting {
     struct rs_waiting *next;
     int32_t group;
     bool is_prompt;
-    rs_place at;     /* of a text behind the prompt */
+    rs_place at;     /* of a text after the prompt */
     uint64_t serial; /* of the same, 0: nothing of it is indexed yet */
     int32_t num_tokens;
     int32_t num_indexed;

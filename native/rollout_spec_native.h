@@ -18,8 +18,8 @@
  *             a model, where the caller has one; and the corpus.
  *   corpus    A static text. Its match is the longest suffix of the sequence's text that has a continuation in it. It
  *             proposes the most frequent one, where its match is longer than the group's. Its counts are exact.
- *   model     Drafts a few tokens behind each text, and says how sure it is of each. It proposes its next token as long as
- *             the draft is its own; behind another token it proposes nothing.
+ *   model     Drafts a few tokens after each text, and says how sure it is of each. It proposes its next token as long as
+ *             the draft is its own; after another token it proposes nothing.
  *   draft     At each position the experts' best proposal. native/evidence.h says how the probability that it is
  *             accepted is learned. A draft ends before the token with which the product of the probabilities, the
  *             survival, falls below min_survival.
@@ -35,10 +35,11 @@
 #ifndef ROLLOUT_SPEC_NATIVE_H
 #define ROLLOUT_SPEC_NATIVE_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 21, /* raised with every change of this file */
+    RS_ABI_VERSION = 22, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -67,7 +68,6 @@ typedef struct {
 } rs_options;
 
 typedef struct {
-    int32_t row;       /* the entry of the batch that is wrong, -1 where none is */
     char message[160]; /* begins with the name of the argument */
 } rs_error;
 
@@ -121,7 +121,7 @@ void rs_index_free(rs_index *index);
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int64_t max_tokens,
                         int32_t *group, rs_error *error);
 
-/* This text, which is copied, waits to be indexed behind the group's prompt. What waits is indexed by the steps that
+/* This text, which is copied, waits to be indexed after the group's prompt. What waits is indexed by the steps that
  * follow, prompts first; where there is no room for it, all of its group is dropped. */
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
 
@@ -131,9 +131,9 @@ int32_t rs_group_given_up(rs_index *index);
 /* Forgets the group's text. RS_EINVAL while one of its sequences is open. */
 rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
 
-/* after_prompt 1: the first tokens of every row of this sequence are the group's prompt, which is
- * not indexed again. 0: the sequence begins at the root, all its tokens are its own. */
-rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t after_prompt, int32_t *sequence, rs_error *error);
+/* after_prompt: the first tokens of every row of this sequence are the group's prompt, which is
+ * not indexed again. Else the sequence begins at the root, all its tokens are its own. */
+rs_status rs_sequence_open(rs_index *index, int32_t group, bool after_prompt, int32_t *sequence, rs_error *error);
 
 /* The first `capacity` tokens that an open sequence has after its start (the prompt, or the root), and how
  * many there are. */

@@ -6,7 +6,7 @@
  *          +-- wrong: no text changes      +-- does not fit, or is no text: this row is left out
  *
  * Invariants: what is wrong about the call is found before anything changes; a row that is left out has closed its
- * sequence, so that its group can make room for the rows behind it; siblings see each other's newest tokens. */
+ * sequence, so that its group can make room for the rows after it; siblings see each other's newest tokens. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -18,19 +18,19 @@ enum { TOKENS_OF_A_STEP = RS_MAX_SPECULATIVE_TOKENS + 1 /* at most, of a row tha
 
 static rs_status check_batch(const rs_index *index, const rs_batch *batch, rs_error *error) {
     if (batch->num_rows < 0) {
-        return rs_fail(error, RS_EINVAL, -1, "num_rows=%" PRId32 ": must not be negative", batch->num_rows);
+        return rs_fail(error, RS_EINVAL, "num_rows=%" PRId32 ": must not be negative", batch->num_rows);
     }
     if (!(batch->min_survival >= 0.0 && batch->min_survival <= 1.0)) {
-        return rs_fail(error, RS_EINVAL, -1, "min_survival=%g: must be between 0 and 1", batch->min_survival);
+        return rs_fail(error, RS_EINVAL, "min_survival=%g: must be between 0 and 1", batch->min_survival);
     }
     if (batch->num_matrix_rows < 0 || batch->num_columns < 0 || batch->row_stride < batch->num_columns) {
-        return rs_fail(error, RS_EINVAL, -1,
+        return rs_fail(error, RS_EINVAL,
                        "token_ids: %" PRId64 " rows of %" PRId64 " columns, stride %" PRId64 ": out of range",
                        batch->num_matrix_rows, batch->num_columns, batch->row_stride);
     }
     const int32_t num = batch->num_model_tokens;
     if (num < 0 || num > index->options.num_speculative_tokens) {
-        return rs_fail(error, RS_EINVAL, -1, "num_model_tokens=%" PRId32 ": must be between 0 and %" PRId32, num,
+        return rs_fail(error, RS_EINVAL, "num_model_tokens=%" PRId32 ": must be between 0 and %" PRId32, num,
                        index->options.num_speculative_tokens);
     }
     return RS_OK;
@@ -42,7 +42,7 @@ static rs_status check_confidences(const rs_batch *batch, int32_t i, rs_error *e
     for (int32_t j = 0; j < batch->num_model_tokens && batch->model_tokens[first + j] >= 0; j++) {
         const int32_t confidence = batch->model_confidences[first + j];
         if (confidence < 0 || confidence >= RS_MODEL_CONFIDENCES) {
-            return rs_fail(error, RS_EINVAL, i,
+            return rs_fail(error, RS_EINVAL,
                            "model_confidences[%" PRId32 ", %" PRId32 "]=%" PRId32 ": must be between 0 and %d", i, j,
                            confidence, (int)RS_MODEL_CONFIDENCES - 1);
         }
@@ -53,19 +53,18 @@ static rs_status check_confidences(const rs_batch *batch, int32_t i, rs_error *e
 static rs_status check_entry(rs_index *index, const rs_batch *batch, int32_t i, rs_error *error) {
     rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
     if (sequence == NULL) {
-        return rs_fail(error, RS_EUNKNOWN, i, "sequences[%" PRId32 "]=%" PRId32 ": unknown", i, batch->sequences[i]);
+        return rs_fail(error, RS_EUNKNOWN, "sequences[%" PRId32 "]=%" PRId32 ": unknown", i, batch->sequences[i]);
     }
     if (sequence->latest_step == index->num_steps) {
-        return rs_fail(error, RS_EINVAL, i, "sequences[%" PRId32 "]=%" PRId32 ": appears twice", i,
-                       batch->sequences[i]);
+        return rs_fail(error, RS_EINVAL, "sequences[%" PRId32 "]=%" PRId32 ": appears twice", i, batch->sequences[i]);
     }
     sequence->latest_step = index->num_steps;
     if (batch->rows[i] < 0 || batch->rows[i] >= batch->num_matrix_rows) {
-        return rs_fail(error, RS_EINVAL, i, "rows[%" PRId32 "]=%" PRId32 ": token_ids has %" PRId64 " rows", i,
+        return rs_fail(error, RS_EINVAL, "rows[%" PRId32 "]=%" PRId32 ": token_ids has %" PRId64 " rows", i,
                        batch->rows[i], batch->num_matrix_rows);
     }
     if (batch->max_draft_tokens[i] < 0) {
-        return rs_fail(error, RS_EINVAL, i, "max_draft_tokens[%" PRId32 "]=%" PRId32 ": must not be negative", i,
+        return rs_fail(error, RS_EINVAL, "max_draft_tokens[%" PRId32 "]=%" PRId32 ": must not be negative", i,
                        batch->max_draft_tokens[i]);
     }
     return check_confidences(batch, i, error);
@@ -82,7 +81,7 @@ static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) 
 
 /* ---- index ---- */
 
-/* From the predictions that the new tokens are the outcome of: up to the first that was wrong, since those behind it
+/* From the predictions that the new tokens are the outcome of: up to the first that was wrong, since those after it
  * are about a text that did not come. */
 static void learn_outcome(rs_index *index, int32_t id, const int32_t *new_tokens, int32_t num_new) {
     const rs_sequence *sequence = index->sequences + id;

@@ -218,7 +218,7 @@ rs_status rs_index_validate(const rs_index *index, rs_error *error) {
         broken = rs_calibration_check(&index->calibration);
     }
     if (broken != NULL) {
-        return rs_fail(error, RS_ECORRUPT, -1, "%s", broken);
+        return rs_fail(error, RS_ECORRUPT, "%s", broken);
     }
     for (uint32_t i = 0; i < index->num_groups; i++) {
         const rs_group *group = index->groups + i;
@@ -232,7 +232,7 @@ rs_status rs_index_validate(const rs_index *index, rs_error *error) {
             broken = "group: prompt is not the place of its prompt";
         }
         if (broken != NULL) {
-            return rs_fail(error, RS_ECORRUPT, -1, "group %" PRIu32 ": %s", i, broken);
+            return rs_fail(error, RS_ECORRUPT, "group %" PRIu32 ": %s", i, broken);
         }
     }
     return RS_OK;

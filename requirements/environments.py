@@ -42,7 +42,7 @@ FROM_SOURCE = "antlr4-python3-runtime"
 
 class Environment(NamedTuple):
     asks: str
-    overrides: tuple[str, ...] = ()  # taken in the place of what packages ask for
+    overrides: tuple[str, ...] = ()  # taken instead of what packages ask for
     machines: tuple[str, ...] = ("x86_64", "aarch64")  # those that wheels of all its packages exist for
 
 

@@ -109,7 +109,7 @@ METRICS = (
     Metric(
         "num_model_passes_left_out",
         "Passes of the model that the gate left out: drafting was off, or they would not have paid.",
-        "High at the end of a rollout: the model is seldom right.",
+        "High at the end of a rollout: the model is rarely right.",
     ),
     Metric(
         "model_ms",

@@ -8,7 +8,7 @@ import functools
 import importlib.abc
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 _MARK = "__rollout_spec_patch__"
@@ -42,21 +42,14 @@ def record(patch: Patch) -> None:
 
 
 def replace_function(
-    owner: Any,
-    name: str,
-    replacement: Callable,
-    *,
-    patch: Patch,
-    expected_signature: str | Collection[str] | None = None,
+    owner: Any, name: str, replacement: Callable, *, patch: Patch, expected_signature: str | None = None
 ) -> Callable:
     """Replace `owner.name` (a module's function or a class's method) unless `patch` already did.
 
     Args:
-        owner: the module or class that holds the function.
-        name: the attribute to replace.
-        replacement: what takes its place; a plain function.
+        replacement: a plain function.
         patch: the entry for the register; its name makes the call idempotent.
-        expected_signature: `str(inspect.signature(f))` of the original, or several accepted ones.
+        expected_signature: `str(inspect.signature(f))` of the original.
 
     Returns:
         The original function.
@@ -74,7 +67,8 @@ def replace_function(
         if mark[0] == patch.name:
             return mark[1]
         mark = getattr(mark[1], _MARK, None)
-    _guard_signature(patch, where, current, expected_signature)
+    if expected_signature is not None and expected_signature != (found := str(inspect.signature(current))):
+        raise misfit(patch, f"the signature of {where} is {found}, expected {expected_signature}")
     setattr(replacement, _MARK, (patch.name, current))
     setattr(owner, name, replacement)
     record(patch)
@@ -84,7 +78,7 @@ def replace_function(
 def wrap(owner: Any, name: str, patch: Patch) -> Callable[[Callable], Callable]:
     """Decorates what `owner.name` is to do: it gets the original function, then the arguments of the call.
 
-    Its parameters behind the first say what the patch counts on: the original's begin with these, and there
+    Its parameters after the first say what the patch counts on: the original's begin with these, and there
     are no others unless it has *args or **kwargs.
 
     Raises:
@@ -134,8 +128,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname not in _waiting:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        specs = (finder.find_spec(fullname, path, target) for finder in behind)
+        after = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in after)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _followed(spec.loader)
@@ -158,25 +152,10 @@ def _followed(loader: Any) -> Any:
     return followed
 
 
-def _guard_signature(
-    patch: Patch, where: str, function: Callable, expected: str | Collection[str] | None
-) -> None:
-    if expected is None:
-        return
-    accepted = {expected} if isinstance(expected, str) else set(expected)
-    found = str(inspect.signature(function))
-    if found not in accepted:
-        detail = f"the signature of {where} is {found}, expected {' or '.join(sorted(accepted))}"
-        raise misfit(patch, detail)
-
-
 def guard_parameters(patch: Patch, owner: Any, name: str, *accepted: tuple[str, ...]) -> None:
     """Check that the parameters of a function begin with these; further ones may follow.
 
     Args:
-        patch: which relies on them.
-        owner: the module or class that holds the function.
-        name: the function's.
         accepted: the parameters' names, of each version that the patch was written for.
 
     Raises:

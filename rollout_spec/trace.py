@@ -156,11 +156,7 @@ def is_recorded(fields: Mapping[str, Any]) -> bool:
 
 
 def parse_rollout(fields: Mapping[str, Any], where: str) -> Rollout:
-    """A line of a trace; `where` names it in errors.
-
-    Raises:
-        TraceError: it is none.
-    """
+    """A line of a trace; a TraceError, which begins with `where`, if it is none."""
     for name in ("group", "prompt_token_ids", "responses"):
         if name not in fields:
             raise TraceError(f"{where}: {name}: is missing")
@@ -209,11 +205,7 @@ def _proposals(value: Any, num_tokens: int, where: str) -> Proposals:
 
 
 def token_ids(value: Any, where: str) -> npt.NDArray[np.int32]:
-    """A list of token ids, [n].
-
-    Raises:
-        TraceError: it is none; the message begins with `where`.
-    """
+    """A list of token ids, [n]; a TraceError, which begins with `where`, if it is none."""
     if not isinstance(value, list):
         raise TraceError(f"{where}: must be a list of token ids")
     for i, token in enumerate(value):

@@ -1,6 +1,6 @@
 """An accelerator that is not there: what the host waits for, what is copied, and how much memory is held.
 
-Tensors are torch's fake tensors on `cuda` (FakeTensorMode), each with its value behind it on the host. Every
+Tensors are torch's fake tensors on `cuda` (FakeTensorMode), each with its value after it on the host. Every
 operation runs twice: on the fake tensors, which say what comes out and refuse to mix devices as CUDA does,
 and on the values, which answer where the host reads a result. So the code under test goes its own way, as it
 would on a GPU.

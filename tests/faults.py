@@ -57,7 +57,7 @@ def _child(parent: int, title: str) -> int:
 
 @CheckpointEngineRegistry.register("breaks")
 class BreakingCheckpointEngine(GlooCheckpointEngine):
-    """The second weights that it receives, behind those at the start, it cannot load."""
+    """The second weights that it receives, after those at the start, it cannot load."""
 
     _num_syncs = 0
 

@@ -151,7 +151,7 @@ class Experience:
         depth: int = 0,
         model: Sequence[ModelProposal] = (),
     ) -> Prediction:
-        """Of the token behind the text, whose last `depth` tokens are draft tokens; so far as these are its
+        """Of the token after the text, whose last `depth` tokens are draft tokens; so far as these are its
         own, the model goes on."""
         context = group.match(text)
         prediction = Prediction({}, {}, text[-1] if text else -1)
@@ -410,7 +410,7 @@ class SequenceOracle:
     def draft(
         self, max_draft_tokens: int, min_survival: float = 0.0, model: Sequence[ModelProposal] = ()
     ) -> list[int]:
-        """The second half, after every row of the step was indexed; `model`: its draft behind the text."""
+        """The second half, after every row of the step was indexed; `model`: its draft after the text."""
         options = self.group.options
         self.last_draft, self.survivals = [], []
         if max_draft_tokens == 0:

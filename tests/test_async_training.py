@@ -122,7 +122,7 @@ def test_no_response_is_lost_or_there_twice(run: Run) -> None:
 
 def test_the_tokens_that_the_steps_log_are_those_of_the_responses(run: Run) -> None:
     """But for those that had been interrupted and not ended when their process did, and for what it served
-    behind its last step, of which no step logs the counts."""
+    after its last step, of which no step logs the counts."""
     ended = run.ended("train")
     difference = run.total("generated_tokens") - sum(len(response.tokens) for response in ended)
     unlogged = sum(len(response.tokens) for response in ended if response.version in run.last_steps)

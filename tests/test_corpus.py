@@ -54,7 +54,7 @@ def test_many_followers_are_found(tmp_path):
         assert result.draft_tokens[:, 0].tolist() == tokens[places + 1].tolist()
 
 
-# Wrong words under a right checksum, by their place: behind 16 bytes come states of len, link, count, first.
+# Wrong words under a right checksum, by their place: after 16 bytes come states of len, link, count, first.
 WRONG_WORDS = {
     "a cycle of links": (16 + 5 * 16 + 4, 5),
     "a link beyond the end": (16 + 5 * 16 + 4, 1 << 31),
@@ -126,7 +126,7 @@ def test_what_is_no_file_is_refused(path, capsys):
     [("token", 8, 8), ("token", 31, 9), ("token", 2**32 - 2, 9), ("count", 2, 9)],
 )
 def test_what_is_wrong_about_a_continuation_leaves_the_groups_own(tmp_path, field, value, drafted):
-    """The last one of the corpus is wrong; a sibling goes on with 9 behind the 7, another group with 30."""
+    """The last one of the corpus is wrong; a sibling goes on with 9 after the 7, another group with 30."""
     path = save_corpus(tmp_path / "corpus.sam", [range(1, 9)])
     content = np.frombuffer(path.read_bytes(), np.uint32, offset=CONTENT_OFFSET).copy()
     states, transitions = content[4:44].reshape(10, 4), content[44:].reshape(15, 2)

@@ -178,7 +178,7 @@ def behind_by_hand(logits: torch.Tensor, drawn: np.ndarray, token_ids: torch.Ten
     Args:
         drawn: Exp(1) noise, float64 [n, 128 + number of blocks].
     """
-    behind = []
+    after = []
     for row, noise_, token in zip(logits.double().numpy(), drawn, token_ids.tolist(), strict=True):
         masses = np.exp(row - row.max())
         blocks_ = [masses[start : start + 128] for start in range(0, len(masses), 128)]
@@ -186,8 +186,8 @@ def behind_by_hand(logits: torch.Tensor, drawn: np.ndarray, token_ids: torch.Ten
         of_tokens = blocks_[token // 128] / noise_[: len(blocks_[token // 128])]
         races = (of_blocks, token // 128), (of_tokens, token % 128)
         with np.errstate(divide="ignore", invalid="ignore"):
-            behind.append(max(np.log(scores.max()) - np.log(scores[at]) for scores, at in races))
-    return np.array(behind)
+            after.append(max(np.log(scores.max()) - np.log(scores[at]) for scores, at in races))
+    return np.array(after)
 
 
 def test_log_odds_by_hand() -> None:
@@ -232,24 +232,24 @@ def test_a_flat_block_may_win_by_little() -> None:
 
 
 def ragged() -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draft lengths of a step, each request's key and first position, and the logits at and behind drafts."""
+    """Draft lengths of a step, each request's key and first position, and the logits at and after drafts."""
     generator = torch.Generator().manual_seed(6)
     counts = [2, 0, 3, 1]
-    logits, behind = (torch.randn(n, 300, generator=generator) / 2 for n in (sum(counts), len(counts)))
-    return counts, tensor([5, 9, 5, 7]), tensor([10, 3, 40, 8]), logits, behind
+    logits, after = (torch.randn(n, 300, generator=generator) / 2 for n in (sum(counts), len(counts)))
+    return counts, tensor([5, 9, 5, 7]), tensor([10, 3, 40, 8]), logits, after
 
 
 def test_a_step_draws_at_each_place_what_a_plain_step_draws_there() -> None:
-    counts, keys, positions, logits, behind = ragged()
+    counts, keys, positions, logits, after = ragged()
     of_drafts = keys.repeat_interleave(tensor(counts)), tensor([10, 11, 40, 41, 42, 8])
     expected = coupled.keyed_sample(logits, *of_drafts).tolist()
-    expected_behind = coupled.keyed_sample(behind, keys, tensor([12, 3, 43, 9])).tolist()
-    assert len(set(expected)) > 3 and len(set(expected_behind)) > 2
+    expected_after = coupled.keyed_sample(after, keys, tensor([12, 3, 43, 9])).tolist()
+    assert len(set(expected)) > 3 and len(set(expected_after)) > 2
     for is_first in (True, False):
         step = coupled.CoupledStep(keys, positions, counts)
         if is_first:
             assert step.sample(logits).tolist() == expected
-        assert step.sample_behind(behind).tolist() == expected_behind
+        assert step.sample_after(after).tolist() == expected_after
         assert step.sample(logits).tolist() == expected
 
 
@@ -378,7 +378,7 @@ def test_deterministic_algorithms_give_the_same_tokens(torch_device: str) -> Non
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
             step = coupled.CoupledStep(keys, keys, counts)
-            own = step.sample_behind(logits[:4]).unsqueeze(-1)
+            own = step.sample_after(logits[:4]).unsqueeze(-1)
             outputs.append(coupled.coupled_sample(logits.argmax(dim=-1), 3, logits, own, asked, step))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -111,13 +111,13 @@ class Engine:
         from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
         ends, put = np.cumsum(DRAFTS), self.accelerator.put
-        behind = ends + np.arange(len(DRAFTS))
+        after = ends + np.arange(len(DRAFTS))
         logits = torch.randn(sum(DRAFTS) + len(DRAFTS), VOCAB_SIZE) * 5
-        drafted = np.delete(np.arange(len(logits)), behind)
+        drafted = np.delete(np.arange(len(logits)), after)
         metadata = SpecDecodeMetadata(
             put(logits[drafted].argmax(dim=-1).int()), DRAFTS,
-            put(torch.from_numpy(ends).int()), put(torch.from_numpy(behind + 1).int()),
-            put(torch.from_numpy(drafted)), put(torch.from_numpy(behind)), put(torch.arange(len(logits))),
+            put(torch.from_numpy(ends).int()), put(torch.from_numpy(after + 1).int()),
+            put(torch.from_numpy(drafted)), put(torch.from_numpy(after)), put(torch.arange(len(logits))),
         )  # fmt: skip
         outputs: list[Any] = []
         step = lambda: outputs.append(self.verifier(metadata, None, put(logits), self.sampling))  # noqa: E731
@@ -287,7 +287,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature: list[f
 
 
 def test_allowed_tokens_hold_on_the_device(vllm: None) -> None:
-    """A mask that has moved with its request is sent to the device; behind a draft it is the same row's."""
+    """A mask that has moved with its request is sent to the device; after a draft it is the same row's."""
     accelerator = Accelerator()
     batch, sampling = mended_batch(accelerator, (3, 4))
     mask = forbidden_but((3, 4), 4)
@@ -457,7 +457,7 @@ def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(
 
 
 def test_min_tokens_waits_for_nothing(vllm: None) -> None:
-    """vLLM copies rows and tokens, for the drafts and again for what comes behind them."""
+    """vLLM copies rows and tokens, for the drafts and again for what comes after them."""
     without, with_it = Engine(SAMPLED).with_drafts(), Engine(SAMPLED, min_tokens=9).with_drafts()
     assert with_it.waits == without.waits
     assert with_it.num_sent == without.num_sent + 2 + 2
@@ -559,14 +559,14 @@ def flat(num_rows: int, vocab_size: int = 151_936) -> torch.Tensor:
 def coupled_step(temperature: float) -> Accelerator:
     accelerator, counts = Accelerator(), [8] * 256
     put, count = accelerator.put, len(counts)
-    logits, behind = put(flat(sum(counts))), put(flat(count))
+    logits, after = put(flat(sum(counts))), put(flat(count))
     drafts, bonus = put(torch.zeros(sum(counts), dtype=torch.int32)), put(torch.zeros(count, 1))
     sampling = types.SimpleNamespace(all_greedy=not temperature, all_random=bool(temperature))
     with accelerator:
         accelerator.start()
         step = coupled.CoupledStep(range(count), range(count), counts)
         if temperature:
-            bonus = step.sample_behind(behind).unsqueeze(-1)
+            bonus = step.sample_after(after).unsqueeze(-1)
         coupled.coupled_sample(drafts, 8, logits, bonus, sampling, step)
     return accelerator
 

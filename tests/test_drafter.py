@@ -216,7 +216,7 @@ def test_what_is_wrong_changes_nothing() -> None:
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7, 8], [1, 2, 3, 9], [1, 2, 3, 9, 4], [1, 2, 3]])
 def test_the_response_to_another_prompt_of_the_group_is_none_to_its_own(prompt: list[int]) -> None:
-    """However long that is: the history would index the text behind a prompt that it does not follow."""
+    """However long that is: the history would index the text after a prompt that it does not follow."""
     batch = make()
     batch.add("own", group="g")
     batch.add("other", np.array(prompt, np.int32), group="g")
@@ -311,7 +311,7 @@ def test_what_is_no_text_is_left_out_and_the_others_draft(token: int) -> None:
 def long_run(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[int]]:
     """Drafts at the end, and the tokens that each `open` and step indexed.
 
-    Siblings behind a long prompt; one was interrupted, one ends while the prompt is not whole. History.
+    Siblings after a long prompt; one was interrupted, one ends while the prompt is not whole. History.
     """
     monkeypatch.setattr(groups, "MAX_TOKENS_AT_ONCE", num_at_once)
     monkeypatch.setattr(drafter_module, "MAX_TOKENS_AT_ONCE", num_at_once)
@@ -366,7 +366,7 @@ def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytes
 
 
 def count_calls(drafter: Drafter) -> list[int]:
-    """The number of groups that are open behind every later step of the index."""
+    """The number of groups that are open after every later step of the index."""
     counts: list[int] = []
     method = drafter.index.index_and_draft
 
@@ -433,7 +433,7 @@ def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_th
 
 
 def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All were prefilled in it: it verifies no drafts, and neither does the step behind."""
+    """All were prefilled in it: it verifies no drafts, and neither does the step after."""
     choices: list[Choice] = []
     learn = Costs.learn
     monkeypatch.setattr(Costs, "learn", lambda self, *args: (choices.append(args[1]), learn(self, *args))[1])

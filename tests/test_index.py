@@ -31,7 +31,7 @@ def index():
 
 @pytest.fixture
 def arguments(index):
-    """A valid call of step: two sequences behind the prompt 5 6 7, not in the order of their rows."""
+    """A valid call of step: two sequences after the prompt 5 6 7, not in the order of their rows."""
     group = index.open_group(int32(5, 6, 7))
     sequences = int32(index.open_sequence(group), index.open_sequence(group))
     return {
@@ -188,9 +188,8 @@ def test_a_row_that_is_no_text_is_left_out_and_the_other_drafts(index, arguments
 )
 def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name, value, error):
     before = index.stats()
-    with pytest.raises(error, match=rf"^{name}\b") as caught:
+    with pytest.raises(error, match=rf"^{name}\b"):
         index.index_and_draft(**{**arguments, re.match(r"\w+", name)[0]: value})
-    assert "[1" not in name or caught.value.row == 1
     assert index.stats() == before
     index.validate()
     no_model = ModelDrafts(ints(3, 0), singles(3, 0))

@@ -171,7 +171,7 @@ def test_model_runner_v2(
 ) -> None:
     """verl's weight syncs and log-probabilities; an engine with MRV1 would draw with other noise than MRV2.
 
-    The gate is closed for five samples at once, and open for the three behind them.
+    The gate is closed for five samples at once, and open for the three after them.
     """
     (tmp_path / "sitecustomize.py").write_text(INTERPRETED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

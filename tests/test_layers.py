@@ -43,7 +43,7 @@ def imported(module: str) -> list[str]:
 
 @cache
 def contract(package: str) -> frozenset[str] | None:
-    """The names behind "May import:" in a package's docstring, ours with backticks; None: it has none."""
+    """The names after "May import:" in a package's docstring, ours with backticks; None: it has none."""
     docstring = ast.get_docstring(ast.parse(MODULES[package].read_text())) or ""
     found = re.search(r"May import: (.*?)\.(?:\s|$)", docstring, re.DOTALL)
     if found is None:

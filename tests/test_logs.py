@@ -135,7 +135,7 @@ def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(logged, tmp_path, c
     (file,) = run.rglob({"json": "*.jsonl", "wandb": "run-*.wandb", "tensorboard": "*tfevents*"}[kind])
     data = file.read_bytes()
     place = data.rindex(b"spec_num_accepted_tokens")
-    if kind == "wandb":  # which repeats it in a summary behind
+    if kind == "wandb":  # which repeats it in a summary after
         place = data.rindex(b"spec_num_accepted_tokens", 0, place)
     file.write_bytes(data[: place + 5])
     result = compare(read_run(logged[kind], "off"), read_run(run, "on"))

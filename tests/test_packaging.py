@@ -201,7 +201,7 @@ def test_a_user_of_verl_has_the_one_word_and_no_laboratory(wheel, home, tmp_path
 
 @pytest.mark.long
 def test_the_steps_of_the_image_install_it(home, tmp_path):
-    """The Dockerfile's own, on a plain file system in the place of verl's image."""
+    """The Dockerfile's own, on a plain file system instead of verl's image."""
     steps = [line.split(maxsplit=1) for line in (ROOT / "Dockerfile").read_text().splitlines() if line]
     assert {name for name, _ in steps} == {"#", "ARG", "FROM", "COPY", "RUN"}
     for name, rest in steps:

@@ -205,13 +205,13 @@ def test_a_draft_ends_before_the_request(max_tokens: int | None, model_len: int,
     engine.runner.max_model_len = NUM_COLUMNS if max_tokens == 6 else model_len
     engine.add("b", max_tokens=max_tokens)
     lengths = [len(engine.step({"b": TEXT[i : i + 1]})["b"]) for i in range(6)]
-    # Behind the first token there are five more, of which the target adds the last one by itself.
+    # After the first token there are five more, of which the target adds the last one by itself.
     assert lengths == [room, 3, 2, 1, 0, 0]
     assert engine.runner.effective_drafter_max_model_len > 1_000_000, "vLLM leaves the end to the proposer"
 
 
 def drafts_of(history: bytes | None, group: str) -> list[int]:
-    """What a new engine with this history drafts behind the first two tokens of the group's text."""
+    """What a new engine with this history drafts after the first two tokens of the group's text."""
     assert history is not None
     engine = Engine(min_survival=0.0, history=4)
     engine.proposer.add_history([history])

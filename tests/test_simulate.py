@@ -258,12 +258,12 @@ def test_replicas_share_the_requests_and_the_slowest_counts():
     lines = rollouts(4)
     requests = requests_of(lines, 6)
     assert len(requests) == 24
-    by_group = assign(requests, 2, by_group=True)
+    by_group = assign(requests, 2)
     assert [len(part) for part in by_group] == [12, 12]
     assert {request.group for request in by_group[0]} == {"0", "2"}
     # A large group is split where it would load an engine by too much.
     one_group = requests_of([line("0", 5, *[3] * 40)], None)
-    assert [len(part) for part in assign(one_group, 2, by_group=True)] == [24, 16]
+    assert [len(part) for part in assign(one_group, 2)] == [24, 16]
     one = simulate(lines, Cluster(1, 8, 6), OFF, STEPPED, 4)
     two = simulate(lines, Cluster(2, 8, 6), OFF, STEPPED, 4)
     assert 0.4 < two["makespan_s"] / one["makespan_s"] < 0.95
@@ -272,7 +272,7 @@ def test_replicas_share_the_requests_and_the_slowest_counts():
 
 def test_drafts_of_ranks_that_step_together_do_not_seem_free(monkeypatch):
     """Each taking the time that all need for its own, they lose; knowing of each other, they do not."""
-    cluster = Cluster(1, 8, None, num_ranks=2)
+    cluster = Cluster(1, 8, None, num_ranks=4)
     lines, on = rollouts(8), SpecConfig(batch_threshold="auto")
     drafted = seconds(lines, cluster, on, STEPPED)
     assert drafted < seconds(lines, cluster, OFF, STEPPED)
@@ -280,7 +280,7 @@ def test_drafts_of_ranks_that_step_together_do_not_seem_free(monkeypatch):
     monkeypatch.setattr(
         AutoGate, "begin", lambda self, step, counters: begin(self, step._replace(ranks=None), counters)
     )
-    assert seconds(lines, cluster, on, STEPPED) > 1.05 * drafted
+    assert seconds(lines, cluster, on, STEPPED) > 1.1 * drafted
 
 
 def test_the_lines_of_a_step_are_one_rollout():
@@ -297,7 +297,8 @@ def test_the_lines_of_a_step_are_one_rollout():
 
 def test_replicas_share_their_history():
     """In the second step each serves the random text that the other has served in the first."""
-    swapped = [dataclasses.replace(one, responses=one.responses[::-1]) for one in noise()]
+    first, second, *others = noise()
+    swapped = [second, first, *others]
     lines = [
         dataclasses.replace(one, step=step) for step, part in enumerate((noise(), swapped)) for one in part
     ]

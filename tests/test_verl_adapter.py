@@ -147,7 +147,7 @@ def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
     writer = Recorder(replica_rank=1)
     writer.add([1, 2], [3], first)
     writer.add([5], [6, 7], {"rollout_spec_group": "second"})
-    # It was interrupted behind two tokens, and went on.
+    # It was interrupted after two tokens, and went on.
     writer.add([1, 2, 4, 4], [5], first | {"rollout_spec_key": [7, 1, "train"]})
     writer.add([5], [], {"rollout_spec_group": "second"})
     # A caller may send anything.
@@ -397,7 +397,7 @@ def test_the_worker_names_samples(monkeypatch):
 
 
 def test_what_verl_itself_dumps_is_read(tmp_path):
-    """Its rollout_data_dir and validation_data_dir, with token ids in the place of texts."""
+    """Its rollout_data_dir and validation_data_dir, with token ids instead of texts."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     inputs, outputs = [[7], [7], [7], [8]], [[1], [2, 3], [4], [5]]

@@ -99,7 +99,7 @@ async def call(client: Any, prompt: Any, sampling_params: dict[str, Any]) -> Any
 
 
 async def best_of(client: Any, sampling_params: dict[str, Any]) -> None:
-    """Three at once, a retry behind them, and two branches whose prompts are of one length."""
+    """Three at once, a retry after them, and two branches whose prompts are of one length."""
     await asyncio.gather(*(call(client, [1, 2], sampling_params) for _ in range(3)))
     await call(client, [1, 2], copy.copy(sampling_params))
     await asyncio.create_task(call(client, [1, 3], copy.deepcopy(sampling_params)))

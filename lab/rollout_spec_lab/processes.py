@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 GRACE_SECONDS = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY = Path("/dev/shm")
@@ -101,20 +103,7 @@ def _reap(pids: set[int]) -> None:
 
 def descendants(ancestor: int) -> set[int]:
     """The processes below `ancestor`, zombies included."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        # The process may have ended since it was listed.
-        with contextlib.suppress(OSError):
-            # The name in parentheses may itself hold spaces and parentheses.
-            parent = stat.read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found: set[int] = set()
-    todo = [ancestor]
-    while todo:
-        new = children.get(todo.pop(), [])
-        found.update(new)
-        todo += new
-    return found
+    return {process.pid for process in psutil.Process(ancestor).children(recursive=True)}
 
 
 def _remove_segments(began: float) -> None:

@@ -128,7 +128,7 @@ def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
 
 
 def test_a_simulated_model_is_right_as_often_as_asked():
-    """Behind right tokens, and oftener where the index is right; the same each time."""
+    """After right tokens, and oftener where the index is right; the same each time."""
     lines = list(islice(read_trace(RECORDING), 12))
     modelled, again = (list(simulate_model(lines, (0.8, 0.5, 0.5))) for _ in range(2))
     num_right, num_tried = np.zeros(3), np.zeros(3)

@@ -54,7 +54,7 @@ def clock(cpu: Cpu) -> Clock:
 def test_a_step_begins_when_the_device_is_free(cpu: Cpu, clock: Clock) -> None:
     clock.submit(4.0)
     cpu.seconds += 1
-    clock.submit(2.0)  # scheduled ahead: behind the first
+    clock.submit(2.0)  # scheduled ahead: after the first
     assert (clock.free, clock.num_steps, clock.num_ahead) == (106.0, 2, 1)
     clock.wait(104.0)
     assert (clock.now(), clock.host_s()) == (104.0, 101.0)  # to wait is no work

@@ -16,7 +16,7 @@ CLOCK = {
     "draft_c_fixed": 5e-3, "ngram_draft_percentage": 0.5, "overhead_constant_per_step": 0.0,
 }  # fmt: skip
 RESPONSE = [7, 8, 9, 7, 8, 9, 7, 8]
-EAGLE = [3, 2, 1, 4, 3, 2, 1, 1]  # tokens that a step gives, behind the first one, two, ...
+EAGLE = [3, 2, 1, 4, 3, 2, 1, 1]  # tokens that a step gives, after the first one, two, ...
 NGRAM = [1, 1, 5, 4, 3, 2, 1, 1]
 
 
@@ -36,7 +36,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_a_recorded_drafter_steps_from_entry_to_entry(checkout: Path) -> None:
     [request] = read(checkout, "gsm8k")
-    # Behind 1 token EAGLE has 2 right; behind 4 it has 3.
+    # After 1 token EAGLE has 2 right; after 4 it has 3.
     assert recorded_steps(request.eagle, None, np.ones(8)).tolist() == [[1, 2, 3, 1], [4, 3, 4, 1]]
     # n-gram with two tokens: where nothing is accepted, it drafted in a fifth of the places.
     steps = recorded_steps(request.ngram, 2, np.zeros(8), 0.2)

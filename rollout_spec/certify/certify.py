@@ -244,11 +244,7 @@ def _differences(plan: Plan, runs: Mapping[Configuration, Sequence[Pair]]) -> li
 
 
 def _distribution(plan: Plan) -> dict[str, Any]:
-    """Whether `verify=standard` samples as plain vLLM does: chi-square tests by position.
-
-    Raises:
-        CertifyError: there is nothing to test.
-    """
+    """Whether `verify=standard` samples as plain vLLM does: chi-square tests by position."""
     with engine(plan, None, "standard") as llm:
         off, _ = _draw(llm, plan)
     options = {"num_speculative_tokens": plan.nums_speculative_tokens[0], "batch_threshold": ALWAYS_OPEN}
@@ -278,7 +274,7 @@ def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
         temperature=max(plan.temperatures), top_k=plan.top_k, top_p=plan.top_p,
         max_tokens=DISTRIBUTION_TOKENS, ignore_eos=True, detokenize=False,
     )  # fmt: skip
-    # One token behind whole blocks, which the samples share: all but one of them computes one token only.
+    # One token after whole blocks, which the samples share: all but one of them computes one token only.
     prompt, block_size = list(plan.prompts[0]), llm.llm_engine.vllm_config.cache_config.block_size
     shared = (len(prompt) - 1) // block_size * block_size
     inputs = [{"prompt_token_ids": prompt[: shared + 1] if shared else prompt}] * plan.distribution_samples

@@ -67,8 +67,8 @@ class Pair:
     @property
     def tokens(self) -> tuple[int, int]:
         """The two tokens at the first difference; -1 if that response has ended."""
-        behind = slice(self.agreement.num_identical, None)
-        off, on = ((response.token_ids[behind] or [-1])[0] for response in (self.off, self.on))
+        after = slice(self.agreement.num_identical, None)
+        off, on = ((response.token_ids[after] or [-1])[0] for response in (self.off, self.on))
         return off, on
 
 

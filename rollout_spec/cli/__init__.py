@@ -84,11 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns:
-        The exit code: 0, or 1 where a command's answer is "no", 2 for a user error, 130 for Ctrl-C.
-    """
+    """Run one command; the exit code: 0, or 1 if its answer is "no", 2 for a user error, 130 for Ctrl-C."""
     try:
         args, unknown = parser.parse_known_args(argv)
     except SystemExit as done:  # --help and --version, or a wrong option
@@ -115,10 +111,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
 
 def _unknown(arguments: Sequence[str], refused: Mapping[str, str] | None) -> str:
     """What to say of arguments that a command does not have: of an option of the drafter, how it is set.
-
-    Args:
-        refused: of `add_spec_argument`; None for a command without `--spec`.
-    """
+    `refused`: of `add_spec_argument`; None for a command without `--spec`."""
     option, sign, value = arguments[0].partition("=")
     name = option.removeprefix("--").replace("-", "_")
     if option.startswith("--") and refused is not None and name in SpecConfig.__dataclass_fields__:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from rollout_spec.cli import add_example
@@ -36,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import print_comparison
-    from rollout_spec.report.comparison import write_report
+    from rollout_spec.cli.console import make_console, print_tables
+    from rollout_spec.report.comparison import headline, sentences, table_columns, table_rows, write_report
     from rollout_spec.report.measures import compare
     from rollout_spec.report.publish import publish
     from rollout_spec.report.responses import first_step_agreement
@@ -47,5 +48,14 @@ def run(args: argparse.Namespace) -> int:
     comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
     published = {"wandb": publish(comparison, args.on, paths["png"])} if args.wandb else {}
-    print_comparison(comparison, paths | published, args.json)
+    if args.json:
+        print(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
+        return 0
+    console = make_console()
+    columns = [*table_columns(comparison)[:-1], "change [95% interval]"]
+    print_tables(console, [(headline(comparison), columns, table_rows(comparison, intervals=False))])
+    for sentence in sentences(comparison):
+        console.print(sentence, highlight=False)
+    for kind, where in (paths | published).items():
+        console.print(f"{kind:>6}: {where}", highlight=False, soft_wrap=True)
     return 0

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from rollout_spec.report.measures import Comparison
 
 FILE_WIDTH = 120
 
@@ -56,19 +51,3 @@ def print_tables(
         for row in rows:
             table.add_row(*row)
         console.print(table)
-
-
-def print_comparison(comparison: Comparison, paths: Mapping[str, Any], as_json: bool) -> None:
-    """Print how two runs compare, and where the files are."""
-    from rollout_spec.report.comparison import headline, sentences, table_columns, table_rows
-
-    if as_json:
-        print(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
-        return
-    console = make_console()
-    columns = [*table_columns(comparison)[:-1], "change [95% interval]"]
-    print_tables(console, [(headline(comparison), columns, table_rows(comparison, intervals=False))])
-    for sentence in sentences(comparison):
-        console.print(sentence, highlight=False)
-    for kind, path in paths.items():
-        console.print(f"{kind:>6}: {path}", highlight=False, soft_wrap=True)

@@ -141,11 +141,7 @@ def roofline(args: argparse.Namespace, **further: Any) -> Roofline:
 
 
 def add_spec_argument(group: argparse._ActionsContainer, help_: str, refused: Mapping[str, str]) -> None:
-    """Add `--spec`.
-
-    Args:
-        refused: names that the command does not take, each with what to say of it.
-    """
+    """Add `--spec`. `refused`: names that the command does not take, each with what to say of it."""
     group.add_argument("--spec", action="append", default=[], metavar="NAME=VALUE", help=help_)
     group.set_defaults(refused=refused)
 

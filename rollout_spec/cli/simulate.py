@@ -32,9 +32,7 @@ REFUSED = {  # as --spec, and why
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "a prompt's samples stay together",
 }
-OF_ROOFLINE = (
-    *("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "longest_response", "runner"),
-)
+OF_ROOFLINE = ("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "longest_response", "runner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +123,6 @@ def run(args: argparse.Namespace) -> int:
     clusters = [
         Cluster(
             *combination,
-            by_group=True,
             num_ranks=args.dp or 1,
             kv_tokens=getattr(times, "kv_tokens", math.inf),
             fills_drafts=args.fill_drafts,

@@ -1,4 +1,4 @@
-"""The file of a static corpus: a header, and behind it the automaton itself, as native/corpus.h lays it out.
+"""The file of a static corpus: a header, and after it the automaton itself, as native/corpus.h lays it out.
 
 A file is mapped, never read in: opening takes the same time at any size, and all engines of a machine share
 its pages. So an engine trusts no byte of it: what a draft follows is compared with its bounds on the way, and
@@ -6,7 +6,7 @@ a file that is wrong costs drafts. `check_corpus` reads it through before anythi
 
 Replace a corpus by moving a new file over it, as `write_corpus` does: an engine that has the old one open
 keeps it. Never write into the file: if it is cut short while it is mapped, SIGBUS ends the process that reads
-behind its end.
+after its end.
 """
 
 from __future__ import annotations

@@ -104,11 +104,7 @@ class Responses:
 
 
 class History(Responses):
-    """The responses to a prompt, of this engine and of others; what is new can be shared.
-
-    Args:
-        num_responses, max_bytes: as of Responses.
-    """
+    """The responses to a prompt, of this engine and of others; what is new can be shared."""
 
     def __init__(self, num_responses: int, max_bytes: int) -> None:
         super().__init__(num_responses, max_bytes)

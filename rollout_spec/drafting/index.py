@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +38,7 @@ class StepResult(NamedTuple):
 
 
 class ModelDrafts(NamedTuple):
-    """What a model drafts behind every row of a token matrix: R rows or more, m tokens each, m at most K."""
+    """What a model drafts after every row of a token matrix: R rows or more, m tokens each, m at most K."""
 
     tokens: Int32Array
     """[R, m]; negative: nothing from there on."""
@@ -164,7 +163,7 @@ class SuffixIndex:
         return int(self._id[0])
 
     def add_text(self, group: int, token_ids: Int32Array) -> None:
-        """Let a text (int32 vector) wait to be indexed behind the group's prompt, by the steps that follow.
+        """Let a text (int32 vector) wait to be indexed after the group's prompt, by the steps that follow.
 
         Raises:
             UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory
@@ -237,7 +236,7 @@ class SuffixIndex:
             max_new_tokens: of the rows that have got more than a step gives, all together; what is more waits
                 for the next step, without a draft. 0: no limit.
             max_waiting_tokens: to index, before the rows, of the texts that wait.
-            model_drafts: of a model, behind the first levels[i] tokens of each row of token_ids.
+            model_drafts: of a model, after the first levels[i] tokens of each row of token_ids.
             compares: draft also as if the model drafted a token fewer.
 
         A row that does not fit, or holds what no text can, is left out; the result says which.
@@ -305,9 +304,7 @@ class SuffixIndex:
     def __enter__(self) -> SuffixIndex:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open_index(self) -> Any:

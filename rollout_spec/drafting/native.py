@@ -16,16 +16,13 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 21
+ABI_VERSION = 22
 
 _INT32 = np.dtype(np.int32)
 
 
 class NativeError(Exception):
     """A call into the native index failed and changed nothing; the message begins with the argument."""
-
-    row: int = -1
-    """The entry of the batch that is wrong or does not fit; -1 where it is none in particular."""
 
 
 class InvalidArgument(NativeError, ValueError):  # noqa: N818
@@ -90,6 +87,4 @@ def check_status(status: int, native_error: Any) -> None:
         native_error: the rs_error * of the call.
     """
     if status != lib.RS_OK:
-        error = _EXCEPTIONS.get(status, NativeError)(ffi.string(native_error.message).decode())
-        error.row = int(native_error.row)
-        raise error
+        raise _EXCEPTIONS.get(status, NativeError)(ffi.string(native_error.message).decode())

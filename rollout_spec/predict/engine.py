@@ -160,14 +160,11 @@ class Engine:
         return self.drafter.model_tokens if self.drafter.next_step_waits else 0
 
     def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
-        """End the step that has begun.
+        """End the step that has begun; returns the number of tokens that it gave.
 
         Args:
             seconds: that it took, the same for all data-parallel ranks.
             ranks: what `Drafter.draft` is told of them.
-
-        Returns:
-            The number of tokens that it gave.
         """
         total, num_running = self.total, len(self._running)
         total.seconds += seconds
@@ -294,11 +291,7 @@ class Engine:
 
 
 def step_together(ranks: Sequence[Engine]) -> int:
-    """Run one step of data-parallel ranks, which takes as long as the slowest rank's.
-
-    Returns:
-        The number of tokens that it gave.
-    """
+    """Run one step of data-parallel ranks, as long as the slowest's; the number of tokens that it gave."""
     works = [rank.begin_step() for rank in ranks]
     total = sum(work.num_tokens for work in works)
     seconds = max(

@@ -105,16 +105,11 @@ def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Reques
     ]
 
 
-def assign(requests: Sequence[Request], num_engines: int, by_group: bool) -> list[list[Request]]:
-    """The requests of every engine, all placed before the first one ends.
-
-    Args:
-        by_group: keep a group together, as our router does; else to the engine with fewest, as verl's does.
-    """
+def assign(requests: Sequence[Request], num_engines: int) -> list[list[Request]]:
+    """The requests of every engine, placed as our router does, all before the first one ends."""
     engines: list[list[Request]] = [[] for _ in range(num_engines)]
     homes = Homes(MAX_IMBALANCE)
     for request in requests:
         loads = {i: len(engine) for i, engine in enumerate(engines)}
-        place = homes.choose(request.group, loads) if by_group else min(loads, key=loads.__getitem__)
-        engines[place].append(request)
+        engines[homes.choose(request.group, loads)].append(request)
     return engines

@@ -48,10 +48,10 @@ def with_drafts(
     nums_right: Callable[[Rollout, list[Int32Array]], Sequence[Int32Array]],
     acceptance: Sequence[float],
 ) -> Iterator[Rollout]:
-    """The lines with drafts that are right for so many tokens.
+    """The lines with drafts that are right as far as `nums_right` says.
 
     Args:
-        nums_right: of each response, how many tokens are right of the draft behind its first i tokens, [n];
+        nums_right: of each response, how many tokens are right of the draft after its first i tokens, [n];
             from a line and what the suffix index alone would draft in its responses, -1: nothing.
         acceptance: as `simulate_model` has it; what the model believes of its tokens.
     """
@@ -65,7 +65,7 @@ def with_drafts(
 
 
 def _guesses(index: IndexProposer, line: Rollout) -> list[Int32Array]:
-    """What the suffix index alone would draft in the place of every token of each response, -1: nothing."""
+    """What the suffix index alone would draft for every token of each response, -1: nothing."""
     token_ids, ends = token_matrix(line, 1)
     prompt_len = len(line.prompt_token_ids)
     found = np.full((len(ends), int(ends.max()) - prompt_len), -1, np.int32)
@@ -92,7 +92,7 @@ def _nums_right(response: Int32Array, guesses: Int32Array, rates: np.ndarray, sh
     harder = EASIER * share / (1 - share)
     found = np.zeros(num, np.int32)
     for depth, rate in enumerate(rates[:num]):
-        here = slice(depth, num)  # the draft behind i tokens has its token of this depth at i + depth
+        here = slice(depth, num)  # the draft after i tokens has its token of this depth at i + depth
         rate = np.where(agrees[here], 1 - (1 - rate) * EASIER, rate - (1 - rate) * harder)
         found[: num - depth] += (found[: num - depth] == depth) & (luck[here] < rate)
     return found

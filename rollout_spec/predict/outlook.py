@@ -21,12 +21,7 @@ SHORT = 16  # tokens: responses with fewer are one class of lengths
 def outlook(
     lines: Sequence[Rollout], result: ReplayResult, num_replicas: int, max_num_seqs: int
 ) -> dict[str, Any]:
-    """What `replay --json` prints.
-
-    Args:
-        lines: what was replayed.
-        num_replicas: engines that serve them.
-        max_num_seqs: requests that an engine runs at a time.
+    """What `replay --json` prints, of engines that run `max_num_seqs` requests at a time.
 
     Returns:
         `ReplayResult.to_dict`; lengths; by_step and by_length, the replay of some responses; tail_share of
@@ -35,7 +30,7 @@ def outlook(
     running = [
         num_running([len(request.response) for request in requests], max_num_seqs)
         for rollout in rollouts_of(lines)
-        for requests in assign(requests_of(rollout, None), num_replicas, by_group=True)
+        for requests in assign(requests_of(rollout, None), num_replicas)
     ]
     lengths = [response.num_tokens for response in result.responses]
     with_step = [response for response in result.responses if response.step is not None]

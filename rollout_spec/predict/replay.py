@@ -16,7 +16,7 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History, group_key
-from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
+from rollout_spec.drafting.index import ModelDrafts, make_index
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array
 from rollout_spec.trace import Proposals, Rollout
 
@@ -150,11 +150,7 @@ class LineProposals:
 
 
 class IndexProposer:
-    """The suffix index, with one group a line.
-
-    Args:
-        mixes: mix in what a model drafts, where the line has it.
-    """
+    """The suffix index, with one group a line; `mixes` in what a model drafts, where the line has it."""
 
     def __init__(self, config: SpecConfig, *, mixes: bool = False) -> None:
         self.index, self._mixes = make_index(config), mixes
@@ -181,13 +177,6 @@ class IndexProposer:
     def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
-        result = self.propose(rows, token_ids, levels, max_draft_tokens)
-        return result.draft_tokens, result.num_draft_tokens
-
-    def propose(
-        self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
-    ) -> StepResult:
-        """`draft`, with the survivals."""
         model = self._model.at(rows, levels) if self._model is not None else None
         sequences = self._sequences[rows]
         result = self.index.index_and_draft(
@@ -195,7 +184,7 @@ class IndexProposer:
         )
         if result.num_left_out:  # an engine goes on without them; here they are what is measured
             raise BudgetExceeded(f"{result.num_left_out} responses do not fit")
-        return result
+        return result.draft_tokens, result.num_draft_tokens
 
     def finish(self) -> None:
         for sequence in self._sequences:
@@ -268,7 +257,7 @@ def token_matrix(line: Rollout, num_speculative_tokens: int) -> tuple[Int32Array
     """The rows of a line, [n, L], and how many tokens each has in the end, [n]."""
     prompt_len = len(line.prompt_token_ids)
     lengths = np.array([len(response) for response in line.responses], np.int32)
-    # A draft is compared with what stands behind the end of a response too: that is no token.
+    # A draft is compared with what stands after the end of a response too: that is no token.
     width = prompt_len + int(lengths.max()) + num_speculative_tokens
     token_ids = np.full((len(lengths), width), -1, np.int32)
     token_ids[:, :prompt_len] = line.prompt_token_ids

@@ -25,7 +25,6 @@ class Cluster:
     num_replicas: int
     max_num_seqs: int
     group_size: int | None = None  # the first responses of each line, None: all
-    by_group: bool = False  # keep a group on one engine
     num_ranks: int = 1  # data-parallel ranks of a replica
     kv_tokens: float = math.inf  # tokens that the KV cache of a rank holds
     fills_drafts: bool = False  # draft up to K tokens in every row
@@ -83,7 +82,7 @@ def simulate(
     engines = list(itertools.chain.from_iterable(replicas))
     makespan = 0.0
     for lines_of_step in rollouts_of(lines):
-        parts = assign(requests_of(lines_of_step, cluster.group_size), len(engines), cluster.by_group)
+        parts = assign(requests_of(lines_of_step, cluster.group_size), len(engines))
         makespan += rollout(replicas, parts, on_tokens)
         if config.history:
             _share_history([engine.drafter.history for engine in engines if engine.drafter is not None])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,7 @@ class StepTimesError(UserError):
 class StepTimes:
     """The seconds of an engine step by its tokens; its context makes no difference.
 
-    Between two points time grows linearly. Before the first point it is constant; behind the last it goes on
+    Between two points time grows linearly. Before the first point it is constant; after the last it goes on
     along the line through the last two. More tokens never take less time: where points say so, that is noise,
     and they are averaged.
 
@@ -75,7 +75,10 @@ class StepTimes:
         """Read tokens:seconds,... ("8:0.085,16:0.09"), or the JSON file that `bench engine` writes."""
         path = Path(text)
         if path.is_file():
-            return cls._from_file(path)
+            try:
+                return cls.of_rows(json.loads(path.read_text())["step_times"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise StepTimesError(f"{path}: no step_times of `bench engine`: {error!r}") from None
         try:
             return cls(
                 [(float(n), float(s), 1.0) for n, s in (point.split(":") for point in text.split(","))]
@@ -84,16 +87,13 @@ class StepTimes:
             raise StepTimesError(f"step times {text!r}: neither a file nor tokens:seconds,...") from None
 
     @classmethod
-    def _from_file(cls, path: Path) -> StepTimes:
-        try:
-            table = json.loads(path.read_text())["step_times"]
-            curves: dict[bool, list[_Point]] = {False: [], True: []}
-            for row in table:
-                point = (float(row["num_tokens"]), float(row["seconds"]), float(row["num_steps"]))
-                curves[bool(row["drafted"])].append(point)
-        except (ValueError, KeyError, TypeError) as error:
-            raise StepTimesError(f"{path}: no step_times of `bench engine`: {error!r}") from None
-        return cls(curves[False], curves[True])
+    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> StepTimes:
+        """Of num_tokens, seconds, num_steps and drafted; steps with drafts stand for plain ones that lack."""
+        curves: dict[bool, list[_Point]] = {False: [], True: []}
+        for row in rows:
+            point = (float(row["num_tokens"]), float(row["seconds"]), float(row["num_steps"]))
+            curves[bool(row["drafted"])].append(point)
+        return cls(curves[False] or curves[True], curves[True])
 
     @property
     def without_drafter(self) -> StepTimes:

@@ -29,11 +29,8 @@ MEASURED = {
 
 
 def write_report(comparison: Comparison, folder: Path, facts: Mapping[str, str]) -> dict[str, Path]:
-    """Write summary, picture and page into `folder`; `facts` describe the runs in the page.
-
-    Returns:
-        The path of each file, by kind: json, png, html.
-    """
+    """Write summary, picture and page into `folder`, and return their paths by kind: json, png, html. `facts`
+    describe the runs in the page."""
     paths = {kind: folder / name for kind, name in FILES.items()}
     folder.mkdir(parents=True, exist_ok=True)
     picture = draw(comparison)

@@ -164,7 +164,7 @@ def wandb_messages(file: Path) -> Iterator[bytes]:
     """The serialised records of a `.wandb` file.
 
     wandb 0.31 reads them in its Go program only; earlier versions could in Python. The format: LevelDB's log
-    (github.com/google/leveldb/blob/main/doc/log_format.md) behind a header of 7 bytes, with the CRC-32 of
+    (github.com/google/leveldb/blob/main/doc/log_format.md) after a header of 7 bytes, with the CRC-32 of
     type and data for a checksum.
     """
     data = file.read_bytes()

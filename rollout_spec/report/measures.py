@@ -154,7 +154,7 @@ class Comparison:
         }
 
 
-def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None) -> Comparison:
+def compare(off: Run, on: Run, agreement: Agreement | None = None) -> Comparison:
     """Compare the steps that both runs have.
 
     The intervals are those of `paired` over steps: a step is drawn in both runs at once, because its prompts
@@ -170,16 +170,14 @@ def compare(off: Run, on: Run, seed: int = 0, agreement: Agreement | None = None
     )
     measures = {
         measure.name: Compared(
-            measure, *paired(_amounts(off, measure), _amounts(on, measure), measure.is_ratio, seed)
+            measure, *paired(_amounts(off, measure), _amounts(on, measure), measure.is_ratio)
         )
         for measure in MEASURES
     }
     return Comparison(off, on, measures, agreement, left_out)
 
 
-def paired(
-    off: np.ndarray, on: np.ndarray, is_ratio: bool = True, seed: int = 0
-) -> tuple[Estimate, Estimate, Estimate]:
+def paired(off: np.ndarray, on: np.ndarray, is_ratio: bool = True) -> tuple[Estimate, Estimate, Estimate]:
     """Estimate both sides of paired measurements and the change, each by a percentile bootstrap over pairs.
 
     Args:
@@ -188,7 +186,7 @@ def paired(
     Returns:
         `off`, `on`, and on / off, or on - off unless `is_ratio`.
     """
-    draws = _draws(off.shape[1], seed)
+    draws = _draws(off.shape[1])
     with np.errstate(divide="ignore", invalid="ignore"):
         sides = [np.divide(*(amounts @ draws.T)) for amounts in (off, on)]
         change = sides[1] / sides[0] if is_ratio else sides[1] - sides[0]
@@ -197,9 +195,9 @@ def paired(
 
 
 @functools.lru_cache(maxsize=1)
-def _draws(num_pairs: int, seed: int) -> np.ndarray:
+def _draws(num_pairs: int) -> np.ndarray:
     """[1 + resample, pair], how often a pair was drawn; first the pairs themselves, each once."""
-    draws = np.random.default_rng(seed).multinomial(num_pairs, [1 / num_pairs] * num_pairs, NUM_RESAMPLES)
+    draws = np.random.default_rng(0).multinomial(num_pairs, [1 / num_pairs] * num_pairs, NUM_RESAMPLES)
     return np.vstack([np.ones(num_pairs), draws])
 
 

@@ -26,7 +26,7 @@ def headline(record: Mapping[str, Any]) -> str:
 
 
 def sentences(record: Mapping[str, Any]) -> list[str]:
-    """The sentences behind `headline`."""
+    """The sentences after `headline`."""
     lengths, batch = record["lengths"], record["batch"]
     engines = "one engine" if batch["replicas"] == 1 else f"{batch['replicas']} engines"
     return [
@@ -45,7 +45,9 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
 def _doubt(record: Mapping[str, Any]) -> str:
     """Why the groups may be wrong, and the figures with them; empty if nothing speaks for that."""
     if record["num_responses"] < 1.1 * record["num_groups"]:
-        return " Hardly a prompt has two, so what siblings give, the most in a rollout, is missing here."
+        return (
+            " Almost no prompt has two responses, so what siblings give, most of it in a rollout, is missing."
+        )
     if record["num_groups"] == 1 and record["num_responses"] > MAX_SIBLINGS:
         return " Where prompts of one text differ, by their images, --columns group=NAME tells them apart."
     return ""

@@ -20,12 +20,8 @@ def render(
     picture: bytes | None = None,
     alt: str = "",
 ) -> str:
-    """What a command found, as a page.
-
-    Args:
-        facts: with what it was made, by name.
-        picture: a PNG; `alt` says what it shows.
-    """
+    """What a command found, as a page. `facts`: with what it was made; `alt`: what `picture`, a PNG,
+    shows."""
     from jinja2 import Environment
 
     template = resources.files("rollout_spec.report").joinpath("page.html.j2").read_text()

@@ -18,7 +18,6 @@ def publish(comparison: Comparison, source: Path, picture: Path) -> str:
 
     Args:
         source: what the second run was read from (see `logs.read_log`).
-        picture: the PNG of `write_report`.
 
     Returns:
         Where it went: the run's address, or the folder for `wandb sync`.

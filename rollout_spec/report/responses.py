@@ -47,16 +47,11 @@ def is_looping(token_ids: Sequence[int]) -> bool:
 
 
 def first_step_agreement(off: Path, on: Path) -> Agreement | None:
-    """Compare the tokens of two runs before their first weight sync, sample by sample.
+    """Compare the tokens of two runs before their first weight sync, sample by sample; None unless both
+    recorded samples of the same names.
 
     Until then nothing but the drafts tells the runs apart: with verify=coupled in both, the tokens are the
     same up to rounding. What an asynchronous trainer interrupted and finished later does not count.
-
-    Args:
-        off, on: the runs' folders.
-
-    Returns:
-        None unless both runs recorded samples of the same names.
     """
     ours, theirs = (_first_step_responses(run) for run in (off, on))
     found = [agreement(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()]

@@ -113,11 +113,7 @@ class Run:
 
 
 def read_run(path: str | Path, name: str) -> Run:
-    """Read a run from the log that verl left of it (see `logs.read_log`), and its recorded rollouts, if any.
-
-    Args:
-        path: a folder, a file, or the name of a run at wandb.
-        name: what to call the run in tables and keys.
+    """Read the run that tables call `name`: its log (see `logs.read_log`), and its recorded rollouts, if any.
 
     Raises:
         RunError: nothing there, no step carries rollout times, or a value is no number.

@@ -14,7 +14,7 @@ def rows_at_a_time(row_size: int) -> int:
 
 
 def split_blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the whole blocks and of the values behind them.
+    """Views of the whole blocks and of the values after them.
 
     Args:
         values: [n, vocab_size].

@@ -37,7 +37,7 @@ WINNING_DISTANCE = 32
 
 
 class CoupledStep:
-    """The noise of a step's rows: of all draft positions, then of the positions behind the drafts.
+    """The noise of a step's rows: of all draft positions, then of the positions after the drafts.
 
     Args:
         keys: int64 [batch_size], each request's (`noise.make_key`).
@@ -59,8 +59,8 @@ class CoupledStep:
         """`keyed_sample` at the draft positions, int64 [num_tokens], of logits [num_tokens, vocab_size]."""
         return race(logits, self._noise(logits)[: len(self.draft_requests)])
 
-    def sample_behind(self, logits: torch.Tensor) -> torch.Tensor:
-        """`keyed_sample` behind the drafts, int64 [batch_size], of logits [batch_size, vocab_size]."""
+    def sample_after(self, logits: torch.Tensor) -> torch.Tensor:
+        """`keyed_sample` after the drafts, int64 [batch_size], of logits [batch_size, vocab_size]."""
         return race(logits, self._noise(logits)[len(self.draft_requests) :])
 
     def _noise(self, logits: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def coupled_sample(
         draft_token_ids: int [num_tokens], of all requests, one after the other.
         max_spec_len: the largest number of a request's draft tokens, or more.
         target_logits: float32 [num_tokens, vocab_size], temperature, top-k and top-p applied.
-        bonus_token_ids: int [batch_size, 1], the target's token behind each draft (`sample_behind`).
+        bonus_token_ids: int [batch_size, 1], the target's token after each draft (`sample_after`).
         sampling_metadata: vLLM's; `temperature`, `all_greedy` and `all_random` are read.
 
     Returns:

@@ -26,17 +26,17 @@ def matching_prefixes(
     Args:
         own: int64 [num_tokens], at the draft positions of all requests, one request after the other.
         draft_token_ids: int [num_tokens].
-        bonus_token_ids: int [batch_size, 1], behind the drafts.
+        bonus_token_ids: int [batch_size, 1], after the drafts.
         num_draft_tokens: per request, 0 included.
         max_spec_len: the largest of these, or more.
 
     Returns:
-        int32 [batch_size, max_spec_len + 1], on the device of `own`; PLACEHOLDER_TOKEN_ID behind the tokens.
+        int32 [batch_size, max_spec_len + 1], on the device of `own`; PLACEHOLDER_TOKEN_ID after the tokens.
     """
-    at_drafts, behind, drafts = fetched(own, bonus_token_ids, draft_token_ids)
-    tokens = np.concatenate([at_drafts, behind])
+    at_drafts, after, drafts = fetched(own, bonus_token_ids, draft_token_ids)
+    tokens = np.concatenate([at_drafts, after])
     counts, requests = np.array(num_draft_tokens)[:, np.newaxis], np.arange(len(num_draft_tokens))
-    is_same = np.zeros(len(tokens), np.bool_)  # never behind a draft, so each row has one that is not
+    is_same = np.zeros(len(tokens), np.bool_)  # never after a draft, so each row has one that is not
     is_same[: len(own)] = at_drafts == drafts
     offsets = np.arange(max_spec_len + 1)
     places = np.where(

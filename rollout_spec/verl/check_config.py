@@ -86,12 +86,9 @@ def one_line_errors() -> Iterator[None]:
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
-    """Refuse `rollout.spec.NAME=VALUE` of a NAME that is no option.
+    """Raise a ConfigError for `rollout.spec.NAME=VALUE` of a NAME that is no option.
 
-    Hydra would do so too, before any callback of ours, and advise to add the name with a `+`.
-
-    Raises:
-        ConfigError: the name is unknown.
+    Hydra would refuse it too, before any callback of ours, and advise to add the name with a `+`.
     """
     known = {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}
     for argument in arguments:
@@ -103,10 +100,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
 
 
 def check_config(config: DictConfig) -> SpecConfig:
-    """The options under `rollout.spec`.
-
-    Args:
-        config: verl's whole configuration.
+    """The options under `rollout.spec` in verl's whole configuration.
 
     Raises:
         ConfigError: an option is unknown or out of range, or cannot be combined with another setting.

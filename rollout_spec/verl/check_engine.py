@@ -40,11 +40,7 @@ _Row = tuple[Any, str, str]  # whether it is so, the setting, why it is refused
 
 
 def check_engine(config: DictConfig, spec: SpecConfig) -> None:
-    """Refuse what cannot be combined with drafts, and warn of what makes them slow or seldom right.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Raise a ConfigError for what drafts cannot be combined with; warn of what hurts them."""
     options = value(config, "rollout.spec")
     drafter = asked_drafter(options, value(config, MTP))
     if not (spec.enabled or options.get(OPTION) or (spec.coupled and drafter)):
@@ -58,7 +54,8 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
             raise ConfigError(f"{setting}: {reason}")
     mode = entry(config, f"{ENGINE}.compilation_config", "cudagraph_mode")
     if spec.enabled and mode == "FULL_DECODE_ONLY" and not is_for_npus(config):  # there, drafts are filled up
-        print(f"rollout_spec: {ENGINE}.{reasons.WITHOUT_GRAPHS}", file=sys.stderr)
+        but = "On MRV2 from vLLM 0.29 on they may have some: the engine's log says so"
+        print(f"rollout_spec: {ENGINE}.{reasons.WITHOUT_GRAPHS}. {but}", file=sys.stderr)
     if drafter and not (_is_synced(config, drafter) and value(config, f"{MTP}.enable_train")):
         watch = "; watch rollout/spec_model_acceptance_rate" if spec.enabled else ""
         print(
@@ -140,12 +137,7 @@ def _has_modules(head: _Fields, num_tokens: int) -> bool:
 
 
 def _has_mrv1(config: DictConfig, policy: _Fields, is_small: bool) -> bool:
-    """Whether vLLM takes MRV1; False where that cannot be seen here.
-
-    Args:
-        policy: its config.json.
-        is_small: whether a small model drafts.
-    """
+    """Whether vLLM takes MRV1; False if that cannot be seen here. `is_small`: a small model drafts."""
     if asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
         return asked == "0"
     if is_for_npus(config) or _has_adapters(config):  # as `mrv2_misfits` says

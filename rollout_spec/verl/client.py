@@ -27,12 +27,7 @@ MAX_SAMPLES = 100_000  # that are remembered; more than a worker has under way
 
 
 def name_calls(client: Any, calls: Calls) -> Any:
-    """The same client of verl's, which names its calls from now on. So do its copies, in other processes too.
-
-    Args:
-        client: an `LLMServerClient`, of any subclass.
-        calls: of the worker that has the client.
-    """
+    """The same `LLMServerClient`, which names its calls from now on; so do its copies, in any process."""
     verls: Any = type(client)
     client.__class__ = _naming(verls)
     client._calls = calls

@@ -12,12 +12,7 @@ from rollout_spec.vllm.plugin import TAKE_ABORTED
 
 
 class Drafters:
-    """Calls the drafters, adds up their counts, and notices one that does not work.
-
-    Args:
-        engine: gives vLLM's AsyncLLM, once it runs.
-        replica_rank: for messages.
-    """
+    """Calls the drafters of an engine, adds up their counts, and notices one that does not work."""
 
     def __init__(self, engine: Callable[[], Any], replica_rank: int) -> None:
         self._engine, self._replica_rank = engine, replica_rank

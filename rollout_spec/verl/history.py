@@ -102,11 +102,7 @@ def _checkpoint(trainer: Any) -> Path:
 
 class ServerHistory:
     """Passes texts on between engine cores and servers, only between two weights: no engine step waits.
-
-    Args:
-        drafters: of the server's engine.
-        is_quiet: whether the engine has no request.
-    """
+    `is_quiet` says whether the engine has no request."""
 
     def __init__(self, drafters: Drafters, is_quiet: Callable[[], bool]) -> None:
         self._drafters, self._is_quiet = drafters, is_quiet

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from rollout_spec.patches import Patch, replace_function
+from rollout_spec.patches import Patch, wrap
 from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
 from rollout_spec.verl.metrics import end_validation, step_metrics, take_reports
 
@@ -21,40 +20,30 @@ def install() -> None:
     """Wrap the trainer's methods. Called in the trainer's process, when it asks for its replica class."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    compute, validate = PPOTrainer._compute_metrics, PPOTrainer._validate
-    save, fit = PPOTrainer._save_checkpoint, PPOTrainer.fit
-
-    @functools.wraps(compute)
-    def compute_metrics(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    @wrap(PPOTrainer, "_compute_metrics", _PATCH)
+    def compute_metrics(
+        compute: Any, self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         result = compute(self, batch, metrics, *args, **kwargs)
         metrics.update(step_metrics(take_reports(self)))
         share_history(self)
         return result
 
-    @functools.wraps(validate)
-    def validate_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(PPOTrainer, "_validate", _PATCH)
+    def validate_apart(validate: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         """Servers know its requests by their names, and do not count them towards a step."""
         result = validate(self, *args, **kwargs)
         end_validation(self)
         return result
 
-    @functools.wraps(save)
-    def save_checkpoint(self: Any) -> None:
+    @wrap(PPOTrainer, "_save_checkpoint", _PATCH)
+    def save_checkpoint(save: Any, self: Any) -> None:
         save_history(self)  # first, because verl's last act is to declare the checkpoint complete
         save(self)
         remove_orphans(self)
 
-    @functools.wraps(fit)
-    def fit_with_history(self: Any, *args: Any, **kwargs: Any) -> None:
+    @wrap(PPOTrainer, "fit", _PATCH)
+    def fit_with_history(fit: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         load_history(self)  # not when verl loads the checkpoint: separate engines start after that
         share_history(self)  # there is nothing yet; it tells the servers to collect from now on
         fit(self, *args, **kwargs)
-
-    signature = "(self, batch: transfer_queue.metadata.KVBatchMeta, metrics, timing_raw, global_steps, epoch)"
-    for name, function, expected in (
-        ("_compute_metrics", compute_metrics, signature),
-        ("_validate", validate_apart, None),
-        ("_save_checkpoint", save_checkpoint, "(self)"),
-        ("fit", fit_with_history, None),
-    ):
-        replace_function(PPOTrainer, name, function, patch=_PATCH, expected_signature=expected)

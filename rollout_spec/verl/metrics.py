@@ -85,14 +85,7 @@ class Windows:
         return self.is_quiet
 
     def count(self, request: Request, num_tokens: int, counts: RequestCounters | None, stop: str) -> None:
-        """A request has ended.
-
-        Args:
-            request: as `request` gave it.
-            num_tokens: generated.
-            counts: of the engine's scheduler; None where it gives none.
-            stop: verl's stop_reason.
-        """
+        """A request has ended. `counts`: its scheduler's, None where it gives none; `stop`: verl's."""
         if not request.is_training or not request.is_admitted:
             return
         self._open.num_generated_tokens += num_tokens
@@ -101,12 +94,8 @@ class Windows:
             self._open.requests.append(counts)
 
     def end(self, engine: EngineCounters | None, aborted: RequestCounters) -> None:
-        """The weights may change now.
-
-        Args:
-            engine: what the drafter has counted since the last window ended; None where there is none.
-            aborted: the sums over the training requests that vLLM has aborted in this time.
-        """
+        """The weights may change now. `engine`: what the drafter has counted since the last window ended, if
+        there is one; `aborted`: the sums over the training requests that vLLM has aborted since then."""
         window, self._open = self._open, RolloutReport()
         window.engine, window.aborted = engine, aborted
         window.rollout_seconds = self._clock.take_seconds()

@@ -60,11 +60,7 @@ def engine_scheduler(spec: _Options, mtp: _Options | None) -> str | None:
 
 
 def check_options(options: Mapping[str, Any], mtp: Mapping[str, Any] | None) -> None:
-    """Check how a model is asked for.
-
-    Args:
-        options: what is under `rollout.spec`.
-        mtp: what is under `actor_rollout_ref.model.mtp`.
+    """Check how a model is asked for; the arguments are those of `asked_drafter`.
 
     Raises:
         ConfigError: naming the option.

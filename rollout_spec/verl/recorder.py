@@ -30,13 +30,8 @@ class Recorder:
         self._responses: dict[tuple[str, tuple[int, ...]], list[tuple[list[int], Any]]] = defaultdict(list)
 
     def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int], named: Mapping[str, Any]) -> None:
-        """A response has ended. What it had said before an interruption is part of it.
-
-        Args:
-            prompt_ids: the turn's prompt, and behind it what the response had said before.
-            token_ids: the tokens that the request generated.
-            named: the request's `extra_args` (`rollout_spec.vllm.keys`).
-        """
+        """A response has ended. What it had said before an interruption is a part of it, and stands in
+        `prompt_ids` after the turn's prompt. `named`: the request's `extra_args` (`vllm.keys`)."""
         if self._file is None:
             return
         names = names_of(named)

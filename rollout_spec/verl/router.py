@@ -14,14 +14,8 @@ from rollout_spec.vllm.keys import names_of
 class GroupRouter(GlobalRequestLoadBalancer):
     """verl's balancer, with affinity between the requests of one prompt.
 
-    A request that continues (same request id) stays where it is. Where a first one goes, `Homes` says.
-
-    Args:
-        servers: actor handle by server id.
-        config: what `router_config_path` holds; `max_imbalance` in requests, at least 0.
-
-    Raises:
-        ValueError: `max_imbalance` is missing or not a whole number of at least 0.
+    A request that continues (same request id) stays where it is. Where a first one goes, `Homes` says; its
+    `max_imbalance` is in `config`, which is what `router_config_path` holds.
     """
 
     def __init__(self, servers: dict[str, Any], config: Mapping[str, Any]) -> None:

@@ -38,12 +38,7 @@ class Homes:
         self._num_groups: Counter[Any] = Counter()
 
     def choose(self, group: Hashable, loads: Mapping[Place, int]) -> Place:
-        """Where a request of the group goes.
-
-        Args:
-            group: the same for siblings.
-            loads: the requests in flight at each place.
-        """
+        """Where a request of the group goes, by the requests in flight at each place (`loads`)."""
         homes = self._homes.setdefault(group, Counter())
         self._homes.move_to_end(group)
         if len(self._homes) > MAX_GROUPS:
@@ -65,12 +60,8 @@ class Homes:
 class Ranks:
     """Sends siblings to one data-parallel rank of an engine while load allows.
 
-    vLLM itself would choose the rank with the fewest requests, and so spread the siblings.
-
-    Args:
-        generate: the method of vLLM's AsyncLLM; all its requests come through here.
-        num_ranks: its data-parallel ranks.
-        homes: where each group goes.
+    vLLM itself would choose the rank with the fewest requests, and so spread the siblings. All requests of
+    its AsyncLLM come through here.
     """
 
     def __init__(self, generate: Callable[..., AsyncIterator[Any]], num_ranks: int, homes: Homes) -> None:

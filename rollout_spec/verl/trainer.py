@@ -12,12 +12,9 @@ from rollout_spec.verl.launch import V1_TRAINER_ONLY
 
 
 def require_v1_trainer() -> None:
-    """Raise in any trainer but verl's V1 trainer, whatever its configuration says.
+    """Raise a ConfigError in any trainer but verl's V1 trainer, whatever its configuration says.
 
     The V1 trainer joins verl's TransferQueue before it makes replicas. The legacy trainers never do.
-
-    Raises:
-        ConfigError: this process has not joined.
     """
     try:
         transfer_queue.get_client()

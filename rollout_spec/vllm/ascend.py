@@ -39,11 +39,8 @@ def import_worker() -> None:
 
 
 def refuse_unknown_pair() -> None:
-    """Raise where the installed vllm-ascend has no place for our drafter, or is not for the installed vLLM.
-
-    Raises:
-        ConfigError: naming both.
-    """
+    """Raise a ConfigError if the installed vllm-ascend has no place for our drafter, or needs another
+    vLLM."""
     try:
         found = metadata.version("vllm-ascend").partition("+")[0]
     except metadata.PackageNotFoundError:
@@ -63,11 +60,7 @@ def has_custom_class() -> bool:
 
 
 def refuse_uncoupled(additional_config: Mapping[str, Any]) -> None:
-    """Raise for vLLM's `additional_config` with what `verify=coupled` cannot have.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Raise a ConfigError for options in vLLM's `additional_config` that `verify=coupled` cannot have."""
     for name in _NOT_COUPLED:
         if additional_config.get(name):
             raise ConfigError(
@@ -77,7 +70,7 @@ def refuse_uncoupled(additional_config: Mapping[str, Any]) -> None:
 
 
 def give_runner_drafter(module: Any) -> None:
-    """Let NPUModelRunner make our drafter, and ask it for drafts where it asks others: behind bookkeeping.
+    """Let NPUModelRunner make our drafter, and ask it for drafts where it asks others: after bookkeeping.
 
     Raises:
         PatchError: the two methods are gone, or called in another way.

@@ -75,11 +75,7 @@ def mrv2_misfits(vllm_config: VllmConfig) -> list[str]:
 
 
 def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
-    """Raise for what vLLM would only refuse request by request, or not use at all, once it serves.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Raise a ConfigError for what vLLM would refuse only request by request, or not use at all."""
     speculative, has_model = vllm_config.speculative_config, has_model_drafter(vllm_config)
     method = getattr(speculative, "method", None)
     if config.coupled:
@@ -149,11 +145,7 @@ def _refuse_beside_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> N
 
 
 def _refuse_beside_model(vllm_config: VllmConfig) -> None:
-    """Raise for what a model drafter of vLLM's cannot be combined with under coupled verification.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Raise for what a model drafter of vLLM's cannot be combined with under coupled verification."""
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model, is_mrv2 = vllm_config.model_config, vllm_config.use_v2_model_runner
     misfit = mrv2_misfit() if is_mrv2 else None

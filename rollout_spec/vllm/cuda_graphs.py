@@ -1,4 +1,4 @@
-"""Full graphs for plain steps, which an engine without a drafter has.
+"""Full graphs for plain steps, which an engine without a drafter has; on MRV2 `mrv2/plain_graphs.py`.
 
 With speculation vLLM captures its full graphs for steps in which every row has K draft tokens. Those of a
 drafter that chooses are seldom so, and a plain step would go piece by piece. Here full graphs are captured
@@ -10,7 +10,6 @@ K draft tokens in every row only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -39,13 +38,14 @@ def capture_plain_steps(runner: Any) -> None:
     """Capture full graphs for plain steps in an MRV1. Call it before the model is loaded."""
     if runner.model_config.is_hybrid:
         _keep_prompts_out(runner)
-    if _has_plain_graphs(runner):
+    if has_plain_graphs(runner):
         if runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
             logger.warning("rollout_spec: %s", reasons.WITHOUT_GRAPHS)
         runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1
 
 
-def _has_plain_graphs(runner: Any) -> bool:
+def has_plain_graphs(runner: Any) -> bool:
+    """False for layers of Mamba 2."""
     model = runner.vllm_config.model_config
     return not (model.is_hybrid and recurrent.has_mamba_2(model.architecture))
 
@@ -63,27 +63,3 @@ def _keep_prompts_out(runner: Any) -> None:
         return determine(*args, **kwargs)
 
     setattr(runner, name, determine_for_decodes)
-
-
-def capture_plain_steps_mrv2(runner: Any) -> None:
-    """Capture full graphs for plain steps in an MRV2. Behind the capture `decode_query_len` has other uses.
-
-    The dummy batch of a data-parallel rank without requests is a plain step too: else it would be of K + 1
-    tokens, and no rank's plain step would have a full graph beside it.
-    """
-    if not _has_plain_graphs(runner):
-        return
-    for name in ("initialize_kv_cache", "_dummy_run"):
-        setattr(runner, name, _for_plain_steps(runner, getattr(runner, name)))
-
-
-def _for_plain_steps(runner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call_for_plain_steps(*args: Any, **kwargs: Any) -> Any:
-        decode_query_len, runner.decode_query_len = runner.decode_query_len, 1
-        try:
-            return method(*args, **kwargs)
-        finally:
-            runner.decode_query_len = decode_query_len
-
-    return call_for_plain_steps

@@ -36,11 +36,7 @@ class EngineCores:
         return 1 if self._client is None else len(self._client.core_engines)
 
     async def call(self, core: int, method: str, *args: Any) -> Any:
-        """What a method of an engine core returns (vLLM's utility call).
-
-        Args:
-            core: its data-parallel rank.
-        """
+        """What a method of an engine core (`core`: its data-parallel rank) returns: vLLM's utility call."""
         if self._client is None:
             return await self._engine.engine_core.call_utility_async(method, *args)
         identity = self._client.core_engines[core]  # in the order of the ranks
@@ -58,11 +54,7 @@ class EngineCores:
 
 
 def check_client() -> None:
-    """See that vLLM's client for several engine cores can call each of them.
-
-    Raises:
-        RuntimeError: it cannot, or not as here.
-    """
+    """Raise a RuntimeError if vLLM's client for several engine cores cannot call each of them as here."""
     call = getattr(DPLBAsyncMPClient, _CALL, None)
     found = list(inspect.signature(call).parameters) if call is not None else None
     if found != _PARAMETERS:

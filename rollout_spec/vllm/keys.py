@@ -18,9 +18,8 @@ from rollout_spec.verification.noise import make_key
 KEY = "rollout_spec_key"  # the request's name, any JSON value
 GROUP_KEY = "rollout_spec_group"  # a string or a number, the same for siblings
 GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's tokens are the group's prompt
-TURN_TOKENS_KEY = (
-    "rollout_spec_turn_tokens"  # how many are this turn's prompt; what follows was said before an abort
-)
+# How many are this turn's prompt; what follows was said before an abort.
+TURN_TOKENS_KEY = "rollout_spec_turn_tokens"
 
 
 class RequestNames(NamedTuple):
@@ -108,12 +107,7 @@ class RequestKeys:
         self._rows: list[int] = []
 
     def rows(self, request_ids: list[str], live: dict[str, Any]) -> list[int]:
-        """The keys of a batch's rows.
-
-        Args:
-            request_ids: the rows' requests.
-            live: every request in the engine, in the order in which they came to it.
-        """
+        """The keys of a batch's rows. `live`: every request in the engine, in the order of their arrival."""
         is_known = are_same(self._requests, live)
         if not is_known:
             self._keys = {

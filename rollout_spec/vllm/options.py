@@ -88,21 +88,14 @@ def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
 
 
 def count_ahead(scheduler: SchedulerConfig) -> None:
-    """Have the steps of an engine counted as vLLM has decided to schedule them.
-
-    Args:
-        scheduler: changed in place where SCHEDULER is asked for and steps are scheduled asynchronously.
-    """
+    """Have the steps of an engine counted as vLLM has decided to schedule them: changes `scheduler` in place
+    where SCHEDULER is asked for and steps are scheduled asynchronously."""
     if scheduler.scheduler_cls == SCHEDULER and scheduler.async_scheduling:
         scheduler.scheduler_cls = _ASYNC_SCHEDULER
 
 
 def refuse_long_drafts(config: SpecConfig) -> None:
-    """Raise for drafts with which an engine on an NPU ends in an assertion of its attention.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Raise a ConfigError for drafts with which an engine on an NPU ends in an assertion of its attention."""
     if config.num_speculative_tokens > MAX_ON_NPUS:
         raise ConfigError(
             f"rollout.spec.num_speculative_tokens={config.num_speculative_tokens}: "

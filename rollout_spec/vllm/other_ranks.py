@@ -36,11 +36,7 @@ class OtherRanks:
         self._is_v2, self._compilation = vllm_config.use_v2_model_runner, vllm_config.compilation_config
 
     def watch(self) -> None:
-        """Look at what vLLM tells this process's worker.
-
-        Raises:
-            PatchError: the installed vLLM is not one that this was written for.
-        """
+        """Look at what vLLM tells this process's worker; a PatchError if it tells it in another way."""
         if self._is_v2:
             from vllm.v1.worker.gpu import model_runner
 
@@ -73,12 +69,10 @@ class OtherRanks:
 
 
 def most_tokens(num_own: int, num_padded: int, graphs: Iterable[int]) -> int:
-    """Tokens of the rank with most, of which vLLM says how many fill that rank's graph.
+    """Tokens of the rank with most, of which vLLM says how many fill that rank's graph (`num_padded`).
 
-    Args:
-        num_own: tokens of this rank. It counts for the fullest where its own graph is as large.
-        num_padded: tokens of the rank with most, with what fills its graph up.
-        graphs: the sizes that graphs have.
+    num_own: tokens of this rank. It counts for the fullest where its own graph is as large.
+    graphs: the sizes that graphs have.
     """
     own_graph = min((size for size in graphs if size >= num_own), default=num_own)
     return num_padded if num_padded > own_graph else num_own

@@ -15,6 +15,6 @@ AHEAD = "must be False with vLLM's MRV1"
 POSITIONS = "the drafter takes {0} positions, max_model_len is {1}: set max_model_len to at most {0}"
 UNCOUPLED = "a draft model needs rollout.spec.verify=coupled (the default); you set standard"
 WITHOUT_GRAPHS = (
-    "compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without CUDA graphs, "
-    "but for MRV2 from vLLM 0.29 on, where its log says so; take FULL_AND_PIECEWISE"
+    "compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without CUDA graphs; "
+    "take FULL_AND_PIECEWISE"
 )

@@ -13,11 +13,7 @@ from rollout_spec.vllm.versions import minor, version
 
 
 def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
-    """Raise where our drafter would change such a policy's tokens, or was never run with it.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Raise a ConfigError where our drafter would change such a policy's tokens, or was never run with it."""
     model = vllm_config.model_config
     if not (model.is_hybrid or model.is_attention_free):
         return

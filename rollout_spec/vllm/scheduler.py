@@ -67,7 +67,7 @@ class Counting(Scheduler):
         )
 
     def _update_request_with_output(self, request, *args, **kwargs):  # type: ignore[no-untyped-def]
-        # The first token of a response comes from the prefill (also the one behind a preemption's recompute,
+        # The first token of a response comes from the prefill (also the one after a preemption's recompute,
         # which gives a further token and is counted as the decode step it replaces).
         is_decode = request.num_output_tokens > 0
         kept_token_ids, stopped = super()._update_request_with_output(request, *args, **kwargs)

@@ -30,11 +30,7 @@ def minor(version: str) -> int | None:
 
 
 def refuse_old_version() -> None:
-    """Raise where vLLM is older than what was tested: nothing says what its hooks would do.
-
-    Raises:
-        ConfigError: naming the version.
-    """
+    """Raise a ConfigError if vLLM is older than what was tested: nothing says what its hooks would do."""
     found = version()
     number = minor(found) if found else None
     if number is not None and number < OLDEST:

@@ -244,7 +244,7 @@ def test_drafts_are_filled_up_where_others_have_no_graph(
     with engine(coarse_model, {"history": 0}) as llm:
         lengths = noted_lengths(llm)
         assert_drafts_change_nothing(plain, llm, {}, {"top_k": 20})
-    assert set(lengths[8:]) == {K}  # behind the first step with drafts
+    assert set(lengths[8:]) == {K}  # after the first step with drafts
 
 
 @pytest.mark.skipif(

@@ -187,7 +187,7 @@ def refusal(llm: Any) -> str:
 def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
     """A request's tokens where a weight sync aborts it on its way, and it goes on as another request.
 
-    And how many steps were in flight to the drafter when the sync came, and behind it. Four are aborted, and
+    And how many steps were in flight to the drafter when the sync came, and after it. Four are aborted, and
     late: so the gate has closed.
     """
     engine, tokens = llm.llm_engine, []
@@ -300,7 +300,7 @@ def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:
             steps[-1]["drafts"] = num_drafts(output)
 
     scheduler.schedule, scheduler.update_draft_token_ids = schedule_and_note, update_and_note
-    if batch is not None:  # V2, where the room of a step that is scheduled ahead is filled behind this
+    if batch is not None:  # V2, where the room of a step that is scheduled ahead is filled after this
         fill, runner.update_requests = runner.update_requests, fill_and_note
     return steps
 

@@ -1,7 +1,7 @@
 """Recurrent layers for engines on CPUs: plain torch, a token at a time, in float32.
 
 vLLM's own CPU kernels do not serve rows with drafts of different lengths. These read and write the slots
-that vLLM's GPU kernels do: a row reads the slot of its last accepted token, and writes the state behind its
+that vLLM's GPU kernels do: a row reads the slot of its last accepted token, and writes the state after its
 token t to slot t. Which slots those are, and how many tokens were accepted, is vLLM's own doing, and what
 is tested. What torch computes with other last bits in larger tensors is computed in float64, so that a token
 has the same bits alone and in a draft.
@@ -52,7 +52,7 @@ def convolved(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None, ac
 def convolve_speculative(
     x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, slot: int, accepted: int
 ) -> Tensor:
-    """Of a speculative row: its one slot holds what came before, behind it the tokens of its last draft."""
+    """Of a speculative row: its one slot holds what came before, after it the tokens of its last draft."""
     state, width = states[slot], weight.shape[1]
     before = state[:, accepted - 1 : accepted + width - 2].clone()
     out = convolved(x, before, weight, bias, activation)
@@ -173,7 +173,7 @@ def scan_rows(
 def delta_rule(
     layer: Any, conv: Tensor, b: Tensor, a: Tensor, states: Tensor, read: int | None, writes: list[Any]
 ) -> Tensor:
-    """The gated delta rule over a row's tokens [q, dim]; the state behind token t goes to slot writes[t]."""
+    """The gated delta rule over a row's tokens [q, dim]; the state after token t goes to slot writes[t]."""
     q, k, v = (each[0].float() for each in layer.rearrange_mixed_qkv(conv.contiguous()))
     repeats = v.shape[1] // k.shape[1]
     q, k = (

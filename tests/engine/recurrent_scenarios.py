@@ -209,7 +209,7 @@ def served(
 
 
 def note_rows(scheduler: Any) -> dict[str, int]:
-    """Count the rows that vLLM gets wrong: without a draft behind a step with one, and those left out."""
+    """Count the rows that vLLM gets wrong: without a draft after a step with one, and those left out."""
     schedule, drafted, rows = scheduler.schedule, set[str](), {"alone": 0, "beside drafts": 0, "left out": 0}
 
     @functools.wraps(schedule)

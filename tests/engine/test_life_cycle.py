@@ -71,7 +71,7 @@ CONSTRAINTS: list[dict[str, Any]] = [
 
 
 def processed(raw: np.ndarray, setting: dict[str, Any], prompt: list[int], before: list[int]) -> np.ndarray:
-    """The definition of a setting: the logits that follow from the model's, behind some output tokens."""
+    """The definition of a setting: the logits that follow from the model's, after some output tokens."""
     logits, counts = raw.copy(), np.bincount(before, minlength=VOCAB_SIZE)
     allowed = setting.get("allowed_token_ids", range(VOCAB_SIZE))
     logits[[token for token in range(VOCAB_SIZE) if token not in allowed]] = -np.inf

@@ -128,7 +128,7 @@ def test_the_target_as_its_own_drafter_is_always_right(results: dict[str, Any]) 
 
 def test_passes_are_left_out_where_they_do_not_pay(results: dict[str, Any]) -> None:
     """A wrong head's, in time made of passes: it keeps its first one, and a try now and then."""
-    num_late = len(results["wrong"]["steps"]) // 3  # behind the learning
+    num_late = len(results["wrong"]["steps"]) // 3  # after the learning
     num_passes = sum(results["wrong"]["passes"][-num_late:])
     assert num_late < num_passes < 1.5 * num_late  # all would be 2 a step or more
 
@@ -213,7 +213,7 @@ def test_requests_are_guarded_where_a_model_drafts_alone(
             process(**{name: value})
     grammar = {"structured_outputs": StructuredOutputsParams(regex="[0-9]+")}
     if version() in ("0.23.0", "0.24.0"):  # later ones look for the end of reasoning inside a draft
-        with pytest.raises(ValueError, match=r"^rollout_spec: [^\n]*a grammar behind reasoning[^\n]*$"):
+        with pytest.raises(ValueError, match=r"^rollout_spec: [^\n]*a grammar after reasoning[^\n]*$"):
             process(**grammar)
     config.scheduler_config.async_scheduling = False
     assert process(**grammar).sampling_params.structured_outputs

@@ -76,7 +76,7 @@ def test_the_experts_that_are_returned_are_each_tokens_own(
     capturer.get_device_buffer = note
     ask = functools.partial(SamplingParams, temperature=0, ignore_eos=True, max_tokens=LENGTH)
     prompt = {"prompt_token_ids": PROMPTS[0]}
-    for _ in range(2):  # the second time drafts go on behind each end
+    for _ in range(2):  # the second time drafts go on after each end
         [free] = llm.generate([prompt], ask(), use_tqdm=False)
         text, tokens = free.outputs[0].text, free.outputs[0].token_ids
         ends = [ask(), ask(max_tokens=23), ask(stop_token_ids=[tokens[20]], min_tokens=20)]

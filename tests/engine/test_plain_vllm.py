@@ -228,7 +228,7 @@ def test_a_vllm_whose_samplers_have_changed_is_refused_and_doctor_fails(
 
 
 def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engine: Any) -> None:
-    """A platform's own class in the place of vLLM's, as vllm-ascend has them."""
+    """A platform's own class instead of vLLM's, as vllm-ascend has them."""
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     from rollout_spec.vllm.mrv1.sampler import RowSampling

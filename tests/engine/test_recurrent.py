@@ -18,7 +18,7 @@ import pytest
 
 from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
-from rollout_spec.vllm.cuda_graphs import capture_plain_steps_mrv2
+from rollout_spec.vllm.mrv2.plain_graphs import capture_plain_steps
 from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine.conftest import OFF, close, configured, core_of
@@ -93,7 +93,7 @@ def wrong(drafted: dict[str, Any], plain: dict[str, Any]) -> set[str]:
     """The scenarios with other tokens."""
     assert drafted["counters"]["num_accepted_tokens"] > 50
     assert drafted["counters"]["num_failed_steps"] == 0
-    assert drafted["rows"]["alone"] > 0, "rows without a draft behind one, in steps without drafts"
+    assert drafted["rows"]["alone"] > 0, "rows without a draft after one, in steps without drafts"
     return {name for name in plain if plain[name] != drafted[name]} - UNDEFINED
 
 
@@ -137,7 +137,7 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(
 
     vllm_config = configured(make_recurrent(name, tmp_path), {"num_speculative_tokens": 7})
     runner = GraphsOfMRV2(vllm_config)
-    capture_plain_steps_mrv2(runner)
+    capture_plain_steps(runner)
     runner.initialize_kv_cache()
     graphs(runner.manager, "FULL_AND_PIECEWISE")  # of CUDA's sizes
     captured = runner.manager._capture_descs[CUDAGraphMode.FULL]

@@ -229,7 +229,7 @@ def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(
 
 
 def test_a_budget_ends_the_reasoning_of_its_own_request(engines: Engines) -> None:
-    """In steps without drafts: each is the first step behind a prompt of new characters."""
+    """In steps without drafts: each is the first step after a prompt of new characters."""
     start, end = map(ord, (REASONING["reasoning_start_str"], REASONING["reasoning_end_str"]))
     for number in range(3):
         prompts = ["".join(map(chr, range(65 + number, 75 + number))), chr(start) + f"{number}qwertz"]
@@ -282,7 +282,7 @@ def test_a_grammar_begins_where_reasoning_ends(reasoning_model: str) -> None:
 
 
 def answers(llm: Any, num: int, reasoning_ended: bool | None) -> list[dict[str, Any]]:
-    """Of requests with a grammar behind the reasoning, and what their caller says of it."""
+    """Of requests with a grammar after the reasoning, and what their caller says of it."""
     process = llm.llm_engine.input_processor.process_inputs
     asked = {
         "temperature": 2.0, "max_tokens": 150, "ignore_eos": False, "skip_special_tokens": False,

@@ -180,13 +180,13 @@ def test_steps_are_scheduled_ahead_with_drafts_and_without(results: dict[str, An
 
 @pytest.mark.parametrize("engine", ["ahead", "open"])
 def test_an_engine_core_schedules_in_every_call(results: dict[str, Any], engine: str) -> None:
-    """Behind a call that runs nothing it sleeps, and a rank of experts runs a dummy batch."""
+    """After a call that runs nothing it sleeps, and a rank of experts runs a dummy batch."""
     assert re.fullmatch("(ran )+(idle )*", results[engine]["calls"])
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
 def test_every_token_is_indexed_once(results: dict[str, Any], engine: str) -> None:
-    """Those that a step gave behind a stop too."""
+    """Those that a step gave after a stop too."""
     counters = results[engine]["counters"]
     served = samples(results[engine])
     num_tokens = sum(len(one["tokens"]) for one in served)
@@ -226,13 +226,13 @@ def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(
 ) -> None:
     found, sampled = results[engine], results["plain"]["requests"]["sampled"]
     assert found["interrupted"] == sampled["tokens"], "aborted, it goes on as another request"
-    before, behind = found["sync_in_flight"]
-    assert (before > 0, behind) == (engine != "drafted", 0), "what is in flight is of the old policy"
+    before, after = found["sync_in_flight"]
+    assert (before > 0, after) == (engine != "drafted", 0), "what is in flight is of the old policy"
     remembered = sorted(found["history"], key=len)
     for response in sorted((one["tokens"] for one in samples(found)), key=len, reverse=True):
         is_it = [kept[: len(response)] == response for kept in remembered]
         kept = remembered.pop(is_it.index(True))
-        assert len(kept) <= len(response) + 8, "what a step gave behind a stop"
+        assert len(kept) <= len(response) + 8, "what a step gave after a stop"
     assert remembered == [], "the aborted ones are not among them"
     stop, stopped = found["stop"], found["stopped"]
     assert stopped["end"] == ["stop", stop]

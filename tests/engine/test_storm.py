@@ -165,7 +165,7 @@ def check_versions(storm: Storm) -> RequestCounters:
 def test_a_storm_of_interruptions_loses_and_repeats_nothing(
     num_interruptions: int, make_server: Any, make_engine: Any
 ) -> None:
-    """The longer one also sees that memory stays as it is, behind 2000 interruptions to warm up."""
+    """The longer one also sees that memory stays as it is, after 2000 interruptions to warm up."""
     spec = {"history": 32, "max_index_mb": 16}
     servers = [make_server(spec, fresh=True) for _ in range(2)]
     storm = Storm(servers, num_interruptions)
@@ -175,7 +175,7 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
     plain = generate(reference, prompts, [sampling(asked | {"detokenize": False}) for asked in params])
     assert storm.num_aborted >= num_interruptions
     assert list(storm.texts.values()) == plain, "as if nothing had been interrupted"
-    # What was drafted behind a stop token, and sampled as drafted, is remembered too.
+    # What was drafted after a stop token, and sampled as drafted, is remembered too.
     shared = [text[: text.index(EOS_TOKEN_ID) + 1] if EOS_TOKEN_ID in text else text for text in storm.shared]
     remembered, generated = (Counter(map(tuple, texts)) for texts in (shared, plain))
     assert (remembered - generated, generated - remembered) == ({}, {}), "each is remembered once, and whole"
@@ -188,7 +188,7 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
     assert len(total.requests) == len(trained)
     num_aborted = sum(part.is_aborted and part.num_tokens > 0 for part in parts)
     assert num_aborted <= total.num_interrupted <= len(parts) - len(trained)
-    # Accepted behind a stop is counted too, and is no token of the response.
+    # Accepted after a stop is counted too, and is no token of the response.
     num_behind = counts.num_decode_steps + counts.num_accepted_tokens - counts.num_decoded_tokens
     assert 0 <= num_behind <= 8 * len(trained)
     assert counts.num_accepted_tokens > 0 == total.engine.num_failed_steps

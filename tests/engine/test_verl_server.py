@@ -191,7 +191,7 @@ def test_a_recurrent_policy_gets_new_weights_between_two_rounds(
         for (
             each,
             model_config,
-        ) in worker._iter_all_models_with_config():  # as verl does behind the last bucket
+        ) in worker._iter_all_models_with_config():  # as verl does after the last bucket
             process_weights_after_loading(each, model_config, worker.device)
         asyncio.run(server.set_global_steps(1))
         asyncio.run(server.resume_generation())

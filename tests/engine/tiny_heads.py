@@ -15,7 +15,7 @@ LAST = "model.layers.1."  # of a tiny model's layers
 
 
 def let_the_last_token_decide(weights: dict[str, Any]) -> None:
-    """The layers do nothing, and the norm behind them, which heads lack, leaves embeddings as they are."""
+    """The layers do nothing, and the norm after them, which heads lack, leaves embeddings as they are."""
     weights["model.embed_tokens.weight"].sign_()
     for name, value in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -57,7 +57,7 @@ def make_even(folder: pathlib.Path) -> None:
 
 
 def make_eagle(target: pathlib.Path, folder: pathlib.Path, reads: str) -> None:
-    """A target's last layer behind what `fc` takes of its input, the token or the state."""
+    """A target's last layer after what `fc` takes of its input, the token or the state."""
     import torch
 
     weights = loaded(target)
@@ -96,7 +96,7 @@ def make_mtp(folder: pathlib.Path, chat_model: str) -> None:
 
 
 def make_eagle3(target: pathlib.Path, folder: pathlib.Path) -> None:
-    """A head of DRAFT_TOKENS: a target's last layer behind what comes out of it."""
+    """A head of DRAFT_TOKENS: a target's last layer after what comes out of it."""
     import torch
 
     weights, tokens = loaded(target), torch.tensor(DRAFT_TOKENS)
@@ -110,7 +110,7 @@ def make_eagle3(target: pathlib.Path, folder: pathlib.Path) -> None:
     }
     for name, value in weights.items():
         if name.startswith(LAST):
-            # Attention reads the token's embedding, and behind it the state.
+            # Attention reads the token's embedding, and after it the state.
             reads_two = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
             value = torch.cat([value, value], 1) if reads_two else value
             head["midlayer." + name.removeprefix(LAST)] = value

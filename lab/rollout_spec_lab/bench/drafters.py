@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,36 +53,26 @@ def require_arctic_inference() -> None:
 
 
 def require(method: str) -> None:
-    """Import the packages that a method runs on.
-
-    Raises:
-        MissingError: one is not installed; the message says how it installs.
-    """
+    """Import the packages of a method. The message of a MissingError says how they are installed."""
     if method in SUFFIX:
         require_arctic_inference()
     if method in SUFFIX or method == "ngram":
         try:
-            import rollout_spec_lab.bench.vllm_drafters  # noqa: F401
+            from vllm.v1.spec_decode import ngram_proposer, suffix_decoding  # noqa: F401
         except ImportError as error:
             raise MissingError(
                 f"the methods ngram and suffix* are vLLM's, `pip install vllm==0.24.0` ({error})"
             ) from error
 
 
-@dataclasses.dataclass
-class Batch:
-    """The rows of an engine's step; the names are those of vLLM's InputBatch."""
-
-    req_ids: list[str]
-    num_prompt_tokens: Int32Array
-    """[n]"""
-    token_ids_cpu: Int32Array
-    """[n, L]"""
-    num_tokens_no_spec: Int32Array
-    """[n], the tokens that each row has."""
-
-    def __post_init__(self) -> None:
-        self.req_id_to_index = {name: i for i, name in enumerate(self.req_ids)}
+def _batch(
+    names: list[str], num_prompt_tokens: Int32Array, token_ids: Int32Array, levels: Int32Array
+) -> SimpleNamespace:
+    """The rows of a step as vLLM's InputBatch has them; levels: [n], the tokens that each row has."""
+    return SimpleNamespace(
+        req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
+        num_prompt_tokens=num_prompt_tokens, token_ids_cpu=token_ids, num_tokens_no_spec=levels,
+    )  # fmt: skip
 
 
 class Off(Proposer):
@@ -91,25 +82,21 @@ class Off(Proposer):
 
 class Suffix:
     """vLLM's `suffix` as a server runs it: its proposer, on one cache of ArcticInference for all lines.
-
-    That cache is its history: `start` needs no earlier responses.
-
-    Args:
-        method: of SUFFIX.
-        k: num_speculative_tokens.
-    """
+    That cache is its history: `start` needs no earlier responses."""
 
     def __init__(self, method: str, k: int) -> None:
         require(method)
-        from rollout_spec_lab.bench.vllm_drafters import suffix_proposer
+        from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
         self._k = k
         self._num_requests = 0
-        self.proposer = suffix_proposer(k, **SUFFIX[method])
-
-    @property
-    def cache(self) -> Any:
-        return self.proposer.suffix_cache
+        named: dict[str, Any] = {f"suffix_decoding_{name}": value for name, value in SUFFIX[method].items()}
+        # Of a VllmConfig, whose making needs a model, the fields that the proposer reads.
+        config: Any = SimpleNamespace(
+            speculative_config=SimpleNamespace(num_speculative_tokens=k, **named),
+            model_config=SimpleNamespace(max_model_len=1 << 30),  # no row reaches it
+        )
+        self.proposer = SuffixDecodingProposer(config)
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         num_rows = len(line.responses)
@@ -123,7 +110,7 @@ class Suffix:
         for row, level in zip(rows, levels, strict=True):
             sampled[row] = token_ids[row, self._levels[row] : level].tolist()
             self._levels[row] = level
-        batch = Batch(self._names, self._num_prompt_tokens, token_ids, self._levels)
+        batch = _batch(self._names, self._num_prompt_tokens, token_ids, self._levels)
         proposed = self.proposer.propose(self._k, batch, sampled)
         drafts = np.zeros((len(rows), self._k), np.int32)
         numbers = np.zeros(len(rows), np.int32)
@@ -135,7 +122,7 @@ class Suffix:
 
     def finish(self) -> None:
         none = np.empty(0, np.int32)
-        self.proposer.propose(self._k, Batch([], none, none[None], none), [])  # stops all requests
+        self.proposer.propose(self._k, _batch([], none, none[None], none), [])  # stops all requests
 
 
 class Ngram(Proposer):
@@ -143,7 +130,7 @@ class Ngram(Proposer):
 
     def __init__(self, k: int) -> None:
         require("ngram")
-        from rollout_spec_lab.bench.vllm_drafters import batch_propose_numba
+        from vllm.v1.spec_decode.ngram_proposer import batch_propose_numba
 
         self._propose, self._k = batch_propose_numba, k
 
@@ -175,11 +162,7 @@ class Model(Proposer):
 
 
 def make_proposer(method: str, config: SpecConfig) -> Proposer:
-    """The drafter of a method, with the options that it takes.
-
-    Raises:
-        MissingError: the method needs a package that is not installed.
-    """
+    """The drafter of a method; a MissingError if that needs a package that is not installed."""
     k = config.num_speculative_tokens
     if method in SUFFIX:
         return Suffix(method, k)

@@ -41,7 +41,7 @@ class Method:
     `off` is plain vLLM, `off:coupled` the same with the noise of verify=coupled, `ngram` and `suffix` are
     vLLM's own drafters, `sam` is ours, `sam:N` and `sam:auto` ours with that `batch_threshold`. `model` is a
     model's drafts with verify=coupled, `sam+model`, which takes thresholds too, ours beside it. /v1 or /v2
-    behind it: on that model runner, not on the one that vLLM chooses.
+    after it: on that model runner, not on the one that vLLM chooses.
 
     Raises:
         ConfigError: there is no such method, or it takes no such variant.
@@ -163,14 +163,8 @@ class Load:
 
 
 def recorded_load(lines: Sequence[Rollout], max_tokens: int, model: str) -> Load:
-    """A recording to be served again, no response longer than `max_tokens`.
-
-    Args:
-        model: a folder with config.json.
-
-    Raises:
-        UserError: the model's vocabulary lacks a token.
-    """
+    """A recording to be served again, no response longer than `max_tokens`; a UserError if the vocabulary of
+    `model`, a folder with config.json, lacks a token."""
     vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     prompts = [line.prompt_token_ids.tolist() for line in lines]
     recorded = [[each[:max_tokens].tolist() for each in line.responses] for line in lines]
@@ -182,11 +176,7 @@ def recorded_load(lines: Sequence[Rollout], max_tokens: int, model: str) -> Load
 
 
 def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
-    """The lines of the first training step, without responses that hold no token.
-
-    Raises:
-        UserError: no response holds one.
-    """
+    """The lines of the first training step, without empty responses; a UserError if there are no others."""
     found = [
         dataclasses.replace(line, responses=[each for each in line.responses if len(each)])
         for line in lines
@@ -198,11 +188,7 @@ def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
 
 
 def first_responses(lines: Sequence[Rollout], number: int) -> list[Rollout]:
-    """The first responses of a rollout, so many in all.
-
-    Raises:
-        UserError: it has fewer.
-    """
+    """The first `number` responses of a rollout; a UserError if it has fewer."""
     found, left = list[Rollout](), number
     for line in lines:
         if taken := line.responses[:left]:
@@ -232,7 +218,7 @@ class Plan:
     num_speculative_tokens: int | None = None  # None: each method's default
     model_drafter: Mapping[str, Any] | None = None  # of `model_drafter`, for the methods that have one
     repeats: int = 3
-    tail_threshold: int = 8  # the tail comes behind the last step with more running requests
+    tail_threshold: int = 8  # the tail comes after the last step with more running requests
 
     def job(self, repeat: int, method: str) -> dict[str, Any]:
         """What `engine_worker.run` takes."""
@@ -266,12 +252,7 @@ def take_turns(
     serve: Callable[[int, str], dict[str, Any]],
     tracked: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> Iterator[Served]:
-    """What was served so far, after each repeat of `turns`.
-
-    Args:
-        serve: repeat and method.
-        tracked: shows progress through the turns.
-    """
+    """What was served so far, after each repeat of `turns`; `tracked` shows progress through them."""
     served: Served = {method: [] for method in methods}
     for repeat, method in tracked(turns(methods, repeats)):
         served[method].append(serve(repeat, method))
@@ -280,11 +261,7 @@ def take_turns(
 
 
 def recorded(plan: Plan, folder: Path) -> dict[str, Any]:
-    """The first repeat's `responses`, each token with what the model drafts behind it (`proposals`).
-
-    Raises:
-        EngineError: the engine has failed.
-    """
+    """The first repeat's `responses`, each token with what the model drafts after it (`proposals`)."""
     method = f"sam+model:{plan.engine['max_num_seqs']}"  # whose gate is always open
     return last(answers(WORKER, plan.job(0, method) | {"records": True}, method, folder))
 
@@ -364,16 +341,9 @@ def _predicted(plan: Plan, served: Served, settings: Mapping[str, Any], times: T
             if i != repeat or len(first) == 1
         ]
         lines = plan.load.lines(repeat, one["responses"])
-        found = simulate(lines, cluster, config, times or times_of(step_times(others)), plan.tail_threshold)
+        found = simulate(
+            lines, cluster, config, times or StepTimes.of_rows(step_times(others)), plan.tail_threshold
+        )
         seconds += found["makespan_s"]
         num_tokens += sum(map(len, one["responses"]))
     return plain(ratio(num_tokens, seconds))
-
-
-def times_of(rows: Iterable[Mapping[str, Any]]) -> StepTimes:
-    """Of rows as `timeline.step_times` gives them."""
-    curves: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
-    for row in rows:
-        curves[row["drafted"]].append((row["num_tokens"], row["seconds"], row["num_steps"]))
-    plain_steps, drafted = curves[False], curves[True]
-    return StepTimes(plain_steps or drafted, drafted)

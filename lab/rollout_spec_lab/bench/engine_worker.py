@@ -99,7 +99,7 @@ class Watch:
 
 
 class ProposalRecorder:
-    """Notes what a model drafts; nothing of it is verified, so that it drafts behind every token."""
+    """Notes what a model drafts; nothing of it is verified, so that it drafts after every token."""
 
     def __init__(self, proposer: SuffixProposer, num_tokens: int) -> None:
         self._proposer, self._step, self._num_tokens = proposer, proposer.draft, num_tokens
@@ -123,7 +123,7 @@ class ProposalRecorder:
         return [[] for _ in nums_new_tokens]
 
     def proposals(self, responses: list[list[int]]) -> list[dict[str, Any]]:
-        """Of each response the fields of `trace.Proposals`; nothing behind the prompt, where none drafts."""
+        """Of each response the fields of `trace.Proposals`; nothing after the prompt, where none drafts."""
         nothing = [-1] * self._num_tokens, [0.0] * self._num_tokens
         found = []
         for i, response in enumerate(responses):

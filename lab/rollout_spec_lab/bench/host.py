@@ -29,7 +29,7 @@ from rollout_spec_lab.bench.jobs import answers, last
 
 WORKER = "rollout_spec_lab.bench.host_worker"
 WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
-V1 = "/v1"  # behind a method: on model runner V1
+V1 = "/v1"  # after a method: on model runner V1
 SYNC = "off:sync"  # plain vLLM that schedules step by step
 VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's, at least
 MAX_NUM_BATCHED_TOKENS = 8192  # vLLM's own on a GPU of 80 GB
@@ -65,11 +65,7 @@ class Cell:
 
 
 def split(label: str) -> tuple[str, bool]:
-    """A label's method, and whether it has model runner V2: as on a GPU, unless the label says V1.
-
-    Raises:
-        ConfigError: `bench host` has no such method.
-    """
+    """A label's method, and whether it has MRV2: as on a GPU, unless the label says V1."""
     name = label.removesuffix(V1)
     if name != SYNC and Method(name).label == "off:coupled":
         raise ConfigError(f"method {label!r}: bench host times {SYNC} in its place")
@@ -129,7 +125,7 @@ def requests_of(
     max_tokens: int | None,
     vocab_size: int,
 ) -> list[Request]:
-    """Requests for a cell, more than its rows take in so many steps; siblings are next to each other.
+    """Requests for a cell, more than its rows take in `num_steps`; siblings are next to each other.
 
     The recording begins again where it ends. Each time and in each cell it has tokens of its own, so nothing
     is known of them from before.
@@ -172,11 +168,7 @@ def make_model(folder: Path, vocab_size: int, max_model_len: int) -> None:
 def measure(
     plan: Plan, lines: Sequence[Rollout], folder: Path, tracked: Callable[[list[Any]], Iterable[Any]] = iter
 ) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """Every method once a repeat, each time another one first; after each repeat, what there is so far.
-
-    Raises:
-        EngineError: an engine has failed.
-    """
+    """Every method once a repeat, each time another one first; after each repeat, what there is so far."""
     texts = [text for line in lines for text in (line.prompt_token_ids, *line.responses)]
     vocab_size = max(VOCAB_SIZE, 2 + max(int(text.max()) for text in texts))
     longest = max(

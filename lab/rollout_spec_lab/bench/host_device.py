@@ -33,7 +33,7 @@ class Clock:
         free: when the device has done all that it was given, one step after the other.
         num_steps: that were given.
         num_ahead: of them, those that found it busy with another.
-        kernel_s: CPU seconds of what stands in the place of kernels, which are none of the host's.
+        kernel_s: CPU seconds of what stands in for kernels, which are none of the host's.
         launch_s: seconds that the host takes besides its CPU time, for what is not launched here.
     """
 
@@ -63,7 +63,7 @@ class Clock:
         self._waited += max(0.0, end - self.now())
 
     def run(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What stands in the place of a kernel gives; it is none of the host's work."""
+        """What stands in for a kernel gives; it is none of the host's work."""
         begin = self._cpu()
         found = kernel(*args, **kwargs)
         self.kernel_s += self._cpu() - begin
@@ -71,7 +71,7 @@ class Clock:
 
 
 class Event:
-    """In the place of a CUDA event."""
+    """Stands in for a CUDA event."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -86,7 +86,7 @@ class Event:
 
 
 class Device:
-    """The device in the place of a model runner's kernels.
+    """Stands in for a model runner's kernels.
 
     Attributes:
         times: what a step takes; to be set before the first.

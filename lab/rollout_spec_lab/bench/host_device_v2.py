@@ -22,7 +22,7 @@ LAUNCH_SECONDS = 10e-6
 
 
 class DeviceV2(Device):
-    """In the place of V2's kernels."""
+    """Stands in for MRV2's kernels."""
 
     def install(self) -> None:
         runner = self._runner

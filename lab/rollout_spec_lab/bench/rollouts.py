@@ -1,4 +1,4 @@
-"""Rollouts in real engines as tables and files; `record` is what `bench engine --json` prints."""
+"""Rollouts in real engines as tables, files and a picture; `record` is what `bench engine --json` prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from rollout_spec.trace import Proposals, to_line, trace_file
 from rollout_spec_lab.bench.engine import Load
-from rollout_spec_lab.bench.plots import plot_rollouts
 from rollout_spec_lab.bench.tables import Table
 
 _FIGURES = {  # of the table: what is shown of a result, and how
@@ -34,15 +33,14 @@ def write_rollouts(
 ) -> None:
     """engine.json, timelines.json, engine.png, and the first method's rollouts-*.jsonl for `simulate`.
 
-    Args:
-        served: by method the `timeline` and the `responses` of each repeat, siblings next to each other.
+    served: by method the `timeline` and the `responses` of each repeat, siblings next to each other.
     """
     timelines = {method: [one["timeline"] for one in repeats] for method, repeats in served.items()}
     (folder / "engine.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
     (folder / "timelines.json").write_text(json.dumps(timelines) + "\n")
     first = {method: lines[0] for method, lines in timelines.items()}
     with contextlib.suppress(ModuleNotFoundError):  # a machine without matplotlib gets no picture
-        plot_rollouts(first, record["load"]["tail_threshold"], folder / "engine.png")
+        _plot(first, record["load"]["tail_threshold"], folder / "engine.png")
     for repeat, one in enumerate(next(iter(served.values()))):
         lines = load.lines(repeat, one["responses"])
         trace_file(folder, repeat).write_text(
@@ -56,6 +54,36 @@ def write_rollouts(
                 for line in lines
             )
         )
+
+
+def _plot(timelines: dict[str, dict[str, list]], threshold: int, file: Path) -> None:
+    """Per method: the running requests over time, shaded where draft tokens were verified.
+
+    Args:
+        timelines: the columns of a `Timeline` by method, all of one repeat.
+        threshold: of running requests, where the tail begins.
+    """
+    from matplotlib.figure import Figure  # without pyplot, so no display and no global state
+
+    figure = Figure(figsize=(10, 1.9 * len(timelines) + 0.6))
+    axes = figure.subplots(len(timelines), 1, sharex=True, sharey=True, squeeze=False)
+    for (method, columns), axis in zip(timelines.items(), axes[:, 0], strict=True):
+        ends = np.cumsum(columns["seconds"])
+        edges = np.concatenate([[0.0], ends])
+        running = np.array(columns["num_running"])
+        drafted = np.array(columns["num_draft_tokens"]) > 0
+        axis.stairs(np.where(drafted, running, 0), edges, fill=True, color="#9dc3f2", label="drafts verified")
+        axis.stairs(running, edges, color="#1b2a3d", linewidth=1.0, label="running requests")
+        axis.axhline(threshold, color="#c0504d", linewidth=0.8, linestyle="--", label="tail below")
+        tokens = sum(columns["num_tokens"])
+        axis.set_title(
+            f"{method}: {ends[-1]:.1f} s, {tokens / ends[-1]:.0f} tokens/s", fontsize=9, loc="left"
+        )
+        axis.set_ylabel("running")
+    axes[0, 0].legend(fontsize=7, loc="upper right")
+    axes[-1, 0].set_xlabel("seconds")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
 
 
 def write_proposals(

@@ -39,7 +39,7 @@ Steps = npt.NDArray[np.float64]
 
 
 class Recorded(NamedTuple):
-    """A request, and behind its first i + 1 tokens the tokens that a step gives, [n] each."""
+    """A request, and after its first i + 1 tokens the tokens that a step gives, [n] each."""
 
     line: Rollout
     eagle: npt.NDArray[np.int64]
@@ -98,7 +98,7 @@ def with_eagle(requests: Sequence[Recorded], num_tokens: int) -> Iterator[Rollou
 def recorded_steps(
     gives: npt.NDArray[np.int64], num_drafted: int | None, eagle: Any, matched: float = 1.0
 ) -> Steps:
-    """Of a recorded drafter that drafts so many tokens in each step; None: as many as are accepted.
+    """Of a recorded drafter with `num_drafted` tokens in each step; None: as many as are accepted.
 
     Args:
         eagle: of each position whether EAGLE drafts.
@@ -200,7 +200,7 @@ def measure(
     """Of every method, tokens per step, ours at `PRICE`, and the speed by rows, ours at each one's own price.
 
     Args:
-        limit: the first so many requests only.
+        limit: only this many requests, the first ones.
         is_fresh: our drafter begins afresh in each request, without what it learned from those before.
 
     Raises:

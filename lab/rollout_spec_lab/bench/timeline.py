@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Timeline:
 
 
 def measure(timeline: Timeline, threshold: int) -> dict[str, float]:
-    """Seconds and counts of one rollout, whose tail is what comes behind the front phase."""
+    """Seconds and counts of one rollout, whose tail is what comes after the front phase."""
     front = timeline.num_front_steps(threshold)
     seconds, tokens = np.array(timeline.seconds), np.array(timeline.num_tokens)
     return {
@@ -109,8 +109,11 @@ def step_times(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
         tokens), `seconds` and `num_running` (means), `num_steps`; sorted.
     """
     found: dict[tuple[bool, int], list[tuple[float, int]]] = {}
-    for seconds, rows, drafts in _decode_steps(timelines):
-        found.setdefault((bool(drafts), rows + drafts), []).append((seconds, rows))
+    for line in timelines:
+        columns = (line.seconds, line.num_running, line.num_rows, line.num_draft_tokens)
+        for seconds, running, rows, drafts in zip(*columns, strict=True):
+            if rows == running:
+                found.setdefault((bool(drafts), rows + drafts), []).append((seconds, rows))
     table = []
     for (with_drafts, num_tokens), steps in sorted(found.items()):
         seconds, rows = np.mean(steps, axis=0).tolist()
@@ -124,12 +127,3 @@ def step_times(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
             }
         )
     return table
-
-
-def _decode_steps(timelines: Sequence[Timeline]) -> Iterator[tuple[float, int, int]]:
-    """Seconds, rows and draft tokens of every step in which all running requests decoded."""
-    for line in timelines:
-        columns = (line.seconds, line.num_running, line.num_rows, line.num_draft_tokens)
-        for seconds, running, rows, drafts in zip(*columns, strict=True):
-            if rows == running:
-                yield seconds, rows, drafts

@@ -19,6 +19,7 @@ import torch
 
 from rollout_spec.config import UserError
 from rollout_spec.verification import coupled, noise
+from rollout_spec.vllm.upstream import cpu_rejection
 from rollout_spec_lab.bench.waits import can_count_waits, sentence, synchronize, waits
 
 SECONDS, LEAST, MOST = 0.5, 3, 50  # of a contestant in a cell; rounds, at least and at most
@@ -60,21 +61,21 @@ class Step:
         return found | {"read": lambda: self.logits.amax(dim=-1)}
 
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 logits at the draft positions, and behind the drafts."""
+        """Float32 logits at the draft positions, and after the drafts."""
         ahead = self.rows * self.k
         return self.logits[:ahead].float(), self.logits[ahead:].float()
 
     def _coupled(self) -> torch.Tensor:
-        ahead, behind = self._parts()
+        ahead, after = self._parts()
         step = coupled.CoupledStep(self.keys, self.positions, self.counts)
-        bonus = step.sample_behind(behind).unsqueeze(-1)
+        bonus = step.sample_after(after).unsqueeze(-1)
         if not self.k:
             return bonus
         return coupled.coupled_sample(self.drafts, self.k, ahead, bonus, self.metadata, step)
 
     def _rejecting(self, verify: Callable[..., Any], sample: Callable[..., Any]) -> torch.Tensor:
-        ahead, behind = self._parts()
-        bonus = sample(behind).view(-1, 1)
+        ahead, after = self._parts()
+        bonus = sample(after).view(-1, 1)
         if not self.k:
             return bonus
         given = (self.drafts, self.counts, self.k, self.ends, None, ahead, bonus, self.metadata)
@@ -83,10 +84,7 @@ class Step:
 
 @functools.cache
 def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """vLLM's verification and its sampling of bonus tokens; None where there is none for the device.
-
-    Its kernel of recovered tokens fails on the CPU for an argument that it does not know, so it gets none.
-    """
+    """vLLM's verification and its sampling of bonus tokens; None where there is none for the device."""
     try:
         from vllm.platforms import current_platform
         from vllm.v1.sample import rejection_sampler
@@ -100,31 +98,21 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         return None
     from vllm.utils import cpu_triton_utils
 
-    for name in ("rejection_greedy_sample_kernel", "rejection_random_sample_kernel", "expand_kernel"):
+    cpu_rejection.mend(rejection_sampler)
+    kernels = (f"rejection_{kind}_sample_kernel" for kind in ("greedy", "random"))
+    for name in (*kernels, "expand_kernel", "sample_recovered_tokens_kernel"):
         setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
-    recovered = cpu_triton_utils._sample_recovered_tokens_kernel_impl
-
-    def without_dtype(*args: Any, USE_FP64_GUMBEL: bool = False, **kwargs: Any) -> None:  # noqa: N803
-        recovered(*args, **kwargs)
-
-    rejection_sampler.sample_recovered_tokens_kernel = cpu_triton_utils._FuncWrapper(without_dtype)
     return rejection_sampler.rejection_sample, topk_topp_sampler.compiled_random_sample
 
 
 def record_of(
     name: str | None, nums_rows: Sequence[int], nums_drafts: Sequence[int], vocab_size: int
 ) -> Iterator[dict[str, Any]]:
-    """What `bench verify --json` prints, after each cell.
-
-    Args:
-        name: of a device; None: the accelerator, or the CPU where there is none.
+    """What `bench verify --json` prints, after each cell; a UserError if there is no device `name`.
 
     Returns:
         device, torch, vocab_size, comparison (see `compare`), cells: rows, k, ms and waits of each contestant
         (None: not counted), and `skipped`, those that are still to come.
-
-    Raises:
-        UserError: there is no such device.
     """
     device = device_of(name)
     if device.type == "cpu":
@@ -213,11 +201,7 @@ def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
 
 
 def sentences(record: Mapping[str, Any]) -> Iterator[str]:
-    """Whether the device draws what a CPU draws, whether the host waits as documented, and the time it takes.
-
-    Args:
-        record: what `bench verify --json` prints.
-    """
+    """Whether the device draws what a CPU draws and the host waits as documented, and the time it takes."""
     compared = record["comparison"]
     differ = max(compared["words_that_differ"], compared["noise_that_differs"])
     yield (

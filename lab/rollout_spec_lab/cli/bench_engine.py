@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drawn.add_argument("--seed", type=number(int, 0), default=0, help="of prompts, lengths and noise")
     drawn.add_argument(
         "--record-proposals", action="store_true",
-        help="one more rollout, for bench drafters: proposals.jsonl, what the model drafts behind each token",
+        help="one more rollout, for bench drafters: proposals.jsonl, what the model drafts after each token",
     )  # fmt: skip
     add_output(parser, WRITTEN)
     add_example(

@@ -35,7 +35,7 @@ METHODS = ("off", "sam", "sam:0", "ngram", "suffix")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group(
-        "what is served", "Steps are real. The recording's tokens come in the place of what is sampled."
+        "what is served", "Steps are real. The recording's tokens come instead of what is sampled."
     )
     add_recording_arguments(served)
     served.add_argument(
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     served.add_argument(
         "--rows", type=number(int, 1), nargs="+", metavar="N",
-        help="in the place of the whole rollout: its first N responses, all at a time; of several N each by "
+        help="instead of the whole rollout: its first N responses, all at a time; of several N each by "
         "itself, in DIR/rows-N",
     )  # fmt: skip
     device = parser.add_argument_group("the model and the device")

@@ -71,11 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """The plan that the arguments ask for.
-
-    Raises:
-        UserError: a path that is not there, or something else than an override.
-    """
+    """The plan that the arguments ask for; a UserError for a path that is not there, or no override."""
     from rollout_spec_lab.demo.runner import Plan
 
     default = min(STEPS[args.recipe], QUICK_STEPS) if args.quick else STEPS[args.recipe]

@@ -51,7 +51,7 @@ SIZES: dict[bool, dict[str, Any]] = {
     },
 }  # fmt: skip
 SIGMA = 1.0  # of response lengths: one of a hundred is ten times as long as the median
-ROOM = 512  # tokens behind a context, for the steps that are timed
+ROOM = 512  # tokens after a context, for the steps that are timed
 SEED = 0
 
 
@@ -60,11 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(served)
     served.add_argument(
         "--model-config", type=Path, metavar="FILE",
-        help="a config.json in the place of --model: random weights; its rollouts need --recording",
+        help="a config.json instead of --model: random weights; its rollouts need --recording",
     )  # fmt: skip
     served.add_argument(
         "--recording", type=Path, metavar="TRACE",
-        help="its prompts in the place of the demo's; with --model-config its first `step` is served, as "
+        help="its prompts instead of the demo's; with --model-config its first `step` is served, as "
         "`bench rollout` does it",
     )  # fmt: skip
     served.add_argument(
@@ -157,7 +157,7 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
     from rollout_spec_lab.gpu_check.gpu_check import Plan
 
     if args.model and args.model_config:
-        raise UserError("--model-config: in the place of --model, not beside it")
+        raise UserError("--model-config: instead of --model, not beside it")
     on_device = device_arguments()
     parts, size = _parts(args), SIZES[not on_device]
     config = args.model_config or (args.model and args.model / "config.json")

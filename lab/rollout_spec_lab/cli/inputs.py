@@ -109,7 +109,7 @@ def shown(
     record: dict[str, Any], as_json: bool, tables: Callable[[dict[str, Any]], Iterable[Any]],
     sentences: Iterable[str] = (),
 ) -> int:  # fmt: skip
-    """Print what was measured, `sentences` behind its tables; returns the exit code."""
+    """Print what was measured, `sentences` after its tables; returns the exit code."""
     if as_json:
         print(json.dumps(record, indent=2, allow_nan=False))
         return 0
@@ -148,10 +148,7 @@ def checked_methods(
     spec: Mapping[str, Any],
     drafting: Callable[[str], str] = str,
 ) -> list[str]:
-    """`--methods`, or those of `methods` that are installed.
-
-    Args:
-        drafting: of a label what `Method` knows of it.
+    """`--methods`, or those of `methods` that are installed; `drafting`: of a label what `Method` knows.
 
     Raises:
         UserError: there is no such method, one is named twice, or misses a package.
@@ -167,11 +164,8 @@ def checked_methods(
 
 
 def installed(command: str, methods: Sequence[str], require: Callable[[str], None]) -> list[str]:
-    """The methods whose packages are installed; a line on standard error says why others are left out.
-
-    Args:
-        require: raises MissingError for a method that needs something else.
-    """
+    """The methods whose packages are installed: `require` raises no MissingError. A line on standard error
+    says why others are left out."""
     found: list[str] = []
     left_out: dict[str, list[str]] = {}
     for method in methods:

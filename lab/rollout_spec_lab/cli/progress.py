@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextlib.contextmanager
 def timed(text: str, seconds: float) -> Iterator[Callable[[str, float], None]]:
-    """A bar of so many seconds; call what it yields with what is being done and the seconds passed."""
+    """A bar of `seconds`; call what it yields with what is being done and the seconds that have passed."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

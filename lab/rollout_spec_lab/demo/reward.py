@@ -90,7 +90,7 @@ def _same(found: Any, right: Any) -> bool:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects that stand in the text one behind the other."""
+    """The JSON objects that stand in the text one after the other."""
     decoder = json.JSONDecoder()
     end = 0
     for brace in re.finditer(r"\{", text):

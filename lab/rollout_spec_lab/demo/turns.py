@@ -53,14 +53,10 @@ class Turns:
 
 
 def plan_of(training: Path, model: Path) -> tuple[Plan, int]:
-    """What to serve: the prompts of a training, sampled as it did, by engines with its options.
+    """What to serve, and how many prompts the training took in a step: the prompts of a training, sampled as
+    it did, by engines with its options and this policy.
 
-    Args:
-        training: the folder of a run with drafts; its configuration and its recorded rollouts are read.
-        model: the policy.
-
-    Returns:
-        The plan, and how many prompts the training took in a step.
+    training: the folder of a run with drafts; its configuration and its recorded rollouts are read.
     """
     from omegaconf import OmegaConf
 
@@ -80,9 +76,7 @@ def plan_of(training: Path, model: Path) -> tuple[Plan, int]:
     engine |= {} if engine_is_cpu_build() else {"gpu_memory_utilization": MEMORY_SHARE}
     further = rollout.engine_kwargs.vllm  # the drafter's own arguments, too
     engine |= {name: further[name] for name in ("block_size", "kv_cache_memory_bytes") if name in further}
-    known = {
-        field.name for field in dataclasses.fields(SpecConfig)
-    }  # not a model that drafts: the text alone
+    known = SpecConfig.__dataclass_fields__  # not a model that drafts: the text alone
     spec = {name: value for name, value in config.rollout.spec.items() if name in known}
     plan = Plan(load=load, methods=METHODS, model=str(model), dtype=rollout.dtype, engine=engine, spec=spec)
     return plan, config.data.train_batch_size

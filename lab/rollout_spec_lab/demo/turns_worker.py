@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rollout_spec.vllm.proposer import proposer_of
-from rollout_spec_lab.bench.engine_worker import Watch, make_engine, rollout, settings_of, warm_up
+from rollout_spec_lab.bench.engine_worker import Watch, make_engine, rollout, runner_of, settings_of, warm_up
 from rollout_spec_lab.bench.jobs import reply
 from rollout_spec_lab.demo.turns import METHODS, in_turn
 
@@ -14,7 +14,7 @@ from rollout_spec_lab.demo.turns import METHODS, in_turn
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Serve one pair of rollouts after the other: the same requests without drafts and with them.
 
-    Behind each pair both engines forget what they have kept, as they do behind a weight sync.
+    After each pair both engines forget what they have kept, as they do after a weight sync.
 
     Args:
         job: of `engine.Plan.job`, and `pairs`, the requests of each; `seconds`, after which no pair begins,
@@ -43,9 +43,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def forget(engine: Any) -> None:
     """What a weight sync makes an engine forget: cached prefixes, and texts but for the history."""
     engine.reset_prefix_cache()
-    if proposer := proposer_of(
-        engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    ):
+    if proposer := proposer_of(runner_of(engine)):
         proposer.drop_texts()
 
 

@@ -5,4 +5,4 @@ May import: rollout_spec, `bench`, numpy, torch, vllm. Each part runs in a proce
 """
 
 PARTS = ("doctor", "verify", "certify", "steps", "rollouts", "thresholds")
-V2 = " on MRV2"  # behind the name of a part
+V2 = " on MRV2"  # after the name of a part

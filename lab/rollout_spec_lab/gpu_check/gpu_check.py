@@ -22,7 +22,7 @@ from rollout_spec_lab.bench.rollouts import write_rollouts
 from rollout_spec_lab.gpu_check import PARTS, V2
 
 WORKER = "rollout_spec_lab.gpu_check.worker"
-RESERVE = 0.05  # of all the time, for what comes behind the rollouts
+RESERVE = 0.05  # of all the time, for what comes after the rollouts
 DONE, FAILED, DROPPED = "done", "failed", "dropped"
 
 Show = Callable[[str, float], None]  # what is being done, and how many seconds have passed

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import AUTO, SpecConfig
-from rollout_spec_lab.bench.engine import times_of
 from rollout_spec_lab.bench.jobs import reply
 
 THRESHOLDS: tuple[int | str, ...] = (0, AUTO, 4, 8, 16, 32, 64)
-TAIL_ROWS = 8
 BEGAN = time.monotonic()
 
 
@@ -54,19 +52,17 @@ def steps(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def thresholds(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Which `batch_threshold` recorded rollouts are served fastest with, by simulation.
-
-    Args:
-        job: trace (a file), step_times (rows of `timeline.step_times`), max_num_seqs.
-    """
+    """Which `batch_threshold` recorded rollouts are served fastest with, by simulation; job: trace (a file),
+    step_times (rows of `timeline.step_times`), max_num_seqs."""
     from rollout_spec.predict.simulate import Cluster, simulate
+    from rollout_spec.predict.step_times import StepTimes
     from rollout_spec.trace import read_trace
 
-    lines, times = list(read_trace(Path(job["trace"]))), times_of(job["step_times"])
+    lines, times = list(read_trace(Path(job["trace"]))), StepTimes.of_rows(job["step_times"])
     cluster, seconds = Cluster(1, job["max_num_seqs"]), dict[str, float]()
     for number, threshold in enumerate(THRESHOLDS, start=1):
         config = SpecConfig(batch_threshold=threshold)
-        seconds[str(threshold)] = simulate(lines, cluster, config, times, TAIL_ROWS)["makespan_s"]
+        seconds[str(threshold)] = simulate(lines, cluster, config, times)["makespan_s"]
         speedups = {name: seconds["0"] / own for name, own in seconds.items()}
         if number > 1:
             best = max(speedups, key=lambda name: speedups[name])

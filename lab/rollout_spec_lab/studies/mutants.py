@@ -3,7 +3,7 @@
     python -m rollout_spec_lab.studies.mutants [FILE ...] [--jobs 2] [--sample 60]
 
 mutmut changes the Python, and runs the tests named for each file; none of them starts an engine. --sample
-takes so many mutants of each file, drawn with a fixed seed, but all of a file whose errors nobody would see.
+takes 60 mutants of each file, drawn with a fixed seed, but all of a file whose errors nobody would see.
 mutmut knows no C: native_mutants.json lists the changes of the C core, each of them built in a copy. What
 lives is written to build/mutants; lab/record/mutants.md says why.
 """
@@ -87,11 +87,7 @@ class CoreMutant(NamedTuple):
 
 
 def core_mutants() -> list[CoreMutant]:
-    """Those of native_mutants.json.
-
-    Raises:
-        SystemExit: the code has changed: what a mutant replaces is not in its file, or not once.
-    """
+    """Those of native_mutants.json; SystemExit if what one replaces is not in its file, or not once."""
     listed = json.loads(Path(__file__).with_name("native_mutants.json").read_text())
     found = [CoreMutant(file, old, new) for file, pairs in listed.items() for old, new in pairs]
     stale = [each for each in found if (ROOT / "native" / each.file).read_text().count(each.old) != 1]
@@ -101,9 +97,7 @@ def core_mutants() -> list[CoreMutant]:
     return found
 
 
-CORE_TESTS = (
-    "tests/test_index.py", "tests/test_experience.py", "tests/test_index_state_machine.py",
-)  # fmt: skip
+CORE_TESTS = ("tests/test_index.py", "tests/test_experience.py", "tests/test_index_state_machine.py")
 
 
 class Result(NamedTuple):

@@ -19,12 +19,11 @@ import argparse
 import csv
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from rollout_spec.predict.model import Model
 from rollout_spec.predict.roofline import DEVICES, Roofline
@@ -112,13 +111,11 @@ PRODUCTS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
 
 
 class Cell(NamedTuple):
-    """A published time of so many tokens, in milliseconds, and ours; `context`: of a row of a step."""
+    """A published time of so many tokens, in milliseconds, and ours."""
 
     num_tokens: int
     milliseconds: float
     predicted: float
-    context: int = 0
-    tp: int = 1
 
 
 def sweep(root: Path, name: str) -> list[Cell]:
@@ -130,7 +127,7 @@ def sweep(root: Path, name: str) -> list[Cell]:
         if rows and row["mode"] in ("target_decode", "target_verify"):
             num_tokens = rows * (1 + drafted)
             seconds = roofline.seconds(num_tokens, drafted > 0, rows * context)
-            found.append(Cell(num_tokens, float(row["median_ms"]), 1e3 * seconds, context))
+            found.append(Cell(num_tokens, float(row["median_ms"]), 1e3 * seconds))
     return found
 
 
@@ -152,42 +149,12 @@ def layer_products(file: Path, device: str) -> list[Cell]:
             seconds = Roofline(one, DEVICES[device])._product_seconds(params, num_tokens * params)
             seconds += DEVICES[device].launch_s / 2
             measured = sum(float(row[f"time_stats.{product}.median"]) for product in PRODUCTS)
-            found.append(Cell(num_tokens, measured, 1e3 * seconds, tp=tp))
+            found.append(Cell(num_tokens, measured, 1e3 * seconds))
     return found
 
 
 TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 RANGES = (1, 9, 65, 129, 257, 513, 2049)
-
-
-def draw(sweeps: Path, products: Path, path: Path) -> None:
-    """Published and predicted: an A100's steps with 0 to 15 draft tokens a row, an H100's products."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    steps, layers = figure.subplots(1, 2)
-    for name, title, colour in (
-        ("qwen2514b", "Qwen2.5-14B", "C0"),
-        ("llama318binstruct", "Llama-3.1-8B", "C1"),
-    ):
-        at = [cell for cell in sweep(sweeps, name) if cell.context == 1024]
-        steps.plot(*_sorted(at, "milliseconds"), ".", color=colour, ms=4, label=f"{title}, published")
-        steps.plot(*_sorted(at, "predicted"), "+", color=colour, ms=5, label="predicted")
-    steps.set_title("A100: a step at 1 to 64 rows of 1,024 tokens, 0 to 15 draft tokens a row", fontsize=8)
-    for i, (name, tp) in enumerate((("Llama-2-70b-hf", 1), ("Llama-2-70b-hf", 4), ("Llama-2-7b-hf", 1))):
-        file = next(products.glob(f"data/profiling/compute/h100/*/{name}/mlp.csv"))
-        at = [cell for cell in layer_products(file, "h100") if cell.tp == tp]
-        title = f"{name.removesuffix('-hf')}, {tp} device{'s' * (tp > 1)}"
-        layers.plot(*_sorted(at, "milliseconds"), ".", color=f"C{i}", ms=4, label=f"{title}, published")
-        layers.plot(*_sorted(at, "predicted"), "-", color=f"C{i}", lw=0.8, label="predicted")
-    layers.set_title("H100: the products of one layer", fontsize=8)
-    for panel in (steps, layers):
-        panel.set(xscale="log", yscale="log", xlabel="tokens in the step", ylabel="milliseconds")
-        panel.legend(fontsize=7)
-    figure.savefig(path)
-
-
-def _sorted(cells: Iterable[Cell], field: str) -> tuple[list[int], list[float]]:
-    found = sorted((cell.num_tokens, getattr(cell, field)) for cell in cells)
-    return [num for num, _ in found], [value for _, value in found]
 
 
 def print_errors(title: str, found: Sequence[Cell]) -> None:
@@ -207,7 +174,6 @@ def main() -> None:
     )
     parser.add_argument("--sweeps", type=Path, help="a checkout of furiosa-ai/EfficientRollout")
     parser.add_argument("--products", type=Path, help="a checkout of microsoft/vidur")
-    parser.add_argument("--output", type=Path, help="a PNG of some of both, published and predicted")
     args = parser.parse_args()
     print_pairs("Calibration", CALIBRATION)
     print_pairs("Check", CHECK)
@@ -222,8 +188,6 @@ def main() -> None:
     ):
         device = file.parts[-4]
         print_errors(f"products of {file.parent.name}, {device}", layer_products(file, device))
-    if args.output:
-        draw(args.sweeps, args.products, args.output)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ TEXTS = {
 ROWS = (1, 8, 64, 256)
 MOST_ROWS = {"h100": (256, 256, 64, 8), "910b": (64, 64, 64, 8)}
 """Of each text. Cells with more are left out: they take minutes each."""
-TAIL_ROWS = 8
 
 
 class Policy(NamedTuple):
@@ -83,10 +82,10 @@ def gains(recordings: Path) -> Iterator[Gain]:
             for runner, host in HOSTS.items()
         }  # fmt: skip
         v2 = times["v2"]
-        cluster = Cluster(1, rows, None, by_group=True, kv_tokens=v2.kv_tokens)
+        cluster = Cluster(1, rows, kv_tokens=v2.kv_tokens)
 
         def seconds(config: SpecConfig, times: Roofline, lines: Any = lines, cluster: Any = cluster) -> float:
-            return simulate(lines, cluster, config, times, TAIL_ROWS)["makespan_s"]
+            return simulate(lines, cluster, config, times)["makespan_s"]
 
         plain = seconds(off, v2)
         speeds = {runner: plain / seconds(on, each) for runner, each in times.items()}

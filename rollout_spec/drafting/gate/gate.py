@@ -39,7 +39,7 @@ class Gate(Protocol):
 
     @property
     def probes_soon(self) -> bool:
-        """Whether the step behind two others, this one and the next, goes without drafts to be measured."""
+        """Whether the step after two others, this one and the next, goes without drafts to be measured."""
 
     @property
     def model_tokens(self) -> int:

@@ -48,12 +48,8 @@ class StepCost:
         return True
 
     def learn(self, num_tokens: int, num_context: int, seconds: float) -> None:
-        """One step took this long.
-
-        Args:
-            num_tokens: tokens verified, draft tokens included.
-            num_context: tokens in all rows of the step.
-        """
+        """A step that verified `num_tokens`, draft tokens included, took this long; num_context: tokens in
+        all rows."""
         position = np.interp(num_tokens, KNOTS, np.arange(len(KNOTS)))
         left = min(int(position), len(KNOTS) - 2)
         for knot, share in ((left, left + 1 - position), (left + 1, position - left)):

@@ -34,11 +34,7 @@ _PARAMETERS = (
 
 
 def check_drafter() -> None:
-    """See that the installed vLLM's MRV1 drafts as this module was written for.
-
-    Raises:
-        PatchError: it does not.
-    """
+    """Raise a PatchError if the installed vLLM's MRV1 does not draft as this module was written for."""
     for owner, name, expected in _PARAMETERS:
         guard_parameters(SHARED_NOISE, owner, name, expected)
 
@@ -125,7 +121,7 @@ class ModelDrafter(SharedNoise):
         return drafts
 
     def _sample_and_draft(self, *args: Any, **kwargs: Any) -> Any:
-        """The runner's `sample_tokens`; behind it tokens and model's drafts are on the host."""
+        """The runner's `sample_tokens`; after it tokens and model's drafts are on the host."""
         self._drawn, self._drafts = [], None
         output = self._sample_tokens(*args, **kwargs)
         if getattr(output, "req_ids", None):

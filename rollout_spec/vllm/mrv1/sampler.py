@@ -1,10 +1,10 @@
 """From the target's logits to a step's tokens: vLLM's two samplers, with our noise. An adapter, no algorithm.
 
 A plain step calls vLLM's `Sampler`. A step with drafts calls its `RejectionSampler`, which asks `Sampler` for
-the tokens behind the drafts, then calls `rejection_sample`. Penalties, masks, temperature and
+the tokens after the drafts, then calls `rejection_sample`. Penalties, masks, temperature and
 log-probabilities stay vLLM's. Both samplers get `SamplingMetadata`, whose `generators` say what noise a row
 has. So hooks on the two modules (torch's own) put a `RowGenerators` there, with the step's keys and
-positions. Two places draw with it: `CoupledTopKTopPSampler` in plain steps and behind drafts, and the
+positions. Two places draw with it: `CoupledTopKTopPSampler` in plain steps and after drafts, and the
 `rejection_sample` of `couple_rejection_sample` at the draft positions. Both call
 `rollout_spec.verification.coupled`.
 """
@@ -138,7 +138,7 @@ class RowSampling:
         logger.info("rollout_spec: the noise of every token is keyed by its request and its position")
 
     def keys_and_ends(self, nums_sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row's key, and the position behind the tokens that it has: int64 [num_rows], on the device.
+        """Each row's key, and the position after the tokens that it has: int64 [num_rows], on the device.
 
         Args:
             nums_sampled: int64 [num_rows], on the device: of these tokens, those that the batch lacks.
@@ -226,7 +226,7 @@ class CoupledTopKTopPSampler(torch.nn.Module):
             processed = logits
         elif self.logprobs_mode == "processed_logprobs":
             processed = logits.log_softmax(dim=-1, dtype=torch.float32)
-        return generators.step.sample_behind(logits), processed
+        return generators.step.sample_after(logits), processed
 
 
 def couple_rejection_sample(module: Any) -> None:
@@ -289,11 +289,7 @@ def _rejection_samplers() -> list[Any]:
 
 
 def check_engine_patches() -> None:
-    """See, without an engine, that `ENGINE_PATCHES` fit the installed packages.
-
-    Raises:
-        PatchError: one of them does not.
-    """
+    """Raise a PatchError if one of `ENGINE_PATCHES` does not fit the installed packages; needs no engine."""
     for patch in _PARAMETERS:
         _check_parameters(patch)
     for module in _rejection_samplers():

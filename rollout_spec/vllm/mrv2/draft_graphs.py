@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.patches import Patch, PatchError, guard_parameters, misfit, wrap
+from rollout_spec.vllm import reasons
 from rollout_spec.vllm.other_ranks import V2_NAME
 
 logger = init_logger(f"vllm.{__name__}")
@@ -52,7 +53,7 @@ def check_graphs() -> None:
 def capture_steps_with_drafts(runner: Any) -> None:
     """Capture full graphs for steps with drafts, where it can be done; else say why not.
 
-    Call it once for each runner, behind `capture_plain_steps_mrv2`.
+    Call it once for each runner, after `plain_graphs.capture_plain_steps`.
     """
     why_never = None if HAS_GRAPHS else "this vLLM captures none for rows of different lengths"
     if HAS_GRAPHS:
@@ -76,10 +77,7 @@ def capture_steps_with_drafts(runner: Any) -> None:
             return
         logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_not}")
         if manager.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-            logger.warning_once(
-                "rollout_spec: compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run "
-                "without CUDA graphs; take FULL_AND_PIECEWISE"
-            )
+            logger.warning_once(f"rollout_spec: {reasons.WITHOUT_GRAPHS}")
 
     runner.initialize_kv_cache = initialize_and_add_graphs
 

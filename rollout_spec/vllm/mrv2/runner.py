@@ -15,11 +15,11 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, guard_parameters, record, replace_function
-from rollout_spec.vllm.cuda_graphs import capture_plain_steps_mrv2
 from rollout_spec.vllm.mrv2 import sampler, versions
 from rollout_spec.vllm.mrv2.draft_graphs import GRAPHS, HAS_GRAPHS, capture_steps_with_drafts
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.mrv2.model_drafter import SHARED_NOISE, draft_beside, for_the_model, share_noise
+from rollout_spec.vllm.mrv2.plain_graphs import capture_plain_steps
 from rollout_spec.vllm.options import is_hybrid, names_our_drafter
 from rollout_spec.vllm.other_ranks import V2_NAME
 
@@ -97,14 +97,14 @@ def bind(worker: Any, config: SpecConfig) -> None:
     if isinstance(speculator, SuffixSpeculator):
         host = speculator.host
         host.bind(runner)
-        capture_plain_steps_mrv2(runner)
+        capture_plain_steps(runner)
         capture_steps_with_drafts(runner)
     elif is_hybrid(runner.vllm_config):
         host = HostDrafts(runner.vllm_config, runner.device)
         host.bind(runner)
         host.proposer.load_model()
         draft_beside(speculator, host)
-        capture_plain_steps_mrv2(runner)
+        capture_plain_steps(runner)
         capture_steps_with_drafts(runner)
     elif config.coupled and isinstance(speculator, DraftModelSpeculator):
         share_noise(speculator)

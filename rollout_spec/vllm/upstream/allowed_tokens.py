@@ -19,14 +19,7 @@ _PATCH = Patch(
 
 
 def mend(module: Any) -> None:
-    """Let each row of a batch have the mask of its own request.
-
-    Args:
-        module: `vllm.v1.worker.gpu_input_batch`.
-
-    Raises:
-        PatchError: its batch is not one that this was written for.
-    """
+    """Let each row of a batch have the mask of its own request."""
     batch = module.InputBatch
     if f"{_MASK}[last_req_index].fill_(False)" in inspect.getsource(batch.condense):
         return

@@ -20,11 +20,7 @@ _PATCH = Patch(
 
 
 def mend(rejection_sampler: Any) -> None:
-    """Repeat each request's value for its draft tokens in plain torch, where the CPU's kernel is wrong.
-
-    Raises:
-        PatchError: what is to be replaced is no longer there, or takes other arguments.
-    """
+    """Repeat each request's value for its draft tokens in plain torch, where the CPU's kernel is wrong."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and not is_right():

@@ -42,8 +42,8 @@ def kept_logprobs(
         metadata: vLLM's SpecDecodeMetadata; `num_draft_tokens`, per request, is read.
         logits: not used.
         target_logits: [num_tokens, vocab_size], at the draft positions.
-        bonus_logits: [batch_size, vocab_size], behind the drafts.
-        sampled_token_ids: int32 [batch_size, longest draft + 1], -1 behind the tokens that are kept.
+        bonus_logits: [batch_size, vocab_size], after the drafts.
+        sampled_token_ids: int32 [batch_size, longest draft + 1], -1 after the tokens that are kept.
 
     Returns:
         A row for each place of `sampled_token_ids`.
@@ -55,12 +55,12 @@ def kept_logprobs(
     counts = np.array(metadata.num_draft_tokens)
     is_draft = columns < counts[requests]
     at = (counts.cumsum() - counts)[requests] + columns
-    order = np.argsort(~is_draft, kind="stable")  # of drafts, then of what comes behind them
+    order = np.argsort(~is_draft, kind="stable")  # of drafts, then of what comes after them
     places, tokens = (requests * rows.shape[1] + columns)[order], rows[requests, columns][order]
-    drafted, behind, places, tokens = _sent_together(
+    drafted, after, places, tokens = _sent_together(
         (at[is_draft], requests[~is_draft], places, tokens), target_logits.device
     )
-    kept = torch.cat([target_logits[drafted].float(), bonus_logits[behind].float()])
+    kept = torch.cat([target_logits[drafted].float(), bonus_logits[after].float()])
     if not verifier.is_logits_logprobs_mode:
         kept = verifier.sampler.compute_logprobs(kept)
     found = verifier.sampler.gather_logprobs(kept, max_num_logprobs, tokens)

@@ -1,4 +1,4 @@
-"""min_tokens behind a draft: vLLM counts the tokens before the draft only."""
+"""min_tokens after a draft: vLLM counts the tokens before the draft only."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rollout_spec.patches import Patch
 
 MIN_TOKENS = Patch(
     name="vllm-min-tokens-bonus",
-    reason="behind an accepted draft that reaches min_tokens, vLLM forbids the stop tokens once more: the "
+    reason="after an accepted draft that reaches min_tokens, vLLM forbids the stop tokens once more: the "
     "bonus token is masked by the number of tokens before the draft",
     upstream="vllm/v1/sample/logits_processor/builtin.py, MinTokensLogitsProcessor.apply",
     until="MinTokensLogitsProcessor counts the draft tokens for the bonus token",
 )
 
 
-class MinTokensBehindDrafts:
-    """vLLM's processor of min_tokens for the tokens that come behind whole drafts."""
+class MinTokensAfterDrafts:
+    """vLLM's processor of min_tokens for the tokens that come after whole drafts."""
 
     def __init__(self, plain: MinTokensLogitsProcessor, num_draft_tokens: list[int]) -> None:
         self._plain = plain
@@ -44,7 +44,7 @@ def counting_drafts(sampling: Any, num_draft_tokens: list[int]) -> Any:
         return sampling
     counting = copy.copy(sampling.logitsprocs)
     counting.non_argmax_invariant = [
-        MinTokensBehindDrafts(p, num_draft_tokens) if isinstance(p, MinTokensLogitsProcessor) else p
+        MinTokensAfterDrafts(p, num_draft_tokens) if isinstance(p, MinTokensLogitsProcessor) else p
         for p in processors
     ]
     return dataclasses.replace(sampling, logitsprocs=counting)

@@ -9,7 +9,7 @@ from rollout_spec.patches import Patch, wrap
 MODULE = "vllm.v1.core.sched.scheduler"
 _PATCH = Patch(
     name="vllm-reasoning-end",
-    reason="a grammar begins where reasoning ends, and vLLM looks for that once a step: behind an accepted "
+    reason="a grammar begins where reasoning ends, and vLLM looks for that once a step: after an accepted "
     "draft that ends the reasoning, the answer breaks the grammar",
     upstream="vllm/v1/core/sched/scheduler.py, Scheduler.update_draft_token_ids",
     until="vLLM looks for the end of reasoning inside a draft (0.29 does)",

@@ -10,15 +10,15 @@ from rollout_spec.patches import Patch, wrap
 MODULE = "vllm.v1.engine.output_processor"
 _PATCH = Patch(
     name="vllm-stop-strings",
-    reason="vLLM looks for stop strings once a step: with drafts, tokens and log-probabilities go on behind "
+    reason="vLLM looks for stop strings once a step: with drafts, tokens and log-probabilities go on after "
     "the stop, and of two stop strings the first of the list ends the text, not the first in the text",
     upstream="vllm/v1/engine/output_processor.py, OutputProcessor.process_outputs",
-    until="vLLM drops the tokens behind a stop string (0.32 does)",
+    until="vLLM drops the tokens after a stop string (0.32 does)",
 )
 
 
 def mend(output_processor: Any) -> None:
-    """Hand on a request's tokens one by one where it has stop strings: none comes behind a stop."""
+    """Hand on a request's tokens one by one where it has stop strings: none comes after a stop."""
     processor = output_processor.OutputProcessor
     if hasattr(processor, "_trim_surplus_tokens"):
         return

@@ -23,14 +23,7 @@ _PATCH = Patch(
 
 
 def mend(module: Any) -> None:
-    """Let each budget follow its request, and no other.
-
-    Args:
-        module: `vllm.v1.sample.thinking_budget_state`.
-
-    Raises:
-        PatchError: its holder of budgets is not one that this was written for.
-    """
+    """Let each budget follow its request, and no other."""
 
     @wrap(module.ThinkingBudgetStateHolder, "sync_batch", _PATCH)
     def sync_batch_and_swap(sync_batch: Any, self: Any, batch_update: Any) -> None:
