@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafting.corpus import open_corpus
-from rollout_spec.drafting.index import ModelDrafts, SuffixIndex
-from tests.oracle import CorpusOracle, Experience, GroupOracle, ModelProposal, Options, SequenceOracle
+from rollout_spec.drafting.index import SuffixIndex
+from tests.oracle import CorpusOracle, Experience, GroupOracle, Options, SequenceOracle
 from tests.text import int32, save_corpus, speak
 
 NUM_ROWS, K = 20, 4
@@ -58,33 +58,6 @@ def test_thousands_of_row_steps_equal_the_oracle(tmp_path):
     index.validate()
     # Long enough for the table of contexts to grow, and for the weights to move.
     assert len(experience.contexts.buckets) >= 512
-
-
-@pytest.mark.parametrize("wrong", [0, 1, 3])
-def test_nothing_is_learned_behind_the_first_wrong_token(wrong):
-    """The rest of the draft comes true all the same, in a step that brings more than one wrong token. A model
-    drafts, too."""
-    rng = np.random.default_rng(8)
-    oracle = SequenceOracle(GroupOracle((), Options(num_speculative_tokens=6)), True, Experience())
-    with SuffixIndex(num_speculative_tokens=6) as index:
-        sequence = index.open_sequence(index.open_group(int32()))
-        text = rng.integers(0, 4, 12).tolist()
-        for _ in range(25):
-            row = np.array([text], np.int32)
-            tokens, confidences = rng.integers(0, 4, 4).tolist(), rng.integers(0, 12, 4).tolist()
-            model = ModelDrafts(
-                np.array([tokens], np.int32), np.array([confidences], np.float32) - np.float32(3.5)
-            )
-            result = index.index_and_draft(
-                int32(sequence), row, int32(0), int32(len(text)), int32(6), model_drafts=model
-            )
-            oracle.index(text)
-            draft = oracle.draft(
-                6, 0.0, [ModelProposal(*each) for each in zip(tokens, confidences, strict=True)]
-            )
-            assert result.draft_tokens[0, : len(draft)].tolist() == draft
-            assert result.survivals[0, : len(draft)] == pytest.approx(oracle.survivals, rel=1e-5)
-            text += [token + (i == wrong) for i, token in enumerate(draft)]
 
 
 def decode(index, sequence, sample, num_tokens):
