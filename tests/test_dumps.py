@@ -166,17 +166,6 @@ def test_a_step_is_a_whole_number_and_a_group_may_be_zero(tmp_path, step, wanted
     ]
 
 
-def test_steps_and_prompts_of_a_verl_run(tmp_path, tokenizer):
-    """A file a step; verl 0.9.1 says in `uid` whose samples they are, which images may need."""
-    for step in (10, 2):
-        uids = [f"{name}_{number}_0" for name in "uv" for number in range(2)]
-        rows = [{"input": "p", "output": "a", "score": 1, "step": step, "uid": uid} for uid in uids]
-        (tmp_path / f"{step}.jsonl").write_bytes(lines(rows))
-    rollouts = list(read_rollouts([tmp_path], tokenizer))
-    assert [(one.step, len(one.responses)) for one in rollouts] == [(2, 2), (2, 2), (10, 2), (10, 2)]
-    assert len({one.group for one in rollouts}) == 1, "the prompt comes back"
-
-
 @pytest.mark.parametrize(
     "files",
     [
@@ -284,16 +273,6 @@ def test_other_commands_read_the_same(tmp_path, tokenizer, capsys):
     assert result["runs"][0]["makespan_s"] == pytest.approx(0.2), "the longest response has two tokens"
     assert main(["corpus", "build", *dump, "-o", str(tmp_path / "c.sam"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_tokens"] == 5
-
-
-def test_a_stranger_needs_one_command(tmp_path, tokenizer, capsys):
-    dump, output = tmp_path / "dump", tmp_path / "output"
-    dump.mkdir()
-    rows = [{"input": "p q", "output": text, "score": 1.0, "step": 1} for text in ("a b c", "a b c")]
-    (dump / "1.jsonl").write_bytes(lines(rows))
-    assert main(["replay", str(dump), "--tokenizer", str(tokenizer), "--output", str(output)]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("Drafts would change nothing: ") and f"page: {output / 'replay.html'}" in out
 
 
 def test_a_folder_without_rollouts(tmp_path):

@@ -80,7 +80,9 @@ def test_the_page_says_what_is_printed(tmp_path, capsys):
     file.write_text(to_line("a", 1, [1, 2], [[1, 2, 1, 2]]) + to_line("a", 2, [1, 2], [[3, 4]]))
     command = ["replay", str(file), "--output", str(tmp_path), "--spec", "history=0"]
     assert main(command) == 0
-    assert "Groups: 2, responses: 2." in " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    assert "Groups: 2, responses: 2." in " ".join(out.split())
+    assert out.startswith("Drafts would ") and f"page: {tmp_path / 'replay.html'}" in out
     page = (tmp_path / "replay.html").read_text()
     assert "<h1>Drafts would " in page and "data:image/png;base64," in page
     assert main([*command, "--json"]) == 0

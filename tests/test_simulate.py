@@ -62,13 +62,6 @@ def seconds(lines, cluster, config, times):
     return simulate(lines, cluster, config, times)["makespan_s"]
 
 
-def started(requests, times, max_num_seqs, model=None):
-    """An engine with the automatic gate, at work."""
-    engine = Engine(SpecConfig(batch_threshold="auto"), times, max_num_seqs, max_num_seqs, model=model)
-    engine.enqueue(requests)
-    return engine
-
-
 def test_a_rollout_without_drafts_by_hand():
     times = StepTimes.parse("1:1,2:2,10:10")
     run = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, times, max_num_seqs=1, tail_rows=0)
@@ -186,16 +179,6 @@ def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     assert [rank.total.num_tokens for rank in ranks] == [3, 1]
 
 
-@pytest.mark.parametrize("threshold", ["off", "auto"])
-def test_a_cluster_of_ranks_is_as_slow_as_its_slowest(threshold):
-    config = OFF if threshold == "off" else SpecConfig(batch_threshold=threshold)
-    lines = rollouts(5)
-    apart = simulate(lines, Cluster(4, 16, None), config, STEPPED, 8)
-    together = simulate(lines, Cluster(2, 16, None, num_ranks=2), config, STEPPED, 8)
-    assert apart["makespan_s"] <= together["makespan_s"] < 1.6 * apart["makespan_s"]
-    assert simulate(lines[:1], Cluster(1, 16, 1, num_ranks=4), config, STEPPED, 8)["makespan_s"] > 0
-
-
 def test_copies_are_more_of_the_same_with_tokens_of_their_own():
     [one] = noise(1, 2)
     one = dataclasses.replace(one, proposals=[right_model(response, 2) for response in one.responses])
@@ -205,34 +188,6 @@ def test_copies_are_more_of_the_same_with_tokens_of_their_own():
     assert not tokens[0] & tokens[1] and not tokens[1] & tokens[2]
     for each in copies:
         assert (each.proposals[0].tokens == right_model(each.responses[0], 2).tokens).all()
-
-
-class DelayedTimes(StepTimes):
-    """Steps with drafts take this much longer."""
-
-    delay = 0.0
-
-    def seconds(self, num_tokens, drafted, *others):
-        return super().seconds(num_tokens, drafted, *others) + self.delay * drafted
-
-
-def test_drafting_stops_within_300_steps_where_it_has_become_slow_and_comes_back():
-    times = DelayedTimes.parse("1:0.05,64:0.06")
-    engine = started(requests_of([line("0", 10, *[6000] * 4)], None), times, 4)
-
-    def drafts_of(num_steps):
-        before = engine.drafter.counters.num_drafts
-        for _ in range(num_steps):
-            engine.step()
-        return engine.drafter.counters.num_drafts - before
-
-    assert drafts_of(200) > 300
-    times.delay = 1.0
-    drafts_of(200)
-    assert drafts_of(200) < 20
-    times.delay = 0.0
-    drafts_of(1200)
-    assert drafts_of(200) > 300
 
 
 def test_a_response_without_a_token_takes_no_step():
