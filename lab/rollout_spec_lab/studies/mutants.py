@@ -102,7 +102,7 @@ def core_mutants() -> list[CoreMutant]:
 
 
 CORE_TESTS = (
-    "tests/test_index.py", "tests/test_experience.py", "tests/test_index_state_machine.py",
+    "tests/test_index.py", "tests/test_index_oracle.py",
 )  # fmt: skip
 
 
