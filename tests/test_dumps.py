@@ -58,6 +58,9 @@ FORMS = {
 VERL_ROW = FORMS["verl"][0]
 VERL = lines(FORMS["verl"])
 NAMED = [{"ask": p, "k": len(p), "said": r} for p, r in ROWS]
+BESIDE = [FORMS["verl"][1] | {"said": ["q", "b"]}]
+STEPS = [{"prompt": "p", "response": "a", "step": number} for number in range(2)]
+CHAT = [{"prompt": [{"role": "user", "content": "p"}], "responses": ["a", "b"]}]  # as verl's data has them
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -65,6 +68,22 @@ def test_every_form_gives_the_same_rollouts(tmp_path, tokenizer, form):
     file = tmp_path / "x.jsonl"
     file.write_bytes(lines(FORMS[form]))
     assert found([file], tokenizer) == WANTED
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "wanted"),
+    [
+        (CHAT, None, [([1, P], [[A], [B]])]),
+        (NAMED, {"prompt": "ask", "response": "said"}, WANTED),
+        (BESIDE, {"response": "said"}, [([Q], [[Q], [B]])]),  # which wins against every form
+        (BESIDE, {"prompt": "output"}, [([C], [[C]])]),
+        (STEPS, None, [([P], [[A]])] * 2),
+        (STEPS, {"step": ""}, [([P], [[A], [A]])]),  # which is none of the training
+    ],
+)
+def test_which_columns_are_read(tmp_path, tokenizer, rows, columns, wanted):
+    (tmp_path / "x.jsonl").write_bytes(lines(rows))
+    assert found([tmp_path], tokenizer, columns) == wanted
 
 
 @pytest.mark.parametrize("value", ["a", ["b", "b"], [1]], ids=["text", "list", "ids"])
@@ -93,18 +112,6 @@ def test_what_is_ambiguous_is_refused_until_a_column_is_named(tmp_path, tokenize
         read_rollouts([tmp_path], tokenizer)
     for name in fields.replace(" or ", ", ").split(", "):
         assert list(read_rollouts([tmp_path], tokenizer, {role: name}))
-
-
-def test_a_named_column_wins_against_every_form(tmp_path, tokenizer):
-    (tmp_path / "x.jsonl").write_bytes(lines([FORMS["verl"][1] | {"said": ["q", "b"]}]))
-    assert found([tmp_path], tokenizer, {"response": "said"}) == [([Q], [[Q], [B]])], "verl's prompt"
-    assert found([tmp_path], tokenizer, {"prompt": "output"}) == [([C], [[C]])]
-
-
-def test_prompts_may_be_chats_as_verls_data_has_them(tmp_path, tokenizer):
-    rows = [{"prompt": [{"role": "user", "content": "p"}], "responses": ["a", "b"]}]
-    (tmp_path / "x.jsonl").write_bytes(lines(rows))
-    assert found([tmp_path], tokenizer) == [([1, P], [[A], [B]])]
 
 
 def test_rows_without_a_response_are_counted(tmp_path, tokenizer, caplog):
@@ -138,19 +145,11 @@ def test_parquet_whole_and_with_damaged_pages(tmp_path, tokenizer):
 def test_columns_are_named(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_bytes(lines(NAMED))
     columns = {"prompt": "ask", "response": "said"}
-    assert found([tmp_path], tokenizer, columns) == WANTED
     everything = list(read_rollouts([tmp_path], tokenizer, columns | {"step": "k", "group": "k"}))
     assert [(one.group, one.step) for one in everything] == [("3", 3), ("1", 1)]
     (tmp_path / "y.jsonl").write_text('{"said": "a"}')
     with pytest.raises(UserError, match=r"--columns prompt=ask: a row has the fields said"):
         read_rollouts([tmp_path], tokenizer, columns)
-
-
-def test_a_step_may_be_none_of_the_training(tmp_path, tokenizer):
-    rows = [{"prompt": "p", "response": "a", "step": number} for number in range(2)]
-    (tmp_path / "x.jsonl").write_bytes(lines(rows))
-    assert found([tmp_path], tokenizer) == [([P], [[A]])] * 2
-    assert found([tmp_path], tokenizer, {"step": ""}) == [([P], [[A], [A]])]
 
 
 @pytest.mark.parametrize(

@@ -319,18 +319,11 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: 
     assert engine.proposer.take_counters().num_steps == 0
 
 
-HUGE = 10**5000
-
-
 @pytest.mark.parametrize(
     "extra_args",
-    [
-        None, [GROUP_KEY], "text", {GROUP_TOKENS_KEY: 2},
-        *({GROUP_KEY: group, GROUP_TOKENS_KEY: 3} for group in ("g" * 10**5, "\ud800", b"g", HUGE, {"g": 1})),
-        *({GROUP_KEY: "g", GROUP_TOKENS_KEY: number} for number in (-1, HUGE, 1.0, "3", 1 << 40)),
-    ],
-    ids=lambda said: type(said).__name__,
-)  # fmt: skip
+    [None, "text", {GROUP_TOKENS_KEY: 2}, {GROUP_KEY: "\ud800"}, {GROUP_KEY: "g", GROUP_TOKENS_KEY: 1 << 40}],
+    ids=["none", "a text", "no group", "no text", "a long prompt"],
+)
 def test_whatever_a_caller_sends_all_draft(extra_args: Any) -> None:
     engine = Engine(min_survival=0.0)
     engine.add("a")

@@ -274,18 +274,13 @@ def test_the_summary_has_the_documented_keys(runs, tmp_path, capsys):
         *("off", "on", "speedup", "speedup_ci95", "drift", "has_drifted", "corrected_speedup"),
         *("first_step_agreement", "measures", "warnings"),
     }
-    assert summary["speedup"] == pytest.approx(40 / 21)
     assert summary["first_step_agreement"] is None, "these rollouts were recorded without names"
     assert set(summary["measures"]) == {measure.name for measure in MEASURES}
-    reward = summary["measures"]["reward"]
-    assert reward["off"]["value"] == pytest.approx(0.2)
-    assert reward["difference"]["value"] == pytest.approx(0.0)
+    assert summary["measures"]["reward"]["off"]["value"] == pytest.approx(0.2)
     assert summary["measures"]["step_seconds"]["ratio"]["ci95"][1] < 1
     for name in ("rollout_seconds", "generated_tokens", "reward", "response_length"):
         assert len(summary["off"][name]) == len(summary["on"][name]) == 3
-    assert summary["on"]["num_drafts"] == 30
-    assert summary["off"]["acceptance_rate"] is None
-    assert {"tokens_per_step", "acceptance_rate", "num_drafts", "looping_share"} <= set(summary["off"])
+    assert summary["on"]["num_drafts"] == 30 and summary["off"]["acceptance_rate"] is None
 
 
 def test_picture_and_page_are_written_and_need_nothing_else(comparison, tmp_path):

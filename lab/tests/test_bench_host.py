@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,29 +193,6 @@ def test_a_record_sets_methods_beside_the_first_and_splits_the_host() -> None:
     assert shown[1] == [
         "2", "20 ms", "sam", "40.0", "0.800", "200", "2.000", "3.00", "1.00", "6.0", "0.50"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--step-ms", "0"], "--step-ms: 0 must be above 0"),
-        (["--rows", "8", "0"], "--rows: 0 must be at least 1"),
-        (["--methods", "off,eagle"], "method 'eagle': must be"),
-        (["--methods", "off,off:coupled"], "method 'off:coupled': bench host times off:sync"),
-        (["--methods", "off/v2"], "method 'off/v2': must be METHOD or METHOD/v1"),
-        (["--methods", "off,off"], "--methods off,off: a method is named twice"),
-        (["--methods", "off,sam", "--spec", "histori=1"], "histori"),
-        (["--model-config", "recipes/models/qwen3_8b.json"], "--gpu: must be one of h100"),
-        (["--model-config", "none.json", "--gpu", "h100"], "none.json"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line_before_any_process_starts(
-    options: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subprocess, "Popen", None)
-    assert main(["bench", "host", TRACE, *options]) == 2
-    said = capsys.readouterr()
-    assert reason in said.err and said.err.count("\n") == 1 and not said.out
 
 
 def test_a_trace_that_says_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,20 +46,28 @@ MISTAKES = [
     ("bench rollout x --engine 3", "--engine: invalid json_object value: '3'"),
     ("bench verify --device tpu", "--device tpu: must be cpu"),
     ("bench host x --model-tokens 1", "--model-tokens: no model drafts here"),
+    *(
+        (f"bench host {{TRACE}} {options}", message)
+        for options, message in (
+            ("--step-ms 0", "--step-ms: 0 must be above 0"),
+            ("--rows 8 0", "--rows: 0 must be at least 1"),
+            ("--methods off,eagle", "method 'eagle': must be"),
+            ("--methods off,off:coupled", "method 'off:coupled': bench host times off:sync"),
+            ("--methods off/v2", "method 'off/v2': must be METHOD or METHOD/v1"),
+            ("--methods off,off", "--methods off,off: a method is named twice"),
+            ("--methods off,sam --spec histori=1", "histori"),
+            ("--model-config recipes/models/qwen3_8b.json", "--gpu: must be one of h100"),
+            ("--model-config none.json --gpu h100", "none.json"),
+        )
+    ),
     ("bench native --depth", "unrecognized arguments: --depth"),
     *(
         (f"bench drafters {{TRACE}} {options}", message)
         for options, message in (
             ("--max-index-mb 4", "--max-index-mb: use --spec max_index_mb=4"),
             ("--methods sam --spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
-            (
-                "--methods suffix",
-                "--methods suffix: must be one of off, ngram, suffix_server, suffix_server_",
-            ),
-            (
-                "--methods off,sam+model",
-                "--methods sam+model: {TRACE} has no model's drafts: give --model-acc",
-            ),
+            ("--methods suffix", "--methods suffix: must be one of off, ngram, suffix_server, suffix_s"),
+            ("--methods off,sam+model", "--methods sam+model: {TRACE} has no model's drafts: give"),
             ("--methods off --model-acceptance 1.1", "--model-acceptance 1.1: must be numbers from 0 to 1"),
             ("--num-speculative-tokens 65", "65 must be at least 1 and at most 64"),
             ("--history -1", "--history: -1 must be at least 0"),
@@ -69,17 +77,12 @@ MISTAKES = [
         )
     ),
     *(
-        (
-            f"bench engine --methods off,sam {options}",
-            message,
-        )  # of others a line more may say what is missing
+        # Of others a line more may say what is missing.
+        (f"bench engine --methods off,sam {options}", message)
         for options, message in (
             ("--history 0", "--history: use --spec history=0"),
             ("--model-tokens 1", "--model-tokens: --model-drafter sets it"),
-            (
-                "--model-drafter mtp::3",
-                "--model-drafter: no method uses it: name model or sam+model in --meth",
-            ),
+            ("--model-drafter mtp::3", "--model-drafter: no method uses it: name model or sam+model"),
             ("--methods off,magic", "method 'magic': must be off, off:coupled, ngram, suffix, model, sam"),
             ("--methods sam,model", "--methods sam,model: model needs --model-drafter"),
             ("--model-drafter eagle:head", "--model-drafter eagle:head: must be METHOD:MODEL:NUMBER"),
